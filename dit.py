@@ -1,0 +1,276 @@
+"""DiT with adaLN-Zero (arXiv 2212.09748), with optional token routes (arXiv 2501.04765).
+
+Parameter names are those of facebookresearch/DiT, so that published state dicts load with strict=True.
+
+Shapes: B batch, C H W latent channels, height and width, p patch size, N = HW/p^2 tokens, K kept tokens, D width,
+R routes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from timm.models.vision_transformer import Attention, Mlp, PatchEmbed
+from torch import Tensor, nn
+
+from routing_module import Route, TokenRouter
+
+# name: (depth, width, heads). S to XL are DiT's, Table 1 of arXiv 2212.09748; XS is ours, for the embedded digits.
+SIZES = {"XS": (12, 128, 4), "S": (12, 384, 6), "B": (12, 768, 12), "L": (24, 1024, 16), "XL": (28, 1152, 16)}
+PATCH_SIZES = (2, 4, 8)
+BACKBONES = {f"DiT-{size}/{patch}": (*SIZES[size], patch) for size in SIZES for patch in PATCH_SIZES}
+INITS = ("adaln_zero", "official_tread")
+
+
+def build(backbone: str, *, input_size: int, in_channels: int, num_classes: int, **kwargs) -> DiT:
+    """A network by its name, `DiT-B/2` say. Other keywords go to `DiT`.
+
+    Raises:
+        ValueError: an unknown name, with those that exist.
+    """
+    if backbone not in BACKBONES:
+        raise ValueError(f"model.backbone={backbone!r} is unknown; choose one of {', '.join(BACKBONES)}")
+    depth, width, num_heads, patch_size = BACKBONES[backbone]
+    return DiT(
+        input_size=input_size,
+        patch_size=patch_size,
+        in_channels=in_channels,
+        num_classes=num_classes,
+        depth=depth,
+        width=width,
+        num_heads=num_heads,
+        **kwargs,
+    )
+
+
+def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    """(B, N, D), (B, D), (B, D) -> (B, N, D)."""
+    return x * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
+
+
+def sincos_1d(positions: Tensor, width: int) -> Tensor:
+    """(N,) -> (N, width): sines, then cosines, of frequencies 10000^(-i / (width/2))."""
+    frequencies = 10000.0 ** (-torch.arange(width // 2, dtype=torch.float64) / (width // 2))
+    angles = positions.double()[:, None] * frequencies  # (N, width/2)
+    return torch.cat([angles.sin(), angles.cos()], dim=1)
+
+
+def sincos_2d(grid_size: int, width: int) -> Tensor:
+    """(grid_size^2, width), row-major: the first half encodes the column, the second the row (as DiT does)."""
+    row, column = torch.meshgrid(torch.arange(grid_size), torch.arange(grid_size), indexing="ij")
+    return torch.cat([sincos_1d(column.flatten(), width // 2), sincos_1d(row.flatten(), width // 2)], dim=1).float()
+
+
+class TimestepEmbedder(nn.Module):
+    """Noise level -> vector: 256 sinusoidal features (cosines first), then a two-layer MLP."""
+
+    def __init__(self, width: int, num_features: int = 256):
+        super().__init__()
+        self.num_features = num_features
+        self.mlp = nn.Sequential(nn.Linear(num_features, width), nn.SiLU(), nn.Linear(width, width))
+
+    def forward(self, t: Tensor) -> Tensor:  # (B,) -> (B, D)
+        half = self.num_features // 2
+        frequencies = torch.exp(-math.log(10000) / half * torch.arange(half, dtype=torch.float32, device=t.device))
+        angles = t.float()[:, None] * frequencies  # (B, 128)
+        return self.mlp(torch.cat([angles.cos(), angles.sin()], dim=1))
+
+
+class LabelEmbedder(nn.Module):
+    """Class label -> vector. Row `num_classes` is the null class, which stands for 'no label'."""
+
+    def __init__(self, num_classes: int, width: int):
+        super().__init__()
+        self.num_classes = num_classes
+        self.embedding_table = nn.Embedding(num_classes + 1, width)
+
+    def forward(self, y: Tensor, drop: Tensor | None) -> Tensor:  # (B,), bool (B,) -> (B, D)
+        if drop is not None:
+            y = y.masked_fill(drop, self.num_classes)
+        return self.embedding_table(y)
+
+
+class DiTBlock(nn.Module):
+    """Attention and MLP, each shifted, scaled and gated by the conditioning (adaLN-Zero)."""
+
+    def __init__(self, width: int, num_heads: int, mlp_ratio: float = 4.0):
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width, elementwise_affine=False, eps=1e-6)
+        self.attn = Attention(width, num_heads=num_heads, qkv_bias=True)
+        self.norm2 = nn.LayerNorm(width, elementwise_affine=False, eps=1e-6)
+        self.mlp = Mlp(width, int(width * mlp_ratio), act_layer=partial(nn.GELU, approximate="tanh"))
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
+
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:  # (B, N, D), (B, D) -> (B, N, D)
+        shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = self.adaLN_modulation(c).chunk(6, dim=1)
+        x = x + gate_msa.unsqueeze(1) * self.attn(modulate(self.norm1(x), shift_msa, scale_msa))
+        return x + gate_mlp.unsqueeze(1) * self.mlp(modulate(self.norm2(x), shift_mlp, scale_mlp))
+
+
+class FinalLayer(nn.Module):
+    def __init__(self, width: int, patch_size: int, out_channels: int):
+        super().__init__()
+        self.norm_final = nn.LayerNorm(width, elementwise_affine=False, eps=1e-6)
+        self.linear = nn.Linear(width, patch_size * patch_size * out_channels)
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 2 * width))
+
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:  # (B, N, D), (B, D) -> (B, N, p*p*C)
+        shift, scale = self.adaLN_modulation(c).chunk(2, dim=1)
+        return self.linear(modulate(self.norm_final(x), shift, scale))
+
+
+class DiT(nn.Module):
+    """The network. In evaluation mode it is dense; in training mode its routes are active.
+
+    Args:
+        input_size: height = width of the latents; a multiple of patch_size.
+        in_channels: C of the latents.
+        num_classes: labels are 0 .. num_classes - 1, and num_classes is the null class.
+        learn_sigma: twice the output channels, as in published DiT checkpoints (the caller drops what it does not use).
+        class_dropout: probability that a label is replaced by the null class in training.
+        routes: windows that a part of the tokens skips; none is the plain DiT.
+        fp32_after_route: under autocast, run the block right after each route in float32 (TREAD, section 4); when
+            a route ends with the last block, that is the final layer.
+        init: `adaln_zero` is DiT's (every block starts as the identity and the output as zero); `official_tread` is what
+            the official TREAD code ends up with: modulation and final layers Xavier-uniform like all others.
+
+    Raises:
+        ValueError: settings that do not fit together, naming the key.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_size: int,
+        patch_size: int,
+        in_channels: int,
+        num_classes: int,
+        depth: int,
+        width: int,
+        num_heads: int,
+        mlp_ratio: float = 4.0,
+        learn_sigma: bool = False,
+        class_dropout: float = 0.1,
+        routes: Sequence[Route] = (),
+        fp32_after_route: bool = True,
+        init: str = "adaln_zero",
+    ):
+        super().__init__()
+        if input_size % patch_size:
+            raise ValueError(
+                f"latents of size {input_size} cannot be cut into patches of {patch_size}; choose another model.backbone"
+            )
+        if init not in INITS:
+            raise ValueError(f"model.init={init!r} is unknown; choose one of {', '.join(INITS)}")
+        if not 0 <= class_dropout < 1:
+            raise ValueError(f"model.class_dropout={class_dropout} must be in [0, 1)")
+        self.num_classes = num_classes
+        self.class_dropout = class_dropout
+        self.patch_size = patch_size
+        self.out_channels = in_channels * (2 if learn_sigma else 1)
+
+        self.x_embedder = PatchEmbed(input_size, patch_size, in_channels, width)
+        self.t_embedder = TimestepEmbedder(width)
+        self.y_embedder = LabelEmbedder(num_classes, width)
+        self.num_tokens = self.x_embedder.num_patches
+        self.pos_embed = nn.Parameter(sincos_2d(input_size // patch_size, width)[None], requires_grad=False)
+        self.blocks = nn.ModuleList(DiTBlock(width, num_heads, mlp_ratio) for _ in range(depth))
+        self.final_layer = FinalLayer(width, patch_size, self.out_channels)
+
+        self.router = TokenRouter(routes, depth, self.num_tokens)
+        self.fp32_layers = {r.end_layer_idx + 1 for r in self.router.routes} if fp32_after_route else set()
+        self.initialize_weights(init)
+
+    def initialize_weights(self, init: str) -> None:
+        """The blanket rule first, the exceptions after it, in this order (DiT, section 3)."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                nn.init.zeros_(module.bias)
+        # The patch embedding is a linear layer written as a convolution.
+        nn.init.xavier_uniform_(self.x_embedder.proj.weight.view(self.x_embedder.proj.out_channels, -1))
+        nn.init.zeros_(self.x_embedder.proj.bias)
+        nn.init.normal_(self.y_embedder.embedding_table.weight, std=0.02)
+        nn.init.normal_(self.t_embedder.mlp[0].weight, std=0.02)
+        nn.init.normal_(self.t_embedder.mlp[2].weight, std=0.02)
+        if init == "adaln_zero":
+            for layer in [block.adaLN_modulation[1] for block in self.blocks]:
+                nn.init.zeros_(layer.weight)
+            nn.init.zeros_(self.final_layer.adaLN_modulation[1].weight)
+            nn.init.zeros_(self.final_layer.linear.weight)
+
+    def forward(
+        self,
+        x: Tensor,
+        t: Tensor,
+        y: Tensor,
+        *,
+        drop_labels: Tensor | None = None,
+        route_scores: Tensor | None = None,
+        selection_ratios: float | Sequence[float] | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Args:
+            x: (B, C, H, W) latents.
+            t: (B,) noise level, as the diffusion conditions on it (EDM: c_noise).
+            y: (B,) int64 labels; num_classes is the null class.
+            drop_labels: (B,) bool, labels to replace by the null class; drawn at rate class_dropout when absent.
+                Training mode only.
+            route_scores: (B, R, N) uniform numbers that choose the routed tokens; drawn when absent.
+            selection_ratios: routing with these ratios (one, or one per route) instead of the routes' own, in
+                evaluation mode too. The default is the routes' own in training mode and none in evaluation mode.
+            generator: source of whatever is drawn here.
+
+        Returns:
+            (B, out_channels, H, W).
+
+        Raises:
+            ValueError: drop_labels in evaluation mode; ratios or scores that do not fit the routes.
+        """
+        if self.training and drop_labels is None and self.class_dropout > 0:
+            drop_labels = torch.rand(len(y), device=y.device, generator=generator) < self.class_dropout
+        if drop_labels is not None and not self.training:
+            raise ValueError("drop_labels is for training; in evaluation pass y = num_classes for the null class")
+
+        h = self.x_embedder(x) + self.pos_embed  # (B, N, D)
+        c = self.t_embedder(t) + self.y_embedder(y, drop_labels)  # (B, D)
+
+        starts, ends = {}, {}  # block index -> ids_keep (B, K) of the route that starts or ends there
+        if self.training or selection_ratios is not None:
+            for i, ratio in enumerate(self.router.selection_ratios(selection_ratios)):
+                if ratio > 0:
+                    scores = None if route_scores is None else route_scores[:, i]
+                    ids_keep = self.router.get_mask(h, ratio, scores=scores, generator=generator)
+                    route = self.router.routes[i]
+                    starts[route.start_layer_idx] = ends[route.end_layer_idx] = ids_keep
+
+        skipped = h
+        for i, block in enumerate(self.blocks):
+            if i in starts:
+                skipped = h
+                h = self.router.start_route(h, starts[i])  # (B, K, D)
+            h = self._in_fp32(block, h, c) if i - 1 in ends and i in self.fp32_layers else block(h, c)
+            if i in ends:
+                h = self.router.end_route(h, skipped, ends[i])  # (B, N, D)
+
+        last = len(self.blocks)
+        in_fp32 = last - 1 in ends and last in self.fp32_layers
+        out = self._in_fp32(self.final_layer, h, c) if in_fp32 else self.final_layer(h, c)  # (B, N, p*p*C)
+        return self.unpatchify(out)
+
+    @staticmethod
+    def _in_fp32(layer: nn.Module, h: Tensor, c: Tensor) -> Tensor:
+        """Full precision under mixed precision; where the weights themselves are not float32, nothing changes."""
+        if not torch.is_autocast_enabled(h.device.type):
+            return layer(h, c)
+        with torch.autocast(h.device.type, enabled=False):
+            return layer(h.float(), c.float())
+
+    def unpatchify(self, tokens: Tensor) -> Tensor:
+        """(B, N, p*p*C) -> (B, C, H, W); within a token: row, column, channel."""
+        grid, p = math.isqrt(self.num_tokens), self.patch_size
+        x = tokens.reshape(len(tokens), grid, grid, p, p, self.out_channels)
+        return x.permute(0, 5, 1, 3, 2, 4).reshape(len(tokens), self.out_channels, grid * p, grid * p)

@@ -1,0 +1,88 @@
+"""Preconditioning and loss of EDM (arXiv 2206.00364, Table 1 and section 5).
+
+Shapes: B batch, C H W latents. sigma is the noise level, in the units of the latents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from edm.sampler import HeunSampler
+
+
+class SampleRandom(Protocol):
+    """A source of random numbers with one row per sample of the batch, on the batch's device.
+
+    It lets the caller tie the numbers of a sample to that sample, whatever batch it travels in.
+    """
+
+    def randn(self, *shape: int) -> Tensor: ...  # (B, *shape)
+
+    def rand(self, *shape: int) -> Tensor: ...  # (B, *shape), in [0, 1)
+
+
+@dataclass(frozen=True)
+class EDM:
+    """The diffusion. It owns no parameters: a network is any callable net(x, c_noise, y, **kwargs).
+
+    Attributes:
+        sigma_data: standard deviation of the latents.
+        P_mean, P_std: ln(sigma) ~ N(P_mean, P_std^2) in training.
+        sampler: the settings of the Heun sampler.
+    """
+
+    sigma_data: float = 0.5
+    P_mean: float = -1.2
+    P_std: float = 1.2
+    sampler: HeunSampler = HeunSampler()
+
+    def coefficients(self, sigma: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """c_skip, c_out, c_in, c_noise (Table 1, column "Ours"), each of sigma's shape."""
+        total = sigma**2 + self.sigma_data**2
+        return self.sigma_data**2 / total, sigma * self.sigma_data / total.sqrt(), 1 / total.sqrt(), sigma.log() / 4
+
+    def denoise(self, net: Callable[..., Tensor], x: Tensor, sigma: Tensor, y: Tensor, **net_kwargs) -> Tensor:
+        """D_x = c_skip x + c_out F_x(c_in x; c_noise) (Eq. 7).
+
+        Args:
+            x: (B, C, H, W) float32, latents plus noise of level sigma.
+            sigma: (B,) float32.
+            y: (B,) int64 labels.
+
+        Returns:
+            (B, C, H, W) float32, the network's estimate of the clean latents. Extra output channels of the network
+            (the learned variance of published DiT checkpoints) are dropped.
+        """
+        c_skip, c_out, c_in, c_noise = self.coefficients(sigma.reshape(-1, 1, 1, 1))
+        F_x = net(c_in * x, c_noise.flatten(), y, **net_kwargs)[:, : x.shape[1]]
+        return c_skip * x + c_out * F_x.float()
+
+    def loss(self, net: Callable[..., Tensor], x: Tensor, y: Tensor, random: SampleRandom, **net_kwargs) -> Tensor:
+        """(B,) weighted squared error of the denoised latents, averaged over C, H and W (Eq. 2 and Table 1).
+
+        Args:
+            x: (B, C, H, W) float32, clean latents.
+            y: (B,) int64 labels.
+            random: where sigma and the noise come from, in this order.
+        """
+        sigma = (self.P_mean + self.P_std * random.randn()).exp()  # (B,)
+        noisy = x + sigma.reshape(-1, 1, 1, 1) * random.randn(*x.shape[1:])
+        weight = (sigma**2 + self.sigma_data**2) / (sigma * self.sigma_data) ** 2
+        D_x = self.denoise(net, noisy, sigma, y, **net_kwargs)
+        return weight * (D_x - x).square().mean(dim=(1, 2, 3))
+
+    @torch.no_grad()
+    def sample(
+        self,
+        denoiser: Callable[[Tensor, Tensor, Tensor], Tensor],
+        noise: Tensor,
+        y: Tensor,
+        random: SampleRandom | None = None,
+    ) -> Tensor:
+        """(B, C, H, W) unit normal noise -> latents. See `HeunSampler`."""
+        return self.sampler(denoiser, noise, y, random)

@@ -1,0 +1,85 @@
+"""The stochastic second-order sampler of EDM (arXiv 2206.00364, Algorithm 2; deterministic at S_churn = 0, Algorithm 1)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class HeunSampler:
+    """Heun's method along dx/dsigma = (x - D(x; sigma)) / sigma.
+
+    Attributes:
+        num_steps: noise levels; 2 * num_steps - 1 evaluations of the denoiser.
+        sigma_min, sigma_max: the lowest level above zero, and the first one.
+        rho: how the levels crowd towards sigma_min (Eq. 5).
+        S_churn: noise added back, over the whole trajectory; 0 makes the sampler deterministic.
+        S_min, S_max: noise is added only at levels in this range.
+        S_noise: standard deviation of the added noise.
+    """
+
+    num_steps: int = 40
+    sigma_min: float = 0.002
+    sigma_max: float = 80.0
+    rho: float = 7.0
+    S_churn: float = 0.0
+    S_min: float = 0.0
+    S_max: float = math.inf
+    S_noise: float = 1.0
+
+    def noise_levels(self) -> list[float]:
+        """num_steps levels from sigma_max to sigma_min, then 0 (Eq. 5)."""
+        last = max(self.num_steps - 1, 1)
+        high, low = self.sigma_max ** (1 / self.rho), self.sigma_min ** (1 / self.rho)
+        return [(high + i / last * (low - high)) ** self.rho for i in range(self.num_steps)] + [0.0]
+
+    def __call__(
+        self,
+        denoiser: Callable[[Tensor, Tensor, Tensor], Tensor],
+        noise: Tensor,
+        y: Tensor,
+        random=None,
+    ) -> Tensor:
+        """Solve from sigma_max to 0.
+
+        Args:
+            denoiser: (x, sigma, y) -> D_x, for x (B, C, H, W) float32, sigma (B,) float32 and y (B,).
+            noise: (B, C, H, W), unit normal.
+            y: (B,) int64 labels, handed on to the denoiser.
+            random: source of the added noise, `random.randn(C, H, W)` -> (B, C, H, W); needed when S_churn > 0.
+
+        Returns:
+            (B, C, H, W) float32 latents. The state in between is float64 where the device has it.
+        """
+        if self.S_churn > 0 and random is None:
+            raise ValueError(f"S_churn={self.S_churn} adds noise: pass random, or set S_churn=0")
+        dtype = torch.float32 if noise.device.type == "mps" else torch.float64  # MPS has no float64
+        levels = self.noise_levels()
+        gamma_max = min(self.S_churn / self.num_steps, math.sqrt(2) - 1)
+
+        def derivative(x: Tensor, sigma: float) -> Tensor:
+            sigmas = torch.full((len(x),), sigma, dtype=torch.float32, device=x.device)
+            return (x - denoiser(x.float(), sigmas, y).to(dtype)) / sigma
+
+        x = noise.to(dtype) * levels[0]
+        for sigma_cur, sigma_next in zip(levels[:-1], levels[1:]):
+            # Raise the noise level for a moment.
+            gamma = gamma_max if self.S_min <= sigma_cur <= self.S_max else 0.0
+            sigma_hat = sigma_cur * (1 + gamma)
+            if gamma > 0:
+                added = math.sqrt(sigma_hat**2 - sigma_cur**2) * self.S_noise
+                x = x + added * random.randn(*x.shape[1:]).to(dtype)
+            # Euler step.
+            d_cur = derivative(x, sigma_hat)
+            x_next = x + (sigma_next - sigma_hat) * d_cur
+            # Second-order correction, except at the last step, where the slope at sigma = 0 does not exist.
+            if sigma_next > 0:
+                d_prime = derivative(x_next, sigma_next)
+                x_next = x + (sigma_next - sigma_hat) * (d_cur + d_prime) / 2
+            x = x_next
+        return x.float()

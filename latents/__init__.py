@@ -1,0 +1,1 @@
+"""Latent shards (reading, writing, the order of training batches) and the autoencoders that made them."""

@@ -1,0 +1,214 @@
+"""The native shard format: safetensors files that are memory-mapped and read by index, in batches.
+
+A shard holds `latents` [M, C, H, W] (float16 or float32), `labels` [M] (int64), optionally `latents_flip` (the
+latents of the mirrored images, same shape), and in its header `kind`, `scale_factor`, `autoencoder`, `resolution` and
+`num_classes`. Latents are stored as the autoencoder makes them; the network sees latents * scale_factor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+KINDS = ("sample", "moments")
+
+
+@dataclass(frozen=True)
+class ShardInfo:
+    """What the header of a shard says; equal for all shards of a folder.
+
+    Attributes:
+        kind: `sample` (C channels) or `moments` (2C channels: mean, then log-variance; sampled afresh at every read).
+        scale_factor: multiplies a stored latent to give what the network sees.
+        autoencoder: `identity`, or `sd-vae:<hub id or folder>`.
+        resolution: height = width of the images, in pixels.
+        num_classes: labels are 0 .. num_classes - 1.
+    """
+
+    kind: str
+    scale_factor: float
+    autoencoder: str
+    resolution: int
+    num_classes: int
+
+    def __post_init__(self):
+        if self.kind not in KINDS:
+            raise ValueError(f"kind={self.kind!r} must be one of {', '.join(KINDS)}")
+        if not (math.isfinite(self.scale_factor) and self.scale_factor > 0):
+            raise ValueError(f"scale_factor={self.scale_factor} must be a positive number")
+        if self.resolution < 1 or self.num_classes < 1:
+            raise ValueError(f"resolution={self.resolution} and num_classes={self.num_classes} must be at least 1")
+
+    def to_metadata(self) -> dict[str, str]:
+        return {name: str(value) for name, value in vars(self).items()}
+
+    @classmethod
+    def from_metadata(cls, metadata: dict[str, str] | None) -> ShardInfo:
+        missing = [name for name in cls.__dataclass_fields__ if name not in (metadata or {})]
+        if missing:
+            raise ValueError(f"its header lacks {', '.join(missing)}")
+        return cls(
+            kind=metadata["kind"],
+            scale_factor=float(metadata["scale_factor"]),
+            autoencoder=metadata["autoencoder"],
+            resolution=int(metadata["resolution"]),
+            num_classes=int(metadata["num_classes"]),
+        )
+
+
+def write_shard(
+    path: str | Path, latents: Tensor, labels: Tensor, info: ShardInfo, latents_flip: Tensor | None = None
+) -> None:
+    """Write one shard; it appears under its name only when it is complete.
+
+    Args:
+        latents: [M, C, H, W] (2C channels for kind `moments`), float16 or float32.
+        labels: [M] int64.
+        latents_flip: the same for the mirrored images.
+
+    Raises:
+        FileExistsError: the file is there already.
+    """
+    path = Path(path)
+    if path.exists():
+        raise FileExistsError(f"{path} exists; nothing was written")
+    tensors = {"latents": latents.contiguous(), "labels": labels.contiguous()}
+    if latents_flip is not None:
+        tensors["latents_flip"] = latents_flip.contiguous()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".tmp_{path.name}")
+    temporary.write_bytes(_sorted_metadata(save(tensors, metadata=info.to_metadata())))
+    os.replace(temporary, path)
+
+
+def _sorted_metadata(blob: bytes) -> bytes:
+    """The same file with the keys of its JSON header in a fixed order: safetensors' own order changes from run to run."""
+    size = int.from_bytes(blob[:8], "little")
+    header = json.loads(blob[8 : 8 + size])
+    text = json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
+    return blob[:8] + text.ljust(size) + blob[8 + size :]
+
+
+class LatentDataset:
+    """All shards of a folder as one array of latents, read by index.
+
+    Raises:
+        ValueError: a folder that does not exist or holds no shards; a shard that is truncated, has no proper header,
+            other shapes or labels outside num_classes, or disagrees with the first one. The message names the file.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        if not self.path.exists():
+            raise ValueError(f"data.path={self.path} does not exist; give a folder of latent shards (*.safetensors)")
+        files = [self.path] if self.path.is_file() else sorted(self.path.glob("*.safetensors"))
+        if not files:
+            raise ValueError(f"data.path={self.path} holds no latent shards (*.safetensors)")
+        self.files = files
+        self._shards: list[dict[str, Tensor]] = []
+        infos, labels = [], []
+        for file in files:
+            info, shard = self._open(file)
+            infos.append(info)
+            labels.append(shard.pop("labels").numpy().copy())
+            self._shards.append(shard)
+            first = self._shards[0]
+            if info != infos[0] or shard.keys() != first.keys() or shard["latents"].shape[1:] != first["latents"].shape[1:]:
+                raise ValueError(
+                    f"{file} does not belong with {files[0]}: {info}, {self._describe(shard)} "
+                    f"against {infos[0]}, {self._describe(first)}"
+                )
+        self.info: ShardInfo = infos[0]
+        self.labels: np.ndarray = np.concatenate(labels)  # [M]
+        self._first_item = np.cumsum([0] + [len(shard["latents"]) for shard in self._shards])
+        channels, self.height, self.width = self._shards[0]["latents"].shape[1:]
+        self.channels = channels // 2 if self.info.kind == "moments" else channels
+        self.has_flips = "latents_flip" in self._shards[0]
+
+    @staticmethod
+    def _describe(shard: dict[str, Tensor]) -> str:
+        return ", ".join(f"{name} {list(tensor.shape[1:])}" for name, tensor in shard.items())
+
+    @staticmethod
+    def _open(file: Path) -> tuple[ShardInfo, dict[str, Tensor]]:
+        try:
+            with safe_open(file, framework="pt") as f:  # maps the file; nothing is read until it is indexed
+                metadata = f.metadata()
+                shard = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 (not a dict)
+        except (SafetensorError, OSError) as e:
+            raise ValueError(f"{file} is truncated or not a safetensors file: {e}") from e
+        try:
+            info = ShardInfo.from_metadata(metadata)
+        except ValueError as e:
+            raise ValueError(f"{file} is not a latent shard: {e}") from e
+        if not {"latents", "labels"} <= shard.keys() <= {"latents", "labels", "latents_flip"}:
+            raise ValueError(f"{file} holds {sorted(shard)}; a latent shard holds latents, labels and optionally latents_flip")
+        latents, labels = shard["latents"], shard["labels"]
+        if latents.ndim != 4 or latents.dtype not in (torch.float16, torch.float32) or len(latents) == 0:
+            raise ValueError(f"{file}: latents are {latents.dtype} {list(latents.shape)}; need float16 or float32 [M, C, H, W]")
+        if "latents_flip" in shard and (shard["latents_flip"].shape, shard["latents_flip"].dtype) != (latents.shape, latents.dtype):
+            raise ValueError(f"{file}: latents_flip {list(shard['latents_flip'].shape)} differs from latents {list(latents.shape)}")
+        if info.kind == "moments" and latents.shape[1] % 2:
+            raise ValueError(f"{file}: kind=moments needs an even number of channels, not {latents.shape[1]}")
+        if labels.dtype != torch.int64 or labels.shape != latents.shape[:1]:
+            raise ValueError(f"{file}: labels are {labels.dtype} {list(labels.shape)}; need int64 [{len(latents)}]")
+        low, high = int(labels.min()), int(labels.max())
+        if low < 0 or high >= info.num_classes:
+            raise ValueError(f"{file}: labels run from {low} to {high}, outside num_classes={info.num_classes}")
+        return info, shard
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def fetch(self, indices: np.ndarray, flips: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Read a batch.
+
+        Args:
+            indices: [b] item numbers.
+            flips: [b] bool, take `latents_flip`; all False where there are none.
+
+        Returns:
+            latents [b, C or 2C, H, W] as stored, labels [b] int64.
+        """
+        shard_of = np.searchsorted(self._first_item, indices, side="right") - 1
+        latents = torch.empty(len(indices), *self._shards[0]["latents"].shape[1:], dtype=self._shards[0]["latents"].dtype)
+        for shard_idx in np.unique(shard_of):
+            for flip, name in ((False, "latents"), (True, "latents_flip")):
+                where = np.flatnonzero((shard_of == shard_idx) & (flips == flip))
+                if len(where):
+                    rows = torch.from_numpy(indices[where] - self._first_item[shard_idx])
+                    latents[torch.from_numpy(where)] = self._shards[shard_idx][name][rows]
+        return latents, torch.from_numpy(self.labels[indices])
+
+    def fingerprint(self) -> str:
+        """A hash of the headers, sizes, labels and 64 latents spread over the data: other data, another value."""
+        digest = hashlib.blake2b(digest_size=16)
+        digest.update(repr((self.info, [list(shard["latents"].shape) for shard in self._shards])).encode())
+        digest.update(self.labels.tobytes())
+        spread = np.unique(np.linspace(0, len(self) - 1, num=min(64, len(self))).astype(np.int64))
+        digest.update(self.fetch(spread, np.zeros(len(spread), dtype=bool))[0].numpy().tobytes())
+        return digest.hexdigest()
+
+
+def latents_for_network(stored: Tensor, info: ShardInfo, random=None) -> Tensor:
+    """Stored latents [b, C or 2C, H, W] -> float32 [b, C, H, W] as the network sees them.
+
+    Args:
+        random: source of the noise with which `moments` are sampled, `random.randn(C, H, W)` -> [b, C, H, W].
+    """
+    stored = stored.float()
+    if info.kind == "moments":
+        mean, log_variance = stored.chunk(2, dim=1)
+        # The clamp is the autoencoder's own (diffusers, DiagonalGaussianDistribution).
+        stored = mean + (log_variance.clamp(-30, 20) / 2).exp() * random.randn(*mean.shape[1:])
+    return stored * info.scale_factor

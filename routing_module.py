@@ -1,0 +1,141 @@
+"""Token routing (TREAD, arXiv 2501.04765): a random part of the tokens skips a window of transformer blocks.
+
+Shapes: B batch, N tokens, K kept tokens (K = N - int(N * selection_ratio)), D width.
+This file works on tensors with a token axis and knows no network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Route:
+    """One window of blocks that a part of the tokens skips (TREAD, section 3).
+
+    Attributes:
+        selection_ratio: fraction of the tokens that SKIP the window, in [0, 1). 0 switches the route off.
+        start_layer_idx: the first block of the window; negative counts from the end, as in Python.
+        end_layer_idx: the last block of the window, inclusive; negative counts from the end.
+    """
+
+    selection_ratio: float
+    start_layer_idx: int
+    end_layer_idx: int
+
+
+def num_kept_tokens(num_tokens: int, selection_ratio: float) -> int:
+    """K, the number of tokens that stay in the window: N - int(N * selection_ratio)."""
+    return num_tokens - int(num_tokens * selection_ratio)
+
+
+class TokenRouter:
+    """The routes of one network, checked against its depth, and the three operations that carry them out.
+
+    Args:
+        routes: in the order in which the tokens meet them; they must not overlap.
+        depth: number of transformer blocks.
+        num_tokens: N; every route must keep at least one token.
+
+    Raises:
+        ValueError: a route that does not fit, naming the route, the value and what is accepted.
+    """
+
+    def __init__(self, routes: Sequence[Route], depth: int, num_tokens: int):
+        self.depth = depth
+        self.num_tokens = num_tokens
+        self.routes: tuple[Route, ...] = ()
+        for i, route in enumerate(routes):
+            start, end = (self._absolute(i, name, getattr(route, name)) for name in ("start_layer_idx", "end_layer_idx"))
+            self._check_ratio(f"routes[{i}].selection_ratio", route.selection_ratio)
+            if start > end:
+                raise ValueError(
+                    f"routes[{i}]: start_layer_idx={route.start_layer_idx} (block {start}) comes after "
+                    f"end_layer_idx={route.end_layer_idx} (block {end}) in a network of {depth} blocks"
+                )
+            if self.routes and start <= self.routes[-1].end_layer_idx:
+                raise ValueError(
+                    f"routes[{i}] starts at block {start}, but routes[{i - 1}] ends at block "
+                    f"{self.routes[-1].end_layer_idx}; list the routes in order and without overlap"
+                )
+            self.routes += (Route(float(route.selection_ratio), start, end),)
+
+    def _absolute(self, i: int, name: str, layer_idx: int) -> int:
+        if isinstance(layer_idx, bool) or not isinstance(layer_idx, int):
+            raise ValueError(f"routes[{i}].{name}={layer_idx!r} must be a whole number")
+        if not -self.depth <= layer_idx < self.depth:
+            raise ValueError(
+                f"routes[{i}].{name}={layer_idx} does not exist in a network of {self.depth} blocks; "
+                f"use {-self.depth} to {self.depth - 1}"
+            )
+        return layer_idx % self.depth
+
+    def _check_ratio(self, name: str, ratio: float) -> None:
+        if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 <= ratio < 1:
+            raise ValueError(f"{name}={ratio!r} must be a number in [0, 1): the fraction of tokens that skip the route")
+        if num_kept_tokens(self.num_tokens, ratio) < 1:
+            raise ValueError(f"{name}={ratio} leaves none of the {self.num_tokens} tokens in the route; lower it")
+
+    def selection_ratios(self, overrides: float | Sequence[float] | None = None) -> tuple[float, ...]:
+        """The ratio of every route: its own, or `overrides` (one number for all routes, or one per route)."""
+        if overrides is None:
+            return tuple(route.selection_ratio for route in self.routes)
+        if isinstance(overrides, (int, float)):
+            overrides = [overrides] * len(self.routes)
+        if len(overrides) != len(self.routes):
+            raise ValueError(f"selection_ratios={list(overrides)} must hold one ratio for each of {len(self.routes)} routes")
+        for i, ratio in enumerate(overrides):
+            self._check_ratio(f"selection_ratios[{i}]", ratio)
+        return tuple(float(ratio) for ratio in overrides)
+
+    @staticmethod
+    def get_mask(
+        x: Tensor,
+        selection_ratio: float,
+        *,
+        scores: Tensor | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Choose, for every sample separately, which tokens stay: a uniformly random subset.
+
+        Args:
+            x: (B, N, D); only its shape and device are used.
+            selection_ratio: fraction of the tokens that skip.
+            scores: (B, N) independent uniform numbers that decide; drawn here when absent.
+            generator: source of the scores when they are drawn here.
+
+        Returns:
+            ids_keep: (B, K) int64, the positions that stay, ascending (so that memory is read in order).
+        """
+        B, N = x.shape[:2]
+        if scores is None:
+            scores = torch.rand(B, N, device=x.device, generator=generator)
+        elif scores.shape != (B, N):
+            raise ValueError(f"scores have shape {tuple(scores.shape)}, the tokens need {(B, N)}")
+        num_kept = num_kept_tokens(N, selection_ratio)
+        return scores.topk(num_kept, dim=1, sorted=False).indices.sort(dim=1).values  # (B, K)
+
+    @staticmethod
+    def start_route(x: Tensor, ids_keep: Tensor) -> Tensor:
+        """(B, N, D) -> (B, K, D): the tokens at `ids_keep`. Also for positions or masks (B, N) and (B, N, ...)."""
+        index = ids_keep.reshape(ids_keep.shape + (1,) * (x.ndim - 2)).expand(-1, -1, *x.shape[2:])
+        return x.gather(1, index)
+
+    @staticmethod
+    def end_route(x: Tensor, skipped: Tensor, ids_keep: Tensor) -> Tensor:
+        """Put the tokens that were kept back among those that skipped, at their own positions.
+
+        Args:
+            x: (B, K, D), the kept tokens after the window.
+            skipped: (B, N, D), all tokens as they were before the window; not written to.
+            ids_keep: (B, K), what `get_mask` returned.
+
+        Returns:
+            (B, N, D). Tokens that skipped are bit-identical to `skipped`; gradients reach both inputs.
+        """
+        index = ids_keep.unsqueeze(-1).expand_as(x)
+        return skipped.scatter(1, index, x.to(skipped.dtype))  # (B, N, D)
