@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import numpy as np
@@ -77,5 +78,16 @@ class _ByBatch(Dataset):
 def data_loader(dataset: LatentDataset, order: BatchOrder, num_workers: int, pin_memory: bool) -> DataLoader:
     """Micro-batches (latents, labels) in the given order; the same for any number of workers."""
     return DataLoader(
-        _ByBatch(dataset), batch_size=None, sampler=order, num_workers=num_workers, pin_memory=pin_memory
+        _ByBatch(dataset),
+        batch_size=None,
+        sampler=order,
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+        worker_init_fn=_leave_signals_to_the_main_process,
     )
+
+
+def _leave_signals_to_the_main_process(worker_id: int) -> None:
+    # A Ctrl-C reaches the whole process group; the main process still needs batches to finish its step.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1,0 +1,180 @@
+"""Sample images from a checkpoint.
+
+    accelerate launch sample.py checkpoint=runs/digits_tread seeds=0-49 classes=0-9
+    accelerate launch sample.py checkpoint=runs/digits_tread/checkpoints/step_0000800 guidance=cfg cfg_scale=2 num_steps=30
+    accelerate launch --num_processes 8 sample.py checkpoint=runs/in256 seeds=0-49999 batch_size=128
+
+Image i depends on seed i (and the settings) alone, not on the batch size or the number of processes. The same command
+again makes the images that are missing. Output: a PNG per seed, a labelled grid and an .npz as ADM's evaluator reads it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from pathlib import Path
+
+import hydra
+import numpy as np
+from accelerate import Accelerator
+from omegaconf import DictConfig, OmegaConf
+from PIL import Image
+from tqdm import tqdm
+
+from evaluations.npz import write_npz
+from latents import autoencoders
+from training import checkpoint as checkpoints
+from training import cli, config
+from training.randomness import class_of_seed
+from training.sampling import ImageSampler, labelled_grid
+
+log = logging.getLogger("sample")
+
+MAX_GRID_IMAGES = 100
+
+
+@hydra.main(version_base="1.3", config_path="configs", config_name="sample")
+def main(cfg: DictConfig) -> None:
+    cfg = config.check(cfg, config.SAMPLE_KEYS)
+    checkpoint = find_checkpoint(Path(cfg.checkpoint))
+    run_cfg = checkpoints.load_config(checkpoint)
+    guidance_settings(cfg)
+    overrides = {key: cfg[key] for key in ("num_steps", "S_churn", "S_min", "S_max", "S_noise")}
+    diffusion = config.build_diffusion(run_cfg, **overrides)
+    labels = labels_of_seeds(cfg, run_cfg.data.num_classes)
+    settings = {
+        "checkpoint": checkpoints.identity(checkpoint),
+        "weights": cfg.weights,
+        "classes": cfg.classes,
+        "guidance": OmegaConf.to_container(cfg.guidance),
+        "sampler": {key: getattr(diffusion.sampler, key) for key in run_cfg.diffusion.sampler},
+        "precision": cfg.precision,
+    }
+
+    accelerator = Accelerator()
+    logging.basicConfig(format="%(message)s", level=logging.INFO if accelerator.is_main_process else logging.ERROR)
+    cli.use_cores(accelerator.device, cfg.cpu_threads)
+    output = Path(cfg.output) if cfg.output else default_output(checkpoint, cfg, diffusion.sampler.num_steps)
+    if accelerator.is_main_process:
+        open_output(output, settings)
+    accelerator.wait_for_everyone()
+
+    files = {seed: output / f"seed_{seed:06d}_class_{label:03d}.png" for seed, label in labels.items()}
+    missing = [seed for seed, file in files.items() if not file.exists()]
+    accelerator.wait_for_everyone()  # all processes look before the first one writes
+    log.info("%s: %d of %d images to make, in %s", checkpoint, len(missing), len(files), output)
+    if missing:
+        net = config.build_network(run_cfg).eval().requires_grad_(False)
+        net.load_state_dict(checkpoints.load_weights(checkpoint, cfg.weights))
+        sampler = ImageSampler(
+            net=net.to(accelerator.device),
+            diffusion=diffusion,
+            guide=config.build_guidance(cfg),
+            autoencoder=autoencoders.build(run_cfg.data.autoencoder, accelerator.device),
+            latent_shape=(run_cfg.data.in_channels, run_cfg.data.input_size, run_cfg.data.input_size),
+            num_classes=run_cfg.data.num_classes,
+            scale_factor=run_cfg.data.scale_factor,
+            device=accelerator.device,
+            precision=cfg.precision,
+        )
+        mine = missing[accelerator.process_index :: accelerator.num_processes]
+        make_images(sampler, mine, labels, files, cfg.batch_size, show_progress=accelerator.is_main_process)
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        write_grid_and_npz(output, cfg, files, labels)
+    accelerator.end_training()
+
+
+def find_checkpoint(folder: Path) -> Path:
+    """A verified checkpoint: the folder itself, or the newest good one of a run."""
+    if (folder / "checkpoints").is_dir():
+        newest, problems = checkpoints.find_newest(folder / "checkpoints")
+        for problem in problems.values():
+            log.warning("%s; taking an earlier checkpoint", problem)
+        if newest is None:
+            raise ValueError(f"checkpoint={folder} is a run without checkpoints yet")
+        return newest
+    checkpoints.verify(folder)
+    return folder
+
+
+def guidance_settings(cfg: DictConfig) -> None:
+    """cfg_scale is guidance.cfg_scale by its short name."""
+    if cfg.cfg_scale is not None:
+        if cfg.guidance.name != "cfg":
+            raise ValueError(f"cfg_scale={cfg.cfg_scale} needs guidance=cfg, not guidance={cfg.guidance.name}")
+        cfg.guidance.cfg_scale = cfg.cfg_scale
+
+
+def labels_of_seeds(cfg: DictConfig, num_classes: int) -> dict[int, int]:
+    """The class of every seed: classes in turn, or a random class drawn from the seed."""
+    seeds = config.parse_numbers(cfg.seeds)
+    if cfg.classes is None:
+        return {seed: class_of_seed(seed, num_classes) for seed in seeds}
+    classes = config.parse_numbers(cfg.classes)
+    if max(classes) >= num_classes:
+        raise ValueError(f"classes={cfg.classes}: class {max(classes)} does not exist; the model knows 0 to {num_classes - 1}")
+    return {seed: classes[seed % len(classes)] for seed in seeds}
+
+
+def default_output(checkpoint: Path, cfg: DictConfig, num_steps: int) -> Path:
+    """<run>/generated/<step>_<weights>_<guidance>_<steps>, beside the run's checkpoints."""
+    scale = f"{cfg.guidance.cfg_scale:g}" if cfg.guidance.name == "cfg" else ""
+    name = f"{checkpoint.name}_{cfg.weights}_{cfg.guidance.name}{scale}_{num_steps}steps"
+    return checkpoint.resolve().parent.parent / "generated" / name
+
+
+def open_output(output: Path, settings: dict) -> None:
+    """Create the folder, or make sure that the images in it were made with the same settings."""
+    file = output / "settings.yaml"
+    current = OmegaConf.create(settings)
+    if file.exists():
+        changed = config.differences(OmegaConf.load(file), current, tuple(settings))
+        if changed:
+            raise ValueError(f"{output} holds images of other settings ({'; '.join(changed)}); choose another output=...")
+        return
+    if output.exists() and any(output.iterdir()):
+        raise ValueError(f"output={output} is not empty and not made by sample.py; choose another folder")
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        OmegaConf.save(current, file)
+    except OSError as e:
+        raise ValueError(f"cannot write to {output} ({e.strerror}); choose another output=...") from e
+
+
+def make_images(
+    sampler: ImageSampler, seeds: list[int], labels: dict[int, int], files: dict[int, Path], batch_size: int, show_progress: bool
+) -> None:
+    """Sample this process's seeds and write one PNG each; a PNG that exists is whole."""
+    with tqdm(total=len(seeds), unit="image", dynamic_ncols=True, disable=not show_progress) as bar:
+        for start in range(0, len(seeds), batch_size):
+            batch = seeds[start : start + batch_size]
+            for seed, image in zip(batch, sampler(batch, [labels[seed] for seed in batch])):
+                temporary = files[seed].with_name(f".tmp_{files[seed].name}")
+                Image.fromarray(image).save(temporary, format="PNG")
+                os.replace(temporary, files[seed])
+            bar.update(len(batch))
+
+
+def write_grid_and_npz(output: Path, cfg: DictConfig, files: dict[int, Path], labels: dict[int, int]) -> None:
+    """grid_<seeds>.png with the first images, and samples_<seeds>.npz with all of them, in the order of the seeds."""
+    spec = str(cfg.seeds).replace(" ", "")
+    if len(spec) > 40:
+        spec = f"{len(files)}_{hashlib.blake2b(spec.encode(), digest_size=4).hexdigest()}"
+
+    def read(seed: int) -> np.ndarray:
+        return np.asarray(Image.open(files[seed]).convert("RGB"))
+
+    shown = list(files)[:MAX_GRID_IMAGES]
+    grid_file = output / f"grid_{spec}.png"
+    labelled_grid([read(seed) for seed in shown], [labels[seed] for seed in shown]).save(grid_file)
+    log.info("grid     %s", grid_file)
+    if cfg.npz:
+        npz_file = output / f"samples_{spec}.npz"
+        write_npz(npz_file, map(read, files), (len(files), *read(shown[0]).shape), np.array(list(labels.values())))
+        log.info("npz      %s", npz_file)
+
+
+if __name__ == "__main__":
+    cli.run(main, config.SAMPLE_KEYS)

@@ -1,0 +1,139 @@
+"""Train a diffusion transformer, with or without token routing, on precomputed latents.
+
+    accelerate launch train.py model=tread                                  # the embedded digits, minutes on a laptop
+    accelerate launch train.py model=dit                                    # the same network without routes
+    accelerate launch train.py model=tread data=imagenet256 data.path=latents/in256 model.backbone=DiT-XL/2
+    accelerate launch train.py model=tread name=mine train.num_steps=2000   # any key of configs/ can be set
+
+The run lives in runs/<name>/. The same command again goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import hydra
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, set_seed
+from omegaconf import DictConfig, OmegaConf
+
+from latents import autoencoders
+from latents.shards import LatentDataset
+from training import checkpoint as checkpoints
+from training import cli, config
+from training.loop import Trainer
+from training.run import RunFolder
+from training.sampling import ImageSampler
+
+log = logging.getLogger("train")
+
+
+@hydra.main(version_base="1.3", config_path="configs", config_name="config")
+def main(cfg: DictConfig) -> None:
+    # Everything that can be wrong with the configuration, the data and the folder, before any slow work.
+    cfg = config.check(cfg, config.TRAIN_KEYS)
+    diffusion = config.build_diffusion(cfg)
+    dataset = config.open_data(cfg)
+    accelerator = start_accelerator(cfg)
+    config.check_batch_size(cfg, accelerator.num_processes)
+    set_seed(cfg.seed)
+    net = config.build_network(cfg)
+    autoencoder = autoencoders.build(cfg.data.autoencoder, accelerator.device) if cfg.sample.every else None
+
+    run = RunFolder(cfg.output_dir, cfg.name)
+    if accelerator.is_main_process:
+        run.open()
+    accelerator.wait_for_everyone()
+
+    trainer = Trainer(accelerator, cfg, net, diffusion, dataset, run)
+    if autoencoder is not None:
+        trainer.sampler = ImageSampler(
+            net=trainer.ema.net,
+            diffusion=diffusion,
+            guide=config.build_guidance(cfg),
+            autoencoder=autoencoder,
+            latent_shape=(cfg.data.in_channels, cfg.data.input_size, cfg.data.input_size),
+            num_classes=cfg.data.num_classes,
+            scale_factor=dataset.info.scale_factor,
+            device=accelerator.device,
+        )
+    resume(trainer, cfg.resume)
+    if accelerator.is_main_process:
+        OmegaConf.save(cfg, run.path / "config.yaml")
+        describe(trainer)
+    accelerator.init_trackers(
+        cfg.wandb.project, OmegaConf.to_container(cfg), init_kwargs={"wandb": {"name": cfg.name, "mode": cfg.wandb.mode, "dir": str(run.path)}}
+    )
+
+    trainer.train()
+    accelerator.end_training()
+
+
+def start_accelerator(cfg: DictConfig) -> Accelerator:
+    accelerator = Accelerator(
+        mixed_precision="bf16" if cfg.train.precision == "bf16" else "no",
+        log_with="wandb" if cfg.wandb.mode != "disabled" else None,
+    )
+    cli.use_cores(accelerator.device, cfg.train.cpu_threads)
+    logging.basicConfig(format="%(message)s", level=logging.INFO if accelerator.is_main_process else logging.ERROR)
+    return accelerator
+
+
+def resume(trainer: Trainer, where: str) -> None:
+    """resume=auto | never | <folder of a checkpoint>."""
+    root, accelerator = trainer.run.checkpoints, trainer.accelerator
+    newest = max(checkpoints.list_steps(root), default=None)
+    if where == "never":
+        if newest is not None:
+            raise ValueError(f"resume=never, but {root} holds checkpoints; choose another name=..., or resume=auto")
+        return
+    if where == "auto":
+        folder = find_newest(trainer)
+    else:
+        folder = Path(where)
+        checkpoints.verify(folder)
+        if newest is not None and newest > checkpoints.step_of(folder):
+            raise ValueError(
+                f"resume={where}, but {root} already holds step {newest}, which going on from there would overwrite; "
+                "choose another name=..."
+            )
+    if folder is not None:
+        trainer.resume(folder)
+        if accelerator.is_main_process:
+            trainer.run.keep_metrics_until(trainer.step)
+            log.info("resumed from %s", folder)
+
+
+def find_newest(trainer: Trainer) -> Path | None:
+    """The newest good checkpoint of the run, the same for all processes; bad ones after it are set aside."""
+    found: list[str | None] = [None]
+    if trainer.accelerator.is_main_process:
+        folder, problems = checkpoints.find_newest(trainer.run.checkpoints)
+        for bad, problem in problems.items():
+            log.warning("%s; set aside as %s", problem, checkpoints.set_aside(bad))
+        found = [str(folder) if folder else None]
+    broadcast_object_list(found)
+    return Path(found[0]) if found[0] else None
+
+
+def describe(trainer: Trainer) -> None:
+    """What is about to run, in a few lines."""
+    cfg, net, data = trainer.cfg, trainer.net, trainer.dataset
+    num_parameters = sum(p.numel() for p in net.parameters() if p.requires_grad)
+    routes = ", ".join(
+        f"{r.selection_ratio:.0%} of {net.num_tokens} tokens skip blocks {r.start_layer_idx}-{r.end_layer_idx}" for r in net.router.routes
+    )
+    log.info("run      %s", trainer.run.path)
+    log.info("model    %s, %.1fM parameters, %s", cfg.model.backbone, num_parameters / 1e6, routes or "no routes")
+    log.info("data     %s: %d latents %dx%dx%d, %d classes", data.path, len(data), data.channels, data.height, data.width, data.info.num_classes)
+    log.info(
+        "train    steps %d to %d, batch %d on %d x %s, %s",
+        trainer.step, cfg.train.num_steps, cfg.train.batch_size, trainer.accelerator.num_processes, trainer.device, cfg.train.precision,
+    )
+    if trainer.step >= cfg.train.num_steps:
+        log.info("this run is complete; raise train.num_steps to go on")
+
+
+if __name__ == "__main__":
+    cli.run(main, config.TRAIN_KEYS)

@@ -1,0 +1,315 @@
+"""The accepted keys and values of every configuration, and the objects that are built from one.
+
+A configuration is checked before any work: an unknown key, a missing key or a wrong value raises a ValueError that names
+the key and says what is accepted.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+import dit
+import guidance
+from edm import EDM
+from edm.sampler import HeunSampler
+from latents.shards import LatentDataset
+from routing_module import Route
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+OmegaConf.register_new_resolver("repository", lambda path: str(REPOSITORY / path), replace=True)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a value may be: a test, and the words for it.
+
+
+@dataclass(frozen=True)
+class Accepts:
+    test: Callable[[object], bool]
+    words: str
+
+
+def choice(*values: str) -> Accepts:
+    return Accepts(lambda v: v in values and isinstance(v, str), " | ".join(values))
+
+
+def whole(minimum: int) -> Accepts:
+    return Accepts(lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= minimum, f"a whole number of at least {minimum}")
+
+
+def number(low: float = -math.inf, high: float = math.inf, *, above: bool = False, below: bool = False) -> Accepts:
+    """A number in [low, high]; `above` and `below` leave out the bound itself."""
+
+    def test(v):
+        if isinstance(v, bool) or not isinstance(v, (int, float)) or math.isnan(v):
+            return False
+        return (v > low if above else v >= low) and (v < high if below else v <= high)
+
+    if math.isinf(low) and math.isinf(high):
+        return Accepts(lambda v: test(v) and math.isfinite(v), "a number")
+    return Accepts(test, f"a number in {'(' if above else '['}{low}, {high}{')' if below or math.isinf(high) else ']'}")
+
+
+def text() -> Accepts:
+    return Accepts(lambda v: isinstance(v, str) and v != "", "text")
+
+
+def file_name() -> Accepts:
+    return Accepts(
+        lambda v: isinstance(v, str) and v not in ("", ".", "..") and not set(v) & set("/\\"), "the name of a folder, without slashes"
+    )
+
+
+def true_or_false() -> Accepts:
+    return Accepts(lambda v: isinstance(v, bool), "true | false")
+
+
+def or_null(accepts: Accepts) -> Accepts:
+    return Accepts(lambda v: v is None or accepts.test(v), f"{accepts.words}, or null")
+
+
+def _is_betas(v) -> bool:
+    return isinstance(v, list) and len(v) == 2 and all(number(0, 1, below=True).test(b) for b in v)
+
+
+def _is_routes(v) -> bool:
+    # The values inside are checked by the router, which knows the depth.
+    return isinstance(v, list) and all(isinstance(r, dict) and r.keys() == Route.__dataclass_fields__.keys() for r in v)
+
+
+def _is_numbers(v) -> bool:
+    try:
+        return len(parse_numbers(v)) > 0
+    except ValueError:
+        return False
+
+
+def parse_numbers(spec: str | int) -> list[int]:
+    """`0-3,7` -> [0, 1, 2, 3, 7]. Raises ValueError for anything else, and for a number that is named twice."""
+    numbers = []
+    for part in str(spec).split(","):
+        first, _, last = part.strip().partition("-")
+        if not first.isdecimal() or (last and not last.isdecimal()) or (part.strip().endswith("-")):
+            raise ValueError(f"{spec!r} is not a list of numbers and ranges such as 0-3,7")
+        numbers.extend(range(int(first), int(last or first) + 1))
+    if len(set(numbers)) < len(numbers):
+        raise ValueError(f"{spec!r} names a number twice")
+    return numbers
+
+
+NUMBERS = Accepts(_is_numbers, "numbers and ranges such as 0-49 or 3,7,100-199, none of them twice")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The keys.
+
+GUIDANCE_KEYS = {"none": {}, "cfg": {"cfg_scale": number()}}
+
+SAMPLER_KEYS = {
+    "num_steps": whole(1),
+    "sigma_min": number(0, above=True),
+    "sigma_max": number(0, above=True, below=True),
+    "rho": number(0, above=True, below=True),
+    "S_churn": number(0, below=True),
+    "S_min": number(0),
+    "S_max": number(0),
+    "S_noise": number(0, below=True),
+}
+
+TRAIN_KEYS = {
+    "name": file_name(),
+    "output_dir": text(),
+    "seed": whole(0),
+    "resume": text(),
+    "model.name": choice("dit", "tread"),
+    "model.backbone": choice(*dit.BACKBONES),
+    "model.routes": Accepts(_is_routes, f"a list of routes, each with {', '.join(Route.__dataclass_fields__)}"),
+    "model.fp32_after_route": true_or_false(),
+    "model.class_dropout": number(0, 1, below=True),
+    "model.learn_sigma": true_or_false(),
+    "model.init": choice(*dit.INITS),
+    "data.name": file_name(),
+    "data.path": or_null(text()),
+    "data.autoencoder": or_null(Accepts(lambda v: v == "identity" or (isinstance(v, str) and v.startswith("sd-vae:")), "identity | sd-vae:<hub id or folder>")),
+    "data.in_channels": or_null(whole(1)),
+    "data.input_size": or_null(whole(1)),
+    "data.num_classes": or_null(whole(1)),
+    "data.num_workers": whole(0),
+    "diffusion.name": choice("edm"),
+    "diffusion.sigma_data": number(0, above=True, below=True),
+    "diffusion.P_mean": number(),
+    "diffusion.P_std": number(0, above=True, below=True),
+    **{f"diffusion.sampler.{key}": accepts for key, accepts in SAMPLER_KEYS.items()},
+    "train.num_steps": whole(1),
+    "train.batch_size": whole(1),
+    "train.grad_accum_steps": whole(1),
+    "train.lr": number(0, above=True, below=True),
+    "train.betas": Accepts(_is_betas, "two numbers in [0, 1)"),
+    "train.weight_decay": number(0, below=True),
+    "train.grad_clip_norm": or_null(number(0, above=True, below=True)),
+    "train.ema_decay": number(0, 1, below=True),
+    "train.precision": choice("fp32", "bf16"),
+    "train.compile": choice("none", "default", "reduce-overhead", "max-autotune"),
+    "train.cpu_threads": or_null(whole(1)),
+    "train.log_every": whole(1),
+    "checkpoint.every": whole(1),
+    "checkpoint.keep_last": whole(1),
+    "checkpoint.keep_every": whole(0),
+    "sample.every": whole(0),
+    "sample.num_samples": whole(1),
+    "sample.batch_size": whole(1),
+    "wandb.mode": choice("disabled", "offline", "online"),
+    "wandb.project": text(),
+}
+
+SAMPLE_KEYS = {
+    "checkpoint": Accepts(text().test, "the folder of a checkpoint or of a run: checkpoint=runs/<name>"),
+    "output": or_null(text()),
+    "weights": choice("ema", "raw"),
+    "seeds": NUMBERS,
+    "classes": or_null(NUMBERS),
+    "cfg_scale": or_null(number()),
+    "batch_size": whole(1),
+    "precision": choice("fp32", "bf16"),
+    "cpu_threads": or_null(whole(1)),
+    "npz": true_or_false(),
+    **{key: or_null(SAMPLER_KEYS[key]) for key in ("num_steps", "S_churn", "S_min", "S_max", "S_noise")},
+}
+
+
+def flatten(config: dict, prefix: str = "") -> dict[str, object]:
+    """Nested dictionaries -> {"train.lr": 1e-4, ...}; lists are values."""
+    flat = {}
+    for key, value in config.items():
+        if isinstance(value, dict) and value:
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def check(cfg: DictConfig, keys: dict[str, Accepts]) -> DictConfig:
+    """Check every key and value, and return the configuration with its interpolations resolved.
+
+    Args:
+        keys: TRAIN_KEYS or SAMPLE_KEYS; the keys of the chosen guidance are added here.
+
+    Raises:
+        ValueError: naming the key, the value and what is accepted.
+    """
+    config = OmegaConf.to_container(cfg, resolve=True)
+    flat = flatten(config)
+    guidance_name = flat.get("guidance.name")
+    accepts_guidance = choice(*GUIDANCE_KEYS)
+    if not accepts_guidance.test(guidance_name):
+        raise ValueError(f"guidance.name={guidance_name!r} is not accepted; use {accepts_guidance.words}")
+    keys = {**keys, "guidance.name": accepts_guidance}
+    keys |= {f"guidance.{key}": accepts for key, accepts in GUIDANCE_KEYS[guidance_name].items()}
+    for key in flat:
+        if key not in keys:
+            raise ValueError(unknown_key(key, keys))
+    for key, accepts in keys.items():
+        if key not in flat:
+            raise ValueError(f"{key} is missing; it accepts {accepts.words}")
+        if not accepts.test(flat[key]):
+            raise ValueError(f"{key}={flat[key]!r} is not accepted; use {accepts.words}")
+    return OmegaConf.create(config)
+
+
+def unknown_key(key: str, keys: dict[str, Accepts]) -> str:
+    """The message for a key that does not exist: the nearest ones, or those beside it."""
+    near = difflib.get_close_matches(key, keys, n=3, cutoff=0.75)
+    group = key.rpartition(".")[0]
+    beside = near or [k for k in keys if k.rpartition(".")[0] == group] or list(keys)
+    return f"{key} is not a key of the configuration; accepted: {', '.join(beside)}"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# From a checked configuration to the objects.
+
+
+def open_data(cfg: DictConfig) -> LatentDataset:
+    """Open the latents, compare them with what the configuration expects, and fill in what it leaves to them.
+
+    Raises:
+        ValueError: no shards, a bad shard, or other shapes or classes than data.* says.
+    """
+    if cfg.data.path is None:
+        raise ValueError(f"data.path is not set: give the folder that holds the latent shards (*.safetensors) of {cfg.data.name}")
+    dataset = LatentDataset(cfg.data.path)
+    info = dataset.info
+    if dataset.height != dataset.width:
+        raise ValueError(f"{dataset.path}: latents of {dataset.height}x{dataset.width} are not square")
+    expected, found = cfg.data.in_channels, dataset.channels
+    if expected is not None and expected != found:
+        hint = ""
+        if info.kind == "sample" and found == 2 * expected:
+            hint = "; they look like moments (mean and log-variance) written as kind=sample: rewrite the shards with kind=moments"
+        raise ValueError(f"data.in_channels={expected}, but the latents of {dataset.path} have {found} channels{hint}")
+    for key, expected, found in (
+        ("input_size", cfg.data.input_size, dataset.height),
+        ("num_classes", cfg.data.num_classes, info.num_classes),
+    ):
+        if expected is not None and expected != found:
+            raise ValueError(f"data.{key}={expected}, but the latents of {dataset.path} say {found}; set data.{key}={found} or choose other data")
+    cfg.data.in_channels, cfg.data.input_size, cfg.data.num_classes = dataset.channels, dataset.height, info.num_classes
+    cfg.data.autoencoder = cfg.data.autoencoder or info.autoencoder
+    cfg.data.scale_factor = info.scale_factor
+    return dataset
+
+
+def check_batch_size(cfg: DictConfig, num_processes: int) -> None:
+    parts = num_processes * cfg.train.grad_accum_steps
+    if cfg.train.batch_size % parts:
+        raise ValueError(
+            f"train.batch_size={cfg.train.batch_size} does not divide by {num_processes} processes x "
+            f"train.grad_accum_steps={cfg.train.grad_accum_steps} = {parts} parts"
+        )
+
+
+def build_network(cfg: DictConfig) -> dit.DiT:
+    """The network of a configuration whose data.in_channels, input_size and num_classes are filled in."""
+    model = cfg.model
+    return dit.build(
+        model.backbone,
+        input_size=cfg.data.input_size,
+        in_channels=cfg.data.in_channels,
+        num_classes=cfg.data.num_classes,
+        learn_sigma=model.learn_sigma,
+        class_dropout=model.class_dropout,
+        routes=[Route(**route) for route in model.routes],
+        fp32_after_route=model.fp32_after_route,
+        init=model.init,
+    )
+
+
+def build_diffusion(cfg: DictConfig, **sampler_overrides) -> EDM:
+    """The diffusion of a configuration; `sampler_overrides` that are None change nothing."""
+    settings = dict(cfg.diffusion.sampler) | {key: value for key, value in sampler_overrides.items() if value is not None}
+    if not settings["sigma_min"] < settings["sigma_max"]:
+        raise ValueError(
+            f"diffusion.sampler.sigma_min={settings['sigma_min']} must be below sigma_max={settings['sigma_max']}"
+        )
+    return EDM(cfg.diffusion.sigma_data, cfg.diffusion.P_mean, cfg.diffusion.P_std, HeunSampler(**settings))
+
+
+def build_guidance(cfg: DictConfig) -> Callable[[guidance.Denoiser, int], guidance.Denoiser]:
+    """What `guidance=...` asks for, as a function (denoise, num_classes) -> denoiser."""
+    settings = {key: value for key, value in cfg.guidance.items() if key != "name"}
+    return lambda denoise, num_classes: guidance.GUIDANCES[cfg.guidance.name](denoise, num_classes, **settings)
+
+
+def differences(stored: DictConfig, current: DictConfig, keys_under: tuple[str, ...]) -> list[str]:
+    """`key: stored -> current` for every key that differs and is, or lies below, one of `keys_under`."""
+    old, new = (flatten(OmegaConf.to_container(cfg, resolve=True)) for cfg in (stored, current))
+    return [
+        f"{key}: {old.get(key, 'absent')!r} -> {new.get(key, 'absent')!r}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key, "absent") != new.get(key, "absent") and any(key == k or key.startswith(f"{k}.") for k in keys_under)
+    ]

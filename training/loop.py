@@ -1,0 +1,344 @@
+"""The training loop: one step, and what happens around it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from omegaconf import DictConfig
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from edm import EDM
+from latents.order import BatchOrder, data_loader
+from latents.shards import LatentDataset, latents_for_network
+from training import checkpoint as checkpoints
+from training.config import differences
+from training.ema import EMA
+from training.randomness import StepRandom
+from training.run import RunFolder
+from training.sampling import ImageSampler, labelled_grid
+from training.signals import StopSignal
+
+log = logging.getLogger(__name__)
+
+# What a resumed run must share with the one that it continues. The data themselves are compared by their fingerprint.
+FIXED_KEYS = (
+    "model",
+    "diffusion.name",
+    "diffusion.sigma_data",
+    "diffusion.P_mean",
+    "diffusion.P_std",
+    "data.in_channels",
+    "data.input_size",
+    "data.num_classes",
+    "seed",
+    "train.batch_size",
+)
+# What may change, and is worth a line in the log.
+NOTED_KEYS = ("train.lr", "train.betas", "train.weight_decay", "train.grad_clip_norm", "train.ema_decay", "train.precision")
+
+
+_NEVER = 2**62  # the "first bad step" of a run that has none
+
+
+class TrainingDiverged(ValueError):
+    """The loss or the weights are no longer finite."""
+
+
+def part_of_batch(batch_size: int, num_parts: int, part: int) -> slice:
+    """The rows of the global batch that part `part` of `num_parts` equal parts holds."""
+    size = batch_size // num_parts
+    return slice(part * size, (part + 1) * size)
+
+
+class Trainer:
+    """One run: the network, its EMA, the optimiser and the place in the run, and how they go forward.
+
+    Attributes:
+        net: the plain network; its weights are what a checkpoint holds.
+        model: the same as accelerate wraps it.
+        step: optimiser steps done.
+        sampler: makes the grids of training, from the EMA weights; None makes none.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        cfg: DictConfig,
+        net: nn.Module,
+        diffusion: EDM,
+        dataset: LatentDataset,
+        run: RunFolder,
+    ):
+        self.accelerator, self.cfg, self.diffusion, self.dataset, self.run = accelerator, cfg, diffusion, dataset, run
+        self.device = accelerator.device
+        self.net = net.to(self.device).train()
+        self.ema = EMA(self.net, cfg.train.ema_decay)
+        self.sampler: ImageSampler | None = None
+        if cfg.train.compile != "none":
+            self.net.compile(mode=cfg.train.compile)
+        # One pass over all parameters instead of one per tensor, where the device has it.
+        fused = self.device.type in ("cuda", "cpu", "mps")
+        optimizer = torch.optim.AdamW(
+            [p for p in self.net.parameters() if p.requires_grad],
+            lr=cfg.train.lr,
+            betas=tuple(cfg.train.betas),
+            weight_decay=cfg.train.weight_decay,
+            fused=fused,
+        )
+        self.model, self.optimizer = accelerator.prepare(self.net, optimizer)
+
+        num_parts = accelerator.num_processes * cfg.train.grad_accum_steps
+        first_part = accelerator.process_index * cfg.train.grad_accum_steps
+        self.parts = [
+            part_of_batch(cfg.train.batch_size, num_parts, first_part + m) for m in range(cfg.train.grad_accum_steps)
+        ]
+        self.step = 0
+        # Since the last line of metrics.jsonl; on the device, so that nobody waits for a step to end.
+        self.loss_sum = torch.zeros((), device=self.device)
+        self.loss_count = 0
+        self.first_bad_step = torch.full((), _NEVER, device=self.device)
+        self.grad_norm: Tensor | None = None
+        self.data_fingerprint = dataset.fingerprint()
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # One step.
+
+    def train_step(self, micro_batches: list[tuple[Tensor, Tensor]]) -> None:
+        """Forward, backward, optimiser and EMA for one global batch. Nothing here waits for the device.
+
+        Args:
+            micro_batches: this process's share, (stored latents, labels) for each of self.parts.
+        """
+        loss_of_step = torch.zeros((), device=self.device)
+        for m, (part, (stored, labels)) in enumerate(zip(self.parts, micro_batches)):
+            is_last = m == len(self.parts) - 1
+            with contextlib.nullcontext() if is_last else self.accelerator.no_sync(self.model):
+                loss = self._loss(part, stored, labels) / len(self.parts)
+                self.accelerator.backward(loss)
+            loss_of_step += loss.detach()
+        if self.cfg.train.grad_clip_norm is not None:
+            self.grad_norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.cfg.train.grad_clip_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.ema.update(self.step)
+
+        self.loss_sum += loss_of_step
+        self.loss_count += 1
+        self.first_bad_step.clamp_(max=torch.where(loss_of_step.isfinite(), _NEVER, self.step + 1))
+        self.step += 1
+
+    def _loss(self, part: slice, stored: Tensor, labels: Tensor) -> Tensor:
+        """Mean loss of one micro-batch. Every random number depends on (seed, step, row of the global batch) alone."""
+
+        def random(stream: str) -> StepRandom:
+            return StepRandom(self.cfg.seed, self.step, stream, self.cfg.train.batch_size, part, self.device)
+
+        stored, labels = stored.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)
+        x = latents_for_network(stored, self.dataset.info, random("latents"))
+        draws = {"drop_labels": random("labels").rand() < self.net.class_dropout}
+        if self.net.router.routes:
+            draws["route_scores"] = random("routes").rand(len(self.net.router.routes), self.net.num_tokens)
+        return self.diffusion.loss(self.model, x, labels, random("diffusion"), **draws).mean()
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # The run.
+
+    def train(self) -> None:
+        """From self.step to the end of the run, or to a signal, with checkpoints, grids and metrics on the way.
+
+        Raises:
+            TrainingDiverged: loss or weights are not finite.
+            SaveError: a checkpoint could not be written.
+        """
+        cfg, accelerator = self.cfg, self.accelerator
+        order = BatchOrder(
+            len(self.dataset), cfg.train.batch_size, cfg.seed, self.step, cfg.train.num_steps, self.parts, self.dataset.has_flips
+        )
+        loader = data_loader(self.dataset, order, cfg.data.num_workers, pin_memory=self.device.type == "cuda")
+        batches = iter(loader)
+        stop = StopSignal()
+        clock = _Clock()
+        bar = tqdm(
+            total=cfg.train.num_steps,
+            initial=self.step,
+            unit="step",
+            dynamic_ncols=True,
+            disable=not accelerator.is_main_process,
+            mininterval=0.5,
+        )
+        saved_step = self.step
+        while self.step < cfg.train.num_steps:
+            self.train_step(_take(batches, len(self.parts)))
+            clock.num_steps += 1
+            bar.update()
+            is_last = self.step == cfg.train.num_steps
+            stopping = stop.requested()
+            if self.step % cfg.train.log_every == 0 or is_last:
+                bar.set_postfix(self._log(clock))
+            if self.step % cfg.checkpoint.every == 0 or is_last or stopping:
+                with clock.paused(self.device):
+                    self._save()
+                saved_step = self.step
+            if self.sampler is not None and (self.step % cfg.sample.every == 0 or is_last):
+                with clock.paused(self.device):
+                    self._sample_grid()
+            if stopping and not is_last:
+                break
+        bar.close()
+        stop.close()
+        if saved_step < cfg.train.num_steps and accelerator.is_main_process:
+            log.warning("stopped by a signal after step %d; the same command goes on from there", self.step)
+
+    def _mean_over_processes(self) -> tuple[float, int]:
+        """(mean loss since the last line, first step whose loss was not finite). Waits for the device."""
+        first_bad = self.accelerator.gather(self.first_bad_step.reshape(1)).min().item()
+        self.loss_sum = self.accelerator.reduce(self.loss_sum, reduction="mean")
+        return (self.loss_sum / max(self.loss_count, 1)).item(), first_bad
+
+    def _check_finite(self, first_bad: int) -> None:
+        if first_bad == _NEVER:
+            return
+        intact = [str(p) for p in checkpoints.list_steps(self.run.checkpoints).values()]
+        raise TrainingDiverged(
+            f"the loss is not finite since step {first_bad}; last good checkpoint: {intact[-1] if intact else 'none'}. "
+            f"Lower train.lr={self.cfg.train.lr}, set train.grad_clip_norm, or look for NaN in the latents of {self.dataset.path}"
+        )
+
+    def _log(self, clock: _Clock) -> dict[str, str]:
+        """Write a line of metrics; returns what the progress bar shows."""
+        cfg = self.cfg
+        loss, first_bad = self._mean_over_processes()
+        self._check_finite(first_bad)
+        steps_per_sec = clock.steps_per_sec()
+        record = {
+            "step": self.step,
+            "loss": loss,
+            "lr": cfg.train.lr,
+            "steps_per_sec": steps_per_sec,
+            "images_per_sec": steps_per_sec * cfg.train.batch_size,
+            "images_seen": self.step * cfg.train.batch_size,
+            "epoch": self.step * cfg.train.batch_size / len(self.dataset),
+        }
+        if self.grad_norm is not None:
+            record["grad_norm"] = float(self.grad_norm)
+        if self.device.type == "cuda":
+            record["peak_memory_gib"] = torch.cuda.max_memory_allocated(self.device) / 2**30
+        if self.accelerator.is_main_process:
+            self.run.log_metrics(record)
+        self.accelerator.log({k: v for k, v in record.items() if k != "step"}, step=self.step)
+        self.loss_sum, self.loss_count = torch.zeros_like(self.loss_sum), 0
+        clock.restart()
+        return {"loss": f"{loss:.4f}", "images/s": f"{record['images_per_sec']:.0f}"}
+
+    def _sample_grid(self) -> None:
+        """samples/step_N.png, from the EMA weights: image i has seed i and class i mod num_classes."""
+        if self.accelerator.is_main_process:
+            cfg = self.cfg.sample
+            seeds = list(range(cfg.num_samples))
+            labels = [seed % self.sampler.num_classes for seed in seeds]
+            images = []
+            for i in range(0, len(seeds), cfg.batch_size):
+                images.extend(self.sampler(seeds[i : i + cfg.batch_size], labels[i : i + cfg.batch_size]))
+            file = self.run.samples / f"{checkpoints.folder_name(self.step)}.png"
+            grid = labelled_grid(images, labels)
+            grid.save(file)
+            for tracker in self.accelerator.trackers:
+                if tracker.name == "wandb":
+                    tracker.log_images({"samples": [grid]}, step=self.step)
+        self.accelerator.wait_for_everyone()
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Checkpoints.
+
+    def _save(self) -> None:
+        """Write a checkpoint, from the main process; all processes learn whether it worked."""
+        loss, first_bad = self._mean_over_processes()
+        self._check_finite(first_bad)
+        finite = torch.stack([p.isfinite().all() for p in self.net.parameters()]).all()
+        if not finite.item():
+            self._check_finite(self.step)
+        error = None
+        if self.accelerator.is_main_process:
+            try:
+                self._write_checkpoint()
+            except checkpoints.SaveError as e:
+                error = e
+        failed = self.accelerator.reduce(torch.tensor(float(error is not None), device=self.device)).item()
+        if failed:
+            raise error or checkpoints.SaveError("the main process could not write the checkpoint")
+
+    def _write_checkpoint(self) -> Path:
+        cfg = self.cfg.checkpoint
+        checkpoint = checkpoints.Checkpoint(
+            step=self.step,
+            model=self.net.state_dict(),
+            ema=self.ema.net.state_dict(),
+            optimizer=self.optimizer.state_dict(),
+            state={
+                "images_seen": self.step * self.cfg.train.batch_size,
+                "data_fingerprint": self.data_fingerprint,
+                "loss_sum": self.loss_sum.item(),
+                "loss_count": self.loss_count,
+            },
+            config=self.cfg,
+        )
+        return checkpoints.save(self.run.checkpoints, checkpoint, cfg.keep_last, cfg.keep_every)
+
+    def resume(self, folder: Path) -> None:
+        """Continue from a checkpoint.
+
+        Raises:
+            ValueError: it is not whole, or belongs to a run with another model, other data, seed or batch size.
+        """
+        checkpoint = checkpoints.load(folder)
+        changed = differences(checkpoint.config, self.cfg, FIXED_KEYS)
+        if checkpoint.state["data_fingerprint"] != self.data_fingerprint:
+            changed.append(f"data: other latents or labels: {checkpoint.config.data.path!r} -> {self.cfg.data.path!r}")
+        if changed:
+            raise ValueError(
+                f"resume: {folder} cannot go on under this configuration: {'; '.join(changed)}. "
+                "Restore these settings, or start another run with name=..."
+            )
+        for line in differences(checkpoint.config, self.cfg, NOTED_KEYS):
+            log.warning("resumed with another setting: %s", line)
+        self.net.load_state_dict(checkpoint.model)
+        self.ema.net.load_state_dict(checkpoint.ema)
+        self.optimizer.load_state_dict(checkpoint.optimizer)
+        for group in self.optimizer.param_groups:
+            group["lr"], group["betas"] = self.cfg.train.lr, tuple(self.cfg.train.betas)
+            group["weight_decay"] = self.cfg.train.weight_decay
+        self.step = checkpoint.step
+        self.loss_sum.fill_(checkpoint.state["loss_sum"])
+        self.loss_count = checkpoint.state["loss_count"]
+
+
+def _take(batches: Iterator, count: int) -> list:
+    return [next(batches) for _ in range(count)]
+
+
+class _Clock:
+    """Training speed since the last restart, without the time spent in pauses (checkpoints, grids)."""
+
+    def __init__(self):
+        self.restart()
+
+    def restart(self) -> None:
+        self.num_steps, self._paused_sec, self._start_sec = 0, 0.0, time.perf_counter()
+
+    def steps_per_sec(self) -> float:
+        return self.num_steps / max(time.perf_counter() - self._start_sec - self._paused_sec, 1e-9)
+
+    @contextlib.contextmanager
+    def paused(self, device: torch.device):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # the steps so far belong to training
+        start_sec = time.perf_counter()
+        yield
+        self._paused_sec += time.perf_counter() - start_sec

@@ -1,0 +1,63 @@
+"""A run's folder: its lock, its metrics and where its files go."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from pathlib import Path
+
+
+class RunFolder:
+    """runs/<name>/ with checkpoints/, samples/ and metrics.jsonl. Only the main process writes to it."""
+
+    def __init__(self, output_dir: str, name: str):
+        self.path = Path(output_dir) / name
+        self.checkpoints = self.path / "checkpoints"
+        self.samples = self.path / "samples"
+        self.metrics = self.path / "metrics.jsonl"
+        self._lock = None
+
+    def open(self) -> None:
+        """Create the folders and lock the run against a second training.
+
+        Raises:
+            ValueError: no permission to write, or another process trains in it.
+        """
+        try:
+            for folder in (self.checkpoints, self.samples):
+                folder.mkdir(parents=True, exist_ok=True)
+            self._lock = open(self.path / ".lock", "w")
+            self.metrics.touch()
+            # Whoever may write a file may not always make one: a checkpoint needs that.
+            probe = self.checkpoints / ".tmp_step_probe"
+            probe.mkdir(exist_ok=True)
+            probe.rmdir()
+        except OSError as e:
+            raise ValueError(f"output_dir: cannot write to {self.path} ({e.strerror}); choose another output_dir=...") from e
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released by the system when the process ends
+        except BlockingIOError as e:
+            raise ValueError(f"another process is training in {self.path}; wait for it, or choose another name=...") from e
+
+    def log_metrics(self, record: dict) -> None:
+        """Append one line to metrics.jsonl."""
+        with open(self.metrics, "a") as f:
+            f.write(json.dumps(record) + "\n")
+
+    def keep_metrics_until(self, step: int) -> int:
+        """Drop the lines after `step` (and a torn last one), which a resumed run writes again. Returns how many."""
+        lines = self.metrics.read_text().splitlines()
+        kept = [line for line in lines if _step_of(line) <= step]
+        if len(kept) < len(lines):
+            temporary = self.metrics.with_name(".tmp_metrics.jsonl")
+            temporary.write_text("".join(line + "\n" for line in kept))
+            os.replace(temporary, self.metrics)
+        return len(lines) - len(kept)
+
+
+def _step_of(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return float("inf")
