@@ -1,0 +1,231 @@
+"""The numbers, as pure functions of features: Frechet distance, Inception Score, precision and recall.
+
+N samples, D features, C classes. Distances between distributions and scores are computed in float64; the neighbour search in
+the precision of the features it is given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch import Tensor
+
+from evaluations.statistics import Statistics, statistics_of
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Frechet distance (Heusel et al. 2017, eq. 6): |mu1 - mu2|^2 + tr sigma1 + tr sigma2 - 2 tr (sigma1 sigma2)^(1/2).
+
+
+def frechet_distance(first: Statistics, second: Statistics) -> float:
+    """Distance between two Gaussians.
+
+    sigma1 sigma2 has the eigenvalues of the symmetric A^T sigma2 A with sigma1 = A A^T, and the trace of its root is the sum
+    of their roots: no root of a non-symmetric matrix, no complex numbers. Where a covariance is singular (fewer samples
+    than features), the rounding of its zero eigenvalues moves the result by some 1e-5; see frechet_distance_of_features.
+
+    Raises:
+        ValueError: statistics of different sizes.
+    """
+    _check_same_size(len(first.mu), len(second.mu))
+    values, vectors = torch.linalg.eigh(_symmetric(first.sigma))
+    a = vectors * values.clamp(min=0).sqrt()  # a covariance has no negative eigenvalues but by rounding
+    values = torch.linalg.eigvalsh(_symmetric(a.T @ second.sigma.double() @ a))
+    return _combine(first.mu, first.sigma.trace(), second.mu, second.sigma.trace(), values.clamp(min=0).sqrt().sum())
+
+
+def frechet_distance_to_statistics(features: Tensor, statistics: Statistics) -> float:
+    """Distance from samples [N, D], N <= D, to a Gaussian, free of the rounding of sigma's null space.
+
+    With X the centred samples, sigma1 sigma2 has the N - 1 nonzero eigenvalues of X sigma2 X^T / (N - 1).
+    """
+    _check_same_size(features.shape[1], len(statistics.mu))
+    mu, x = _centred(features)
+    values = torch.linalg.eigvalsh(_symmetric(x @ statistics.sigma.double() @ x.T))
+    root = values[1:].clamp(min=0).sqrt().sum()  # centring makes the smallest one zero
+    return _combine(mu, x.square().sum(), statistics.mu, statistics.sigma.trace(), root)
+
+
+def frechet_distance_of_features(first: Tensor, second: Tensor) -> float:
+    """Distance between the Gaussians fitted to two sets of samples, [N1, D] and [N2, D].
+
+    Where both have at most D samples, tr (sigma1 sigma2)^(1/2) is the nuclear norm of X1 X2^T / sqrt((N1 - 1)(N2 - 1)) of the
+    centred samples, which is exact; where one has, frechet_distance_to_statistics is; otherwise frechet_distance.
+
+    Raises:
+        ValueError: different D, fewer than 2 samples, NaN or infinite features.
+    """
+    _check_same_size(first.shape[1], second.shape[1])
+    small_first, small_second = (len(x) <= x.shape[1] for x in (first, second))
+    if small_first and small_second:
+        mu1, x1 = _centred(first)
+        mu2, x2 = _centred(second)
+        root = torch.linalg.svdvals(x1 @ x2.T).sum()
+        return _combine(mu1, x1.square().sum(), mu2, x2.square().sum(), root)
+    if small_first:
+        return frechet_distance_to_statistics(first, statistics_of(second))
+    if small_second:
+        return frechet_distance_to_statistics(second, statistics_of(first))
+    return frechet_distance(statistics_of(first), statistics_of(second))
+
+
+def _check_same_size(first: int, second: int) -> None:
+    if first != second:
+        raise ValueError(f"cannot compare {first} features with {second}; both sides must come from the same detector and layer")
+
+
+def _symmetric(x: Tensor) -> Tensor:
+    x = x.double()
+    return (x + x.T) / 2
+
+
+def _centred(features: Tensor) -> tuple[Tensor, Tensor]:
+    """mean [D] and X [N, D], both float64, with X^T X the covariance."""
+    if len(features) < 2:
+        raise ValueError(f"a covariance needs at least 2 samples, not {len(features)}")
+    _check_finite(features)
+    x = features.double().cpu()
+    mu = x.mean(0)
+    return mu, (x - mu) / (len(x) - 1) ** 0.5
+
+
+def _combine(mu1: Tensor, trace1: Tensor, mu2: Tensor, trace2: Tensor, trace_of_root: Tensor) -> float:
+    distance = (mu1.double() - mu2.double()).square().sum() + trace1 + trace2 - 2 * trace_of_root
+    return max(distance.item(), 0.0)  # of equal distributions, rounding leaves a little more or less than zero
+
+
+def _check_finite(features: Tensor) -> None:
+    bad = (~features.isfinite().all(dim=1)).nonzero()
+    if len(bad):
+        raise ValueError(f"features hold NaN or infinity, first in sample {bad[0].item()} ({len(bad)} of {len(features)} samples)")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Inception Score (Salimans et al. 2016), as ADM's evaluator computes it.
+
+
+def inception_score(logits: Tensor, split_size: int = 5000) -> float:
+    """exp(mean over samples of KL(p(y|x) || p(y))), averaged over consecutive splits.
+
+    Order matters: split i holds samples i * split_size and on. A short last split counts as much as a full one, as in ADM's
+    evaluator; with fewer samples than one split the score is that of what is there.
+
+    Args:
+        logits: [N, C], in the order of the samples; for Inception without the bias of the last layer.
+
+    Raises:
+        ValueError: no samples, NaN or infinite logits.
+    """
+    if len(logits) == 0:
+        raise ValueError("the Inception Score needs samples; there are none")
+    _check_finite(logits)
+    scores = []
+    for split in logits.split(split_size):
+        log_p = split.double().log_softmax(dim=1)  # finite where log(softmax) is not
+        p = log_p.exp()
+        marginal = p.mean(0)
+        entropy_of_marginal = -torch.special.xlogy(marginal, marginal).sum()
+        mean_entropy = -(p * log_p).sum(1).mean()
+        scores.append((entropy_of_marginal - mean_entropy).exp())
+    return torch.stack(scores).mean().item()
+
+
+def class_agreement(logits: Tensor, labels: Tensor) -> float:
+    """Share of samples [N, C] whose most likely class is the one that was asked for, labels [N]."""
+    if labels.shape != logits.shape[:1] or len(labels) == 0:
+        raise ValueError(f"{list(labels.shape)} labels do not match {len(logits)} samples")
+    if not 0 <= int(labels.min()) <= int(labels.max()) < logits.shape[1]:
+        raise ValueError(f"labels run from {int(labels.min())} to {int(labels.max())}, outside the detector's {logits.shape[1]} classes")
+    return (logits.argmax(dim=1) == labels.to(logits.device)).double().mean().item()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Improved precision and recall (Kynkaanniemi et al. 2019).
+
+
+def precision_recall(reference: Tensor, samples: Tensor, num_neighbours: int = 3, tile_size: int = 2048) -> tuple[float, float]:
+    """Share of samples that lie in a ball around some reference, and of references in a ball around some sample.
+
+    The ball of a point reaches to its num_neighbours-th nearest other point of its own set, border included. Distances are
+    computed tile by tile on the device and in the precision of the features; memory beyond a centred copy of them is a few
+    tiles.
+
+    Args:
+        reference: [M, D].
+        samples: [N, D], on the same device.
+
+    Returns:
+        precision, recall.
+
+    Raises:
+        ValueError: a set has no more than num_neighbours points; different D; NaN or infinite features.
+    """
+    _check_same_size(reference.shape[1], samples.shape[1])
+    for name, x in (("reference", reference), ("samples", samples)):
+        if len(x) <= num_neighbours:
+            raise ValueError(f"precision and recall need more than {num_neighbours} images on each side; the {name} has {len(x)}")
+        _check_finite(x)
+    # |a|^2 + |b|^2 - 2ab loses the digits that the norms have beyond the distance; about a common centre they are small.
+    centre = _mean(reference)
+    reference, samples = reference - centre, samples - centre
+    with _full_float32():
+        radii_reference = neighbour_radii(reference, num_neighbours, tile_size)
+        radii_samples = neighbour_radii(samples, num_neighbours, tile_size)
+        sample_inside = torch.zeros(len(samples), dtype=torch.bool, device=samples.device)
+        reference_inside = torch.zeros(len(reference), dtype=torch.bool, device=samples.device)
+        for i in range(0, len(reference), tile_size):
+            rows = slice(i, i + tile_size)
+            for j in range(0, len(samples), tile_size):
+                columns = slice(j, j + tile_size)
+                distances = _squared_distances(reference[rows], samples[columns])
+                sample_inside[columns] |= (distances <= radii_reference[rows, None]).any(dim=0)
+                reference_inside[rows] |= (distances <= radii_samples[None, columns]).any(dim=1)
+    return sample_inside.double().mean().item(), reference_inside.double().mean().item()
+
+
+def neighbour_radii(x: Tensor, num_neighbours: int, tile_size: int = 2048) -> Tensor:
+    """Squared distance of each point of x [N, D] to its num_neighbours-th nearest other point, [N].
+
+    Not below what rounding can make of a distance of zero, so that copies of a point count as inside its ball.
+    """
+    nearest = x.new_full((len(x), num_neighbours), float("inf"))
+
+    def keep_smallest(rows: slice, distances: Tensor) -> None:
+        candidates = distances.topk(min(num_neighbours, distances.shape[1]), dim=1, largest=False, sorted=False).values
+        nearest[rows] = torch.cat([nearest[rows], candidates], dim=1).topk(num_neighbours, dim=1, largest=False).values
+
+    for i in range(0, len(x), tile_size):
+        rows = slice(i, i + tile_size)
+        for j in range(i, len(x), tile_size):  # distances are symmetric: each tile serves its rows and its columns
+            columns = slice(j, j + tile_size)
+            distances = _squared_distances(x[rows], x[columns])
+            if i == j:
+                distances.fill_diagonal_(float("inf"))  # a point is not its own neighbour
+            keep_smallest(rows, distances)
+            if i != j:
+                keep_smallest(columns, distances.T.contiguous())
+    rounding = 32 * torch.finfo(x.dtype).eps * x.square().sum(1)
+    return nearest[:, -1].maximum(rounding)  # topk sorts the smallest first
+
+
+def _squared_distances(a: Tensor, b: Tensor) -> Tensor:
+    """[n, D], [m, D] -> [n, m]."""
+    products = torch.addmm(b.square().sum(1), a, b.T, alpha=-2)
+    return products.add_(a.square().sum(1, keepdim=True)).clamp_(min=0)
+
+
+def _mean(features: Tensor) -> Tensor:
+    """[D], summed in chunks, so that float32 sums stay short and no float64 copy of everything is made."""
+    total = sum(chunk.sum(0).cpu().double() for chunk in features.split(1024))
+    return (total / len(features)).to(features)
+
+
+@contextlib.contextmanager
+def _full_float32():
+    """Products of float32 in float32 even where the caller allows TF32: ten bits of mantissa do not tell neighbours apart."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
