@@ -60,7 +60,7 @@ class Features:
         """
         unique, inverse = torch.unique(indices.cpu(), return_inverse=True)
         if len(indices) != len(self) or not torch.equal(unique, torch.arange(len(unique))):
-            raise ValueError(f"{len(self)} rows with {len(indices)} indices up to {int(indices.max())} do not make whole images 0, 1, ...")
+            raise ValueError(f"{len(self)} rows with {len(indices)} indices are not images 0, 1, ... each at least once")
         row_of = torch.empty(len(unique), dtype=torch.int64)
         row_of[inverse] = torch.arange(len(indices))  # of two copies, either
         return Features(self.detector, **{name: x[row_of.to(x.device)] for name, x in self.tensors().items()})
@@ -134,5 +134,6 @@ def _fetch(features: Features, first: int) -> Features:
     for name, x in features.tensors().items():
         bad = (~x.isfinite().all(dim=1)).nonzero()
         if len(bad):
-            raise ValueError(f"the {features.detector} detector gives NaN or infinite {name} features for image {first + bad[0].item()}")
+            image = first + bad[0].item()
+            raise ValueError(f"the {features.detector} detector gives NaN or infinite {name} features for image {image}")
     return features

@@ -71,7 +71,7 @@ def frechet_distance_of_features(first: Tensor, second: Tensor) -> float:
 
 def _check_same_size(first: int, second: int) -> None:
     if first != second:
-        raise ValueError(f"cannot compare {first} features with {second}; both sides must come from the same detector and layer")
+        raise ValueError(f"cannot compare {first} features with {second}; both must come from the same detector and layer")
 
 
 def _symmetric(x: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ def _centred(features: Tensor) -> tuple[Tensor, Tensor]:
     if len(features) < 2:
         raise ValueError(f"a covariance needs at least 2 samples, not {len(features)}")
     _check_finite(features)
-    x = features.double().cpu()
+    x = features.cpu().double()
     mu = x.mean(0)
     return mu, (x - mu) / (len(x) - 1) ** 0.5
 
@@ -134,8 +134,9 @@ def class_agreement(logits: Tensor, labels: Tensor) -> float:
     """Share of samples [N, C] whose most likely class is the one that was asked for, labels [N]."""
     if labels.shape != logits.shape[:1] or len(labels) == 0:
         raise ValueError(f"{list(labels.shape)} labels do not match {len(logits)} samples")
-    if not 0 <= int(labels.min()) <= int(labels.max()) < logits.shape[1]:
-        raise ValueError(f"labels run from {int(labels.min())} to {int(labels.max())}, outside the detector's {logits.shape[1]} classes")
+    low, high = int(labels.min()), int(labels.max())
+    if low < 0 or high >= logits.shape[1]:
+        raise ValueError(f"labels run from {low} to {high}, outside the detector's {logits.shape[1]} classes")
     return (logits.argmax(dim=1) == labels.to(logits.device)).double().mean().item()
 
 
@@ -168,7 +169,7 @@ def precision_recall(reference: Tensor, samples: Tensor, num_neighbours: int = 3
     # |a|^2 + |b|^2 - 2ab loses the digits that the norms have beyond the distance; about a common centre they are small.
     centre = _mean(reference)
     reference, samples = reference - centre, samples - centre
-    with _full_float32():
+    with full_float32():
         radii_reference = neighbour_radii(reference, num_neighbours, tile_size)
         radii_samples = neighbour_radii(samples, num_neighbours, tile_size)
         sample_inside = torch.zeros(len(samples), dtype=torch.bool, device=samples.device)
@@ -221,11 +222,17 @@ def _mean(features: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def _full_float32():
-    """Products of float32 in float32 even where the caller allows TF32: ten bits of mantissa do not tell neighbours apart."""
+def full_float32():
+    """Products and convolutions of float32 in float32, even where the caller allows TF32 (cuDNN does by default).
+
+    Ten bits of mantissa do not tell neighbours apart, and features would depend on the GPU.
+    """
+    cudnn = torch.backends.cudnn
+    flags = {"enabled": cudnn.enabled, "benchmark": cudnn.benchmark, "deterministic": cudnn.deterministic}
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
-        yield
+        with cudnn.flags(allow_tf32=False, **flags):
+            yield
     finally:
         torch.set_float32_matmul_precision(before)

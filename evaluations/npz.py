@@ -1,22 +1,40 @@
-"""ADM's sample files: an .npz whose `arr_0` is uint8 [N, H, W, 3]."""
+"""ADM's files: an .npz whose `arr_0` is uint8 [N, H, W, 3], optionally with Inception statistics.
+
+`mu` [2048] and `sigma` are of the pooled features, `mu_s` [2023] and `sigma_s` of the spatial ones. Labels are `labels` (as
+written here) or `arr_1` (as ADM's samplers write them).
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import zipfile
-from collections.abc import Iterable
+import zlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
+import torch
+
+from evaluations.statistics import Statistics
+
+STATISTICS_KEYS = {"pool": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}
 
 
-def write_npz(path: Path, images: Iterable[np.ndarray], shape: tuple[int, int, int, int], labels: np.ndarray) -> None:
+def write_npz(
+    path: Path,
+    images: Iterable[np.ndarray],
+    shape: tuple[int, int, int, int],
+    labels: np.ndarray | None = None,
+    statistics: dict[str, Statistics] | None = None,
+) -> None:
     """Write images one by one, so that 50,000 of them need no memory; the file appears when it is complete.
 
     Args:
         images: N arrays, uint8 [H, W, 3].
         shape: (N, H, W, 3).
         labels: [N] int64, stored as `labels`.
+        statistics: Inception's, `pool` and `spatial`, stored under ADM's names.
     """
     temporary = path.with_name(f".tmp_{path.name}")
     with zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as archive:
@@ -30,6 +48,160 @@ def write_npz(path: Path, images: Iterable[np.ndarray], shape: tuple[int, int, i
                 count += 1
         if count != shape[0]:
             raise ValueError(f"{count} images instead of {shape[0]}")
-        with archive.open("labels.npy", "w") as f:
-            np.lib.format.write_array(f, np.asarray(labels, dtype=np.int64))
+        arrays = {} if labels is None else {"labels": np.asarray(labels, dtype=np.int64)}
+        for layer, known in (statistics or {}).items():
+            arrays.update(zip(STATISTICS_KEYS[layer], (known.mu.numpy(), known.sigma.numpy())))
+        for key, array in arrays.items():
+            with archive.open(f"{key}.npy", "w", force_zip64=True) as f:
+                np.lib.format.write_array(f, array)
     os.replace(temporary, path)
+
+
+class NpzImages:
+    """The images of an .npz, streamed from the zip, never loaded whole.
+
+    Attributes:
+        shape: (N, H, W, 3); N = 0 where the file holds statistics only.
+        labels: [N] int64, or None.
+        statistics: `pool` and `spatial`, as far as the file holds them.
+
+    Raises:
+        ValueError: not an .npz; neither images nor statistics; images that are not uint8 RGB; statistics that do not fit
+            together. The message names the file and the key.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        with self._reading(), self._open_zip() as archive:
+            keys = {name.removesuffix(".npy") for name in archive.namelist()}
+            self.statistics = self._read_statistics(archive, keys)
+            if "arr_0" in keys:
+                self.shape = self._check_header(archive)
+            elif "pool" in self.statistics:
+                self.shape = (0, 0, 0, 3)
+            else:
+                held = ", ".join(sorted(keys)) or "nothing"
+                raise ValueError(f"{self.path} holds {held}; need arr_0 (uint8 [N, H, W, 3]), or mu and sigma")
+            self.labels = self._read_labels(archive, keys)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def batches(self, batch_size: int, start: int = 0, stop: int | None = None) -> Iterator[np.ndarray]:
+        """Images start .. stop - 1 in order, uint8 [b, H, W, 3] each.
+
+        Raises:
+            ValueError: fewer images than `stop`; a damaged file; no pixel above 1, which 0..1 floats cast to uint8 look like.
+        """
+        stop = len(self) if stop is None else stop
+        if stop > len(self):
+            raise ValueError(f"{self.path} holds {len(self)} images, but {stop} were asked for; ask for fewer or make more")
+        image_shape, brightest = self.shape[1:], 0
+        image_bytes = int(np.prod(image_shape))
+        with self._reading(), self._open_zip() as archive, archive.open("arr_0.npy") as f:
+            _read_header(f)
+            f.seek(start * image_bytes, os.SEEK_CUR)
+            for i in range(start, stop, batch_size):
+                images = np.empty((min(batch_size, stop - i), *image_shape), dtype=np.uint8)
+                if f.readinto(images.reshape(-1).data) != images.nbytes:
+                    raise ValueError(f"{self.path} is truncated: its arr_0 ends before image {i + len(images)} of {len(self)}")
+                brightest = max(brightest, int(images.max()))
+                yield images
+        if stop > start and brightest <= 1:
+            raise ValueError(f"{self.path}: no pixel of arr_0 is above {brightest}; need 0 to 255 (multiply by 255 before casting)")
+
+    def fingerprint(self) -> str:
+        """Size and hash of the file."""
+        digest = hashlib.blake2b(digest_size=16)
+        with self.path.open("rb") as f:
+            while block := f.read(2**22):
+                digest.update(block)
+        return f"{self.path.stat().st_size}-{digest.hexdigest()}"
+
+    def _reading(self) -> _Reading:
+        return _Reading(self.path)
+
+    def _open_zip(self) -> zipfile.ZipFile:
+        if not self.path.exists():
+            raise ValueError(f"{self.path} does not exist; give an .npz file as ADM's evaluator reads it")
+        return zipfile.ZipFile(self.path)
+
+    def _check_header(self, archive: zipfile.ZipFile) -> tuple[int, int, int, int]:
+        with archive.open("arr_0.npy") as f:
+            shape, fortran_order, dtype = _read_header(f)
+        what = f"{self.path}: arr_0 is {dtype} {list(shape)}"
+        if dtype != np.uint8:
+            raise ValueError(f"{what}; need uint8 images of 0 to 255 (scale floats to 0..255, round, and cast)")
+        if len(shape) == 3 or len(shape) == 4 and shape[3] == 1:
+            raise ValueError(f"{what}: grey images; need [N, H, W, 3] (repeat the channel three times)")
+        if len(shape) == 4 and shape[3] == 4:
+            raise ValueError(f"{what}: RGBA images; need [N, H, W, 3] (drop the alpha channel: arr[..., :3])")
+        if len(shape) == 4 and shape[1] == 3 and shape[3] != 3:
+            raise ValueError(f"{what}: channels first; need [N, H, W, 3] (arr.transpose(0, 2, 3, 1))")
+        if len(shape) != 4 or shape[3] != 3 or min(shape[1:3]) < 1:
+            raise ValueError(f"{what}; need uint8 [N, H, W, 3]")
+        if shape[0] == 0:
+            raise ValueError(f"{what}: it holds no images")
+        if fortran_order:
+            raise ValueError(f"{what} in Fortran order, which cannot be streamed; save np.ascontiguousarray(arr)")
+        return shape
+
+    def _read_labels(self, archive: zipfile.ZipFile, keys: set[str]) -> np.ndarray | None:
+        key = next((key for key in ("labels", "arr_1") if key in keys), None)
+        if key is None:
+            return None
+        labels = self._read_array(archive, key)
+        if labels.shape != self.shape[:1] or not np.issubdtype(labels.dtype, np.integer):
+            raise ValueError(f"{self.path}: {key} is {labels.dtype} {list(labels.shape)}; need integers [{len(self)}]")
+        return labels.astype(np.int64)
+
+    def _read_statistics(self, archive: zipfile.ZipFile, keys: set[str]) -> dict[str, Statistics]:
+        statistics = {}
+        for layer, (mu_key, sigma_key) in STATISTICS_KEYS.items():
+            present = {mu_key, sigma_key} & keys
+            if not present:
+                continue
+            if len(present) == 1:
+                missing = ({mu_key, sigma_key} - present).pop()
+                raise ValueError(f"{self.path} holds {present.pop()} but no {missing}; both are needed")
+            mu, sigma = (self._read_array(archive, key) for key in (mu_key, sigma_key))
+            if not all(np.issubdtype(x.dtype, np.floating) for x in (mu, sigma)):
+                raise ValueError(f"{self.path}: {mu_key} is {mu.dtype} and {sigma_key} is {sigma.dtype}; need floats")
+            try:
+                statistics[layer] = Statistics(*(torch.from_numpy(x.astype(np.float64)) for x in (mu, sigma)))
+            except ValueError as e:
+                raise ValueError(f"{self.path}: {mu_key}, {sigma_key}: {e}") from e
+        return statistics
+
+    def _read_array(self, archive: zipfile.ZipFile, key: str) -> np.ndarray:
+        with archive.open(f"{key}.npy") as f:
+            return np.lib.format.read_array(f, allow_pickle=False)
+
+
+_DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError)
+
+
+class _Reading:
+    """Turns what zipfile and NumPy say of a damaged file into a ValueError that names it."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind, error, traceback) -> None:
+        if isinstance(error, _DAMAGE):
+            raise ValueError(f"{self.path} is damaged or not an .npz file ({error}); copy or download it again") from error
+        if isinstance(error, ValueError) and not str(error).startswith(str(self.path)):  # NumPy's
+            raise ValueError(f"{self.path}: {error}") from error
+
+
+def _read_header(f) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """shape, fortran_order, dtype of an array in .npy format; leaves the file at the first value."""
+    version = np.lib.format.read_magic(f)
+    if version == (1, 0):
+        return np.lib.format.read_array_header_1_0(f)
+    if version == (2, 0):
+        return np.lib.format.read_array_header_2_0(f)
+    raise ValueError(f"arr_0 is in .npy format {version}; save it again with np.savez")

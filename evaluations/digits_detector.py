@@ -1,0 +1,143 @@
+"""A small classifier as the detector for the embedded digits, so that evaluation runs offline on a CPU, in seconds.
+
+    python -m evaluations.digits_detector     # train it again and write evaluations/digits_detector.safetensors
+
+Its distance is `fd_digits`: the Frechet formula on other features, on another scale than FID.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from evaluations.features import Features, check_images
+from evaluations.metrics import full_float32
+
+log = logging.getLogger(__name__)
+
+WEIGHTS_FILE = Path(__file__).with_name("digits_detector.safetensors")
+DIGITS_FILE = Path(__file__).parent.parent / "latents" / "digits.safetensors"
+NUM_FEATURES = 64
+NUM_CLASSES = 10
+
+
+class DigitsNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 16, 3, padding=1)
+        self.conv2 = nn.Conv2d(16, 32, 3, padding=1, stride=2)
+        self.pool = nn.Linear(32 * 4 * 4, NUM_FEATURES)
+        self.head = nn.Linear(NUM_FEATURES, NUM_CLASSES)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[N, 1, 8, 8], -1 to 1 -> features [N, 64], logits [N, 10]."""
+        x = F.relu(self.conv2(F.relu(self.conv1(x))))
+        # Features are taken before the ReLU: after it some are zero for all images, and the covariance is singular.
+        features = self.pool(x.flatten(1))
+        return features, self.head(F.relu(features))
+
+
+def to_input(images: Tensor) -> Tensor:
+    """uint8 [N, 8, 8, 3] -> [N, 1, 8, 8], -1 to 1, the mean of the channels."""
+    return images.float().mean(3)[:, None] / 127.5 - 1
+
+
+class DigitsDetector:
+    """Features [N, 64] and class logits [N, 10] of 8x8 images of digits.
+
+    Raises:
+        ValueError: the weights are missing or of another network.
+    """
+
+    name = "digits"
+
+    def __init__(self, device: torch.device | str = "cpu", weights: str | Path = WEIGHTS_FILE):
+        self.device = torch.device(device)
+        self._net = DigitsNet()
+        try:
+            self._net.load_state_dict(load_file(weights))
+            self.weights_hash = hashlib.sha256(Path(weights).read_bytes()).hexdigest()
+        except (OSError, RuntimeError, SafetensorError) as e:
+            reason = " ".join(str(e).split())[:200]
+            raise ValueError(f"{weights} is not the detector of digits ({reason}); make it: python -m evaluations.digits_detector") from e
+        self._net.to(self.device).eval().requires_grad_(False)
+
+    @torch.no_grad()
+    def features(self, images: np.ndarray | Tensor) -> Features:
+        """uint8 [N, 8, 8, 3] -> features on the device."""
+        x = check_images(images)
+        if x.shape[1:3] != (8, 8):
+            raise ValueError(f"images are {x.shape[2]}x{x.shape[1]} pixels; the digits detector takes 8x8 (use Inception for others)")
+        with full_float32():
+            pool, logits = self._net(to_input(x.to(self.device)))
+        return Features(self.name, pool=pool, logits=logits)
+
+
+def load_digits() -> tuple[Tensor, Tensor]:
+    """The embedded digits as a sampler would make them: uint8 [1797, 8, 8, 3], labels [1797]."""
+    from latents.autoencoders import to_uint8  # only training needs the data, not the detector
+
+    shard = load_file(DIGITS_FILE)
+    return to_uint8(shard["latents"].float()), shard["labels"]
+
+
+def split(num_images: int) -> tuple[Tensor, Tensor]:
+    """Indices of four fifths to train on and one fifth held out, always the same."""
+    order = torch.from_numpy(np.random.default_rng(0).permutation(num_images))
+    num_held_out = num_images // 5
+    return order[num_held_out:], order[:num_held_out]
+
+
+def train(num_epochs: int = 40, batch_size: int = 64, lr: float = 2e-3) -> tuple[DigitsNet, float]:
+    """The classifier and its accuracy on the images held out; the same on every run on one machine."""
+    images, labels = load_digits()
+    x, (training, held_out) = to_input(images), split(len(images))
+    random = np.random.default_rng(1)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        net = DigitsNet()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=lr, weight_decay=0.01)
+    num_batches = len(training) // batch_size
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_epochs * num_batches)
+    for _ in range(num_epochs):
+        for batch in training[random.permutation(len(training))][: num_batches * batch_size].split(batch_size):
+            loss = F.cross_entropy(net(x[batch])[1], labels[batch])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+    return net.eval(), accuracy(net, x[held_out], labels[held_out])
+
+
+@torch.no_grad()
+def accuracy(net: DigitsNet, x: Tensor, labels: Tensor) -> float:
+    return (net(x)[1].argmax(1) == labels).double().mean().item()
+
+
+def stored_accuracy(weights: Path = WEIGHTS_FILE) -> float:
+    """Held-out accuracy as measured when the file was made."""
+    with safe_open(weights, framework="pt") as f:
+        return float(f.metadata()["held_out_accuracy"])
+
+
+def main() -> None:
+    torch.set_num_threads(1)  # the order of sums, and with it the file, depends on the number of threads
+    net, held_out_accuracy = train()
+    temporary = WEIGHTS_FILE.with_name(f".tmp_{WEIGHTS_FILE.name}")
+    temporary.write_bytes(save(net.state_dict(), metadata={"held_out_accuracy": f"{held_out_accuracy:.4f}"}))
+    os.replace(temporary, WEIGHTS_FILE)
+    log.info("%s: %.2f%% of the held-out digits are classified correctly", WEIGHTS_FILE, 100 * held_out_accuracy)
+
+
+if __name__ == "__main__":
+    logging.basicConfig(format="%(message)s", level=logging.INFO)
+    main()

@@ -1,0 +1,145 @@
+"""Sets of uint8 images on disk: a folder of PNG and JPEG files, or an .npz. Both are read in batches, in a fixed order."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from evaluations.npz import NpzImages
+
+SUFFIXES = (".png", ".jpg", ".jpeg")
+CONVERTIBLE_MODES = ("1", "L", "LA", "P", "PA", "RGBA", "CMYK", "YCbCr")  # 8 bits or fewer: converting loses no range
+MAX_THREADS = 8
+_DECODE_ERRORS = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error)  # what Pillow raises on damaged files
+
+
+class ImageFolder:
+    """PNG and JPEG files of one size below a folder, sorted by their path relative to it. Hidden files are left out.
+
+    All headers are read at once, so that a wrong file is found before the work starts.
+
+    Args:
+        convert_to_rgb: convert grey, palette, CMYK and RGBA images (dropping alpha) instead of refusing them.
+
+    Attributes:
+        shape: (N, H, W, 3).
+        files: in order.
+
+    Raises:
+        ValueError: no such folder; no images in it; a broken file, a file that is not RGB or of another size, by name.
+    """
+
+    def __init__(self, path: str | Path, convert_to_rgb: bool = False):
+        self.path, self.convert_to_rgb = Path(path), convert_to_rgb
+        if not self.path.is_dir():
+            raise ValueError(f"{self.path} is not a folder; give a folder of PNG or JPEG images, or an .npz")
+        names = sorted(
+            file.relative_to(self.path).as_posix()
+            for file in self.path.rglob("*")
+            if file.suffix.lower() in SUFFIXES and not file.name.startswith(".") and file.is_file()
+        )
+        if not names:
+            raise ValueError(f"{self.path} holds no images ({', '.join(SUFFIXES)})")
+        self.files = [self.path / name for name in names]
+        with ThreadPoolExecutor(MAX_THREADS) as pool:
+            sizes = list(pool.map(self._check, self.files))
+        (usual, count), *others = Counter(sizes).most_common()
+        if others:
+            odd = next(i for i, size in enumerate(sizes) if size != usual)
+            raise ValueError(
+                f"{self.files[odd]} is {_words(sizes[odd])} pixels, but {count} of {len(sizes)} images in {self.path} are "
+                f"{_words(usual)}; all must be of one size: resize them or move it elsewhere"
+            )
+        self.shape = (len(names), usual[1], usual[0], 3)
+        self.labels, self.statistics = None, {}  # what an .npz may hold as well
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def batches(self, batch_size: int, start: int = 0, stop: int | None = None) -> Iterator[np.ndarray]:
+        """Images start .. stop - 1 in order, uint8 [b, H, W, 3] each.
+
+        Raises:
+            ValueError: fewer images than `stop`; a file that cannot be decoded, by name.
+        """
+        stop = len(self) if stop is None else stop
+        if stop > len(self):
+            raise ValueError(f"{self.path} holds {len(self)} images, but {stop} were asked for; ask for fewer or make more")
+        with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
+            for i in range(start, stop, batch_size):
+                yield np.stack(list(pool.map(self._read, self.files[i : min(i + batch_size, stop)])))
+
+    def fingerprint(self) -> str:
+        """Number of files and a hash of their names, sizes and times of change: reading them all would cost as much as work."""
+        digest = hashlib.blake2b(digest_size=16)
+        for file in self.files:
+            stat = file.stat()
+            digest.update(repr((file.relative_to(self.path).as_posix(), stat.st_size, stat.st_mtime_ns)).encode())
+        return f"{len(self)}-{digest.hexdigest()}{'-rgb' if self.convert_to_rgb else ''}"
+
+    def _check(self, file: Path) -> tuple[int, int]:
+        """(width, height), from the header."""
+        try:
+            with Image.open(file) as image:
+                mode, size = image.mode, image.size
+        except _DECODE_ERRORS as e:
+            raise ValueError(f"{file} is broken or not an image ({e}); make or copy it again") from e
+        if mode != "RGB" and not (self.convert_to_rgb and mode in CONVERTIBLE_MODES):
+            fix = "convert them to RGB first" if mode in CONVERTIBLE_MODES else "save 8-bit RGB"
+            raise ValueError(f"{file} has mode {mode}, not 8-bit RGB; {fix}")
+        return size
+
+    def _read(self, file: Path) -> np.ndarray:
+        try:
+            with Image.open(file) as image:
+                pixels = np.array(image.convert("RGB"))
+        except _DECODE_ERRORS as e:
+            raise ValueError(f"{file} is broken ({e}); make or copy it again") from e
+        if pixels.shape != self.shape[1:]:
+            raise ValueError(f"{file} changed while it was in use: it is now {pixels.shape[1]}x{pixels.shape[0]} pixels")
+        return pixels
+
+
+def _words(size: tuple[int, int]) -> str:
+    return f"{size[0]}x{size[1]}"
+
+
+ImageSet = NpzImages | ImageFolder
+
+
+def open_images(path: str | Path, convert_to_rgb: bool = False) -> ImageSet:
+    """A folder or an .npz.
+
+    Args:
+        convert_to_rgb: of the images of a folder; an .npz must be RGB.
+
+    Raises:
+        ValueError: neither, or not usable; the message names the file and the fix.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return ImageFolder(path, convert_to_rgb)
+    if not path.exists():
+        raise ValueError(f"{path} does not exist; give a folder of PNG or JPEG images, or an .npz")
+    if path.suffix.lower() != ".npz":
+        raise ValueError(f"{path} is neither a folder of PNG or JPEG images nor an .npz")
+    return NpzImages(path)
+
+
+def read_ahead(batches: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+    """The same batches, the next one being read while this one is in use."""
+    batches = iter(batches)
+    with ThreadPoolExecutor(1) as pool:
+        following = pool.submit(next, batches, None)
+        while (current := following.result()) is not None:
+            following = pool.submit(next, batches, None)
+            yield current

@@ -1,0 +1,148 @@
+"""Features of the images in a file or folder, kept beside it: a reference of 10,000 images is put through Inception once."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from evaluations.detector import InceptionDetector
+from evaluations.features import Detector, Features, extract
+from evaluations.images import ImageSet, read_ahead
+from evaluations.npz import STATISTICS_KEYS, write_npz
+from evaluations.statistics import Statistics, statistics_of
+
+log = logging.getLogger(__name__)
+
+FORMAT = "1"  # of the cache; another one is not read
+
+
+def load_reference(
+    images: ImageSet,
+    detector: Detector,
+    batch_size: int = 64,
+    compute: Callable[[ImageSet, Detector, int], Features] | None = None,
+) -> Features:
+    """Features of all images, from the cache or computed and cached, with the statistics that the metrics need.
+
+    Statistics are those stored in the file (ADM's, for Inception), else computed here once. A layer with no more images than
+    features gets none: its distance is computed exactly, from the features.
+
+    Args:
+        compute: how to get features that are not cached, (images, detector, batch_size) -> Features; None: features_of_images
+            in this process. With several processes: one that shares the work and returns all features everywhere.
+
+    Raises:
+        ValueError: images the detector cannot take; stored statistics of another size than its features.
+    """
+    stored = _stored_statistics(images, detector)
+    features = read_cache(images, detector)
+    if features is None:
+        features = (compute or features_of_images)(images, detector, batch_size)
+        for layer in ("pool", "spatial"):
+            x = getattr(features, layer)
+            if x is not None and layer not in stored and len(x) > x.shape[1]:
+                features.statistics[layer] = statistics_of(x)
+        if len(features):
+            write_cache(images, detector, features)
+    return Features(features.detector, statistics={**features.statistics, **stored}, **features.tensors())
+
+
+def features_of_images(images: ImageSet, detector: Detector, batch_size: int = 64, start: int = 0, stop: int | None = None) -> Features:
+    """Features of images start .. stop - 1, computed in this process; of an .npz without images, those of none."""
+    if len(images) == 0:
+        blank = detector.features(torch.zeros(1, 8, 8, 3, dtype=torch.uint8)).to("cpu")
+        return blank.first(0)
+    return extract(detector, read_ahead(images.batches(batch_size, start, stop)))
+
+
+def _stored_statistics(images: ImageSet, detector: Detector) -> dict[str, Statistics]:
+    """The file's own, as ADM's evaluator uses them; they are Inception's and nobody else's."""
+    if not images.statistics:
+        return {}
+    if detector.name != InceptionDetector.name:
+        log.info("%s: its mu and sigma are Inception's; the %s detector does not use them", images.path, detector.name)
+        return {}
+    for layer, size in InceptionDetector.layer_sizes.items():
+        known = images.statistics.get(layer)
+        if known is not None and len(known.mu) != size:
+            raise ValueError(
+                f"{images.path}: {STATISTICS_KEYS[layer][0]} has {len(known.mu)} entries, Inception's {layer} features {size}; "
+                "take the statistics out of the file or make them with ADM's evaluator"
+            )
+    return images.statistics
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The cache: a safetensors file whose header says which images and which detector it belongs to.
+
+
+def cache_file(images: ImageSet, detector: Detector) -> Path:
+    """VIRTUAL_x.npz -> VIRTUAL_x.npz.inception-features.safetensors; the same beside a folder."""
+    path = images.path.resolve()
+    return path.with_name(f"{path.name}.{detector.name}-features.safetensors")
+
+
+def _key(images: ImageSet, detector: Detector) -> dict[str, str]:
+    return {"format": FORMAT, "images": images.fingerprint(), "detector": detector.name, "weights": detector.weights_hash}
+
+
+def read_cache(images: ImageSet, detector: Detector) -> Features | None:
+    """The cached features, or None where there are none, or those of other images or another detector."""
+    file = cache_file(images, detector)
+    if not file.exists():
+        return None
+    try:
+        with safe_open(file, framework="pt") as f:
+            changed = [name for name, value in _key(images, detector).items() if (f.metadata() or {}).get(name) != value]
+            if changed:
+                log.info("%s is of other %s; computing the features again", file, " and ".join(changed))
+                return None
+            tensors = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 (not a dict)
+    except (SafetensorError, OSError) as e:
+        log.warning("%s cannot be read (%s); computing the features again", file, e)
+        return None
+    statistics = {
+        layer: Statistics(tensors.pop(mu), tensors.pop(sigma)) for layer, (mu, sigma) in STATISTICS_KEYS.items() if mu in tensors
+    }
+    return Features(detector.name, statistics=statistics, **tensors)
+
+
+def write_cache(images: ImageSet, detector: Detector, features: Features) -> None:
+    """Write the cache, whole or not at all; a folder that cannot be written to is no error, only slower next time."""
+    file = cache_file(images, detector)
+    tensors = {name: x.contiguous() for name, x in features.tensors().items()}
+    for layer, known in features.statistics.items():
+        tensors.update(zip(STATISTICS_KEYS[layer], (known.mu, known.sigma)))
+    temporary = file.with_name(f".tmp_{os.getpid()}_{file.name}")
+    try:
+        temporary.write_bytes(save(tensors, metadata=_key(images, detector)))
+        os.replace(temporary, file)
+    except OSError as e:
+        temporary.unlink(missing_ok=True)
+        log.warning("the features of %s cannot be cached in %s (%s); they will be computed at every start", images.path, file.parent, e)
+
+
+def write_reference(images: ImageSet, output: Path, detector: InceptionDetector | None = None, batch_size: int = 64) -> None:
+    """Make a reference batch of a set of images, in ADM's format.
+
+    Args:
+        output: an .npz that does not exist yet.
+        detector: Inception, to store mu, sigma, mu_s and sigma_s as well; other evaluators then need not compute them.
+
+    Raises:
+        FileExistsError: the output exists.
+    """
+    if output.exists():
+        raise FileExistsError(f"{output} exists; nothing was written")
+    statistics = None
+    if detector is not None:
+        features = features_of_images(images, detector, batch_size)
+        statistics = {"pool": statistics_of(features.pool), "spatial": statistics_of(features.spatial)}
+    singles = (image for batch in read_ahead(images.batches(batch_size)) for image in batch)
+    write_npz(output, singles, images.shape, images.labels, statistics)
