@@ -20,7 +20,8 @@ log = logging.getLogger(__name__)
 WEIGHTS_NAME = "weights-inception-2015-12-05-6726825d.pth"
 WEIGHTS_URL = f"https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/{WEIGHTS_NAME}"
 WEIGHTS_SHA256 = "6726825d"  # the first digits, which torch.hub's file names end in
-SPATIAL_CHANNELS = 7  # ADM keeps so many of mixed_6's, which makes 17 * 17 * 7 = 2023 features
+SPATIAL_CHANNELS = 7  # ADM keeps so many of mixed_6's 192, to have about as many features as pool3
+LAYER_SIZES = {"pool": 2048, "spatial": 17 * 17 * SPATIAL_CHANNELS}
 PRECISIONS = ("fp32", "bf16")
 
 
@@ -74,7 +75,6 @@ class InceptionDetector:
     """
 
     name = "inception"
-    layer_sizes = {"pool": 2048, "spatial": 2023}
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class InceptionDetector:
         self.device, self.precision = torch.device(device), precision
         file = fetch_weights() if weights is None else Path(weights)
         if not file.is_file():
-            raise ValueError(f"evaluation.weights={file} does not exist; put {WEIGHTS_URL} there, or leave evaluation.weights empty")
+            raise ValueError(f"evaluation.weights={file} does not exist; put {WEIGHTS_URL} there, or leave it empty")
         sha256 = _sha256(file)
         if not sha256.startswith(WEIGHTS_SHA256):
             log.warning("%s is not the published Inception (SHA-256 %s...): its scores compare with no paper's", file, sha256[:8])

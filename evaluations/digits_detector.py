@@ -68,7 +68,7 @@ class DigitsDetector:
             self.weights_hash = hashlib.sha256(Path(weights).read_bytes()).hexdigest()
         except (OSError, RuntimeError, SafetensorError) as e:
             reason = " ".join(str(e).split())[:200]
-            raise ValueError(f"{weights} is not the detector of digits ({reason}); make it: python -m evaluations.digits_detector") from e
+            raise ValueError(f"{weights} is no digits detector ({reason}); make it: python -m evaluations.digits_detector") from e
         self._net.to(self.device).eval().requires_grad_(False)
 
     @torch.no_grad()
@@ -76,7 +76,8 @@ class DigitsDetector:
         """uint8 [N, 8, 8, 3] -> features on the device."""
         x = check_images(images)
         if x.shape[1:3] != (8, 8):
-            raise ValueError(f"images are {x.shape[2]}x{x.shape[1]} pixels; the digits detector takes 8x8 (use Inception for others)")
+            size = f"{x.shape[2]}x{x.shape[1]}"
+            raise ValueError(f"images are {size} pixels; the digits detector takes 8x8 (use Inception for others)")
         with full_float32():
             pool, logits = self._net(to_input(x.to(self.device)))
         return Features(self.name, pool=pool, logits=logits)
@@ -98,7 +99,19 @@ def split(num_images: int) -> tuple[Tensor, Tensor]:
 
 
 def train(num_epochs: int = 40, batch_size: int = 64, lr: float = 2e-3) -> tuple[DigitsNet, float]:
-    """The classifier and its accuracy on the images held out; the same on every run on one machine."""
+    """The classifier and its accuracy on the images held out; the same on every run on one machine.
+
+    Runs on one thread: the order of sums depends on how many there are, and the network is too small to use more.
+    """
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _train(num_epochs, batch_size, lr)
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def _train(num_epochs: int, batch_size: int, lr: float) -> tuple[DigitsNet, float]:
     images, labels = load_digits()
     x, (training, held_out) = to_input(images), split(len(images))
     random = np.random.default_rng(1)
@@ -130,7 +143,6 @@ def stored_accuracy(weights: Path = WEIGHTS_FILE) -> float:
 
 
 def main() -> None:
-    torch.set_num_threads(1)  # the order of sums, and with it the file, depends on the number of threads
     net, held_out_accuracy = train()
     temporary = WEIGHTS_FILE.with_name(f".tmp_{WEIGHTS_FILE.name}")
     temporary.write_bytes(save(net.state_dict(), metadata={"held_out_accuracy": f"{held_out_accuracy:.4f}"}))

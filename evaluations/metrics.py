@@ -71,7 +71,7 @@ def frechet_distance_of_features(first: Tensor, second: Tensor) -> float:
 
 def _check_same_size(first: int, second: int) -> None:
     if first != second:
-        raise ValueError(f"cannot compare {first} features with {second}; both must come from the same detector and layer")
+        raise ValueError(f"cannot compare {first} features with {second}; both must be of one detector and layer")
 
 
 def _symmetric(x: Tensor) -> Tensor:
@@ -97,7 +97,8 @@ def _combine(mu1: Tensor, trace1: Tensor, mu2: Tensor, trace2: Tensor, trace_of_
 def _check_finite(features: Tensor) -> None:
     bad = (~features.isfinite().all(dim=1)).nonzero()
     if len(bad):
-        raise ValueError(f"features hold NaN or infinity, first in sample {bad[0].item()} ({len(bad)} of {len(features)} samples)")
+        count = f"{len(bad)} of {len(features)} samples"
+        raise ValueError(f"features hold NaN or infinity, first in sample {bad[0].item()} ({count})")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -164,7 +165,7 @@ def precision_recall(reference: Tensor, samples: Tensor, num_neighbours: int = 3
     _check_same_size(reference.shape[1], samples.shape[1])
     for name, x in (("reference", reference), ("samples", samples)):
         if len(x) <= num_neighbours:
-            raise ValueError(f"precision and recall need more than {num_neighbours} images on each side; the {name} has {len(x)}")
+            raise ValueError(f"precision and recall need more than {num_neighbours} images on each side; {name}: {len(x)}")
         _check_finite(x)
     # |a|^2 + |b|^2 - 2ab loses the digits that the norms have beyond the distance; about a common centre they are small.
     centre = _mean(reference)

@@ -6,6 +6,7 @@ written here) or `arr_1` (as ADM's samplers write them).
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import zipfile
@@ -72,7 +73,7 @@ class NpzImages:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        with self._reading(), self._open_zip() as archive:
+        with _naming(self.path), self._open_zip() as archive:
             keys = {name.removesuffix(".npy") for name in archive.namelist()}
             self.statistics = self._read_statistics(archive, keys)
             if "arr_0" in keys:
@@ -98,7 +99,7 @@ class NpzImages:
             raise ValueError(f"{self.path} holds {len(self)} images, but {stop} were asked for; ask for fewer or make more")
         image_shape, brightest = self.shape[1:], 0
         image_bytes = int(np.prod(image_shape))
-        with self._reading(), self._open_zip() as archive, archive.open("arr_0.npy") as f:
+        with _naming(self.path), self._open_zip() as archive, archive.open("arr_0.npy") as f:
             _read_header(f)
             f.seek(start * image_bytes, os.SEEK_CUR)
             for i in range(start, stop, batch_size):
@@ -108,7 +109,7 @@ class NpzImages:
                 brightest = max(brightest, int(images.max()))
                 yield images
         if stop > start and brightest <= 1:
-            raise ValueError(f"{self.path}: no pixel of arr_0 is above {brightest}; need 0 to 255 (multiply by 255 before casting)")
+            raise ValueError(f"{self.path}: no pixel of arr_0 is above {brightest}; need 0 to 255 (scale before casting)")
 
     def fingerprint(self) -> str:
         """Size and hash of the file."""
@@ -117,9 +118,6 @@ class NpzImages:
             while block := f.read(2**22):
                 digest.update(block)
         return f"{self.path.stat().st_size}-{digest.hexdigest()}"
-
-    def _reading(self) -> _Reading:
-        return _Reading(self.path)
 
     def _open_zip(self) -> zipfile.ZipFile:
         if not self.path.exists():
@@ -178,23 +176,17 @@ class NpzImages:
             return np.lib.format.read_array(f, allow_pickle=False)
 
 
-_DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError)
-
-
-class _Reading:
+@contextlib.contextmanager
+def _naming(path: Path):
     """Turns what zipfile and NumPy say of a damaged file into a ValueError that names it."""
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind, error, traceback) -> None:
-        if isinstance(error, _DAMAGE):
-            raise ValueError(f"{self.path} is damaged or not an .npz file ({error}); copy or download it again") from error
-        if isinstance(error, ValueError) and not str(error).startswith(str(self.path)):  # NumPy's
-            raise ValueError(f"{self.path}: {error}") from error
+    try:
+        yield
+    except (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError) as e:
+        raise ValueError(f"{path} is damaged or not an .npz file ({e}); copy or download it again") from e
+    except ValueError as e:
+        if str(e).startswith(str(path)):
+            raise
+        raise ValueError(f"{path}: {e}") from e  # NumPy's
 
 
 def _read_header(f) -> tuple[tuple[int, ...], bool, np.dtype]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from evaluations.detector import InceptionDetector
+from evaluations.detector import LAYER_SIZES, InceptionDetector
 from evaluations.features import Detector, Features, extract
 from evaluations.images import ImageSet, read_ahead
 from evaluations.npz import STATISTICS_KEYS, write_npz
@@ -44,18 +45,19 @@ def load_reference(
     features = read_cache(images, detector)
     if features is None:
         features = (compute or features_of_images)(images, detector, batch_size)
-        for layer in ("pool", "spatial"):
-            x = getattr(features, layer)
-            if x is not None and layer not in stored and len(x) > x.shape[1]:
-                features.statistics[layer] = statistics_of(x)
+        layers = {"pool": features.pool, "spatial": features.spatial}
+        known = {layer: statistics_of(x) for layer, x in layers.items() if x is not None and len(x) > x.shape[1]}
+        features = replace(features, statistics=known)
         if len(features):
             write_cache(images, detector, features)
-    return Features(features.detector, statistics={**features.statistics, **stored}, **features.tensors())
+    return replace(features, statistics={**features.statistics, **stored})
 
 
-def features_of_images(images: ImageSet, detector: Detector, batch_size: int = 64, start: int = 0, stop: int | None = None) -> Features:
+def features_of_images(
+    images: ImageSet, detector: Detector, batch_size: int = 64, start: int = 0, stop: int | None = None
+) -> Features:
     """Features of images start .. stop - 1, computed in this process; of an .npz without images, those of none."""
-    if len(images) == 0:
+    if len(images) == 0:  # the sizes are the detector's to know
         blank = detector.features(torch.zeros(1, 8, 8, 3, dtype=torch.uint8)).to("cpu")
         return blank.first(0)
     return extract(detector, read_ahead(images.batches(batch_size, start, stop)))
@@ -68,7 +70,7 @@ def _stored_statistics(images: ImageSet, detector: Detector) -> dict[str, Statis
     if detector.name != InceptionDetector.name:
         log.info("%s: its mu and sigma are Inception's; the %s detector does not use them", images.path, detector.name)
         return {}
-    for layer, size in InceptionDetector.layer_sizes.items():
+    for layer, size in LAYER_SIZES.items():
         known = images.statistics.get(layer)
         if known is not None and len(known.mu) != size:
             raise ValueError(
@@ -125,7 +127,7 @@ def write_cache(images: ImageSet, detector: Detector, features: Features) -> Non
         os.replace(temporary, file)
     except OSError as e:
         temporary.unlink(missing_ok=True)
-        log.warning("the features of %s cannot be cached in %s (%s); they will be computed at every start", images.path, file.parent, e)
+        log.warning("%s cannot be written (%s); the features will be computed at every start", file, e)
 
 
 def write_reference(images: ImageSet, output: Path, detector: InceptionDetector | None = None, batch_size: int = 64) -> None:

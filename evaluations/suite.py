@@ -74,13 +74,17 @@ def caveats(reference: Features, samples: Features) -> list[str]:
                 "distance biased upwards; compare it only with distances from equally many"
             )
         if len(features) <= NUM_NEIGHBOURS:
-            found.append(f"no precision and recall: they need more than {NUM_NEIGHBOURS} images on each side, not {len(features)} {name}")
+            found.append(f"no precision and recall: they need more than {NUM_NEIGHBOURS} images a side; {name}: {len(features)}")
     if samples.detector == InceptionDetector.name and len(samples):
         last = len(samples) % INCEPTION_SPLIT
         if len(samples) < INCEPTION_SPLIT:
-            found.append(f"Inception Score from {len(samples)} samples, less than one split of {INCEPTION_SPLIT}: lower than from a full one")
+            found.append(
+                f"Inception Score from {len(samples)} samples, less than a split of {INCEPTION_SPLIT}: lower than from a full one"
+            )
         elif last:
-            found.append(f"Inception Score: the last split holds {last} of {INCEPTION_SPLIT} samples and counts like a full one, as in ADM")
+            found.append(
+                f"Inception Score: the last split holds {last} of {INCEPTION_SPLIT} samples and counts like a full one, as in ADM"
+            )
     return found
 
 

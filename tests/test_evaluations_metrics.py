@@ -1,0 +1,267 @@
+"""The metrics against closed forms and slow, obvious implementations."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import scipy.linalg
+import torch
+
+from evaluations import metrics
+from evaluations.statistics import RunningStatistics, Statistics, statistics_of
+
+
+def normal(seed: int, *shape: int) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).standard_normal(shape))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Statistics.
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 3])
+@pytest.mark.parametrize("offset", [0.0, 1e6])
+def test_random_chunks_over_shards_give_the_mean_and_covariance_of_numpy(num_shards, offset):
+    random = np.random.default_rng(num_shards)
+    x = random.standard_normal((1009, 17)) @ random.standard_normal((17, 17)) + offset
+    shards = [RunningStatistics(17) for _ in range(num_shards)]
+    start = 0
+    while start < len(x):
+        size = int(random.integers(1, 60))
+        shards[random.integers(num_shards)].update(torch.from_numpy(x[start : start + size]))
+        start += size
+    total = RunningStatistics(17)
+    for shard in shards:
+        total.merge(RunningStatistics.unpack(shard.pack(), 17))
+    result = total.result()
+    assert total.count == len(x)
+    np.testing.assert_allclose(result.mu.numpy(), x.mean(0), rtol=1e-12, atol=1e-13)
+    reference = np.cov(x - offset, rowvar=False)
+    # At an offset of 1e6 the input itself carries rounding of 1e-10; a plain sum of x x^T would be wrong by 1e-3.
+    tolerance = 1e-8 if offset else 1e-13
+    np.testing.assert_allclose(result.sigma.numpy(), reference, rtol=0, atol=tolerance * np.abs(reference).max())
+
+
+def test_an_empty_shard_changes_nothing():
+    full, empty = RunningStatistics(3), RunningStatistics(3)
+    full.update(normal(0, 10, 3))
+    before = full.pack()
+    full.merge(empty)
+    full.update(torch.zeros(0, 3))
+    assert torch.equal(full.pack(), before)
+    empty.merge(full)
+    torch.testing.assert_close(empty.pack(), before, rtol=1e-14, atol=0)
+
+
+def test_statistics_of_float32_features_are_those_of_their_float64_values():
+    x = normal(1, 5000, 8).float() * 100
+    result = statistics_of(x, chunk_size=999)
+    np.testing.assert_allclose(result.sigma.numpy(), np.cov(x.double().numpy(), rowvar=False), rtol=1e-12, atol=1e-10)
+
+
+def test_statistics_refuse_one_sample_other_sizes_and_nan():
+    one = RunningStatistics(2)
+    one.update(torch.ones(1, 2))
+    with pytest.raises(ValueError, match="at least 2 samples, not 1"):
+        one.result()
+    with pytest.raises(ValueError, match=r"not \[b, 2\]"):
+        one.update(torch.ones(1, 3))
+    with pytest.raises(ValueError, match="NaN"):
+        one.update(torch.tensor([[1.0, float("nan")]]))
+    with pytest.raises(ValueError, match="cannot merge"):
+        one.merge(RunningStatistics(3))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Frechet distance.
+
+
+def gaussian(mu, sigma) -> Statistics:
+    return Statistics(torch.as_tensor(mu, dtype=torch.float64), torch.as_tensor(sigma, dtype=torch.float64))
+
+
+def test_gaussians_with_commuting_covariances_have_the_closed_form_distance():
+    random = np.random.default_rng(0)
+    basis = np.linalg.qr(random.standard_normal((40, 40)))[0]
+    a, b = random.uniform(0.01, 5, 40), random.uniform(0.01, 5, 40)
+    mu1, mu2 = random.standard_normal(40), random.standard_normal(40)
+    expected = ((mu1 - mu2) ** 2).sum() + ((np.sqrt(a) - np.sqrt(b)) ** 2).sum()
+    first, second = gaussian(mu1, basis * a @ basis.T), gaussian(mu2, basis * b @ basis.T)
+    assert metrics.frechet_distance(first, second) == pytest.approx(expected, rel=1e-8)
+    assert metrics.frechet_distance(second, first) == pytest.approx(expected, rel=1e-8)
+
+
+def test_gaussians_in_two_dimensions_have_the_closed_form_distance_when_covariances_do_not_commute():
+    # The root of a 2x2 matrix M has trace sqrt(tr M + 2 sqrt(det M)).
+    s1, s2 = np.array([[2.0, 0.7], [0.7, 1.0]]), np.array([[1.0, -0.9], [-0.9, 3.0]])
+    m = s1 @ s2
+    assert not np.allclose(m, m.T)
+    expected = 5.0 + np.trace(s1) + np.trace(s2) - 2 * np.sqrt(np.trace(m) + 2 * np.sqrt(np.linalg.det(m)))
+    assert metrics.frechet_distance(gaussian([0, 0], s1), gaussian([1, 2], s2)) == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_distance_agrees_with_the_root_of_scipy():
+    x, y = normal(1, 900, 30) @ normal(2, 30, 30), normal(3, 700, 30) @ normal(4, 30, 30) + 0.5
+    s, t = np.cov(x.numpy(), rowvar=False), np.cov(y.numpy(), rowvar=False)
+    shift = (x.mean(0) - y.mean(0)).square().sum().item()
+    expected = shift + np.trace(s) + np.trace(t) - 2 * np.trace(scipy.linalg.sqrtm(s @ t)).real
+    assert metrics.frechet_distance_of_features(x, y) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize(("n1", "n2"), [(500, 600), (20, 30), (20, 600), (500, 30)])
+def test_every_route_gives_the_same_distance(n1, n2):
+    # Both sets live in 15 of 40 dimensions or fill them; tr of the root from the definition, by an SVD of the cross product.
+    x, y = normal(5, n1, 40) * 2, normal(6, n2, 40) + 0.1
+    xc, yc = (x - x.mean(0)) / (n1 - 1) ** 0.5, (y - y.mean(0)) / (n2 - 1) ** 0.5
+    nuclear = np.linalg.norm((xc @ yc.T).numpy(), "nuc")
+    expected = ((x.mean(0) - y.mean(0)).square().sum() + xc.square().sum() + yc.square().sum()).item() - 2 * nuclear
+    assert metrics.frechet_distance_of_features(x, y) == pytest.approx(expected, rel=1e-9)
+    assert metrics.frechet_distance(statistics_of(x), statistics_of(y)) == pytest.approx(expected, rel=1e-5)
+    if n1 <= 40:
+        assert metrics.frechet_distance_to_statistics(x, statistics_of(y)) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("n", [30, 500])
+def test_a_set_is_at_distance_zero_from_itself(n):
+    x = normal(7, n, 40).float()
+    assert metrics.frechet_distance_of_features(x, x) == pytest.approx(0, abs=1e-10)
+
+
+def test_covariances_of_rank_one_give_a_finite_distance():
+    x = torch.outer(torch.arange(100.0), torch.ones(5))
+    assert metrics.frechet_distance_of_features(x, x + 3) == pytest.approx(45, rel=1e-6)
+
+
+def test_the_distance_refuses_other_sizes_and_nan():
+    with pytest.raises(ValueError, match="cannot compare 3 features with 4"):
+        metrics.frechet_distance_of_features(normal(0, 9, 3), normal(0, 9, 4))
+    broken = normal(0, 5, 9)
+    broken[3, 2] = float("nan")
+    with pytest.raises(ValueError, match="NaN or infinity, first in sample 3"):
+        metrics.frechet_distance_of_features(broken, normal(0, 5, 9))
+    with pytest.raises(ValueError, match="at least 2 samples, not 1"):
+        metrics.frechet_distance_of_features(normal(0, 1, 9), normal(0, 5, 9))
+    with pytest.raises(ValueError, match="must be"):
+        Statistics(torch.zeros(3), torch.zeros(2, 2))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Inception Score.
+
+
+def plain_inception_score(logits: np.ndarray) -> float:
+    p = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    return float(np.exp((p * (np.log(p) - np.log(p.mean(0)))).sum(1).mean()))
+
+
+def test_the_score_is_the_mean_over_consecutive_splits_and_a_short_one_counts_fully():
+    logits = normal(8, 23, 6) * 3
+    expected = np.mean([plain_inception_score(part.numpy()) for part in (logits[:10], logits[10:20], logits[20:])])
+    assert metrics.inception_score(logits, split_size=10) == pytest.approx(expected, rel=1e-12)
+    assert metrics.inception_score(logits.flip(0), split_size=10) != pytest.approx(expected, rel=1e-3)
+
+
+def test_fewer_samples_than_a_split_are_scored_as_they_are():
+    logits = normal(9, 40, 6)
+    assert metrics.inception_score(logits) == pytest.approx(plain_inception_score(logits.numpy()), rel=1e-12)
+
+
+def test_the_score_is_the_number_of_classes_for_sure_and_balanced_predictions_and_1_for_equal_ones():
+    sure = torch.eye(10).repeat(5, 1) * 2000  # the softmax underflows: log(softmax) would be -inf
+    assert metrics.inception_score(sure) == pytest.approx(10, rel=1e-12)
+    assert metrics.inception_score(torch.ones(50, 10)) == pytest.approx(1, rel=1e-12)
+    assert metrics.inception_score(torch.tensor([[3000.0, 0.0]]).repeat(9, 1)) == pytest.approx(1, rel=1e-12)
+
+
+def test_the_score_refuses_nothing_and_nan():
+    with pytest.raises(ValueError, match="there are none"):
+        metrics.inception_score(torch.zeros(0, 3))
+    with pytest.raises(ValueError, match="first in sample 1"):
+        metrics.inception_score(torch.tensor([[0.0, 1.0], [float("nan"), 0.0]]))
+
+
+def test_class_agreement_is_the_share_of_samples_classified_as_asked():
+    logits = torch.eye(4)
+    assert metrics.class_agreement(logits, torch.tensor([0, 1, 2, 0])) == 0.75
+    with pytest.raises(ValueError, match="outside the detector's 4 classes"):
+        metrics.class_agreement(logits, torch.tensor([0, 1, 2, 4]))
+    with pytest.raises(ValueError, match="do not match"):
+        metrics.class_agreement(logits, torch.tensor([0]))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Precision and recall.
+
+
+def brute_force(reference: np.ndarray, samples: np.ndarray, k: int = 3) -> tuple[float, float]:
+    def distances(a, b):
+        return ((a[:, None].astype(np.float64) - b[None].astype(np.float64)) ** 2).sum(2)
+
+    def radii(x):
+        return np.sort(distances(x, x), axis=1)[:, k]  # column 0 is the point itself
+
+    d = distances(reference, samples)
+    precision = (d <= radii(reference)[:, None]).any(0).mean()
+    recall = (d <= radii(samples)[None]).any(1).mean()
+    return float(precision), float(recall)
+
+
+@pytest.mark.parametrize("tile_size", [7, 64, 1000])
+@pytest.mark.parametrize("offset", [0.0, 1000.0])
+def test_precision_and_recall_agree_with_brute_force_for_any_tiles(tile_size, offset):
+    # At an offset of 1000 a float32 |a|^2 + |b|^2 - 2ab has no correct digit left unless the features are centred.
+    reference, samples = (normal(10, 211, 5).float() + offset), (normal(11, 157, 5).float() * 0.7 + 0.8 + offset)
+    expected = brute_force(reference.numpy(), samples.numpy())
+    assert 0.2 < expected[0] < 0.98
+    assert 0.2 < expected[1] < 0.98
+    assert abs(expected[0] - expected[1]) > 0.1
+    assert metrics.precision_recall(reference, samples, tile_size=tile_size) == pytest.approx(expected, abs=1e-12)
+
+
+def test_radii_are_squared_distances_to_the_third_other_point():
+    x = torch.tensor([[0.0], [1.0], [3.0], [7.0], [20.0]])
+    for tile_size in (1, 2, 100):
+        assert metrics.neighbour_radii(x, 3, tile_size).tolist() == [49, 36, 16, 49, 19**2]
+
+
+def test_samples_from_one_of_two_modes_are_precise_but_recall_half():
+    near, far = normal(12, 100, 4), normal(13, 100, 4) + 100
+    precision, recall = metrics.precision_recall(torch.cat([near, far]), near + 0.01)
+    assert precision == pytest.approx(1, abs=0.1)
+    assert recall == pytest.approx(0.5, abs=0.05)
+
+
+def test_samples_covering_more_than_the_reference_recall_all_but_half_are_imprecise():
+    near, far = normal(12, 100, 4), normal(13, 100, 4) + 100
+    precision, recall = metrics.precision_recall(near, torch.cat([near + 0.01, far]))
+    assert precision == pytest.approx(0.5, abs=0.05)
+    assert recall == pytest.approx(1, abs=0.1)
+
+
+def test_identical_sets_have_precision_and_recall_1():
+    x = normal(14, 300, 64).float() * 10 + 5
+    assert metrics.precision_recall(x, x.clone(), tile_size=101) == (1.0, 1.0)
+
+
+def test_copies_of_a_point_lie_in_its_ball_although_its_radius_is_zero():
+    x = (normal(15, 40, 300).float() * 3 + 50).repeat_interleave(5, dim=0)  # five of each: the third neighbour is a copy
+    assert metrics.precision_recall(x, x[::5].repeat(5, 1), tile_size=33) == (1.0, 1.0)
+
+
+def test_precision_and_recall_refuse_too_few_points_and_nan():
+    with pytest.raises(ValueError, match="more than 3 images on each side; samples: 3"):
+        metrics.precision_recall(normal(0, 9, 2), normal(0, 3, 2))
+    with pytest.raises(ValueError, match="NaN"):
+        metrics.precision_recall(normal(0, 9, 2), torch.full((9, 2), float("nan")))
+
+
+def test_the_settings_for_float32_products_are_restored():
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        with pytest.raises(RuntimeError), metrics.full_float32():
+            assert torch.get_float32_matmul_precision() == "highest"
+            raise RuntimeError
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
