@@ -101,7 +101,10 @@ class InceptionDetector:
     @torch.no_grad()
     def features(self, images: np.ndarray | Tensor) -> Features:
         """uint8 [N, H, W, 3] of any size -> features on the device."""
-        x = check_images(images).to(self.device, non_blocking=True).permute(0, 3, 1, 2)
+        x = check_images(images)
+        if self.device.type == "cuda" and x.device.type == "cpu":
+            x = x.pin_memory()  # only from pinned memory does the copy not wait for the batch before it
+        x = x.to(self.device, non_blocking=True).permute(0, 3, 1, 2)
         with full_float32(), torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
             pool, logits, spatial = self._net(x)
         return Features(self.name, pool=pool.float(), logits=logits.float(), spatial=spatial.float())
