@@ -66,8 +66,8 @@ class InceptionDetector:
     Args:
         weights: a local file, torch-fidelity's or pytorch-fid's; None: fetch_weights().
         device: to run on; in channels_last where that is a GPU.
-        precision: `fp32`, or `bf16` (mixed), which is faster and gives other features: with random weights the pooled ones
-            move by 12%. Scores of bf16 are comparable only with each other.
+        precision: `fp32`, or `bf16` (mixed), which is faster and gives other features: the pooled ones move by 2 to 12%
+            under random weights. Scores of bf16 are comparable only with each other.
         compile: torch.compile the network; the first batch of every shape takes a minute.
 
     Raises:

@@ -224,6 +224,21 @@ def test_radii_are_squared_distances_to_the_third_other_point():
         assert metrics.neighbour_radii(x, 3, tile_size).tolist() == [49, 36, 16, 49, 19**2]
 
 
+def test_a_point_on_the_border_of_a_ball_is_inside():
+    near = torch.tensor([[0.0], [1.0], [2.0], [3.0]])  # the ball around 3 ends at 6
+    far = torch.tensor([[6.0], [100.0], [200.0], [300.0]])
+    assert metrics.precision_recall(near, far) == (0.25, 1.0)
+    assert metrics.precision_recall(far, near) == (1.0, 0.25)
+
+
+def test_the_radius_of_copies_is_what_rounding_can_make_of_zero():
+    x = normal(16, 10, 300).float().repeat(4, 1)
+    norms = x.square().sum(1)
+    radii = metrics.neighbour_radii(x, 3, tile_size=7)
+    assert (radii >= 1e-6 * norms).all()
+    assert (radii <= 1e-5 * norms).all()
+
+
 def test_samples_from_one_of_two_modes_are_precise_but_recall_half():
     near, far = normal(12, 100, 4), normal(13, 100, 4) + 100
     precision, recall = metrics.precision_recall(torch.cat([near, far]), near + 0.01)
