@@ -1,6 +1,6 @@
 """Make latent shards.
 
-    python prepare_latents.py digits output=<folder>     # the embedded digits, bit for bit as the repository ships them
+python prepare_latents.py digits output=<folder>     # the embedded digits, bit for bit as the repository ships them
 """
 
 from __future__ import annotations

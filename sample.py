@@ -34,7 +34,7 @@ log = logging.getLogger("sample")
 MAX_GRID_IMAGES = 100
 
 
-@hydra.main(version_base="1.3", config_path="configs", config_name="sample")
+@hydra.main(version_base="1.3", config_path=config.CONFIGS, config_name="sample")
 def main(cfg: DictConfig) -> None:
     cfg = config.check(cfg, config.SAMPLE_KEYS)
     checkpoint = find_checkpoint(Path(cfg.checkpoint))
@@ -159,7 +159,7 @@ def make_images(
 
 def write_grid_and_npz(output: Path, cfg: DictConfig, files: dict[int, Path], labels: dict[int, int]) -> None:
     """grid_<seeds>.png with the first images, and samples_<seeds>.npz with all of them, in the order of the seeds."""
-    spec = str(cfg.seeds).replace(" ", "")
+    spec = ",".join(map(str, cfg.seeds)) if OmegaConf.is_list(cfg.seeds) else str(cfg.seeds)
     if len(spec) > 40:
         spec = f"{len(files)}_{hashlib.blake2b(spec.encode(), digest_size=4).hexdigest()}"
 

@@ -19,7 +19,6 @@ from accelerate.utils import broadcast_object_list, set_seed
 from omegaconf import DictConfig, OmegaConf
 
 from latents import autoencoders
-from latents.shards import LatentDataset
 from training import checkpoint as checkpoints
 from training import cli, config
 from training.loop import Trainer
@@ -29,7 +28,7 @@ from training.sampling import ImageSampler
 log = logging.getLogger("train")
 
 
-@hydra.main(version_base="1.3", config_path="configs", config_name="config")
+@hydra.main(version_base="1.3", config_path=config.CONFIGS, config_name="config")
 def main(cfg: DictConfig) -> None:
     # Everything that can be wrong with the configuration, the data and the folder, before any slow work.
     cfg = config.check(cfg, config.TRAIN_KEYS)
@@ -62,9 +61,8 @@ def main(cfg: DictConfig) -> None:
     if accelerator.is_main_process:
         OmegaConf.save(cfg, run.path / "config.yaml")
         describe(trainer)
-    accelerator.init_trackers(
-        cfg.wandb.project, OmegaConf.to_container(cfg), init_kwargs={"wandb": {"name": cfg.name, "mode": cfg.wandb.mode, "dir": str(run.path)}}
-    )
+    wandb_settings = {"name": cfg.name, "mode": cfg.wandb.mode, "dir": str(run.path)}
+    accelerator.init_trackers(cfg.wandb.project, OmegaConf.to_container(cfg), init_kwargs={"wandb": wandb_settings})
 
     trainer.train()
     accelerator.end_training()
@@ -89,7 +87,7 @@ def resume(trainer: Trainer, where: str) -> None:
             raise ValueError(f"resume=never, but {root} holds checkpoints; choose another name=..., or resume=auto")
         return
     if where == "auto":
-        folder = find_newest(trainer)
+        folder = newest_checkpoint(trainer)
     else:
         folder = Path(where)
         checkpoints.verify(folder)
@@ -105,7 +103,7 @@ def resume(trainer: Trainer, where: str) -> None:
             log.info("resumed from %s", folder)
 
 
-def find_newest(trainer: Trainer) -> Path | None:
+def newest_checkpoint(trainer: Trainer) -> Path | None:
     """The newest good checkpoint of the run, the same for all processes; bad ones after it are set aside."""
     found: list[str | None] = [None]
     if trainer.accelerator.is_main_process:
@@ -121,16 +119,16 @@ def describe(trainer: Trainer) -> None:
     """What is about to run, in a few lines."""
     cfg, net, data = trainer.cfg, trainer.net, trainer.dataset
     num_parameters = sum(p.numel() for p in net.parameters() if p.requires_grad)
-    routes = ", ".join(
-        f"{r.selection_ratio:.0%} of {net.num_tokens} tokens skip blocks {r.start_layer_idx}-{r.end_layer_idx}" for r in net.router.routes
-    )
-    log.info("run      %s", trainer.run.path)
-    log.info("model    %s, %.1fM parameters, %s", cfg.model.backbone, num_parameters / 1e6, routes or "no routes")
-    log.info("data     %s: %d latents %dx%dx%d, %d classes", data.path, len(data), data.channels, data.height, data.width, data.info.num_classes)
-    log.info(
-        "train    steps %d to %d, batch %d on %d x %s, %s",
-        trainer.step, cfg.train.num_steps, cfg.train.batch_size, trainer.accelerator.num_processes, trainer.device, cfg.train.precision,
-    )
+    routes = [
+        f"{r.selection_ratio:.0%} of {net.num_tokens} tokens skip blocks {r.start_layer_idx} to {r.end_layer_idx}"
+        for r in net.router.routes
+    ]
+    shape = f"{data.channels}x{data.height}x{data.width}"
+    size = f"batch {cfg.train.batch_size}, {trainer.accelerator.num_processes} x {trainer.device.type}, {cfg.train.precision}"
+    log.info("run    %s", trainer.run.path)
+    log.info("model  %s, %.1fM parameters, %s", cfg.model.backbone, num_parameters / 1e6, ", ".join(routes) or "no routes")
+    log.info("data   %s: %d latents %s, %d classes", data.path, len(data), shape, data.info.num_classes)
+    log.info("train  steps %d to %d, %s", trainer.step, cfg.train.num_steps, size)
     if trainer.step >= cfg.train.num_steps:
         log.info("this run is complete; raise train.num_steps to go on")
 

@@ -66,9 +66,7 @@ class ShardInfo:
         )
 
 
-def write_shard(
-    path: str | Path, latents: Tensor, labels: Tensor, info: ShardInfo, latents_flip: Tensor | None = None
-) -> None:
+def write_shard(path: str | Path, latents: Tensor, labels: Tensor, info: ShardInfo, latents_flip: Tensor | None = None) -> None:
     """Write one shard; it appears under its name only when it is complete.
 
     Args:
@@ -156,8 +154,9 @@ class LatentDataset:
         latents, labels = shard["latents"], shard["labels"]
         if latents.ndim != 4 or latents.dtype not in (torch.float16, torch.float32) or len(latents) == 0:
             raise ValueError(f"{file}: latents are {latents.dtype} {list(latents.shape)}; need float16 or float32 [M, C, H, W]")
-        if "latents_flip" in shard and (shard["latents_flip"].shape, shard["latents_flip"].dtype) != (latents.shape, latents.dtype):
-            raise ValueError(f"{file}: latents_flip {list(shard['latents_flip'].shape)} differs from latents {list(latents.shape)}")
+        flipped = shard.get("latents_flip", latents)
+        if (flipped.shape, flipped.dtype) != (latents.shape, latents.dtype):
+            raise ValueError(f"{file}: latents_flip {list(flipped.shape)} differs from latents {list(latents.shape)}")
         if info.kind == "moments" and latents.shape[1] % 2:
             raise ValueError(f"{file}: kind=moments needs an even number of channels, not {latents.shape[1]}")
         if labels.dtype != torch.int64 or labels.shape != latents.shape[:1]:
@@ -166,6 +165,10 @@ class LatentDataset:
         if low < 0 or high >= info.num_classes:
             raise ValueError(f"{file}: labels run from {low} to {high}, outside num_classes={info.num_classes}")
         return info, shard
+
+    def __reduce__(self):
+        # A loader worker that is not forked opens the files anew; pickling the tensors would copy all data to it.
+        return LatentDataset, (self.path,)
 
     def __len__(self) -> int:
         return len(self.labels)

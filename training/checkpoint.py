@@ -1,8 +1,8 @@
 """Checkpoints that are either whole or not there.
 
-A folder step_0000400/ holds model.safetensors, ema.safetensors, optimizer.pt, state.json, config.yaml and manifest.json with the size and
-hash of each. It is written under another name, flushed to the disk and then renamed. When loading, the newest folder whose
-manifest holds is taken; bad ones are set aside, never deleted.
+A folder step_0000400/ holds model.safetensors, ema.safetensors, optimizer.pt, state.json, config.yaml and, in
+manifest.json, the size and hash of each. It is written under another name, flushed to the disk and then renamed. When
+loading, the newest folder whose manifest holds is taken; bad ones are set aside, never deleted.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def run(main: Callable[[], None], keys: dict[str, Accepts]) -> None:
             raise
         # Every process meets the same error; one of them says it.
         if os.environ.get("RANK", "0") == "0":
-            print(f"error: {_words(error, keys)}", file=sys.stderr, flush=True)
+            sys.stderr.write(f"error: {_words(error, keys)}\n")
         sys.exit(1)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 import dit
 import guidance
@@ -22,6 +22,7 @@ from latents.shards import LatentDataset
 from routing_module import Route
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+CONFIGS = str(REPOSITORY / "configs")
 OmegaConf.register_new_resolver("repository", lambda path: str(REPOSITORY / path), replace=True)
 
 
@@ -40,7 +41,10 @@ def choice(*values: str) -> Accepts:
 
 
 def whole(minimum: int) -> Accepts:
-    return Accepts(lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= minimum, f"a whole number of at least {minimum}")
+    def test(v):
+        return isinstance(v, int) and not isinstance(v, bool) and v >= minimum
+
+    return Accepts(test, f"a whole number of at least {minimum}")
 
 
 def number(low: float = -math.inf, high: float = math.inf, *, above: bool = False, below: bool = False) -> Accepts:
@@ -61,9 +65,10 @@ def text() -> Accepts:
 
 
 def file_name() -> Accepts:
-    return Accepts(
-        lambda v: isinstance(v, str) and v not in ("", ".", "..") and not set(v) & set("/\\"), "the name of a folder, without slashes"
-    )
+    def test(v):
+        return isinstance(v, str) and v not in ("", ".", "..") and not set(v) & set("/\\")
+
+    return Accepts(test, "the name of a folder, without slashes")
 
 
 def true_or_false() -> Accepts:
@@ -72,6 +77,10 @@ def true_or_false() -> Accepts:
 
 def or_null(accepts: Accepts) -> Accepts:
     return Accepts(lambda v: v is None or accepts.test(v), f"{accepts.words}, or null")
+
+
+def _is_autoencoder(v) -> bool:
+    return v == "identity" or (isinstance(v, str) and v.startswith("sd-vae:"))
 
 
 def _is_betas(v) -> bool:
@@ -90,20 +99,21 @@ def _is_numbers(v) -> bool:
         return False
 
 
-def parse_numbers(spec: str | int) -> list[int]:
-    """`0-3,7` -> [0, 1, 2, 3, 7]. Raises ValueError for anything else, and for a number that is named twice."""
+def parse_numbers(spec: str | int | list) -> list[int]:
+    """`0-3`, `[0-3,7]` -> [0, 1, 2, 3, 7]. Raises ValueError for anything else, and for a number that is named twice."""
     numbers = []
-    for part in str(spec).split(","):
+    entries = spec if isinstance(spec, (list, ListConfig)) else [spec]
+    for part in ",".join(map(str, entries)).split(","):
         first, _, last = part.strip().partition("-")
         if not first.isdecimal() or (last and not last.isdecimal()) or (part.strip().endswith("-")):
-            raise ValueError(f"{spec!r} is not a list of numbers and ranges such as 0-3,7")
+            raise ValueError(f"{spec!r} is not a list of numbers and ranges such as [0-3,7]")
         numbers.extend(range(int(first), int(last or first) + 1))
     if len(set(numbers)) < len(numbers):
         raise ValueError(f"{spec!r} names a number twice")
     return numbers
 
 
-NUMBERS = Accepts(_is_numbers, "numbers and ranges such as 0-49 or 3,7,100-199, none of them twice")
+NUMBERS = Accepts(_is_numbers, "numbers and ranges such as 0-49 or [3,7,100-199], none of them twice")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -136,7 +146,7 @@ TRAIN_KEYS = {
     "model.init": choice(*dit.INITS),
     "data.name": file_name(),
     "data.path": or_null(text()),
-    "data.autoencoder": or_null(Accepts(lambda v: v == "identity" or (isinstance(v, str) and v.startswith("sd-vae:")), "identity | sd-vae:<hub id or folder>")),
+    "data.autoencoder": or_null(Accepts(_is_autoencoder, "identity | sd-vae:<hub id or folder>")),
     "data.in_channels": or_null(whole(1)),
     "data.input_size": or_null(whole(1)),
     "data.num_classes": or_null(whole(1)),
@@ -257,7 +267,10 @@ def open_data(cfg: DictConfig) -> LatentDataset:
         ("num_classes", cfg.data.num_classes, info.num_classes),
     ):
         if expected is not None and expected != found:
-            raise ValueError(f"data.{key}={expected}, but the latents of {dataset.path} say {found}; set data.{key}={found} or choose other data")
+            raise ValueError(
+                f"data.{key}={expected}, but the latents of {dataset.path} say {found}; "
+                f"set data.{key}={found} or choose other data"
+            )
     cfg.data.in_channels, cfg.data.input_size, cfg.data.num_classes = dataset.channels, dataset.height, info.num_classes
     cfg.data.autoencoder = cfg.data.autoencoder or info.autoencoder
     cfg.data.scale_factor = info.scale_factor
@@ -293,9 +306,7 @@ def build_diffusion(cfg: DictConfig, **sampler_overrides) -> EDM:
     """The diffusion of a configuration; `sampler_overrides` that are None change nothing."""
     settings = dict(cfg.diffusion.sampler) | {key: value for key, value in sampler_overrides.items() if value is not None}
     if not settings["sigma_min"] < settings["sigma_max"]:
-        raise ValueError(
-            f"diffusion.sampler.sigma_min={settings['sigma_min']} must be below sigma_max={settings['sigma_max']}"
-        )
+        raise ValueError(f"diffusion.sampler.sigma_min={settings['sigma_min']} must be below sigma_max={settings['sigma_max']}")
     return EDM(cfg.diffusion.sigma_data, cfg.diffusion.P_mean, cfg.diffusion.P_std, HeunSampler(**settings))
 
 

@@ -21,7 +21,7 @@ from training import checkpoint as checkpoints
 from training.config import differences
 from training.ema import EMA
 from training.randomness import StepRandom
-from training.run import RunFolder
+from training.run import RunFolder, naming
 from training.sampling import ImageSampler, labelled_grid
 from training.signals import StopSignal
 
@@ -96,9 +96,7 @@ class Trainer:
 
         num_parts = accelerator.num_processes * cfg.train.grad_accum_steps
         first_part = accelerator.process_index * cfg.train.grad_accum_steps
-        self.parts = [
-            part_of_batch(cfg.train.batch_size, num_parts, first_part + m) for m in range(cfg.train.grad_accum_steps)
-        ]
+        self.parts = [part_of_batch(cfg.train.batch_size, num_parts, first_part + m) for m in range(cfg.train.grad_accum_steps)]
         self.step = 0
         # Since the last line of metrics.jsonl; on the device, so that nobody waits for a step to end.
         self.loss_sum = torch.zeros((), device=self.device)
@@ -207,7 +205,7 @@ class Trainer:
             return
         intact = [str(p) for p in checkpoints.list_steps(self.run.checkpoints).values()]
         raise TrainingDiverged(
-            f"the loss is not finite since step {first_bad}; last good checkpoint: {intact[-1] if intact else 'none'}. "
+            f"loss or weights are not finite since step {first_bad}; last good checkpoint: {intact[-1] if intact else 'none'}. "
             f"Lower train.lr={self.cfg.train.lr}, set train.grad_clip_norm, or look for NaN in the latents of {self.dataset.path}"
         )
 
@@ -248,7 +246,8 @@ class Trainer:
                 images.extend(self.sampler(seeds[i : i + cfg.batch_size], labels[i : i + cfg.batch_size]))
             file = self.run.samples / f"{checkpoints.folder_name(self.step)}.png"
             grid = labelled_grid(images, labels)
-            grid.save(file)
+            with naming(file):
+                grid.save(file)
             for tracker in self.accelerator.trackers:
                 if tracker.name == "wandb":
                     tracker.log_images({"samples": [grid]}, step=self.step)

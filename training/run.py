@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 from pathlib import Path
+
+
+@contextlib.contextmanager
+def naming(file: Path):
+    """A full disk does not say which file it was: add the name to the error."""
+    try:
+        yield
+    except OSError as e:
+        raise OSError(e.errno, f"cannot write {file}: {e.strerror}; the checkpoints are intact") from e
 
 
 class RunFolder:
@@ -36,13 +46,14 @@ class RunFolder:
         except OSError as e:
             raise ValueError(f"output_dir: cannot write to {self.path} ({e.strerror}); choose another output_dir=...") from e
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released by the system when the process ends
-        except BlockingIOError as e:
+            # Released by the system when this process ends; not handed down to loader workers, which may outlive it.
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as e:
             raise ValueError(f"another process is training in {self.path}; wait for it, or choose another name=...") from e
 
     def log_metrics(self, record: dict) -> None:
         """Append one line to metrics.jsonl."""
-        with open(self.metrics, "a") as f:
+        with naming(self.metrics), open(self.metrics, "a") as f:
             f.write(json.dumps(record) + "\n")
 
     def keep_metrics_until(self, step: int) -> int:

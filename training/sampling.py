@@ -54,7 +54,7 @@ class ImageSampler:
 
 
 def labelled_grid(images: list[np.ndarray], labels: list[int], num_columns: int = 10, min_pixels: int = 64) -> Image.Image:
-    """Images side by side, each with its label above it; small ones are enlarged by a whole factor, without smoothing.
+    """Images side by side, each with its label above it; small ones are enlarged (bicubic).
 
     Args:
         images: uint8 [H, W, 3], all of one size.
@@ -70,5 +70,5 @@ def labelled_grid(images: list[np.ndarray], labels: list[int], num_columns: int 
     for i, (image, label) in enumerate(zip(images, labels)):
         x, y = gap + i % num_columns * (width + gap), gap + i // num_columns * (height + caption + gap)
         draw.text((x + 1, y), str(label), fill="black")
-        grid.paste(Image.fromarray(image).resize((width, height), Image.Resampling.NEAREST), (x, y + caption))
+        grid.paste(Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC), (x, y + caption))
     return grid

@@ -1,0 +1,34 @@
+# Everything below needs Python 3.10 or newer and nothing else. `make demo` and `make test` set up the environment first.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test lint env lock clean
+
+# Train on the embedded digits: exactly `accelerate launch train.py model=tread`, a few minutes on 2 CPU cores.
+demo: env
+	@echo "training on the embedded digits: accelerate launch train.py model=tread"
+	@$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no train.py model=tread
+	@echo "done. Look at runs/digits_tread/samples/ (grids of samples, newest last) and runs/digits_tread/metrics.jsonl"
+
+test: env
+	$(BIN)/python -m pytest -q tests
+
+lint: env
+	$(BIN)/ruff check .
+
+env: .venv/.installed
+
+# The versions of requirements.lock, which were tested together.
+.venv/.installed: requirements.lock
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or newer is needed, this is " + sys.version.split()[0] + "; try make PYTHON=python3.12 ..." if sys.version_info < (3, 10) else 0)'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv==0.13.8
+	$(BIN)/uv pip install --quiet --python $(BIN)/python -r requirements.lock
+	@touch $@
+
+# After a change of requirements*.txt.
+lock: env
+	$(BIN)/uv pip compile --quiet --universal --upgrade --python-version 3.10 --no-annotate --no-header requirements-dev.txt -o requirements.lock
+
+clean:
+	rm -rf .venv .pytest_cache .ruff_cache

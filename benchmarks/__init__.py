@@ -1,0 +1,1 @@
+"""Measurements, each rerun by one command."""

@@ -1,0 +1,92 @@
+"""Shared: small data, and running the entry scripts in this process or in one of their own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from hydra import compose, initialize_config_dir
+
+from latents.shards import ShardInfo, write_shard
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+# Two gloo processes: `--cpu --num_processes 2` would start one.
+LAUNCH_2 = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1"]
+LAUNCH_2 += ["--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0"]
+
+
+def forget_accelerate():
+    """accelerate keeps its state in singletons; the next run starts without."""
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+def make_shard(path, num_items=24, channels=2, size=4, kind="sample", num_classes=3, seed=0, flips=False, **info):
+    """A small random shard; returns its latents and labels."""
+    g = torch.Generator().manual_seed(seed)
+    stored_channels = 2 * channels if kind == "moments" else channels
+    latents = torch.randn(num_items, stored_channels, size, size, generator=g)
+    labels = torch.randint(0, num_classes, (num_items,), generator=g)
+    settings = dict(kind=kind, scale_factor=0.5, autoencoder="identity", resolution=size, num_classes=num_classes) | info
+    write_shard(path, latents, labels, ShardInfo(**settings), latents_flip=latents.flip(-1) if flips else None)
+    return latents, labels
+
+
+def composed(overrides=(), config_name="config"):
+    with initialize_config_dir(str(REPOSITORY / "configs"), version_base="1.3"):
+        return compose(config_name, overrides=list(overrides))
+
+
+# Small enough for a step of about 30 ms.
+TINY = [
+    "train.batch_size=4",
+    "train.num_steps=6",
+    "train.log_every=1",
+    "train.cpu_threads=1",
+    "sample.every=0",
+    "checkpoint.every=100",
+]
+
+
+@pytest.fixture
+def train(tmp_path):
+    """train(name, *overrides) -> the run's folder; runs train.py in this process."""
+    import train as script
+
+    def run(name, *overrides):
+        forget_accelerate()
+        script.main(composed([*TINY, f"name={name}", f"output_dir={tmp_path}", *overrides]))
+        return tmp_path / name
+
+    return run
+
+
+def start(*arguments, launcher=(), **popen_settings):
+    """Start `python <launcher> <arguments>` in a process of its own, on the CPU, in the repository."""
+    return subprocess.Popen(
+        [sys.executable, *launcher, *arguments],
+        cwd=REPOSITORY,
+        env=os.environ | {"ACCELERATE_USE_CPU": "true"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        **popen_settings,
+    )
+
+
+def finish(process, timeout_sec=180):
+    """(exit code, output)."""
+    output, _ = process.communicate(timeout=timeout_sec)
+    return process.returncode, output
+
+
+def metrics(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run):
+    return {record["step"]: record["loss"] for record in metrics(run)}

@@ -1,0 +1,197 @@
+"""Checkpoints are whole or not there, whatever interrupts a save or damages a file."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from conftest import REPOSITORY
+from omegaconf import OmegaConf
+
+from training import checkpoint as checkpoints
+
+
+def make(step, value=0.0):
+    weights = {"w": torch.full((50, 40), value + step)}
+    return checkpoints.Checkpoint(
+        step=step,
+        model=weights,
+        ema={"w": weights["w"] * 2},
+        optimizer={"state": {0: {"exp_avg": torch.ones(3), "step": torch.tensor(4.0)}}, "param_groups": [{"lr": 0.1}]},
+        state={"images_seen": 8 * step},
+        config=OmegaConf.create({"seed": 3}),
+    )
+
+
+def save(root, *steps, keep_last=10, keep_every=0):
+    for step in steps:
+        folder = checkpoints.save(root, make(step), keep_last, keep_every)
+    return folder
+
+
+def names(root):
+    return sorted(path.name for path in root.iterdir())
+
+
+def test_what_is_saved_is_what_is_loaded(tmp_path):
+    folder = save(tmp_path, 400)
+    assert folder.name == "step_0000400"
+    assert {f.name for f in folder.iterdir()} == {
+        "model.safetensors", "ema.safetensors", "optimizer.pt", "state.json", "config.yaml", "manifest.json",
+    }  # fmt: skip
+    loaded = checkpoints.load(folder)
+    expected = make(400)
+    assert loaded.step == 400 and loaded.state == expected.state and loaded.config == expected.config
+    assert torch.equal(loaded.model["w"], expected.model["w"]) and torch.equal(loaded.ema["w"], expected.ema["w"])
+    assert torch.equal(loaded.optimizer["state"][0]["exp_avg"], torch.ones(3))
+
+
+def test_the_newest_and_every_mth_are_kept(tmp_path):
+    save(tmp_path, *range(10, 80, 10), keep_last=2, keep_every=30)
+    assert names(tmp_path) == [f"step_00000{step}" for step in (30, 60, 70)]
+
+
+def truncate(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-7])
+
+
+def flip_a_bit(folder):
+    blob = bytearray((folder / "ema.safetensors").read_bytes())
+    blob[-1] ^= 1
+    (folder / "ema.safetensors").write_bytes(blob)
+
+
+def lose_the_optimizer(folder):
+    (folder / "optimizer.pt").unlink()
+
+
+def lose_the_manifest(folder):
+    (folder / "manifest.json").unlink()
+
+
+def garble_the_manifest(folder):
+    (folder / "manifest.json").write_text('{"model.safetensors": [1')
+
+
+def shorten_the_manifest(folder):
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["ema.safetensors"]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+DAMAGES = {
+    truncate: r"model.safetensors has \d+ bytes instead of \d+: it is truncated or altered",
+    flip_a_bit: r"ema.safetensors was altered",
+    lose_the_optimizer: r"optimizer.pt is missing",
+    lose_the_manifest: r"it has no manifest.json",
+    garble_the_manifest: r"manifest.json is not readable",
+    shorten_the_manifest: r"manifest.json does not list ema.safetensors",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_a_damaged_checkpoint_is_noticed_and_the_previous_one_found(tmp_path, damage):
+    save(tmp_path, 10, 20)
+    bad = tmp_path / "step_0000020"
+    damage(bad)
+    with pytest.raises(checkpoints.CheckpointError, match=DAMAGES[damage]):
+        checkpoints.load(bad)
+    newest, problems = checkpoints.find_newest(tmp_path)
+    assert newest == tmp_path / "step_0000010" and list(problems) == [bad]
+    assert checkpoints.set_aside(bad).name == "bad_step_0000020"
+    assert names(tmp_path) == ["bad_step_0000020", "step_0000010"]
+
+
+def test_a_second_bad_checkpoint_of_a_step_does_not_replace_the_first(tmp_path):
+    save(tmp_path, 10)
+    checkpoints.set_aside(tmp_path / "step_0000010")
+    save(tmp_path, 10)
+    assert checkpoints.set_aside(tmp_path / "step_0000010").name == "bad_step_0000010_2"
+
+
+def test_training_does_not_start_over_when_only_bad_checkpoints_remain(tmp_path):
+    truncate(save(tmp_path, 10))
+    with pytest.raises(checkpoints.CheckpointError, match="does not silently start over.*name="):
+        checkpoints.find_newest(tmp_path)
+    assert names(tmp_path) == ["step_0000010"]
+
+
+def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
+    with pytest.raises(checkpoints.CheckpointError, match="is not a folder; give a checkpoint"):
+        checkpoints.verify(tmp_path / "nothing")
+    with pytest.raises(checkpoints.CheckpointError, match="it has no manifest.json"):
+        checkpoints.verify(tmp_path)
+
+
+def in_a_process(tmp_path, code):
+    """Save step 20 in a process of its own, after `code` has prepared it."""
+    program = f"""
+        import os, resource, signal, sys
+        sys.path[:0] = [{str(REPOSITORY)!r}, {str(REPOSITORY / "tests")!r}]
+        from pathlib import Path
+        from test_checkpoint import make
+        from training import checkpoint as checkpoints
+        root = Path({str(tmp_path)!r})
+        checkpoint = make(20)
+    """
+    program = textwrap.dedent(program) + textwrap.dedent(code)
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("moment", ["torch.save", "os.fsync", "Path.rename"])
+def test_a_kill_in_the_middle_of_a_save_leaves_the_previous_checkpoint(tmp_path, moment):
+    save(tmp_path, 10)
+    owner, _, name = moment.partition(".")
+    result = in_a_process(
+        tmp_path,
+        f"""
+        import torch
+        {owner}.{name} = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
+        checkpoints.save(root, checkpoint, 10, 0)
+        """,
+    )
+    assert result.returncode == -signal.SIGKILL, result.stderr
+    assert names(tmp_path) == [".tmp_step_0000020", "step_0000010"]
+    assert checkpoints.find_newest(tmp_path) == (tmp_path / "step_0000010", {})
+    save(tmp_path, 20)
+    assert names(tmp_path) == ["step_0000010", "step_0000020"]
+
+
+def test_a_full_disk_leaves_the_previous_checkpoint_and_no_debris(tmp_path):
+    save(tmp_path, 10)
+    result = in_a_process(
+        tmp_path,
+        """
+        # Files may not grow beyond 4 KiB: writing fails as on a full disk.
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+        try:
+            checkpoints.save(root, checkpoint, 10, 0)
+        except checkpoints.SaveError as e:
+            sys.exit(str(e))
+        """,
+    )
+    assert "cannot write the checkpoint" in result.stderr and "intact before it: step_0000010" in result.stderr
+    assert names(tmp_path) == ["step_0000010"]
+    checkpoints.verify(tmp_path / "step_0000010")
+
+
+def test_loading_runs_no_code_from_the_file(tmp_path):
+    folder = save(tmp_path, 10)
+
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "pwned"),)
+
+    torch.save({"state": Evil()}, folder / "optimizer.pt")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["optimizer.pt"] = checkpoints._size_and_hash(folder / "optimizer.pt")
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(Exception, match="weights_only|Weights only"):
+        checkpoints.load(folder)
+    assert not (tmp_path / "pwned").exists()

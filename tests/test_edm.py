@@ -1,0 +1,145 @@
+"""EDM against closed forms: Table 1 by hand, and the exact probability-flow solution of a Gaussian."""
+
+import math
+
+import pytest
+import torch
+
+from edm import EDM
+from edm.sampler import HeunSampler
+
+
+class ListedRandom:
+    """Gives out prepared numbers, in order."""
+
+    def __init__(self, *tensors):
+        self.tensors = list(tensors)
+
+    def randn(self, *shape):
+        tensor = self.tensors.pop(0)
+        assert tensor.shape[1:] == shape
+        return tensor
+
+
+def test_coefficients_are_those_of_table_1():
+    c_skip, c_out, c_in, c_noise = EDM(sigma_data=0.5).coefficients(torch.tensor([1.2, 0.5]))
+    assert c_skip.tolist() == pytest.approx([0.25 / 1.69, 0.5])
+    assert c_out.tolist() == pytest.approx([0.6 / 1.3, 0.25 / math.sqrt(0.5)])
+    assert c_in.tolist() == pytest.approx([1 / 1.3, math.sqrt(2)])
+    assert c_noise.tolist() == pytest.approx([math.log(1.2) / 4, math.log(0.5) / 4])
+
+
+def test_denoise_scales_input_and_output_of_the_network():
+    x, y = torch.full((1, 2, 1, 1), 3.0), torch.tensor([4])
+    seen = {}
+
+    def net(x, t, y, extra):
+        seen.update(x=x, t=t, y=y, extra=extra)
+        return torch.full((1, 4, 1, 1), 2.0)
+
+    D_x = EDM(sigma_data=0.5).denoise(net, x, torch.tensor([1.2]), y, extra=7)
+    assert seen["x"].flatten().tolist() == pytest.approx([3 / 1.3] * 2)
+    assert seen["t"].tolist() == pytest.approx([math.log(1.2) / 4])
+    assert seen["y"] is y and seen["extra"] == 7
+    assert D_x.shape == x.shape
+    assert D_x.flatten().tolist() == pytest.approx([3 * 0.25 / 1.69 + 2 * 0.6 / 1.3] * 2)
+
+
+def test_loss_is_the_weighted_squared_error_per_sample():
+    edm = EDM(sigma_data=0.5, P_mean=-1.0, P_std=2.0)
+    x = torch.tensor([[[[1.0, -1.0]]], [[[0.5, 2.0]]]])
+    draws, noise = torch.tensor([0.5, 1.0]), torch.tensor([[[[1.0, 2.0]]], [[[-1.0, 0.0]]]])
+    loss = edm.loss(lambda x, t, y: torch.zeros_like(x), x, torch.zeros(2, dtype=torch.int64), ListedRandom(draws, noise))
+    expected = []
+    for sigma, clean, eps in ((1.0, (1.0, -1.0), (1.0, 2.0)), (math.e, (0.5, 2.0), (-1.0, 0.0))):
+        c_skip, weight = 0.25 / (sigma**2 + 0.25), (sigma**2 + 0.25) / (0.5 * sigma) ** 2
+        expected.append(weight * sum((c_skip * (a + sigma * b) - a) ** 2 for a, b in zip(clean, eps)) / 2)
+    assert loss.tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_loss_has_unit_expectation_for_gaussian_data_and_a_zero_network():
+    # The preconditioning is chosen so that the effective target has unit variance (EDM, appendix B.6).
+    g = torch.Generator().manual_seed(0)
+    x = 0.5 * torch.randn(20000, 1, 2, 2, generator=g)
+    random = ListedRandom(torch.randn(20000, generator=g), torch.randn(20000, 1, 2, 2, generator=g))
+    loss = EDM().loss(lambda x, t, y: torch.zeros_like(x), x, torch.zeros(20000, dtype=torch.int64), random)
+    assert loss.mean().item() == pytest.approx(1.0, abs=0.02)
+
+
+def test_noise_levels_follow_equation_5():
+    levels = HeunSampler(num_steps=3, sigma_min=1.0, sigma_max=27.0, rho=3.0).noise_levels()
+    assert levels == pytest.approx([27.0, 8.0, 1.0, 0.0])
+    assert HeunSampler(num_steps=1).noise_levels() == pytest.approx([80.0, 0.0])
+
+
+MEAN, STD = 0.3, 0.5
+
+
+def gaussian_denoiser(x, sigma, y):
+    """The posterior mean of N(MEAN, STD^2) data."""
+    s2 = sigma.double().reshape(-1, 1, 1, 1) ** 2
+    return (STD**2 * x.double() + s2 * MEAN) / (STD**2 + s2)
+
+
+def solve_gaussian(num_steps):
+    noise = torch.randn(4, 2, 3, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    sampler = HeunSampler(num_steps=num_steps, sigma_max=10.0)
+    out = sampler(gaussian_denoiser, noise, torch.zeros(4, dtype=torch.int64))
+    exact = MEAN + (10.0 * noise - MEAN) * STD / math.sqrt(STD**2 + 10.0**2)
+    return (out - exact).abs().max().item()
+
+
+def test_sampler_converges_to_the_exact_solution_at_second_order():
+    errors = [solve_gaussian(n) for n in (24, 48, 96)]
+    assert errors[2] < 2e-3
+    assert errors[0] / errors[1] == pytest.approx(4, rel=0.25)
+    assert errors[1] / errors[2] == pytest.approx(4, rel=0.15)
+
+
+def test_sampler_evaluates_the_denoiser_twice_a_step_but_for_the_last():
+    calls = []
+
+    def denoiser(x, sigma, y):
+        calls.append((x.dtype, sigma.tolist(), y.tolist()))
+        return torch.zeros_like(x)
+
+    HeunSampler(num_steps=5)(denoiser, torch.randn(2, 1, 2, 2), torch.tensor([3, 4]))
+    assert len(calls) == 9
+    assert all(dtype == torch.float32 and labels == [3, 4] for dtype, _, labels in calls)
+    assert calls[0][1] == [80.0, 80.0] and calls[-1][1] == pytest.approx([0.002, 0.002])
+
+
+class GeneratorRandom:
+    def __init__(self, batch, seed):
+        self.batch, self.generator = batch, torch.Generator().manual_seed(seed)
+
+    def randn(self, *shape):
+        return torch.randn(self.batch, *shape, generator=self.generator)
+
+
+def test_churn_keeps_the_distribution_of_the_data():
+    noise = torch.randn(20000, 1, 1, 1, generator=torch.Generator().manual_seed(0))
+    y = torch.zeros(20000, dtype=torch.int64)
+    sampler = HeunSampler(num_steps=80, S_churn=40.0)
+    random = GeneratorRandom(20000, 1)
+    out = sampler(gaussian_denoiser, noise, y, random)
+    assert out.mean().item() == pytest.approx(MEAN, abs=0.02)
+    assert out.std().item() == pytest.approx(STD, rel=0.03)
+    deterministic = HeunSampler(num_steps=80)(gaussian_denoiser, noise, y)
+    assert (out - deterministic).abs().mean() > 0.1
+
+
+def test_churn_adds_noise_only_between_s_min_and_s_max():
+    class Counting(GeneratorRandom):
+        count = 0
+
+        def randn(self, *shape):
+            self.count += 1
+            return super().randn(*shape)
+
+    sampler = HeunSampler(num_steps=8, S_churn=4.0, S_min=0.05, S_max=20.0)
+    random = Counting(2, 0)
+    sampler(gaussian_denoiser, torch.randn(2, 1, 2, 2), torch.zeros(2, dtype=torch.int64), random)
+    assert random.count == sum(0.05 <= level <= 20.0 for level in sampler.noise_levels()[:-1]) > 0
+    with pytest.raises(ValueError, match="S_churn=4.0 adds noise: pass random"):
+        sampler(gaussian_denoiser, torch.randn(2, 1, 2, 2), torch.zeros(2, dtype=torch.int64))

@@ -1,0 +1,64 @@
+import torch
+
+from training.ema import EMA
+from training.randomness import SeedRandom, StepRandom, class_of_seed
+
+CPU = torch.device("cpu")
+
+
+def test_ema_follows_a_loop_by_hand():
+    net = torch.nn.Linear(2, 1)
+    net.bias.requires_grad_(False)
+    ema = EMA(net, decay=0.9)
+    expected, fixed = net.weight.detach().double().clone(), net.bias.clone()
+    for step in range(200):
+        with torch.no_grad():
+            net.weight.add_(torch.tensor([[0.1, -0.2]]) * (step % 3))
+        ema.update(step)
+        decay = min(0.9, (1 + step) / (10 + step))
+        expected = decay * expected + (1 - decay) * net.weight.detach().double()
+    assert torch.allclose(ema.net.weight.double(), expected, atol=1e-5)
+    assert torch.equal(ema.net.bias, fixed)
+    assert not ema.net.training and not any(p.requires_grad for p in ema.net.parameters())
+
+
+def test_ema_warm_up_lets_the_start_be_forgotten():
+    net = torch.nn.Linear(1, 1)
+    ema = EMA(net, decay=0.9999)
+    with torch.no_grad():
+        net.weight.fill_(5.0)
+    for step in range(100):
+        ema.update(step)
+    assert (ema.net.weight - 5.0).abs() < 1e-3
+
+
+def draws(seed=0, step=0, stream="diffusion", part=slice(0, 8)):
+    random = StepRandom(seed, step, stream, 8, part, CPU)
+    return random.randn(2), random.rand()
+
+
+def test_a_sample_draws_the_same_whatever_part_of_the_batch_it_travels_in():
+    normal, uniform = draws()
+    for part in (slice(0, 4), slice(4, 8), slice(5, 6)):
+        part_normal, part_uniform = draws(part=part)
+        assert torch.equal(part_normal, normal[part]) and torch.equal(part_uniform, uniform[part])
+
+
+def test_seeds_steps_and_streams_are_independent():
+    base = draws()[0]
+    assert torch.equal(draws()[0], base)
+    for other in (draws(seed=1), draws(step=1), draws(stream="routes")):
+        assert not torch.equal(other[0], base)
+
+
+def test_sampling_draws_depend_on_the_seed_alone():
+    together = SeedRandom([3, 11, 5], CPU)
+    first, second = together.randn(4), together.randn(4)
+    alone = SeedRandom([11], CPU)
+    assert torch.equal(alone.randn(4)[0], first[1]) and torch.equal(alone.randn(4)[0], second[1])
+
+
+def test_classes_drawn_from_seeds_are_uniform():
+    classes = torch.tensor([class_of_seed(seed, 5) for seed in range(2000)])
+    assert torch.bincount(classes).min() > 320
+    assert class_of_seed(7, 5) == class_of_seed(7, 5)

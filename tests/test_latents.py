@@ -1,0 +1,254 @@
+"""Shards: what is written is what is read, and what is wrong is named."""
+
+import json
+import math
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_shard
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from latents import autoencoders
+from latents.order import BatchOrder, data_loader
+from latents.shards import LatentDataset, ShardInfo, latents_for_network, write_shard
+
+INFO = ShardInfo(kind="sample", scale_factor=0.5, autoencoder="identity", resolution=4, num_classes=3)
+
+
+def no_flips(indices):
+    return np.zeros(len(indices), dtype=bool)
+
+
+def test_a_shard_uses_the_documented_keys_and_header(tmp_path):
+    file = tmp_path / "a.safetensors"
+    latents, labels = make_shard(file)
+    tensors = load_file(file)
+    assert torch.equal(tensors["latents"], latents) and torch.equal(tensors["labels"], labels)
+    size = int.from_bytes(file.read_bytes()[:8], "little")
+    assert json.loads(file.read_bytes()[8 : 8 + size])["__metadata__"] == {
+        "kind": "sample", "scale_factor": "0.5", "autoencoder": "identity", "resolution": "4", "num_classes": "3",
+    }  # fmt: skip
+
+
+def test_items_are_fetched_by_index_across_shards_in_the_order_asked_for(tmp_path):
+    first, first_labels = make_shard(tmp_path / "a.safetensors", num_items=5, seed=1)
+    second, second_labels = make_shard(tmp_path / "b.safetensors", num_items=3, seed=2)
+    dataset = LatentDataset(tmp_path)
+    assert len(dataset) == 8 and (dataset.channels, dataset.height, dataset.width) == (2, 4, 4)
+    indices = np.array([7, 0, 5, 4, 0])
+    latents, labels = dataset.fetch(indices, no_flips(indices))
+    both, both_labels = torch.cat([first, second]), torch.cat([first_labels, second_labels])
+    assert torch.equal(latents, both[indices]) and torch.equal(labels, both_labels[indices])
+
+
+def test_flipped_latents_are_taken_where_asked_for(tmp_path):
+    latents, _ = make_shard(tmp_path / "a.safetensors", flips=True)
+    dataset = LatentDataset(tmp_path)
+    assert dataset.has_flips
+    fetched, _ = dataset.fetch(np.array([3, 3, 9]), np.array([False, True, True]))
+    assert torch.equal(fetched, torch.stack([latents[3], latents[3].flip(-1), latents[9].flip(-1)]))
+
+
+class FixedNoise:
+    def __init__(self, value):
+        self.value = value
+
+    def randn(self, *shape):
+        return torch.full((1, *shape), self.value)
+
+
+def test_moments_are_sampled_and_scaled():
+    stored = torch.tensor([2.0, math.log(9.0)]).reshape(1, 2, 1, 1)  # mean 2, variance 9
+    info = ShardInfo(kind="moments", scale_factor=0.5, autoencoder="identity", resolution=1, num_classes=1)
+    assert latents_for_network(stored, info, FixedNoise(1.0)).item() == pytest.approx((2 + 3 * 1.0) * 0.5)
+    assert latents_for_network(stored, info, FixedNoise(-2.0)).item() == pytest.approx((2 - 3 * 2.0) * 0.5)
+
+
+def test_samples_are_scaled_only_and_become_float32():
+    stored = torch.tensor([[[[3.0]]]], dtype=torch.float16)
+    out = latents_for_network(stored, INFO)
+    assert out.item() == 1.5 and out.dtype == torch.float32
+
+
+def test_moments_count_as_half_their_channels(tmp_path):
+    make_shard(tmp_path / "a.safetensors", channels=2, kind="moments")
+    assert LatentDataset(tmp_path).channels == 2
+
+
+def test_a_worker_gets_the_path_and_not_the_data(tmp_path):
+    latents, _ = make_shard(tmp_path / "a.safetensors", num_items=500)
+    pickled = pickle.dumps(LatentDataset(tmp_path))
+    assert len(pickled) < 1000
+    assert torch.equal(pickle.loads(pickled).fetch(np.array([3]), no_flips([3]))[0], latents[3:4])
+
+
+def test_an_existing_shard_is_not_overwritten(tmp_path):
+    latents, labels = make_shard(tmp_path / "a.safetensors")
+    before = (tmp_path / "a.safetensors").read_bytes()
+    with pytest.raises(FileExistsError, match="a.safetensors exists; nothing was written"):
+        write_shard(tmp_path / "a.safetensors", latents * 2, labels, INFO)
+    assert (tmp_path / "a.safetensors").read_bytes() == before
+
+
+def test_a_fingerprint_changes_with_the_data(tmp_path):
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        make_shard(tmp_path / name / "x.safetensors", seed=seed)
+    a, b, c = (LatentDataset(tmp_path / name).fingerprint() for name in "abc")
+    assert a == b != c
+
+
+def truncate(file):
+    file.write_bytes(file.read_bytes()[:-10])
+
+
+def scribble(file):
+    file.write_bytes(b"not a shard at all")
+
+
+def without_metadata(file):
+    save_file({"latents": torch.zeros(2, 2, 4, 4), "labels": torch.zeros(2, dtype=torch.int64)}, file)
+
+
+def with_tensors(**tensors):
+    def write(file):
+        good = {"latents": torch.zeros(2, 2, 4, 4), "labels": torch.zeros(2, dtype=torch.int64)}
+        save_file({k: v for k, v in (good | tensors).items() if v is not None}, file, metadata=INFO.to_metadata())
+
+    return write
+
+
+def with_metadata(**metadata):
+    def write(file):
+        good = {"latents": torch.zeros(2, 2, 4, 4), "labels": torch.zeros(2, dtype=torch.int64)}
+        save_file(good, file, metadata=INFO.to_metadata() | metadata)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (truncate, "b.safetensors is truncated or not a safetensors file"),
+        (scribble, "b.safetensors is truncated or not a safetensors file"),
+        (without_metadata, "b.safetensors is not a latent shard: its header lacks kind, scale_factor"),
+        (with_metadata(kind="mean"), "kind='mean' must be one of sample, moments"),
+        (with_metadata(scale_factor="-1"), "scale_factor=-1.0 must be a positive number"),
+        (with_tensors(labels=torch.tensor([0, 3])), "labels run from 0 to 3, outside num_classes=3"),
+        (with_tensors(labels=torch.tensor([-1, 1])), "labels run from -1 to 1"),
+        (with_tensors(labels=torch.zeros(3, dtype=torch.int64)), r"labels are torch.int64 \[3\]; need int64 \[2\]"),
+        (with_tensors(labels=torch.zeros(2)), "labels are torch.float32"),
+        (with_tensors(labels=None), "b.safetensors holds .*a latent shard holds latents, labels"),
+        (with_tensors(latents=torch.zeros(2, 4, 4)), r"latents are torch.float32 \[2, 4, 4\]"),
+        (with_tensors(latents=torch.zeros(2, 2, 4, 4, dtype=torch.int8)), "latents are torch.int8"),
+        (with_tensors(latents_flip=torch.zeros(1, 2, 4, 4)), "latents_flip .* differs from latents"),
+        (with_tensors(latents=torch.zeros(2, 2, 5, 5)), "b.safetensors does not belong with .*a.safetensors"),
+        (with_metadata(scale_factor="0.25"), "b.safetensors does not belong with .*a.safetensors"),
+    ],
+)
+def test_a_bad_shard_is_refused_by_name(tmp_path, damage, message):
+    make_shard(tmp_path / "a.safetensors")
+    make_shard(tmp_path / "b.safetensors")
+    damage(tmp_path / "b.safetensors")
+    with pytest.raises(ValueError, match=message):
+        LatentDataset(tmp_path)
+
+
+def test_a_missing_or_empty_folder_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="data.path=.*nowhere does not exist"):
+        LatentDataset(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="holds no latent shards"):
+        LatentDataset(tmp_path)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The order of training.
+
+
+def order(num_items=10, batch_size=4, seed=0, start_step=0, num_steps=5, slices=(slice(0, 4),), with_flips=False):
+    return BatchOrder(num_items, batch_size, seed, start_step, num_steps, list(slices), with_flips)
+
+
+def test_every_epoch_is_a_permutation_also_where_a_batch_spans_two():
+    stream = np.concatenate([indices for indices, _ in order()])  # 5 steps of 4 = 2 epochs of 10
+    assert sorted(stream[:10]) == sorted(stream[10:]) == list(range(10))
+    assert list(stream[:10]) != list(stream[10:])
+    assert list(stream) == list(np.concatenate([indices for indices, _ in order()]))
+    assert list(stream) != list(np.concatenate([indices for indices, _ in order(seed=1)]))
+
+
+def test_a_batch_may_be_larger_than_the_data():
+    indices, _ = order(num_items=3, batch_size=8, slices=[slice(0, 8)]).global_batch(0)
+    assert sorted(np.bincount(indices, minlength=3)) == [2, 3, 3]  # two epochs and a part of the third
+
+
+def test_the_order_goes_on_from_any_step():
+    whole = [indices.tolist() for indices, _ in order()]
+    assert [indices.tolist() for indices, _ in order(start_step=3)] == whole[3:]
+    assert len(order(start_step=3)) == 2
+
+
+def test_slices_of_processes_and_micro_batches_make_up_the_global_batch():
+    whole = [indices.tolist() for indices, _ in order()]
+    halves = [[i.tolist() for i, _ in order(slices=[part])] for part in (slice(0, 2), slice(2, 4))]
+    assert [a + b for a, b in zip(*halves)] == whole
+    micro = [i.tolist() for i, _ in order(slices=[slice(0, 2), slice(2, 4)])]
+    assert [a + b for a, b in zip(micro[::2], micro[1::2])] == whole
+
+
+def test_flips_are_tossed_afresh_each_epoch():
+    coins = order(num_items=1000, batch_size=1000, slices=[slice(0, 1000)], num_steps=2, with_flips=True)
+    first, second = (flips for _, flips in coins)
+    assert abs(first.mean() - 0.5) < 0.05 and (first != second).any()
+    assert not np.concatenate([flips for _, flips in order()]).any()
+
+
+def test_loader_workers_do_not_change_the_batches(tmp_path):
+    make_shard(tmp_path / "a.safetensors", num_items=10, flips=True)
+    dataset = LatentDataset(tmp_path)
+    with_workers, without = (
+        list(data_loader(dataset, order(with_flips=True), num_workers, pin_memory=False)) for num_workers in (2, 0)
+    )
+    assert len(with_workers) == len(without) == 5
+    for (a, a_labels), (b, b_labels) in zip(with_workers, without):
+        assert torch.equal(a, b) and torch.equal(a_labels, b_labels)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Autoencoders.
+
+
+def test_identity_latents_become_the_pixels_of_the_images():
+    pixels = torch.tensor([[0, 128], [255, 3]], dtype=torch.float32)
+    images = autoencoders.to_uint8(autoencoders.build("identity", torch.device("cpu")).decode((pixels / 127.5 - 1)[None, None]))
+    assert images.shape == (1, 2, 2, 3)
+    assert images[0, :, :, 0].tolist() == pixels.tolist() and torch.equal(images[..., 0], images[..., 2])
+    assert Image.fromarray(images[0].numpy()).mode == "RGB"
+
+
+def test_values_beyond_the_range_are_clamped():
+    assert autoencoders.to_uint8(torch.tensor([[[[-3.0, 3.0]]]]))[0, 0, :, 0].tolist() == [0, 255]
+
+
+def test_an_sd_vae_decodes_from_a_local_folder(tmp_path):
+    from diffusers import AutoencoderKL
+
+    torch.manual_seed(0)
+    vae = AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
+        block_out_channels=(8, 8), latent_channels=4, norm_num_groups=4, layers_per_block=1,
+    ).eval()  # fmt: skip
+    vae.save_pretrained(tmp_path / "vae")
+    latents = torch.randn(2, 4, 4, 4)
+    decoded = autoencoders.build(f"sd-vae:{tmp_path / 'vae'}", torch.device("cpu")).decode(latents)
+    assert decoded.shape == (2, 3, 8, 8)
+    assert torch.allclose(decoded, vae.decode(latents).sample, atol=1e-6)
+
+
+def test_an_autoencoder_that_is_not_there_is_refused_with_the_fix(tmp_path):
+    with pytest.raises(ValueError, match=r"sd-vae:.*nowhere cannot be loaded .*point data.autoencoder to a local folder"):
+        autoencoders.build(f"sd-vae:{tmp_path / 'nowhere'}", torch.device("cpu"))
+    with pytest.raises(ValueError, match="autoencoder 'vqgan' is unknown"):
+        autoencoders.build("vqgan", torch.device("cpu"))

@@ -1,0 +1,74 @@
+"""What holds for the repository as a whole."""
+
+import ast
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY
+
+import prepare_latents
+from latents.shards import LatentDataset
+
+MODULES = sorted(
+    path.relative_to(REPOSITORY).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
+    for path in REPOSITORY.rglob("*.py")
+    if not {".venv", "tests", "runs"} & set(path.relative_to(REPOSITORY).parts)
+)
+
+
+def test_importing_draws_no_random_number_and_touches_no_device():
+    code = f"""
+import importlib, random, sys
+import numpy as np, torch
+before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist(), torch.get_num_threads()
+for name in {MODULES!r}:
+    importlib.import_module(name)
+after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist(), torch.get_num_threads()
+assert torch.equal(before[0], after[0]) and before[1:] == after[1:]
+assert not torch.cuda.is_initialized()
+"""
+    result = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_no_helper_is_defined_twice():
+    seen: dict[str, Path] = {}
+    entry_points = {"main", "build"}
+    for name in MODULES:
+        file = REPOSITORY / (name.replace(".", "/") + ".py")
+        file = file if file.exists() else REPOSITORY / name.replace(".", "/") / "__init__.py"
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name not in entry_points:
+                assert node.name not in seen, f"{node.name} in {seen[node.name]} and {file}"
+                seen[node.name] = file
+
+
+def test_the_digits_are_made_bit_for_bit_as_shipped(tmp_path):
+    prepare_latents.main(["digits", f"output={tmp_path}"])
+    made, shipped = tmp_path / "digits.safetensors", REPOSITORY / "latents" / "digits.safetensors"
+    assert hashlib.sha256(made.read_bytes()).digest() == hashlib.sha256(shipped.read_bytes()).digest()
+    dataset = LatentDataset(shipped)
+    assert len(dataset) == 1797 and dataset.info.num_classes == 10
+    with pytest.raises(FileExistsError, match="nothing was written"):
+        prepare_latents.main(["digits", f"output={tmp_path}"])
+
+
+@pytest.mark.parametrize("arguments", [[], ["numbers"], ["digits"], ["digits", "output="], ["digits", "output=x", "size=3"]])
+def test_prepare_latents_refuses_what_it_does_not_know(arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="use one of digits|takes output=<folder>"):
+        prepare_latents.main(arguments)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_scaled_digits_have_the_standard_deviation_that_edm_assumes():
+    dataset = LatentDataset(REPOSITORY / "latents" / "digits.safetensors")
+    import numpy as np
+
+    from latents.shards import latents_for_network
+
+    stored, _ = dataset.fetch(np.arange(len(dataset)), np.zeros(len(dataset), dtype=bool))
+    assert abs(latents_for_network(stored, dataset.info).std().item() - 0.5) < 0.01

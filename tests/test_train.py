@@ -1,0 +1,302 @@
+"""Runs from end to end: the same numbers however a run is cut, resumed or spread; errors before any work."""
+
+import json
+import random
+import shutil
+import signal
+import subprocess
+import time
+
+import pytest
+import torch
+from conftest import LAUNCH_2, TINY, finish, losses, make_shard, metrics, start
+from PIL import Image
+from safetensors.torch import load_file
+
+from latents.order import BatchOrder
+from latents.shards import ShardInfo, write_shard
+from routing_module import TokenRouter
+from training import checkpoint as checkpoints
+from training.loop import TrainingDiverged
+
+GRIDS = ["sample.every=2", "sample.num_samples=3", "diffusion.sampler.num_steps=2"]
+
+
+def weights(run, step, which="model"):
+    return load_file(run / "checkpoints" / checkpoints.folder_name(step) / f"{which}.safetensors")
+
+
+def assert_same_weights(first, second, step):
+    for which in ("model", "ema"):
+        a, b = weights(first, step, which), weights(second, step, which)
+        assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a), which
+
+
+@pytest.mark.parametrize("extra", [[], ["data.num_workers=2", "train.grad_accum_steps=2", "train.grad_clip_norm=1.0"]])
+def test_a_resumed_run_equals_an_uninterrupted_one_exactly(train, extra):
+    whole = train("whole", *extra)
+    cut = train("cut", "train.num_steps=4", *extra)
+    train("cut", *extra)
+    assert list(losses(whole)) == [1, 2, 3, 4, 5, 6]
+    assert losses(cut) == losses(whole)
+    assert_same_weights(whole, cut, 6)
+
+
+def test_a_window_of_the_log_that_a_resume_cuts_in_two_keeps_its_mean(train):
+    settings = ["train.log_every=3", "checkpoint.every=2"]
+    whole = train("whole", *settings)
+    cut = train("cut", *settings)
+    # As if it had been killed after step 4.
+    shutil.rmtree(cut / "checkpoints" / "step_0000006")
+    train("cut", *settings)
+    assert losses(cut) == losses(whole) and list(losses(cut)) == [3, 6]
+
+
+def test_moments_are_sampled_afresh_and_resume_exactly(train, tmp_path):
+    make_shard(tmp_path / "data" / "a.safetensors", channels=1, size=8, kind="moments", num_classes=10, flips=True)
+    data = [f"data.path={tmp_path / 'data'}"]
+    whole, cut = train("whole", *data), train("cut", "train.num_steps=3", *data)
+    train("cut", *data)
+    assert losses(cut) == losses(whole)
+
+
+def test_dense_and_routed_runs_see_the_same_noise_and_data(train):
+    dense, routed = train("dense", "model=dit"), train("routed", "model=tread")
+    # Before the first update the network's output is zero whatever its route.
+    assert losses(dense)[1] == losses(routed)[1]
+    assert losses(dense)[3] != losses(routed)[3]
+
+
+def test_micro_batches_and_loader_workers_do_not_change_the_losses(train):
+    plain, split = losses(train("plain")), losses(train("split", "train.grad_accum_steps=4", "data.num_workers=1"))
+    assert split == pytest.approx(plain, rel=1e-5)
+
+
+def test_routing_is_on_in_training_and_off_in_grids(train, monkeypatch):
+    calls = []
+    original = TokenRouter.start_route
+    monkeypatch.setattr(
+        TokenRouter, "start_route", staticmethod(lambda x, ids: calls.append((len(x), ids.shape[1])) or original(x, ids))
+    )
+    run = train("run", "train.num_steps=2", *GRIDS, "sample.batch_size=2")
+    assert calls == [(4, 8), (4, 8)]  # once per training step, half of 16 tokens, and never while sampling
+    assert Image.open(run / "samples" / "step_0000002.png").size[0] > 3 * 64
+
+
+def test_a_run_leaves_its_config_metrics_and_checkpoints(train):
+    run = train("run", "checkpoint.every=2", "checkpoint.keep_last=2", "train.grad_clip_norm=1")
+    assert [p.name for p in checkpoints.list_steps(run / "checkpoints").values()] == ["step_0000004", "step_0000006"]
+    last = metrics(run)[-1]
+    assert last["step"] == 6 and last["images_seen"] == 24 and last["lr"] == 1e-3
+    assert last["images_per_sec"] > 0 and last["grad_norm"] > 0
+    stored = checkpoints.load_config(run / "checkpoints" / "step_0000006")
+    assert stored.data.scale_factor == pytest.approx(2 / 3) and stored.data.autoencoder == "identity"
+    assert (run / "config.yaml").read_text() == (run / "checkpoints" / "step_0000006" / "config.yaml").read_text()
+
+
+def test_a_complete_run_does_nothing_more(train):
+    run = train("run", "train.num_steps=2")
+    files = [*(run / "checkpoints").rglob("*"), run / "metrics.jsonl"]
+    before = {p: p.stat().st_mtime_ns for p in files if p.is_file()}
+    train("run", "train.num_steps=2")
+    assert {p: p.stat().st_mtime_ns for p in before} == before
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("model=dit", r"model.name: 'tread' -> 'dit'; model.routes"),
+        ("model.backbone=DiT-XS/4", r"model.backbone: 'DiT-XS/2' -> 'DiT-XS/4'"),
+        ("seed=1", "seed: 0 -> 1"),
+        ("train.batch_size=8", "train.batch_size: 4 -> 8"),
+        ("diffusion.sigma_data=1.0", "diffusion.sigma_data: 0.5 -> 1.0"),
+    ],
+)
+def test_a_resume_under_another_configuration_is_refused_with_the_difference(train, change, message):
+    run = train("run", "train.num_steps=1")
+    before = (run / "config.yaml").read_text()
+    with pytest.raises(ValueError, match=f"cannot go on under this configuration: {message}.*name="):
+        train("run", change)
+    assert (run / "config.yaml").read_text() == before and len(metrics(run)) == 1
+
+
+def test_a_resume_on_other_data_is_refused(train, tmp_path):
+    for name, seed in (("a", 0), ("b", 1)):
+        make_shard(tmp_path / name / "x.safetensors", channels=1, size=8, num_classes=10, seed=seed)
+    train("run", "train.num_steps=1", f"data.path={tmp_path / 'a'}")
+    with pytest.raises(ValueError, match="data: other latents or labels: .*/a' -> .*/b'"):
+        train("run", f"data.path={tmp_path / 'b'}")
+    (tmp_path / "a").rename(tmp_path / "moved")
+    train("run", f"data.path={tmp_path / 'moved'}")  # the same data in another place is fine
+
+
+def test_a_damaged_newest_checkpoint_is_set_aside_and_rerun(train):
+    whole = train("whole")
+    run = train("run", "checkpoint.every=2")
+    newest = run / "checkpoints" / "step_0000006"
+    (newest / "model.safetensors").write_bytes(b"torn")
+    train("run", "checkpoint.every=2")
+    assert (run / "checkpoints" / "bad_step_0000006" / "model.safetensors").read_bytes() == b"torn"
+    assert losses(run) == losses(whole)
+    assert_same_weights(whole, run, 6)
+
+
+def test_resume_never_and_from_a_folder_overwrite_nothing(train):
+    run = train("run", "checkpoint.every=2")
+    with pytest.raises(ValueError, match="resume=never, but .* holds checkpoints; choose another name="):
+        train("run", "resume=never")
+    shutil.copytree(run / "checkpoints" / "step_0000004", run.parent / "copy")
+    with pytest.raises(ValueError, match="already holds step 6"):
+        train("run", f"resume={run.parent / 'copy'}")
+    branch = train("branch", f"resume={run.parent / 'copy'}")
+    assert losses(branch) == {5: losses(run)[5], 6: losses(run)[6]}
+    with pytest.raises(ValueError, match="is not a folder; give a checkpoint"):
+        train("other", "resume=nowhere")
+
+
+def test_nan_in_the_data_stops_the_run_with_the_step_and_the_last_good_checkpoint(train, tmp_path):
+    file = tmp_path / "data" / "a.safetensors"
+    latents, labels = make_shard(file, num_items=24, channels=1, size=8, num_classes=10)
+    fourth_batch, _ = BatchOrder(24, 4, 0, 0, 6, [slice(0, 4)], with_flips=False).global_batch(3)
+    latents[fourth_batch[1]] = float("nan")
+    file.unlink()
+    write_shard(file, latents, labels, ShardInfo("sample", 0.5, "identity", resolution=8, num_classes=10))
+    with pytest.raises(
+        TrainingDiverged, match="loss or weights are not finite since step 4; last good checkpoint: .*step_0000003"
+    ):
+        train("run", f"data.path={file.parent}", "checkpoint.every=1", "train.log_every=6")
+    assert max(checkpoints.list_steps(tmp_path / "run" / "checkpoints")) == 3
+
+
+def test_a_folder_that_cannot_be_written_is_refused_by_name(train, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="output_dir: cannot write to .*file"):
+        train("run", f"output_dir={tmp_path / 'file'}")
+
+
+def test_two_trainings_do_not_share_a_folder(train, tmp_path):
+    code = f"from training.run import RunFolder\nrun = RunFolder({str(tmp_path)!r}, 'run')\nrun.open()\n"
+    code += "print('open', flush=True)\ninput()"
+    other = start("-c", code, stdin=subprocess.PIPE)
+    assert other.stdout.readline() == "open\n"
+    with pytest.raises(ValueError, match="another process is training in .*run; wait for it, or choose another name="):
+        train("run")
+    other.communicate("\n")
+    train("run", "train.num_steps=1")
+
+
+def test_bf16_trains_with_float32_weights(train):
+    run = train("run", "train.precision=bf16")
+    assert all(torch.isfinite(torch.tensor(list(losses(run).values()))))
+    assert {w.dtype for w in weights(run, 6).values()} == {torch.float32}
+
+
+def test_wandb_offline_reads_the_same_numbers(train, monkeypatch):
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run = train("run", "wandb.mode=offline", "train.num_steps=2", *GRIDS)
+    assert list((run / "wandb").glob("offline-run-*/*.wandb"))
+    assert list(losses(run)) == [1, 2]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# In processes of their own.
+
+
+def wait_for(condition, timeout_sec=120):
+    deadline = time.monotonic() + timeout_sec
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened in time"
+        time.sleep(0.05)
+
+
+def long_run(tmp_path, *extra, **kwargs):
+    arguments = [*TINY, "name=run", f"output_dir={tmp_path}", "train.num_steps=100000", "data.num_workers=1", *extra]
+    process = start("train.py", *arguments, **kwargs)
+    wait_for(lambda: process.poll() is not None or len(metrics_so_far(tmp_path)) >= 3)
+    assert process.poll() is None, process.communicate()[0]
+    return process
+
+
+def metrics_so_far(tmp_path):
+    file = tmp_path / "run" / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_finishes_the_step_saves_and_exits_with_0(train, tmp_path, signum):
+    process = long_run(tmp_path)
+    process.send_signal(signum)
+    code, output = finish(process)
+    assert code == 0, output
+    step = metrics(tmp_path / "run")[-1]["step"]
+    assert list(checkpoints.list_steps(tmp_path / "run" / "checkpoints")) == [step]
+    assert f"stopped by a signal after step {step}" in output
+    train("run", f"train.num_steps={step + 2}")
+    assert losses(tmp_path / "run") == losses(train("whole", f"train.num_steps={step + 2}"))
+
+
+def test_a_second_signal_exits_at_once(tmp_path):
+    process = start("train.py", *TINY, "name=run", f"output_dir={tmp_path}", "train.batch_size=2048")
+    wait_for(lambda: (tmp_path / "run" / "config.yaml").exists())
+    time.sleep(2)  # now within a step, which takes several seconds
+    process.send_signal(signal.SIGTERM)
+    time.sleep(1.2)
+    process.send_signal(signal.SIGTERM)
+    code, output = finish(process, timeout_sec=30)
+    assert code == 128 + signal.SIGTERM, output
+
+
+def test_kill_9_at_any_time_and_a_resume_give_the_uninterrupted_run(train, tmp_path):
+    process = long_run(tmp_path, "checkpoint.every=1")
+    time.sleep(random.random())
+    process.kill()
+    process.wait()
+    last = metrics_so_far(tmp_path)[-1]["step"] + 3
+    run = train("run", f"train.num_steps={last}")
+    whole = train("whole", f"train.num_steps={last}")
+    assert losses(run) == losses(whole)
+    assert_same_weights(whole, run, last)
+
+
+def test_two_processes_give_the_losses_of_one_and_can_be_resumed_by_one(train, tmp_path):
+    arguments = [*TINY, f"output_dir={tmp_path}", "name=two", "train.batch_size=8"]
+    code, output = finish(start("train.py", *arguments, "train.num_steps=20", launcher=LAUNCH_2))
+    assert code == 0, output
+    one = train("one", "train.batch_size=8", "train.num_steps=22")
+    two = losses(tmp_path / "two")
+    assert list(two) == list(range(1, 21))
+    assert two == pytest.approx({step: loss for step, loss in losses(one).items() if step <= 20}, rel=1e-5)
+    train("two", "train.batch_size=8", "train.num_steps=22")
+    assert losses(tmp_path / "two") == pytest.approx(losses(one), rel=1e-5)
+
+
+def test_two_processes_agree_to_stop_on_a_signal_to_one_of_them(tmp_path):
+    process = long_run(tmp_path, launcher=LAUNCH_2)
+    process.send_signal(signal.SIGTERM)
+    finish(process)
+    (step,) = checkpoints.list_steps(tmp_path / "run" / "checkpoints")
+    checkpoints.verify(tmp_path / "run" / "checkpoints" / checkpoints.folder_name(step))
+    assert metrics(tmp_path / "run")[-1]["step"] == step
+
+
+def test_a_full_disk_during_a_save_stops_the_run_with_the_previous_checkpoint(tmp_path):
+    """From the second checkpoint on a limit on the size of files stands in for the disk."""
+    code, output = finish(
+        start(
+            "-c",
+            "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+            "import training.checkpoint as c; save = c.save\n"
+            "def limited(root, checkpoint, *args):\n"
+            "    if checkpoint.step == 2: resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))\n"
+            "    return save(root, checkpoint, *args)\n"
+            "c.save = limited\n"
+            "import train; from training import cli, config\n"
+            "cli.run(train.main, config.TRAIN_KEYS)",
+            *TINY, "name=run", f"output_dir={tmp_path}", "checkpoint.every=1",
+        )
+    )  # fmt: skip
+    assert code == 1, output
+    assert "error: cannot write the checkpoint" in output and "intact before it: step_0000001" in output
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_0000001"]
+    checkpoints.verify(tmp_path / "run" / "checkpoints" / "step_0000001")
