@@ -1,8 +1,8 @@
 """Time and memory of the evaluation suite, from random features and a random network: no weights, no network needed.
 
-    python benchmarks/evaluation.py                                        # metrics, 50,000 samples against 10,000
-    python benchmarks/evaluation.py num_samples=5000 num_references=5000 threads=1
-    python benchmarks/evaluation.py part=detector device=cuda batch_size=64 compile=true
+    python -m benchmarks.evaluation                                        # metrics, 50,000 samples against 10,000
+    python -m benchmarks.evaluation num_samples=5000 num_references=5000 threads=1
+    python -m benchmarks.evaluation part=detector device=cuda batch_size=64 compile=true
 
 One JSON line a measurement, with the machine and the versions in the first.
 """
@@ -18,8 +18,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script, from anywhere
 
 import numpy as np
 import torch

@@ -56,8 +56,7 @@ def fetch_weights(show_progress: bool = True) -> Path:
 
 
 def _sha256(file: Path) -> str:
-    with file.open("rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 class InceptionDetector:

@@ -56,8 +56,8 @@ class ImageFolder:
         if others:
             odd = next(i for i, size in enumerate(sizes) if size != usual)
             raise ValueError(
-                f"{self.files[odd]} is {_words(sizes[odd])} pixels, but {count} of {len(sizes)} images in {self.path} are "
-                f"{_words(usual)}; all must be of one size: resize them or move it elsewhere"
+                f"{self.files[odd]} is {_pixels(sizes[odd])} pixels, but {count} of {len(sizes)} images in {self.path} are "
+                f"{_pixels(usual)}; all must be of one size: resize them or move it elsewhere"
             )
         self.shape = (len(names), usual[1], usual[0], 3)
         self.labels, self.statistics = None, {}  # what an .npz may hold as well
@@ -109,7 +109,7 @@ class ImageFolder:
         return pixels
 
 
-def _words(size: tuple[int, int]) -> str:
+def _pixels(size: tuple[int, int]) -> str:
     return f"{size[0]}x{size[1]}"
 
 

@@ -90,7 +90,7 @@ def cache_file(images: ImageSet, detector: Detector) -> Path:
     return path.with_name(f"{path.name}.{detector.name}-features.safetensors")
 
 
-def _key(images: ImageSet, detector: Detector) -> dict[str, str]:
+def _cache_key(images: ImageSet, detector: Detector) -> dict[str, str]:
     return {"format": FORMAT, "images": images.fingerprint(), "detector": detector.name, "weights": detector.weights_hash}
 
 
@@ -101,7 +101,7 @@ def read_cache(images: ImageSet, detector: Detector) -> Features | None:
         return None
     try:
         with safe_open(file, framework="pt") as f:
-            changed = [name for name, value in _key(images, detector).items() if (f.metadata() or {}).get(name) != value]
+            changed = [name for name, value in _cache_key(images, detector).items() if (f.metadata() or {}).get(name) != value]
             if changed:
                 log.info("%s is of other %s; computing the features again", file, " and ".join(changed))
                 return None
@@ -123,7 +123,7 @@ def write_cache(images: ImageSet, detector: Detector, features: Features) -> Non
         tensors.update(zip(STATISTICS_KEYS[layer], (known.mu, known.sigma)))
     temporary = file.with_name(f".tmp_{os.getpid()}_{file.name}")
     try:
-        temporary.write_bytes(save(tensors, metadata=_key(images, detector)))
+        temporary.write_bytes(save(tensors, metadata=_cache_key(images, detector)))
         os.replace(temporary, file)
     except OSError as e:
         temporary.unlink(missing_ok=True)
