@@ -11,6 +11,7 @@ The run lives in runs/<name>/. The same command again goes on where it stopped.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import hydra
@@ -21,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from latents import autoencoders
 from training import checkpoint as checkpoints
 from training import cli, config
+from training.evaluation import Evaluator, build_detector, open_reference
 from training.loop import Trainer
 from training.run import RunFolder
 from training.sampling import ImageSampler
@@ -38,7 +40,9 @@ def main(cfg: DictConfig) -> None:
     config.check_batch_size(cfg, accelerator.num_processes)
     set_seed(cfg.seed)
     net = config.build_network(cfg)
-    autoencoder = autoencoders.build(cfg.data.autoencoder, accelerator.device) if cfg.sample.every else None
+    looks_at_samples = cfg.sample.every or cfg.eval.every
+    autoencoder = autoencoders.build(cfg.data.autoencoder, accelerator.device) if looks_at_samples else None
+    evaluator = open_evaluator(cfg, accelerator) if cfg.eval.every else None
 
     run = RunFolder(cfg.output_dir, cfg.name)
     if accelerator.is_main_process:
@@ -47,7 +51,7 @@ def main(cfg: DictConfig) -> None:
 
     trainer = Trainer(accelerator, cfg, net, diffusion, dataset, run)
     if autoencoder is not None:
-        trainer.sampler = ImageSampler(
+        sampler = ImageSampler(
             net=trainer.ema.net,
             diffusion=diffusion,
             guide=config.build_guidance(cfg),
@@ -57,6 +61,9 @@ def main(cfg: DictConfig) -> None:
             scale_factor=dataset.info.scale_factor,
             device=accelerator.device,
         )
+        trainer.sampler = sampler if cfg.sample.every else None
+        trainer.evaluator = evaluator
+        trainer.evaluation_sampler = replace(sampler, diffusion=config.build_diffusion(cfg, num_steps=cfg.eval.num_steps))
     resume(trainer, cfg.resume)
     if accelerator.is_main_process:
         OmegaConf.save(cfg, run.path / "config.yaml")
@@ -76,6 +83,12 @@ def start_accelerator(cfg: DictConfig) -> Accelerator:
     cli.use_cores(accelerator.device, cfg.train.cpu_threads)
     logging.basicConfig(format="%(message)s", level=logging.INFO if accelerator.is_main_process else logging.ERROR)
     return accelerator
+
+
+def open_evaluator(cfg: DictConfig, accelerator: Accelerator) -> Evaluator:
+    """The detector and the reference, loaded before training: what is missing is found now and not 50,000 steps later."""
+    reference = open_reference(cfg.evaluation.reference, "evaluation.reference")
+    return Evaluator.open(accelerator, build_detector(cfg.evaluation, accelerator), reference, cfg.eval.batch_size)
 
 
 def resume(trainer: Trainer, where: str) -> None:

@@ -1,6 +1,6 @@
 """A small classifier as the detector for the embedded digits, so that evaluation runs offline on a CPU, in seconds.
 
-    python -m evaluations.digits_detector     # train it again and write evaluations/digits_detector.safetensors
+    python -m evaluations.digits_detector     # train it again and write digits_detector.safetensors and digits_reference.npz
 
 Its distance is `fd_digits`: the Frechet formula on other features, on another scale than FID.
 """
@@ -21,10 +21,12 @@ from torch.nn import functional as F
 
 from evaluations.features import Features, check_images
 from evaluations.metrics import full_float32
+from evaluations.npz import write_npz
 
 log = logging.getLogger(__name__)
 
 WEIGHTS_FILE = Path(__file__).with_name("digits_detector.safetensors")
+REFERENCE_FILE = Path(__file__).with_name("digits_reference.npz")  # the digits as a reference batch in ADM's form
 DIGITS_FILE = Path(__file__).parent.parent / "latents" / "digits.safetensors"
 NUM_FEATURES = 64
 NUM_CLASSES = 10
@@ -147,6 +149,8 @@ def main() -> None:
     temporary = WEIGHTS_FILE.with_name(f".tmp_{WEIGHTS_FILE.name}")
     temporary.write_bytes(save(net.state_dict(), metadata={"held_out_accuracy": f"{held_out_accuracy:.4f}"}))
     os.replace(temporary, WEIGHTS_FILE)
+    images, labels = load_digits()
+    write_npz(REFERENCE_FILE, images.numpy(), tuple(images.shape), labels.numpy())
     log.info("%s: %.2f%% of the held-out digits are classified correctly", WEIGHTS_FILE, 100 * held_out_accuracy)
 
 

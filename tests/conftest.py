@@ -48,6 +48,7 @@ TINY = [
     "train.log_every=1",
     "train.cpu_threads=1",
     "sample.every=0",
+    "eval.every=0",
     "checkpoint.every=100",
 ]
 

@@ -6,11 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import REPOSITORY
+from PIL import Image
 
 import prepare_latents
-from latents.shards import LatentDataset
+from latents.shards import LatentDataset, latents_for_network
 
 MODULES = sorted(
     path.relative_to(REPOSITORY).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
@@ -59,16 +61,28 @@ def test_the_digits_are_made_bit_for_bit_as_shipped(tmp_path):
 @pytest.mark.parametrize("arguments", [[], ["numbers"], ["digits"], ["digits", "output="], ["digits", "output=x", "size=3"]])
 def test_prepare_latents_refuses_what_it_does_not_know(arguments, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="use one of digits|takes output=<folder>"):
+    with pytest.raises(ValueError, match="use one of digits, reference|digits: .*it takes output="):
         prepare_latents.main(arguments)
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_reference_is_made_of_a_folder_of_images(tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 256, (5, 6, 4, 3), dtype=np.uint8)
+    (tmp_path / "images").mkdir()
+    for i, image in enumerate(pixels):
+        Image.fromarray(image).save(tmp_path / "images" / f"{i}.png")
+    output = tmp_path / "out" / "ref.npz"
+    arguments = ["reference", f"images={tmp_path / 'images'}", f"output={output}", "statistics=false"]
+    prepare_latents.main(arguments)
+    with np.load(output) as file:
+        assert np.array_equal(file["arr_0"], pixels)
+    with pytest.raises(FileExistsError, match="ref.npz exists; nothing was written"):
+        prepare_latents.main(arguments)
+    with pytest.raises(ValueError, match=r"evaluation.weights=.*nowhere.pth does not exist"):
+        prepare_latents.main([*arguments[:2], f"output={tmp_path / 'b.npz'}", f"weights={tmp_path / 'nowhere.pth'}"])
+
+
 def test_scaled_digits_have_the_standard_deviation_that_edm_assumes():
     dataset = LatentDataset(REPOSITORY / "latents" / "digits.safetensors")
-    import numpy as np
-
-    from latents.shards import latents_for_network
-
     stored, _ = dataset.fetch(np.arange(len(dataset)), np.zeros(len(dataset), dtype=bool))
     assert abs(latents_for_network(stored, dataset.info).std().item() - 0.5) < 0.01

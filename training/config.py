@@ -79,12 +79,24 @@ def or_null(accepts: Accepts) -> Accepts:
     return Accepts(lambda v: v is None or accepts.test(v), f"{accepts.words}, or null")
 
 
+def one_or_list(accepts: Accepts) -> Accepts:
+    def test(v):
+        entries = v if isinstance(v, list) else [v]
+        return len(entries) > 0 and all(accepts.test(entry) for entry in entries)
+
+    return Accepts(test, f"{accepts.words}, or a list of them")
+
+
 def _is_autoencoder(v) -> bool:
     return v == "identity" or (isinstance(v, str) and v.startswith("sd-vae:"))
 
 
 def _is_betas(v) -> bool:
     return isinstance(v, list) and len(v) == 2 and all(number(0, 1, below=True).test(b) for b in v)
+
+
+def _is_scales(v) -> bool:
+    return isinstance(v, list) and len(v) > 0 and all(number().test(scale) for scale in v) and len(set(v)) == len(v)
 
 
 def _is_routes(v) -> bool:
@@ -132,6 +144,13 @@ SAMPLER_KEYS = {
     "S_noise": number(0, below=True),
 }
 
+DETECTOR_KEYS = {
+    "detector": choice("inception", "digits"),
+    "weights": or_null(text()),
+    "precision": choice("fp32", "bf16"),
+    "compile": true_or_false(),
+}
+
 TRAIN_KEYS = {
     "name": file_name(),
     "output_dir": text(),
@@ -174,6 +193,13 @@ TRAIN_KEYS = {
     "sample.every": whole(0),
     "sample.num_samples": whole(1),
     "sample.batch_size": whole(1),
+    "eval.every": whole(0),
+    "eval.num_samples": whole(1),
+    "eval.cfg_scales": Accepts(_is_scales, "a list of different numbers, such as [1.0, 1.5]"),
+    "eval.num_steps": or_null(whole(1)),
+    "eval.batch_size": whole(1),
+    **{f"evaluation.{key}": accepts for key, accepts in DETECTOR_KEYS.items()},
+    "evaluation.reference": or_null(text()),
     "wandb.mode": choice("disabled", "offline", "online"),
     "wandb.project": text(),
 }
@@ -190,6 +216,26 @@ SAMPLE_KEYS = {
     "cpu_threads": or_null(whole(1)),
     "npz": true_or_false(),
     **{key: or_null(SAMPLER_KEYS[key]) for key in ("num_steps", "S_churn", "S_min", "S_max", "S_noise")},
+}
+
+
+FID_KEYS = {
+    "checkpoint": or_null(one_or_list(text())),
+    "checkpoints": or_null(text()),
+    "images": or_null(text()),
+    "reference": or_null(text()),
+    "output": or_null(text()),
+    "num_samples": whole(1),
+    "weights": one_or_list(choice("ema", "raw")),
+    "cfg_scale": or_null(one_or_list(number())),
+    "num_steps": or_null(one_or_list(whole(1))),
+    "S_churn": or_null(one_or_list(number(0, below=True))),
+    "batch_size": whole(1),
+    "precision": choice("fp32", "bf16"),
+    "cpu_threads": or_null(whole(1)),
+    "convert_to_rgb": true_or_false(),
+    **{f"evaluation.{key}": accepts for key, accepts in DETECTOR_KEYS.items()},
+    "evaluation.detector": or_null(DETECTOR_KEYS["detector"]),
 }
 
 

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 from omegaconf import DictConfig
 from torch import Tensor, nn
 from tqdm import tqdm
 
+import guidance
 from edm import EDM
 from latents.order import BatchOrder, data_loader
 from latents.shards import LatentDataset, latents_for_network
 from training import checkpoint as checkpoints
 from training.config import differences
 from training.ema import EMA
+from training.evaluation import Evaluator, metric_name
 from training.randomness import StepRandom
 from training.run import RunFolder, naming
 from training.sampling import ImageSampler, labelled_grid
@@ -65,6 +70,7 @@ class Trainer:
         model: the same as accelerate wraps it.
         step: optimiser steps done.
         sampler: makes the grids of training, from the EMA weights; None makes none.
+        evaluator, evaluation_sampler: what evaluates the EMA weights during training; None does not.
     """
 
     def __init__(
@@ -81,6 +87,8 @@ class Trainer:
         self.net = net.to(self.device).train()
         self.ema = EMA(self.net, cfg.train.ema_decay)
         self.sampler: ImageSampler | None = None
+        self.evaluator: Evaluator | None = None
+        self.evaluation_sampler: ImageSampler | None = None
         if cfg.train.compile != "none":
             self.net.compile(mode=cfg.train.compile)
         # One pass over all parameters instead of one per tensor, where the device has it.
@@ -172,6 +180,7 @@ class Trainer:
             mininterval=0.5,
         )
         saved_step = self.step
+        self._look_at_samples()  # what an interruption after the last checkpoint left undone
         while self.step < cfg.train.num_steps:
             self.train_step(_take(batches, len(self.parts)))
             clock.num_steps += 1
@@ -184,9 +193,8 @@ class Trainer:
                 with clock.paused(self.device):
                     self._save()
                 saved_step = self.step
-            if self.sampler is not None and (self.step % cfg.sample.every == 0 or is_last):
-                with clock.paused(self.device):
-                    self._sample_grid()
+            with clock.paused(self.device):
+                self._look_at_samples()
             if stopping and not is_last:
                 break
         bar.close()
@@ -235,16 +243,24 @@ class Trainer:
         clock.restart()
         return {"loss": f"{loss:.4f}", "images/s": f"{record['images_per_sec']:.0f}"}
 
+    def _look_at_samples(self) -> None:
+        """The grid and the evaluation of this step, where they are due and not there yet."""
+        cfg, is_last = self.cfg, self.step == self.cfg.train.num_steps
+        if self.sampler is not None and self.step > 0 and (self.step % cfg.sample.every == 0 or is_last):
+            self._sample_grid()
+        if self.evaluator is not None and self.step > 0 and (self.step % cfg.eval.every == 0 or is_last):
+            self._evaluate()
+
     def _sample_grid(self) -> None:
         """samples/step_N.png, from the EMA weights: image i has seed i and class i mod num_classes."""
-        if self.accelerator.is_main_process:
+        file = self.run.samples / f"{checkpoints.folder_name(self.step)}.png"
+        if self.accelerator.is_main_process and not file.exists():
             cfg = self.cfg.sample
             seeds = list(range(cfg.num_samples))
             labels = [seed % self.sampler.num_classes for seed in seeds]
             images = []
             for i in range(0, len(seeds), cfg.batch_size):
                 images.extend(self.sampler(seeds[i : i + cfg.batch_size], labels[i : i + cfg.batch_size]))
-            file = self.run.samples / f"{checkpoints.folder_name(self.step)}.png"
             grid = labelled_grid(images, labels)
             with naming(file):
                 grid.save(file)
@@ -252,6 +268,26 @@ class Trainer:
                 if tracker.name == "wandb":
                     tracker.log_images({"samples": [grid]}, step=self.step)
         self.accelerator.wait_for_everyone()
+
+    def _evaluate(self) -> None:
+        """A line of metrics with the evaluation of this step, for every guidance scale."""
+        cfg = self.cfg.eval
+        if broadcast_object_list([self.accelerator.is_main_process and self.run.has_evaluation(self.step)])[0]:
+            return
+        record, start_sec = {}, time.perf_counter()
+        for cfg_scale in cfg.cfg_scales:
+            sampler = dataclasses.replace(
+                self.evaluation_sampler,
+                guide=lambda denoise, num_classes, scale=cfg_scale: guidance.cfg(denoise, num_classes, cfg_scale=scale),
+            )
+            result = self.evaluator.of_samples(sampler, cfg.num_samples)
+            record |= {metric_name(metric, cfg.num_samples, cfg_scale): value for metric, value in result.items()}
+        if self.accelerator.is_main_process:
+            self.run.log_metrics({"step": self.step, **record, "evaluation_sec": time.perf_counter() - start_sec})
+            tqdm.write(
+                f"step {self.step}: " + ", ".join(f"{name} {value:.4g}" for name, value in record.items()), file=sys.stderr
+            )
+        self.accelerator.log(record, step=self.step)
 
     # ------------------------------------------------------------------------------------------------------------------
     # Checkpoints.

@@ -56,6 +56,12 @@ class RunFolder:
         with naming(self.metrics), open(self.metrics, "a") as f:
             f.write(json.dumps(record) + "\n")
 
+    def has_evaluation(self, step: int) -> bool:
+        """Whether metrics.jsonl holds the evaluation of a step."""
+        return any(
+            _step_of(line) == step and "evaluation_sec" in json.loads(line) for line in self.metrics.read_text().splitlines()
+        )
+
     def keep_metrics_until(self, step: int) -> int:
         """Drop the lines after `step` (and a torn last one), which a resumed run writes again. Returns how many."""
         lines = self.metrics.read_text().splitlines()

@@ -1,0 +1,248 @@
+"""Judge checkpoints, or images on disk, with ADM's evaluation suite: FID, sFID, Inception Score, precision and recall.
+
+    accelerate launch fid.py checkpoint=runs/x/checkpoints/step_0400000 reference=VIRTUAL_imagenet256_labeled.npz \\
+        num_samples=50000 guidance=cfg cfg_scale=1.5
+    accelerate launch fid.py checkpoints=runs/x num_samples=5000 guidance=cfg cfg_scale=[1.0,1.25,1.5]     # a sweep
+    accelerate launch fid.py images=samples.npz reference=VIRTUAL_imagenet256_labeled.npz
+
+A list of checkpoints, weights, cfg_scale, num_steps or S_churn makes a sweep over all combinations: a table (CSV and
+Markdown) and a plot. Finished points are kept in results.jsonl; the same command again computes those that are missing.
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import logging
+import sys
+from pathlib import Path
+
+import hydra
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from omegaconf import DictConfig, OmegaConf
+
+import guidance
+from evaluations.images import open_images
+from latents import autoencoders
+from sample import find_checkpoint, guidance_settings
+from training import checkpoint as checkpoints
+from training import cli, config
+from training.evaluation import Evaluator, build_detector, open_reference, short_count
+from training.sampling import ImageSampler
+
+log = logging.getLogger("fid")
+
+# What tells one point of a sweep from another.
+SWEPT = ("checkpoint", "weights", "cfg_scale", "num_steps", "S_churn")
+# The metric that is plotted, by detector.
+PLOTTED = {"inception": "fid", "digits": "fd_digits"}
+
+
+@hydra.main(version_base="1.3", config_path=config.CONFIGS, config_name="fid")
+def main(cfg: DictConfig) -> None:
+    cfg = config.check(cfg, config.FID_KEYS)
+    given = [key for key in ("checkpoint", "checkpoints", "images") if cfg[key] is not None]
+    if len(given) != 1:
+        raise ValueError(f"give one of checkpoint=, checkpoints= and images=, not {' and '.join(given) or 'none of them'}")
+    guidance_settings(cfg)
+    folders = find_checkpoints(cfg)
+    run_cfg = checkpoints.load_config(folders[0]) if folders else None
+    fill_in(cfg, run_cfg)
+    reference = open_reference(cfg.reference, "reference")
+    images = open_images(cfg.images, cfg.convert_to_rgb) if cfg.images else None
+
+    accelerator = Accelerator()
+    logging.basicConfig(format="%(message)s", level=logging.INFO if accelerator.is_main_process else logging.ERROR)
+    cli.use_cores(accelerator.device, cfg.cpu_threads)
+    results = Results(cfg, folders, reference.fingerprint())
+    points = [{"images": cfg.images}] if images else sweep(cfg, folders)
+    missing = broadcast_object_list([[point for point in points if not results.has(point)]])[0]
+    log.info("%d of %d evaluations to do, in %s", len(missing), len(points), results.folder)
+    if missing:
+        evaluator = Evaluator.open(accelerator, build_detector(cfg.evaluation, accelerator), reference, cfg.batch_size)
+    for point in missing:
+        if images:
+            metrics = evaluator.of_images(images, min(cfg.num_samples, len(images)) if len(images) else None)
+        else:
+            sampler = build_sampler(cfg, point, accelerator.device)
+            metrics = evaluator.of_samples(sampler, cfg.num_samples)
+        if accelerator.is_main_process:
+            results.add(point, metrics)
+            log.info("%s: %s", point_name(point), ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+    if accelerator.is_main_process:
+        table = results.write(points, PLOTTED[cfg.evaluation.detector])
+        sys.stdout.write(table)
+    accelerator.end_training()
+
+
+def find_checkpoints(cfg: DictConfig) -> list[Path]:
+    """The verified checkpoints that the command names."""
+    if cfg.checkpoints is not None:
+        root = Path(cfg.checkpoints) / "checkpoints"
+        folders = list(checkpoints.list_steps(root).values())
+        if not folders:
+            raise ValueError(f"checkpoints={cfg.checkpoints} is not the folder of a run with checkpoints")
+        for folder in folders:
+            checkpoints.verify(folder)
+        return folders
+    if cfg.checkpoint is None:
+        return []
+    return [find_checkpoint(Path(folder)) for folder in as_list(cfg.checkpoint)]
+
+
+def as_list(value) -> list:
+    return list(value) if OmegaConf.is_list(value) else [value]
+
+
+def fill_in(cfg: DictConfig, run_cfg: DictConfig | None) -> None:
+    """Take from the run what the command leaves open."""
+    stored = OmegaConf.select(run_cfg, "evaluation") if run_cfg is not None else None
+    cfg.reference = cfg.reference or (stored.reference if stored else None)
+    cfg.evaluation.detector = cfg.evaluation.detector or (stored.detector if stored else "inception")
+    cfg.evaluation.weights = cfg.evaluation.weights or (stored.weights if stored else None)
+
+
+def sweep(cfg: DictConfig, folders: list[Path]) -> list[dict]:
+    """All combinations of what the command lists."""
+    cfg_scales = as_list(cfg.guidance.cfg_scale) if cfg.guidance.name == "cfg" else [1.0]
+    axes = ([str(folder) for folder in folders], as_list(cfg.weights), [float(scale) for scale in cfg_scales])
+    combinations = itertools.product(*axes, as_list(cfg.num_steps), as_list(cfg.S_churn))
+    points = []
+    for folder, weights, cfg_scale, num_steps, S_churn in combinations:
+        stored = checkpoints.load_config(Path(folder)).diffusion.sampler
+        num_steps = stored.num_steps if num_steps is None else num_steps
+        S_churn = float(stored.S_churn if S_churn is None else S_churn)
+        points.append(dict(zip(SWEPT, (folder, weights, cfg_scale, num_steps, S_churn))))
+    return points
+
+
+def build_sampler(cfg: DictConfig, point: dict, device) -> ImageSampler:
+    folder = Path(point["checkpoint"])
+    run_cfg = checkpoints.load_config(folder)
+    net = config.build_network(run_cfg).eval().requires_grad_(False)
+    net.load_state_dict(checkpoints.load_weights(folder, point["weights"]))
+    return ImageSampler(
+        net=net.to(device),
+        diffusion=config.build_diffusion(run_cfg, num_steps=point["num_steps"], S_churn=point["S_churn"]),
+        guide=lambda denoise, num_classes: guidance.cfg(denoise, num_classes, cfg_scale=point["cfg_scale"]),
+        autoencoder=autoencoders.build(run_cfg.data.autoencoder, device),
+        latent_shape=(run_cfg.data.in_channels, run_cfg.data.input_size, run_cfg.data.input_size),
+        num_classes=run_cfg.data.num_classes,
+        scale_factor=run_cfg.data.scale_factor,
+        device=device,
+        precision=cfg.precision,
+    )
+
+
+def point_name(point: dict) -> str:
+    return ", ".join(f"{name} {Path(value).name if name in ('checkpoint', 'images') else value}" for name, value in point.items())
+
+
+class Results:
+    """The finished points of a folder: results.jsonl, and the table and plot made of them.
+
+    A point is the same one when its settings, the content of its checkpoint or images, the reference and the detector are.
+    """
+
+    def __init__(self, cfg: DictConfig, folders: list[Path], reference: str):
+        default = folders[0].resolve().parent.parent / "evaluations" if folders else Path("evaluations")
+        self.folder = Path(cfg.output) if cfg.output else default
+        self.file = self.folder / "results.jsonl"
+        self.num_samples = cfg.num_samples
+        self.conditions = {
+            "num_samples": cfg.num_samples,
+            "precision": cfg.precision,
+            "detector": cfg.evaluation.detector,
+            "detector_weights": cfg.evaluation.weights,
+            "detector_precision": cfg.evaluation.precision,
+            "reference": reference,
+        }
+        self.lines: list[dict] = []
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if self.file.exists():
+                self.lines = [json.loads(line) for line in self.file.read_text().splitlines() if line.endswith("}")]
+        except OSError as e:
+            raise ValueError(f"cannot write to {self.folder} ({e.strerror}); choose another output=...") from e
+
+    def _key(self, point: dict) -> dict:
+        if "checkpoint" in point:
+            content = checkpoints.identity(Path(point["checkpoint"]))
+        else:
+            content = open_images(point["images"], convert_to_rgb=True).fingerprint()
+        return json.loads(json.dumps({**point, **self.conditions, "content": content}))
+
+    def _find(self, point: dict) -> dict | None:
+        key = self._key(point)
+        return next((line for line in self.lines if line["point"] == key), None)
+
+    def has(self, point: dict) -> bool:
+        return self._find(point) is not None
+
+    def add(self, point: dict, metrics: dict[str, float]) -> None:
+        line = {"point": self._key(point), "metrics": metrics}
+        self.lines.append(line)
+        with open(self.file, "a") as f:
+            f.write(json.dumps(line) + "\n")
+
+    def write(self, points: list[dict], plotted: str) -> str:
+        """results.csv, results.md and, for a sweep, results.png of these points; returns the Markdown."""
+        found = [self._find(point)["metrics"] for point in points]
+        rows = []
+        for point, metrics in zip(points, found):
+            settings = {name: Path(value).name if name in ("checkpoint", "images") else value for name, value in point.items()}
+            rows.append({**settings, "num_samples": self.num_samples, **metrics})
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        with open(self.folder / "results.csv", "w", newline="") as f:
+            writer = csv.DictWriter(f, names)
+            writer.writeheader()
+            writer.writerows(rows)
+        lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
+        for row in rows:
+            cells = [row.get(name, "") for name in names]
+            lines.append("| " + " | ".join(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells) + " |")
+        table = "\n".join(lines) + "\n"
+        (self.folder / "results.md").write_text(table)
+        if len(points) > 1:
+            plot(
+                points,
+                [metrics[plotted] for metrics in found],
+                f"{plotted}{short_count(self.num_samples)}",
+                self.folder / "results.png",
+            )
+        return table
+
+
+def plot(points: list[dict], values: list[float], label: str, file: Path) -> None:
+    """The metric against the setting with the most values; a line for each combination of the others."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)
+    from matplotlib import pyplot
+
+    choices = {name: list(dict.fromkeys(point[name] for point in points)) for name in SWEPT}
+    axis = max(choices, key=lambda name: len(choices[name]))
+    others = [name for name in SWEPT if name != axis and len(choices[name]) > 1]
+    figure, axes = pyplot.subplots(figsize=(6, 4))
+    curves: dict[str, list[tuple]] = {}
+    for point, value in zip(points, values):
+        x = point[axis]
+        if axis == "checkpoint":
+            x = checkpoints.step_of(Path(x))
+        curves.setdefault(point_name({name: point[name] for name in others}), []).append((x, value))
+    for name, curve in curves.items():
+        axes.plot(*zip(*sorted(curve)), marker="o", label=name or None)
+    axes.set_xlabel("step" if axis == "checkpoint" else axis)
+    axes.set_ylabel(label)
+    axes.grid(alpha=0.3)
+    if others:
+        axes.legend()
+    figure.savefig(file, dpi=150, bbox_inches="tight")
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    cli.run(main, config.FID_KEYS)

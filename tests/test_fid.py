@@ -1,0 +1,190 @@
+"""Evaluation during training and by fid.py: the same figures, shared between processes, finished points kept."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+from conftest import LAUNCH_2, REPOSITORY, composed, finish, forget_accelerate, losses, metrics, start
+from PIL import Image
+
+from training import config
+from training.evaluation import metric_name
+
+NAMES = ["fd_digits", "precision_digits", "recall_digits", "class_agreement"]
+EVAL = ["eval.every=2", "eval.num_samples=70", "eval.num_steps=2", "eval.batch_size=35", "train.num_steps=4", "train.lr=1e-2"]
+FID = ["num_samples=70", "num_steps=2", "batch_size=35", "cpu_threads=1"]
+
+
+def evaluations(run):
+    return {record["step"]: record for record in metrics(run) if "evaluation_sec" in record}
+
+
+def training_losses(run):
+    return {record["step"]: record["loss"] for record in metrics(run) if "loss" in record}
+
+
+@pytest.fixture
+def fid(tmp_path):
+    """fid(output, *overrides) -> lines of results.jsonl."""
+    import fid as script
+
+    def run(output, *overrides):
+        forget_accelerate()
+        script.main(composed([f"output={tmp_path / output}", *FID, *overrides], "fid"))
+        return [json.loads(line) for line in (tmp_path / output / "results.jsonl").read_text().splitlines()]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (("fid", 50_000, 1), "fid50k/cfg1.0"),
+        (("sfid", 5_000, 1.5), "sfid5k/cfg1.5"),
+        (("fd_digits", 250, 1.25), "fd_digits250/cfg1.25"),
+    ],
+)
+def test_sample_count_and_guidance_stand_in_the_name(arguments, name):
+    assert metric_name(*arguments) == name
+
+
+def test_training_is_the_same_with_and_without_evaluation(train):
+    with_evaluation, without = train("with", *EVAL), train("without", *EVAL, "eval.every=0")
+    assert training_losses(with_evaluation) == losses(without)
+    records = evaluations(with_evaluation)
+    assert list(records) == [2, 4]
+    assert {f"{name}70/cfg{scale}" for name in NAMES for scale in ("1.0", "1.5")} < records[4].keys()
+
+
+def test_an_evaluation_that_an_interruption_cut_off_is_made_up_for(train):
+    whole = evaluations(train("whole", *EVAL))[4]
+    run = train("run", *EVAL)
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    assert "evaluation_sec" in lines[-1]
+    (run / "metrics.jsonl").write_text("\n".join(lines[:-1]) + "\n")
+    train("run", *EVAL)
+    repeated = evaluations(run)[4]
+    assert {k: v for k, v in repeated.items() if k != "evaluation_sec"} == {
+        k: v for k, v in whole.items() if k != "evaluation_sec"
+    }
+    before = (run / "metrics.jsonl").read_text()
+    train("run", *EVAL)
+    assert (run / "metrics.jsonl").read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("evaluation.reference=null", "evaluation.reference is not set: give a reference batch"),
+        ("evaluation.reference=/nonexistent.npz", "/nonexistent.npz does not exist"),
+        (
+            "evaluation.detector=inception evaluation.weights=/nonexistent.pth",
+            "evaluation.weights=/nonexistent.pth does not exist",
+        ),
+    ],
+)
+def test_an_evaluation_that_cannot_work_is_found_before_training(train, tmp_path, override, message):
+    with pytest.raises(ValueError, match=message):
+        train("run", *EVAL, *override.split())
+    assert not (tmp_path / "run").exists()
+
+
+def test_fid_gives_the_figures_of_training_and_sweeps_keep_what_is_done(train, fid, tmp_path):
+    run = train("run", *EVAL, "checkpoint.every=2")
+    records = evaluations(run)
+    sweep = [f"checkpoints={run}", "guidance=cfg"]
+    first = fid("out", *sweep, "cfg_scale=1.5")
+    assert len(first) == 2
+    lines = fid("out", *sweep, "cfg_scale=[1.0,1.5]")
+    assert len(lines) == 4 and lines[:2] == first
+    for line in lines:
+        step, scale = int(line["point"]["checkpoint"][-7:]), line["point"]["cfg_scale"]
+        assert list(line["metrics"]) == NAMES
+        for name, value in line["metrics"].items():
+            assert value == pytest.approx(records[step][metric_name(name, 70, scale)], rel=1e-4)
+    with open(tmp_path / "out" / "results.csv") as f:
+        rows = list(csv.DictReader(f))
+    assert [(row["checkpoint"], row["cfg_scale"]) for row in rows] == [
+        ("step_0000002", "1.0"), ("step_0000002", "1.5"), ("step_0000004", "1.0"), ("step_0000004", "1.5"),
+    ]  # fmt: skip
+    assert (tmp_path / "out" / "results.md").read_text().count("\n") == 6
+    assert Image.open(tmp_path / "out" / "results.png").size[0] > 300
+
+
+def test_images_on_disk_are_judged_like_the_samples_they_are(train, fid, tmp_path):
+    import sample
+
+    run = train("run", *EVAL, "eval.every=0")
+    from_checkpoint = fid("a", f"checkpoint={run}")[0]["metrics"]
+    forget_accelerate()
+    settings = ["seeds=0-69", "num_steps=2", "batch_size=35", "cpu_threads=1"]
+    sample.main(composed([f"checkpoint={run}", f"output={tmp_path / 'samples'}", *settings], "sample"))
+    digits = ["evaluation.detector=digits", f"reference={REPOSITORY / 'evaluations' / 'digits_reference.npz'}"]
+    from_npz = fid("b", f"images={tmp_path / 'samples' / 'samples_0-69.npz'}", *digits)[0]["metrics"]
+    assert from_npz == pytest.approx(from_checkpoint, rel=1e-4)
+    (tmp_path / "samples" / "grid_0-69.png").unlink()
+    from_folder = fid("c", f"images={tmp_path / 'samples'}", *digits)[0]["metrics"]
+    assert from_folder == {name: from_npz[name] for name in NAMES[:3]}  # a folder holds no labels
+
+
+def test_two_processes_give_the_figures_of_one(train, fid, tmp_path):
+    run = train("run", *EVAL, "eval.every=0")
+    one = fid("one", f"checkpoint={run}", "num_samples=71")[0]["metrics"]
+    arguments = ["fid.py", f"checkpoint={run}", *FID, "num_samples=71", f"output={tmp_path / 'two'}"]
+    code, output = finish(start(*arguments, launcher=LAUNCH_2))
+    assert code == 0, output
+    two = json.loads((tmp_path / "two" / "results.jsonl").read_text())["metrics"]
+    assert two == pytest.approx(one, rel=1e-4)
+
+
+def test_images_shared_unevenly_between_processes_come_back_in_order(tmp_path):
+    code = """
+import numpy as np, torch
+from accelerate import Accelerator
+from evaluations.digits_detector import DigitsDetector
+from evaluations.images import open_images
+from evaluations.reference import features_of_images
+from training.evaluation import shared_features, shared_features_of_images
+from evaluations.features import Features
+accelerator, detector = Accelerator(), DigitsDetector()
+images = open_images('evaluations/digits_reference.npz')
+for stop in (1, 2, 7, 101):
+    together = shared_features_of_images(accelerator, images, detector, 16, stop)
+    alone = features_of_images(images, detector, 16, 0, stop)
+    assert torch.allclose(together.pool, alone.pool, atol=1e-4), stop
+    rows = lambda indices: Features('x', torch.tensor(indices)[:, None].float(), torch.tensor(indices)[:, None].float())
+    assert shared_features(accelerator, stop, rows).pool[:, 0].tolist() == list(range(stop)), stop
+accelerator.end_training()
+"""
+    script = tmp_path / "check.py"
+    script.write_text("import sys; sys.path.insert(0, '.')\n" + code)
+    status, output = finish(start(str(script), launcher=LAUNCH_2))
+    assert status == 0, output
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([], "give one of checkpoint=, checkpoints= and images=, not none of them"),
+        (["images=a.npz", "checkpoint=b"], "not checkpoint and images"),
+        (["checkpoints=nowhere"], "checkpoints=nowhere is not the folder of a run with checkpoints"),
+        (["images=a.npz"], "reference is not set"),
+        (["images=/nonexistent.npz", "reference=evaluations/digits_reference.npz"], "/nonexistent.npz does not exist"),
+        (["images=a.npz", "cfg_scale=2"], "cfg_scale=2 needs guidance=cfg"),
+        (["images=a.npz", "weights=[ema,best]"], r"weights=\['ema', 'best'\] is not accepted; use ema \| raw, or a list"),
+    ],
+)
+def test_wrong_settings_are_refused_before_any_work(fid, tmp_path, monkeypatch, overrides, message):
+    monkeypatch.chdir(REPOSITORY)
+    with pytest.raises(ValueError, match=message):
+        fid("out", *overrides)
+    assert not (tmp_path / "out").exists()
+
+
+def test_evaluation_of_the_shipped_configurations_is_complete():
+    cfg = config.check(composed(), config.TRAIN_KEYS)
+    assert cfg.evaluation.detector == "digits" and cfg.eval.every == cfg.train.num_steps
+    assert composed(["data=imagenet256"]).evaluation.detector == "inception"
+    reference = np.load(REPOSITORY / "evaluations" / "digits_reference.npz")
+    assert reference["arr_0"].shape == (1797, 8, 8, 3)
