@@ -36,6 +36,7 @@ log = logging.getLogger("fid")
 
 # What tells one point of a sweep from another.
 SWEPT = ("checkpoint", "weights", "cfg_scale", "num_steps", "S_churn")
+PAPER_NUM_SAMPLES = 50_000
 # The metric that is plotted, by detector.
 PLOTTED = {"inception": "fid", "digits": "fd_digits"}
 
@@ -53,6 +54,11 @@ def main(cfg: DictConfig) -> None:
     reference = open_reference(cfg.reference, "reference")
     images = open_images(cfg.images, cfg.convert_to_rgb) if cfg.images else None
 
+    if cfg.num_samples is None:
+        cfg.num_samples = PAPER_NUM_SAMPLES if images is None else len(images)
+    if images and cfg.num_samples > len(images):
+        raise ValueError(f"num_samples={cfg.num_samples}, but {cfg.images} holds {len(images)} images; make more or lower it")
+
     accelerator = Accelerator()
     logging.basicConfig(format="%(message)s", level=logging.INFO if accelerator.is_main_process else logging.ERROR)
     cli.use_cores(accelerator.device, cfg.cpu_threads)
@@ -64,7 +70,7 @@ def main(cfg: DictConfig) -> None:
         evaluator = Evaluator.open(accelerator, build_detector(cfg.evaluation, accelerator), reference, cfg.batch_size)
     for point in missing:
         if images:
-            metrics = evaluator.of_images(images, min(cfg.num_samples, len(images)) if len(images) else None)
+            metrics = evaluator.of_images(images, cfg.num_samples)
         else:
             sampler = build_sampler(cfg, point, accelerator.device)
             metrics = evaluator.of_samples(sampler, cfg.num_samples)

@@ -41,7 +41,7 @@ def load_reference(
     Raises:
         ValueError: images the detector cannot take; stored statistics of another size than its features.
     """
-    stored = _stored_statistics(images, detector)
+    stored = stored_statistics(images, detector)
     features = read_cache(images, detector)
     if features is None:
         features = (compute or features_of_images)(images, detector, batch_size)
@@ -63,7 +63,7 @@ def features_of_images(
     return extract(detector, read_ahead(images.batches(batch_size, start, stop)))
 
 
-def _stored_statistics(images: ImageSet, detector: Detector) -> dict[str, Statistics]:
+def stored_statistics(images: ImageSet, detector: Detector) -> dict[str, Statistics]:
     """The file's own, as ADM's evaluator uses them; they are Inception's and nobody else's."""
     if not images.statistics:
         return {}

@@ -171,6 +171,10 @@ accelerator.end_training()
         (["checkpoints=nowhere"], "checkpoints=nowhere is not the folder of a run with checkpoints"),
         (["images=a.npz"], "reference is not set"),
         (["images=/nonexistent.npz", "reference=evaluations/digits_reference.npz"], "/nonexistent.npz does not exist"),
+        (
+            ["images=evaluations/digits_reference.npz", "reference=evaluations/digits_reference.npz", "num_samples=1798"],
+            "holds 1797",
+        ),
         (["images=a.npz", "cfg_scale=2"], "cfg_scale=2 needs guidance=cfg"),
         (["images=a.npz", "weights=[ema,best]"], r"weights=\['ema', 'best'\] is not accepted; use ema \| raw, or a list"),
     ],

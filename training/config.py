@@ -225,7 +225,7 @@ FID_KEYS = {
     "images": or_null(text()),
     "reference": or_null(text()),
     "output": or_null(text()),
-    "num_samples": whole(1),
+    "num_samples": or_null(whole(1)),
     "weights": one_or_list(choice("ema", "raw")),
     "cfg_scale": or_null(one_or_list(number())),
     "num_steps": or_null(one_or_list(whole(1))),

@@ -15,7 +15,7 @@ from evaluations.detector import InceptionDetector, fetch_weights
 from evaluations.digits_detector import DigitsDetector
 from evaluations.features import Detector, Features, extract
 from evaluations.images import ImageSet, open_images
-from evaluations.reference import features_of_images, load_reference
+from evaluations.reference import features_of_images, load_reference, stored_statistics
 from evaluations.suite import evaluate
 from training.randomness import class_of_seed
 from training.sampling import ImageSampler
@@ -64,7 +64,7 @@ class Evaluator:
         """Load the reference, from its cache or by computing its features together."""
 
         def compute(images: ImageSet, detector: Detector, batch_size: int) -> Features:
-            return shared_features_of_images(accelerator, images, detector, batch_size)
+            return shared_features_of_images(accelerator, images, detector, batch_size, len(images))
 
         accelerator.wait_for_everyone()  # all processes look for the cache before one of them writes it
         return cls(accelerator, detector, load_reference(reference, detector, batch_size, compute), batch_size)
@@ -87,11 +87,16 @@ class Evaluator:
 
         return self._metrics(shared_features(self.accelerator, num_samples, compute), torch.tensor(labels))
 
-    def of_images(self, images: ImageSet, num_samples: int | None = None) -> dict[str, float]:
-        """Metrics of images on disk, or the first num_samples of them; class_agreement where the file holds labels."""
+    def of_images(self, images: ImageSet, num_samples: int) -> dict[str, float]:
+        """Metrics of the first num_samples images on disk; class_agreement where the file holds labels.
+
+        As in ADM's evaluator, statistics that the file stores are used, where it is about all of its images.
+        """
         features = shared_features_of_images(self.accelerator, images, self.detector, self.batch_size, num_samples)
-        if num_samples is None:
-            features = Features(features.detector, features.pool, features.logits, features.spatial, images.statistics)
+        if num_samples == len(images):
+            features = Features(
+                features.detector, features.pool, features.logits, features.spatial, stored_statistics(images, self.detector)
+            )
         labels = None if images.labels is None else torch.from_numpy(images.labels[: len(features)])
         return self._metrics(features, labels)
 
@@ -118,10 +123,9 @@ def shared_features(accelerator: Accelerator, count: int, compute: Callable[[lis
 
 
 def shared_features_of_images(
-    accelerator: Accelerator, images: ImageSet, detector: Detector, batch_size: int, stop: int | None = None
+    accelerator: Accelerator, images: ImageSet, detector: Detector, batch_size: int, count: int
 ) -> Features:
-    """Features of images 0 .. stop - 1 on disk. Every process reads one stretch of them."""
-    count = len(images) if stop is None else stop
+    """Features of images 0 .. count - 1 on disk. Every process reads one stretch of them."""
     num_processes = accelerator.num_processes
     if num_processes == 1 or count < num_processes:
         return features_of_images(images, detector, batch_size, 0, count)
