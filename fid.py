@@ -18,7 +18,6 @@ import logging
 import sys
 from pathlib import Path
 
-import hydra
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from omegaconf import DictConfig, OmegaConf
@@ -41,14 +40,17 @@ PAPER_NUM_SAMPLES = 50_000
 PLOTTED = {"inception": "fid", "digits": "fd_digits"}
 
 
-@hydra.main(version_base="1.3", config_path=config.CONFIGS, config_name="fid")
 def main(cfg: DictConfig) -> None:
     cfg = config.check(cfg, config.FID_KEYS)
     given = [key for key in ("checkpoint", "checkpoints", "images") if cfg[key] is not None]
     if len(given) != 1:
         raise ValueError(f"give one of checkpoint=, checkpoints= and images=, not {' and '.join(given) or 'none of them'}")
     guidance_settings(cfg)
-    folders = find_checkpoints(cfg)
+    accelerator = Accelerator()
+    logging.basicConfig(format="%(message)s", level=logging.INFO if accelerator.is_main_process else logging.ERROR)
+    cli.use_cores(accelerator.device, cfg.cpu_threads)
+    # One process chooses: in a run that goes on, another could find a newer one.
+    folders = broadcast_object_list([find_checkpoints(cfg) if accelerator.is_main_process else None])[0]
     run_cfg = checkpoints.load_config(folders[0]) if folders else None
     fill_in(cfg, run_cfg)
     reference = open_reference(cfg.reference, "reference")
@@ -58,10 +60,6 @@ def main(cfg: DictConfig) -> None:
         cfg.num_samples = PAPER_NUM_SAMPLES if images is None else len(images)
     if images and cfg.num_samples > len(images):
         raise ValueError(f"num_samples={cfg.num_samples}, but {cfg.images} holds {len(images)} images; make more or lower it")
-
-    accelerator = Accelerator()
-    logging.basicConfig(format="%(message)s", level=logging.INFO if accelerator.is_main_process else logging.ERROR)
-    cli.use_cores(accelerator.device, cfg.cpu_threads)
     results = Results(cfg, folders, reference.fingerprint())
     points = [{"images": cfg.images}] if images else sweep(cfg, folders)
     missing = broadcast_object_list([[point for point in points if not results.has(point)]])[0]
@@ -133,7 +131,9 @@ def build_sampler(cfg: DictConfig, point: dict, device) -> ImageSampler:
         net=net.to(device),
         diffusion=config.build_diffusion(run_cfg, num_steps=point["num_steps"], S_churn=point["S_churn"]),
         guide=lambda denoise, num_classes: guidance.cfg(denoise, num_classes, cfg_scale=point["cfg_scale"]),
-        autoencoder=autoencoders.build(run_cfg.data.autoencoder, device),
+        autoencoder=autoencoders.build(
+            cfg.autoencoder or run_cfg.data.autoencoder, device, run_cfg.data.in_channels, "autoencoder"
+        ),
         latent_shape=(run_cfg.data.in_channels, run_cfg.data.input_size, run_cfg.data.input_size),
         num_classes=run_cfg.data.num_classes,
         scale_factor=run_cfg.data.scale_factor,
@@ -160,6 +160,7 @@ class Results:
         self.conditions = {
             "num_samples": cfg.num_samples,
             "precision": cfg.precision,
+            "autoencoder": cfg.autoencoder,
             "detector": cfg.evaluation.detector,
             "detector_weights": cfg.evaluation.weights,
             "detector_precision": cfg.evaluation.precision,
@@ -251,4 +252,4 @@ def plot(points: list[dict], values: list[float], label: str, file: Path) -> Non
 
 
 if __name__ == "__main__":
-    cli.run(main, config.FID_KEYS)
+    cli.run(main, "fid", config.FID_KEYS)

@@ -15,9 +15,9 @@ import logging
 import os
 from pathlib import Path
 
-import hydra
 import numpy as np
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 from omegaconf import DictConfig, OmegaConf
 from PIL import Image
 from tqdm import tqdm
@@ -27,6 +27,7 @@ from latents import autoencoders
 from training import checkpoint as checkpoints
 from training import cli, config
 from training.randomness import class_of_seed
+from training.run import naming
 from training.sampling import ImageSampler, labelled_grid
 
 log = logging.getLogger("sample")
@@ -34,10 +35,14 @@ log = logging.getLogger("sample")
 MAX_GRID_IMAGES = 100
 
 
-@hydra.main(version_base="1.3", config_path=config.CONFIGS, config_name="sample")
 def main(cfg: DictConfig) -> None:
     cfg = config.check(cfg, config.SAMPLE_KEYS)
-    checkpoint = find_checkpoint(Path(cfg.checkpoint))
+    accelerator = Accelerator()
+    logging.basicConfig(format="%(message)s", level=logging.INFO if accelerator.is_main_process else logging.ERROR)
+    cli.use_cores(accelerator.device, cfg.cpu_threads)
+    # One process chooses: in a run that goes on, another could find a newer one.
+    checkpoint = find_checkpoint(Path(cfg.checkpoint)) if accelerator.is_main_process else None
+    checkpoint = broadcast_object_list([checkpoint])[0]
     run_cfg = checkpoints.load_config(checkpoint)
     guidance_settings(cfg)
     overrides = {key: cfg[key] for key in ("num_steps", "S_churn", "S_min", "S_max", "S_noise")}
@@ -46,16 +51,14 @@ def main(cfg: DictConfig) -> None:
     settings = {
         "checkpoint": checkpoints.identity(checkpoint),
         "weights": cfg.weights,
-        "classes": cfg.classes,
+        "classes": None if cfg.classes is None else config.parse_numbers(cfg.classes),
+        "autoencoder": cfg.autoencoder or run_cfg.data.autoencoder,
         "guidance": OmegaConf.to_container(cfg.guidance),
         "sampler": {key: getattr(diffusion.sampler, key) for key in run_cfg.diffusion.sampler},
         "precision": cfg.precision,
     }
 
-    accelerator = Accelerator()
-    logging.basicConfig(format="%(message)s", level=logging.INFO if accelerator.is_main_process else logging.ERROR)
-    cli.use_cores(accelerator.device, cfg.cpu_threads)
-    output = Path(cfg.output) if cfg.output else default_output(checkpoint, cfg, diffusion.sampler.num_steps)
+    output = Path(cfg.output) if cfg.output else default_output(checkpoint, cfg, settings)
     if accelerator.is_main_process:
         open_output(output, settings)
     accelerator.wait_for_everyone()
@@ -71,7 +74,7 @@ def main(cfg: DictConfig) -> None:
             net=net.to(accelerator.device),
             diffusion=diffusion,
             guide=config.build_guidance(cfg),
-            autoencoder=autoencoders.build(run_cfg.data.autoencoder, accelerator.device),
+            autoencoder=autoencoders.build(settings["autoencoder"], accelerator.device, run_cfg.data.in_channels, "autoencoder"),
             latent_shape=(run_cfg.data.in_channels, run_cfg.data.input_size, run_cfg.data.input_size),
             num_classes=run_cfg.data.num_classes,
             scale_factor=run_cfg.data.scale_factor,
@@ -118,11 +121,13 @@ def labels_of_seeds(cfg: DictConfig, num_classes: int) -> dict[int, int]:
     return {seed: classes[seed % len(classes)] for seed in seeds}
 
 
-def default_output(checkpoint: Path, cfg: DictConfig, num_steps: int) -> Path:
-    """<run>/generated/<step>_<weights>_<guidance>_<steps>, beside the run's checkpoints."""
+def default_output(checkpoint: Path, cfg: DictConfig, settings: dict) -> Path:
+    """<run>/generated/<step>_<weights>_<guidance>_<steps>_<hash of all settings>; beside a checkpoint that is in no run."""
     scale = f"{cfg.guidance.cfg_scale:g}" if cfg.guidance.name == "cfg" else ""
-    name = f"{checkpoint.name}_{cfg.weights}_{cfg.guidance.name}{scale}_{num_steps}steps"
-    return checkpoint.resolve().parent.parent / "generated" / name
+    digest = hashlib.blake2b(repr(settings).encode(), digest_size=3).hexdigest()
+    name = f"{checkpoint.name}_{cfg.weights}_{cfg.guidance.name}{scale}_{settings['sampler']['num_steps']}steps_{digest}"
+    folder = checkpoint.resolve().parent
+    return (folder.parent if folder.name == "checkpoints" else folder) / "generated" / name
 
 
 def open_output(output: Path, settings: dict) -> None:
@@ -134,11 +139,13 @@ def open_output(output: Path, settings: dict) -> None:
         if changed:
             raise ValueError(f"{output} holds images of other settings ({'; '.join(changed)}); choose another output=...")
         return
-    if output.exists() and any(output.iterdir()):
+    if output.exists() and any(not path.name.startswith(".tmp_") for path in output.iterdir()):
         raise ValueError(f"output={output} is not empty and not made by sample.py; choose another folder")
     try:
         output.mkdir(parents=True, exist_ok=True)
-        OmegaConf.save(current, file)
+        temporary = file.with_name(f".tmp_{file.name}")
+        OmegaConf.save(current, temporary)
+        os.replace(temporary, file)
     except OSError as e:
         raise ValueError(f"cannot write to {output} ({e.strerror}); choose another output=...") from e
 
@@ -152,8 +159,9 @@ def make_images(
             batch = seeds[start : start + batch_size]
             for seed, image in zip(batch, sampler(batch, [labels[seed] for seed in batch])):
                 temporary = files[seed].with_name(f".tmp_{files[seed].name}")
-                Image.fromarray(image).save(temporary, format="PNG")
-                os.replace(temporary, files[seed])
+                with naming(files[seed]):
+                    Image.fromarray(image).save(temporary, format="PNG")
+                    os.replace(temporary, files[seed])
             bar.update(len(batch))
 
 
@@ -172,9 +180,10 @@ def write_grid_and_npz(output: Path, cfg: DictConfig, files: dict[int, Path], la
     log.info("grid     %s", grid_file)
     if cfg.npz:
         npz_file = output / f"samples_{spec}.npz"
-        write_npz(npz_file, map(read, files), (len(files), *read(shown[0]).shape), np.array(list(labels.values())))
+        with naming(npz_file):
+            write_npz(npz_file, map(read, files), (len(files), *read(shown[0]).shape), np.array(list(labels.values())))
         log.info("npz      %s", npz_file)
 
 
 if __name__ == "__main__":
-    cli.run(main, config.SAMPLE_KEYS)
+    cli.run(main, "sample", config.SAMPLE_KEYS)

@@ -14,7 +14,6 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
-import hydra
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, set_seed
 from omegaconf import DictConfig, OmegaConf
@@ -24,13 +23,12 @@ from training import checkpoint as checkpoints
 from training import cli, config
 from training.evaluation import Evaluator, build_detector, open_reference
 from training.loop import Trainer
-from training.run import RunFolder
+from training.run import RunFolder, naming
 from training.sampling import ImageSampler
 
 log = logging.getLogger("train")
 
 
-@hydra.main(version_base="1.3", config_path=config.CONFIGS, config_name="config")
 def main(cfg: DictConfig) -> None:
     # Everything that can be wrong with the configuration, the data and the folder, before any slow work.
     cfg = config.check(cfg, config.TRAIN_KEYS)
@@ -41,7 +39,7 @@ def main(cfg: DictConfig) -> None:
     set_seed(cfg.seed)
     net = config.build_network(cfg)
     looks_at_samples = cfg.sample.every or cfg.eval.every
-    autoencoder = autoencoders.build(cfg.data.autoencoder, accelerator.device) if looks_at_samples else None
+    autoencoder = build_autoencoder(cfg, accelerator) if looks_at_samples else None
     evaluator = open_evaluator(cfg, accelerator) if cfg.eval.every else None
 
     run = RunFolder(cfg.output_dir, cfg.name)
@@ -66,7 +64,8 @@ def main(cfg: DictConfig) -> None:
         trainer.evaluation_sampler = replace(sampler, diffusion=config.build_diffusion(cfg, num_steps=cfg.eval.num_steps))
     resume(trainer, cfg.resume)
     if accelerator.is_main_process:
-        OmegaConf.save(cfg, run.path / "config.yaml")
+        with naming(run.path / "config.yaml"):
+            OmegaConf.save(cfg, run.path / "config.yaml")
         describe(trainer)
     wandb_settings = {"name": cfg.name, "mode": cfg.wandb.mode, "dir": str(run.path)}
     accelerator.init_trackers(cfg.wandb.project, OmegaConf.to_container(cfg), init_kwargs={"wandb": wandb_settings})
@@ -85,6 +84,13 @@ def start_accelerator(cfg: DictConfig) -> Accelerator:
     return accelerator
 
 
+def build_autoencoder(cfg: DictConfig, accelerator: Accelerator) -> autoencoders.Autoencoder:
+    try:
+        return autoencoders.build(cfg.data.autoencoder, accelerator.device, cfg.data.in_channels, "data.autoencoder")
+    except ValueError as e:
+        raise ValueError(f"{e}; or train without looking at samples: sample.every=0 eval.every=0") from e
+
+
 def open_evaluator(cfg: DictConfig, accelerator: Accelerator) -> Evaluator:
     """The detector and the reference, loaded before training: what is missing is found now and not 50,000 steps later."""
     reference = open_reference(cfg.evaluation.reference, "evaluation.reference")
@@ -95,11 +101,11 @@ def resume(trainer: Trainer, where: str) -> None:
     """resume=auto | never | <folder of a checkpoint>."""
     root, accelerator = trainer.run.checkpoints, trainer.accelerator
     newest = max(checkpoints.list_steps(root), default=None)
+    folder = None
     if where == "never":
         if newest is not None:
             raise ValueError(f"resume=never, but {root} holds checkpoints; choose another name=..., or resume=auto")
-        return
-    if where == "auto":
+    elif where == "auto":
         folder = newest_checkpoint(trainer)
     else:
         folder = Path(where)
@@ -111,21 +117,20 @@ def resume(trainer: Trainer, where: str) -> None:
             )
     if folder is not None:
         trainer.resume(folder)
-        if accelerator.is_main_process:
-            trainer.run.keep_metrics_until(trainer.step)
-            log.info("resumed from %s", folder)
+        log.info("resumed from %s", folder)
+    if accelerator.is_main_process:
+        trainer.run.keep_metrics_until(trainer.step)
 
 
 def newest_checkpoint(trainer: Trainer) -> Path | None:
     """The newest good checkpoint of the run, the same for all processes; bad ones after it are set aside."""
-    found: list[str | None] = [None]
+    found = None
     if trainer.accelerator.is_main_process:
         folder, problems = checkpoints.find_newest(trainer.run.checkpoints)
         for bad, problem in problems.items():
             log.warning("%s; set aside as %s", problem, checkpoints.set_aside(bad))
-        found = [str(folder) if folder else None]
-    broadcast_object_list(found)
-    return Path(found[0]) if found[0] else None
+        found = folder
+    return broadcast_object_list([found])[0]
 
 
 def describe(trainer: Trainer) -> None:
@@ -141,10 +146,11 @@ def describe(trainer: Trainer) -> None:
     log.info("run    %s", trainer.run.path)
     log.info("model  %s, %.1fM parameters, %s", cfg.model.backbone, num_parameters / 1e6, ", ".join(routes) or "no routes")
     log.info("data   %s: %d latents %s, %d classes", data.path, len(data), shape, data.info.num_classes)
-    log.info("train  steps %d to %d, %s", trainer.step, cfg.train.num_steps, size)
-    if trainer.step >= cfg.train.num_steps:
-        log.info("this run is complete; raise train.num_steps to go on")
+    if trainer.step < cfg.train.num_steps:
+        log.info("train  steps %d to %d, %s", trainer.step, cfg.train.num_steps, size)
+    else:
+        log.info("this run is complete at step %d; raise train.num_steps=%d to go on", trainer.step, cfg.train.num_steps)
 
 
 if __name__ == "__main__":
-    cli.run(main, config.TRAIN_KEYS)
+    cli.run(main, "config", config.TRAIN_KEYS)

@@ -26,35 +26,47 @@ class SDVAE:
 
     Args:
         source: a local folder, or a name on the Hugging Face hub (stabilityai/sd-vae-ft-ema, say).
-
-    Raises:
-        ValueError: it cannot be loaded.
+        channels, key: as for `build`.
     """
 
-    def __init__(self, source: str, device: torch.device):
+    def __init__(self, source: str, device: torch.device, channels: int, key: str):
         from diffusers import AutoencoderKL  # slow to import; data of pixels does not need it
 
         try:
             self.vae = AutoencoderKL.from_pretrained(source).to(device).eval().requires_grad_(False)
         except (OSError, ValueError) as e:
             raise ValueError(
-                f"the autoencoder sd-vae:{source} cannot be loaded ({str(e).splitlines()[0]}); point data.autoencoder to a "
-                "local folder, sd-vae:<folder>, or train with sample.every=0"
+                f"the autoencoder sd-vae:{source} cannot be loaded ({str(e).splitlines()[0]}); give a local copy with "
+                f"{key}=sd-vae:<folder>"
             ) from e
+        if self.vae.config.latent_channels != channels:
+            raise ValueError(
+                f"{key}: sd-vae:{source} decodes {self.vae.config.latent_channels} channels, but the latents have {channels}"
+            )
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         return self.vae.decode(latents).sample.float()
 
 
-def build(spec: str, device: torch.device) -> Autoencoder:
-    """`identity` or `sd-vae:<hub id or folder>`, as shards and data.autoencoder name it."""
+def build(spec: str, device: torch.device, channels: int, key: str) -> Autoencoder:
+    """`identity` or `sd-vae:<hub id or folder>`, as shards and data.autoencoder name it.
+
+    Args:
+        channels: of the latents to decode.
+        key: the key of the configuration that sets it, for the messages.
+
+    Raises:
+        ValueError: it is unknown, cannot be loaded, or decodes other latents.
+    """
     kind, _, source = spec.partition(":")
     if kind == "identity" and not source:
+        if channels not in (1, 3):
+            raise ValueError(f"{key}=identity shows latents as pixels, which have 1 or 3 channels, not {channels}")
         return Identity()
     if kind == "sd-vae" and source:
-        return SDVAE(source, device)
-    raise ValueError(f"autoencoder {spec!r} is unknown; use identity or sd-vae:<hub id or folder>")
+        return SDVAE(source, device, channels, key)
+    raise ValueError(f"{key}={spec!r} is unknown; use identity or sd-vae:<hub id or folder>")
 
 
 def to_uint8(images: Tensor) -> Tensor:

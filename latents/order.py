@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import signal
+import os
 from collections.abc import Iterator
 
 import numpy as np
@@ -83,11 +83,11 @@ def data_loader(dataset: LatentDataset, order: BatchOrder, num_workers: int, pin
         sampler=order,
         num_workers=num_workers,
         pin_memory=pin_memory,
-        worker_init_fn=_leave_signals_to_the_main_process,
+        worker_init_fn=_leave_the_process_group,
     )
 
 
-def _leave_signals_to_the_main_process(worker_id: int) -> None:
-    # A Ctrl-C reaches the whole process group; the main process still needs batches to finish its step.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def _leave_the_process_group(worker_id: int) -> None:
+    # A Ctrl-C in a terminal goes to the whole group, and the main process still needs batches to finish its step. The
+    # signals themselves keep their meaning: that is how the main process ends its workers.
+    os.setpgid(0, 0)

@@ -76,6 +76,7 @@ def write_shard(path: str | Path, latents: Tensor, labels: Tensor, info: ShardIn
 
     Raises:
         FileExistsError: the file is there already.
+        ValueError: other shapes or types, labels outside num_classes, values that are not finite.
     """
     path = Path(path)
     if path.exists():
@@ -83,6 +84,11 @@ def write_shard(path: str | Path, latents: Tensor, labels: Tensor, info: ShardIn
     tensors = {"latents": latents.contiguous(), "labels": labels.contiguous()}
     if latents_flip is not None:
         tensors["latents_flip"] = latents_flip.contiguous()
+    _check_tensors(path, info, tensors)
+    for name in tensors.keys() - {"labels"}:
+        bad = (~tensors[name].flatten(1).isfinite().all(dim=1)).nonzero()
+        if len(bad):
+            raise ValueError(f"{path}: {name} of item {bad[0].item()} are not finite; nothing was written")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".tmp_{path.name}")
     temporary.write_bytes(_sorted_metadata(save(tensors, metadata=info.to_metadata())))
@@ -97,6 +103,25 @@ def _sorted_metadata(blob: bytes) -> bytes:
     return blob[:8] + text.ljust(size) + blob[8 + size :]
 
 
+def _check_tensors(file: Path, info: ShardInfo, shard: dict[str, Tensor]) -> None:
+    """Raises ValueError where names, shapes, types or labels are not those of a shard."""
+    if not {"latents", "labels"} <= shard.keys() <= {"latents", "labels", "latents_flip"}:
+        raise ValueError(f"{file} holds {sorted(shard)}; a latent shard holds latents, labels and optionally latents_flip")
+    latents, labels = shard["latents"], shard["labels"]
+    if latents.ndim != 4 or latents.dtype not in (torch.float16, torch.float32) or len(latents) == 0:
+        raise ValueError(f"{file}: latents are {latents.dtype} {list(latents.shape)}; need float16 or float32 [M, C, H, W]")
+    flipped = shard.get("latents_flip", latents)
+    if (flipped.shape, flipped.dtype) != (latents.shape, latents.dtype):
+        raise ValueError(f"{file}: latents_flip {list(flipped.shape)} differs from latents {list(latents.shape)}")
+    if info.kind == "moments" and latents.shape[1] % 2:
+        raise ValueError(f"{file}: kind=moments needs an even number of channels, not {latents.shape[1]}")
+    if labels.dtype != torch.int64 or labels.shape != latents.shape[:1]:
+        raise ValueError(f"{file}: labels are {labels.dtype} {list(labels.shape)}; need int64 [{len(latents)}]")
+    low, high = int(labels.min()), int(labels.max())
+    if low < 0 or high >= info.num_classes:
+        raise ValueError(f"{file}: labels run from {low} to {high}, outside num_classes={info.num_classes}")
+
+
 class LatentDataset:
     """All shards of a folder as one array of latents, read by index.
 
@@ -109,7 +134,11 @@ class LatentDataset:
         self.path = Path(path)
         if not self.path.exists():
             raise ValueError(f"data.path={self.path} does not exist; give a folder of latent shards (*.safetensors)")
-        files = [self.path] if self.path.is_file() else sorted(self.path.glob("*.safetensors"))
+        files = (
+            [self.path]
+            if self.path.is_file()
+            else sorted(f for f in self.path.glob("*.safetensors") if not f.name.startswith("."))
+        )
         if not files:
             raise ValueError(f"data.path={self.path} holds no latent shards (*.safetensors)")
         self.files = files
@@ -121,7 +150,7 @@ class LatentDataset:
             labels.append(shard.pop("labels").numpy().copy())
             self._shards.append(shard)
             first = self._shards[0]
-            if info != infos[0] or shard.keys() != first.keys() or shard["latents"].shape[1:] != first["latents"].shape[1:]:
+            if info != infos[0] or self._describe(shard) != self._describe(first):
                 raise ValueError(
                     f"{file} does not belong with {files[0]}: {info}, {self._describe(shard)} "
                     f"against {infos[0]}, {self._describe(first)}"
@@ -135,7 +164,7 @@ class LatentDataset:
 
     @staticmethod
     def _describe(shard: dict[str, Tensor]) -> str:
-        return ", ".join(f"{name} {list(tensor.shape[1:])}" for name, tensor in shard.items())
+        return ", ".join(f"{name} {tensor.dtype} {list(tensor.shape[1:])}" for name, tensor in shard.items())
 
     @staticmethod
     def _open(file: Path) -> tuple[ShardInfo, dict[str, Tensor]]:
@@ -149,21 +178,7 @@ class LatentDataset:
             info = ShardInfo.from_metadata(metadata)
         except ValueError as e:
             raise ValueError(f"{file} is not a latent shard: {e}") from e
-        if not {"latents", "labels"} <= shard.keys() <= {"latents", "labels", "latents_flip"}:
-            raise ValueError(f"{file} holds {sorted(shard)}; a latent shard holds latents, labels and optionally latents_flip")
-        latents, labels = shard["latents"], shard["labels"]
-        if latents.ndim != 4 or latents.dtype not in (torch.float16, torch.float32) or len(latents) == 0:
-            raise ValueError(f"{file}: latents are {latents.dtype} {list(latents.shape)}; need float16 or float32 [M, C, H, W]")
-        flipped = shard.get("latents_flip", latents)
-        if (flipped.shape, flipped.dtype) != (latents.shape, latents.dtype):
-            raise ValueError(f"{file}: latents_flip {list(flipped.shape)} differs from latents {list(latents.shape)}")
-        if info.kind == "moments" and latents.shape[1] % 2:
-            raise ValueError(f"{file}: kind=moments needs an even number of channels, not {latents.shape[1]}")
-        if labels.dtype != torch.int64 or labels.shape != latents.shape[:1]:
-            raise ValueError(f"{file}: labels are {labels.dtype} {list(labels.shape)}; need int64 [{len(latents)}]")
-        low, high = int(labels.min()), int(labels.max())
-        if low < 0 or high >= info.num_classes:
-            raise ValueError(f"{file}: labels run from {low} to {high}, outside num_classes={info.num_classes}")
+        _check_tensors(file, info, shard)
         return info, shard
 
     def __reduce__(self):
@@ -199,7 +214,8 @@ class LatentDataset:
         digest.update(repr((self.info, [list(shard["latents"].shape) for shard in self._shards])).encode())
         digest.update(self.labels.tobytes())
         spread = np.unique(np.linspace(0, len(self) - 1, num=min(64, len(self))).astype(np.int64))
-        digest.update(self.fetch(spread, np.zeros(len(spread), dtype=bool))[0].numpy().tobytes())
+        for flip in (False, True)[: 1 + self.has_flips]:
+            digest.update(self.fetch(spread, np.full(len(spread), flip))[0].numpy().tobytes())
         return digest.hexdigest()
 
 

@@ -97,7 +97,8 @@ def test_a_fingerprint_changes_with_the_data(tmp_path):
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         make_shard(tmp_path / name / "x.safetensors", seed=seed)
     a, b, c = (LatentDataset(tmp_path / name).fingerprint() for name in "abc")
-    assert a == b != c
+    make_shard(tmp_path / "d" / "x.safetensors", flips=True)
+    assert a == b != c and LatentDataset(tmp_path / "d").fingerprint() != a
 
 
 def truncate(file):
@@ -144,6 +145,10 @@ def with_metadata(**metadata):
         (with_tensors(latents=torch.zeros(2, 4, 4)), r"latents are torch.float32 \[2, 4, 4\]"),
         (with_tensors(latents=torch.zeros(2, 2, 4, 4, dtype=torch.int8)), "latents are torch.int8"),
         (with_tensors(latents_flip=torch.zeros(1, 2, 4, 4)), "latents_flip .* differs from latents"),
+        (
+            with_tensors(latents=torch.zeros(2, 2, 4, 4, dtype=torch.float16)),
+            "b.safetensors does not belong with .*a.safetensors",
+        ),
         (with_tensors(latents=torch.zeros(2, 2, 5, 5)), "b.safetensors does not belong with .*a.safetensors"),
         (with_metadata(scale_factor="0.25"), "b.safetensors does not belong with .*a.safetensors"),
     ],
@@ -222,7 +227,9 @@ def test_loader_workers_do_not_change_the_batches(tmp_path):
 
 def test_identity_latents_become_the_pixels_of_the_images():
     pixels = torch.tensor([[0, 128], [255, 3]], dtype=torch.float32)
-    images = autoencoders.to_uint8(autoencoders.build("identity", torch.device("cpu")).decode((pixels / 127.5 - 1)[None, None]))
+    images = autoencoders.to_uint8(
+        autoencoders.build("identity", torch.device("cpu"), 1, "autoencoder").decode((pixels / 127.5 - 1)[None, None])
+    )
     assert images.shape == (1, 2, 2, 3)
     assert images[0, :, :, 0].tolist() == pixels.tolist() and torch.equal(images[..., 0], images[..., 2])
     assert Image.fromarray(images[0].numpy()).mode == "RGB"
@@ -242,13 +249,38 @@ def test_an_sd_vae_decodes_from_a_local_folder(tmp_path):
     ).eval()  # fmt: skip
     vae.save_pretrained(tmp_path / "vae")
     latents = torch.randn(2, 4, 4, 4)
-    decoded = autoencoders.build(f"sd-vae:{tmp_path / 'vae'}", torch.device("cpu")).decode(latents)
+    decoded = autoencoders.build(f"sd-vae:{tmp_path / 'vae'}", torch.device("cpu"), 4, "autoencoder").decode(latents)
     assert decoded.shape == (2, 3, 8, 8)
     assert torch.allclose(decoded, vae.decode(latents).sample, atol=1e-6)
 
 
 def test_an_autoencoder_that_is_not_there_is_refused_with_the_fix(tmp_path):
-    with pytest.raises(ValueError, match=r"sd-vae:.*nowhere cannot be loaded .*point data.autoencoder to a local folder"):
-        autoencoders.build(f"sd-vae:{tmp_path / 'nowhere'}", torch.device("cpu"))
-    with pytest.raises(ValueError, match="autoencoder 'vqgan' is unknown"):
-        autoencoders.build("vqgan", torch.device("cpu"))
+    cpu = torch.device("cpu")
+    with pytest.raises(ValueError, match=r"sd-vae:.*nowhere cannot be loaded .*give a local copy with data.autoencoder=sd-vae:"):
+        autoencoders.build(f"sd-vae:{tmp_path / 'nowhere'}", cpu, 4, "data.autoencoder")
+    with pytest.raises(ValueError, match="data.autoencoder='vqgan' is unknown"):
+        autoencoders.build("vqgan", cpu, 4, "data.autoencoder")
+    with pytest.raises(ValueError, match="data.autoencoder=identity shows latents as pixels, which have 1 or 3 channels, not 4"):
+        autoencoders.build("identity", cpu, 4, "data.autoencoder")
+
+
+def test_what_is_no_shard_is_not_written(tmp_path):
+    latents, labels = torch.zeros(3, 2, 4, 4), torch.tensor([0, 1, 2])
+    bad = latents.clone()
+    bad[1, 0, 2, 2] = float("nan")
+    for arguments, message in (
+        ((latents, labels + 1), "labels run from 1 to 3, outside num_classes=3"),
+        ((latents, labels.int()), "labels are torch.int32"),
+        ((latents.bfloat16(), labels), "latents are torch.bfloat16"),
+        ((bad, labels), "latents of item 1 are not finite; nothing was written"),
+        ((latents, labels, latents[:2].clone()), "latents_flip .* differs"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            write_shard(tmp_path / "a.safetensors", *arguments[:2], INFO, *arguments[2:])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_half_written_shards_are_not_data(tmp_path):
+    make_shard(tmp_path / "a.safetensors", num_items=5)
+    (tmp_path / ".tmp_b.safetensors").write_bytes((tmp_path / "a.safetensors").read_bytes())
+    assert len(LatentDataset(tmp_path)) == 5

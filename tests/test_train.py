@@ -1,6 +1,7 @@
 """Runs from end to end: the same numbers however a run is cut, resumed or spread; errors before any work."""
 
 import json
+import os
 import random
 import shutil
 import signal
@@ -168,6 +169,23 @@ def test_nan_in_the_data_stops_the_run_with_the_step_and_the_last_good_checkpoin
     assert max(checkpoints.list_steps(tmp_path / "run" / "checkpoints")) == 3
 
 
+def test_a_failed_run_with_loader_workers_ends(tmp_path):
+    file = tmp_path / "data" / "a.safetensors"
+    make_shard(file, channels=1, size=8, num_classes=10, scale_factor=1e30)  # overflows in the first step
+    arguments = [*TINY, "name=run", f"output_dir={tmp_path}", f"data.path={file}", "data.num_workers=2"]
+    code, output = finish(start("train.py", *arguments), timeout_sec=120)
+    assert code == 1 and "error: loss or weights are not finite since step 1" in output, output
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_its_metrics_afresh(train):
+    run = train("run", "train.num_steps=2")
+    shutil.rmtree(run / "checkpoints")
+    with open(run / "metrics.jsonl", "a") as f:
+        f.write('{"step": 3, "lo')
+    train("run", "train.num_steps=2")
+    assert [record["step"] for record in metrics(run)] == [1, 2]
+
+
 def test_a_folder_that_cannot_be_written_is_refused_by_name(train, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="output_dir: cannot write to .*file"):
@@ -225,8 +243,8 @@ def metrics_so_far(tmp_path):
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_finishes_the_step_saves_and_exits_with_0(train, tmp_path, signum):
-    process = long_run(tmp_path)
-    process.send_signal(signum)
+    process = long_run(tmp_path, start_new_session=True)
+    os.killpg(process.pid, signum)  # as a terminal does: to the whole group
     code, output = finish(process)
     assert code == 0, output
     step = metrics(tmp_path / "run")[-1]["step"]
@@ -292,7 +310,7 @@ def test_a_full_disk_during_a_save_stops_the_run_with_the_previous_checkpoint(tm
             "    return save(root, checkpoint, *args)\n"
             "c.save = limited\n"
             "import train; from training import cli, config\n"
-            "cli.run(train.main, config.TRAIN_KEYS)",
+            "cli.run(train.main, 'config', config.TRAIN_KEYS)",
             *TINY, "name=run", f"output_dir={tmp_path}", "checkpoint.every=1",
         )
     )  # fmt: skip

@@ -2,37 +2,55 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import sys
 from collections.abc import Callable
+from typing import NoReturn
 
+import hydra
 import torch
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
+from omegaconf import DictConfig
 
-from training.config import Accepts, unknown_key
+from training.config import CONFIGS, Accepts, unknown_key
 
 
-def run(main: Callable[[], None], keys: dict[str, Accepts]) -> None:
-    """Call a `@hydra.main` function; on an error of the user's print it and exit with 1.
+def run(main: Callable[[DictConfig], None], config_name: str, keys: dict[str, Accepts]) -> None:
+    """Compose the configuration from the command line and call `main`; print a user's error as one line and exit with 1.
+
+    HYDRA_FULL_ERROR=1 in the environment keeps the tracebacks of these errors too.
 
     Args:
+        config_name: the file in configs/.
         keys: the keys that the script accepts, for the message about one that does not exist.
     """
-    wants_traceback = os.environ.get("HYDRA_FULL_ERROR", "0") == "1"
+    if os.environ.get("HYDRA_FULL_ERROR", "0") == "1":
+        hydra.main(version_base="1.3", config_path=CONFIGS, config_name=config_name)(main)()
+        return
+
+    @functools.wraps(main)
+    def guarded(cfg: DictConfig) -> None:
+        try:
+            main(cfg)
+        except (ValueError, OSError) as error:
+            _exit(str(error))
+
     os.environ["HYDRA_FULL_ERROR"] = "1"  # have Hydra raise its errors instead of printing them
     try:
-        main()
-    except (ValueError, OSError, HydraException) as error:
-        if wants_traceback:
-            raise
-        # Every process meets the same error; one of them says it.
-        if os.environ.get("RANK", "0") == "0":
-            sys.stderr.write(f"error: {_words(error, keys)}\n")
-        sys.exit(1)
+        hydra.main(version_base="1.3", config_path=CONFIGS, config_name=config_name)(guarded)()
+    except HydraException as error:
+        _exit(_words(error, keys))
 
 
-def _words(error: Exception, keys: dict[str, Accepts]) -> str:
+def _exit(message: str) -> NoReturn:
+    rank = os.environ.get("RANK")
+    sys.stderr.write(f"error: {message}\n" if rank is None else f"error (process {rank}): {message}\n")
+    sys.exit(1)
+
+
+def _words(error: HydraException, keys: dict[str, Accepts]) -> str:
     if isinstance(error, MissingConfigException):  # a choice that a group does not have; Hydra lists those it has
         return " ".join(str(error).split())
     if isinstance(error, ConfigCompositionException):
@@ -41,9 +59,7 @@ def _words(error: Exception, keys: dict[str, Accepts]) -> str:
             return unknown_key(match.group(1), keys)
         if match := re.search(r"Could not override '([^']+)'\. ?\n?No match in the defaults list", text):
             return unknown_key(match.group(1), keys)
-    if isinstance(error, HydraException):
-        return f"{error} {error.__cause__ or ''}".strip()
-    return str(error)
+    return f"{error} {error.__cause__ or ''}".strip()
 
 
 def use_cores(device: torch.device, cpu_threads: int | None) -> None:

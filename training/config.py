@@ -66,6 +66,8 @@ def text() -> Accepts:
 
 def file_name() -> Accepts:
     def test(v):
+        if isinstance(v, int) and not isinstance(v, bool):
+            return True  # name=2024
         return isinstance(v, str) and v not in ("", ".", "..") and not set(v) & set("/\\")
 
     return Accepts(test, "the name of a folder, without slashes")
@@ -88,7 +90,7 @@ def one_or_list(accepts: Accepts) -> Accepts:
 
 
 def _is_autoencoder(v) -> bool:
-    return v == "identity" or (isinstance(v, str) and v.startswith("sd-vae:"))
+    return v == "identity" or (isinstance(v, str) and v.startswith("sd-vae:") and v != "sd-vae:")
 
 
 def _is_betas(v) -> bool:
@@ -115,10 +117,13 @@ def parse_numbers(spec: str | int | list) -> list[int]:
     """`0-3`, `[0-3,7]` -> [0, 1, 2, 3, 7]. Raises ValueError for anything else, and for a number that is named twice."""
     numbers = []
     entries = spec if isinstance(spec, (list, ListConfig)) else [spec]
+    wrong = ValueError(f"{spec!r} is not a list of numbers and ranges such as [0-3,7]")
     for part in ",".join(map(str, entries)).split(","):
         first, _, last = part.strip().partition("-")
         if not first.isdecimal() or (last and not last.isdecimal()) or (part.strip().endswith("-")):
-            raise ValueError(f"{spec!r} is not a list of numbers and ranges such as [0-3,7]")
+            raise wrong
+        if int(last or first) < int(first):
+            raise wrong
         numbers.extend(range(int(first), int(last or first) + 1))
     if len(set(numbers)) < len(numbers):
         raise ValueError(f"{spec!r} names a number twice")
@@ -126,6 +131,9 @@ def parse_numbers(spec: str | int | list) -> list[int]:
 
 
 NUMBERS = Accepts(_is_numbers, "numbers and ranges such as 0-49 or [3,7,100-199], none of them twice")
+
+
+AUTOENCODER = Accepts(_is_autoencoder, "identity | sd-vae:<hub id or folder>")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -165,7 +173,7 @@ TRAIN_KEYS = {
     "model.init": choice(*dit.INITS),
     "data.name": file_name(),
     "data.path": or_null(text()),
-    "data.autoencoder": or_null(Accepts(_is_autoencoder, "identity | sd-vae:<hub id or folder>")),
+    "data.autoencoder": or_null(AUTOENCODER),
     "data.in_channels": or_null(whole(1)),
     "data.input_size": or_null(whole(1)),
     "data.num_classes": or_null(whole(1)),
@@ -208,6 +216,7 @@ SAMPLE_KEYS = {
     "checkpoint": Accepts(text().test, "the folder of a checkpoint or of a run: checkpoint=runs/<name>"),
     "output": or_null(text()),
     "weights": choice("ema", "raw"),
+    "autoencoder": or_null(AUTOENCODER),
     "seeds": NUMBERS,
     "classes": or_null(NUMBERS),
     "cfg_scale": or_null(number()),
@@ -227,6 +236,7 @@ FID_KEYS = {
     "output": or_null(text()),
     "num_samples": or_null(whole(1)),
     "weights": one_or_list(choice("ema", "raw")),
+    "autoencoder": or_null(AUTOENCODER),
     "cfg_scale": or_null(one_or_list(number())),
     "num_steps": or_null(one_or_list(whole(1))),
     "S_churn": or_null(one_or_list(number(0, below=True))),

@@ -179,7 +179,17 @@ class Trainer:
             disable=not accelerator.is_main_process,
             mininterval=0.5,
         )
-        saved_step = self.step
+        try:
+            saved_step = self._steps(batches, stop, clock, bar)
+        finally:
+            bar.close()
+            stop.close()
+        if saved_step < cfg.train.num_steps and accelerator.is_main_process:
+            log.warning("stopped by a signal after step %d; the same command goes on from there", self.step)
+
+    def _steps(self, batches: Iterator, stop: StopSignal, clock: _Clock, bar: tqdm) -> int:
+        """The loop itself. Returns the step that was saved last."""
+        cfg, saved_step = self.cfg, self.step
         self._look_at_samples()  # what an interruption after the last checkpoint left undone
         while self.step < cfg.train.num_steps:
             self.train_step(_take(batches, len(self.parts)))
@@ -193,14 +203,12 @@ class Trainer:
                 with clock.paused(self.device):
                     self._save()
                 saved_step = self.step
-            with clock.paused(self.device):
-                self._look_at_samples()
             if stopping and not is_last:
                 break
-        bar.close()
-        stop.close()
-        if saved_step < cfg.train.num_steps and accelerator.is_main_process:
-            log.warning("stopped by a signal after step %d; the same command goes on from there", self.step)
+            with clock.paused(self.device):
+                self._look_at_samples()
+        stop.finish()
+        return saved_step
 
     def _mean_over_processes(self) -> tuple[float, int]:
         """(mean loss since the last line, first step whose loss was not finite). Waits for the device."""
@@ -214,7 +222,7 @@ class Trainer:
         intact = [str(p) for p in checkpoints.list_steps(self.run.checkpoints).values()]
         raise TrainingDiverged(
             f"loss or weights are not finite since step {first_bad}; last good checkpoint: {intact[-1] if intact else 'none'}. "
-            f"Lower train.lr={self.cfg.train.lr}, set train.grad_clip_norm, or look for NaN in the latents of {self.dataset.path}"
+            f"Look for NaN in the latents of {self.dataset.path}, lower train.lr={self.cfg.train.lr}, or set train.grad_clip_norm"
         )
 
     def _log(self, clock: _Clock) -> dict[str, str]:

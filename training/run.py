@@ -21,8 +21,8 @@ def naming(file: Path):
 class RunFolder:
     """runs/<name>/ with checkpoints/, samples/ and metrics.jsonl. Only the main process writes to it."""
 
-    def __init__(self, output_dir: str, name: str):
-        self.path = Path(output_dir) / name
+    def __init__(self, output_dir: str, name: str | int):
+        self.path = Path(output_dir) / str(name)
         self.checkpoints = self.path / "checkpoints"
         self.samples = self.path / "samples"
         self.metrics = self.path / "metrics.jsonl"
@@ -63,13 +63,16 @@ class RunFolder:
         )
 
     def keep_metrics_until(self, step: int) -> int:
-        """Drop the lines after `step` (and a torn last one), which a resumed run writes again. Returns how many."""
-        lines = self.metrics.read_text().splitlines()
+        """Drop the lines after `step` (and torn ones), which the run writes again. Returns how many."""
+        text = self.metrics.read_text(errors="replace")
+        lines = text.splitlines()
         kept = [line for line in lines if _step_of(line) <= step]
-        if len(kept) < len(lines):
+        wanted = "".join(line + "\n" for line in kept)
+        if wanted != text:
             temporary = self.metrics.with_name(".tmp_metrics.jsonl")
-            temporary.write_text("".join(line + "\n" for line in kept))
-            os.replace(temporary, self.metrics)
+            with naming(temporary):
+                temporary.write_text(wanted)
+                os.replace(temporary, self.metrics)
         return len(lines) - len(kept)
 
 

@@ -51,8 +51,11 @@ class StopSignal:
         self._pending = None
         return bool(flag.item())
 
+    def finish(self) -> None:
+        """To be called by every process after the last step: no answer may be under way when processes leave."""
+        self._wait()
+
     def close(self) -> None:
         """Give the signals back to whoever had them."""
-        self._wait()
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
