@@ -74,7 +74,7 @@ def main(cfg: DictConfig) -> None:
             metrics = evaluator.of_samples(sampler, cfg.num_samples)
         if accelerator.is_main_process:
             results.add(point, metrics)
-            log.info("%s: %s", point_name(point), ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+            log.info("%s: %s", point_name(shown(point)), ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
     if accelerator.is_main_process:
         table = results.write(points, PLOTTED[cfg.evaluation.detector])
         sys.stdout.write(table)
@@ -142,8 +142,17 @@ def build_sampler(cfg: DictConfig, point: dict, device) -> ImageSampler:
     )
 
 
-def point_name(point: dict) -> str:
-    return ", ".join(f"{name} {Path(value).name if name in ('checkpoint', 'images') else value}" for name, value in point.items())
+def shown(point: dict) -> dict:
+    """A point as tables and plots show it: a checkpoint as run and step, images by their name."""
+    if "images" in point:
+        return {"images": Path(point["images"]).name}
+    folder = Path(point["checkpoint"]).resolve()
+    run = folder.parent.parent if folder.parent.name == "checkpoints" else folder.parent
+    return {"run": run.name, "step": checkpoints.step_of(folder)} | {name: point[name] for name in SWEPT[1:]}
+
+
+def point_name(settings: dict) -> str:
+    return ", ".join(f"{name} {value}" for name, value in settings.items())
 
 
 class Results:
@@ -199,8 +208,7 @@ class Results:
         found = [self._find(point)["metrics"] for point in points]
         rows = []
         for point, metrics in zip(points, found):
-            settings = {name: Path(value).name if name in ("checkpoint", "images") else value for name, value in point.items()}
-            rows.append({**settings, "num_samples": self.num_samples, **metrics})
+            rows.append({**shown(point), "num_samples": self.num_samples, **metrics})
         names = list(dict.fromkeys(name for row in rows for name in row))
         with open(self.folder / "results.csv", "w", newline="") as f:
             writer = csv.DictWriter(f, names)
@@ -230,19 +238,17 @@ def plot(points: list[dict], values: list[float], label: str, file: Path) -> Non
     logging.getLogger("matplotlib").setLevel(logging.WARNING)
     from matplotlib import pyplot
 
-    choices = {name: list(dict.fromkeys(point[name] for point in points)) for name in SWEPT}
-    axis = max(choices, key=lambda name: len(choices[name]))
-    others = [name for name in SWEPT if name != axis and len(choices[name]) > 1]
+    settings = [shown(point) for point in points]
+    choices = {name: list(dict.fromkeys(row[name] for row in settings)) for name in settings[0]}
+    axis = max(("step", *SWEPT[2:]), key=lambda name: len(choices[name]))  # those that are numbers
+    others = [name for name in choices if name != axis and len(choices[name]) > 1]
     figure, axes = pyplot.subplots(figsize=(6, 4))
     curves: dict[str, list[tuple]] = {}
-    for point, value in zip(points, values):
-        x = point[axis]
-        if axis == "checkpoint":
-            x = checkpoints.step_of(Path(x))
-        curves.setdefault(point_name({name: point[name] for name in others}), []).append((x, value))
+    for row, value in zip(settings, values):
+        curves.setdefault(point_name({name: row[name] for name in others}), []).append((row[axis], value))
     for name, curve in curves.items():
         axes.plot(*zip(*sorted(curve)), marker="o", label=name or None)
-    axes.set_xlabel("step" if axis == "checkpoint" else axis)
+    axes.set_xlabel(axis)
     axes.set_ylabel(label)
     axes.grid(alpha=0.3)
     if others:

@@ -105,9 +105,8 @@ def test_fid_gives_the_figures_of_training_and_sweeps_keep_what_is_done(train, f
             assert value == pytest.approx(records[step][metric_name(name, 70, scale)], rel=1e-4)
     with open(tmp_path / "out" / "results.csv") as f:
         rows = list(csv.DictReader(f))
-    assert [(row["checkpoint"], row["cfg_scale"]) for row in rows] == [
-        ("step_0000002", "1.0"), ("step_0000002", "1.5"), ("step_0000004", "1.0"), ("step_0000004", "1.5"),
-    ]  # fmt: skip
+    swept = [(row["run"], row["step"], row["cfg_scale"]) for row in rows]
+    assert swept == [("run", "2", "1.0"), ("run", "2", "1.5"), ("run", "4", "1.0"), ("run", "4", "1.5")]
     assert (tmp_path / "out" / "results.md").read_text().count("\n") == 6
     assert Image.open(tmp_path / "out" / "results.png").size[0] > 300
 
