@@ -16,20 +16,19 @@ import itertools
 import json
 import logging
 import sys
+from functools import partial
 from pathlib import Path
 
-from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from omegaconf import DictConfig, OmegaConf
 
 import guidance
 from evaluations.images import open_images
-from latents import autoencoders
 from sample import find_checkpoint, guidance_settings
 from training import checkpoint as checkpoints
 from training import cli, config
 from training.evaluation import Evaluator, build_detector, open_reference, short_count
-from training.sampling import ImageSampler
+from training.sampling import ImageSampler, load_sampler
 
 log = logging.getLogger("fid")
 
@@ -46,9 +45,7 @@ def main(cfg: DictConfig) -> None:
     if len(given) != 1:
         raise ValueError(f"give one of checkpoint=, checkpoints= and images=, not {' and '.join(given) or 'none of them'}")
     guidance_settings(cfg)
-    accelerator = Accelerator()
-    logging.basicConfig(format="%(message)s", level=logging.INFO if accelerator.is_main_process else logging.ERROR)
-    cli.use_cores(accelerator.device, cfg.cpu_threads)
+    accelerator = cli.start_accelerator(cfg.cpu_threads)
     # One process chooses: in a run that goes on, another could find a newer one.
     folders = broadcast_object_list([find_checkpoints(cfg) if accelerator.is_main_process else None])[0]
     run_cfg = checkpoints.load_config(folders[0]) if folders else None
@@ -60,7 +57,7 @@ def main(cfg: DictConfig) -> None:
         cfg.num_samples = PAPER_NUM_SAMPLES if images is None else len(images)
     if images and cfg.num_samples > len(images):
         raise ValueError(f"num_samples={cfg.num_samples}, but {cfg.images} holds {len(images)} images; make more or lower it")
-    results = Results(cfg, folders, reference.fingerprint())
+    results = Results(cfg, folders, reference.fingerprint(), images.fingerprint() if images else None)
     points = [{"images": cfg.images}] if images else sweep(cfg, folders)
     missing = broadcast_object_list([[point for point in points if not results.has(point)]])[0]
     log.info("%d of %d evaluations to do, in %s", len(missing), len(points), results.folder)
@@ -70,7 +67,7 @@ def main(cfg: DictConfig) -> None:
         if images:
             metrics = evaluator.of_images(images, cfg.num_samples)
         else:
-            sampler = build_sampler(cfg, point, accelerator.device)
+            sampler = sampler_of_point(cfg, point, accelerator.device)
             metrics = evaluator.of_samples(sampler, cfg.num_samples)
         if accelerator.is_main_process:
             results.add(point, metrics)
@@ -122,22 +119,16 @@ def sweep(cfg: DictConfig, folders: list[Path]) -> list[dict]:
     return points
 
 
-def build_sampler(cfg: DictConfig, point: dict, device) -> ImageSampler:
+def sampler_of_point(cfg: DictConfig, point: dict, device) -> ImageSampler:
     folder = Path(point["checkpoint"])
     run_cfg = checkpoints.load_config(folder)
-    net = config.build_network(run_cfg).eval().requires_grad_(False)
-    net.load_state_dict(checkpoints.load_weights(folder, point["weights"]))
-    return ImageSampler(
-        net=net.to(device),
+    return load_sampler(
+        folder,
+        point["weights"],
+        cfg.autoencoder,
+        device,
         diffusion=config.build_diffusion(run_cfg, num_steps=point["num_steps"], S_churn=point["S_churn"]),
-        guide=lambda denoise, num_classes: guidance.cfg(denoise, num_classes, cfg_scale=point["cfg_scale"]),
-        autoencoder=autoencoders.build(
-            cfg.autoencoder or run_cfg.data.autoencoder, device, run_cfg.data.in_channels, "autoencoder"
-        ),
-        latent_shape=(run_cfg.data.in_channels, run_cfg.data.input_size, run_cfg.data.input_size),
-        num_classes=run_cfg.data.num_classes,
-        scale_factor=run_cfg.data.scale_factor,
-        device=device,
+        guide=partial(guidance.cfg, cfg_scale=point["cfg_scale"]),
         precision=cfg.precision,
     )
 
@@ -161,11 +152,11 @@ class Results:
     A point is the same one when its settings, the content of its checkpoint or images, the reference and the detector are.
     """
 
-    def __init__(self, cfg: DictConfig, folders: list[Path], reference: str):
+    def __init__(self, cfg: DictConfig, folders: list[Path], reference: str, images_fingerprint: str | None):
         default = folders[0].resolve().parent.parent / "evaluations" if folders else Path("evaluations")
         self.folder = Path(cfg.output) if cfg.output else default
         self.file = self.folder / "results.jsonl"
-        self.num_samples = cfg.num_samples
+        self.num_samples, self.images_fingerprint = cfg.num_samples, images_fingerprint
         self.conditions = {
             "num_samples": cfg.num_samples,
             "precision": cfg.precision,
@@ -184,10 +175,8 @@ class Results:
             raise ValueError(f"cannot write to {self.folder} ({e.strerror}); choose another output=...") from e
 
     def _key(self, point: dict) -> dict:
-        if "checkpoint" in point:
-            content = checkpoints.identity(Path(point["checkpoint"]))
-        else:
-            content = open_images(point["images"], convert_to_rgb=True).fingerprint()
+        is_checkpoint = "checkpoint" in point
+        content = checkpoints.identity(Path(point["checkpoint"])) if is_checkpoint else self.images_fingerprint
         return json.loads(json.dumps({**point, **self.conditions, "content": content}))
 
     def _find(self, point: dict) -> dict | None:

@@ -16,19 +16,17 @@ import os
 from pathlib import Path
 
 import numpy as np
-from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from omegaconf import DictConfig, OmegaConf
 from PIL import Image
 from tqdm import tqdm
 
 from evaluations.npz import write_npz
-from latents import autoencoders
 from training import checkpoint as checkpoints
 from training import cli, config
 from training.randomness import class_of_seed
 from training.run import naming
-from training.sampling import ImageSampler, labelled_grid
+from training.sampling import ImageSampler, labelled_grid, load_sampler
 
 log = logging.getLogger("sample")
 
@@ -37,9 +35,7 @@ MAX_GRID_IMAGES = 100
 
 def main(cfg: DictConfig) -> None:
     cfg = config.check(cfg, config.SAMPLE_KEYS)
-    accelerator = Accelerator()
-    logging.basicConfig(format="%(message)s", level=logging.INFO if accelerator.is_main_process else logging.ERROR)
-    cli.use_cores(accelerator.device, cfg.cpu_threads)
+    accelerator = cli.start_accelerator(cfg.cpu_threads)
     # One process chooses: in a run that goes on, another could find a newer one.
     checkpoint = find_checkpoint(Path(cfg.checkpoint)) if accelerator.is_main_process else None
     checkpoint = broadcast_object_list([checkpoint])[0]
@@ -68,17 +64,13 @@ def main(cfg: DictConfig) -> None:
     accelerator.wait_for_everyone()  # all processes look before the first one writes
     log.info("%s: %d of %d images to make, in %s", checkpoint, len(missing), len(files), output)
     if missing:
-        net = config.build_network(run_cfg).eval().requires_grad_(False)
-        net.load_state_dict(checkpoints.load_weights(checkpoint, cfg.weights))
-        sampler = ImageSampler(
-            net=net.to(accelerator.device),
+        sampler = load_sampler(
+            checkpoint,
+            cfg.weights,
+            cfg.autoencoder,
+            accelerator.device,
             diffusion=diffusion,
             guide=config.build_guidance(cfg),
-            autoencoder=autoencoders.build(settings["autoencoder"], accelerator.device, run_cfg.data.in_channels, "autoencoder"),
-            latent_shape=(run_cfg.data.in_channels, run_cfg.data.input_size, run_cfg.data.input_size),
-            num_classes=run_cfg.data.num_classes,
-            scale_factor=run_cfg.data.scale_factor,
-            device=accelerator.device,
             precision=cfg.precision,
         )
         mine = missing[accelerator.process_index :: accelerator.num_processes]

@@ -24,7 +24,7 @@ from training import cli, config
 from training.evaluation import Evaluator, build_detector, open_reference
 from training.loop import Trainer
 from training.run import RunFolder, naming
-from training.sampling import ImageSampler
+from training.sampling import build_sampler
 
 log = logging.getLogger("train")
 
@@ -34,7 +34,11 @@ def main(cfg: DictConfig) -> None:
     cfg = config.check(cfg, config.TRAIN_KEYS)
     diffusion = config.build_diffusion(cfg)
     dataset = config.open_data(cfg)
-    accelerator = start_accelerator(cfg)
+    accelerator = cli.start_accelerator(
+        cfg.train.cpu_threads,
+        mixed_precision="bf16" if cfg.train.precision == "bf16" else "no",
+        log_with="wandb" if cfg.wandb.mode != "disabled" else None,
+    )
     config.check_batch_size(cfg, accelerator.num_processes)
     set_seed(cfg.seed)
     net = config.build_network(cfg)
@@ -49,16 +53,8 @@ def main(cfg: DictConfig) -> None:
 
     trainer = Trainer(accelerator, cfg, net, diffusion, dataset, run)
     if autoencoder is not None:
-        sampler = ImageSampler(
-            net=trainer.ema.net,
-            diffusion=diffusion,
-            guide=config.build_guidance(cfg),
-            autoencoder=autoencoder,
-            latent_shape=(cfg.data.in_channels, cfg.data.input_size, cfg.data.input_size),
-            num_classes=cfg.data.num_classes,
-            scale_factor=dataset.info.scale_factor,
-            device=accelerator.device,
-        )
+        guide = config.build_guidance(cfg)
+        sampler = build_sampler(trainer.ema.net, cfg, autoencoder, accelerator.device, diffusion=diffusion, guide=guide)
         trainer.sampler = sampler if cfg.sample.every else None
         trainer.evaluator = evaluator
         trainer.evaluation_sampler = replace(sampler, diffusion=config.build_diffusion(cfg, num_steps=cfg.eval.num_steps))
@@ -72,16 +68,6 @@ def main(cfg: DictConfig) -> None:
 
     trainer.train()
     accelerator.end_training()
-
-
-def start_accelerator(cfg: DictConfig) -> Accelerator:
-    accelerator = Accelerator(
-        mixed_precision="bf16" if cfg.train.precision == "bf16" else "no",
-        log_with="wandb" if cfg.wandb.mode != "disabled" else None,
-    )
-    cli.use_cores(accelerator.device, cfg.train.cpu_threads)
-    logging.basicConfig(format="%(message)s", level=logging.INFO if accelerator.is_main_process else logging.ERROR)
-    return accelerator
 
 
 def build_autoencoder(cfg: DictConfig, accelerator: Accelerator) -> autoencoders.Autoencoder:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import re
 import sys
@@ -11,6 +12,7 @@ from typing import NoReturn
 
 import hydra
 import torch
+from accelerate import Accelerator
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
 from omegaconf import DictConfig
 
@@ -60,6 +62,14 @@ def _words(error: HydraException, keys: dict[str, Accepts]) -> str:
         if match := re.search(r"Could not override '([^']+)'\. ?\n?No match in the defaults list", text):
             return unknown_key(match.group(1), keys)
     return f"{error} {error.__cause__ or ''}".strip()
+
+
+def start_accelerator(cpu_threads: int | None, **settings) -> Accelerator:
+    """accelerate, with its settings; this process's share of the cores; messages from the main process only."""
+    accelerator = Accelerator(**settings)
+    logging.basicConfig(format="%(message)s", level=logging.INFO if accelerator.is_main_process else logging.ERROR)
+    use_cores(accelerator.device, cpu_threads)
+    return accelerator
 
 
 def use_cores(device: torch.device, cpu_threads: int | None) -> None:

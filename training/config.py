@@ -10,6 +10,7 @@ import difflib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -369,7 +370,7 @@ def build_diffusion(cfg: DictConfig, **sampler_overrides) -> EDM:
 def build_guidance(cfg: DictConfig) -> Callable[[guidance.Denoiser, int], guidance.Denoiser]:
     """What `guidance=...` asks for, as a function (denoise, num_classes) -> denoiser."""
     settings = {key: value for key, value in cfg.guidance.items() if key != "name"}
-    return lambda denoise, num_classes: guidance.GUIDANCES[cfg.guidance.name](denoise, num_classes, **settings)
+    return partial(guidance.GUIDANCES[cfg.guidance.name], **settings)
 
 
 def differences(stored: DictConfig, current: DictConfig, keys_under: tuple[str, ...]) -> list[str]:

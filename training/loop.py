@@ -8,6 +8,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -284,10 +285,7 @@ class Trainer:
             return
         record, start_sec = {}, time.perf_counter()
         for cfg_scale in cfg.cfg_scales:
-            sampler = dataclasses.replace(
-                self.evaluation_sampler,
-                guide=lambda denoise, num_classes, scale=cfg_scale: guidance.cfg(denoise, num_classes, cfg_scale=scale),
-            )
+            sampler = dataclasses.replace(self.evaluation_sampler, guide=partial(guidance.cfg, cfg_scale=cfg_scale))
             result = self.evaluator.of_samples(sampler, cfg.num_samples)
             record |= {metric_name(metric, cfg.num_samples, cfg_scale): value for metric, value in result.items()}
         if self.accelerator.is_main_process:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
+from omegaconf import DictConfig
 from PIL import Image, ImageDraw
 from torch import Tensor, nn
 
 from edm import EDM
 from guidance import Denoiser
+from latents import autoencoders
 from latents.autoencoders import Autoencoder, to_uint8
+from training.checkpoint import load_config, load_weights
+from training.config import build_network
 from training.randomness import SeedRandom
 
 
@@ -51,6 +56,40 @@ class ImageSampler:
         denoiser = self.guide(denoise, self.num_classes)
         latents = self.diffusion.sample(denoiser, random.randn(*self.latent_shape), y, random)
         return to_uint8(self.autoencoder.decode(latents / self.scale_factor)).cpu().numpy()
+
+
+def build_sampler(net: nn.Module, cfg: DictConfig, autoencoder: Autoencoder, device: torch.device, **settings) -> ImageSampler:
+    """The sampler of a run: its shapes, classes and scale come from the run's configuration.
+
+    Args:
+        cfg: of the run, with data.* filled in.
+        settings: diffusion, guide and precision of `ImageSampler`.
+    """
+    data = cfg.data
+    return ImageSampler(
+        net=net,
+        autoencoder=autoencoder,
+        latent_shape=(data.in_channels, data.input_size, data.input_size),
+        num_classes=data.num_classes,
+        scale_factor=data.scale_factor,
+        device=device,
+        **settings,
+    )
+
+
+def load_sampler(folder: Path, weights: str, autoencoder: str | None, device: torch.device, **settings) -> ImageSampler:
+    """The sampler of a verified checkpoint.
+
+    Args:
+        weights: `ema` or `raw`.
+        autoencoder: instead of the run's own; None keeps that.
+        settings: as for `build_sampler`.
+    """
+    cfg = load_config(folder)
+    net = build_network(cfg).eval().requires_grad_(False)
+    net.load_state_dict(load_weights(folder, weights))
+    decoder = autoencoders.build(autoencoder or cfg.data.autoencoder, device, cfg.data.in_channels, "autoencoder")
+    return build_sampler(net.to(device), cfg, decoder, device, **settings)
 
 
 def labelled_grid(images: list[np.ndarray], labels: list[int], num_columns: int = 10, min_pixels: int = 64) -> Image.Image:
