@@ -1,0 +1,211 @@
+"""What latents of unknown origin are: told from their shape and statistics, each decision stated, never guessed."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from latents.shards import KINDS, ShardInfo
+
+SD_VAE = "sd-vae:stabilityai/sd-vae-ft-ema"
+SD_SCALE = 0.18215  # brings SD-VAE latents, whose standard deviation is about 5.5, to about 1
+SIGMA_DATA = 0.5  # EDM, Table 1: the standard deviation that the network is built for
+
+
+def detect(
+    sample_latents: Tensor,
+    *,
+    labels: np.ndarray,
+    kind: str | None = None,
+    stored_scale: float | None = None,
+    scale_factor: float | None = None,
+    autoencoder: str | None = None,
+    resolution: int | None = None,
+    num_classes: int | None = None,
+    fixed_kind: str | None = None,
+    known_stored_scale: float | None = None,
+    key_prefix: str = "",
+) -> tuple[ShardInfo, float, list[str]]:
+    """Settle what a header of native shards says, for latents that come without one.
+
+    Args:
+        sample_latents: [n, C, h, w] float32 (2C channels where they are moments), stored values of items spread over the
+            data; a few hundred are plenty.
+        labels: [N] int64, of all items.
+        kind, scale_factor, autoencoder, resolution, num_classes: as in ShardInfo; None is detected.
+        stored_scale: what the stored values were multiplied by after the autoencoder made them; None is detected.
+        fixed_kind, known_stored_scale: what the format says; an explicit `kind` or `stored_scale` goes before it.
+        key_prefix: goes before the keys in messages (`data.` in training).
+
+    Returns:
+        The header, the stored scale (stored values / stored scale are latents as the autoencoder makes them), and one
+        statement per decision; statements that begin with "warning:" deserve to be seen.
+
+    Raises:
+        ValueError: the statistics leave it open (the message asks for the key), keys contradict the data, or a label is
+            outside num_classes.
+    """
+    sample_latents = sample_latents.float()
+    _, channels, height, width = sample_latents.shape
+    if not sample_latents.isfinite().all():
+        raise ValueError("the latents hold NaN or Inf; make them again in float32 or bfloat16, or leave those items out")
+    if height != width:
+        raise ValueError(f"latents of {height}x{width} are not square; encode square images")
+
+    kind, statements = _settle_kind(sample_latents, kind, fixed_kind, key_prefix)
+    values = sample_latents.chunk(2, dim=1)[0] if kind == "moments" else sample_latents
+    latent_channels, std = values.shape[1], values.double().std(correction=0).item()
+
+    if autoencoder is not None:
+        statements.append(f"autoencoder={autoencoder}: as given")
+    elif latent_channels == 4:
+        autoencoder = SD_VAE
+        statements.append(
+            f"autoencoder={autoencoder}: assumed, as latents have 4 channels (-ft-ema and -ft-mse share one encoder); "
+            f"{key_prefix}autoencoder= names another"
+        )
+    else:
+        raise ValueError(
+            f"latents have {latent_channels} channels, which is not SD-VAE's 4; name what made them with "
+            f"{key_prefix}autoencoder=sd-vae:<hub id or folder>, or {key_prefix}autoencoder=none where nothing decodes them"
+        )
+    is_sd_vae = autoencoder.startswith("sd-vae:")
+
+    stored_scale, said = _settle_stored_scale(std, kind, is_sd_vae, stored_scale, known_stored_scale, key_prefix)
+    statements += said
+    if scale_factor is not None:
+        statements.append(f"scale_factor={scale_factor:g}: as given")
+    elif is_sd_vae:
+        scale_factor = SD_SCALE
+        statements.append(f"scale_factor={scale_factor}: SD-VAE's")
+    else:
+        spread = _sampled_std(sample_latents, kind) / stored_scale
+        advice = f"{SIGMA_DATA / spread:.4g} gives it the standard deviation {SIGMA_DATA} that EDM assumes" if spread > 0 else ""
+        raise ValueError(
+            f"{key_prefix}scale_factor= is missing: the network sees latents x scale_factor, and that of "
+            f"autoencoder={autoencoder} is not known; {advice or 'these latents are constant'}"
+        )
+
+    if resolution is not None:
+        statements.append(f"resolution={resolution}: as given")
+    elif is_sd_vae or autoencoder == "identity":
+        resolution = 8 * height if is_sd_vae else height
+        statements.append(f"resolution={resolution}: {'8 pixels' if is_sd_vae else 'a pixel'} per latent, {height}x{width}")
+    else:
+        raise ValueError(
+            f"{key_prefix}resolution= is missing: the size of the images in pixels cannot be told from latents of "
+            f"{height}x{width} and autoencoder={autoencoder}"
+        )
+
+    num_classes, said = _settle_num_classes(labels, num_classes, key_prefix)
+    statements.append(said)
+    return ShardInfo(kind, float(scale_factor), autoencoder, int(resolution), num_classes), stored_scale, statements
+
+
+def _settle_kind(latents: Tensor, kind: str | None, fixed_kind: str | None, key_prefix: str) -> tuple[str, list[str]]:
+    channels = latents.shape[1]
+    found, reason = _kind_by_statistics(latents)
+    if kind is not None:
+        if kind not in KINDS:
+            raise ValueError(f"{key_prefix}kind={kind} is not accepted; use {' | '.join(KINDS)}")
+        statements = [f"kind={kind}: as given"]
+        if fixed_kind not in (None, kind):
+            statements.append(f"warning: {key_prefix}kind={kind}, but this format holds kind={fixed_kind}")
+    elif fixed_kind is not None:
+        kind, statements = fixed_kind, [f"kind={fixed_kind}: the format says so"]
+    elif found is not None:
+        kind, statements = found, [f"kind={found}: {reason}"]
+    else:
+        raise ValueError(
+            f"cannot tell whether the {channels} channels are a sample, or mean and log-variance: {reason}; "
+            f"set {key_prefix}kind=sample or {key_prefix}kind=moments"
+        )
+    if kind == "moments" and channels % 2:
+        raise ValueError(f"{key_prefix}kind=moments needs an even number of channels (mean and log-variance), not {channels}")
+    if found not in (None, kind):
+        statements.append(f"warning: kind={kind}, but the values look like kind={found}: {reason}")
+    return kind, statements
+
+
+def _kind_by_statistics(latents: Tensor) -> tuple[str | None, str]:
+    """(kind, or None where it cannot be told; the reason)."""
+    channels = latents.shape[1]
+    if channels % 2:
+        return "sample", f"{channels} channels are an odd number"
+    first, second = (half.double() for half in latents.chunk(2, dim=1))
+    first_mean, first_std = first.mean().item(), first.std(correction=0).item()
+    second_mean, second_std = second.mean().item(), second.std(correction=0).item()
+    low, high = second.min().item(), second.max().item()
+    # The log-variances of a KL autoencoder that is trained mainly to reconstruct are far below 0: SD-VAE's are about -20 to
+    # -8, and clamped at -30. Means are centred.
+    if (second < 0).double().mean() >= 0.99 and second_mean < -6 and abs(first_mean) < 2 * first_std:
+        return "moments", f"{channels} channels, the last {channels // 2} between {low:.1f} and {high:.1f}, as log-variances are"
+    halves = f"mean {first_mean:.2f} and std {first_std:.2f}, the last mean {second_mean:.2f} and std {second_std:.2f}"
+    halves = f"the first {channels // 2} of {channels} channels have {halves}"
+    if abs(second_mean) < 2 * second_std and first_std / 4 < second_std < first_std * 4:
+        return "sample", f"{halves}, so that none are log-variances"
+    return None, halves
+
+
+def _settle_stored_scale(
+    std: float, kind: str, is_sd_vae: bool, stored_scale: float | None, known: float | None, key_prefix: str
+) -> tuple[float, list[str]]:
+    """`std`: of the stored values, of the means alone where they are moments."""
+    measured = f"stored {'means' if kind == 'moments' else 'latents'} have a standard deviation of {std:.3g}"
+    if stored_scale is not None:
+        if not (math.isfinite(stored_scale) and stored_scale > 0):
+            raise ValueError(f"{key_prefix}stored_scale={stored_scale} must be a positive number")
+        reason = "as given"
+    elif known is not None:
+        stored_scale, reason = known, "the format says so"
+    elif not is_sd_vae:
+        stored_scale, reason = 1.0, f"assumed, as for any autoencoder but SD-VAE; {measured}"
+    elif 4 <= std <= 7:
+        stored_scale, reason = 1.0, f"{measured}, as SD-VAE makes them"
+    elif 0.6 <= std <= 1.4:
+        stored_scale, reason = SD_SCALE, f"{measured}, as SD-VAE's have once they were multiplied by {SD_SCALE}"
+    else:
+        raise ValueError(
+            f"cannot tell what the stored values were multiplied by: {measured}, where SD-VAE's have 4 to 7, or 0.6 to 1.4 "
+            f"once multiplied by {SD_SCALE}; set {key_prefix}stored_scale=1 or {key_prefix}stored_scale={SD_SCALE}"
+        )
+    if kind == "moments" and stored_scale != 1:
+        raise ValueError(
+            f"{key_prefix}stored_scale={stored_scale:g} ({reason}) does not go with kind=moments: a log-variance cannot be "
+            f"scaled with its mean, and no project stores such; set {key_prefix}stored_scale=1, or {key_prefix}kind=sample "
+            "if these are samples"
+        )
+    statements = [f"stored_scale={stored_scale:g}: {reason}"]
+    if is_sd_vae and not 2 <= std / stored_scale <= 12:
+        statements.append(
+            f"warning: {measured}, which is {std / stored_scale:.3g} at stored_scale={stored_scale:g}, but SD-VAE makes 4 to 7; "
+            f"check {key_prefix}stored_scale and {key_prefix}autoencoder"
+        )
+    return float(stored_scale), statements
+
+
+def _sampled_std(latents: Tensor, kind: str) -> float:
+    """Standard deviation of what training draws: of the latents, or of mean + std * noise."""
+    if kind == "sample":
+        return latents.double().std(correction=0).item()
+    mean, log_variance = latents.double().chunk(2, dim=1)
+    return torch.sqrt(mean.var(correction=0) + log_variance.clamp(-30, 20).exp().mean()).item()
+
+
+def _settle_num_classes(labels: np.ndarray, num_classes: int | None, key_prefix: str) -> tuple[int, str]:
+    if len(labels) == 0:
+        raise ValueError("there are no items")
+    lowest, highest = int(labels.argmin()), int(labels.argmax())
+    if labels[lowest] < 0:
+        raise ValueError(f"the label of item {lowest} is {labels[lowest]}; labels are 0 .. num_classes - 1")
+    if num_classes is None:
+        return int(labels[highest]) + 1, f"num_classes={labels[highest] + 1}: the largest label + 1"
+    if labels[highest] >= num_classes:
+        raise ValueError(
+            f"the label of item {highest} is {labels[highest]}, outside {key_prefix}num_classes={num_classes}; "
+            f"set {key_prefix}num_classes={labels[highest] + 1} or correct the labels"
+        )
+    return int(num_classes), f"num_classes={num_classes}: as given"

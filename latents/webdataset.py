@@ -1,0 +1,547 @@
+"""WebDataset tars of latents, as the official TREAD trainer reads them: indexed once by offset, then read like native shards.
+
+A sample is two members of an uncompressed tar: `<key>.latent` (a pickled array) or `<key>.latent.npy`, float16 or float32
+[C, h, w], and `<key>.cls` or `<key>.cls.txt`, the label as decimal text. Other members are ignored. The index knows where the
+values of every sample lie in its tar, so that any item is one copy from a mapped file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import io
+import json
+import logging
+import mmap
+import os
+import pickle
+import struct
+import tarfile
+from array import array
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+from torch import Tensor
+from tqdm import tqdm
+
+from latents.detection import detect
+
+log = logging.getLogger(__name__)
+
+# First bytes; bzip2 is left out, as a tar begins with the name of a member, which may be the letters BZh.
+COMPRESSED = {b"\x1f\x8b": "gzip", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+COMPRESSED_SUFFIXES = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
+LATENT_EXTENSIONS, LABEL_EXTENSIONS = ("latent", "latent.npy"), ("cls", "cls.txt")
+INDEX_FORMAT = "1"  # goes up with every change of what an index file holds
+MAX_OPEN_TARS = 256  # a mapping keeps a file descriptor, of which a process has 1,024 by default
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Single arrays.
+
+
+def check_float(where: str, dtype: np.dtype) -> np.dtype:
+    """Raises ValueError, naming `where`, for anything but float16 and float32 of this machine's byte order."""
+    if dtype == np.float64:
+        raise ValueError(f"{where} is float64; latents are float32 or float16: save it again with .astype(np.float32)")
+    if dtype not in (np.float16, np.float32) or not dtype.isnative:
+        raise ValueError(f"{where} is {dtype}; latents are float32 or float16 in little-endian byte order")
+    return dtype
+
+
+@functools.lru_cache(maxsize=1024)
+def _parse_npy_header(head: bytes) -> tuple[np.dtype, tuple[int, ...], bool]:
+    stream = io.BytesIO(head)
+    read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+    shape, fortran_order, dtype = read[np.lib.format.read_magic(stream)](stream)
+    return dtype, shape, fortran_order
+
+
+def locate_npy(where: str, payload: bytes) -> tuple[np.dtype, tuple[int, ...], int]:
+    """(dtype, shape, offset of the values) of a file in .npy format.
+
+    Raises:
+        ValueError: it is not one, is truncated, or is in Fortran order. The message begins with `where`.
+    """
+    try:
+        offset = 10 + int.from_bytes(payload[8:10], "little")
+        if payload[6:8] == b"\x02\x00":
+            offset = 12 + int.from_bytes(payload[8:12], "little")
+        dtype, shape, fortran_order = _parse_npy_header(payload[:offset])
+    except (ValueError, KeyError, SyntaxError, TypeError) as e:
+        raise ValueError(f"{where} is not in .npy format, or is truncated: {e}") from e
+    if fortran_order:
+        raise ValueError(f"{where} is in Fortran order; save it again with np.ascontiguousarray")
+    if not dtype.hasobject and len(payload) != offset + dtype.itemsize * int(np.prod(shape)):
+        raise ValueError(f"{where} is truncated: {len(payload) - offset} bytes are not {dtype} {list(shape)}")
+    return dtype, shape, offset
+
+
+class _PickledDtype:
+    """Takes the place of numpy.dtype while a pickle is read."""
+
+    def __init__(self, code: str, align: bool = False, copy: bool = False):
+        self.code, self.byte_order = code, "|"
+
+    def __setstate__(self, state: tuple):
+        self.byte_order = state[1]
+
+
+class _PickledArray:
+    """Takes the place of an array while a pickle is read: what it says, not yet believed."""
+
+    def __init__(self, data=None, dtype=None, shape=None, order="C", *unknown):
+        self.data, self.dtype, self.shape, self.order = data, dtype, shape, order
+
+    def __setstate__(self, state: tuple):
+        *_, self.shape, self.dtype, is_fortran, self.data = state  # an old NumPy's has no version in front
+        self.order = "F" if is_fortran else "C"
+
+
+def _reconstruct(subtype, shape, typecode) -> _PickledArray:
+    return _PickledArray()
+
+
+def _latin1(text: str, encoding: str) -> bytes:
+    """Protocol 2 has no bytes: it writes them as text."""
+    if encoding != "latin1":
+        raise pickle.UnpicklingError(f"encoding {encoding!r}")
+    return text.encode("latin1")
+
+
+# Everything that a pickled array names, under the names of old and new NumPy, and what is called in its place. No code
+# that a pickle chooses runs: not even NumPy's own, whose __setstate__ trusts its input.
+_ADMITTED = {
+    ("numpy", "ndarray"): "numpy.ndarray",  # only ever an argument of _reconstruct
+    ("numpy", "dtype"): _PickledDtype,
+    ("_codecs", "encode"): _latin1,
+    ("numpy.core.multiarray", "_reconstruct"): _reconstruct,
+    ("numpy._core.multiarray", "_reconstruct"): _reconstruct,
+    ("numpy.core.numeric", "_frombuffer"): _PickledArray,
+    ("numpy._core.numeric", "_frombuffer"): _PickledArray,
+}
+
+
+class ArrayUnpickler(pickle.Unpickler):
+    """Reads pickles that hold one NumPy array, and nothing else; `load` gives what the pickle says of it."""
+
+    def find_class(self, module: str, name: str):
+        if (module, name) not in _ADMITTED:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, and only NumPy arrays are admitted")
+        return _ADMITTED[module, name]
+
+
+def unpickle_array(where: str, payload: bytes) -> np.ndarray:
+    """The array of a pickle of any protocol, read without running code that it names.
+
+    Raises:
+        ValueError: it names anything else, or does not hold a float16 or float32 array in C order. The message begins
+            with `where`.
+    """
+    try:
+        pickled = ArrayUnpickler(io.BytesIO(payload)).load()
+    # The documentation of pickle: damaged data may raise other exceptions, "not necessarily limited to" these.
+    except (
+        pickle.UnpicklingError, AttributeError, EOFError, ImportError, IndexError, KeyError, MemoryError, OverflowError,
+        TypeError, ValueError,
+    ) as e:  # fmt: skip
+        raise ValueError(f"{where} is refused, as a pickle of more than one array or a damaged one: {e}") from e
+    if not (isinstance(pickled, _PickledArray) and isinstance(pickled.dtype, _PickledDtype)):
+        raise ValueError(f"{where} is a pickle, but not of a NumPy array")
+    code, byte_order = pickled.dtype.code, pickled.dtype.byte_order
+    if code not in ("f2", "f4", "f8") or byte_order not in ("<", "=", "|"):
+        raise ValueError(
+            f"{where} is an array of type {byte_order}{code}; latents are float32 or float16 in little-endian byte order"
+        )
+    dtype = check_float(where, np.dtype(code))
+    if pickled.order != "C":
+        raise ValueError(f"{where} is in Fortran order; save it again with np.ascontiguousarray")
+    try:
+        return np.frombuffer(pickled.data, dtype=dtype).reshape(pickled.shape)
+    except (ValueError, TypeError) as e:
+        raise ValueError(f"{where} does not hold an array of the shape that it names: {e}") from e
+
+
+def _locate_in_pickle(payload: bytes, values: bytes) -> int | None:
+    """Offset of an array's values in its pickle; None where they are not there as they are (protocol 2 writes text)."""
+    # The instructions that push bytes: BINBYTES, BINBYTES8, SHORT_BINBYTES, BYTEARRAY8.
+    size = len(values)
+    pushes = [b"\x8e" + struct.pack("<Q", size), b"\x96" + struct.pack("<Q", size)]
+    pushes += [b"B" + struct.pack("<I", size)] if size < 2**32 else []
+    pushes += [b"C" + struct.pack("<B", size)] if size < 2**8 else []
+    places = [payload.find(push + values) + len(push) for push in pushes if push + values in payload]
+    return places[0] if len(places) == 1 else None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The index.
+
+
+class _Layouts:
+    """Where values lie in members. Members differ in their values alone, so that all but the first few are not parsed."""
+
+    def __init__(self, allow_pickle: bool, flag: str):
+        self.allow_pickle, self.flag = allow_pickle, flag
+        self.dtype: np.dtype | None = None
+        self.shape: tuple[int, ...] = ()
+        self.first_member = self.first_pickle = ""
+        self._known: dict[int, tuple[bytes, bytes, int]] = {}  # size of a member -> its head, its tail, offset of the values
+
+    def locate(self, where: str, extension: str, member: np.ndarray) -> int | None:
+        """Offset of the values in a member, uint8 [size]; None where they have to be unpickled.
+
+        Raises:
+            ValueError: as `unpickle_array`; another shape or type than the members before; a pickle that is not allowed.
+        """
+        head, tail, offset = self._known.get(len(member), (b"", b"", 0))
+        if offset and member[: len(head)].tobytes() == head and member[len(member) - len(tail) :].tobytes() == tail:
+            return offset
+        payload = member.tobytes()
+        if extension.endswith(".npy") or payload.startswith(b"\x93NUMPY"):
+            dtype, shape, offset = locate_npy(where, payload)
+            check_float(where, dtype)
+        else:
+            self.first_pickle = self.first_pickle or where
+            if not self.allow_pickle:
+                raise ValueError(_pickle_refused(where, self.flag))
+            values = unpickle_array(where, payload)
+            dtype, shape, offset = values.dtype, values.shape, _locate_in_pickle(payload, values.tobytes())
+        if self.dtype is None:
+            self.dtype, self.shape, self.first_member = dtype, tuple(shape), where
+            if len(shape) != 3 or 0 in shape:
+                raise ValueError(f"{where} is {dtype} {list(shape)}; need [C, h, w]")
+        if (dtype, shape) != (self.dtype, self.shape):
+            raise ValueError(
+                f"{where} is {dtype} {list(shape)}, but {self.first_member} is {self.dtype} {list(self.shape)}; "
+                "keep latents of one shape and type in a folder"
+            )
+        if offset is not None:
+            end = offset + dtype.itemsize * int(np.prod(shape))
+            self._known[len(member)] = payload[:offset], payload[end:], offset
+        return offset
+
+
+def _pickle_refused(where: str, flag: str) -> str:
+    return (
+        f"{where} is a pickle, and unpickling can run code that a file names; {flag}=true reads it with an unpickler that "
+        "admits NumPy arrays alone and runs no code"
+    )
+
+
+def find_tars(path: Path) -> list[Path]:
+    """The tars of a folder, sorted by name, or the one that `path` is.
+
+    Raises:
+        ValueError: there are none, or some are compressed.
+    """
+    entries = [path] if path.is_file() else sorted(f for f in path.iterdir() if not f.name.startswith(".") and f.is_file())
+    compressed = [f for f in entries if f.name.endswith(COMPRESSED_SUFFIXES)]
+    tars = [f for f in entries if f.suffix == ".tar" or f == path]
+    for file in compressed + tars:
+        with open(file, "rb") as f:
+            start = f.read(6)
+        kind = next((name for magic, name in COMPRESSED.items() if start.startswith(magic)), None)
+        if kind or file in compressed:
+            raise ValueError(
+                f"{file} is compressed{f' ({kind})' if kind else ''}, so that items cannot be read by offset; "
+                "decompress it first (or move it elsewhere)"
+            )
+    if not tars:
+        raise ValueError(f"{path} holds no tars (*.tar)")
+    return tars
+
+
+class TarIndex:
+    """Where in which tar the values of every sample lie, and its label; `open` makes one.
+
+    Attributes:
+        files: the tars.
+        dtype, shape: of every array, [C, h, w].
+        labels: [N] int64.
+        tar_of: [N] int32, number in `files`.
+        offsets: [N] int64, of the first value, in bytes.
+        pickle_bytes: [N] int64, 0; or the size of a pickle at that offset, of a protocol that does not keep values as they are.
+        first_pickle: names the first member that is a pickle; empty where there is none.
+    """
+
+    def __init__(self, files: list[Path], arrays: dict[str, np.ndarray], dtype: np.dtype, shape: tuple, first_pickle: str):
+        self.files, self.dtype, self.shape, self.first_pickle = files, np.dtype(dtype), tuple(shape), first_pickle
+        self.labels, self.tar_of = arrays["labels"], arrays["tar_of"]
+        self.offsets, self.pickle_bytes = arrays["offsets"], arrays["pickle_bytes"]
+        self._item_bytes = self.dtype.itemsize * int(np.prod(self.shape))
+        self._map = functools.lru_cache(maxsize=MAX_OPEN_TARS)(lambda tar: _map_file(self.files[tar]))
+
+    @classmethod
+    def open(cls, path: str | Path, allow_pickle: bool = False, flag: str = "allow_pickle") -> TarIndex:
+        """Read the index that lies beside the tars, or scan them and leave one; of several processes, one scans.
+
+        Args:
+            path: a folder of tars, or one tar.
+            allow_pickle: read pickled arrays, with ArrayUnpickler.
+            flag: the key that sets it, for the message.
+
+        Raises:
+            ValueError: no tars; compressed or truncated ones; a sample without a latent or a label, or with two; pickles
+                that are not allowed, or of more than an array; mixed shapes. The message names the tar and the member.
+        """
+        path = Path(path)
+        files = find_tars(path)
+        # Hidden, so that it is not taken for a shard.
+        index_file = (
+            path.parent / f".{path.name}.latents-index.safetensors" if path.is_file() else path / ".latents-index.safetensors"
+        )
+        state = json.dumps([[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files])  # what an index belongs to
+        index = cls._load(index_file, files, state)
+        if index is None:
+            with contextlib.ExitStack() as stack:
+                with contextlib.suppress(OSError):  # no permission to write, or a file system without locks: all scan
+                    lock = stack.enter_context(open(index_file.with_suffix(".lock"), "w"))
+                    fcntl.lockf(lock, fcntl.LOCK_EX)
+                    index = cls._load(index_file, files, state)
+                if index is None:
+                    index = cls._scan(files, allow_pickle, flag)
+                    index._save(index_file, state)
+        if index.first_pickle and not allow_pickle:
+            raise ValueError(_pickle_refused(str(files[0].parent / index.first_pickle), flag))
+        return index
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def read(self, items: np.ndarray) -> np.ndarray:
+        """[b] item numbers -> [b, C, h, w] as stored."""
+        values = np.empty((len(items), *self.shape), dtype=self.dtype)
+        rows = values.view(np.uint8).reshape(len(items), self._item_bytes)
+        places = zip(rows, self.tar_of[items].tolist(), self.offsets[items].tolist(), self.pickle_bytes[items].tolist())
+        for row, tar, offset, pickle_bytes in places:
+            if pickle_bytes:
+                payload = self._map(tar)[offset : offset + pickle_bytes].tobytes()
+                row[:] = np.frombuffer(unpickle_array(str(self.files[tar]), payload).tobytes(), dtype=np.uint8)
+            else:
+                row[:] = self._map(tar)[offset : offset + self._item_bytes]
+        return values
+
+    def name_of(self, item: int) -> str:
+        """The tar and the member that an item comes from, for messages: looked up in the tar, which takes a while."""
+        file, offset = self.files[self.tar_of[item]], self.offsets[item]
+        with tarfile.open(file, "r:") as tar:
+            name = next((m.name for m in tar if m.offset_data <= offset < m.offset_data + m.size), f"offset {offset}")
+        return f"{file}: {name}"
+
+    @classmethod
+    def _scan(cls, files: list[Path], allow_pickle: bool, flag: str) -> TarIndex:
+        layouts, parts, extensions = _Layouts(allow_pickle, flag), [], set()
+        sizes = [file.stat().st_size for file in files]
+        with tqdm(
+            total=sum(sizes), desc="indexing tars", unit="B", unit_scale=True, dynamic_ncols=True, delay=1, leave=False
+        ) as bar:
+            for tar, file in enumerate(files):
+                part = _scan_tar(file, layouts, extensions, bar)
+                parts.append(part | {"tar_of": np.full(len(part["labels"]), tar, dtype=np.int32)})
+        arrays = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        if len(arrays["labels"]) == 0:
+            held = ", ".join(f".{e}" for e in sorted(extensions)[:8]) or "nothing"
+            raise ValueError(
+                f"{files[0].parent}: the tars hold no latents: need members <key>.latent or <key>.latent.npy, and <key>.cls; "
+                f"these hold {held}"
+            )
+        # Without the folder, which may be moved with the index in it.
+        first_pickle = layouts.first_pickle.removeprefix(f"{files[0].parent}{os.sep}")
+        return cls(files, arrays, layouts.dtype, layouts.shape, first_pickle)
+
+    @classmethod
+    def _load(cls, index_file: Path, files: list[Path], state: str) -> TarIndex | None:
+        """None where there is no index, a damaged one, or that of other tars."""
+        try:
+            with safe_open(index_file, framework="np") as f:
+                metadata = f.metadata() or {}
+                if (metadata.get("index_format"), metadata.get("tars")) != (INDEX_FORMAT, state):
+                    return None
+                arrays = {name: f.get_tensor(name) for name in ("labels", "tar_of", "offsets", "pickle_bytes")}
+            return cls(files, arrays, np.dtype(metadata["dtype"]), json.loads(metadata["shape"]), metadata["first_pickle"])
+        except (SafetensorError, OSError, KeyError, ValueError):
+            return None
+
+    def _save(self, index_file: Path, state: str) -> None:
+        arrays = {n: getattr(self, n) for n in ("labels", "tar_of", "offsets", "pickle_bytes")}
+        metadata = {"index_format": INDEX_FORMAT, "tars": state, "dtype": self.dtype.str}
+        metadata |= {"shape": json.dumps(self.shape), "first_pickle": self.first_pickle}
+        temporary = index_file.with_name(f"{index_file.name}.tmp{os.getpid()}")
+        try:
+            try:
+                temporary.write_bytes(save(arrays, metadata=metadata))
+                os.replace(temporary, index_file)
+            finally:
+                temporary.unlink(missing_ok=True)
+        except OSError as e:
+            log.warning("cannot keep the index of the tars in %s (%s): every start scans them anew", index_file, e.strerror)
+
+
+def _map_file(file: Path) -> np.ndarray:
+    """The bytes of a file, mapped: uint8 [size]."""
+    with open(file, "rb") as f:
+        return np.frombuffer(mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
+
+
+def _scan_tar(file: Path, layouts: _Layouts, extensions: set[str], bar: tqdm) -> dict[str, np.ndarray]:
+    """labels, offsets and pickle_bytes of the samples of a tar, in the order in which their first members stand."""
+    truncated = f"{file} is truncated or damaged (%s); copy or make it again"
+    size = file.stat().st_size
+    if size == 0:
+        raise ValueError(truncated % "it is empty")
+    rows: dict[str, int] = {}
+    labels, offsets, pickle_bytes = array("q"), array("q"), array("q")
+    content, at = _map_file(file), 0
+    try:
+        with tarfile.open(file, "r:") as tar:
+            while (member := tar.next()) is not None:
+                tar.members.clear()  # tarfile keeps all, which is gigabytes for a large tar
+                bar.update(member.offset_data - at)
+                at, end = member.offset_data, member.offset_data + member.size
+                folder, slash, name = member.name.rpartition("/")
+                stem, _, extension = name.partition(".")
+                extension = extension.lower()
+                if not stem or extension not in LATENT_EXTENSIONS + LABEL_EXTENSIONS:
+                    extensions.add(extension)
+                    continue
+                where = f"{file}: member {member.name}"
+                if not member.isreg() or member.issparse():
+                    raise ValueError(f"{where} is a link or sparse; make the tar again of plain files")
+                if end > size:
+                    raise ValueError(truncated % f"{member.name} goes past its end")
+                row = rows.setdefault(folder + slash + stem, len(rows))
+                if row == len(labels):
+                    labels.append(-1)
+                    offsets.append(-1)
+                    pickle_bytes.append(0)
+                filled = offsets if extension in LATENT_EXTENSIONS else labels
+                if filled[row] >= 0:
+                    raise ValueError(f"{where}: the key has a second {extension}; keys must differ within a tar")
+                if filled is labels:
+                    labels[row] = _parse_label(where, content[at:end])
+                    continue
+                offset = layouts.locate(where, extension, content[at:end])
+                offsets[row] = at + (offset or 0)
+                pickle_bytes[row] = 0 if offset is not None else member.size
+            # tarfile takes a damaged header for the end; the end of a whole tar is a block of zeros.
+            if content[tar.offset : tar.offset + tarfile.BLOCKSIZE].tobytes() != bytes(tarfile.BLOCKSIZE):
+                raise ValueError(truncated % f"no end of the archive at byte {tar.offset}")
+    except tarfile.TarError as e:
+        raise ValueError(truncated % e) from e
+    bar.update(size - at)
+    for key, row in rows.items():
+        if offsets[row] < 0 or labels[row] < 0:
+            lacks, has = ("cls", "latent") if labels[row] < 0 else ("latent", "cls")
+            raise ValueError(f"{file}: sample {key} has a .{has} but no .{lacks} member; make the tar again")
+    arrays = {"labels": labels, "offsets": offsets, "pickle_bytes": pickle_bytes}
+    return {name: np.array(values, dtype=np.int64) for name, values in arrays.items()}
+
+
+def _parse_label(where: str, text: np.ndarray) -> int:
+    stripped = text[:64].tobytes().strip()
+    if len(text) > 64 or not stripped.isdigit():
+        raise ValueError(f"{where} holds {text[:24].tobytes()!r}, not a label (a whole number, 0 or more)")
+    return int(stripped)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The data set.
+
+
+def spread_items(num_items: int, at_most: int) -> np.ndarray:
+    """[n] int64: item numbers spread evenly over the data, first and last among them."""
+    return np.unique(np.linspace(0, num_items - 1, num=min(at_most, num_items)).astype(np.int64))
+
+
+class TarLatents:
+    """All tars of a folder as one array of latents, read by index: what LatentDataset is for native shards.
+
+    Args:
+        path: a folder of uncompressed tars, or one tar.
+        kind, scale_factor, autoencoder, resolution, num_classes: as in ShardInfo; None is detected.
+        stored_scale: what the stored values were multiplied by (SD-VAE latents: 1 or 0.18215); None is detected.
+        allow_pickle: read pickled arrays, with an unpickler that admits nothing else.
+        key_prefix: goes before the keys in messages (`data.` in training).
+
+    Attributes:
+        statements: what was detected, and why; for the log.
+
+    Raises:
+        ValueError: as `TarIndex.open` and `detect`.
+    """
+
+    has_flips = False
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        kind: str | None = None,
+        stored_scale: float | None = None,
+        scale_factor: float | None = None,
+        autoencoder: str | None = None,
+        resolution: int | None = None,
+        num_classes: int | None = None,
+        allow_pickle: bool = False,
+        key_prefix: str = "",
+    ):
+        self.path = Path(path)
+        given = dict(kind=kind, stored_scale=stored_scale, scale_factor=scale_factor, autoencoder=autoencoder)
+        given |= dict(resolution=resolution, num_classes=num_classes, key_prefix=key_prefix)
+        self._arguments = given | dict(allow_pickle=allow_pickle)
+        if not self.path.exists():
+            raise ValueError(f"{key_prefix}path={self.path} does not exist; give a folder of uncompressed tars (*.tar)")
+        index = TarIndex.open(self.path, allow_pickle, f"{key_prefix}allow_pickle")
+        if index.pickle_bytes.any():
+            item = int(np.flatnonzero(index.pickle_bytes)[0])
+            raise ValueError(
+                f"{index.name_of(item)} is a pickle of protocol 2 or older, whose values cannot be read by offset; make native "
+                f"shards of the tars with `python prepare_latents.py convert`, and train on those"
+            )
+        spread = spread_items(len(index), 256)
+        sample = index.read(spread)
+        bad = np.flatnonzero(~np.isfinite(sample).all(axis=(1, 2, 3)))
+        if len(bad):
+            raise ValueError(f"{index.name_of(int(spread[bad[0]]))} holds NaN or Inf; make it again, or leave it out")
+        self.info, self.stored_scale, self.statements = detect(torch.from_numpy(sample).float(), labels=index.labels, **given)
+        self._index, self.files, self.labels = index, index.files, index.labels
+        channels, self.height, self.width = index.shape
+        self.channels = channels // 2 if self.info.kind == "moments" else channels
+
+    def __reduce__(self):
+        # A loader worker that is not forked reads the index anew; pickling it would copy megabytes to each.
+        return functools.partial(TarLatents, **self._arguments), (self.path,)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def fetch(self, indices: np.ndarray, flips: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Read a batch.
+
+        Args:
+            indices: [b] item numbers.
+            flips: [b] bool, all False: tars hold no mirrored latents.
+
+        Returns:
+            latents [b, C or 2C, h, w] as the autoencoder makes them (the stored values divided by stored_scale), labels
+            [b] int64.
+        """
+        assert not flips.any(), "these tars hold no mirrored latents"
+        latents = torch.from_numpy(self._index.read(indices))
+        if self.stored_scale != 1:
+            latents = latents.float().div_(self.stored_scale)
+        return latents, torch.from_numpy(self.labels[indices])
+
+    def fingerprint(self) -> str:
+        """A hash of the header, scale, sizes, labels and 64 latents spread over the data: other data, another value."""
+        digest = hashlib.blake2b(digest_size=16)
+        items_per_tar = np.bincount(self._index.tar_of, minlength=len(self.files)).tolist()
+        digest.update(repr((self.info, self.stored_scale, self._index.dtype.str, self._index.shape, items_per_tar)).encode())
+        digest.update(self.labels.tobytes())
+        digest.update(self._index.read(spread_items(len(self), 64)).tobytes())
+        return digest.hexdigest()
