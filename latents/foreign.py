@@ -1,0 +1,586 @@
+"""Latents as other projects store them, read in order for conversion to native shards.
+
+| format | made by | holds |
+|---|---|---|
+| `maskdit_lmdb` | MaskDiT, extract_latent.py | `z-<i>` float32 moments, `y-<i>`, `length`; perhaps mirrored copies at the end |
+| `webdataset` | MaskDiT's lmdb2wds.py, for the official TREAD trainer | tars of `<key>.latent`, `<key>.cls` |
+| `fast_dit` | fast-DiT, extract_features.py | `<name>_features/<i>.npy`, samples x 0.18215, and `<name>_labels/<i>.npy` |
+| `repa` | REPA and EDM2, dataset_tools.py encode | dataset.json, .npy files of mean and standard deviation; or a .zip of these |
+| `lightningdit` | LightningDiT, extract_features.py | safetensors with `latents`, `latents_flip`, `labels` |
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from tqdm import tqdm
+
+from latents.detection import SD_SCALE
+from latents.webdataset import TarIndex, check_float, locate_npy, spread_items
+
+
+class LatentSource(Protocol):
+    """What conversion asks of a format.
+
+    Attributes:
+        describe: the name of the format, in words.
+        labels: [N] int64.
+        shape: (C, h, w) of an item as `read` gives it; 2C channels where items are moments.
+        has_flips: `read` also gives latents of the mirrored images.
+        fixed_kind: `moments` or `sample` where the format says so.
+        known_stored_scale: what the stored values were multiplied by, where the format says so.
+        statements: what was found out on opening, for the log.
+    """
+
+    describe: str
+    labels: np.ndarray
+    shape: tuple[int, int, int]
+    has_flips: bool
+    fixed_kind: str | None
+    known_stored_scale: float | None
+    statements: list[str]
+
+    def read(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
+        """Items start .. stop - 1 as stored, float32 [b, *shape], and their mirror images where has_flips.
+
+        Raises:
+            ValueError: an item that is missing, has another shape or type, or is not finite. The message names it.
+        """
+        ...
+
+    def fingerprint(self) -> str:
+        """A hash of names, sizes and labels: cheap, and another one for other data."""
+        ...
+
+
+def sample_of(source: LatentSource, num_items: int = 256) -> Tensor:
+    """[n, *shape] float32: items spread over the data, as `detection.detect` asks for."""
+    return torch.cat([source.read(i, i + 1)[0] for i in spread_items(len(source.labels), num_items).tolist()])
+
+
+def _hash(*parts: object) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        digest.update(part.tobytes() if isinstance(part, np.ndarray) else repr(part).encode())
+    return digest.hexdigest()
+
+
+def _check_finite_items(latents: np.ndarray, name_of: Callable[[int], str]) -> None:
+    """Raises ValueError where one of latents [b, C, h, w] holds NaN or Inf; name_of(number in the batch) names it."""
+    # A sum is finite only if all values are, and cheap; float64 cannot overflow.
+    if not np.isfinite(latents.sum(dtype=np.float64)):
+        bad = int(np.flatnonzero(~np.isfinite(latents).all(axis=(1, 2, 3)))[0])
+        raise ValueError(f"{name_of(bad)} holds NaN or Inf; make it again, or leave it out")
+
+
+def _whole_numbers(where: str, labels: np.ndarray) -> np.ndarray:
+    if not np.issubdtype(labels.dtype, np.integer):
+        raise ValueError(f"{where}: labels are {labels.dtype}, not whole numbers")
+    return labels.astype(np.int64)
+
+
+def _read_npy(where: str, payload: bytes) -> np.ndarray:
+    """An .npy file, without pickles; only its header is parsed, and equal headers but once."""
+    dtype, shape, offset = locate_npy(where, payload)
+    if dtype.hasobject:
+        raise ValueError(f"{where} holds Python objects, not numbers")
+    return np.frombuffer(payload, dtype=dtype, offset=offset).reshape(shape)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class MaskDiTLMDB:
+    """MaskDiT's LMDB: SD-VAE moments [8, h, w] under `z-<i>`, labels under `y-<i>`, their number under `length`.
+
+    With --xflip MaskDiT stores the mirrored images after all others, and says nowhere that it did. Where the labels of the
+    halves agree and latents of the second half look like mirrored ones of the first, that half becomes the flips.
+
+    Args:
+        path: the folder of data.mdb, or an LMDB in a single file.
+
+    Raises:
+        ValueError: not such an LMDB, a truncated one, one without `length`, or an item that is missing.
+    """
+
+    describe = "MaskDiT LMDB"
+    fixed_kind, known_stored_scale = "moments", 1.0
+    CHANNELS = 8
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.file = self.path if self.path.is_file() else self.path / "data.mdb"
+        if not self.file.exists():
+            inside = next(
+                (f"; use {name}: {self.path / name}" for name in ("train", "val") if (self.path / name / "data.mdb").exists()), ""
+            )
+            raise ValueError(f"{self.path} holds no data.mdb{inside}")
+        with self._open() as env, env.begin(buffers=True) as txn:
+            self._check_not_truncated(env)
+            length = self._number(txn, "length", "the extraction was interrupted before it wrote it; run it again")
+            if length == 0:
+                raise ValueError(f"{self.file} holds no items (length is 0)")
+            labels = np.array([self._number(txn, f"y-{i}", f"but length is {length}") for i in range(length)], dtype=np.int64)
+            item_bytes = len(self._value(txn, "z-0", f"but length is {length}"))
+            size = math.isqrt(item_bytes // (4 * self.CHANNELS))
+            if item_bytes == 0 or item_bytes != 4 * self.CHANNELS * size**2:
+                raise ValueError(
+                    f"{self.file}: z-0 has {item_bytes} bytes, which are not float32 moments [8, h, h] of an SD-VAE for any h; "
+                    "float64 or samples [4, h, h] are not what MaskDiT writes"
+                )
+            self.shape = (self.CHANNELS, size, size)
+            correlation = self._mirror_correlation(txn, labels)
+        self.has_flips = correlation > 0.5
+        self.labels = labels[: length // 2] if self.has_flips else labels
+        found = f"the labels of the halves agree, and latents correlate by {correlation:.2f} with mirrored ones of the first half"
+        said = f"latents_flip: the second {len(self.labels)} items (--xflip); {found}"
+        self.statements = [said] if self.has_flips else []
+
+    def read(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
+        with self._open() as env, env.begin(buffers=True) as txn:
+            latents = self._items(txn, range(start, stop))
+            num = len(self.labels)
+            flips = self._items(txn, range(num + start, num + stop)) if self.has_flips else None
+        return torch.from_numpy(latents), None if flips is None else torch.from_numpy(flips)
+
+    def fingerprint(self) -> str:
+        return _hash(self.describe, self.shape, self.file.stat().st_size, self.has_flips, self.labels)
+
+    def _open(self):
+        import lmdb  # this format alone needs it
+
+        try:
+            # No lock: nothing is written to a folder that may be read-only, and nobody writes while this reads.
+            # Opened for every read, which takes microseconds: LMDB allows a process one handle, and none across a fork.
+            return lmdb.open(str(self.path), subdir=self.path.is_dir(), readonly=True, lock=False, readahead=False, create=False)
+        except lmdb.Error as e:
+            raise ValueError(f"{self.file} is damaged or not an LMDB: {e}") from e
+
+    def _check_not_truncated(self, env) -> None:
+        needed, found = (env.info()["last_pgno"] + 1) * env.stat()["psize"], self.file.stat().st_size
+        # Reading a page that is not there ends the process. LMDB may leave a few last pages unwritten that nothing refers to.
+        if found < needed - 64 * env.stat()["psize"]:
+            raise ValueError(f"{self.file} is truncated: {found} of {needed} bytes; copy it again")
+
+    def _value(self, txn, key: str, hint: str):
+        value = txn.get(key.encode())
+        if value is None:
+            raise ValueError(f"{self.file} has no {key}: {hint}")
+        return value
+
+    def _number(self, txn, key: str, hint: str) -> int:
+        text = bytes(self._value(txn, key, hint))
+        if not text.isdigit():
+            raise ValueError(f"{self.file}: {key} is {text[:24]!r}, not a whole number")
+        return int(text)
+
+    def _items(self, txn, numbers: range) -> np.ndarray:
+        latents = np.empty((len(numbers), *self.shape), dtype=np.float32)
+        for row, number in zip(latents, numbers):
+            value = self._value(txn, f"z-{number}", "an item is missing; run the extraction again")
+            if len(value) != row.nbytes:
+                hint = ", as many as float64 has" if len(value) == 2 * row.nbytes else ""
+                raise ValueError(
+                    f"{self.file}: z-{number} has {len(value)} bytes{hint}, but z-0 has {row.nbytes} (float32 {list(self.shape)})"
+                )
+            row[:] = np.frombuffer(value, dtype="<f4").reshape(self.shape)
+        _check_finite_items(latents, lambda i: f"{self.file}: z-{numbers[i]}")
+        return latents
+
+    def _mirror_correlation(self, txn, labels: np.ndarray) -> float:
+        """Median correlation of the means of item N/2 + i with the mirrored ones of item i; 0 where labels differ."""
+        half = len(labels) // 2
+        if len(labels) % 2 or not np.array_equal(labels[:half], labels[half:]):
+            return 0.0
+        correlations = []
+        for i in spread_items(half, 32).tolist():
+            first, second = self._items(txn, range(i, i + 1))[0], self._items(txn, range(half + i, half + i + 1))[0]
+            a, b = (x[: self.CHANNELS // 2].astype(np.float64) for x in (first[..., ::-1], second))
+            a, b = a - a.mean(), b - b.mean()
+            norm = math.sqrt((a * a).sum() * (b * b).sum())
+            correlations.append((a * b).sum() / norm if norm > 0 else 0.0)
+        return float(np.median(correlations))
+
+
+class Tars:
+    """WebDataset tars; see `latents.webdataset`.
+
+    Args:
+        path: a folder of uncompressed tars, or one tar.
+        allow_pickle: read pickled arrays, with an unpickler that admits nothing else.
+    """
+
+    describe = "WebDataset tars"
+    has_flips = False
+    fixed_kind = known_stored_scale = None
+
+    def __init__(self, path: str | Path, allow_pickle: bool = False):
+        self._index = TarIndex.open(path, allow_pickle)
+        self.labels, self.shape, self.statements = self._index.labels, self._index.shape, []
+
+    def read(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
+        latents = self._index.read(np.arange(start, stop)).astype(np.float32, copy=False)
+        _check_finite_items(latents, lambda i: self._index.name_of(start + i))
+        return torch.from_numpy(latents), None
+
+    def fingerprint(self) -> str:
+        files = [(f.name, f.stat().st_size) for f in self._index.files]
+        return _hash(self.describe, self.shape, files, self.labels)
+
+
+class FastDiTFolder:
+    """fast-DiT's `<name>_features/<i>.npy`, float32 [B, 4, h, w] times 0.18215, and `<name>_labels/<i>.npy`, int64 [B].
+
+    Args:
+        path: the folder of both, or the folder of features.
+
+    Raises:
+        ValueError: no such folders or several; features and labels that differ in number; names that are not numbers.
+    """
+
+    describe = "fast-DiT features"
+    has_flips = False
+    fixed_kind, known_stored_scale = "sample", SD_SCALE
+
+    def __init__(self, path: str | Path):
+        self.features, self._labels_folder = self._find(Path(path))
+        numbers, label_numbers = self._numbers(self.features), self._numbers(self._labels_folder)
+        lacking = min(set(numbers) ^ set(label_numbers), default=None)
+        if lacking is not None:
+            has, lacks = (self.features, self._labels_folder) if lacking in numbers else (self._labels_folder, self.features)
+            name = numbers.get(lacking) or label_numbers[lacking]
+            raise ValueError(
+                f"{self.features} holds {len(numbers)} files and {self._labels_folder.name} {len(label_numbers)}: "
+                f"{has.name}/{name} lacks its partner in {lacks}"
+            )
+        if not numbers:
+            raise ValueError(f"{self.features} holds no .npy files")
+        self._names = [numbers[i] for i in sorted(numbers)]  # by number: 2 comes before 10
+        label_names = [label_numbers[i] for i in sorted(numbers)]
+        labels = [
+            self._read_labels(self._labels_folder / name)
+            for name in tqdm(label_names, desc="reading labels", unit="file", dynamic_ncols=True, delay=1, leave=False)
+        ]
+        self.labels = np.concatenate(labels)
+        self._first_item = np.cumsum([0] + [len(x) for x in labels])
+        self.shape: tuple[int, ...] = ()
+        self.shape = self._read_features(0).shape[1:]
+        self.statements = []
+
+    @staticmethod
+    def _find(path: Path) -> tuple[Path, Path]:
+        ends = "_features"
+        found = [path] if path.name.endswith(ends) else sorted(f for f in path.glob(f"*{ends}") if f.is_dir())
+        if len(found) != 1:
+            names = ", ".join(f.name for f in found) or "none"
+            raise ValueError(f"{path} must hold one folder <name>_features, but there are: {names}; give the path of one of them")
+        labels = found[0].with_name(found[0].name.removesuffix(ends) + "_labels")
+        if not labels.is_dir():
+            raise ValueError(f"{found[0]} has no folder of labels beside it: {labels} does not exist")
+        return found[0], labels
+
+    @staticmethod
+    def _numbers(folder: Path) -> dict[int, str]:
+        """Number -> name of the .npy files of a folder."""
+        names = [e.name for e in os.scandir(folder) if e.name.endswith(".npy") and not e.name.startswith(".")]
+        for name in names:
+            if not name.removesuffix(".npy").isdecimal():
+                raise ValueError(f"{folder / name} is not named by a number, as fast-DiT names its files; move it elsewhere")
+        numbers = {int(name.removesuffix(".npy")): name for name in names}
+        if len(numbers) < len(names):
+            raise ValueError(f"{folder} holds files of the same number (as 1.npy and 01.npy are); keep one of each")
+        return numbers
+
+    @staticmethod
+    def _read_labels(file: Path) -> np.ndarray:
+        labels = _read_npy(str(file), file.read_bytes())
+        if labels.ndim != 1:
+            raise ValueError(f"{file} is {labels.dtype} {list(labels.shape)}; need labels int64 [B]")
+        return _whole_numbers(str(file), labels)
+
+    def _read_features(self, number: int) -> np.ndarray:
+        """The file at a place of the order, [B, C, h, w]."""
+        file = self.features / self._names[number]
+        latents = _read_npy(str(file), file.read_bytes())
+        check_float(str(file), latents.dtype)
+        expected = (int(self._first_item[number + 1] - self._first_item[number]), *(self.shape or latents.shape[1:]))
+        if latents.ndim != 4 or latents.shape != expected:
+            need = "[B, C, h, w]" if latents.ndim != 4 else f"{list(expected)}, as its labels and {self._names[0]} say"
+            raise ValueError(f"{file} is {latents.dtype} {list(latents.shape)}; need {need}")
+        return latents
+
+    def read(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
+        latents = np.empty((stop - start, *self.shape), dtype=np.float32)
+        files = range(np.searchsorted(self._first_item, start, "right") - 1, np.searchsorted(self._first_item, stop, "left"))
+        for number in files:
+            first = self._first_item[number]
+            part = self._read_features(number)[max(start - first, 0) : stop - first]
+            at = max(first - start, 0)
+            latents[at : at + len(part)] = part
+            _check_finite_items(latents[at : at + len(part)], lambda i, name=self._names[number]: str(self.features / name))
+        return torch.from_numpy(latents), None
+
+    def fingerprint(self) -> str:
+        spread = [self._names[i] for i in spread_items(len(self._names), 64)]
+        sizes = [(self.features / name).stat().st_size for name in spread]
+        return _hash(self.describe, self.shape, self._names, sizes, self.labels)
+
+
+class REPAFolder:
+    """REPA's and EDM2's `vae-sd/`: dataset.json with "labels": [[name, label], ...], and .npy files float32 [8, h, w].
+
+    These hold mean and standard deviation; `read` gives mean and log-variance.
+
+    Args:
+        path: that folder, the one that holds `vae-sd/`, or a .zip of its content.
+
+    Raises:
+        ValueError: no dataset.json, no labels in it, labels that are not whole numbers, or a file that is missing.
+    """
+
+    describe = "REPA / EDM2 mean and std"
+    has_flips = False
+    fixed_kind, known_stored_scale = "moments", 1.0
+
+    def __init__(self, path: str | Path):
+        path = Path(path)
+        inside = path / "vae-sd"
+        self.path = inside if not (path / "dataset.json").exists() and (inside / "dataset.json").exists() else path
+        self._zip, self._prefix = None, ""
+        names = self._list_zip() if self.path.is_file() else self._list_folder()
+        if "dataset.json" not in names:
+            raise ValueError(f"{path} holds no dataset.json (nor vae-sd/dataset.json), which names the latents and their labels")
+        self._names, self.labels = self._read_labels()
+        missing = next((name for name in self._names if name not in names), None)
+        if missing is not None:
+            hint = "" if missing.endswith(".npy") else "; it names images: encode them instead"
+            raise ValueError(f"{self.path}: dataset.json names {missing}, which is not there{hint}")
+        if not all(name.endswith(".npy") for name in self._names):
+            raise ValueError(f"{self.path}: dataset.json names images, not latents (.npy); encode them instead")
+        unnamed = sum(name.endswith(".npy") for name in names) - len(set(self._names))
+        self.statements = [f"{unnamed} .npy files are not in dataset.json and are left out"] if unnamed else []
+        first = self._load(self._names[0])
+        self.shape = first.shape
+        if len(self.shape) != 3 or self.shape[0] % 2:
+            raise ValueError(f"{self.path}: {self._names[0]} is {first.dtype} {list(self.shape)}; need [2C, h, w], mean and std")
+
+    def read(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
+        latents = np.empty((stop - start, *self.shape), dtype=np.float32)
+        for row, name in zip(latents, self._names[start:stop]):
+            value = self._load(name)
+            if value.shape != self.shape:
+                raise ValueError(
+                    f"{self.path}: {name} is {value.dtype} {list(value.shape)}, but {self._names[0]} is {list(self.shape)}"
+                )
+            row[:] = value
+        _check_finite_items(latents, lambda i: f"{self.path}: {self._names[start + i]}")
+        std = latents[:, self.shape[0] // 2 :]
+        if (std < 0).any():
+            bad = int(np.flatnonzero((std < 0).any(axis=(1, 2, 3)))[0])
+            raise ValueError(
+                f"{self.path}: {self._names[start + bad]} holds negative values where standard deviations are expected; "
+                "is it mean and log-variance?"
+            )
+        # The autoencoder clamps log-variances at -30.
+        np.multiply(np.log(np.maximum(std, math.exp(-15))), 2, out=std)
+        return torch.from_numpy(latents), None
+
+    def fingerprint(self) -> str:
+        size = self.path.stat().st_size if self._zip else sum((self.path / n).stat().st_size for n in self._names[:64])
+        return _hash(self.describe, self.shape, self._names, size, self.labels)
+
+    def _list_zip(self) -> set[str]:
+        try:
+            self._zip = zipfile.ZipFile(self.path)
+        except zipfile.BadZipFile as e:
+            raise ValueError(f"{self.path} is truncated or not a .zip: {e}") from e
+        names = self._zip.namelist()
+        self._prefix = "vae-sd/" if "dataset.json" not in names and "vae-sd/dataset.json" in names else ""
+        return {name.removeprefix(self._prefix) for name in names if name.startswith(self._prefix)}
+
+    def _list_folder(self) -> set[str]:
+        return {Path(folder, name).relative_to(self.path).as_posix() for folder, _, names in os.walk(self.path) for name in names}
+
+    def _bytes(self, name: str) -> bytes:
+        try:
+            return self._zip.read(self._prefix + name) if self._zip else (self.path / name).read_bytes()
+        except (zipfile.BadZipFile, EOFError) as e:
+            raise ValueError(f"{self.path}: {name} is damaged: {e}") from e
+
+    def _load(self, name: str) -> np.ndarray:
+        where = f"{self.path}: {name}"
+        value = _read_npy(where, self._bytes(name))
+        check_float(where, value.dtype)
+        return value
+
+    def _read_labels(self) -> tuple[list[str], np.ndarray]:
+        file = f"{self.path}: dataset.json"
+        try:
+            entries = json.loads(self._bytes("dataset.json"))["labels"]
+        except (ValueError, KeyError, TypeError) as e:
+            raise ValueError(f'{file} is not {{"labels": [[name, label], ...]}}: {e!r}') from e
+        if not entries:
+            raise ValueError(
+                f'{file}: "labels" is null or empty; encode a data set that has labels (class folders, or labels in the '
+                "dataset.json of its images)"
+            )
+        for entry in entries:
+            if not (isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str) and type(entry[1]) is int):
+                raise ValueError(f"{file}: {str(entry)[:80]} is not [name, label] with a whole number as the label")
+        return [name for name, _ in entries], np.array([label for _, label in entries], dtype=np.int64)
+
+
+class LightningDiTFolder:
+    """LightningDiT's safetensors: `latents` [M, C, h, w], `latents_flip`, `labels` [M]; samples, unscaled, no header.
+
+    Args:
+        path: the folder, or one file.
+
+    Raises:
+        ValueError: no such files, truncated ones, native shards, other tensors, or shapes that differ among files.
+    """
+
+    describe = "LightningDiT safetensors"
+    fixed_kind, known_stored_scale = "sample", None
+    NAMES = ("latents", "latents_flip")
+
+    def __init__(self, path: str | Path):
+        path = Path(path)
+        self.files = [path] if path.is_file() else sorted(f for f in path.glob("*.safetensors") if not f.name.startswith("."))
+        if not self.files:
+            raise ValueError(f"{path} holds no *.safetensors")
+        labels, shapes = [], []
+        for file in self.files:
+            names, shape, of_file = self._open(file)
+            labels.append(of_file)
+            shapes.append((names, shape))
+            if shapes[-1] != shapes[0]:
+                raise ValueError(
+                    f"{file} does not belong with {self.files[0]}: {', '.join(names)} {list(shape)} against "
+                    f"{', '.join(shapes[0][0])} {list(shapes[0][1])}"
+                )
+        names, self.shape = shapes[0]
+        self.has_flips = "latents_flip" in names
+        self.labels = np.concatenate(labels)
+        self._first_item = np.cumsum([0] + [len(x) for x in labels])
+        self.statements = []
+
+    def _open(self, file: Path) -> tuple[tuple[str, ...], tuple[int, ...], np.ndarray]:
+        """(names of the latents that it holds, shape of an item, labels)."""
+        try:
+            with safe_open(file, framework="pt") as f:
+                if "kind" in (f.metadata() or {}):
+                    raise ValueError(f"{file} is a native shard: these are native shards already; train reads them as they are")
+                held = set(f.keys())
+                if not {"latents", "labels"} <= held:
+                    raise ValueError(
+                        f"{file} holds {', '.join(sorted(held)) or 'nothing'}; need latents [M, C, h, w] and labels [M]"
+                    )
+                names = tuple(name for name in self.NAMES if name in held)
+                shapes = {name: (f.get_slice(name).get_shape(), f.get_slice(name).get_dtype()) for name in names}
+                labels = f.get_tensor("labels").numpy()
+        except (SafetensorError, OSError) as e:
+            raise ValueError(f"{file} is truncated or not a safetensors file: {e}") from e
+        for name, (shape, dtype) in shapes.items():
+            where = f"{file}: {name}"
+            if dtype == "F64":
+                check_float(where, np.dtype(np.float64))
+            if dtype not in ("F32", "F16", "BF16") or len(shape) != 4 or 0 in shape:
+                raise ValueError(f"{where} is {dtype} {shape}; need float32, bfloat16 or float16 [M, C, h, w]")
+            if shape != shapes["latents"][0]:
+                raise ValueError(f"{where} is {shape}, but latents are {shapes['latents'][0]}")
+        shape = shapes["latents"][0]
+        if labels.shape != (shape[0],):
+            raise ValueError(f"{file}: {shape[0]} latents, but labels are {list(labels.shape)}")
+        return names, tuple(shape[1:]), _whole_numbers(str(file), labels)
+
+    def read(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
+        names = self.NAMES[: 1 + self.has_flips]
+        parts: dict[str, list[Tensor]] = {name: [] for name in names}
+        files = range(np.searchsorted(self._first_item, start, "right") - 1, np.searchsorted(self._first_item, stop, "left"))
+        for number in files:
+            first = int(self._first_item[number])
+            low, high = max(start - first, 0), min(stop, int(self._first_item[number + 1])) - first
+            with safe_open(self.files[number], framework="pt") as f:
+                for name in names:
+                    part = f.get_slice(name)[low:high].float()
+                    where = f"{self.files[number]}: {name} of item "
+                    _check_finite_items(part.numpy(), lambda i, where=where, low=low: f"{where}{low + i}")
+                    parts[name].append(part)
+        latents, *flips = (torch.cat(parts[name]) for name in names)
+        return latents, flips[0] if flips else None
+
+    def fingerprint(self) -> str:
+        files = [(f.name, f.stat().st_size) for f in self.files]
+        return _hash(self.describe, self.shape, self.has_flips, files, self.labels)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+FORMATS = ("maskdit_lmdb", "webdataset", "fast_dit", "repa", "lightningdit")
+
+
+def open_foreign(path: str | Path, format: str = "auto", allow_pickle: bool = False) -> LatentSource:
+    """Open latents of another project.
+
+    Args:
+        path: as the class of the format takes it.
+        format: one of FORMATS, or `auto`: told from what the path holds.
+        allow_pickle: read pickled arrays in tars, with an unpickler that admits nothing else.
+
+    Raises:
+        ValueError: the path does not exist, no format or several fit, or what the class of the format raises.
+    """
+    path = Path(path)
+    if format not in ("auto", *FORMATS):
+        raise ValueError(f"format={format} is not accepted; use {' | '.join(('auto', *FORMATS))}")
+    if not path.exists():
+        raise ValueError(f"{path} does not exist; give the folder (or file) that holds the latents")
+    format = _format_of(path) if format == "auto" else format
+    if format == "webdataset":
+        return Tars(path, allow_pickle)
+    sources = {"maskdit_lmdb": MaskDiTLMDB, "fast_dit": FastDiTFolder, "repa": REPAFolder, "lightningdit": LightningDiTFolder}
+    return sources[format](path)
+
+
+def _format_of(path: Path) -> str:
+    """The format that fits what a path holds. Raises ValueError where none or several do."""
+    if path.is_file():
+        names, folders = [path.name], []
+    else:
+        # Not Path.iterdir: asking each of a million files whether it is one takes long.
+        entries = sorted((e for e in os.scandir(path) if not e.name.startswith(".")), key=lambda e: e.name)
+        names, folders = [e.name for e in entries if e.is_file()], [e.name for e in entries if e.is_dir()]
+    signs = {
+        "maskdit_lmdb": any(n.endswith(".mdb") for n in names) or any((path / n / "data.mdb").exists() for n in ("train", "val")),
+        "webdataset": any(n.endswith((".tar", ".tgz")) or ".tar." in n for n in names),
+        "fast_dit": any(n.endswith("_features") for n in folders) or path.name.endswith("_features"),
+        "repa": "dataset.json" in names
+        or (path / "vae-sd" / "dataset.json").exists()
+        or path.is_file()
+        and path.suffix == ".zip",
+        "lightningdit": any(n.endswith(".safetensors") for n in names),
+    }
+    fitting = [format for format, fits in signs.items() if fits]
+    if len(fitting) == 1:
+        return fitting[0]
+    if fitting:
+        raise ValueError(f"{path} may be {' or '.join(fitting)}; say which with format=")
+    held = [*names, *(f"{n}/" for n in folders)]
+    more = f" and {len(held) - 8} more" if len(held) > 8 else ""
+    raise ValueError(
+        f"{path} holds no latents that are known: looked for data.mdb (MaskDiT), *.tar (WebDataset), <name>_features/ "
+        "(fast-DiT), dataset.json or vae-sd/dataset.json or a .zip (REPA, EDM2), *.safetensors (LightningDiT); "
+        f"found {', '.join(held[:8]) or 'nothing'}{more}"
+    )
