@@ -132,6 +132,8 @@ def describe(trainer: Trainer) -> None:
     log.info("run    %s", trainer.run.path)
     log.info("model  %s, %.1fM parameters, %s", cfg.model.backbone, num_parameters / 1e6, ", ".join(routes) or "no routes")
     log.info("data   %s: %d latents %s, %d classes", data.path, len(data), shape, data.info.num_classes)
+    for line in data.statements:
+        log.log(logging.WARNING if line.startswith("warning:") else logging.INFO, "       %s", line)
     if trainer.step < cfg.train.num_steps:
         log.info("train  steps %d to %d, %s", trainer.step, cfg.train.num_steps, size)
     else:

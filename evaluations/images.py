@@ -19,7 +19,27 @@ from evaluations.npz import NpzImages
 SUFFIXES = (".png", ".jpg", ".jpeg")
 CONVERTIBLE_MODES = ("1", "L", "LA", "P", "PA", "RGBA", "CMYK", "YCbCr")  # 8 bits or fewer: converting loses no range
 MAX_THREADS = 8
-_DECODE_ERRORS = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error)  # what Pillow raises on damaged files
+DECODE_ERRORS = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error)  # what Pillow raises on damaged files
+
+
+def adm_center_crop(image: Image.Image, resolution: int) -> np.ndarray:
+    """The square crop that ADM trains on and takes its reference batches from (arXiv 2105.05233), as DiT and SiT do.
+
+    Halve with a box filter as long as the shorter side has 2 * resolution or more; scale the shorter side to the resolution with
+    a bicubic filter; cut out the centre.
+
+    Args:
+        image: RGB.
+
+    Returns:
+        uint8 [resolution, resolution, 3].
+    """
+    while min(image.size) >= 2 * resolution:
+        image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
+    factor = resolution / min(image.size)
+    image = image.resize((round(image.width * factor), round(image.height * factor)), Image.Resampling.BICUBIC)
+    left, top = (image.width - resolution) // 2, (image.height - resolution) // 2
+    return np.array(image.crop((left, top, left + resolution, top + resolution)))
 
 
 class ImageFolder:
@@ -29,6 +49,7 @@ class ImageFolder:
 
     Args:
         convert_to_rgb: convert grey, palette, CMYK and RGBA images (dropping alpha) instead of refusing them.
+        crop: cut the images, of any size, to this resolution as ADM does.
 
     Attributes:
         shape: (N, H, W, 3).
@@ -38,8 +59,8 @@ class ImageFolder:
         ValueError: no such folder; no images in it; a broken file, a file that is not RGB or of another size, by name.
     """
 
-    def __init__(self, path: str | Path, convert_to_rgb: bool = False):
-        self.path, self.convert_to_rgb = Path(path), convert_to_rgb
+    def __init__(self, path: str | Path, convert_to_rgb: bool = False, crop: int | None = None):
+        self.path, self.convert_to_rgb, self.crop = Path(path), convert_to_rgb, crop
         if not self.path.is_dir():
             raise ValueError(f"{self.path} is not a folder; give a folder of PNG or JPEG images, or an .npz")
         names = sorted(
@@ -52,6 +73,8 @@ class ImageFolder:
         self.files = [self.path / name for name in names]
         with ThreadPoolExecutor(MAX_THREADS) as pool:
             sizes = list(pool.map(self._check, self.files))
+        if crop is not None:
+            sizes = [(crop, crop)] * len(sizes)
         (usual, count), *others = Counter(sizes).most_common()
         if others:
             odd = next(i for i, size in enumerate(sizes) if size != usual)
@@ -84,14 +107,14 @@ class ImageFolder:
         for file in self.files:
             stat = file.stat()
             digest.update(repr((file.relative_to(self.path).as_posix(), stat.st_size, stat.st_mtime_ns)).encode())
-        return f"{len(self)}-{digest.hexdigest()}{'-rgb' if self.convert_to_rgb else ''}"
+        return f"{len(self)}-{digest.hexdigest()}{'-rgb' if self.convert_to_rgb else ''}{f'-{self.crop}' if self.crop else ''}"
 
     def _check(self, file: Path) -> tuple[int, int]:
         """(width, height), from the header."""
         try:
             with Image.open(file) as image:
                 mode, size = image.mode, image.size
-        except _DECODE_ERRORS as e:
+        except DECODE_ERRORS as e:
             raise ValueError(f"{file} is broken or not an image ({e}); make or copy it again") from e
         if mode != "RGB" and not (self.convert_to_rgb and mode in CONVERTIBLE_MODES):
             fix = "convert them to RGB first" if mode in CONVERTIBLE_MODES else "save 8-bit RGB"
@@ -101,8 +124,9 @@ class ImageFolder:
     def _read(self, file: Path) -> np.ndarray:
         try:
             with Image.open(file) as image:
-                pixels = np.array(image.convert("RGB"))
-        except _DECODE_ERRORS as e:
+                rgb = image.convert("RGB")
+                pixels = np.array(rgb) if self.crop is None else adm_center_crop(rgb, self.crop)
+        except DECODE_ERRORS as e:
             raise ValueError(f"{file} is broken ({e}); make or copy it again") from e
         if pixels.shape != self.shape[1:]:
             raise ValueError(f"{file} changed while it was in use: it is now {pixels.shape[1]}x{pixels.shape[0]} pixels")
@@ -116,22 +140,24 @@ def _pixels(size: tuple[int, int]) -> str:
 ImageSet = NpzImages | ImageFolder
 
 
-def open_images(path: str | Path, convert_to_rgb: bool = False) -> ImageSet:
+def open_images(path: str | Path, convert_to_rgb: bool = False, crop: int | None = None) -> ImageSet:
     """A folder or an .npz.
 
     Args:
-        convert_to_rgb: of the images of a folder; an .npz must be RGB.
+        convert_to_rgb, crop: of the images of a folder; an .npz must be RGB and of one size.
 
     Raises:
         ValueError: neither, or not usable; the message names the file and the fix.
     """
     path = Path(path)
     if path.is_dir():
-        return ImageFolder(path, convert_to_rgb)
+        return ImageFolder(path, convert_to_rgb, crop)
     if not path.exists():
         raise ValueError(f"{path} does not exist; give a folder of PNG or JPEG images, or an .npz")
     if path.suffix.lower() != ".npz":
         raise ValueError(f"{path} is neither a folder of PNG or JPEG images nor an .npz")
+    if crop is not None:
+        raise ValueError(f"{path}: the images of an .npz are taken as they are; leave out resolution=, or give a folder")
     return NpzImages(path)
 
 

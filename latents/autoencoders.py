@@ -1,4 +1,4 @@
-"""From latents to images. Latents here are as the autoencoder makes them, without the shard's scale factor."""
+"""From images to latents and back. Latents here are as the autoencoder makes them, without the shard's scale factor."""
 
 from __future__ import annotations
 
@@ -9,6 +9,19 @@ from torch import Tensor
 
 
 class Autoencoder(Protocol):
+    """
+    Attributes:
+        scale_factor: what its latents are multiplied by for the network.
+        factor: pixels of an image along one side of a latent.
+    """
+
+    scale_factor: float
+    factor: int
+
+    def encode_moments(self, images: Tensor) -> Tensor:
+        """[B, 1 or 3, H, W], float32, -1 to 1 -> float32 [B, 2C, h, w]: mean, then log-variance."""
+        ...
+
     def decode(self, latents: Tensor) -> Tensor:
         """[B, C, h, w] -> images [B, 1 or 3, H, W], float32, about -1 to 1."""
         ...
@@ -16,6 +29,11 @@ class Autoencoder(Protocol):
 
 class Identity:
     """For data whose latents are the pixels themselves."""
+
+    scale_factor, factor = 1.0, 1  # pixels in [-1, 1] have about EDM's standard deviation, 0.5
+
+    def encode_moments(self, images: Tensor) -> Tensor:
+        return torch.cat([images, torch.full_like(images, -30.0)], dim=1)  # no variance
 
     def decode(self, latents: Tensor) -> Tensor:
         return latents
@@ -26,10 +44,10 @@ class SDVAE:
 
     Args:
         source: a local folder, or a name on the Hugging Face hub (stabilityai/sd-vae-ft-ema, say).
-        channels, key: as for `build`.
+        channels, key, precision: as for `build`.
     """
 
-    def __init__(self, source: str, device: torch.device, channels: int, key: str):
+    def __init__(self, source: str, device: torch.device, channels: int | None, key: str, precision: str = "fp32"):
         from diffusers import AutoencoderKL  # slow to import; data of pixels does not need it
 
         try:
@@ -39,34 +57,54 @@ class SDVAE:
                 f"the autoencoder sd-vae:{source} cannot be loaded ({str(e).splitlines()[0]}); give a local copy with "
                 f"{key}=sd-vae:<folder>"
             ) from e
-        if self.vae.config.latent_channels != channels:
+        self.precision = precision
+        if channels is not None and self.vae.config.latent_channels != channels:
             raise ValueError(
                 f"{key}: sd-vae:{source} decodes {self.vae.config.latent_channels} channels, but the latents have {channels}"
             )
+
+        if getattr(self.vae.config, "shift_factor", None):
+            raise ValueError(f"{key}: sd-vae:{source} shifts its latents (shift_factor), which shards have no place for")
+        self.scale_factor = self.vae.config.scaling_factor
+        self.factor = 2 ** (len(self.vae.config.block_out_channels) - 1)
+
+    @torch.no_grad()
+    def encode_moments(self, images: Tensor) -> Tensor:
+        with torch.autocast(images.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
+            posterior = self.vae.encode(images).latent_dist
+        return torch.cat([posterior.mean, posterior.logvar], dim=1).float()
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         return self.vae.decode(latents).sample.float()
 
 
-def build(spec: str, device: torch.device, channels: int, key: str) -> Autoencoder:
-    """`identity` or `sd-vae:<hub id or folder>`, as shards and data.autoencoder name it.
+def build(spec: str, device: torch.device, channels: int | None, key: str, precision: str = "fp32") -> Autoencoder:
+    """`identity`, `sd-vae:<hub id or folder>`, or `none` where nothing decodes the latents: as shards and data.autoencoder say.
 
     Args:
-        channels: of the latents to decode.
+        channels: of the latents to decode; None: whatever it makes.
         key: the key of the configuration that sets it, for the messages.
+        precision: of encoding, fp32 | bf16.
 
     Raises:
-        ValueError: it is unknown, cannot be loaded, or decodes other latents.
+        ValueError: it is none, unknown, cannot be loaded, or decodes other latents.
     """
     kind, _, source = spec.partition(":")
+    if spec == "none":
+        raise ValueError(f"{key}=none: nothing is known that decodes these latents; if there is, {key}=sd-vae:<hub id or folder>")
     if kind == "identity" and not source:
-        if channels not in (1, 3):
+        if channels not in (None, 1, 3):
             raise ValueError(f"{key}=identity shows latents as pixels, which have 1 or 3 channels, not {channels}")
         return Identity()
     if kind == "sd-vae" and source:
-        return SDVAE(source, device, channels, key)
-    raise ValueError(f"{key}={spec!r} is unknown; use identity or sd-vae:<hub id or folder>")
+        return SDVAE(source, device, channels, key, precision)
+    raise ValueError(f"{key}={spec!r} is unknown; use identity, none or sd-vae:<hub id or folder>")
+
+
+def from_uint8(images: Tensor) -> Tensor:
+    """uint8 [B, H, W, 3] -> float32 [B, 3, H, W], -1 to 1."""
+    return images.permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
 def to_uint8(images: Tensor) -> Tensor:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import os
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch import Tensor
 
 from latents.shards import LatentDataset
+from latents.webdataset import TarLatents
 
 
-class BatchOrder(Sampler):
+class BatchOrder:
     """Exact shuffling: every epoch is a permutation of all items, drawn from (seed, epoch).
 
     Item j of the global batch of step s has number k = s * batch_size + j in the endless stream of epochs, and is
@@ -65,29 +67,37 @@ class BatchOrder(Sampler):
         return (self.num_steps - self.start_step) * len(self.slices)
 
 
-class _ByBatch(Dataset):
-    """What a DataLoader with batch_size=None asks for: one item is one micro-batch."""
-
-    def __init__(self, dataset: LatentDataset):
-        self.dataset = dataset
-
-    def __getitem__(self, batch: tuple[np.ndarray, np.ndarray]):
-        return self.dataset.fetch(*batch)
+BATCHES_AHEAD = 2  # that each thread has read, or is reading, before they are asked for
 
 
-def data_loader(dataset: LatentDataset, order: BatchOrder, num_workers: int, pin_memory: bool) -> DataLoader:
-    """Micro-batches (latents, labels) in the given order; the same for any number of workers."""
-    return DataLoader(
-        _ByBatch(dataset),
-        batch_size=None,
-        sampler=order,
-        num_workers=num_workers,
-        pin_memory=pin_memory,
-        worker_init_fn=_leave_the_process_group,
-    )
+def read_batches(
+    dataset: LatentDataset | TarLatents, order: BatchOrder, num_workers: int, pin_memory: bool
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Micro-batches (latents, labels) in the given order; the same for any number of workers.
 
+    Threads and not processes: reading is copying from mapped files, which needs no interpreter, and handing a batch from one
+    process to another costs several times what reading it does (benchmarks/loader.py).
 
-def _leave_the_process_group(worker_id: int) -> None:
-    # A Ctrl-C in a terminal goes to the whole group, and the main process still needs batches to finish its step. The
-    # signals themselves keep their meaning: that is how the main process ends its workers.
-    os.setpgid(0, 0)
+    Args:
+        num_workers: threads that read ahead; 0 reads a batch when it is asked for.
+        pin_memory: have batches in pinned memory, from where a GPU copies without waiting.
+    """
+
+    def read(batch: tuple[np.ndarray, np.ndarray]) -> tuple[Tensor, Tensor]:
+        latents, labels = dataset.fetch(*batch)
+        return (latents.pin_memory(), labels.pin_memory()) if pin_memory else (latents, labels)
+
+    if num_workers == 0:
+        yield from map(read, order)
+        return
+    ahead: deque[Future] = deque()
+    with ThreadPoolExecutor(num_workers, thread_name_prefix="latents") as pool:
+        try:
+            for batch in order:
+                ahead.append(pool.submit(read, batch))
+                if len(ahead) > num_workers * BATCHES_AHEAD:
+                    yield ahead.popleft().result()
+            while ahead:
+                yield ahead.popleft().result()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)

@@ -20,6 +20,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from latents import manifest
+
 KINDS = ("sample", "moments")
 
 
@@ -81,6 +83,13 @@ def write_shard(path: str | Path, latents: Tensor, labels: Tensor, info: ShardIn
     path = Path(path)
     if path.exists():
         raise FileExistsError(f"{path} exists; nothing was written")
+    blob = shard_bytes(path, latents, labels, info, latents_flip)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, blob)
+
+
+def shard_bytes(path: Path, latents: Tensor, labels: Tensor, info: ShardInfo, latents_flip: Tensor | None = None) -> bytes:
+    """The contents of the file that `write_shard` writes: the same for the same data, byte for byte. Raises as it does."""
     tensors = {"latents": latents.contiguous(), "labels": labels.contiguous()}
     if latents_flip is not None:
         tensors["latents_flip"] = latents_flip.contiguous()
@@ -89,9 +98,16 @@ def write_shard(path: str | Path, latents: Tensor, labels: Tensor, info: ShardIn
         bad = (~tensors[name].flatten(1).isfinite().all(dim=1)).nonzero()
         if len(bad):
             raise ValueError(f"{path}: {name} of item {bad[0].item()} are not finite; nothing was written")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    return _sorted_metadata(save(tensors, metadata=info.to_metadata()))
+
+
+def write_whole(path: Path, blob: bytes) -> None:
+    """Write a file that appears under its name only when it is complete and on the disk."""
     temporary = path.with_name(f".tmp_{path.name}")
-    temporary.write_bytes(_sorted_metadata(save(tensors, metadata=info.to_metadata())))
+    with open(temporary, "wb") as f:
+        f.write(blob)
+        f.flush()
+        os.fsync(f.fileno())
     os.replace(temporary, path)
 
 
@@ -122,49 +138,78 @@ def _check_tensors(file: Path, info: ShardInfo, shard: dict[str, Tensor]) -> Non
         raise ValueError(f"{file}: labels run from {low} to {high}, outside num_classes={info.num_classes}")
 
 
+def shard_files(folder: Path) -> list[Path]:
+    """The shards of a folder in order; hidden files are half-written ones."""
+    return sorted(f for f in folder.glob("*.safetensors") if not f.name.startswith("."))
+
+
 class LatentDataset:
     """All shards of a folder as one array of latents, read by index.
 
+    Attributes:
+        info: what the headers say.
+        labels: [N] int64.
+        channels, height, width: of the latents that the network sees (half the stored channels for `moments`).
+        has_flips: whether there are latents of the mirrored images.
+        class_names: from the manifest, where there is one that knows them.
+        statements: what was found out on opening, for the log: nothing, as the headers say it all.
+
+    Args:
+        path: a folder of shards, or one shard.
+        check_folder: False opens the shards that are there, finished or not and whatever the manifest says (the writer, inspect).
+
     Raises:
         ValueError: a folder that does not exist or holds no shards; a shard that is truncated, has no proper header,
-            other shapes or labels outside num_classes, or disagrees with the first one. The message names the file.
+            other shapes or labels outside num_classes, or disagrees with the first one; a folder that is not finished, or
+            whose shards are not those of its manifest. The message names the file.
     """
 
-    def __init__(self, path: str | Path):
+    statements: tuple[str, ...] = ()
+
+    def __init__(self, path: str | Path, check_folder: bool = True):
         self.path = Path(path)
         if not self.path.exists():
             raise ValueError(f"data.path={self.path} does not exist; give a folder of latent shards (*.safetensors)")
-        files = (
-            [self.path]
-            if self.path.is_file()
-            else sorted(f for f in self.path.glob("*.safetensors") if not f.name.startswith("."))
-        )
+        files = [self.path] if self.path.is_file() else shard_files(self.path)
+        stated = manifest.read_manifest(self.path) if self.path.is_dir() else None
+        if (self.path / manifest.UNFINISHED).exists() and stated is None and check_folder:
+            raise ValueError(
+                f"{self.path} is not finished: prepare_latents.py was stopped; run the same command again, which goes on there"
+            )
         if not files:
             raise ValueError(f"data.path={self.path} holds no latent shards (*.safetensors)")
         self.files = files
-        self._shards: list[dict[str, Tensor]] = []
+        if stated is not None and check_folder:
+            manifest.check_files(self.path, files, stated)
+        self._shards: list[dict[str, np.ndarray]] = []
         infos, labels = [], []
         for file in files:
             info, shard = self._open(file)
             infos.append(info)
             labels.append(shard.pop("labels").numpy().copy())
-            self._shards.append(shard)
+            self._shards.append({name: tensor.numpy() for name, tensor in shard.items()})  # still the mapped file
             first = self._shards[0]
-            if info != infos[0] or self._describe(shard) != self._describe(first):
+            if info != infos[0] or self._describe(self._shards[-1]) != self._describe(first):
                 raise ValueError(
-                    f"{file} does not belong with {files[0]}: {info}, {self._describe(shard)} "
+                    f"{file} does not belong with {files[0]}: {info}, {self._describe(self._shards[-1])} "
                     f"against {infos[0]}, {self._describe(first)}"
                 )
         self.info: ShardInfo = infos[0]
-        self.labels: np.ndarray = np.concatenate(labels)  # [M]
+        self.labels: np.ndarray = np.concatenate(labels)
         self._first_item = np.cumsum([0] + [len(shard["latents"]) for shard in self._shards])
         channels, self.height, self.width = self._shards[0]["latents"].shape[1:]
         self.channels = channels // 2 if self.info.kind == "moments" else channels
         self.has_flips = "latents_flip" in self._shards[0]
+        self.class_names: list[str] | None = stated.get("class_names") if stated else None
+        if stated is not None and check_folder and stated["fingerprint"] != self.fingerprint():
+            raise ValueError(
+                f"{self.path}: the shards have changed since {manifest.MANIFEST} was written; "
+                f"`prepare_latents.py inspect path={self.path}` names the file"
+            )
 
     @staticmethod
-    def _describe(shard: dict[str, Tensor]) -> str:
-        return ", ".join(f"{name} {tensor.dtype} {list(tensor.shape[1:])}" for name, tensor in shard.items())
+    def _describe(shard: dict[str, np.ndarray]) -> str:
+        return ", ".join(f"{name} {array.dtype} {list(array.shape[1:])}" for name, array in shard.items())
 
     @staticmethod
     def _open(file: Path) -> tuple[ShardInfo, dict[str, Tensor]]:
@@ -181,10 +226,6 @@ class LatentDataset:
         _check_tensors(file, info, shard)
         return info, shard
 
-    def __reduce__(self):
-        # A loader worker that is not forked opens the files anew; pickling the tensors would copy all data to it.
-        return LatentDataset, (self.path,)
-
     def __len__(self) -> int:
         return len(self.labels)
 
@@ -199,14 +240,13 @@ class LatentDataset:
             latents [b, C or 2C, H, W] as stored, labels [b] int64.
         """
         shard_of = np.searchsorted(self._first_item, indices, side="right") - 1
-        latents = torch.empty(len(indices), *self._shards[0]["latents"].shape[1:], dtype=self._shards[0]["latents"].dtype)
-        for shard_idx in np.unique(shard_of):
-            for flip, name in ((False, "latents"), (True, "latents_flip")):
-                where = np.flatnonzero((shard_of == shard_idx) & (flips == flip))
-                if len(where):
-                    rows = torch.from_numpy(indices[where] - self._first_item[shard_idx])
-                    latents[torch.from_numpy(where)] = self._shards[shard_idx][name][rows]
-        return latents, torch.from_numpy(self.labels[indices])
+        rows = indices - self._first_item[shard_of]
+        like = self._shards[0]["latents"]
+        latents = np.empty((len(indices), *like.shape[1:]), dtype=like.dtype)
+        # Item by item: where a batch is spread over as many shards as it has items, indexing shard by shard costs ten times more.
+        for i, (shard_idx, row, flip) in enumerate(zip(shard_of.tolist(), rows.tolist(), flips.tolist())):
+            latents[i] = self._shards[shard_idx]["latents_flip" if flip else "latents"][row]
+        return torch.from_numpy(latents), torch.from_numpy(self.labels[indices])
 
     def fingerprint(self) -> str:
         """A hash of the headers, sizes, labels and 64 latents spread over the data: other data, another value."""

@@ -493,7 +493,6 @@ class TarLatents:
         self.path = Path(path)
         given = dict(kind=kind, stored_scale=stored_scale, scale_factor=scale_factor, autoencoder=autoencoder)
         given |= dict(resolution=resolution, num_classes=num_classes, key_prefix=key_prefix)
-        self._arguments = given | dict(allow_pickle=allow_pickle)
         if not self.path.exists():
             raise ValueError(f"{key_prefix}path={self.path} does not exist; give a folder of uncompressed tars (*.tar)")
         index = TarIndex.open(self.path, allow_pickle, f"{key_prefix}allow_pickle")
@@ -512,10 +511,6 @@ class TarLatents:
         self._index, self.files, self.labels = index, index.files, index.labels
         channels, self.height, self.width = index.shape
         self.channels = channels // 2 if self.info.kind == "moments" else channels
-
-    def __reduce__(self):
-        # A loader worker that is not forked reads the index anew; pickling it would copy megabytes to each.
-        return functools.partial(TarLatents, **self._arguments), (self.path,)
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -80,7 +80,7 @@ def test_every_key_has_a_comment():
         ("model.routes=[{selection_ratio:0.5}]", r"model.routes=.* use a list of routes, each with selection_ratio, start"),
         ("wandb.mode=maybe", r"wandb.mode='maybe' is not accepted; use disabled \| offline \| online"),
         ("data.autoencoder='sd-vae:'", r"data.autoencoder='sd-vae:' is not accepted"),
-        ("data.autoencoder=vqgan", r"data.autoencoder='vqgan' is not accepted; use identity \| sd-vae:"),
+        ("data.autoencoder=vqgan", r"data.autoencoder='vqgan' is not accepted; use identity \| none \| sd-vae:"),
         ("name=a/b", r"name='a/b' is not accepted"),
         ("seed=-1", r"seed=-1 is not accepted"),
         ("diffusion.sampler.S_churn=-1", r"diffusion.sampler.S_churn=-1 is not accepted"),

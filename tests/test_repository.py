@@ -61,7 +61,9 @@ def test_the_digits_are_made_bit_for_bit_as_shipped(tmp_path):
 @pytest.mark.parametrize("arguments", [[], ["numbers"], ["digits"], ["digits", "output="], ["digits", "output=x", "size=3"]])
 def test_prepare_latents_refuses_what_it_does_not_know(arguments, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="use one of digits, reference|digits: .*it takes output="):
+    with pytest.raises(
+        ValueError, match="use one of encode, convert, inspect, .*|digits: .*it takes output=|digits: output= is missing"
+    ):
         prepare_latents.main(arguments)
     assert list(tmp_path.iterdir()) == []
 

@@ -13,7 +13,7 @@ import torch
 
 from latents import webdataset
 from latents.detection import SD_SCALE, SD_VAE, detect
-from latents.order import BatchOrder, data_loader
+from latents.order import BatchOrder, read_batches
 from latents.webdataset import TarIndex, TarLatents, unpickle_array
 
 
@@ -478,21 +478,11 @@ def test_of_several_processes_one_scans(tmp_path, scans, monkeypatch):
 # In training.
 
 
-def test_a_worker_gets_the_path_and_not_the_data(tmp_path):
-    latents, labels = sd_moments(300, size=2), np.arange(300)
-    write_tar(tmp_path / "a.tar", npy_members(latents, labels))
-    pickled = pickle.dumps(TarLatents(tmp_path, num_classes=1000, key_prefix="data."))
-    assert len(pickled) < 1000
-    reopened = pickle.loads(pickled)
-    assert reopened.info.num_classes == 1000
-    assert np.array_equal(reopened.fetch(np.array([7]), no_flips([7]))[0].numpy(), latents[7:8])
-
-
 def test_loader_workers_do_not_change_the_batches_of_tars(tmp_path):
     two_tars(tmp_path)
     dataset = TarLatents(tmp_path)
     order = BatchOrder(len(dataset), 4, seed=0, start_step=0, num_steps=5, slices=[slice(0, 4)], with_flips=dataset.has_flips)
-    with_workers, without = (list(data_loader(dataset, order, num_workers, pin_memory=False)) for num_workers in (2, 0))
+    with_workers, without = (list(read_batches(dataset, order, num_workers, pin_memory=False)) for num_workers in (2, 0))
     assert len(with_workers) == len(without) == 5
     for (a, a_labels), (b, b_labels) in zip(with_workers, without):
         assert torch.equal(a, b) and torch.equal(a_labels, b_labels)

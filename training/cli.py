@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NoReturn
 
 import hydra
@@ -15,6 +15,7 @@ import torch
 from accelerate import Accelerator
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
 from omegaconf import DictConfig
+from tqdm import tqdm
 
 from training.config import CONFIGS, Accepts, unknown_key
 
@@ -34,16 +35,21 @@ def run(main: Callable[[DictConfig], None], config_name: str, keys: dict[str, Ac
 
     @functools.wraps(main)
     def guarded(cfg: DictConfig) -> None:
-        try:
-            main(cfg)
-        except (ValueError, OSError) as error:
-            _exit(str(error))
+        guard(lambda: main(cfg))
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # have Hydra raise its errors instead of printing them
     try:
         hydra.main(version_base="1.3", config_path=CONFIGS, config_name=config_name)(guarded)()
     except HydraException as error:
         _exit(_words(error, keys))
+
+
+def guard(action: Callable[[], None]) -> None:
+    """Do it; an error that a user can cause becomes one line, and exit code 1."""
+    try:
+        action()
+    except (ValueError, OSError) as error:
+        _exit(str(error))
 
 
 def _exit(message: str) -> NoReturn:
@@ -81,5 +87,15 @@ def use_cores(device: torch.device, cpu_threads: int | None) -> None:
         cpu_threads: of this process; None: the machine's cores divided by the processes on it.
     """
     if device.type == "cpu":
-        num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(cpu_threads or max(1, num_cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+        torch.set_num_threads(cpu_threads or cores_per_process())
+
+
+def cores_per_process() -> int:
+    """The machine's cores divided by the processes that accelerate started on it, at least 1."""
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, num_cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def progress(items: Iterable, unit: str) -> Iterable:
+    """The items, with a progress bar on a terminal's stderr."""
+    return tqdm(items, unit=unit, file=sys.stderr, disable=None)

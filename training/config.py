@@ -19,7 +19,8 @@ import dit
 import guidance
 from edm import EDM
 from edm.sampler import HeunSampler
-from latents.shards import LatentDataset
+from latents.shards import KINDS, LatentDataset
+from latents.webdataset import TarLatents
 from routing_module import Route
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -91,7 +92,7 @@ def one_or_list(accepts: Accepts) -> Accepts:
 
 
 def _is_autoencoder(v) -> bool:
-    return v == "identity" or (isinstance(v, str) and v.startswith("sd-vae:") and v != "sd-vae:")
+    return v in ("identity", "none") or (isinstance(v, str) and v.startswith("sd-vae:") and v != "sd-vae:")
 
 
 def _is_betas(v) -> bool:
@@ -134,7 +135,7 @@ def parse_numbers(spec: str | int | list) -> list[int]:
 NUMBERS = Accepts(_is_numbers, "numbers and ranges such as 0-49 or [3,7,100-199], none of them twice")
 
 
-AUTOENCODER = Accepts(_is_autoencoder, "identity | sd-vae:<hub id or folder>")
+AUTOENCODER = Accepts(_is_autoencoder, "identity | none | sd-vae:<hub id or folder>")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -174,6 +175,12 @@ TRAIN_KEYS = {
     "model.init": choice(*dit.INITS),
     "data.name": file_name(),
     "data.path": or_null(text()),
+    "data.format": choice("native", "webdataset"),
+    "data.kind": or_null(choice(*KINDS)),
+    "data.stored_scale": or_null(number(0, above=True, below=True)),
+    "data.scale_factor": or_null(number(0, above=True, below=True)),
+    "data.resolution": or_null(whole(1)),
+    "data.allow_pickle": true_or_false(),
     "data.autoencoder": or_null(AUTOENCODER),
     "data.in_channels": or_null(whole(1)),
     "data.input_size": or_null(whole(1)),
@@ -301,37 +308,69 @@ def unknown_key(key: str, keys: dict[str, Accepts]) -> str:
 # From a checked configuration to the objects.
 
 
-def open_data(cfg: DictConfig) -> LatentDataset:
+def open_data(cfg: DictConfig) -> LatentDataset | TarLatents:
     """Open the latents, compare them with what the configuration expects, and fill in what it leaves to them.
 
     Raises:
-        ValueError: no shards, a bad shard, or other shapes or classes than data.* says.
+        ValueError: no latents, a bad file, or other shapes, classes, kind or scale than data.* says.
     """
-    if cfg.data.path is None:
-        raise ValueError(f"data.path is not set: give the folder that holds the latent shards (*.safetensors) of {cfg.data.name}")
-    dataset = LatentDataset(cfg.data.path)
+    data = cfg.data
+    if data.path is None:
+        raise ValueError(f"data.path is not set: give the folder that holds the latent shards (*.safetensors) of {data.name}")
+    if data.format == "webdataset":
+        # What the shards of the native format say in their headers, tars leave to the reader.
+        dataset = open_latents(
+            data.path,
+            data.format,
+            kind=data.kind,
+            stored_scale=data.stored_scale,
+            scale_factor=data.scale_factor,
+            autoencoder=data.autoencoder,
+            resolution=data.resolution,
+            num_classes=data.num_classes,
+            allow_pickle=data.allow_pickle,
+        )
+    else:
+        dataset = open_latents(data.path, data.format)
+        if data.stored_scale is not None:
+            raise ValueError(
+                f"data.stored_scale={data.stored_scale} is for data.format=webdataset; native shards hold unscaled latents"
+            )
     info = dataset.info
     if dataset.height != dataset.width:
         raise ValueError(f"{dataset.path}: latents of {dataset.height}x{dataset.width} are not square")
-    expected, found = cfg.data.in_channels, dataset.channels
+    expected, found = data.in_channels, dataset.channels
     if expected is not None and expected != found:
         hint = ""
         if info.kind == "sample" and found == 2 * expected:
             hint = "; they look like moments (mean and log-variance) written as kind=sample: rewrite the shards with kind=moments"
         raise ValueError(f"data.in_channels={expected}, but the latents of {dataset.path} have {found} channels{hint}")
-    for key, expected, found in (
-        ("input_size", cfg.data.input_size, dataset.height),
-        ("num_classes", cfg.data.num_classes, info.num_classes),
+    for key, found in (
+        ("input_size", dataset.height),
+        ("num_classes", info.num_classes),
+        ("kind", info.kind),
+        ("scale_factor", info.scale_factor),
+        ("resolution", info.resolution),
     ):
-        if expected is not None and expected != found:
+        if data[key] is not None and data[key] != found:
             raise ValueError(
-                f"data.{key}={expected}, but the latents of {dataset.path} say {found}; "
+                f"data.{key}={data[key]}, but the latents of {dataset.path} say {found}; "
                 f"set data.{key}={found} or choose other data"
             )
-    cfg.data.in_channels, cfg.data.input_size, cfg.data.num_classes = dataset.channels, dataset.height, info.num_classes
-    cfg.data.autoencoder = cfg.data.autoencoder or info.autoencoder
-    cfg.data.scale_factor = info.scale_factor
+    data.in_channels, data.input_size, data.num_classes = dataset.channels, dataset.height, info.num_classes
+    data.autoencoder = data.autoencoder or info.autoencoder
+    data.kind, data.scale_factor = info.kind, info.scale_factor
     return dataset
+
+
+def open_latents(path: str | Path, format: str, **settings) -> LatentDataset | TarLatents:
+    """Latents on disk, to be read by index.
+
+    Args:
+        format: `native` or `webdataset`.
+        settings: of TarLatents.
+    """
+    return TarLatents(path, **settings, key_prefix="data.") if format == "webdataset" else LatentDataset(path)
 
 
 def check_batch_size(cfg: DictConfig, num_processes: int) -> None:

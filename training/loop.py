@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 import guidance
 from edm import EDM
-from latents.order import BatchOrder, data_loader
+from latents.order import BatchOrder, read_batches
 from latents.shards import LatentDataset, latents_for_network
 from training import checkpoint as checkpoints
 from training.config import differences
@@ -168,8 +168,7 @@ class Trainer:
         order = BatchOrder(
             len(self.dataset), cfg.train.batch_size, cfg.seed, self.step, cfg.train.num_steps, self.parts, self.dataset.has_flips
         )
-        loader = data_loader(self.dataset, order, cfg.data.num_workers, pin_memory=self.device.type == "cuda")
-        batches = iter(loader)
+        batches = read_batches(self.dataset, order, cfg.data.num_workers, pin_memory=self.device.type == "cuda")
         stop = StopSignal()
         clock = _Clock()
         bar = tqdm(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -40,9 +41,13 @@ class StepRandom:
 
 
 class SeedRandom:
-    """The draws of sampling: row i is a function of seeds[i] alone, on any device (drawn on the CPU)."""
+    """The draws of sampling: row i is a function of seeds[i] alone, on any device (drawn on the CPU).
 
-    def __init__(self, seeds: list[int], device: torch.device):
+    Args:
+        seeds: numbers, or tuples of them.
+    """
+
+    def __init__(self, seeds: Sequence[int | tuple[int, ...]], device: torch.device):
         self.generators = [torch.Generator().manual_seed(_key("sample", seed)) for seed in seeds]
         self.device = device
 

@@ -1,0 +1,149 @@
+"""From images to a folder of shards: read and crop in workers, encode on the device, write beside it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from tqdm import tqdm
+
+from evaluations.images import adm_center_crop
+from latents.autoencoders import Autoencoder, from_uint8
+from latents.images import LabelledImages, read_rgb
+from latents.shards import ShardInfo
+from latents.writer import Piece, ShardWriter
+from training.randomness import SeedRandom
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Consecutive images of one shard.
+
+    Attributes:
+        images: uint8 [b, H, W, 3], those that could be read.
+        kept: their numbers.
+        left_out: the others, {"name", "problem"} each.
+    """
+
+    images: Tensor
+    kept: list[int]
+    left_out: list[dict]
+
+
+class _CroppedImages(Dataset):
+    """What a DataLoader with batch_size=None asks for: one item is one batch."""
+
+    def __init__(self, images: LabelledImages, resolution: int):
+        self.images, self.resolution = images, resolution
+
+    def __getitem__(self, numbers: range) -> _Batch:
+        pixels, kept, left_out = [], [], []
+        for number in numbers:
+            try:
+                pixels.append(adm_center_crop(read_rgb(self.images.open(number)), self.resolution))
+                kept.append(number)
+            except ValueError as e:
+                left_out.append({"name": self.images.names[number], "problem": str(e)})
+        shape = (0, self.resolution, self.resolution, 3)
+        return _Batch(torch.from_numpy(np.stack(pixels) if pixels else np.zeros(shape, np.uint8)), kept, left_out)
+
+
+def encode_images(
+    images: LabelledImages,
+    autoencoder: Autoencoder,
+    writer: ShardWriter,
+    pieces: list[Piece],
+    info: ShardInfo,
+    *,
+    device: torch.device,
+    batch_size: int,
+    num_workers: int,
+    flips: bool,
+    seed: int,
+    on_error: str,
+    describe: str = "",
+) -> float:
+    """Encode the images of some shards and write these.
+
+    Batches never reach over the end of a shard, and the noise of `sample` belongs to the image: a shard is the same whichever
+    process makes it.
+
+    Args:
+        pieces: the shards to make.
+        flips: encode the mirrored images as well.
+        seed: of the noise with which kind=sample is drawn.
+        on_error: `stop` or `skip` at an image that cannot be read.
+        describe: stands before the progress bar.
+
+    Returns:
+        the part of the time that was spent in waiting for images to be read, 0 to 1.
+
+    Raises:
+        ValueError: an image that cannot be read, under on_error=stop, by name.
+    """
+    order = [range(i, min(i + batch_size, p.stop)) for p in pieces for i in range(p.start, p.stop, batch_size)]
+    loader = DataLoader(
+        _CroppedImages(images, info.resolution),
+        batch_size=None,
+        sampler=order,
+        num_workers=num_workers,
+        pin_memory=device.type == "cuda",
+    )
+    batches = iter(loader)
+    waited_sec, start_sec = 0.0, time.perf_counter()
+    bar = tqdm(total=sum(p.stop - p.start for p in pieces), unit="images", desc=describe or None, smoothing=0.05, disable=None)
+    written: Future | None = None
+    with bar, ThreadPoolExecutor(1) as pool:
+        for piece in pieces:
+            kept, left_out, done = [], [], []
+            for _ in range(piece.start, piece.stop, batch_size):
+                wait_sec = time.perf_counter()
+                batch = next(batches)
+                waited_sec += time.perf_counter() - wait_sec
+                if batch.left_out and on_error == "stop":
+                    raise ValueError(
+                        f"{images.path}: {batch.left_out[0]['name']} cannot be read ({batch.left_out[0]['problem']}); "
+                        "mend or remove it, or leave such images out: on_error=skip"
+                    )
+                kept, left_out = kept + batch.kept, left_out + batch.left_out
+                if batch.kept:
+                    done.append(_encode(batch, autoencoder, info.kind, device, flips, seed))
+                if len(done) > 1:  # fetched while the device works on the batch after it
+                    done[-2] = [latents.cpu() for latents in done[-2]]
+                bar.update(len(batch.kept) + len(batch.left_out))
+            latents = [torch.cat([part[i].cpu() for part in done]) if done else torch.empty(0) for i in range(1 + flips)]
+            if written is not None:
+                written.result()  # at most one shard waits to be written
+            labels = torch.from_numpy(images.labels[kept])
+            written = pool.submit(writer.write, piece, latents[0], labels, info, latents[1] if flips else None, left_out)
+        if written is not None:
+            written.result()
+    return waited_sec / max(time.perf_counter() - start_sec, 1e-9)
+
+
+def _encode(batch: _Batch, autoencoder: Autoencoder, kind: str, device: torch.device, flips: bool, seed: int) -> list[Tensor]:
+    """Latents [b, C or 2C, h, w] of the images, and of the mirrored ones, still on the device."""
+    pixels = from_uint8(batch.images.to(device, non_blocking=True))
+    return [
+        _stored(autoencoder.encode_moments(version), kind, [(seed, number, flip) for number in batch.kept])
+        for flip, version in enumerate(_versions(pixels, flips))
+    ]
+
+
+def _versions(pixels: Tensor, flips: bool) -> Iterator[Tensor]:
+    yield pixels
+    if flips:
+        yield pixels.flip(-1)
+
+
+def _stored(moments: Tensor, kind: str, seeds: list[tuple[int, int, int]]) -> Tensor:
+    if kind == "moments":
+        return moments
+    mean, log_variance = moments.chunk(2, dim=1)
+    return mean + (log_variance / 2).exp() * SeedRandom(seeds, moments.device).randn(*mean.shape[1:])

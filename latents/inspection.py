@@ -1,0 +1,159 @@
+"""What is in a folder of latents, and whether it is fit to be trained on."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from latents import manifest
+from latents.shards import LatentDataset
+from latents.webdataset import TarLatents, spread_items
+from latents.writer import ChannelStatistics
+
+# Outside of these, the network's input is far from what EDM's preconditioning assumes: SD-VAE latents at their scale come to
+# 1.5 to 2 times sigma_data = 0.5; unscaled ones to 10, those that were scaled twice to 0.3.
+USUAL_STD = (0.5, 4.0)  # times sigma_data
+CHUNK = 1024
+
+
+@dataclass
+class Findings:
+    """
+    Attributes:
+        lines: what is there.
+        problems: what is wrong with it.
+    """
+
+    lines: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def inspect_latents(dataset: LatentDataset | TarLatents, sigma_data: float = 0.5, min_items_per_class: int = 1) -> Findings:
+    """Read everything once, and say what is there and what is wrong.
+
+    Args:
+        sigma_data: standard deviation that the diffusion assumes of the network's input.
+        min_items_per_class: fewer are a problem.
+    """
+    found = Findings()
+    info = dataset.info
+    found.lines += [
+        f"{dataset.path}: {len(dataset)} latents in {len(dataset.files)} files",
+        f"kind {info.kind}, {dataset.channels}x{dataset.height}x{dataset.width}, for images of {info.resolution} pixels, "
+        f"{'with' if dataset.has_flips else 'no'} latents of mirrored images",
+        f"autoencoder {info.autoencoder}, scale factor {info.scale_factor:g}",
+    ]
+    _look_at_files(dataset, found)
+    _look_at_classes(dataset, min_items_per_class, found)
+    _look_at_values(dataset, sigma_data, found)
+    return found
+
+
+def _look_at_files(dataset: LatentDataset | TarLatents, found: Findings) -> None:
+    folder = dataset.path
+    if not isinstance(dataset, LatentDataset) or not folder.is_dir():
+        return
+    stated = manifest.read_manifest(folder)
+    if stated is None:
+        if (folder / manifest.UNFINISHED).exists():
+            found.problems.append("not finished: run the command that makes it again")
+        found.lines.append(f"no {manifest.MANIFEST}: nothing says how these latents were made, or whether they are all there")
+        return
+    try:
+        manifest.check_files(folder, dataset.files, stated)
+    except ValueError as e:
+        found.problems.append(str(e))
+    changed = manifest.changed_files(folder, stated)
+    found.problems += [f"{file} is not the file that {manifest.MANIFEST} describes: its checksum differs" for file in changed]
+    if not changed:
+        found.lines.append(f"{len(stated['shards'])} checksums agree with {manifest.MANIFEST}")
+    if stated["left_out"]:
+        found.lines.append(
+            f"{len(stated['left_out'])} items were left out when it was made, {stated['left_out'][0]['name']} first"
+        )
+
+
+def _look_at_classes(dataset: LatentDataset | TarLatents, min_items_per_class: int, found: Findings) -> None:
+    counts = np.bincount(dataset.labels, minlength=dataset.info.num_classes)
+    fewest = np.argsort(counts, kind="stable")
+    found.lines.append(
+        f"{len(counts)} classes of {counts.min()} to {counts.max()} items; the smallest: "
+        + ", ".join(f"{_class_name(dataset, label)} {counts[label]}" for label in fewest[:3])
+    )
+    short = [int(label) for label in fewest if counts[label] < min_items_per_class]
+    if short:
+        found.problems.append(
+            f"{len(short)} of {len(counts)} classes have fewer than {min_items_per_class} items: "
+            + ", ".join(f"{_class_name(dataset, label)} {counts[label]}" for label in short[:5])
+            + (", ..." if len(short) > 5 else "")
+        )
+
+
+def _class_name(dataset: LatentDataset | TarLatents, label: int) -> str:
+    names = getattr(dataset, "class_names", None)
+    return f"{label} ({names[label]})" if names else str(label)
+
+
+def _look_at_values(dataset: LatentDataset | TarLatents, sigma_data: float, found: Findings) -> None:
+    statistics = ChannelStatistics()
+    seen: dict[bytes, int] = {}
+    not_finite: list[int] = []
+    duplicates: list[tuple[int, int]] = []
+    with tqdm(total=len(dataset), unit="latents", desc="reading", file=sys.stderr, disable=None) as bar:
+        for start in range(0, len(dataset), CHUNK):
+            indices = np.arange(start, min(start + CHUNK, len(dataset)))
+            latents, _ = dataset.fetch(indices, np.zeros(len(indices), dtype=bool))
+            finite = latents.flatten(1).isfinite().all(dim=1)
+            if dataset.has_flips:
+                flipped, _ = dataset.fetch(indices, np.ones(len(indices), dtype=bool))
+                finite &= flipped.flatten(1).isfinite().all(dim=1)
+            not_finite += indices[~finite.numpy()].tolist()
+            if finite.any():
+                statistics.add(latents[finite], dataset.info.kind)
+            for index, latent in zip(indices.tolist(), latents.numpy()):
+                first = seen.setdefault(hashlib.blake2b(latent.tobytes(), digest_size=16).digest(), index)
+                if first != index:
+                    duplicates.append((first, index))
+            bar.update(len(indices))
+    if not_finite:
+        found.problems.append(f"{len(not_finite)} items hold NaN or Inf: {_some(not_finite)}")
+    if duplicates:
+        found.problems.append(
+            f"{len(duplicates)} items repeat an earlier one, bit for bit: " + _some([f"{b} = {a}" for a, b in duplicates])
+        )
+    if statistics.count == 0:
+        return
+    scale = dataset.info.scale_factor
+    found.lines += [
+        "                    " + "".join(f"{f'channel {c}':>12}" for c in range(dataset.channels)),
+        "stored     mean     " + "".join(f"{value:12.4f}" for value in statistics.mean),
+        "           std      " + "".join(f"{value:12.4f}" for value in statistics.std),
+        "network    mean     " + "".join(f"{value * scale:12.4f}" for value in statistics.mean),
+        "           std      " + "".join(f"{value * scale:12.4f}" for value in statistics.std),
+    ]
+    std = scale * float(np.sqrt(np.mean(np.square(statistics.std))))
+    ratio = std / sigma_data
+    found.lines.append(f"the network sees a standard deviation of {std:.3f}, {ratio:.2f} times sigma_data={sigma_data:g}")
+    if not USUAL_STD[0] <= ratio <= USUAL_STD[1]:
+        found.problems.append(
+            f"the network would see a standard deviation of {std:.3f}, {ratio:.2f} times sigma_data={sigma_data:g}; is the scale "
+            f"factor {scale:g} right? Latents that were scaled before they were stored need another"
+        )
+
+
+def _some(items: list, most: int = 5) -> str:
+    return ", ".join(map(str, items[:most])) + (", ..." if len(items) > most else "")
+
+
+def items_to_draw(dataset: LatentDataset | TarLatents, num_items: int = 16) -> tuple[Tensor, list[int]]:
+    """Latents [n, C, h, w] float32 as an autoencoder decodes them (the means, of `moments`) and labels, spread over the data."""
+    indices = spread_items(len(dataset), num_items)
+    stored, labels = dataset.fetch(indices, np.zeros(len(indices), dtype=bool))
+    latents = stored.float()
+    return torch.nan_to_num(latents.chunk(2, dim=1)[0] if dataset.info.kind == "moments" else latents), labels.tolist()

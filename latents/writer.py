@@ -1,0 +1,278 @@
+"""Writing a folder of shards: in pieces that survive an interruption, by one process or several, then its manifest.
+
+Shard k holds the items k * shard_size .. (k + 1) * shard_size - 1 of the source, less those left out. A finished shard has a
+record in .unfinished/; when all have one, the records become manifest.json and .unfinished/ goes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import shutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from latents import manifest
+from latents.manifest import hash_of
+from latents.shards import LatentDataset, ShardInfo, shard_bytes, shard_files, write_whole
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass
+class ChannelStatistics:
+    """Mean and standard deviation of each latent channel, in the units of the stored latents; of `moments`, of their samples.
+
+    Attributes:
+        count: values seen of each channel.
+        sums, square_sums: [C] of these values.
+    """
+
+    count: int = 0
+    sums: list[float] = field(default_factory=list)
+    square_sums: list[float] = field(default_factory=list)
+
+    def add(self, latents: Tensor, kind: str) -> None:
+        """Take in latents [b, C or 2C, H, W]."""
+        x = latents.double()
+        variance = 0.0
+        if kind == "moments":
+            x, log_variance = x.chunk(2, dim=1)
+            variance = log_variance.clamp(-30, 20).exp()
+        self.merge(
+            ChannelStatistics(
+                x.shape[0] * x.shape[2] * x.shape[3],
+                x.sum(dim=(0, 2, 3)).tolist(),
+                (x.square() + variance).sum(dim=(0, 2, 3)).tolist(),
+            )
+        )
+
+    def merge(self, other: ChannelStatistics) -> None:
+        if other.count:
+            zeros = [0.0] * len(other.sums)
+            self.sums = [a + b for a, b in zip(self.sums or zeros, other.sums)]
+            self.square_sums = [a + b for a, b in zip(self.square_sums or zeros, other.square_sums)]
+            self.count += other.count
+
+    @property
+    def mean(self) -> list[float]:
+        return [total / self.count for total in self.sums]
+
+    @property
+    def std(self) -> list[float]:
+        return [max(square / self.count - mean**2, 0.0) ** 0.5 for square, mean in zip(self.square_sums, self.mean)]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One shard to make, from the items start .. stop - 1 of the source."""
+
+    number: int
+    start: int
+    stop: int
+
+
+class ShardWriter:
+    """A folder of shards in the making.
+
+    Args:
+        output: the folder.
+        settings: everything that the latents depend on, of JSON's types: a folder is gone on with only under the same ones.
+        num_items: of the source.
+        shard_size: items of the source that make one shard.
+        dtype: `float16` or `float32`, in which latents are stored.
+
+    Raises:
+        ValueError: the folder holds another data set, or shards that nothing is known about.
+    """
+
+    def __init__(self, output: str | Path, settings: dict, num_items: int, shard_size: int, dtype: str = "float16"):
+        self.output = Path(output)
+        self.dtype = DTYPES[dtype]
+        self.settings = json.loads(json.dumps({**settings, "num_items": num_items, "shard_size": shard_size, "dtype": dtype}))
+        self.pieces = [Piece(k, i, min(i + shard_size, num_items)) for k, i in enumerate(range(0, num_items, shard_size))]
+        self._unfinished = self.output / manifest.UNFINISHED
+        self._lock = None
+        self._check_folder()
+
+    def _check_folder(self) -> None:
+        if self.output.exists() and not self.output.is_dir():
+            raise ValueError(f"output={self.output} is a file; give a folder")
+        stated = manifest.read_manifest(self.output)
+        if stated is not None:
+            found = stated.get("settings")
+        elif self._settings_file.exists():
+            found = json.loads(self._settings_file.read_text())
+        elif self.output.exists() and shard_files(self.output):
+            raise ValueError(
+                f"output={self.output} already holds {shard_files(self.output)[0].name} and no {manifest.MANIFEST}; "
+                "choose another folder"
+            )
+        else:
+            return
+        if found != self.settings:
+            changed = [
+                f"{key}: {(found or {}).get(key)!r} -> {self.settings.get(key)!r}"
+                for key in sorted({*(found or {}), *self.settings})
+                if (found or {}).get(key) != self.settings.get(key)
+            ]
+            raise ValueError(
+                f"output={self.output} already holds another data set ({'; '.join(changed)}); choose another folder, "
+                "or restore these settings to go on with that one"
+            )
+
+    @property
+    def _settings_file(self) -> Path:
+        return self._unfinished / "settings.json"
+
+    def _file(self, piece: Piece) -> Path:
+        return self.output / f"latents_{piece.number:05d}.safetensors"
+
+    def _record_file(self, piece: Piece) -> Path:
+        return self._unfinished / f"{piece.number:05d}.json"
+
+    def open(self) -> None:
+        """Make the folder ready and look at what is there: finished shards are verified, changed ones set aside.
+
+        By one process, before any calls `todo`.
+
+        Raises:
+            ValueError: the folder cannot be written to, or another process is writing to it.
+        """
+        stated = manifest.read_manifest(self.output)
+        try:
+            self._unfinished.mkdir(parents=True, exist_ok=True)
+            self._lock = open(self._unfinished / "lock", "w")
+        except OSError as e:
+            raise ValueError(f"output={self.output} cannot be written to ({e.strerror}); choose another folder") from e
+        try:
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released by the system when this process ends
+        except (BlockingIOError, PermissionError) as e:
+            raise ValueError(f"another process is writing to output={self.output}; wait for it, or choose another folder") from e
+        if stated is not None:  # complete once; as good as records
+            for entry in stated["shards"] + stated["empty_shards"]:
+                write_whole(self._unfinished / f"{entry['number']:05d}.json", json.dumps(entry).encode())
+        write_whole(self._settings_file, json.dumps(self.settings, indent=1).encode())
+        for piece in self.pieces:
+            self._verify(piece)
+        if stated is not None and self.todo():
+            (self.output / manifest.MANIFEST).unlink()  # what it says no longer holds; the records go on
+
+    def _verify(self, piece: Piece) -> None:
+        """Drop the record of a shard that is not what it says; without a record, the shard is made again."""
+        record, file = self._record(piece), self._file(piece)
+        if record is not None and (record["file"] is None or (file.exists() and hash_of(file.read_bytes()) == record["hash"])):
+            return
+        self._record_file(piece).unlink(missing_ok=True)
+        if file.exists():
+            aside = file.with_name(f".changed_{file.name}")
+            log.warning("%s is not as it was written; set aside as %s and made again", file, aside.name)
+            os.replace(file, aside)
+
+    def _record(self, piece: Piece) -> dict | None:
+        file = self._record_file(piece)
+        return json.loads(file.read_text()) if file.exists() else None
+
+    def todo(self, process_index: int = 0, num_processes: int = 1) -> list[Piece]:
+        """The shards that this process has to make."""
+        return [p for p in self.pieces[process_index::num_processes] if not self._record_file(p).exists()]
+
+    def write(
+        self,
+        piece: Piece,
+        latents: Tensor,
+        labels: Tensor,
+        info: ShardInfo,
+        latents_flip: Tensor | None = None,
+        left_out: list[dict] | None = None,
+    ) -> None:
+        """Write one shard and its record.
+
+        Args:
+            latents, latents_flip: [b, C or 2C, H, W] float32, as they come from the autoencoder.
+            labels: [b] int64.
+            left_out: what is missing and why, {"name", "problem"} each.
+
+        Raises:
+            ValueError: as `write_shard` does; values that the type cannot hold are not finite.
+        """
+        record = {"number": piece.number, "file": None, "num_items": len(latents), "left_out": left_out or []}
+        if len(latents):
+            stored = latents.to(self.dtype)
+            stored_flip = None if latents_flip is None else latents_flip.to(self.dtype)
+            if not stored.isfinite().all() and latents.isfinite().all():
+                raise ValueError(f"latents up to {latents.abs().max():.3g} do not fit float16; use dtype=float32")
+            blob = shard_bytes(self._file(piece), stored, labels, info, stored_flip)
+            statistics, error = ChannelStatistics(), stored.double() - latents.double()
+            statistics.add(stored, info.kind)
+            record |= {
+                "file": self._file(piece).name,
+                "bytes": len(blob),
+                "hash": hash_of(blob),
+                "statistics": asdict(statistics),
+                "storage_error": {
+                    "max": error.abs().max().item(),
+                    "square_sum": error.square().sum().item(),
+                    "of": latents.double().square().sum().item(),
+                },
+            }
+            # The record first: a shard under its final name always has one.
+            write_whole(self._record_file(piece), json.dumps(record).encode())
+            write_whole(self._file(piece), blob)
+        else:
+            write_whole(self._record_file(piece), json.dumps(record).encode())
+
+    def finish(self, class_names: list[str] | None = None, **about: object) -> dict:
+        """Write manifest.json, by one process after all have written their shards; returns what it says.
+
+        Args:
+            about: more to state (where the source was, how it was made).
+
+        Raises:
+            ValueError: nothing was left of the source.
+        """
+        records = [self._record(piece) for piece in self.pieces]
+        shards = [record for record in records if record["file"] is not None]
+        left_out = [entry for record in records for entry in record["left_out"]]
+        if not shards:
+            raise ValueError(f"none of the {len(left_out)} items could be read; the first: {left_out[0]}")
+        statistics, largest, square_sum, total = ChannelStatistics(), 0.0, 0.0, 0.0
+        for record in shards:
+            statistics.merge(ChannelStatistics(**record["statistics"]))
+            error = record["storage_error"]
+            largest, square_sum, total = max(largest, error["max"]), square_sum + error["square_sum"], total + error["of"]
+        for file in self.output.glob(".tmp_*.safetensors"):
+            file.unlink()  # of a process that was killed while it wrote
+        dataset = LatentDataset(self.output, check_folder=False)  # all shards agree, or this says which does not
+        stated = {
+            "format": 1,
+            "num_items": len(dataset),
+            "fingerprint": dataset.fingerprint(),
+            **asdict(dataset.info),
+            "shape": [dataset.channels, dataset.height, dataset.width],
+            "has_flips": dataset.has_flips,
+            "mean": statistics.mean,
+            "std": statistics.std,
+            "storage_error": {
+                "dtype": self.settings["dtype"],
+                "max": largest,
+                "relative_rms": (square_sum / (total or 1)) ** 0.5,
+            },
+            "class_names": class_names,
+            "class_counts": torch.bincount(torch.from_numpy(dataset.labels), minlength=dataset.info.num_classes).tolist(),
+            "left_out": left_out,
+            **about,
+            "settings": self.settings,
+            "shards": shards,
+            "empty_shards": [record for record in records if record["file"] is None],
+        }
+        write_whole(self.output / manifest.MANIFEST, json.dumps(stated, indent=1).encode())
+        shutil.rmtree(self._unfinished)
+        return stated

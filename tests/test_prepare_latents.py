@@ -1,0 +1,497 @@
+"""From images to shards: what is encoded is what the autoencoder makes, however often it was interrupted."""
+
+import io
+import json
+import logging
+import os
+import signal
+import tarfile
+import time
+
+import numpy as np
+import pytest
+import torch
+from conftest import LAUNCH_2, REPOSITORY, finish, forget_accelerate, losses, make_shard, start
+from PIL import Image
+
+import prepare_latents
+from evaluations.images import adm_center_crop
+from latents import autoencoders
+from latents.images import open_labelled_images, read_rgb
+from latents.shards import LatentDataset
+
+RESOLUTION = 32
+
+
+@pytest.fixture(scope="module")
+def vae(tmp_path_factory):
+    """A small AutoencoderKL with random weights: sd-vae:<folder>; 3x32x32 -> 4x16x16."""
+    from diffusers import AutoencoderKL
+
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("vae")
+    AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
+        block_out_channels=(8, 8), latent_channels=4, norm_num_groups=4, layers_per_block=1, sample_size=RESOLUTION,
+    ).save_pretrained(folder)  # fmt: skip
+    return f"sd-vae:{folder}"
+
+
+def random_image(rng, mode="RGB", width=None, height=None):
+    width, height = width or int(rng.integers(20, 150)), height or int(rng.integers(20, 150))
+    channels = {"L": 1, "LA": 2, "RGB": 3, "RGBA": 4, "CMYK": 4}[mode]
+    pixels = rng.integers(0, 256, (height, width, channels), dtype=np.uint8)
+    return Image.fromarray(pixels[..., 0] if channels == 1 else pixels, mode)
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    """40 images of several sizes and modes in three class folders, some of them deeper."""
+    root = tmp_path_factory.mktemp("images")
+    rng = np.random.default_rng(0)
+    modes = ["RGB", "L", "RGBA", "CMYK", "LA", "P", "EXIF", "RGB"]
+    for i in range(40):
+        folder = root / ("ant", "bee", "cow")[i % 3] / ("deeper" if i % 5 == 0 else "")
+        folder.mkdir(parents=True, exist_ok=True)
+        mode = modes[i % len(modes)]
+        if mode == "P":
+            random_image(rng).convert("P").save(folder / f"{i:02}.png")
+        elif mode == "EXIF":
+            exif = Image.Exif()
+            exif[0x0112] = 6  # rotated by 90 degrees
+            random_image(rng, "RGB", 60, 40).save(folder / f"{i:02}.jpg", exif=exif)
+        else:
+            random_image(rng, mode).save(folder / f"{i:02}{'.jpg' if mode in ('CMYK', 'L') else '.png'}")
+    return root
+
+
+def encode(images, output, vae, *settings):
+    forget_accelerate()
+    arguments = [f"images={images}", f"output={output}", f"resolution={RESOLUTION}", f"autoencoder={vae}", "cpu_threads=1"]
+    prepare_latents.main(["encode", *arguments, "num_workers=0", "shard_size=8", "batch_size=3", *settings])
+    return output
+
+
+def contents(folder):
+    return {file.name: file.read_bytes() for file in folder.glob("*.safetensors")}
+
+
+def test_latents_are_those_of_the_autoencoder(images, vae, tmp_path):
+    dataset = LatentDataset(encode(images, tmp_path / "out", vae, "flips=true"))
+    assert len(dataset) == 40 and len(dataset.files) == 5 and dataset.class_names == ["ant", "bee", "cow"]
+    assert (dataset.info.kind, dataset.info.num_classes, dataset.info.autoencoder) == ("moments", 3, vae)
+    assert dataset.info.scale_factor == 0.18215 and dataset.info.resolution == RESOLUTION
+    files = sorted(file.relative_to(images).as_posix() for file in images.rglob("*.*"))
+    assert dataset.labels.tolist() == [["ant", "bee", "cow"].index(name.split("/")[0]) for name in files]
+    net = autoencoders.build(vae, torch.device("cpu"), 4, "autoencoder").vae
+    for index in (0, 7, 23, 39):
+        pixels = torch.from_numpy(adm_center_crop(read_rgb(images / files[index]), RESOLUTION)).permute(2, 0, 1) / 127.5 - 1
+        for flip in (False, True):
+            stored, _ = dataset.fetch(np.array([index]), np.array([flip]))
+            with torch.no_grad():
+                posterior = net.encode(pixels[None].flip(-1) if flip else pixels[None]).latent_dist
+            expected = torch.cat([posterior.mean, posterior.logvar], dim=1)
+            assert torch.allclose(stored.float(), expected, rtol=2e-3, atol=1e-4)
+            mean = stored.float().chunk(2, dim=1)[0]  # gives the image back as well as the autoencoder does directly
+            with torch.no_grad():
+                assert torch.allclose(net.decode(mean).sample, net.decode(posterior.mean).sample, atol=5e-3)
+
+
+def test_the_manifest_states_what_was_made_and_how(images, vae, tmp_path):
+    folder = encode(images, tmp_path / "out", vae)
+    stated = json.loads((folder / "manifest.json").read_text())
+    assert (stated["num_items"], stated["kind"], stated["autoencoder"]) == (40, "moments", vae)
+    assert stated["class_names"] == ["ant", "bee", "cow"] and stated["class_counts"] == [14, 13, 13]
+    assert stated["crop"] == "adm_center_crop" and stated["source"] == str(images) and stated["shape"] == [4, 16, 16]
+    dataset = LatentDataset(folder)
+    stored = dataset.fetch(np.arange(40), np.zeros(40, dtype=bool))[0].double()
+    mean, log_variance = stored.chunk(2, dim=1)
+    samples = mean + (log_variance / 2).exp() * torch.randn(200, *mean.shape, generator=torch.Generator().manual_seed(0))
+    assert np.allclose(stated["mean"], mean.mean(dim=(0, 2, 3)), atol=1e-6)
+    assert np.allclose(stated["std"], samples.std(dim=(0, 1, 3, 4)), rtol=0.01)
+    assert 0 < stated["storage_error"]["relative_rms"] < 5e-4  # half of float16's last place, at most
+    assert not (folder / ".unfinished").exists()
+
+
+def test_float32_is_stored_without_an_error(images, vae, tmp_path):
+    stated = json.loads((encode(images, tmp_path / "out", vae, "dtype=float32") / "manifest.json").read_text())
+    assert stated["storage_error"] == {"dtype": "float32", "max": 0.0, "relative_rms": 0.0}
+
+
+def test_samples_are_drawn_once_from_the_seed_and_the_image(images, vae, tmp_path):
+    a = encode(images, tmp_path / "a", vae, "kind=sample")
+    b = encode(images, tmp_path / "b", vae, "kind=sample", "seed=1")
+    again = encode(images, tmp_path / "c", vae, "kind=sample", "batch_size=8")
+    first, other, repeated = (LatentDataset(x).fetch(np.arange(40), np.zeros(40, dtype=bool))[0].float() for x in (a, b, again))
+    assert LatentDataset(a).channels == 4 and (first - other).abs().mean() > 0.1
+    assert torch.allclose(first, repeated, atol=2e-3)
+
+
+def test_an_interrupted_encoding_goes_on_and_ends_in_the_same_files(images, vae, tmp_path):
+    whole = contents(encode(images, tmp_path / "whole", vae))
+    settings = [f"images={images}", f"resolution={RESOLUTION}", f"autoencoder={vae}", "cpu_threads=1", "num_workers=1"]
+    for attempt in range(5):
+        output = tmp_path / f"killed_{attempt}"
+        command = ["prepare_latents.py", "encode", *settings, f"output={output}", "shard_size=8", "batch_size=3"]
+        process = start(*command, start_new_session=True)
+        while process.poll() is None and len(list(output.glob("latents_*"))) < 2:
+            time.sleep(0.001)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        finish(process)
+        if not (output / "manifest.json").exists():
+            break
+    partial = contents(output)
+    assert 2 <= len(partial) < 5 and not (output / "manifest.json").exists()
+    with pytest.raises(ValueError, match="is not finished: prepare_latents.py was stopped; run the same command again"):
+        LatentDataset(output)
+    written_ns = {name: (output / name).stat().st_mtime_ns for name in partial}
+    code, text = finish(start(*command))
+    assert code == 0, text
+    assert contents(output) == whole
+    assert {name: (output / name).stat().st_mtime_ns for name in partial} == written_ns  # finished shards were left alone
+    assert not list(output.glob(".*"))
+
+
+def test_two_processes_write_the_same_shards_as_one(images, vae, tmp_path):
+    settings = [f"images={images}", f"resolution={RESOLUTION}", f"autoencoder={vae}", "cpu_threads=1", "num_workers=0"]
+    command = ["prepare_latents.py", "encode", *settings, f"output={tmp_path / 'two'}", "shard_size=8", "batch_size=3"]
+    code, text = finish(start(*command, launcher=LAUNCH_2))
+    assert code == 0, text
+    one = encode(images, tmp_path / "one", vae)
+    assert contents(tmp_path / "two") == contents(one)
+    assert (tmp_path / "two" / "manifest.json").read_text() == (one / "manifest.json").read_text()
+
+
+def test_a_changed_shard_is_set_aside_and_made_again(images, vae, tmp_path, caplog):
+    folder = encode(images, tmp_path / "out", vae)
+    before = contents(folder)
+    file = folder / "latents_00001.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\x00")
+    damaged = file.read_bytes()
+    assert damaged != before[file.name]
+    with caplog.at_level(logging.WARNING):
+        encode(images, folder, vae)
+    assert "latents_00001.safetensors is not as it was written" in caplog.text
+    assert (folder / ".changed_latents_00001.safetensors").read_bytes() == damaged
+    (folder / ".changed_latents_00001.safetensors").unlink()
+    assert contents(folder) == before and (folder / "manifest.json").exists()
+
+
+def test_a_folder_with_other_latents_is_refused(images, vae, tmp_path):
+    folder = encode(images, tmp_path / "out", vae)
+    before = contents(folder), (folder / "manifest.json").read_bytes()
+    with pytest.raises(ValueError, match=r"already holds another data set \(flips: False -> True\); choose another folder"):
+        encode(images, folder, vae, "flips=true")
+    make_shard(tmp_path / "mine" / "a.safetensors")
+    with pytest.raises(ValueError, match="already holds a.safetensors and no manifest.json; choose another folder"):
+        encode(images, tmp_path / "mine", vae)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="file is a file; give a folder"):
+        encode(images, tmp_path / "file", vae)
+    assert (contents(folder), (folder / "manifest.json").read_bytes()) == before
+
+
+@pytest.fixture
+def bad_images(images, tmp_path):
+    """The same images with four that cannot be used."""
+    folder = tmp_path / "bad"
+    for file in images.rglob("*.*"):
+        (folder / file.relative_to(images)).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file.relative_to(images)).write_bytes(file.read_bytes())
+    rng = np.random.default_rng(1)
+    random_image(rng, width=1, height=50).save(folder / "ant" / "narrow.png")
+    whole = io.BytesIO()
+    random_image(rng, width=90, height=90).save(whole, "jpeg")
+    (folder / "bee" / "cut.jpg").write_bytes(whole.getvalue()[:-2000])
+    Image.fromarray(rng.integers(0, 60000, (40, 40), dtype=np.uint16)).save(folder / "bee" / "deep.png")
+    (folder / "cow" / "text.png").write_text("not an image")
+    return folder
+
+
+def test_an_unreadable_image_stops_the_command_by_name(bad_images, vae, tmp_path):
+    with pytest.raises(ValueError, match=r"ant/narrow.png cannot be read \(1x50 pixels: the shorter side .*on_error=skip"):
+        encode(bad_images, tmp_path / "out", vae)
+
+
+def test_unreadable_images_can_be_skipped_and_are_counted(bad_images, images, vae, tmp_path, caplog):
+    with caplog.at_level(logging.INFO):
+        folder = encode(bad_images, tmp_path / "out", vae, "on_error=skip")
+    stated = json.loads((folder / "manifest.json").read_text())
+    assert [entry["name"] for entry in stated["left_out"]] == ["ant/narrow.png", "bee/cut.jpg", "bee/deep.png", "cow/text.png"]
+    assert "left out 4, first ant/narrow.png (1x50 pixels" in caplog.text and stated["num_items"] == 40
+    good = LatentDataset(encode(images, tmp_path / "good", vae))
+    every = np.arange(40), np.zeros(40, dtype=bool)
+    assert torch.allclose(LatentDataset(folder).fetch(*every)[0].float(), good.fetch(*every)[0].float(), atol=2e-3)
+
+
+def test_a_shard_of_unreadable_images_alone_is_left_out(images, vae, tmp_path):
+    folder = tmp_path / "bad"
+    for i in range(20):
+        file = folder / ("a" if i < 17 else "b") / f"{i:02}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if i < 16:
+            file.write_text("not an image")
+        else:
+            random_image(np.random.default_rng(i)).save(file)
+    assert len(LatentDataset(encode(folder, tmp_path / "out", vae, "on_error=skip"))) == 4
+    assert len(LatentDataset(encode(folder, tmp_path / "out", vae, "on_error=skip"))) == 4  # again: complete as it is
+    for file in folder.glob("*/1[6-9].png"):
+        file.write_text("not an image")
+    with pytest.raises(ValueError, match="none of the 20 items could be read; the first: .*a/00.png"):
+        encode(folder, tmp_path / "none", vae, "on_error=skip")
+
+
+def test_pixels_can_be_kept_as_they_are(images, tmp_path):
+    dataset = LatentDataset(encode(images, tmp_path / "out", "identity", "kind=sample"))
+    assert dataset.channels == 3 and dataset.info.scale_factor == 1
+    files = sorted(file.relative_to(images).as_posix() for file in images.rglob("*.*"))
+    decoded = autoencoders.to_uint8(dataset.fetch(np.array([5]), np.array([False]))[0].float())[0].numpy()
+    assert np.array_equal(decoded, adm_center_crop(read_rgb(images / files[5]), RESOLUTION))
+
+
+def test_encoded_images_train(images, vae, tmp_path, train):
+    folder = encode(images, tmp_path / "out", vae, "flips=true")
+    run = train("from_images", "data=custom", f"data.path={folder}", "model.backbone=DiT-XS/8", "train.precision=fp32")
+    assert len(losses(run)) == 6
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Images and labels.
+
+
+def test_the_crop_is_adms():
+    # By hand, from ADM's description: 100x70 at 16 is halved twice by averages (50x35, 25x17), then scaled bicubically.
+    pixels = np.random.default_rng(0).integers(0, 256, (70, 100, 3), dtype=np.uint8)
+    image = Image.fromarray(pixels)
+    halved = image.resize((50, 35), Image.Resampling.BOX).resize((25, 17), Image.Resampling.BOX)
+    scaled = np.asarray(halved.resize((round(25 * 16 / 17), 16), Image.Resampling.BICUBIC))
+    left = (scaled.shape[1] - 16) // 2
+    assert np.array_equal(adm_center_crop(image, 16), scaled[:, left : left + 16])
+    assert np.array_equal(adm_center_crop(Image.fromarray(pixels[:16, :16]), 16), pixels[:16, :16])
+    assert adm_center_crop(Image.fromarray(pixels[:8, :9]), 16).shape == (16, 16, 3)
+
+
+def test_images_are_read_upright_and_in_colour(tmp_path):
+    pixels = np.zeros((40, 60, 3), dtype=np.uint8)
+    pixels[:, :30] = 250  # the left half is bright
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned clockwise: the left half is then above
+    Image.fromarray(pixels).save(tmp_path / "a.png", exif=exif)
+    turned = np.asarray(read_rgb(tmp_path / "a.png"))
+    assert turned.shape == (60, 40, 3) and turned[:30].min() == 250 and turned[30:].max() == 0
+
+
+@pytest.mark.parametrize("name", ["labels.csv", "labels.json", "dataset.json"])
+def test_labels_come_from_a_file_beside_the_images(tmp_path, name, caplog):
+    rng = np.random.default_rng(0)
+    for i in range(4):
+        random_image(rng).save(tmp_path / f"{i}.png")
+    pairs = [("2.png", 7), ("0.png", 3), ("1.png", 7)]
+    if name.endswith("csv"):
+        (tmp_path / name).write_text("file_name,label\n" + "".join(f"{n},{label}\n" for n, label in pairs))
+    else:
+        (tmp_path / name).write_text(json.dumps({"labels": pairs} if name == "dataset.json" else dict(pairs)))
+    found = open_labelled_images(tmp_path)
+    assert found.names == ["0.png", "1.png", "2.png"] and found.labels.tolist() == [3, 7, 7] and found.class_names is None
+    assert "1 images" in caplog.text and "3.png" in caplog.text
+
+
+def test_labels_may_be_names(tmp_path):
+    for name in "abc":
+        random_image(np.random.default_rng(0)).save(tmp_path / f"{name}.png")
+    (tmp_path / "which.csv").write_text("path,class\na.png,wolf\nb.png,bear\nc.png,wolf\n")
+    found = open_labelled_images(tmp_path, labels=str(tmp_path / "which.csv"))
+    assert found.class_names == ["bear", "wolf"] and found.labels.tolist() == [1, 0, 1]
+    assert open_labelled_images(tmp_path, labels="none").labels.tolist() == [0, 0, 0]
+
+
+def in_tars(folder, rng):
+    folder.mkdir()
+    for t in range(2):
+        with tarfile.open(folder / f"{t}.tar", "w") as tar:
+            for i in range(3):
+                buffer = io.BytesIO()
+                random_image(rng, width=40, height=40).save(buffer, "png")
+                for suffix, payload in (("png", buffer.getvalue()), ("cls", str((t + i) % 3).encode()), ("json", b"{}")):
+                    member = tarfile.TarInfo(f"{t}{i:06}.{suffix}")
+                    member.size = len(payload)
+                    tar.addfile(member, io.BytesIO(payload))
+    return folder
+
+
+def test_images_are_read_from_tars(tmp_path, vae):
+    folder = in_tars(tmp_path / "tars", np.random.default_rng(0))
+    found = open_labelled_images(folder)
+    assert found.labels.tolist() == [0, 1, 2, 1, 2, 0]
+    with tarfile.open(folder / "1.tar") as tar:
+        expected = np.asarray(Image.open(tar.extractfile("1000001.png")))
+    assert np.array_equal(np.asarray(read_rgb(found.open(4))), expected)
+    assert LatentDataset(encode(folder, tmp_path / "out", vae)).labels.tolist() == [0, 1, 2, 1, 2, 0]
+
+
+def flat(folder):
+    random_image(np.random.default_rng(0)).save(folder / "a.png")
+
+
+def one_class(folder):
+    (folder / "train").mkdir()
+    random_image(np.random.default_rng(0)).save(folder / "train" / "a.png")
+
+
+def with_labels(text, name="labels.csv"):
+    def make(folder):
+        flat(folder)
+        (folder / name).write_text(text)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda folder: None, "holds no images .* and no tars"),
+        (flat, "a.png lies in no class folder; .*give labels=<CSV or JSON file>, or labels=none"),
+        (one_class, "holds the one class folder 'train'; if the classes are inside it, give images=.*train; for a single class"),
+        (with_labels("file_name,label\nb.png,1\n"), r"lists b.png, which is not in .* \(1 of 1 are missing\)"),
+        (with_labels("a.png,1\n"), "needs a header with the columns file_name,label; found a.png, 1"),
+        (with_labels("file_name,label\na.png,\n"), "line 2: the file name or the label is missing"),
+        (with_labels("file_name,label\na.png,1\na.png,2\n"), "a.png has the labels '1' and '2'"),
+        (with_labels("file_name,label\na.png,-1\n"), "a.png has the label -1; labels are 0 or more"),
+        (with_labels("file_name,label\n"), "lists no images"),
+        (with_labels("{", "labels.json"), "labels.json is not JSON"),
+        (with_labels('{"labels": [["a.png"]]}', "labels.json"), 'must hold {"name": label, ...}'),
+        (with_labels('{"labels": null}', "labels.json"), 'must hold {"name": label, ...}'),
+    ],
+)
+def test_images_without_proper_labels_are_refused(tmp_path, make, message):
+    make(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        open_labelled_images(tmp_path)
+
+
+def test_what_encode_does_not_accept_is_refused(images, vae, tmp_path):
+    out = tmp_path / "out"
+    for settings, message in (
+        (["num_classes=2"], "num_classes=2, but cow/.* has the label 2; set num_classes=3 or more"),
+        (["resolution=33"], "resolution=33 is not a multiple of 2"),
+        (["kind=mean"], r"kind=mean is not accepted; use sample \| moments"),
+        (["resolution=big"], "resolution=big is not accepted; use a whole number of at least 1"),
+        (["on_error=ignore"], r"on_error=ignore is not accepted; use stop \| skip"),
+        (["autoencoder=vqgan"], "autoencoder=vqgan is not accepted"),
+        (["autoencoder=identity"], "kind=moments: pixels have no log-variance"),
+        (["autoencoder=none"], "autoencoder=none: nothing is known that decodes these latents"),
+        ([f"images={tmp_path / 'nowhere'}"], "nowhere does not exist"),
+        (["flip=true"], r"encode: flip is not a key or has no value; it takes images=, output=, \[labels=\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            encode(images, out, vae, *settings)
+    assert not out.exists()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# inspect and synthetic.
+
+
+def inspect(path, *settings):
+    forget_accelerate()
+    prepare_latents.main(["inspect", f"path={path}", "cpu_threads=1", *settings])
+
+
+def test_good_latents_pass_inspection_and_are_drawn(images, vae, tmp_path, caplog):
+    folder = encode(images, tmp_path / "out", vae, "flips=true")
+    with caplog.at_level(logging.INFO):
+        inspect(folder, "sigma_data=0.1")  # the little autoencoder's latents are small
+    for line in (
+        "40 latents in 5 files",
+        "kind moments, 4x16x16, for images of 32 pixels, with latents of mirrored images",
+        "5 checksums agree with manifest.json",
+        "3 classes of 13 to 14 items; the smallest: 1 (bee) 13, 2 (cow) 13, 0 (ant) 14",
+        "nothing wrong was found",
+    ):
+        assert line in caplog.text
+    picture = Image.open(next(folder.glob("inspect_*.png")))
+    assert picture.size == (4 * (64 + 4) + 4, 4 * (64 + 14 + 4) + 4)
+    inspect(folder, "sigma_data=0.1")  # again: the picture is the same
+    with pytest.raises(ValueError, match="grid=.*exists; give another file"):
+        inspect(folder, f"grid={next(folder.glob('inspect_*.png'))}")
+
+
+def test_the_embedded_digits_pass_inspection(tmp_path, caplog):
+    with caplog.at_level(logging.INFO):
+        inspect(REPOSITORY / "latents" / "digits.safetensors", f"grid={tmp_path / 'grid.png'}")
+    assert "the network sees a standard deviation of 0.50" in caplog.text and (tmp_path / "grid.png").exists()
+
+
+def problems_of(path, *settings):
+    with pytest.raises(ValueError) as error:
+        inspect(path, "grid=none", *settings)
+    return str(error.value)
+
+
+def test_inspection_finds_what_is_wrong(tmp_path):
+    from safetensors.torch import save_file
+
+    latents, labels = make_shard(tmp_path / "a.safetensors", num_items=30)
+    labels[:] = torch.arange(30) % 2  # nothing of class 2
+    latents[4, 0, 1, 1] = float("nan")
+    latents[9] = latents[3]
+    with open(tmp_path / "a.safetensors", "rb") as f:
+        metadata = json.loads(f.read(int.from_bytes(f.read(8), "little")))["__metadata__"]
+    save_file({"latents": latents * 20, "labels": labels}, tmp_path / "a.safetensors", metadata=metadata)
+    found = problems_of(tmp_path)
+    assert "4 problems" in found
+    assert "1 items hold NaN or Inf: 4" in found and "1 items repeat an earlier one, bit for bit: 9 = 3" in found
+    assert "1 of 3 classes have fewer than 1 items: 2 0" in found
+    assert "19.97 times" in found and "is the scale factor 0.5 right?" in found
+
+
+def test_inspection_names_the_shard_that_changed(tmp_path):
+    prepare_latents.main(["synthetic", f"output={tmp_path}", "num_items=40", "size=4", "shard_size=10"])
+    file = tmp_path / "latents_00002.safetensors"
+    blob = bytearray(file.read_bytes())
+    blob[-1] ^= 1
+    file.write_bytes(blob)
+    assert "latents_00002.safetensors is not the file that manifest.json describes" in problems_of(tmp_path)
+
+
+def test_training_refuses_shards_that_are_not_those_of_the_manifest(tmp_path):
+    prepare_latents.main(["synthetic", f"output={tmp_path}", "num_items=40", "size=4", "shard_size=10"])
+    assert len(LatentDataset(tmp_path)) == 40
+    file = tmp_path / "latents_00002.safetensors"
+    blob = file.read_bytes()
+    changed = bytearray(blob)
+    changed[-1] ^= 1
+    file.write_bytes(changed)
+    with pytest.raises(ValueError, match="the shards have changed since manifest.json was written; `prepare_latents.py inspect"):
+        LatentDataset(tmp_path)
+    file.write_bytes(blob + b" ")
+    with pytest.raises(ValueError, match="latents_00002.safetensors has changed since manifest.json was written: .* bytes, not"):
+        LatentDataset(tmp_path)
+    file.unlink()
+    with pytest.raises(ValueError, match="latents_00002.safetensors is missing, but manifest.json lists it"):
+        LatentDataset(tmp_path)
+    file.write_bytes(blob)
+    make_shard(tmp_path / "mine.safetensors")
+    with pytest.raises(ValueError, match="mine.safetensors is not in .*manifest.json; move it to a folder of its own"):
+        LatentDataset(tmp_path)
+    (tmp_path / "mine.safetensors").unlink()
+    (tmp_path / "manifest.json").write_text("{}")
+    with pytest.raises(ValueError, match="manifest.json is not a manifest of latent shards"):
+        LatentDataset(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["sample", "moments"])
+def test_synthetic_latents_are_as_the_network_expects_them(tmp_path, kind):
+    settings = ["num_items=300", "size=8", f"kind={kind}", "num_classes=7", "flips=true"]
+    prepare_latents.main(["synthetic", f"output={tmp_path}", *settings])
+    dataset = LatentDataset(tmp_path)
+    assert len(dataset) == 300 and dataset.channels == 4 and dataset.has_flips and dataset.info.num_classes == 7
+    stated = json.loads((tmp_path / "manifest.json").read_text())
+    assert np.allclose(np.array(stated["std"]) * dataset.info.scale_factor, 0.5, rtol=0.02)
+    inspect(tmp_path)
+
+
+def test_the_command_line_ends_with_one_line_and_exit_code_1(tmp_path):
+    code, text = finish(start("prepare_latents.py", "inspect", f"path={tmp_path}"))
+    assert code == 1 and text.strip() == f"error: data.path={tmp_path} holds no latent shards (*.safetensors)"
