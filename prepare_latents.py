@@ -35,6 +35,7 @@ from latents.encode import encode_images
 from latents.foreign import FORMATS, open_foreign, sample_of
 from latents.images import open_labelled_images
 from latents.inspection import inspect_latents, items_to_draw
+from latents.progress import progress_bar
 from latents.shards import KINDS, LatentDataset, ShardInfo, write_shard
 from latents.webdataset import TarLatents
 from latents.writer import DTYPES, ShardWriter
@@ -186,7 +187,7 @@ def convert(
     settings = {"command": "convert", "format": source.describe, **asdict(info), "stored_scale": stored_scale}
     writer = ShardWriter(output, settings | {"source": source.fingerprint()}, len(source.labels), shard_size, dtype)
     writer.open()
-    for piece in cli.progress(writer.todo(), "shards"):
+    for piece in progress_bar(writer.todo(), unit="shards"):
         latents, latents_flip = source.read(piece.start, piece.stop)
         if stored_scale != 1:
             latents, latents_flip = (None if x is None else x / stored_scale for x in (latents, latents_flip))
@@ -269,7 +270,7 @@ def synthetic(
     settings = {"command": "synthetic", **asdict(info), "channels": channels, "flips": flips, "seed": seed}
     writer = ShardWriter(output, settings, num_items, shard_size, dtype)
     writer.open()
-    for piece in cli.progress(writer.todo(), "shards"):
+    for piece in progress_bar(writer.todo(), unit="shards"):
         generator = torch.Generator().manual_seed(int(np.random.SeedSequence([seed, piece.number]).generate_state(1)[0]))
         latents = torch.randn(piece.stop - piece.start, channels, size, size, generator=generator)
         if kind == "moments":

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
-from tqdm import tqdm
 
 from evaluations.images import adm_center_crop
 from latents.autoencoders import Autoencoder, from_uint8
 from latents.images import LabelledImages, read_rgb
+from latents.progress import progress_bar
 from latents.shards import ShardInfo
 from latents.writer import Piece, ShardWriter
 from training.randomness import SeedRandom
@@ -97,7 +97,7 @@ def encode_images(
     )
     batches = iter(loader)
     waited_sec, start_sec = 0.0, time.perf_counter()
-    bar = tqdm(total=sum(p.stop - p.start for p in pieces), unit="images", desc=describe or None, smoothing=0.05, disable=None)
+    bar = progress_bar(total=sum(p.stop - p.start for p in pieces), unit="images", desc=describe or None)
     written: Future | None = None
     with bar, ThreadPoolExecutor(1) as pool:
         for piece in pieces:

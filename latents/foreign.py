@@ -24,9 +24,9 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from tqdm import tqdm
 
 from latents.detection import SD_SCALE
+from latents.progress import progress_bar
 from latents.webdataset import TarIndex, check_float, locate_npy, spread_items
 
 
@@ -270,7 +270,7 @@ class FastDiTFolder:
         label_names = [label_numbers[i] for i in sorted(numbers)]
         labels = [
             self._read_labels(self._labels_folder / name)
-            for name in tqdm(label_names, desc="reading labels", unit="file", dynamic_ncols=True, delay=1, leave=False)
+            for name in progress_bar(label_names, desc="reading labels", unit="file", delay=1, leave=False)
         ]
         self.labels = np.concatenate(labels)
         self._first_item = np.cumsum([0] + [len(x) for x in labels])

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from latents import manifest
+from latents.progress import progress_bar
 from latents.shards import LatentDataset
 from latents.webdataset import TarLatents, spread_items
 from latents.writer import ChannelStatistics
@@ -105,7 +104,7 @@ def _look_at_values(dataset: LatentDataset | TarLatents, sigma_data: float, foun
     seen: dict[bytes, int] = {}
     not_finite: list[int] = []
     duplicates: list[tuple[int, int]] = []
-    with tqdm(total=len(dataset), unit="latents", desc="reading", file=sys.stderr, disable=None) as bar:
+    with progress_bar(total=len(dataset), unit="latents", desc="reading") as bar:
         for start in range(0, len(dataset), CHUNK):
             indices = np.arange(start, min(start + CHUNK, len(dataset)))
             latents, _ = dataset.fetch(indices, np.zeros(len(indices), dtype=bool))

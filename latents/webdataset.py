@@ -30,6 +30,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from latents.detection import detect
+from latents.progress import progress_bar
 
 log = logging.getLogger(__name__)
 
@@ -337,9 +338,7 @@ class TarIndex:
     def _scan(cls, files: list[Path], allow_pickle: bool, flag: str) -> TarIndex:
         layouts, parts, extensions = _Layouts(allow_pickle, flag), [], set()
         sizes = [file.stat().st_size for file in files]
-        with tqdm(
-            total=sum(sizes), desc="indexing tars", unit="B", unit_scale=True, dynamic_ncols=True, delay=1, leave=False
-        ) as bar:
+        with progress_bar(total=sum(sizes), desc="indexing tars", unit="B", unit_scale=True, delay=1, leave=False) as bar:
             for tar, file in enumerate(files):
                 part = _scan_tar(file, layouts, extensions, bar)
                 parts.append(part | {"tar_of": np.full(len(part["labels"]), tar, dtype=np.int32)})

@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import NoReturn
 
 import hydra
@@ -15,7 +15,6 @@ import torch
 from accelerate import Accelerator
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
 from omegaconf import DictConfig
-from tqdm import tqdm
 
 from training.config import CONFIGS, Accepts, unknown_key
 
@@ -94,8 +93,3 @@ def cores_per_process() -> int:
     """The machine's cores divided by the processes that accelerate started on it, at least 1."""
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, num_cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-
-
-def progress(items: Iterable, unit: str) -> Iterable:
-    """The items, with a progress bar on a terminal's stderr."""
-    return tqdm(items, unit=unit, file=sys.stderr, disable=None)
