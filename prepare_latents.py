@@ -104,8 +104,9 @@ def encode(
     if accelerator.is_main_process:
         writer.open()
     accelerator.wait_for_everyone()
-    pieces = writer.todo(accelerator.process_index, accelerator.num_processes)
-    shards = f"{len(writer.todo())} of {len(writer.pieces)} shards to make"
+    pieces, num_missing = writer.todo(accelerator.process_index, accelerator.num_processes), len(writer.todo())
+    accelerator.wait_for_everyone()
+    shards = f"{num_missing} of {len(writer.pieces)} shards to make"
     log.info("%d images in %d classes, %s", len(source), info.num_classes, shards)
     waited = encode_images(
         source,
@@ -460,4 +461,7 @@ def parse(key: str, value: str, accepts: Accepts) -> object:
 
 if __name__ == "__main__":
     logging.basicConfig(format="%(message)s", level=logging.INFO)
-    cli.guard(lambda: main(sys.argv[1:]))
+    try:
+        cli.guard(lambda: main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit("stopped; the same command goes on where it was")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -34,6 +34,10 @@ class _Batch:
     images: Tensor
     kept: list[int]
     left_out: list[dict]
+
+    def pin_memory(self) -> _Batch:
+        """For the DataLoader."""
+        return replace(self, images=self.images.pin_memory())
 
 
 class _CroppedImages(Dataset):

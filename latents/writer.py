@@ -181,8 +181,8 @@ class ShardWriter:
         return json.loads(file.read_text()) if file.exists() else None
 
     def todo(self, process_index: int = 0, num_processes: int = 1) -> list[Piece]:
-        """The shards that this process has to make."""
-        return [p for p in self.pieces[process_index::num_processes] if not self._record_file(p).exists()]
+        """This process's share of the shards that are missing: all ask before one writes."""
+        return [p for p in self.pieces if not self._record_file(p).exists()][process_index::num_processes]
 
     def write(
         self,
