@@ -95,7 +95,9 @@ def open_labelled_images(path: str | Path, labels: str = "auto") -> LabelledImag
     path = Path(path)
     if not path.exists():
         raise ValueError(f"images={path} does not exist; give a folder of images or WebDataset tars")
-    if path.is_file() or (labels == "auto" and any(path.glob("*.tar"))):
+    if path.is_file() or any(path.glob("*.tar")):
+        if labels != "auto":
+            raise ValueError(f"labels={labels} is for folders of images; the labels of tars are in their .cls members")
         return TarImages(path)
     names = sorted(find_images(path))
     if not names:
@@ -173,7 +175,7 @@ def read_labels(file: Path) -> dict[str, str | int]:
         ValueError: another form; a name that comes twice with different labels.
     """
     try:
-        text = file.read_text()
+        text = file.read_text(encoding="utf-8-sig")  # spreadsheets begin their files with a mark of the byte order
     except (OSError, UnicodeDecodeError) as e:
         raise ValueError(f"labels={file} cannot be read: {e}") from e
     if file.suffix.lower() == ".csv":

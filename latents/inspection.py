@@ -18,6 +18,7 @@ from latents.writer import ChannelStatistics
 # Outside of these, the network's input is far from what EDM's preconditioning assumes: SD-VAE latents at their scale come to
 # 1.5 to 2 times sigma_data = 0.5; unscaled ones to 10, those that were scaled twice to 0.3.
 USUAL_STD = (0.5, 4.0)  # times sigma_data
+MANY_DUPLICATES = 0.01  # of all items; large collections of photographs hold some twice
 CHUNK = 1024
 
 
@@ -123,9 +124,8 @@ def _look_at_values(dataset: LatentDataset | TarLatents, sigma_data: float, foun
     if not_finite:
         found.problems.append(f"{len(not_finite)} items hold NaN or Inf: {_some(not_finite)}")
     if duplicates:
-        found.problems.append(
-            f"{len(duplicates)} items repeat an earlier one, bit for bit: " + _some([f"{b} = {a}" for a, b in duplicates])
-        )
+        line = f"{len(duplicates)} items repeat an earlier one, bit for bit: " + _some([f"{b} = {a}" for a, b in duplicates])
+        (found.problems if len(duplicates) > MANY_DUPLICATES * len(dataset) else found.lines).append(line)
     if statistics.count == 0:
         return
     scale = dataset.info.scale_factor

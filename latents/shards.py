@@ -7,6 +7,7 @@ latents of the mirrored images, same shape), and in its header `kind`, `scale_fa
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -104,11 +105,16 @@ def shard_bytes(path: Path, latents: Tensor, labels: Tensor, info: ShardInfo, la
 def write_whole(path: Path, blob: bytes) -> None:
     """Write a file that appears under its name only when it is complete and on the disk."""
     temporary = path.with_name(f".tmp_{path.name}")
-    with open(temporary, "wb") as f:
-        f.write(blob)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as f:
+            f.write(blob)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    except OSError as e:  # a full disk does not say which file it was
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise OSError(e.errno, f"cannot write {path}: {e.strerror}") from e
 
 
 def _sorted_metadata(blob: bytes) -> bytes:

@@ -290,7 +290,8 @@ def test_labels_come_from_a_file_beside_the_images(tmp_path, name, caplog):
         random_image(rng).save(tmp_path / f"{i}.png")
     pairs = [("2.png", 7), ("0.png", 3), ("1.png", 7)]
     if name.endswith("csv"):
-        (tmp_path / name).write_text("file_name,label\n" + "".join(f"{n},{label}\n" for n, label in pairs))
+        rows = "file_name,label\r\n" + "".join(f'"{n}", {label}\r\n' for n, label in pairs)
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + rows.encode())  # as spreadsheets write it
     else:
         (tmp_path / name).write_text(json.dumps({"labels": pairs} if name == "dataset.json" else dict(pairs)))
     found = open_labelled_images(tmp_path)
