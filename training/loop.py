@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -117,7 +117,16 @@ class Trainer:
     # ------------------------------------------------------------------------------------------------------------------
     # One step.
 
-    def train_step(self, micro_batches: list[tuple[Tensor, Tensor]]) -> None:
+    def batches(self) -> Iterator[tuple[tuple[Tensor, Tensor], ...]]:
+        """This process's share of every global batch from self.step to the end of the run: what `train_step` takes."""
+        cfg, size = self.cfg, len(self.dataset)
+        order = BatchOrder(
+            size, cfg.train.batch_size, cfg.seed, self.step, cfg.train.num_steps, self.parts, self.dataset.has_flips
+        )
+        loader = iter(data_loader(self.dataset, order, cfg.data.num_workers, pin_memory=self.device.type == "cuda"))
+        return zip(*[loader] * len(self.parts))  # consecutive micro-batches
+
+    def train_step(self, micro_batches: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Forward, backward, optimiser and EMA for one global batch. Nothing here waits for the device.
 
         Args:
@@ -127,7 +136,7 @@ class Trainer:
         for m, (part, (stored, labels)) in enumerate(zip(self.parts, micro_batches)):
             is_last = m == len(self.parts) - 1
             with contextlib.nullcontext() if is_last else self.accelerator.no_sync(self.model):
-                loss = self._loss(part, stored, labels) / len(self.parts)
+                loss = self.loss(part, stored, labels) / len(self.parts)
                 self.accelerator.backward(loss)
             loss_of_step += loss.detach()
         if self.cfg.train.grad_clip_norm is not None:
@@ -141,7 +150,7 @@ class Trainer:
         self.first_bad_step.clamp_(max=torch.where(loss_of_step.isfinite(), _NEVER, self.step + 1))
         self.step += 1
 
-    def _loss(self, part: slice, stored: Tensor, labels: Tensor) -> Tensor:
+    def loss(self, part: slice, stored: Tensor, labels: Tensor) -> Tensor:
         """Mean loss of one micro-batch. Every random number depends on (seed, step, row of the global batch) alone."""
 
         def random(stream: str) -> StepRandom:
@@ -165,11 +174,7 @@ class Trainer:
             SaveError: a checkpoint could not be written.
         """
         cfg, accelerator = self.cfg, self.accelerator
-        order = BatchOrder(
-            len(self.dataset), cfg.train.batch_size, cfg.seed, self.step, cfg.train.num_steps, self.parts, self.dataset.has_flips
-        )
-        loader = data_loader(self.dataset, order, cfg.data.num_workers, pin_memory=self.device.type == "cuda")
-        batches = iter(loader)
+        batches = self.batches()
         stop = StopSignal()
         clock = _Clock()
         bar = tqdm(
@@ -193,7 +198,7 @@ class Trainer:
         cfg, saved_step = self.cfg, self.step
         self._look_at_samples()  # what an interruption after the last checkpoint left undone
         while self.step < cfg.train.num_steps:
-            self.train_step(_take(batches, len(self.parts)))
+            self.train_step(next(batches))
             clock.num_steps += 1
             bar.update()
             is_last = self.step == cfg.train.num_steps
@@ -358,10 +363,6 @@ class Trainer:
         self.step = checkpoint.step
         self.loss_sum.fill_(checkpoint.state["loss_sum"])
         self.loss_count = checkpoint.state["loss_count"]
-
-
-def _take(batches: Iterator, count: int) -> list:
-    return [next(batches) for _ in range(count)]
 
 
 class _Clock:
