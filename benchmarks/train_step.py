@@ -108,9 +108,9 @@ def main(arguments: Sequence[str]) -> None:
 
 
 NOTES = """Times are milliseconds per step of the whole batch, medians with quartiles. FLOPs are of matrix products, a
-multiply-add counted twice, forward and backward 3 times the forward. MFU: against the fastest matrix product of this type in this run.
-Peak memory: on a GPU what is allocated at most, weights and states included; on a CPU the most that a turn adds to the process.
-Saved: what the forward keeps for the backward, without the weights (uncompiled rows).
+multiply-add counted twice, forward and backward 3 times the forward. MFU: against the fastest matrix product of this type in
+this run. Peak memory: on a GPU what is allocated at most, weights and states included; on a CPU the most that a turn adds to
+the process. Saved: what the forward keeps for the backward, without the weights (uncompiled rows).
 """
 
 
