@@ -26,7 +26,16 @@ from torch.autograd.graph import Node
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import dit
-from benchmarks.report import describe_machine, emit, markdown_table, parse_settings, say, synchronise, write_report
+from benchmarks.report import (
+    describe_machine,
+    emit,
+    markdown_table,
+    parse_settings,
+    prepare_output,
+    say,
+    synchronise,
+    write_report,
+)
 from benchmarks.train_step import KEYS as TRAIN_STEP_KEYS
 from benchmarks.train_step import open_accelerator, open_trainer, random_latents, training_overrides
 from routing_module import TokenRouter
@@ -60,6 +69,7 @@ ROUTING = {"get_mask": "routing: select", "start_route": "routing: gather", "end
 def main(arguments: Sequence[str]) -> None:
     settings = parse_settings(arguments, DEFAULTS, KEYS)
     accelerator = open_accelerator(settings)
+    prepare_output(settings["output"])
     machine = describe_machine(accelerator.device) | {"settings": settings}
     with tempfile.TemporaryDirectory() as folder:
         data = random_latents(Path(folder), settings)
@@ -83,9 +93,9 @@ def main(arguments: Sequence[str]) -> None:
     accelerator.end_training()
 
 
-NOTES = """Milliseconds per step, and shares of it. `self_ms` is without the operations that an operation calls; `ms` and `share` are
-with them, so that shares do not add up. On a CPU the profiler itself slows every operation down a little; on a GPU the times
-are of kernels, and the step is the sum of all kernels."""
+NOTES = """Milliseconds per step, and shares of it. `self_ms` is without the operations that an operation calls; `ms` and
+`share` are with them, so that shares do not add up. On a CPU the profiler itself slows every operation down a little; on a GPU
+the times are of kernels, and the step is the sum of all kernels."""
 
 
 def profile_steps(trainer: Trainer, settings: dict) -> tuple[list[dict], float]:

@@ -128,17 +128,28 @@ def _cell(value: object) -> str:
     return f"{value:.0f}" if isinstance(value, float) else str(value)
 
 
-def write_report(output: str, title: str, machine: dict[str, object], lines: Sequence[dict], sections: Sequence[str]) -> None:
-    """`<output>.jsonl` with the machine and every line, `<output>.md` with the machine and the sections.
+def prepare_output(output: str) -> None:
+    """Create the files that `write_report` fills, before the measurement.
 
     Raises:
-        ValueError: the files cannot be written.
+        ValueError: they cannot be written.
     """
+    _write_files(output, "", "")
+
+
+def write_report(output: str, title: str, machine: dict[str, object], lines: Sequence[dict], sections: Sequence[str]) -> None:
+    """`<output>.jsonl` with the machine and every line, `<output>.md` with the machine and the sections."""
     header = "".join(f"- {name}: {f'`{value}`' if name == 'command' else value}\n" for name, value in machine.items())
+    _write_files(
+        output, "".join(as_json(line) + "\n" for line in [machine, *lines]), "\n".join([f"# {title}\n", header, *sections])
+    )
+
+
+def _write_files(output: str, json_lines: str, markdown: str) -> None:
     file = Path(output)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.with_name(f"{file.name}.jsonl").write_text("".join(as_json(line) + "\n" for line in [machine, *lines]))
-        file.with_name(f"{file.name}.md").write_text("\n".join([f"# {title}\n", header, *sections]))
+        file.with_name(f"{file.name}.jsonl").write_text(json_lines)
+        file.with_name(f"{file.name}.md").write_text(markdown)
     except OSError as e:
         raise ValueError(f"output={output}: cannot write {e.filename} ({e.strerror}); choose another output=...") from e

@@ -37,7 +37,16 @@ from hydra import compose, initialize_config_dir
 import dit
 from benchmarks.flops import step_flops
 from benchmarks.plain import make_plain, plain_step
-from benchmarks.report import describe_machine, emit, markdown_table, parse_settings, say, synchronise, write_report
+from benchmarks.report import (
+    describe_machine,
+    emit,
+    markdown_table,
+    parse_settings,
+    prepare_output,
+    say,
+    synchronise,
+    write_report,
+)
 from latents.shards import ShardInfo, write_shard
 from training import cli, config
 from training.config import Accepts, choice, one_or_list, or_null, text, true_or_false, whole
@@ -88,6 +97,8 @@ PARTS = ("data", "forward", "backward", "optimiser", "ema")
 def main(arguments: Sequence[str]) -> None:
     settings = parse_settings(arguments, DEFAULTS, KEYS)
     accelerator = open_accelerator(settings)
+    if accelerator.is_main_process:
+        prepare_output(settings["output"])
     machine = describe_machine(accelerator.device) | {"num_processes": accelerator.num_processes, "settings": settings}
     lines, sections, summary = [], [NOTES], []
     with tempfile.TemporaryDirectory() as folder:
@@ -95,7 +106,7 @@ def main(arguments: Sequence[str]) -> None:
         for backbone in settings["backbones"]:
             rows, ratios = measure_backbone(accelerator, backbone, data, settings)
             lines += [*rows, *ratios]
-            sections += [f"## {backbone}\n", markdown_table([shown(row) for row in rows]), markdown_table(ratios)]
+            sections += [f"## {backbone}\n", markdown_table([as_table_row(row) for row in rows]), markdown_table(ratios)]
             summary += map(in_words, ratios)
     if accelerator.is_main_process:
         last_line = "; ".join(summary)
@@ -469,7 +480,7 @@ def in_words(ratios: dict[str, object]) -> str:
     return f"{ratios['backbone']} {ratios['variant']}: {', '.join(words) or 'nothing to compare'}"
 
 
-def shown(row: dict[str, object]) -> dict[str, object]:
+def as_table_row(row: dict[str, object]) -> dict[str, object]:
     """A row of the table: what the whole run shares is left out."""
     shared = ("backbone", "precision", "batch_size", "resolution", "ms_lowest", "num_timed", "ceiling_tflops_per_sec")
     short = {name: value for name, value in row.items() if name not in shared}
