@@ -9,9 +9,10 @@ Every combination of backbone, model and variant is a row. The rows of a backbon
 the machine does hits all alike; on a GPU only the row whose turn it is holds memory there. The ratio of two rows is the
 median over rounds of the ratio of their medians in the round.
 
-A variant is a mode of train.compile, or `plain`: eager, a Python loop for the EMA, AdamW neither fused nor batched, and
-loss.item() in every step. FLOPs are those of matrix products (benchmarks/flops.py): a multiply-add counts 2, the backward twice
-the forward. MFU is FLOPs per second over those of the fastest matrix product of the same type in the same run.
+A variant is a mode of train.compile, or `plain`: eager, the blocks as DiT's own code writes them, a Python loop for the EMA,
+AdamW neither fused nor batched, and loss.item() in every step (benchmarks/plain.py). FLOPs are those of matrix products
+(benchmarks/flops.py): a multiply-add counts 2, the backward twice the forward. MFU is FLOPs per second over those of the
+fastest matrix product of the same type in the same run.
 
 It writes <output>.jsonl and <output>.md; the last line sums up the ratios.
 """
@@ -36,7 +37,7 @@ from hydra import compose, initialize_config_dir
 
 import dit
 from benchmarks.flops import step_flops
-from benchmarks.plain import make_plain, plain_step
+from benchmarks.plain import make_blocks_plain, make_trainer_plain, plain_step
 from benchmarks.report import (
     describe_machine,
     emit,
@@ -149,8 +150,8 @@ def random_latents(folder: Path, settings: dict) -> list[str]:
     return [f"data=imagenet{settings['resolution']}", f"data.path={folder}"]
 
 
-def open_trainer(accelerator: Accelerator, overrides: Sequence[str]) -> Trainer:
-    """A trainer of the project's configuration, as train.py opens it, with nothing beside the steps."""
+def open_trainer(accelerator: Accelerator, overrides: Sequence[str], *, plain: bool = False) -> Trainer:
+    """A trainer of the project's configuration, as train.py opens it, with nothing beside the steps; or a plain one."""
     quiet = ["name=benchmark", "sample.every=0", "eval.every=0", f"train.num_steps={10**9}"]
     with initialize_config_dir(config.CONFIGS, version_base="1.3"):
         cfg = compose("config", [*overrides, *quiet])
@@ -158,7 +159,13 @@ def open_trainer(accelerator: Accelerator, overrides: Sequence[str]) -> Trainer:
     diffusion, dataset = config.build_diffusion(cfg), config.open_data(cfg)
     config.check_batch_size(cfg, accelerator.num_processes)
     set_seed(cfg.seed)
-    return Trainer(accelerator, cfg, config.build_network(cfg), diffusion, dataset, RunFolder(cfg.output_dir, cfg.name))
+    net = config.build_network(cfg)
+    if plain:
+        make_blocks_plain(net)
+    trainer = Trainer(accelerator, cfg, net, diffusion, dataset, RunFolder(cfg.output_dir, cfg.name))
+    if plain:
+        make_trainer_plain(trainer)
+    return trainer
 
 
 def training_overrides(settings: dict, data: Sequence[str], backbone: str, model: str, compile_mode: str) -> list[str]:
@@ -187,8 +194,6 @@ class Row:
     def __init__(self, trainer: Trainer, backbone: str, model: str, variant: str):
         self.trainer, self.backbone, self.model, self.variant = trainer, backbone, model, variant
         self.device = trainer.device
-        if variant == "plain":
-            make_plain(trainer)
         self.batches = trainer.batches()
         self.flops_per_image = step_flops(trainer.net, routed=True)
         self.rounds_ms: list[list[float]] = []
@@ -331,8 +336,9 @@ def measure_backbone(accelerator: Accelerator, backbone: str, data: Sequence[str
     variants = [*(["plain"] if settings["plain"] else []), *settings["compile"]]
     rows = []
     for variant, model in itertools.product(variants, settings["models"]):
-        mode = "none" if variant == "plain" else variant
-        trainer = open_trainer(accelerator, training_overrides(settings, data, backbone, model, mode))
+        plain = variant == "plain"
+        overrides = training_overrides(settings, data, backbone, model, "none" if plain else variant)
+        trainer = open_trainer(accelerator, overrides, plain=plain)
         rows.append(Row(trainer, backbone, model, variant))
     ceiling = Ceiling(accelerator.device, settings, rows[0].trainer)
     for _ in range(settings["rounds"]):
