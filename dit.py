@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 
 import torch
-from timm.models.vision_transformer import Mlp, PatchEmbed
+from timm.models.vision_transformer import Mlp
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
@@ -63,6 +63,23 @@ def sincos_2d(grid_size: int, width: int) -> Tensor:
     """(grid_size^2, width), row-major: the first half encodes the column, the second the row (as DiT does)."""
     row, column = torch.meshgrid(torch.arange(grid_size), torch.arange(grid_size), indexing="ij")
     return torch.cat([sincos_1d(column.flatten(), width // 2), sincos_1d(row.flatten(), width // 2)], dim=1).float()
+
+
+class PatchEmbed(nn.Module):
+    """Patches -> tokens, row-major. The parameters are those of a convolution, as DiT names them.
+
+    It is computed as the matrix product that it is: the tokens lie one after the other in memory, which a convolution's
+    channels do not, and every block would pay for it.
+    """
+
+    def __init__(self, patch_size: int, in_channels: int, width: int):
+        super().__init__()
+        self.proj = nn.Conv2d(in_channels, width, patch_size, stride=patch_size)
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, C, H, W) -> (B, N, D)
+        p = self.proj.kernel_size[0]
+        patches = x.unflatten(3, (-1, p)).unflatten(2, (-1, p)).permute(0, 2, 4, 1, 3, 5)  # (B, H/p, W/p, C, p, p)
+        return F.linear(patches.flatten(3).flatten(1, 2), self.proj.weight.flatten(1), self.proj.bias)
 
 
 class TimestepEmbedder(nn.Module):
@@ -219,13 +236,13 @@ class DiT(nn.Module):
             raise ValueError(f"model.class_dropout={class_dropout} must be in [0, 1)")
         self.num_classes = num_classes
         self.class_dropout = class_dropout
-        self.patch_size = patch_size
+        self.input_size, self.patch_size = input_size, patch_size
         self.out_channels = in_channels * (2 if learn_sigma else 1)
 
-        self.x_embedder = PatchEmbed(input_size, patch_size, in_channels, width)
+        self.x_embedder = PatchEmbed(patch_size, in_channels, width)
         self.t_embedder = TimestepEmbedder(width)
         self.y_embedder = LabelEmbedder(num_classes, width)
-        self.num_tokens = self.x_embedder.num_patches
+        self.num_tokens = (input_size // patch_size) ** 2
         self.pos_embed = nn.Parameter(sincos_2d(input_size // patch_size, width)[None], requires_grad=False)
         self.blocks = nn.ModuleList(DiTBlock(width, num_heads, mlp_ratio) for _ in range(depth))
         self.final_layer = FinalLayer(width, patch_size, self.out_channels)
@@ -278,8 +295,10 @@ class DiT(nn.Module):
             (B, out_channels, H, W).
 
         Raises:
-            ValueError: drop_labels in evaluation mode; ratios or scores that do not fit the routes.
+            ValueError: latents of another size; drop_labels in evaluation mode; ratios or scores that do not fit the routes.
         """
+        if x.shape[2:] != (self.input_size, self.input_size):
+            raise ValueError(f"latents of {'x'.join(map(str, x.shape[2:]))}, but the network is for input_size={self.input_size}")
         if self.training and drop_labels is None and self.class_dropout > 0:
             drop_labels = torch.rand(len(y), device=y.device, generator=generator) < self.class_dropout
         if drop_labels is not None and not self.training:

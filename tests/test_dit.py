@@ -314,3 +314,15 @@ def test_the_gelu_is_the_tanh_approximation_for_every_type_and_size_of_number():
     assert torch.allclose(slope.double(), slope_exact, rtol=1e-6, atol=2e-6)
     half = x.detach().bfloat16()
     assert torch.equal(dit.TanhGELU()(half), torch.nn.functional.gelu(half, approximate="tanh"))
+
+
+def test_patches_are_embedded_as_the_convolution_would_and_lie_in_order():
+    embedder, x = dit.PatchEmbed(2, 3, 10), inputs()[0]
+    tokens = embedder(x)
+    assert torch.allclose(tokens, embedder.proj(x).flatten(2).transpose(1, 2), atol=1e-6)
+    assert tokens.is_contiguous()
+
+
+def test_latents_of_another_size_are_refused():
+    with pytest.raises(ValueError, match="latents of 4x16, but the network is for input_size=8"):
+        small()(torch.zeros(1, 3, 4, 16), torch.zeros(1), torch.zeros(1, dtype=torch.int64))
