@@ -19,6 +19,8 @@ It writes <output>.jsonl and <output>.md; the last line sums up the ratios.
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import itertools
 import statistics
 import sys
@@ -66,7 +68,7 @@ DEFAULTS = {
     "resolution": 256,  # of the images: 256 | 512 (random latents of an SD-VAE, 1,000 classes) | 8 (the embedded digits)
     "rounds": 5,
     "steps": 3,  # timed in each turn
-    "warmup": 2,  # steps before a row's first turn; on a GPU, where a row comes back to the device, before every turn
+    "warmup": 2,  # untimed steps in a row's first turn, and on a GPU in every turn; on a CPU later turns have one
     "parts": False,  # forward, backward, optimiser, EMA and data apart, in steps of their own that wait after each part
     "device": None,  # cpu | cuda; null: what accelerate chooses
     "cpu_threads": None,  # as train.cpu_threads
@@ -216,7 +218,7 @@ class Row:
             is_first = not self.rounds_ms
             memory = PeakMemory(self.device)
             self._move(self.device)
-            for _ in range(settings["warmup"] if is_first or self.device.type == "cuda" else 0):
+            for _ in range(settings["warmup"] if is_first or self.device.type == "cuda" else 1):
                 self.step()
             clock = StepClock(self.device)
             for _ in range(settings["steps"]):
@@ -394,6 +396,7 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats(device)
             self.before = torch.cuda.memory_allocated(device)
         elif self.CLEAR.exists():
+            release_freed_memory()
             self.CLEAR.write_text("5")  # the peak starts anew
             self.before = self._of_process("VmRSS")
 
@@ -405,6 +408,14 @@ class PeakMemory:
     def _of_process(self, name: str) -> int:
         line = next(line for line in self.STATUS.read_text().splitlines() if line.startswith(name))
         return int(line.split()[1]) * 1024
+
+
+def release_freed_memory() -> None:
+    """Give back to the system what training.cli.keep_freed_memory kept, so that one row's memory is not another's."""
+    gc.collect()
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)
 
 
 class Ceiling:

@@ -1,5 +1,6 @@
 """The benchmarks: their arithmetic against a counter, their refusals, and the files and last line of short runs."""
 
+import ctypes
 import json
 
 import pytest
@@ -165,3 +166,28 @@ def test_an_output_that_cannot_be_written_is_named_before_the_measurement(module
 def test_the_standard_profile_modules_are_untouched_by_the_one_here():
     code, output = finish(start("-c", "import cProfile, profile; cProfile.run('1'); assert 'benchmarks' not in profile.__file__"))
     assert code == 0, output
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="glibc alone has the setting")
+def test_a_step_on_the_cpu_uses_the_memory_of_the_one_before():
+    code = """
+import resource, torch
+from training import cli
+
+def page_faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(2**24).add(1)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+for _ in range(3):
+    page_faults()
+afresh = page_faults()
+cli.use_cores(torch.device("cpu"), 1)
+for _ in range(3):
+    page_faults()
+print(afresh, page_faults())
+"""
+    code, output = finish(start("-c", code))
+    assert code == 0, output
+    afresh, kept = map(int, output.split())
+    assert kept < afresh / 10
