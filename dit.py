@@ -135,11 +135,12 @@ class TanhGELU(nn.Module):
         return F.gelu(x, approximate="tanh")
 
 
+_A = 2 * math.sqrt(2 / math.pi)  # 2u = x (A + B x^2)
+_B = 0.044715 * _A
+
+
 class _GELUBySigmoid(torch.autograd.Function):
     """The same as x sigmoid(2u): on a CPU exponentials take a third of the time of tangents."""
-
-    A = 2 * math.sqrt(2 / math.pi)  # 2u = x (A + B x^2)
-    B = 0.044715 * A
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
@@ -148,7 +149,7 @@ class _GELUBySigmoid(torch.autograd.Function):
 
     @staticmethod
     def _sigmoid(x: Tensor) -> Tensor:
-        return torch.addcmul(x.new_full((), _GELUBySigmoid.A), x, x, value=_GELUBySigmoid.B).mul_(x).sigmoid_()
+        return torch.addcmul(x.new_full((), _A), x, x, value=_B).mul_(x).sigmoid_()
 
     @staticmethod
     @once_differentiable
@@ -156,7 +157,7 @@ class _GELUBySigmoid(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         s = _GELUBySigmoid._sigmoid(x)
         # d/dx x s = s + s (1 - s) x (A + 3 B x^2)
-        slope = torch.addcmul(x.new_full((), _GELUBySigmoid.A), x, x, value=3 * _GELUBySigmoid.B).mul_(x)
+        slope = torch.addcmul(x.new_full((), _A), x, x, value=3 * _B).mul_(x)
         return torch.ops.aten.sigmoid_backward(slope, s).add_(s).mul_(grad_output)
 
 

@@ -45,6 +45,7 @@ from latents import autoencoders
 from latents.autoencoders import Autoencoder
 from training import config
 from training.config import Accepts, choice, one_or_list, whole
+from training.engine import compile_network
 from training.sampling import build_sampler
 
 DEFAULTS = {
@@ -86,8 +87,7 @@ def main(arguments: Sequence[str]) -> None:
     decoder = TimedDecoder(autoencoder, accelerator.device)
     set_seed(cfg.seed)
     net = config.build_network(cfg).to(accelerator.device).eval().requires_grad_(False)
-    if settings["compile"] != "none":
-        net.compile(mode=settings["compile"])
+    compile_network(net, settings["compile"])
     rows = [
         SamplingRow(net, configs[name], num_steps, decoder, settings)
         for name, num_steps in itertools.product(configs, settings["num_steps"])

@@ -61,7 +61,7 @@ RESOLUTIONS = (8, 256, 512)
 DEFAULTS = {
     "backbones": ["DiT-S/2"],
     "models": [*MODELS],
-    "compile": ["none"],  # a row for each: none | default | reduce-overhead | max-autotune
+    "compile": ["none"],  # a row for each: none | blocks | default | reduce-overhead | max-autotune
     "plain": True,  # a row for the plain step
     "precision": "fp32",  # fp32 | bf16
     "batch_size": 8,  # over all processes

@@ -25,6 +25,7 @@ from latents.shards import LatentDataset, latents_for_network
 from training import checkpoint as checkpoints
 from training.config import differences
 from training.ema import EMA
+from training.engine import checkpoint_activations, compile_network
 from training.evaluation import Evaluator, metric_name
 from training.randomness import StepRandom
 from training.run import RunFolder, naming
@@ -90,8 +91,8 @@ class Trainer:
         self.sampler: ImageSampler | None = None
         self.evaluator: Evaluator | None = None
         self.evaluation_sampler: ImageSampler | None = None
-        if cfg.train.compile != "none":
-            self.net.compile(mode=cfg.train.compile)
+        compile_network(self.net, cfg.train.compile)
+        checkpoint_activations(self.net, cfg.train.activation_checkpointing)
         # One pass over all parameters instead of one per tensor, where the device has it.
         fused = self.device.type in ("cuda", "cpu", "mps")
         optimizer = torch.optim.AdamW(
