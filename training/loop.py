@@ -172,6 +172,7 @@ class Trainer:
 
         Raises:
             TrainingDiverged: loss or weights are not finite.
+            ValueError: a step does not fit in the memory of the device.
             SaveError: a checkpoint could not be written.
         """
         cfg, accelerator = self.cfg, self.accelerator
@@ -199,7 +200,10 @@ class Trainer:
         cfg, saved_step = self.cfg, self.step
         self._look_at_samples()  # what an interruption after the last checkpoint left undone
         while self.step < cfg.train.num_steps:
-            self.train_step(next(batches))
+            try:
+                self.train_step(next(batches))
+            except torch.OutOfMemoryError as e:
+                raise ValueError(self._out_of_memory()) from e
             clock.num_steps += 1
             bar.update()
             is_last = self.step == cfg.train.num_steps
@@ -216,6 +220,18 @@ class Trainer:
                 self._look_at_samples()
         stop.finish()
         return saved_step
+
+    def _out_of_memory(self) -> str:
+        """The size of the step, and what lowers it."""
+        train, num_processes = self.cfg.train, self.accelerator.num_processes
+        num_images = train.batch_size // num_processes // train.grad_accum_steps
+        return (
+            f"out of memory in step {self.step + 1}: {self.cfg.model.backbone} on {num_images} images of {self.net.num_tokens} "
+            f"tokens at once in each process (train.batch_size={train.batch_size} / {num_processes} processes / "
+            f"train.grad_accum_steps={train.grad_accum_steps}), {train.precision}. Any of these lowers it: "
+            f"train.grad_accum_steps={2 * train.grad_accum_steps}, train.activation_checkpointing=blocks, "
+            f"train.batch_size={max(train.batch_size // 2, 1)}"
+        )
 
     def _mean_over_processes(self) -> tuple[float, int]:
         """(mean loss since the last line, first step whose loss was not finite). Waits for the device."""
