@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 
 import torch
-from timm.models.vision_transformer import Attention, Mlp, PatchEmbed
+from timm.models.vision_transformer import Mlp
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from routing_module import Route, TokenRouter
 
@@ -47,8 +48,8 @@ def build(backbone: str, *, input_size: int, in_channels: int, num_classes: int,
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """(B, N, D), (B, D), (B, D) -> (B, N, D)."""
-    return x * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
+    """x (1 + scale) + shift: (B, N, D), (B, D), (B, D) -> (B, N, D)."""
+    return torch.addcmul(shift.unsqueeze(1), x, 1 + scale.unsqueeze(1))
 
 
 def sincos_1d(positions: Tensor, width: int) -> Tensor:
@@ -62,6 +63,23 @@ def sincos_2d(grid_size: int, width: int) -> Tensor:
     """(grid_size^2, width), row-major: the first half encodes the column, the second the row (as DiT does)."""
     row, column = torch.meshgrid(torch.arange(grid_size), torch.arange(grid_size), indexing="ij")
     return torch.cat([sincos_1d(column.flatten(), width // 2), sincos_1d(row.flatten(), width // 2)], dim=1).float()
+
+
+class PatchEmbed(nn.Module):
+    """Patches -> tokens, row-major. The parameters are those of a convolution, as DiT names them.
+
+    It is computed as the matrix product that it is: the tokens lie one after the other in memory, which a convolution's
+    channels do not, and every block would pay for it.
+    """
+
+    def __init__(self, patch_size: int, in_channels: int, width: int):
+        super().__init__()
+        self.proj = nn.Conv2d(in_channels, width, patch_size, stride=patch_size)
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, C, H, W) -> (B, N, D)
+        p = self.proj.kernel_size[0]
+        patches = x.unflatten(3, (-1, p)).unflatten(2, (-1, p)).permute(0, 2, 4, 1, 3, 5)  # (B, H/p, W/p, C, p, p)
+        return F.linear(patches.flatten(3).flatten(1, 2), self.proj.weight.flatten(1), self.proj.bias)
 
 
 class TimestepEmbedder(nn.Module):
@@ -93,21 +111,71 @@ class LabelEmbedder(nn.Module):
         return self.embedding_table(y)
 
 
+class Attention(nn.Module):
+    """Multi-head self-attention; the parameters are those of timm's."""
+
+    def __init__(self, width: int, num_heads: int):
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, N, D) -> (B, N, D)
+        # Views of one product, cut so that the backward needs a single copy to join their gradients.
+        q, k, v = (part.unflatten(2, (self.num_heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=2))
+        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))  # heads (B, H, N, D/H)
+
+
+class TanhGELU(nn.Module):
+    """GELU in its tanh approximation, 0.5 x (1 + tanh u), u = sqrt(2/pi) (x + 0.044715 x^3) (arXiv 1606.08415)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.device.type == "cpu" and x.dtype == torch.float32:
+            return _GELUBySigmoid.apply(x)
+        return F.gelu(x, approximate="tanh")
+
+
+_A = 2 * math.sqrt(2 / math.pi)  # 2u = x (A + B x^2)
+_B = 0.044715 * _A
+
+
+class _GELUBySigmoid(torch.autograd.Function):
+    """The same as x sigmoid(2u): on a CPU exponentials take a third of the time of tangents."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return _GELUBySigmoid._sigmoid(x).mul_(x)
+
+    @staticmethod
+    def _sigmoid(x: Tensor) -> Tensor:
+        return torch.addcmul(x.new_full((), _A), x, x, value=_B).mul_(x).sigmoid_()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_output: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        s = _GELUBySigmoid._sigmoid(x)
+        # d/dx x s = s + s (1 - s) x (A + 3 B x^2)
+        slope = torch.addcmul(x.new_full((), _A), x, x, value=3 * _B).mul_(x)
+        return torch.ops.aten.sigmoid_backward(slope, s).add_(s).mul_(grad_output)
+
+
 class DiTBlock(nn.Module):
     """Attention and MLP, each shifted, scaled and gated by the conditioning (adaLN-Zero)."""
 
     def __init__(self, width: int, num_heads: int, mlp_ratio: float = 4.0):
         super().__init__()
         self.norm1 = nn.LayerNorm(width, elementwise_affine=False, eps=1e-6)
-        self.attn = Attention(width, num_heads=num_heads, qkv_bias=True)
+        self.attn = Attention(width, num_heads)
         self.norm2 = nn.LayerNorm(width, elementwise_affine=False, eps=1e-6)
-        self.mlp = Mlp(width, int(width * mlp_ratio), act_layer=partial(nn.GELU, approximate="tanh"))
+        self.mlp = Mlp(width, int(width * mlp_ratio), act_layer=TanhGELU)
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
 
     def forward(self, x: Tensor, c: Tensor) -> Tensor:  # (B, N, D), (B, D) -> (B, N, D)
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = self.adaLN_modulation(c).chunk(6, dim=1)
-        x = x + gate_msa.unsqueeze(1) * self.attn(modulate(self.norm1(x), shift_msa, scale_msa))
-        return x + gate_mlp.unsqueeze(1) * self.mlp(modulate(self.norm2(x), shift_mlp, scale_mlp))
+        x = torch.addcmul(x, gate_msa.unsqueeze(1), self.attn(modulate(self.norm1(x), shift_msa, scale_msa)))
+        return torch.addcmul(x, gate_mlp.unsqueeze(1), self.mlp(modulate(self.norm2(x), shift_mlp, scale_mlp)))
 
 
 class FinalLayer(nn.Module):
@@ -169,13 +237,13 @@ class DiT(nn.Module):
             raise ValueError(f"model.class_dropout={class_dropout} must be in [0, 1)")
         self.num_classes = num_classes
         self.class_dropout = class_dropout
-        self.patch_size = patch_size
+        self.input_size, self.patch_size = input_size, patch_size
         self.out_channels = in_channels * (2 if learn_sigma else 1)
 
-        self.x_embedder = PatchEmbed(input_size, patch_size, in_channels, width)
+        self.x_embedder = PatchEmbed(patch_size, in_channels, width)
         self.t_embedder = TimestepEmbedder(width)
         self.y_embedder = LabelEmbedder(num_classes, width)
-        self.num_tokens = self.x_embedder.num_patches
+        self.num_tokens = (input_size // patch_size) ** 2
         self.pos_embed = nn.Parameter(sincos_2d(input_size // patch_size, width)[None], requires_grad=False)
         self.blocks = nn.ModuleList(DiTBlock(width, num_heads, mlp_ratio) for _ in range(depth))
         self.final_layer = FinalLayer(width, patch_size, self.out_channels)
@@ -228,8 +296,10 @@ class DiT(nn.Module):
             (B, out_channels, H, W).
 
         Raises:
-            ValueError: drop_labels in evaluation mode; ratios or scores that do not fit the routes.
+            ValueError: latents of another size; drop_labels in evaluation mode; ratios or scores that do not fit the routes.
         """
+        if x.shape[2:] != (self.input_size, self.input_size):
+            raise ValueError(f"latents of {'x'.join(map(str, x.shape[2:]))}, but the network is for input_size={self.input_size}")
         if self.training and drop_labels is None and self.class_dropout > 0:
             drop_labels = torch.rand(len(y), device=y.device, generator=generator) < self.class_dropout
         if drop_labels is not None and not self.training:

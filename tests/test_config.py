@@ -71,7 +71,11 @@ def test_every_key_has_a_comment():
         ("train.batch_size=2.5", r"train.batch_size=2.5 is not accepted; use a whole number of at least 1"),
         ("train.batch_size=true", r"train.batch_size=True is not accepted"),
         ("train.precision=fp16", r"train.precision='fp16' is not accepted; use fp32 \| bf16"),
-        ("train.compile=always", r"train.compile='always' is not accepted; use none \| default"),
+        ("train.compile=always", r"train.compile='always' is not accepted; use none \| blocks \| default"),
+        (
+            "train.activation_checkpointing=all",
+            r"train.activation_checkpointing='all' is not accepted; use none \| blocks \| select",
+        ),
         ("train.betas=[0.9]", r"train.betas=\[0.9\] is not accepted; use two numbers"),
         ("train.grad_clip_norm=-1", r"train.grad_clip_norm=-1 is not accepted; .* or null"),
         ("checkpoint.keep_last=0", r"checkpoint.keep_last=0 is not accepted"),

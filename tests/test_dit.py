@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import dit
+from benchmarks.plain import make_blocks_plain
 from edm import EDM
 from routing_module import Route, TokenRouter
 
@@ -281,3 +282,47 @@ def test_the_layer_after_a_route_runs_in_float32_under_mixed_precision(end, fp32
         assert in_fp32 == ([fp32_layer] if fp32_after_route else [])
         for i in in_fp32:
             assert seen[i][0].dtype == seen[i][1] == torch.float32
+
+
+def outputs_and_gradients(net, x, t, y, scores):
+    out = net(x, t, y, drop_labels=torch.zeros(len(x), dtype=torch.bool), route_scores=scores)
+    weight = torch.linspace(-1, 1, out.numel()).view_as(out)
+    gradients = torch.autograd.grad((out * weight).sum(), [x, *(p for p in net.parameters() if p.requires_grad)])
+    return [out, *gradients]
+
+
+@pytest.mark.parametrize("routes", [[], [Route(0.5, 1, 2)], [Route(0.25, 0, 0), Route(0.75, 2, 3)]])
+def test_blocks_compute_what_the_plain_ones_compute_and_so_do_their_gradients(routes):
+    x, t, y = inputs(batch=3)
+    scores = torch.rand(3, len(routes), 16, generator=torch.Generator().manual_seed(3)) if routes else None
+    net = randomized(small(routes=routes)).train()
+    names = list(net.state_dict())
+    fast = outputs_and_gradients(net, x.requires_grad_(), t, y, scores)
+    make_blocks_plain(net)
+    assert list(net.state_dict()) == names
+    plain = outputs_and_gradients(net, x, t, y, scores)
+    for a, b in zip(fast, plain):
+        assert (a - b).norm() <= 1e-5 * b.norm()
+
+
+def test_the_gelu_is_the_tanh_approximation_for_every_type_and_size_of_number():
+    x = torch.cat([torch.linspace(-12, 12, 4801), torch.tensor([-1e4, -1e-30, 0.0, 1e-30, 1e4])]).requires_grad_()
+    exact = x.detach().double().requires_grad_()
+    y, y_exact = dit.TanhGELU()(x), torch.nn.functional.gelu(exact, approximate="tanh")
+    assert torch.allclose(y.double(), y_exact, rtol=1e-6, atol=1e-6)
+    slope, slope_exact = torch.autograd.grad(y.sum(), x)[0], torch.autograd.grad(y_exact.sum(), exact)[0]
+    assert torch.allclose(slope.double(), slope_exact, rtol=1e-6, atol=2e-6)
+    half = x.detach().bfloat16()
+    assert torch.equal(dit.TanhGELU()(half), torch.nn.functional.gelu(half, approximate="tanh"))
+
+
+def test_patches_are_embedded_as_the_convolution_would_and_lie_in_order():
+    embedder, x = dit.PatchEmbed(2, 3, 10), inputs()[0]
+    tokens = embedder(x)
+    assert torch.allclose(tokens, embedder.proj(x).flatten(2).transpose(1, 2), atol=1e-6)
+    assert tokens.is_contiguous()
+
+
+def test_latents_of_another_size_are_refused():
+    with pytest.raises(ValueError, match="latents of 4x16, but the network is for input_size=8"):
+        small()(torch.zeros(1, 3, 4, 16), torch.zeros(1), torch.zeros(1, dtype=torch.int64))

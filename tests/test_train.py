@@ -18,7 +18,7 @@ from latents.order import BatchOrder
 from latents.shards import ShardInfo, write_shard
 from routing_module import TokenRouter
 from training import checkpoint as checkpoints
-from training.loop import TrainingDiverged
+from training.loop import Trainer, TrainingDiverged
 
 GRIDS = ["sample.every=2", "sample.num_samples=3", "diffusion.sampler.num_steps=2"]
 
@@ -71,6 +71,26 @@ def test_dense_and_routed_runs_see_the_same_noise_and_data(train):
 def test_micro_batches_and_loader_workers_do_not_change_the_losses(train):
     plain, split = losses(train("plain")), losses(train("split", "train.grad_accum_steps=4", "data.num_workers=1"))
     assert split == pytest.approx(plain, rel=1e-5)
+
+
+def test_a_step_that_does_not_fit_says_how_large_it_was_and_what_lowers_it(train, monkeypatch):
+    def loss(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Trainer, "loss", loss)
+    message = (
+        r"out of memory in step 1: DiT-XS/2 on 2 images of 16 tokens at once in each process "
+        r"\(train.batch_size=4 / 1 processes / train.grad_accum_steps=2\), fp32. "
+        r"Any of these lowers it: train.grad_accum_steps=4, train.activation_checkpointing=blocks, train.batch_size=2"
+    )
+    with pytest.raises(ValueError, match=message):
+        train("run", "train.grad_accum_steps=2")
+
+
+def test_checkpointed_activations_do_not_change_a_run(train):
+    plain, checkpointed = train("plain"), train("checkpointed", "train.activation_checkpointing=blocks")
+    assert losses(checkpointed) == losses(plain)
+    assert_same_weights(plain, checkpointed, 6)
 
 
 def test_routing_is_on_in_training_and_off_in_grids(train, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import logging
 import os
@@ -78,7 +79,7 @@ def start_accelerator(cpu_threads: int | None, **settings) -> Accelerator:
 
 
 def use_cores(device: torch.device, cpu_threads: int | None) -> None:
-    """Let a process that computes on the CPU use its share of the cores.
+    """Let a process that computes on the CPU use its share of the cores, and the same memory in every step.
 
     `accelerate launch` sets OMP_NUM_THREADS=1 unless told otherwise, which leaves the other cores idle.
 
@@ -87,9 +88,23 @@ def use_cores(device: torch.device, cpu_threads: int | None) -> None:
     """
     if device.type == "cpu":
         torch.set_num_threads(cpu_threads or cores_per_process())
+        keep_freed_memory()
 
 
 def cores_per_process() -> int:
     """The machine's cores divided by the processes that accelerate started on it, at least 1."""
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, num_cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def keep_freed_memory() -> None:
+    """Have the C library hand freed memory to the next allocation instead of back to the system.
+
+    Otherwise every large tensor of every step is mapped afresh, and the system clears it page by page: 4 to 12% of a step.
+    Only glibc has this setting; elsewhere nothing happens.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
+        mallopt(M_TRIM_THRESHOLD, -1)
+        mallopt(M_MMAP_MAX, 0)

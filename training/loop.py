@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from latents.shards import LatentDataset, latents_for_network
 from training import checkpoint as checkpoints
 from training.config import differences
 from training.ema import EMA
+from training.engine import checkpoint_activations, compile_network
 from training.evaluation import Evaluator, metric_name
 from training.randomness import StepRandom
 from training.run import RunFolder, naming
@@ -90,8 +91,8 @@ class Trainer:
         self.sampler: ImageSampler | None = None
         self.evaluator: Evaluator | None = None
         self.evaluation_sampler: ImageSampler | None = None
-        if cfg.train.compile != "none":
-            self.net.compile(mode=cfg.train.compile)
+        compile_network(self.net, cfg.train.compile)
+        checkpoint_activations(self.net, cfg.train.activation_checkpointing)
         # One pass over all parameters instead of one per tensor, where the device has it.
         fused = self.device.type in ("cuda", "cpu", "mps")
         optimizer = torch.optim.AdamW(
@@ -117,7 +118,16 @@ class Trainer:
     # ------------------------------------------------------------------------------------------------------------------
     # One step.
 
-    def train_step(self, micro_batches: list[tuple[Tensor, Tensor]]) -> None:
+    def batches(self) -> Iterator[tuple[tuple[Tensor, Tensor], ...]]:
+        """This process's share of every global batch from self.step to the end of the run: what `train_step` takes."""
+        cfg, size = self.cfg, len(self.dataset)
+        order = BatchOrder(
+            size, cfg.train.batch_size, cfg.seed, self.step, cfg.train.num_steps, self.parts, self.dataset.has_flips
+        )
+        batches = read_batches(self.dataset, order, cfg.data.num_workers, pin_memory=self.device.type == "cuda")
+        return zip(*[batches] * len(self.parts))  # consecutive micro-batches
+
+    def train_step(self, micro_batches: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Forward, backward, optimiser and EMA for one global batch. Nothing here waits for the device.
 
         Args:
@@ -127,7 +137,7 @@ class Trainer:
         for m, (part, (stored, labels)) in enumerate(zip(self.parts, micro_batches)):
             is_last = m == len(self.parts) - 1
             with contextlib.nullcontext() if is_last else self.accelerator.no_sync(self.model):
-                loss = self._loss(part, stored, labels) / len(self.parts)
+                loss = self.loss(part, stored, labels) / len(self.parts)
                 self.accelerator.backward(loss)
             loss_of_step += loss.detach()
         if self.cfg.train.grad_clip_norm is not None:
@@ -141,7 +151,7 @@ class Trainer:
         self.first_bad_step.clamp_(max=torch.where(loss_of_step.isfinite(), _NEVER, self.step + 1))
         self.step += 1
 
-    def _loss(self, part: slice, stored: Tensor, labels: Tensor) -> Tensor:
+    def loss(self, part: slice, stored: Tensor, labels: Tensor) -> Tensor:
         """Mean loss of one micro-batch. Every random number depends on (seed, step, row of the global batch) alone."""
 
         def random(stream: str) -> StepRandom:
@@ -162,13 +172,11 @@ class Trainer:
 
         Raises:
             TrainingDiverged: loss or weights are not finite.
+            ValueError: a step does not fit in the memory of the device.
             SaveError: a checkpoint could not be written.
         """
         cfg, accelerator = self.cfg, self.accelerator
-        order = BatchOrder(
-            len(self.dataset), cfg.train.batch_size, cfg.seed, self.step, cfg.train.num_steps, self.parts, self.dataset.has_flips
-        )
-        batches = read_batches(self.dataset, order, cfg.data.num_workers, pin_memory=self.device.type == "cuda")
+        batches = self.batches()
         stop = StopSignal()
         clock = _Clock()
         bar = tqdm(
@@ -192,7 +200,10 @@ class Trainer:
         cfg, saved_step = self.cfg, self.step
         self._look_at_samples()  # what an interruption after the last checkpoint left undone
         while self.step < cfg.train.num_steps:
-            self.train_step(_take(batches, len(self.parts)))
+            try:
+                self.train_step(next(batches))
+            except torch.OutOfMemoryError as e:
+                raise ValueError(self._out_of_memory()) from e
             clock.num_steps += 1
             bar.update()
             is_last = self.step == cfg.train.num_steps
@@ -209,6 +220,18 @@ class Trainer:
                 self._look_at_samples()
         stop.finish()
         return saved_step
+
+    def _out_of_memory(self) -> str:
+        """The size of the step, and what lowers it."""
+        train, num_processes = self.cfg.train, self.accelerator.num_processes
+        num_images = train.batch_size // num_processes // train.grad_accum_steps
+        return (
+            f"out of memory in step {self.step + 1}: {self.cfg.model.backbone} on {num_images} images of {self.net.num_tokens} "
+            f"tokens at once in each process (train.batch_size={train.batch_size} / {num_processes} processes / "
+            f"train.grad_accum_steps={train.grad_accum_steps}), {train.precision}. Any of these lowers it: "
+            f"train.grad_accum_steps={2 * train.grad_accum_steps}, train.activation_checkpointing=blocks, "
+            f"train.batch_size={max(train.batch_size // 2, 1)}"
+        )
 
     def _mean_over_processes(self) -> tuple[float, int]:
         """(mean loss since the last line, first step whose loss was not finite). Waits for the device."""
@@ -357,10 +380,6 @@ class Trainer:
         self.step = checkpoint.step
         self.loss_sum.fill_(checkpoint.state["loss_sum"])
         self.loss_count = checkpoint.state["loss_count"]
-
-
-def _take(batches: Iterator, count: int) -> list:
-    return [next(batches) for _ in range(count)]
 
 
 class _Clock:
