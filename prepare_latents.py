@@ -18,11 +18,13 @@ import logging
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import torch
 import yaml
+from accelerate.utils import InitProcessGroupKwargs
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -35,6 +37,7 @@ from latents.encode import encode_images
 from latents.foreign import FORMATS, open_foreign, sample_of
 from latents.images import open_labelled_images
 from latents.inspection import inspect_latents, items_to_draw
+from latents.manifest import hash_of
 from latents.progress import progress_bar
 from latents.shards import KINDS, LatentDataset, ShardInfo, write_shard
 from latents.webdataset import TarLatents
@@ -79,35 +82,39 @@ def encode(
         precision: of the autoencoder; bf16 is for GPUs.
         dtype: of the stored latents.
         num_workers: processes that read images, beside each process that encodes; null: its share of the cores.
-        shard_size: images per shard; what is lost when the command is stopped.
+        shard_size: images per shard: what is lost when the command is stopped, and what one process makes at a time.
         on_error: stop | skip at an image that cannot be read; manifest.json lists what was skipped.
     """
-    accelerator = cli.start_accelerator(cpu_threads)
+    # A process that is done waits for the slowest one, however long that takes.
+    patience = InitProcessGroupKwargs(timeout=timedelta(days=7))
+    accelerator = cli.start_accelerator(cpu_threads, kwargs_handlers=[patience])
     vae = autoencoders.build(autoencoder, accelerator.device, None, "autoencoder", precision)
     if resolution % vae.factor:
         raise ValueError(f"resolution={resolution} is not a multiple of {vae.factor}, the pixels along one side of a latent")
     if autoencoder == "identity" and kind == "moments":
         raise ValueError("kind=moments: pixels have no log-variance; use kind=sample with autoencoder=identity")
     source = open_labelled_images(images, labels)
+    if Path(images).resolve() in (Path(output).resolve(), *Path(output).resolve().parents):
+        raise ValueError(f"output={output} lies in images={images}; give a folder elsewhere")
     info = ShardInfo(kind, vae.scale_factor, autoencoder, resolution, count_classes(source, num_classes))
     settings = {
         "command": "encode",
         **asdict(info),
+        "weights": vae.fingerprint(),
         "crop": "adm_center_crop",
         "flips": flips,
         "precision": precision,
         "seed": seed if kind == "sample" else None,
-        "source": source.fingerprint(),
     }
-    writer = ShardWriter(output, settings, len(source), shard_size, dtype)
+    writer = ShardWriter(output, settings, source.fingerprint, len(source), shard_size, dtype)
     accelerator.wait_for_everyone()  # all have looked before one changes the folder
     if accelerator.is_main_process:
         writer.open()
     accelerator.wait_for_everyone()
     pieces, num_missing = writer.todo(accelerator.process_index, accelerator.num_processes), len(writer.todo())
     accelerator.wait_for_everyone()
-    shards = f"{num_missing} of {len(writer.pieces)} shards to make"
-    log.info("%d images in %d classes, %s", len(source), info.num_classes, shards)
+    log.info("%d images in %d classes", len(source), info.num_classes)
+    log.info("%d of %d shards to make", num_missing, len(writer.pieces))
     waited = encode_images(
         source,
         vae,
@@ -120,7 +127,9 @@ def encode(
         flips=flips,
         seed=seed,
         on_error=on_error,
-        describe=f"process 1 of {accelerator.num_processes}" if accelerator.num_processes > 1 else "",
+        describe=f"process {accelerator.process_index + 1} of {accelerator.num_processes}"
+        if accelerator.num_processes > 1
+        else "",
     )
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
@@ -170,8 +179,9 @@ def convert(
         allow_pickle: read pickled items; a restricted reader admits NumPy arrays and nothing else.
     """
     source = open_foreign(path, format, allow_pickle)
+    sample = sample_of(source)
     info, stored_scale, statements = detect(
-        sample_of(source),
+        sample,
         labels=source.labels,
         kind=kind,
         stored_scale=stored_scale,
@@ -186,8 +196,11 @@ def convert(
     for line in (f"{path}: {len(source.labels)} items, {source.describe}", *statements):
         log.info("%s", line)
     settings = {"command": "convert", "format": source.describe, **asdict(info), "stored_scale": stored_scale}
-    writer = ShardWriter(output, settings | {"source": source.fingerprint()}, len(source.labels), shard_size, dtype)
+    # Names, sizes and labels are the same for other values of them: a look at the values as well.
+    of_all = hash_of(f"{source.fingerprint()} {hash_of(sample.numpy().tobytes())}".encode())
+    writer = ShardWriter(output, settings, lambda start, stop: of_all, len(source.labels), shard_size, dtype)
     writer.open()
+    log.info("%d of %d shards to make", len(writer.todo()), len(writer.pieces))
     for piece in progress_bar(writer.todo(), unit="shards"):
         latents, latents_flip = source.read(piece.start, piece.stop)
         if stored_scale != 1:
@@ -221,11 +234,15 @@ def inspect(
         min_items_per_class: fewer are a problem.
         kind, stored_scale, scale_factor, resolution, num_classes, allow_pickle: of tars, as for convert.
     """
+    settings = dict(kind=kind, stored_scale=stored_scale, scale_factor=scale_factor, resolution=resolution)
+    settings |= dict(num_classes=num_classes, allow_pickle=allow_pickle or None)
     if format == "native":
-        dataset = LatentDataset(path, check_folder=False)
+        given = [key for key, value in settings.items() if value is not None]
+        if given:
+            raise ValueError(f"{given[0]}={settings[given[0]]} is for format=webdataset; native shards say it themselves")
+        dataset = LatentDataset(path, check_folder=False, key="path")
     else:
-        settings = dict(kind=kind, stored_scale=stored_scale, scale_factor=scale_factor, resolution=resolution)
-        dataset = TarLatents(path, autoencoder=autoencoder, num_classes=num_classes, allow_pickle=allow_pickle, **settings)
+        dataset = TarLatents(path, autoencoder=autoencoder, **settings | dict(allow_pickle=allow_pickle))
         for line in dataset.statements:
             log.info("%s", line)
     autoencoder = autoencoder or dataset.info.autoencoder
@@ -247,8 +264,11 @@ def inspect(
     if file is not None:
         latents, labels = items_to_draw(dataset)
         images = autoencoders.to_uint8(decoder.decode(latents.to(device)).cpu()).numpy()
-        labelled_grid(list(images), labels, num_columns=4).save(file)
-        log.info("drew %d of them in %s", len(labels), file)
+        try:
+            labelled_grid(list(images), labels, num_columns=4).save(file)
+            log.info("drew %d of them in %s", len(labels), file)
+        except OSError as e:
+            log.warning("%s cannot be written (%s); grid=<file> draws elsewhere", file, e.strerror)
     if found.problems:
         raise ValueError(f"{path}: {len(found.problems)} problems\n" + "\n".join(f"- {problem}" for problem in found.problems))
     log.info("nothing wrong was found")
@@ -269,7 +289,7 @@ def synthetic(
     """Random latents for benchmarks: the network sees normal numbers of standard deviation 0.5; labels go round the classes."""
     info = ShardInfo(kind, 0.5, "none", 8 * size, min(num_classes, num_items))
     settings = {"command": "synthetic", **asdict(info), "channels": channels, "flips": flips, "seed": seed}
-    writer = ShardWriter(output, settings, num_items, shard_size, dtype)
+    writer = ShardWriter(output, settings, lambda start, stop: f"{start}-{stop}", num_items, shard_size, dtype)
     writer.open()
     for piece in progress_bar(writer.todo(), unit="shards"):
         generator = torch.Generator().manual_seed(int(np.random.SeedSequence([seed, piece.number]).generate_state(1)[0]))
@@ -284,7 +304,7 @@ def synthetic(
 def summarise(output: str, stated: dict) -> None:
     """What was written, in a few lines."""
     error = stated["storage_error"]
-    log.info("wrote %d latents %s in %d shards to %s", stated["num_items"], stated["shape"], len(stated["shards"]), output)
+    log.info("%d latents %s are in %d shards in %s", stated["num_items"], stated["shape"], len(stated["shards"]), output)
     if stated["left_out"]:
         first = stated["left_out"][0]
         log.info("left out %d, first %s (%s); manifest.json lists them", len(stated["left_out"]), first["name"], first["problem"])
@@ -429,7 +449,10 @@ COMMANDS = {
 
 
 def main(arguments: list[str]) -> None:
-    name, *settings = arguments or [None]
+    name, *settings = arguments or ["--help"]
+    if name in ("--help", "-h", "help"):
+        sys.stdout.write(__doc__)
+        return
     if name not in COMMANDS:
         raise ValueError(f"unknown command {name!r}; use one of {', '.join(COMMANDS)}")
     command = COMMANDS[name]
@@ -440,6 +463,8 @@ def main(arguments: list[str]) -> None:
         if key not in command.keys or not value:
             usage = ", ".join(f"{k}=" if d is introspection.Parameter.empty else f"[{k}=]" for k, d in defaults.items())
             raise ValueError(f"{name}: {key} is not a key or has no value; it takes {usage}")
+        if key in values:
+            raise ValueError(f"{name}: {key} is given twice")
         values[key] = parse(key, value, command.keys[key])
     missing = [key for key, default in defaults.items() if default is introspection.Parameter.empty and key not in values]
     if missing:

@@ -10,15 +10,18 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageOps
 
 from evaluations.npz import NpzImages
 
 SUFFIXES = (".png", ".jpg", ".jpeg")
 CONVERTIBLE_MODES = ("1", "L", "LA", "P", "PA", "RGBA", "CMYK", "YCbCr")  # 8 bits or fewer: converting loses no range
 MAX_THREADS = 8
+MIN_SIDE = 8
+MAX_ASPECT = 100  # the crop enlarges the shorter side to the resolution: beyond this it would need gigabytes
 DECODE_ERRORS = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error)  # what Pillow raises on damaged files
 
 
@@ -40,6 +43,28 @@ def adm_center_crop(image: Image.Image, resolution: int) -> np.ndarray:
     image = image.resize((round(image.width * factor), round(image.height * factor)), Image.Resampling.BICUBIC)
     left, top = (image.width - resolution) // 2, (image.height - resolution) // 2
     return np.array(image.crop((left, top, left + resolution, top + resolution)))
+
+
+def read_rgb(file: str | Path | BinaryIO) -> Image.Image:
+    """Decode an image, upright as its EXIF says, as 8-bit RGB (alpha is dropped).
+
+    Raises:
+        ValueError: it cannot be decoded, has more than 8 bits a channel, or is too small or too narrow to crop.
+    """
+    try:
+        with Image.open(file) as image:
+            if image.mode not in ("RGB", *CONVERTIBLE_MODES):
+                raise ValueError(f"mode {image.mode} is not one of 8 bits a channel")
+            width, height = image.size
+            if min(width, height) < MIN_SIDE or max(width, height) > MAX_ASPECT * min(width, height):
+                raise ValueError(
+                    f"{width}x{height} pixels: the shorter side must have {MIN_SIDE} or more and the longer one at most "
+                    f"{MAX_ASPECT} times as many"
+                )
+            return ImageOps.exif_transpose(image).convert("RGB")
+    # The EXIF of a damaged file may hold anything: TypeError, AttributeError.
+    except (*DECODE_ERRORS, Image.DecompressionBombError, TypeError, AttributeError, LookupError, ArithmeticError) as e:
+        raise ValueError(str(e) or type(e).__name__) from e
 
 
 class ImageFolder:
@@ -122,10 +147,14 @@ class ImageFolder:
         return size
 
     def _read(self, file: Path) -> np.ndarray:
+        if self.crop is not None:
+            try:
+                return adm_center_crop(read_rgb(file), self.crop)
+            except ValueError as e:
+                raise ValueError(f"{file} cannot be used ({e}); mend or remove it") from e
         try:
             with Image.open(file) as image:
-                rgb = image.convert("RGB")
-                pixels = np.array(rgb) if self.crop is None else adm_center_crop(rgb, self.crop)
+                pixels = np.array(image.convert("RGB"))
         except DECODE_ERRORS as e:
             raise ValueError(f"{file} is broken ({e}); make or copy it again") from e
         if pixels.shape != self.shape[1:]:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+SD_VAES = ("stabilityai/sd-vae-ft-ema", "stabilityai/sd-vae-ft-mse")
 
 
 class Autoencoder(Protocol):
@@ -17,6 +22,10 @@ class Autoencoder(Protocol):
 
     scale_factor: float
     factor: int
+
+    def fingerprint(self) -> str:
+        """A hash of the weights."""
+        ...
 
     def encode_moments(self, images: Tensor) -> Tensor:
         """[B, 1 or 3, H, W], float32, -1 to 1 -> float32 [B, 2C, h, w]: mean, then log-variance."""
@@ -31,6 +40,9 @@ class Identity:
     """For data whose latents are the pixels themselves."""
 
     scale_factor, factor = 1.0, 1  # pixels in [-1, 1] have about EDM's standard deviation, 0.5
+
+    def fingerprint(self) -> str:
+        return "identity"
 
     def encode_moments(self, images: Tensor) -> Tensor:
         return torch.cat([images, torch.full_like(images, -30.0)], dim=1)  # no variance
@@ -65,8 +77,13 @@ class SDVAE:
 
         if getattr(self.vae.config, "shift_factor", None):
             raise ValueError(f"{key}: sd-vae:{source} shifts its latents (shift_factor), which shards have no place for")
-        self.scale_factor = self.vae.config.scaling_factor
-        self.factor = 2 ** (len(self.vae.config.block_out_channels) - 1)
+        self.scale_factor, self.factor = _scale_and_factor(self.vae.config)
+
+    def fingerprint(self) -> str:
+        digest = hashlib.blake2b(digest_size=16)
+        for name, weight in sorted(self.vae.state_dict().items()):
+            digest.update(name.encode() + weight.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
 
     @torch.no_grad()
     def encode_moments(self, images: Tensor) -> Tensor:
@@ -77,6 +94,29 @@ class SDVAE:
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         return self.vae.decode(latents).sample.float()
+
+
+def _scale_and_factor(config: dict) -> tuple[float, int]:
+    return float(config["scaling_factor"]), 2 ** (len(config["block_out_channels"]) - 1)
+
+
+def known_scale_and_factor(spec: str) -> tuple[float, int] | None:
+    """(scale factor, pixels along one side of a latent) of an autoencoder that need not be loaded for that; None: not known.
+
+    Raises:
+        ValueError: a local folder without a proper config.json.
+    """
+    kind, _, source = spec.partition(":")
+    if spec == "identity":
+        return Identity.scale_factor, Identity.factor
+    if kind == "sd-vae" and source in SD_VAES:
+        return 0.18215, 8
+    if kind == "sd-vae" and Path(source).is_dir():
+        try:
+            return _scale_and_factor(json.loads((Path(source) / "config.json").read_text()))
+        except (OSError, ValueError, KeyError) as e:
+            raise ValueError(f"autoencoder={spec}: {Path(source) / 'config.json'} is not that of an AutoencoderKL ({e!r})") from e
+    return None
 
 
 def build(spec: str, device: torch.device, channels: int | None, key: str, precision: str = "fp32") -> Autoencoder:

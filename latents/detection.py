@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from latents.autoencoders import SD_VAES, known_scale_and_factor
 from latents.shards import KINDS, ShardInfo
 
 SD_VAE = "sd-vae:stabilityai/sd-vae-ft-ema"
@@ -72,15 +73,16 @@ def detect(
             f"latents have {latent_channels} channels, which is not SD-VAE's 4; name what made them with "
             f"{key_prefix}autoencoder=sd-vae:<hub id or folder>, or {key_prefix}autoencoder=none where nothing decodes them"
         )
-    is_sd_vae = autoencoder.startswith("sd-vae:")
+    is_sd_vae = autoencoder.removeprefix("sd-vae:") in SD_VAES
+    known = known_scale_and_factor(autoencoder)
 
     stored_scale, said = _settle_stored_scale(std, kind, is_sd_vae, stored_scale, known_stored_scale, key_prefix)
     statements += said
     if scale_factor is not None:
         statements.append(f"scale_factor={scale_factor:g}: as given")
-    elif is_sd_vae:
-        scale_factor = SD_SCALE
-        statements.append(f"scale_factor={scale_factor}: SD-VAE's")
+    elif known is not None:
+        scale_factor = known[0]
+        statements.append(f"scale_factor={scale_factor:g}: that of {autoencoder}")
     else:
         spread = _sampled_std(sample_latents, kind) / stored_scale
         advice = f"{SIGMA_DATA / spread:.4g} gives it the standard deviation {SIGMA_DATA} that EDM assumes" if spread > 0 else ""
@@ -91,9 +93,9 @@ def detect(
 
     if resolution is not None:
         statements.append(f"resolution={resolution}: as given")
-    elif is_sd_vae or autoencoder == "identity":
-        resolution = 8 * height if is_sd_vae else height
-        statements.append(f"resolution={resolution}: {'8 pixels' if is_sd_vae else 'a pixel'} per latent, {height}x{width}")
+    elif known is not None:
+        resolution = known[1] * height
+        statements.append(f"resolution={resolution}: {height} latents of {known[1]} pixels along a side")
     else:
         raise ValueError(
             f"{key_prefix}resolution= is missing: the size of the images in pixels cannot be told from latents of "

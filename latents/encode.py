@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from evaluations.images import adm_center_crop
+from evaluations.images import adm_center_crop, read_rgb
 from latents.autoencoders import Autoencoder, from_uint8
-from latents.images import LabelledImages, read_rgb
+from latents.images import LabelledImages
 from latents.progress import progress_bar
 from latents.shards import ShardInfo
 from latents.writer import Piece, ShardWriter

@@ -15,6 +15,8 @@ import hashlib
 import json
 import math
 import os
+import subprocess
+import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -101,6 +103,15 @@ def _read_npy(where: str, payload: bytes) -> np.ndarray:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
+# Touches both ends of every value.
+_READ_ALL = """
+import os, sys, lmdb
+with lmdb.open(sys.argv[1], subdir=os.path.isdir(sys.argv[1]), readonly=True, lock=False) as env, env.begin(buffers=True) as txn:
+    for key, value in txn.cursor():
+        bytes(value[:1]), bytes(value[-1:])
+"""
+
+
 class MaskDiTLMDB:
     """MaskDiT's LMDB: SD-VAE moments [8, h, w] under `z-<i>`, labels under `y-<i>`, their number under `length`.
 
@@ -126,8 +137,8 @@ class MaskDiTLMDB:
                 (f"; use {name}: {self.path / name}" for name in ("train", "val") if (self.path / name / "data.mdb").exists()), ""
             )
             raise ValueError(f"{self.path} holds no data.mdb{inside}")
+        self._check_not_truncated()
         with self._open() as env, env.begin(buffers=True) as txn:
-            self._check_not_truncated(env)
             length = self._number(txn, "length", "the extraction was interrupted before it wrote it; run it again")
             if length == 0:
                 raise ValueError(f"{self.file} holds no items (length is 0)")
@@ -165,16 +176,23 @@ class MaskDiTLMDB:
             # Opened for every read, which takes microseconds: LMDB allows a process one handle, and none across a fork.
             return lmdb.open(str(self.path), subdir=self.path.is_dir(), readonly=True, lock=False, readahead=False, create=False)
         except lmdb.Error as e:
-            raise ValueError(f"{self.file} is damaged or not an LMDB: {e}") from e
+            raise ValueError(f"{self.file} cannot be opened as an LMDB: {e}") from e
 
-    def _check_not_truncated(self, env) -> None:
-        needed, found = (env.info()["last_pgno"] + 1) * env.stat()["psize"], self.file.stat().st_size
-        # Reading a page that is not there ends the process. LMDB may leave a few last pages unwritten that nothing refers to.
-        if found < needed - 64 * env.stat()["psize"]:
+    def _check_not_truncated(self) -> None:
+        """Reading a page that is not there ends the process, so that another one tries first where the file is short."""
+        with self._open() as env:
+            needed, found = (env.info()["last_pgno"] + 1) * env.stat()["psize"], self.file.stat().st_size
+        # LMDB may leave last pages unwritten that nothing refers to.
+        if found < needed and subprocess.run([sys.executable, "-c", _READ_ALL, str(self.path)], capture_output=True).returncode:
             raise ValueError(f"{self.file} is truncated: {found} of {needed} bytes; copy it again")
 
     def _value(self, txn, key: str, hint: str):
-        value = txn.get(key.encode())
+        import lmdb
+
+        try:
+            value = txn.get(key.encode())
+        except lmdb.Error as e:
+            raise ValueError(f"{self.file} is damaged at {key} ({e}); copy it again") from e
         if value is None:
             raise ValueError(f"{self.file} has no {key}: {hint}")
         return value

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import hashlib
 import io
 import json
 import logging
 import os
-import tarfile
+import posixpath
+import re
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-from PIL import Image, ImageOps
 
-from evaluations.images import CONVERTIBLE_MODES, DECODE_ERRORS
-from latents.webdataset import LABEL_EXTENSIONS, find_tars
+from latents.tars import COMPRESSED_SUFFIXES, LABEL_EXTENSIONS, MAX_LABEL, Member, find_tars, map_file, parse_label, walk_tar
+from latents.webdataset import spread_items
 
 log = logging.getLogger(__name__)
 
@@ -24,29 +25,6 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff")
 LABEL_FILES = ("labels.csv", "labels.json", "dataset.json", "metadata.csv")
 NAME_COLUMNS = ("file_name", "filename", "file", "path", "image", "name")
 LABEL_COLUMNS = ("label", "class", "cls", "class_id", "target", "category")
-MIN_SIDE = 8
-MAX_ASPECT = 100  # the crop enlarges the shorter side to the resolution: beyond this it would need gigabytes
-
-
-def read_rgb(file: str | Path | BinaryIO) -> Image.Image:
-    """Decode an image, upright as its EXIF says, as 8-bit RGB (alpha is dropped).
-
-    Raises:
-        ValueError: it cannot be decoded, has more than 8 bits a channel, or is too small or too narrow to crop.
-    """
-    try:
-        with Image.open(file) as image:
-            if image.mode not in ("RGB", *CONVERTIBLE_MODES):
-                raise ValueError(f"mode {image.mode} is not one of 8 bits a channel")
-            width, height = image.size
-            if min(width, height) < MIN_SIDE or max(width, height) > MAX_ASPECT * min(width, height):
-                raise ValueError(
-                    f"{width}x{height} pixels: the shorter side must have {MIN_SIDE} or more and the longer one at most "
-                    f"{MAX_ASPECT} times as many"
-                )
-            return ImageOps.exif_transpose(image).convert("RGB")
-    except (*DECODE_ERRORS, Image.DecompressionBombError) as e:
-        raise ValueError(str(e) or type(e).__name__) from e
 
 
 class LabelledImages:
@@ -59,12 +37,11 @@ class LabelledImages:
     """
 
     def __init__(self, path: Path, names: list[str], sizes: list[int], labels: list[int], class_names: list[str] | None):
-        self.path, self.names, self.class_names = path, names, class_names
+        self.path, self.names, self.class_names, self._sizes = path, names, class_names, sizes
+        bad = next((i for i, label in enumerate(labels) if not 0 <= label <= MAX_LABEL), None)
+        if bad is not None:
+            raise ValueError(f"{path}: {names[bad]} has the label {labels[bad]}; labels go from 0 to {MAX_LABEL}")
         self.labels = np.array(labels, dtype=np.int64)
-        self._sizes = sizes
-        if len(self.labels) and self.labels.min() < 0:
-            worst = int(self.labels.argmin())
-            raise ValueError(f"{path}: {names[worst]} has the label {self.labels[worst]}; labels are 0 or more")
 
     def __len__(self) -> int:
         return len(self.names)
@@ -73,12 +50,18 @@ class LabelledImages:
         """What `read_rgb` reads."""
         return self.path / self.names[index]
 
-    def fingerprint(self) -> str:
-        """A hash of names, sizes in bytes and labels: reading all images would take hours."""
-        digest = hashlib.blake2b(digest_size=16)
-        for name, size in zip(self.names, self._sizes):
-            digest.update(f"{name}\0{size}\0".encode())
-        digest.update(self.labels.tobytes())
+    def fingerprint(self, start: int, stop: int) -> str:
+        """A hash of names, sizes in bytes and labels of images start .. stop - 1, and of the bytes of a few of them.
+
+        Reading them all would take as long as encoding them.
+        """
+        digest = hashlib.blake2b(self.labels[start:stop].tobytes(), digest_size=16)
+        for name, size in zip(self.names[start:stop], self._sizes[start:stop]):
+            digest.update(f"{name}\0{size}\0".encode(errors="surrogateescape"))
+        for index in (start + spread_items(stop - start, 4)).tolist():
+            with contextlib.suppress(OSError):  # encoding names what cannot be read
+                image = self.open(index)
+                digest.update(image.read_bytes() if isinstance(image, Path) else image.read())
         return digest.hexdigest()
 
 
@@ -95,35 +78,61 @@ def open_labelled_images(path: str | Path, labels: str = "auto") -> LabelledImag
     path = Path(path)
     if not path.exists():
         raise ValueError(f"images={path} does not exist; give a folder of images or WebDataset tars")
-    if path.is_file() or any(path.glob("*.tar")):
+    if path.is_file() and path.suffix.lower() != ".tar":
+        raise ValueError(f"images={path} is a file; give a folder of images, or a tar")
+    names = [] if path.is_file() else sorted(find_images(path))
+    tars = path.is_file() or any(f.suffix.lower() == ".tar" and not f.name.startswith(".") for f in path.iterdir())
+    if tars and names:
+        raise ValueError(f"images={path} holds tars and images ({names[0]}, ...); put them into folders of their own")
+    if tars:
         if labels != "auto":
             raise ValueError(f"labels={labels} is for folders of images; the labels of tars are in their .cls members")
         return TarImages(path)
-    names = sorted(find_images(path))
     if not names:
+        if any(f.name.lower().endswith(COMPRESSED_SUFFIXES) for f in path.iterdir()):
+            find_tars(path)  # says what to do
         raise ValueError(f"images={path} holds no images ({', '.join(SUFFIXES)}) and no tars")
-    label_file = next((path / name for name in LABEL_FILES if (path / name).is_file()), None)
     if labels == "none":
         return LabelledImages(path, names, _sizes(path, names), [0] * len(names), None)
     if labels not in ("auto", "folders"):
         return _with_label_file(path, names, Path(labels))
+    label_file = next((path / name for name in LABEL_FILES if (path / name).is_file()), None)
     if labels == "auto" and label_file is not None:
         return _with_label_file(path, names, label_file)
     return _with_class_folders(path, names)
 
 
 def find_images(folder: Path) -> list[str]:
-    """All images below a folder, relative to it; hidden files and folders are left out, links to folders followed."""
+    """All images below a folder, relative to it; hidden files and folders are left out, links to folders followed.
+
+    Raises:
+        ValueError: a link leads back to a folder that holds it.
+    """
     names = []
     for where, folders, files in os.walk(folder, followlinks=True):
-        folders[:] = [name for name in folders if not name.startswith(".")]
+        folders[:] = [name for name in folders if not _is_hidden(name)]
+        for name in folders:
+            linked = Path(where, name)
+            if linked.is_symlink() and linked.resolve() in (Path(where).resolve(), *Path(where).resolve().parents):
+                raise ValueError(f"{linked} is a link to a folder that holds it; remove it")
         inside = Path(where).relative_to(folder)
-        names += [(inside / f).as_posix() for f in files if f.lower().endswith(SUFFIXES) and not f.startswith(".")]
+        names += [(inside / f).as_posix() for f in files if f.lower().endswith(SUFFIXES) and not _is_hidden(f)]
     return names
 
 
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".") or name == "__MACOSX"
+
+
 def _sizes(path: Path, names: list[str]) -> list[int]:
-    return [(path / name).stat().st_size for name in names]
+    """In bytes; -1 for what cannot be opened, which encoding then names."""
+    sizes = []
+    for name in names:
+        try:
+            sizes.append((path / name).stat().st_size)
+        except OSError:
+            sizes.append(-1)
+    return sizes
 
 
 def _with_class_folders(path: Path, names: list[str]) -> LabelledImages:
@@ -140,6 +149,12 @@ def _with_class_folders(path: Path, names: list[str]) -> LabelledImages:
             f"images={path} holds the one class folder {classes[0]!r}; if the classes are inside it, give "
             f"images={path / classes[0]}; for a single class, labels=none"
         )
+    empty = sorted({f.name for f in path.iterdir() if f.is_dir() and not _is_hidden(f.name)} - set(classes))
+    if empty:
+        raise ValueError(
+            f"images={path}: the class folder {empty[0]!r} holds no images ({', '.join(SUFFIXES)}), and leaving it out "
+            "would shift the labels of the classes after it; remove it, or convert what it holds"
+        )
     number = {name: i for i, name in enumerate(classes)}
     return LabelledImages(path, names, _sizes(path, names), [number[name.partition("/")[0]] for name in names], classes)
 
@@ -155,15 +170,34 @@ def _with_label_file(path: Path, names: list[str], file: Path) -> LabelledImages
         log.warning("%d images of %s have no label in %s and are left out: %s, ...", len(unlabelled), path, file, unlabelled[0])
     names = sorted(label_of)
     labels, class_names = [label_of[name] for name in names], None
-    if not all(_is_whole(label) for label in labels):
-        class_names = sorted(set(map(str, labels)))
-        number = {name: i for i, name in enumerate(class_names)}
-        labels = [number[str(label)] for label in labels]
-    return LabelledImages(path, names, _sizes(path, names), list(map(int, labels)), class_names)
+    numbers = [_whole_number(label) for label in labels]
+    if any(number is not None for number in numbers):
+        odd = next((i for i, number in enumerate(numbers) if number is None), None)
+        if odd is not None:
+            raise ValueError(f"{file}: {names[odd]} has the label {labels[odd]!r}, where others have whole numbers; mend it")
+    else:  # names of classes
+        odd = next((i for i, label in enumerate(labels) if isinstance(label, (bool, float)) or _is_number(label)), None)
+        if odd is not None:
+            raise ValueError(f"{file}: {names[odd]} has the label {labels[odd]!r}, which is neither a whole number nor a name")
+        class_names = sorted(set(labels))
+        numbers = list(map({name: i for i, name in enumerate(class_names)}.get, labels))
+    return LabelledImages(path, names, _sizes(path, names), numbers, class_names)
 
 
-def _is_whole(label: object) -> bool:
-    return not isinstance(label, bool) and str(label).removeprefix("-").isdecimal()
+def _whole_number(label: str | int | float) -> int | None:
+    """3, "3" and the "3.0" of tables with missing values; None for anything else."""
+    if isinstance(label, bool):
+        return None
+    match = re.fullmatch(r"(-?\d+)(\.0*)?", str(label))
+    return int(match.group(1)) if match else None
+
+
+def _is_number(label: str) -> bool:
+    try:
+        float(label)
+    except ValueError:
+        return False
+    return True
 
 
 def read_labels(file: Path) -> dict[str, str | int]:
@@ -185,7 +219,7 @@ def read_labels(file: Path) -> dict[str, str | int]:
     else:
         raise ValueError(f"labels={file} must be auto, folders, none, or a .csv or .json file")
     label_of: dict[str, str | int] = {}
-    for name, label in pairs:
+    for name, label in ((posixpath.normpath(name), label) for name, label in pairs):
         if label_of.setdefault(name, label) != label:
             raise ValueError(f"{file}: {name} has the labels {label_of[name]!r} and {label!r}")
     if not label_of:
@@ -194,19 +228,26 @@ def read_labels(file: Path) -> dict[str, str | int]:
 
 
 def _pairs_of_csv(file: Path, text: str) -> list[tuple[str, str]]:
-    rows = csv.DictReader(io.StringIO(text))
-    columns = {(column or "").strip().lower(): column for column in rows.fieldnames or []}
+    try:
+        header, *rows = csv.reader(io.StringIO(text), skipinitialspace=True, strict=True)
+    except csv.Error as e:
+        raise ValueError(f"{file} is not CSV: {e}") from e
+    except ValueError as e:
+        raise ValueError(f"{file} is empty; it needs a header with the columns file_name,label") from e
+    columns = {name.strip().lower(): i for i, name in enumerate(header)}
     name_column = next((columns[c] for c in NAME_COLUMNS if c in columns), None)
     label_column = next((columns[c] for c in LABEL_COLUMNS if c in columns), None)
     if name_column is None or label_column is None:
-        raise ValueError(
-            f"{file} needs a header with the columns file_name,label; found {', '.join(rows.fieldnames or []) or 'nothing'}"
-        )
-    pairs = [(row[name_column], row[label_column]) for row in rows]
-    for number, (name, label) in enumerate(pairs, start=2):
-        if not name or not (label or "").strip():
+        raise ValueError(f"{file} needs a header with the columns file_name,label; found {', '.join(header)}")
+    pairs = []
+    for number, row in enumerate(rows, start=2):
+        if not row:
+            continue
+        entries = [row[column].strip() if column < len(row) else "" for column in (name_column, label_column)]
+        if not all(entries):
             raise ValueError(f"{file}, line {number}: the file name or the label is missing")
-    return [(name.strip(), label.strip()) for name, label in pairs]
+        pairs.append(tuple(entries))
+    return pairs
 
 
 def _pairs_of_json(file: Path, text: str) -> list[tuple[str, str | int]]:
@@ -220,7 +261,7 @@ def _pairs_of_json(file: Path, text: str) -> list[tuple[str, str | int]]:
     pairs = list(content.items()) if isinstance(content, dict) else content
     if not isinstance(pairs, list) or not all(isinstance(p, (list, tuple)) and len(p) == 2 for p in pairs):
         raise wrong
-    if not all(isinstance(name, str) and isinstance(label, (str, int)) for name, label in pairs):
+    if not all(isinstance(name, str) and isinstance(label, (str, int, float)) for name, label in pairs):
         raise wrong
     return [(name, label) for name, label in pairs]
 
@@ -229,13 +270,27 @@ class TarImages(LabelledImages):
     """WebDataset tars: `<key>.jpg` (or another image) with `<key>.cls`, the label as text. Read in place, not unpacked.
 
     Raises:
-        ValueError: no tars, compressed or truncated ones; an image without a label or a label without an image, by name.
+        ValueError: no tars, compressed or damaged ones; an image without a label or a label without an image, by name.
     """
 
     def __init__(self, path: Path):
         names, sizes, labels, self._where = [], [], [], []
+        image_extensions = tuple(suffix[1:] for suffix in SUFFIXES)
         for tar in find_tars(path):
-            images, label_of = _members(tar)
+            images: dict[str, Member] = {}
+            label_of: dict[str, int] = {}
+            content = None
+            for member in walk_tar(tar, image_extensions + LABEL_EXTENSIONS):
+                content = map_file(tar) if content is None else content
+                is_image = member.extension in image_extensions
+                if member.key in (images if is_image else label_of):
+                    raise ValueError(f"{tar}: {member.name} is a second one of its key; keys must differ within a tar")
+                if is_image:
+                    images[member.key] = member
+                else:
+                    label_of[member.key] = parse_label(
+                        f"{tar}: {member.name}", content[member.start : member.stop][:65].tobytes()
+                    )
             lacking = sorted(images.keys() ^ label_of.keys())
             if lacking:
                 has, lacks = (
@@ -244,9 +299,9 @@ class TarImages(LabelledImages):
                 raise ValueError(f"{tar}: {lacking[0]} has {has} but no {lacks}")
             for key, member in images.items():
                 names.append(f"{tar.name}/{member.name}")
-                sizes.append(member.size)
+                sizes.append(member.stop - member.start)
                 labels.append(label_of[key])
-                self._where.append((tar, member.offset_data, member.size))
+                self._where.append((tar, member.start, member.stop - member.start))
         if not names:
             raise ValueError(f"images={path}: the tars hold no images ({', '.join(SUFFIXES)})")
         super().__init__(path, names, sizes, labels, None)
@@ -256,29 +311,3 @@ class TarImages(LabelledImages):
         with open(tar, "rb") as f:
             f.seek(offset)
             return io.BytesIO(f.read(size))
-
-
-def _members(file: Path) -> tuple[dict[str, tarfile.TarInfo], dict[str, int]]:
-    """{key: image} and {key: label} of a tar."""
-    images: dict[str, tarfile.TarInfo] = {}
-    label_of: dict[str, int] = {}
-    try:
-        with tarfile.open(file, "r:") as tar:
-            for member in tar:
-                folder, slash, name = member.name.rpartition("/")
-                stem, _, extension = name.partition(".")
-                key = folder + slash + stem
-                if member.offset_data + member.size > file.stat().st_size:
-                    raise ValueError(f"{file} is truncated: {member.name} goes past its end; copy it again")
-                if f".{extension.lower()}" in SUFFIXES:
-                    if key in images:
-                        raise ValueError(f"{file}: {member.name} is a second image of {key}; keys must differ within a tar")
-                    images[key] = member
-                elif extension.lower() in LABEL_EXTENSIONS:
-                    text = tar.extractfile(member).read()
-                    if not text.strip().isdigit():
-                        raise ValueError(f"{file}: {member.name} holds {text[:24]!r}, not a label (a whole number, 0 or more)")
-                    label_of[key] = int(text)
-    except tarfile.TarError as e:
-        raise ValueError(f"{file} is truncated or damaged ({e}); copy it again") from e
-    return images, label_of

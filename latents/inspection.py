@@ -52,6 +52,8 @@ def inspect_latents(dataset: LatentDataset | TarLatents, sigma_data: float = 0.5
     _look_at_files(dataset, found)
     _look_at_classes(dataset, min_items_per_class, found)
     _look_at_values(dataset, sigma_data, found)
+    if dataset.has_flips:
+        _look_at_flips(dataset, found)
     return found
 
 
@@ -143,6 +145,21 @@ def _look_at_values(dataset: LatentDataset | TarLatents, sigma_data: float, foun
         found.problems.append(
             f"the network would see a standard deviation of {std:.3f}, {ratio:.2f} times sigma_data={sigma_data:g}; is the scale "
             f"factor {scale:g} right? Latents that were scaled before they were stored need another"
+        )
+
+
+def _look_at_flips(dataset: LatentDataset | TarLatents, found: Findings) -> None:
+    """Latents of mirrored images resemble the mirrored latents more than the latents themselves."""
+    indices = spread_items(len(dataset), 256)
+    latents, flipped = (
+        torch.nan_to_num(dataset.fetch(indices, np.full(len(indices), flip))[0].double())[:, : dataset.channels].flatten(1, 2)
+        for flip in (False, True)
+    )
+    as_mirrored, as_same = (flipped - latents.flip(-1)).square().mean(), (flipped - latents).square().mean()
+    if as_mirrored > as_same or torch.equal(flipped, latents):
+        found.problems.append(
+            "latents_flip are not those of the mirrored images: they are nearer to the latents than to the mirrored latents "
+            f"(mean square {as_same:.3g} against {as_mirrored:.3g})"
         )
 
 

@@ -163,6 +163,7 @@ class LatentDataset:
     Args:
         path: a folder of shards, or one shard.
         check_folder: False opens the shards that are there, finished or not and whatever the manifest says (the writer, inspect).
+        key: that gave the path, for the messages.
 
     Raises:
         ValueError: a folder that does not exist or holds no shards; a shard that is truncated, has no proper header,
@@ -172,10 +173,10 @@ class LatentDataset:
 
     statements: tuple[str, ...] = ()
 
-    def __init__(self, path: str | Path, check_folder: bool = True):
+    def __init__(self, path: str | Path, check_folder: bool = True, key: str = "data.path"):
         self.path = Path(path)
         if not self.path.exists():
-            raise ValueError(f"data.path={self.path} does not exist; give a folder of latent shards (*.safetensors)")
+            raise ValueError(f"{key}={self.path} does not exist; give a folder of latent shards (*.safetensors)")
         files = [self.path] if self.path.is_file() else shard_files(self.path)
         stated = manifest.read_manifest(self.path) if self.path.is_dir() else None
         if (self.path / manifest.UNFINISHED).exists() and stated is None and check_folder:
@@ -183,7 +184,7 @@ class LatentDataset:
                 f"{self.path} is not finished: prepare_latents.py was stopped; run the same command again, which goes on there"
             )
         if not files:
-            raise ValueError(f"data.path={self.path} holds no latent shards (*.safetensors)")
+            raise ValueError(f"{key}={self.path} holds no latent shards (*.safetensors)")
         self.files = files
         if stated is not None and check_folder:
             manifest.check_files(self.path, files, stated)

@@ -14,7 +14,6 @@ import hashlib
 import io
 import json
 import logging
-import mmap
 import os
 import pickle
 import struct
@@ -31,13 +30,12 @@ from tqdm import tqdm
 
 from latents.detection import detect
 from latents.progress import progress_bar
+from latents.tars import LABEL_EXTENSIONS, find_tars, map_file, parse_label, walk_tar
 
 log = logging.getLogger(__name__)
 
 # First bytes; bzip2 is left out, as a tar begins with the name of a member, which may be the letters BZh.
-COMPRESSED = {b"\x1f\x8b": "gzip", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
-COMPRESSED_SUFFIXES = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
-LATENT_EXTENSIONS, LABEL_EXTENSIONS = ("latent", "latent.npy"), ("cls", "cls.txt")
+LATENT_EXTENSIONS = ("latent", "latent.npy")
 INDEX_FORMAT = "1"  # goes up with every change of what an index file holds
 MAX_OPEN_TARS = 256  # a mapping keeps a file descriptor, of which a process has 1,024 by default
 
@@ -234,29 +232,6 @@ def _pickle_refused(where: str, flag: str) -> str:
     )
 
 
-def find_tars(path: Path) -> list[Path]:
-    """The tars of a folder, sorted by name, or the one that `path` is.
-
-    Raises:
-        ValueError: there are none, or some are compressed.
-    """
-    entries = [path] if path.is_file() else sorted(f for f in path.iterdir() if not f.name.startswith(".") and f.is_file())
-    compressed = [f for f in entries if f.name.endswith(COMPRESSED_SUFFIXES)]
-    tars = [f for f in entries if f.suffix == ".tar" or f == path]
-    for file in compressed + tars:
-        with open(file, "rb") as f:
-            start = f.read(6)
-        kind = next((name for magic, name in COMPRESSED.items() if start.startswith(magic)), None)
-        if kind or file in compressed:
-            raise ValueError(
-                f"{file} is compressed{f' ({kind})' if kind else ''}, so that items cannot be read by offset; "
-                "decompress it first (or move it elsewhere)"
-            )
-    if not tars:
-        raise ValueError(f"{path} holds no tars (*.tar)")
-    return tars
-
-
 class TarIndex:
     """Where in which tar the values of every sample lie, and its label; `open` makes one.
 
@@ -275,7 +250,7 @@ class TarIndex:
         self.labels, self.tar_of = arrays["labels"], arrays["tar_of"]
         self.offsets, self.pickle_bytes = arrays["offsets"], arrays["pickle_bytes"]
         self._item_bytes = self.dtype.itemsize * int(np.prod(self.shape))
-        self._map = functools.lru_cache(maxsize=MAX_OPEN_TARS)(lambda tar: _map_file(self.files[tar]))
+        self._map = functools.lru_cache(maxsize=MAX_OPEN_TARS)(lambda tar: map_file(self.files[tar]))
 
     @classmethod
     def open(cls, path: str | Path, allow_pickle: bool = False, flag: str = "allow_pickle") -> TarIndex:
@@ -381,71 +356,36 @@ class TarIndex:
             log.warning("cannot keep the index of the tars in %s (%s): every start scans them anew", index_file, e.strerror)
 
 
-def _map_file(file: Path) -> np.ndarray:
-    """The bytes of a file, mapped: uint8 [size]."""
-    with open(file, "rb") as f:
-        return np.frombuffer(mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
-
-
 def _scan_tar(file: Path, layouts: _Layouts, extensions: set[str], bar: tqdm) -> dict[str, np.ndarray]:
     """labels, offsets and pickle_bytes of the samples of a tar, in the order in which their first members stand."""
-    truncated = f"{file} is truncated or damaged (%s); copy or make it again"
-    size = file.stat().st_size
-    if size == 0:
-        raise ValueError(truncated % "it is empty")
     rows: dict[str, int] = {}
     labels, offsets, pickle_bytes = array("q"), array("q"), array("q")
-    content, at = _map_file(file), 0
-    try:
-        with tarfile.open(file, "r:") as tar:
-            while (member := tar.next()) is not None:
-                tar.members.clear()  # tarfile keeps all, which is gigabytes for a large tar
-                bar.update(member.offset_data - at)
-                at, end = member.offset_data, member.offset_data + member.size
-                folder, slash, name = member.name.rpartition("/")
-                stem, _, extension = name.partition(".")
-                extension = extension.lower()
-                if not stem or extension not in LATENT_EXTENSIONS + LABEL_EXTENSIONS:
-                    extensions.add(extension)
-                    continue
-                where = f"{file}: member {member.name}"
-                if not member.isreg() or member.issparse():
-                    raise ValueError(f"{where} is a link or sparse; make the tar again of plain files")
-                if end > size:
-                    raise ValueError(truncated % f"{member.name} goes past its end")
-                row = rows.setdefault(folder + slash + stem, len(rows))
-                if row == len(labels):
-                    labels.append(-1)
-                    offsets.append(-1)
-                    pickle_bytes.append(0)
-                filled = offsets if extension in LATENT_EXTENSIONS else labels
-                if filled[row] >= 0:
-                    raise ValueError(f"{where}: the key has a second {extension}; keys must differ within a tar")
-                if filled is labels:
-                    labels[row] = _parse_label(where, content[at:end])
-                    continue
-                offset = layouts.locate(where, extension, content[at:end])
-                offsets[row] = at + (offset or 0)
-                pickle_bytes[row] = 0 if offset is not None else member.size
-            # tarfile takes a damaged header for the end; the end of a whole tar is a block of zeros.
-            if content[tar.offset : tar.offset + tarfile.BLOCKSIZE].tobytes() != bytes(tarfile.BLOCKSIZE):
-                raise ValueError(truncated % f"no end of the archive at byte {tar.offset}")
-    except tarfile.TarError as e:
-        raise ValueError(truncated % e) from e
-    bar.update(size - at)
+    content, at = None, 0
+    for member in walk_tar(file, LATENT_EXTENSIONS + LABEL_EXTENSIONS, extensions.add):
+        content = map_file(file) if content is None else content
+        bar.update(member.start - at)
+        at, where, payload = member.start, f"{file}: member {member.name}", content[member.start : member.stop]
+        row = rows.setdefault(member.key, len(rows))
+        if row == len(labels):
+            labels.append(-1)
+            offsets.append(-1)
+            pickle_bytes.append(0)
+        filled = offsets if member.extension in LATENT_EXTENSIONS else labels
+        if filled[row] >= 0:
+            raise ValueError(f"{where}: the key has a second {member.extension}; keys must differ within a tar")
+        if filled is labels:
+            labels[row] = parse_label(where, payload[:65].tobytes())
+            continue
+        offset = layouts.locate(where, member.extension, payload)
+        offsets[row] = member.start + (offset or 0)
+        pickle_bytes[row] = 0 if offset is not None else len(payload)
+    bar.update(file.stat().st_size - at)
     for key, row in rows.items():
         if offsets[row] < 0 or labels[row] < 0:
             lacks, has = ("cls", "latent") if labels[row] < 0 else ("latent", "cls")
             raise ValueError(f"{file}: sample {key} has a .{has} but no .{lacks} member; make the tar again")
     arrays = {"labels": labels, "offsets": offsets, "pickle_bytes": pickle_bytes}
     return {name: np.array(values, dtype=np.int64) for name, values in arrays.items()}
-
-
-def _parse_label(where: str, text: np.ndarray) -> int:
-    stripped = text[:64].tobytes().strip()
-    if len(text) > 64 or not stripped.isdigit():
-        raise ValueError(f"{where} holds {text[:24].tobytes()!r}, not a label (a whole number, 0 or more)")
-    return int(stripped)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -72,11 +73,12 @@ class ChannelStatistics:
 
 @dataclass(frozen=True)
 class Piece:
-    """One shard to make, from the items start .. stop - 1 of the source."""
+    """One shard to make, from the items start .. stop - 1 of the source; `source` is their hash."""
 
     number: int
     start: int
     stop: int
+    source: str
 
 
 class ShardWriter:
@@ -84,7 +86,10 @@ class ShardWriter:
 
     Args:
         output: the folder.
-        settings: everything that the latents depend on, of JSON's types: a folder is gone on with only under the same ones.
+        settings: everything but the source that the latents depend on, of JSON's types: a folder is gone on with only under the
+            same ones.
+        source_of: (start, stop) -> a hash of these items of the source. Where it differs for a finished shard, that shard is
+            made again; where it differs for all of them, the folder holds another data set.
         num_items: of the source.
         shard_size: items of the source that make one shard.
         dtype: `float16` or `float32`, in which latents are stored.
@@ -93,11 +98,20 @@ class ShardWriter:
         ValueError: the folder holds another data set, or shards that nothing is known about.
     """
 
-    def __init__(self, output: str | Path, settings: dict, num_items: int, shard_size: int, dtype: str = "float16"):
+    def __init__(
+        self,
+        output: str | Path,
+        settings: dict,
+        source_of: Callable[[int, int], str],
+        num_items: int,
+        shard_size: int,
+        dtype: str = "float16",
+    ):
         self.output = Path(output)
         self.dtype = DTYPES[dtype]
-        self.settings = json.loads(json.dumps({**settings, "num_items": num_items, "shard_size": shard_size, "dtype": dtype}))
-        self.pieces = [Piece(k, i, min(i + shard_size, num_items)) for k, i in enumerate(range(0, num_items, shard_size))]
+        self.settings = json.loads(json.dumps({**settings, "shard_size": shard_size, "dtype": dtype}))
+        bounds = [(i, min(i + shard_size, num_items)) for i in range(0, num_items, shard_size)]
+        self.pieces = [Piece(k, start, stop, source_of(start, stop)) for k, (start, stop) in enumerate(bounds)]
         self._unfinished = self.output / manifest.UNFINISHED
         self._lock = None
         self._check_folder()
@@ -107,25 +121,32 @@ class ShardWriter:
             raise ValueError(f"output={self.output} is a file; give a folder")
         stated = manifest.read_manifest(self.output)
         if stated is not None:
-            found = stated.get("settings")
+            found = stated.get("settings") or {}
+            records = stated["shards"] + stated.get("empty_shards", [])
         elif self._settings_file.exists():
             found = json.loads(self._settings_file.read_text())
-        elif self.output.exists() and shard_files(self.output):
-            raise ValueError(
-                f"output={self.output} already holds {shard_files(self.output)[0].name} and no {manifest.MANIFEST}; "
-                "choose another folder"
-            )
+            records = [json.loads(file.read_text()) for file in self._unfinished.glob("[0-9]*.json")]
         else:
-            return
-        if found != self.settings:
-            changed = [
-                f"{key}: {(found or {}).get(key)!r} -> {self.settings.get(key)!r}"
-                for key in sorted({*(found or {}), *self.settings})
-                if (found or {}).get(key) != self.settings.get(key)
-            ]
+            found, records = self.settings, []
+        changed = [
+            f"{key}: {found.get(key)!r} -> {self.settings.get(key)!r}"
+            for key in sorted({*found, *self.settings})
+            if found.get(key) != self.settings.get(key)
+        ]
+        source_of = {piece.number: piece.source for piece in self.pieces}
+        if records and not changed and all(source_of.get(record["number"]) != record.get("source") for record in records):
+            changed = ["made of other items"]
+        if changed:
             raise ValueError(
                 f"output={self.output} already holds another data set ({'; '.join(changed)}); choose another folder, "
                 "or restore these settings to go on with that one"
+            )
+        known = {record["file"] for record in records} | {self._file(piece).name for piece in self.pieces}
+        strange = [file for file in shard_files(self.output) if file.name not in known]
+        if strange or (stated is None and not self._settings_file.exists() and shard_files(self.output)):
+            name = (strange or shard_files(self.output))[0].name
+            raise ValueError(
+                f"output={self.output} already holds {name}, which this command did not write; choose another folder"
             )
 
     @property
@@ -157,23 +178,34 @@ class ShardWriter:
         except (BlockingIOError, PermissionError) as e:
             raise ValueError(f"another process is writing to output={self.output}; wait for it, or choose another folder") from e
         if stated is not None:  # complete once; as good as records
-            for entry in stated["shards"] + stated["empty_shards"]:
+            for entry in stated["shards"] + stated.get("empty_shards", []):
                 write_whole(self._unfinished / f"{entry['number']:05d}.json", json.dumps(entry).encode())
         write_whole(self._settings_file, json.dumps(self.settings, indent=1).encode())
         for piece in self.pieces:
             self._verify(piece)
+        for file in self._unfinished.glob("[0-9]*.json"):
+            if int(file.stem) >= len(self.pieces):  # the source has become shorter
+                self._set_aside(self.output / (json.loads(file.read_text())["file"] or ""))
+                file.unlink()
         if stated is not None and self.todo():
             (self.output / manifest.MANIFEST).unlink()  # what it says no longer holds; the records go on
 
     def _verify(self, piece: Piece) -> None:
         """Drop the record of a shard that is not what it says; without a record, the shard is made again."""
         record, file = self._record(piece), self._file(piece)
-        if record is not None and (record["file"] is None or (file.exists() and hash_of(file.read_bytes()) == record["hash"])):
-            return
+        if record is not None and record["source"] == piece.source:
+            if record["file"] is None or (file.exists() and hash_of(file.read_bytes()) == record["hash"]):
+                return
+            reason = "is not as it was written"
+        else:
+            reason = "was made of other items than the source holds now"
         self._record_file(piece).unlink(missing_ok=True)
-        if file.exists():
+        self._set_aside(file, reason)
+
+    def _set_aside(self, file: Path, reason: str = "was made of items that the source no longer holds") -> None:
+        if file.is_file():
             aside = file.with_name(f".changed_{file.name}")
-            log.warning("%s is not as it was written; set aside as %s and made again", file, aside.name)
+            log.warning("%s %s; set aside as %s", file, reason, aside.name)
             os.replace(file, aside)
 
     def _record(self, piece: Piece) -> dict | None:
@@ -203,14 +235,17 @@ class ShardWriter:
         Raises:
             ValueError: as `write_shard` does; values that the type cannot hold are not finite.
         """
-        record = {"number": piece.number, "file": None, "num_items": len(latents), "left_out": left_out or []}
+        record = {"number": piece.number, "source": piece.source, "file": None, "num_items": len(latents)}
+        record["left_out"] = left_out or []
         if len(latents):
             stored = latents.to(self.dtype)
             stored_flip = None if latents_flip is None else latents_flip.to(self.dtype)
-            if not stored.isfinite().all() and latents.isfinite().all():
-                raise ValueError(f"latents up to {latents.abs().max():.3g} do not fit float16; use dtype=float32")
+            for given, kept in ((latents, stored), (latents_flip, stored_flip)):
+                if given is not None and given.isfinite().all() and not kept.isfinite().all():
+                    raise ValueError(f"latents up to {given.abs().max():.3g} do not fit float16; use dtype=float32")
             blob = shard_bytes(self._file(piece), stored, labels, info, stored_flip)
-            statistics, error = ChannelStatistics(), stored.double() - latents.double()
+            exact, kept = (x.chunk(2, dim=1)[0] if info.kind == "moments" else x for x in (latents.double(), stored.double()))
+            statistics, error = ChannelStatistics(), kept - exact
             statistics.add(stored, info.kind)
             record |= {
                 "file": self._file(piece).name,
@@ -220,7 +255,7 @@ class ShardWriter:
                 "storage_error": {
                     "max": error.abs().max().item(),
                     "square_sum": error.square().sum().item(),
-                    "of": latents.double().square().sum().item(),
+                    "of": exact.square().sum().item(),
                 },
             }
             # The record first: a shard under its final name always has one.
@@ -238,6 +273,7 @@ class ShardWriter:
         Raises:
             ValueError: nothing was left of the source.
         """
+        self._check_folder()  # nobody may have put shards of their own between ours
         records = [self._record(piece) for piece in self.pieces]
         shards = [record for record in records if record["file"] is not None]
         left_out = [entry for record in records for entry in record["left_out"]]

@@ -172,3 +172,25 @@ def test_native_shards_disagree_with_other_settings_by_name(tmp_path, train):
     ):
         with pytest.raises(ValueError, match=message):
             train("run", *data, setting)
+
+
+@pytest.mark.parametrize("make", [lmdb_of, fast_dit_of, repa_of, lightningdit_of])
+def test_other_values_under_the_same_names_are_another_data_set(tmp_path, make):
+    for name, seed in (("a", 0), ("b", 1)):
+        (tmp_path / name).mkdir()
+        make(tmp_path / name, sd_moments(NUM_ITEMS, size=8, seed=seed))
+    convert(tmp_path / "a", tmp_path / "out")
+    before = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
+    with pytest.raises(ValueError, match="already holds another data set .made of other items."):
+        convert(tmp_path / "b", tmp_path / "out")
+    assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == before
+
+
+def test_an_autoencoder_that_is_not_known_is_not_taken_for_stable_diffusions(tmp_path):
+    fast_dit_of(tmp_path / "theirs", sd_moments(NUM_ITEMS, size=8))
+    with pytest.raises(ValueError, match="scale_factor= is missing: .*autoencoder=sd-vae:stabilityai/sdxl-vae is not known"):
+        convert(tmp_path / "theirs", tmp_path / "out", "autoencoder=sd-vae:stabilityai/sdxl-vae")
+    (tmp_path / "vae").mkdir()
+    (tmp_path / "vae" / "config.json").write_text('{"scaling_factor": 0.25, "block_out_channels": [8, 8, 8]}')
+    info = convert(tmp_path / "theirs", tmp_path / "ours", f"autoencoder=sd-vae:{tmp_path / 'vae'}").info
+    assert (info.scale_factor, info.resolution) == (0.25, 32)

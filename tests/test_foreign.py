@@ -167,6 +167,15 @@ def test_items_of_other_sizes_in_an_lmdb_are_refused(tmp_path):
         open_foreign(tmp_path / "samples")
 
 
+@pytest.mark.parametrize("missing_bytes", [4096, 40_960, 262_144])
+def test_an_lmdb_that_lacks_its_last_pages_is_refused_and_does_not_end_the_process(tmp_path, missing_bytes):
+    write_lmdb(tmp_path, sd_moments(200, size=8), range(200))
+    file = tmp_path / "data.mdb"
+    file.write_bytes(file.read_bytes()[:-missing_bytes])
+    with pytest.raises(ValueError, match="data.mdb is truncated"):
+        open_foreign(tmp_path)
+
+
 def test_a_truncated_or_damaged_lmdb_is_refused_and_not_read(tmp_path):
     write_lmdb(tmp_path / "a", sd_moments(40, size=32), range(40))
     file = tmp_path / "a" / "data.mdb"
@@ -175,7 +184,7 @@ def test_a_truncated_or_damaged_lmdb_is_refused_and_not_read(tmp_path):
     with pytest.raises(ValueError, match=r"data.mdb is truncated: \d+ of \d+ bytes; copy it again"):
         open_foreign(tmp_path / "a")
     file.write_bytes(b"junk" * 10000)
-    with pytest.raises(ValueError, match="data.mdb is damaged or not an LMDB"):
+    with pytest.raises(ValueError, match="data.mdb cannot be opened as an LMDB"):
         open_foreign(tmp_path / "a")
 
 

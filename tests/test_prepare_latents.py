@@ -16,10 +16,10 @@ from conftest import LAUNCH_2, REPOSITORY, finish, forget_accelerate, losses, ma
 from PIL import Image
 
 import prepare_latents
-from evaluations.images import adm_center_crop
+from evaluations.images import adm_center_crop, read_rgb
 from latents import autoencoders
-from latents.images import open_labelled_images, read_rgb
-from latents.shards import LatentDataset
+from latents.images import open_labelled_images
+from latents.shards import LatentDataset, ShardInfo, write_shard
 
 RESOLUTION = 32
 
@@ -68,8 +68,9 @@ def images(tmp_path_factory):
 
 def encode(images, output, vae, *settings):
     forget_accelerate()
-    arguments = [f"images={images}", f"output={output}", f"resolution={RESOLUTION}", f"autoencoder={vae}", "cpu_threads=1"]
-    prepare_latents.main(["encode", *arguments, "num_workers=0", "shard_size=8", "batch_size=3", *settings])
+    arguments = dict(images=images, output=output, resolution=RESOLUTION, autoencoder=vae, cpu_threads=1, num_workers=0)
+    arguments |= dict(shard_size=8, batch_size=3) | dict(setting.split("=", 1) for setting in settings)
+    prepare_latents.main(["encode", *(f"{key}={value}" for key, value in arguments.items())])
     return output
 
 
@@ -185,7 +186,7 @@ def test_a_folder_with_other_latents_is_refused(images, vae, tmp_path):
     with pytest.raises(ValueError, match=r"already holds another data set \(flips: False -> True\); choose another folder"):
         encode(images, folder, vae, "flips=true")
     make_shard(tmp_path / "mine" / "a.safetensors")
-    with pytest.raises(ValueError, match="already holds a.safetensors and no manifest.json; choose another folder"):
+    with pytest.raises(ValueError, match="already holds a.safetensors, which this command did not write; choose another folder"):
         encode(images, tmp_path / "mine", vae)
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="file is a file; give a folder"):
@@ -193,13 +194,69 @@ def test_a_folder_with_other_latents_is_refused(images, vae, tmp_path):
     assert (contents(folder), (folder / "manifest.json").read_bytes()) == before
 
 
-@pytest.fixture
-def bad_images(images, tmp_path):
-    """The same images with four that cannot be used."""
-    folder = tmp_path / "bad"
+def copy_of(images, folder):
     for file in images.rglob("*.*"):
         (folder / file.relative_to(images)).parent.mkdir(parents=True, exist_ok=True)
         (folder / file.relative_to(images)).write_bytes(file.read_bytes())
+    return folder
+
+
+def test_a_mended_image_costs_no_more_than_its_shard(images, vae, tmp_path, caplog):
+    folder = copy_of(images, tmp_path / "copy")
+    file = folder / "cow" / "38.jpg"  # in the last of five shards
+    good = file.read_bytes()
+    file.write_bytes(good[:100])
+    with pytest.raises(ValueError, match=r"cow/38.jpg cannot be read .*; mend or remove it, or leave such images out"):
+        encode(folder, tmp_path / "out", vae)
+    finished = {f.name: f.stat().st_mtime_ns for f in (tmp_path / "out").glob("*.safetensors")}
+    file.write_bytes(good)
+    encode(folder, tmp_path / "out", vae)
+    assert contents(tmp_path / "out") == contents(encode(images, tmp_path / "whole", vae)) and len(finished) >= 3
+    assert all((tmp_path / "out" / name).stat().st_mtime_ns == at for name, at in finished.items())
+    file.unlink()  # and an image that is removed: those before it stay
+    encode(folder, tmp_path / "out", vae)
+    assert "latents_00004.safetensors was made of other items than the source holds now; set aside" in caplog.text
+    assert len(LatentDataset(tmp_path / "out")) == 39
+    assert all((tmp_path / "out" / name).stat().st_mtime_ns == at for name, at in finished.items())
+
+
+def test_other_images_or_weights_are_another_data_set(images, vae, tmp_path):
+    out = encode(images, tmp_path / "out", vae)
+    before = contents(out)
+    others = copy_of(images, tmp_path / "others")
+    for file in sorted(others.rglob("*.*")):  # same names, sizes and labels
+        blob = bytearray(file.read_bytes())
+        blob[-20] ^= 255
+        file.write_bytes(blob)
+    with pytest.raises(ValueError, match="already holds another data set .made of other items.; choose another folder"):
+        encode(others, out, vae)
+    from diffusers import AutoencoderKL
+
+    folder = vae.removeprefix("sd-vae:")
+    net = AutoencoderKL.from_pretrained(folder)
+    original = {name: weight.clone() for name, weight in net.state_dict().items()}
+    with torch.no_grad():
+        net.quant_conv.bias.add_(1.0)
+    net.save_pretrained(folder)
+    with pytest.raises(ValueError, match="already holds another data set .weights: "):
+        encode(images, out, vae)
+    net.load_state_dict(original)
+    net.save_pretrained(folder)
+    assert contents(encode(images, out, vae)) == before
+
+
+def test_shards_of_others_are_not_counted_in(images, vae, tmp_path):
+    out = encode(images, tmp_path / "out", vae)
+    (out / "latents_00001.safetensors").unlink()
+    make_shard(out / "mine.safetensors")
+    with pytest.raises(ValueError, match="already holds mine.safetensors, which this command did not write"):
+        encode(images, out, vae)
+
+
+@pytest.fixture
+def bad_images(images, tmp_path):
+    """The same images with four that cannot be used."""
+    folder = copy_of(images, tmp_path / "bad")
     rng = np.random.default_rng(1)
     random_image(rng, width=1, height=50).save(folder / "ant" / "narrow.png")
     whole = io.BytesIO()
@@ -308,6 +365,23 @@ def test_labels_may_be_names(tmp_path):
     assert open_labelled_images(tmp_path, labels="none").labels.tolist() == [0, 0, 0]
 
 
+@pytest.mark.parametrize("rows", ["a.png,2.0\nb.png,10.0\nc.png,0.0\n", 'a.png, "2"\nb.png, "10"\n./c.png, "0"\n'])
+def test_whole_numbers_stay_numbers_however_tables_write_them(tmp_path, rows):
+    for name in "abc":
+        random_image(np.random.default_rng(0)).save(tmp_path / f"{name}.png")
+    (tmp_path / "labels.csv").write_text("file_name,label\n" + rows)
+    found = open_labelled_images(tmp_path)
+    assert found.labels.tolist() == [2, 10, 0] and found.class_names is None and found.names == ["a.png", "b.png", "c.png"]
+
+
+def test_one_label_that_is_no_number_among_numbers_is_refused(tmp_path):
+    for name in "abc":
+        random_image(np.random.default_rng(0)).save(tmp_path / f"{name}.png")
+    (tmp_path / "labels.csv").write_text("file_name,label\na.png,2\nb.png,10?\nc.png,0\n")
+    with pytest.raises(ValueError, match="b.png has the label '10[?]', where others have whole numbers; mend it"):
+        open_labelled_images(tmp_path)
+
+
 def in_tars(folder, rng):
     folder.mkdir()
     for t in range(2):
@@ -330,6 +404,63 @@ def test_images_are_read_from_tars(tmp_path, vae):
         expected = np.asarray(Image.open(tar.extractfile("1000001.png")))
     assert np.array_equal(np.asarray(read_rgb(found.open(4))), expected)
     assert LatentDataset(encode(folder, tmp_path / "out", vae)).labels.tolist() == [0, 1, 2, 1, 2, 0]
+
+
+@pytest.mark.parametrize("damage", ["between samples", "in a header"])
+def test_a_damaged_tar_of_images_is_refused(tmp_path, damage):
+    file = in_tars(tmp_path / "tars", np.random.default_rng(0)) / "0.tar"
+    with tarfile.open(file) as tar:
+        second = tar.getmember("0000001.png").offset
+    content = bytearray(file.read_bytes())
+    if damage == "between samples":
+        content = content[:second]
+    else:
+        content[second + 150] ^= 255  # the checksum
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match="0.tar is truncated or damaged"):
+        open_labelled_images(tmp_path / "tars")
+
+
+def test_tars_that_would_be_left_out_are_named(tmp_path):
+    folder = in_tars(tmp_path / "tars", np.random.default_rng(0))
+    (folder / "2.TAR").write_bytes((folder / "1.tar").read_bytes())
+    assert len(open_labelled_images(folder)) == 9
+    (folder / "2.TAR").write_bytes((folder / "0.tar").read_bytes() + (folder / "1.tar").read_bytes())
+    with pytest.raises(ValueError, match="2.TAR: something follows the end of the archive, another tar perhaps"):
+        open_labelled_images(folder)
+    (folder / "below").mkdir()
+    (folder / "2.TAR").rename(folder / "below" / "2.tar")
+    with pytest.raises(ValueError, match="below/2.tar lies in a folder below"):
+        open_labelled_images(folder)
+    random_image(np.random.default_rng(0)).save(folder / "a.png")
+    with pytest.raises(ValueError, match="holds tars and images .a.png, ...."):
+        open_labelled_images(folder)
+    (folder / "a.png").unlink()
+    with pytest.raises(ValueError, match="labels=none is for folders of images; the labels of tars are in their .cls members"):
+        open_labelled_images(folder, labels="none")
+
+
+def test_a_link_that_leads_back_is_refused_and_others_are_followed(tmp_path):
+    one = tmp_path / "one"
+    (one / "a").mkdir(parents=True)
+    random_image(np.random.default_rng(0)).save(tmp_path / "b.png")
+    (one / "a" / "0.png").symlink_to(tmp_path / "b.png")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "1.png").symlink_to(tmp_path / "b.png")
+    (one / "b").symlink_to(tmp_path / "elsewhere")
+    assert open_labelled_images(one).names == ["a/0.png", "b/1.png"]
+    (one / "a" / "all").symlink_to("..")
+    with pytest.raises(ValueError, match="one/a/all is a link to a folder that holds it; remove it"):
+        open_labelled_images(one)
+
+
+def test_a_class_folder_without_images_is_refused_for_it_would_shift_the_labels(images, tmp_path):
+    folder = copy_of(images, tmp_path / "copy")
+    (folder / "__MACOSX").mkdir()
+    (folder / "axolotl").mkdir()
+    (folder / "axolotl" / "a.gif").write_text("")
+    with pytest.raises(ValueError, match="the class folder 'axolotl' holds no images .* would shift the labels"):
+        open_labelled_images(folder)
 
 
 def flat(folder):
@@ -359,8 +490,13 @@ def with_labels(text, name="labels.csv"):
         (with_labels("a.png,1\n"), "needs a header with the columns file_name,label; found a.png, 1"),
         (with_labels("file_name,label\na.png,\n"), "line 2: the file name or the label is missing"),
         (with_labels("file_name,label\na.png,1\na.png,2\n"), "a.png has the labels '1' and '2'"),
-        (with_labels("file_name,label\na.png,-1\n"), "a.png has the label -1; labels are 0 or more"),
+        (with_labels("file_name,label\na.png,-1\n"), "a.png has the label -1; labels go from 0 to 10000000"),
         (with_labels("file_name,label\n"), "lists no images"),
+        (with_labels("file_name,label\na.png,1\nb.png,nan\n"), "lists b.png"),
+        (with_labels("file_name,label\na.png,0.5\n"), "a.png has the label '0.5', which is neither a whole number nor a name"),
+        (with_labels("file_name,label\na.png,100000000\n"), "a.png has the label 100000000; labels go from 0 to 10000000"),
+        (with_labels('file_name,label\na.png,"1\n'), "labels.csv is not CSV"),
+        (with_labels('{"a.png": true}', "labels.json"), "a.png has the label True, which is neither a whole number nor a name"),
         (with_labels("{", "labels.json"), "labels.json is not JSON"),
         (with_labels('{"labels": [["a.png"]]}', "labels.json"), 'must hold {"name": label, ...}'),
         (with_labels('{"labels": null}', "labels.json"), 'must hold {"name": label, ...}'),
@@ -384,6 +520,7 @@ def test_what_encode_does_not_accept_is_refused(images, vae, tmp_path):
         (["autoencoder=identity"], "kind=moments: pixels have no log-variance"),
         (["autoencoder=none"], "autoencoder=none: nothing is known that decodes these latents"),
         ([f"images={tmp_path / 'nowhere'}"], "nowhere does not exist"),
+        ([f"output={images / 'latents'}"], "lies in images="),
         (["flip=true"], r"encode: flip is not a key or has no value; it takes images=, output=, \[labels=\]"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -450,6 +587,16 @@ def test_inspection_finds_what_is_wrong(tmp_path):
     )
 
 
+def test_inspection_tells_flips_from_copies(tmp_path):
+    latents, labels = make_shard(tmp_path / "good" / "a.safetensors", num_items=30, flips=True)
+    inspect(tmp_path / "good", "grid=none")
+    info = ShardInfo(kind="sample", scale_factor=0.5, autoencoder="identity", resolution=4, num_classes=3)
+    write_shard(tmp_path / "bad" / "a.safetensors", latents, labels, info, latents_flip=latents.clone())
+    assert "latents_flip are not those of the mirrored images" in problems_of(tmp_path / "bad")
+    with pytest.raises(ValueError, match="scale_factor=2.0 is for format=webdataset; native shards say it themselves"):
+        inspect(tmp_path / "good", "scale_factor=2.0")
+
+
 def test_inspection_names_the_shard_that_changed(tmp_path):
     prepare_latents.main(["synthetic", f"output={tmp_path}", "num_items=40", "size=4", "shard_size=10"])
     file = tmp_path / "latents_00002.safetensors"
@@ -498,4 +645,4 @@ def test_synthetic_latents_are_as_the_network_expects_them(tmp_path, kind):
 
 def test_the_command_line_ends_with_one_line_and_exit_code_1(tmp_path):
     code, text = finish(start("prepare_latents.py", "inspect", f"path={tmp_path}"))
-    assert code == 1 and text.strip() == f"error: data.path={tmp_path} holds no latent shards (*.safetensors)"
+    assert code == 1 and text.strip() == f"error: path={tmp_path} holds no latent shards (*.safetensors)"

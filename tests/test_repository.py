@@ -58,7 +58,7 @@ def test_the_digits_are_made_bit_for_bit_as_shipped(tmp_path):
         prepare_latents.main(["digits", f"output={tmp_path}"])
 
 
-@pytest.mark.parametrize("arguments", [[], ["numbers"], ["digits"], ["digits", "output="], ["digits", "output=x", "size=3"]])
+@pytest.mark.parametrize("arguments", [["numbers"], ["digits"], ["digits", "output="], ["digits", "output=x", "size=3"]])
 def test_prepare_latents_refuses_what_it_does_not_know(arguments, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(

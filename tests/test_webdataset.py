@@ -213,7 +213,7 @@ def test_scales_that_contradict_the_values_are_warned_about():
         (sd_moments(2), {"stored_scale": 0.18215}, "stored_scale=0.18215 .as given. does not go with kind=moments"),
         (sd_moments(2), {"stored_scale": -1.0}, "data.stored_scale=-1.0 must be a positive number"),
         (sd_moments(2)[:, :3], {}, "3 channels, which is not SD-VAE's 4; .*data.autoencoder=none where nothing decodes"),
-        (np.ones((2, 1, 2, 2)) * [[[[3.0, -3]]]], {"autoencoder": "identity"}, "data.scale_factor= is missing.* 0.1667 gives"),
+        (np.ones((2, 1, 2, 2)) * [[[[3.0, -3]]]], {"autoencoder": "none"}, "data.scale_factor= is missing.* 0.1667 gives"),
         (np.ones((2, 1, 2, 2)), {"autoencoder": "none", "scale_factor": 1.0}, "data.resolution= is missing"),
         (sd_moments(2), {"num_classes": 1}, "the label of item 1 is 1, outside data.num_classes=1; set data.num_classes=2"),
         (sd_moments(2), {"labels": (0, -1)}, "the label of item 1 is -1"),

@@ -1,0 +1,123 @@
+"""Tars in WebDataset's manner: members that share a key belong together. What is damaged or would be left out is named."""
+
+from __future__ import annotations
+
+import mmap
+import tarfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+COMPRESSED_SUFFIXES = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
+LABEL_EXTENSIONS = ("cls", "cls.txt")
+MAX_LABEL = 10**7  # what is larger is no class number; tables over all classes would not fit into memory
+
+
+@dataclass(frozen=True)
+class Member:
+    """
+    Attributes:
+        name: in the tar.
+        key: folder and name up to the first dot.
+        extension: what follows that dot, in lower case.
+        start, stop: where its bytes lie in the tar.
+    """
+
+    name: str
+    key: str
+    extension: str
+    start: int
+    stop: int
+
+
+def find_tars(path: Path) -> list[Path]:
+    """The tars of a folder, sorted by name, or the one that `path` is.
+
+    Raises:
+        ValueError: there are none, some are compressed, or some lie in folders below.
+    """
+    entries = [path] if path.is_file() else sorted(f for f in path.iterdir() if not f.name.startswith(".") and f.is_file())
+    compressed = [f for f in entries if f.name.lower().endswith(COMPRESSED_SUFFIXES)]
+    tars = [f for f in entries if f.suffix.lower() == ".tar" or f == path]
+    for file in compressed + tars:
+        with open(file, "rb") as f:
+            start = f.read(6)
+        kind = next((name for magic, name in COMPRESSED.items() if start.startswith(magic)), None)
+        if kind or file in compressed:
+            raise ValueError(
+                f"{file} is compressed{f' ({kind})' if kind else ''}, so that items cannot be read by offset; decompress it first"
+            )
+    if path.is_dir():
+        below = next((f for f in path.glob("*/*") if f.suffix.lower() == ".tar" and not f.name.startswith(".")), None)
+        if below is not None:
+            raise ValueError(f"{below} lies in a folder below {path}; give one folder of tars, or put (or link) all into one")
+    if not tars:
+        raise ValueError(f"{path} holds no tars (*.tar)")
+    return tars
+
+
+def map_file(file: Path) -> np.ndarray:
+    """The bytes of a file, mapped: uint8 [size]."""
+    with open(file, "rb") as f:
+        return np.frombuffer(mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
+
+
+def walk_tar(file: Path, known: tuple[str, ...], ignored: Callable[[str], None] = lambda extension: None) -> Iterator[Member]:
+    """The members whose extension is one of `known`, in order.
+
+    Args:
+        ignored: is told the extensions of all others.
+
+    Raises:
+        ValueError: the tar is truncated, damaged or followed by another; a member is a link, or has a dot in its key.
+    """
+    truncated = f"{file} is truncated or damaged (%s); copy or make it again"
+    size = file.stat().st_size
+    if size == 0:
+        raise ValueError(truncated % "it is empty")
+    content = map_file(file)
+    try:
+        with tarfile.open(file, "r:") as tar:
+            while (member := tar.next()) is not None:
+                tar.members.clear()  # tarfile keeps all, which is gigabytes for a large tar
+                folder, slash, name = member.name.rpartition("/")
+                stem, _, extension = name.partition(".")
+                extension = extension.lower()
+                if not stem or member.isdir():
+                    continue
+                if extension not in known:
+                    if extension.endswith(tuple(f".{e}" for e in known)):
+                        raise ValueError(
+                            f"{file}: member {member.name} has a dot in its key, which ends at the first dot; rename it"
+                        )
+                    ignored(extension)
+                    continue
+                if not member.isreg() or member.issparse():
+                    raise ValueError(f"{file}: member {member.name} is a link or sparse; make the tar again of plain files")
+                stop = member.offset_data + member.size
+                if stop > size:
+                    raise ValueError(truncated % f"{member.name} goes past its end")
+                yield Member(member.name, folder + slash + stem, extension, member.offset_data, stop)
+            # tarfile takes a damaged header for the end; the end of a whole tar is a block of zeros, and nothing comes after.
+            rest = content[tar.offset :]
+            if len(rest) < tarfile.BLOCKSIZE or rest[: tarfile.BLOCKSIZE].any():
+                raise ValueError(truncated % f"no end of the archive at byte {tar.offset}")
+            if rest.any():
+                raise ValueError(f"{file}: something follows the end of the archive, another tar perhaps; take them apart")
+    except tarfile.TarError as e:
+        raise ValueError(truncated % e) from e
+
+
+def parse_label(where: str, text: bytes) -> int:
+    """The label that a .cls member holds.
+
+    Raises:
+        ValueError: it is no whole number from 0 to MAX_LABEL. The message begins with `where`.
+    """
+    stripped = text.strip()
+    if len(text) > 64 or not stripped.isdigit() or int(stripped) > MAX_LABEL:
+        raise ValueError(f"{where} holds {text[:24]!r}, not a label (a whole number from 0 to {MAX_LABEL})")
+    return int(stripped)
