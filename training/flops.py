@@ -1,0 +1,48 @@
+"""Arithmetic of a DiT, from its sizes: multiplications and additions of matrix products, counted separately.
+
+A multiply-add is 2 FLOPs. Norms, activations, modulation and softmax are left out, as is usual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import dit
+from routing_module import num_kept_tokens
+
+
+def forward_flops(net: dit.DiT, selection_ratios: float | Sequence[float] | None = 0.0) -> int:
+    """FLOPs of one forward for one image.
+
+    Args:
+        selection_ratios: fraction of the tokens that skip, one for all routes or one for each; 0 is dense, as in sampling;
+            None is the routes' own, as in training.
+    """
+    N, D = net.num_tokens, net.pos_embed.shape[-1]
+    tokens = [N] * len(net.blocks)  # that each block sees
+    for route, ratio in zip(net.router.routes, net.router.selection_ratios(selection_ratios)):
+        for i in range(route.start_layer_idx, route.end_layer_idx + 1):
+            tokens[i] = num_kept_tokens(N, ratio)
+
+    conv, final = net.x_embedder.proj, net.final_layer
+    patch_embedding = 2 * N * D * conv.in_channels * conv.kernel_size[0] * conv.kernel_size[1]
+    conditioning = 2 * sum(layer.weight.numel() for layer in (net.t_embedder.mlp[0], net.t_embedder.mlp[2]))
+    blocks = sum(block_flops(block, K) for block, K in zip(net.blocks, tokens))
+    output = 2 * final.adaLN_modulation[1].weight.numel() + 2 * N * final.linear.weight.numel()
+    return patch_embedding + conditioning + blocks + output
+
+
+def block_flops(block: dit.DiTBlock, num_tokens: int) -> int:
+    """FLOPs of one block for one image of which it sees `num_tokens` tokens."""
+    per_token = (block.attn.qkv, block.attn.proj, block.mlp.fc1, block.mlp.fc2)
+    linear = 2 * num_tokens * sum(layer.weight.numel() for layer in per_token)
+    attention = 2 * 2 * num_tokens**2 * block.attn.proj.in_features  # Q K^T, and its product with V
+    return linear + attention + 2 * block.adaLN_modulation[1].weight.numel()
+
+
+def sparse_saving(net: dit.DiT, r_strong: float, r_weak: float) -> float:
+    """The fraction of classifier-free guidance's FLOPs that sparse guidance saves where both guide.
+
+    cfg is two dense forwards; sparse guidance one with r_strong and one with r_weak of the tokens skipping.
+    """
+    return 1 - (forward_flops(net, r_strong) + forward_flops(net, r_weak)) / (2 * forward_flops(net))
