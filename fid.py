@@ -57,8 +57,8 @@ def main(cfg: DictConfig) -> None:
         cfg.num_samples = PAPER_NUM_SAMPLES if images is None else len(images)
     if images and cfg.num_samples > len(images):
         raise ValueError(f"num_samples={cfg.num_samples}, but {cfg.images} holds {len(images)} images; make more or lower it")
-    results = Results(cfg, folders, reference.fingerprint(), images.fingerprint() if images else None)
     points = [{"images": cfg.images}] if images else sweep(cfg, folders, accelerator)
+    results = Results(cfg, folders, reference.fingerprint(), images.fingerprint() if images else None)
     missing = broadcast_object_list([[point for point in points if not results.has(point)]])[0]
     log.info("%d of %d evaluations to do, in %s", len(missing), len(points), results.folder)
     if missing:
@@ -113,6 +113,8 @@ def sweep(cfg: DictConfig, folders: list[Path], accelerator: Accelerator) -> lis
     Raises:
         ValueError: a setting that the checkpoint's diffusion does not have, or a guidance that it cannot have.
     """
+    for folder in folders:
+        config.warn_of_guidance(cfg.guidance, checkpoints.load_config(folder))
     points, weak = [], {}
     for folder, weights, guidance in itertools.product(folders, as_list(cfg.weights), config.combinations(cfg.guidance)):
         run_cfg, settings = checkpoints.load_config(folder), OmegaConf.create(guidance)

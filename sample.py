@@ -43,6 +43,7 @@ def main(cfg: DictConfig) -> None:
     guidance_settings(cfg)
     diffusion = config.build_diffusion(run_cfg, **{key: cfg[key] for key in config.SAMPLER_OVERRIDES})
     config.check_guidance(cfg.guidance, run_cfg, diffusion)
+    config.warn_of_guidance(cfg.guidance, run_cfg)
     weak = find_weak(cfg.guidance, run_cfg, accelerator)
     labels = labels_of_seeds(cfg, run_cfg.data.num_classes)
     settings = {

@@ -50,6 +50,7 @@ def main(cfg: DictConfig) -> None:
     weak = None
     if looks_at_samples:
         config.check_guidance(cfg.guidance, cfg, diffusion)
+        config.warn_of_guidance(cfg.guidance, cfg)
         find_weak(cfg.guidance, cfg, accelerator)
         weak = load_weak(cfg.guidance, accelerator.device)
 

@@ -124,7 +124,7 @@ def test_an_interval_may_end_at_the_first_noise_level():
 def test_sparse_guidance_of_a_network_without_routes_is_warned_of_with_the_reason(caplog):
     for model, num_warnings in (("tread", 0), ("dit", 1)):
         cfg = composed([f"model={model}", "guidance=sparse"])
-        config.check_guidance(cfg.guidance, cfg, config.build_diffusion(cfg))
+        config.warn_of_guidance(cfg.guidance, cfg)
         assert len(caplog.records) == num_warnings
     assert "trained without routes: it never saw a part of its tokens skip" in caplog.text
 
@@ -247,6 +247,13 @@ def test_numbers_and_ranges_are_parsed(spec, numbers):
 def test_other_lists_are_refused(spec):
     with pytest.raises(ValueError, match="is not a list of numbers|names a number twice"):
         config.parse_numbers(spec)
+
+
+def test_a_typo_in_a_key_of_a_choice_is_answered_with_the_nearest_ones():
+    unknown = config.unknown_key("diffusion.P_meen", config.TRAIN_KEYS)
+    assert unknown == "diffusion.P_meen is not a key of the configuration; accepted: diffusion.P_mean"
+    assert "accepted: diffusion.sampler.solver" in config.unknown_key("diffusion.sampler.solvers", config.TRAIN_KEYS)
+    assert config.unknown_key("guidance.cfg_scal", config.SAMPLE_KEYS).endswith("accepted: guidance.cfg_scale")
 
 
 @pytest.mark.parametrize(

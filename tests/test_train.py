@@ -92,6 +92,20 @@ def test_routing_is_on_in_training_and_off_in_grids(train, monkeypatch):
     assert Image.open(run / "samples" / "step_0000002.png").size[0] > 3 * 64
 
 
+def test_sparse_guidance_routes_in_grids_without_touching_training(train):
+    plain = train("plain", "train.num_steps=2", "model=dit", *GRIDS)
+    sparse = train("sparse", "train.num_steps=2", "model=dit", "guidance=sparse", *GRIDS)
+    assert losses(plain) == losses(sparse)
+    assert_same_weights(plain, sparse, 2)
+    assert (sparse / "samples" / "step_0000002.png").exists()
+
+
+def test_a_second_network_that_is_missing_is_found_before_training(train, tmp_path):
+    with pytest.raises(ValueError, match="guidance.checkpoint: nowhere is not a folder"):
+        train("run", "guidance=autoguidance", "guidance.checkpoint=nowhere", *GRIDS)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_run_leaves_its_config_metrics_and_checkpoints(train):
     run = train("run", "checkpoint.every=2", "checkpoint.keep_last=2", "train.grad_clip_norm=1")
     assert [p.name for p in checkpoints.list_steps(run / "checkpoints").values()] == ["step_0000004", "step_0000006"]

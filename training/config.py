@@ -393,11 +393,12 @@ def combinations(settings: DictConfig | dict) -> list[dict]:
 def unknown_key(key: str, keys: dict[str, Accepts]) -> str:
     """The message for a key that does not exist: the nearest ones, or those beside it."""
     group, _, own = key.partition(".")
-    owners = [
-        name for name, table in {"diffusion": DIFFUSION_KEYS, "guidance": GUIDANCE_KEYS}.get(group, {}).items() if own in table
-    ]
+    choices = {"diffusion": DIFFUSION_KEYS, "guidance": GUIDANCE_KEYS}.get(group, {})
+    owners = [name for name, table in choices.items() if own in table]
     if owners:
         return f"{key} is not a key of this {group}; it belongs to {' and '.join(f'{group}={name}' for name in owners)}"
+    if not any(k.startswith(f"{group}.") and k != f"{group}.name" for k in keys):  # which of them is chosen is not known yet
+        keys = dict.fromkeys([*keys, *(f"{group}.{k}" for table in choices.values() for k in table)])
     near = difflib.get_close_matches(key, keys, n=3, cutoff=0.75)
     group = key.rpartition(".")[0]
     beside = near or [k for k in keys if k.rpartition(".")[0] == group] or list(keys)
@@ -573,6 +574,10 @@ def check_guidance(settings: DictConfig | dict, run_cfg: DictConfig, diffusion: 
             f"guidance.level_lo={low} and guidance.level_hi={high} hold none of the {len(levels)} noise levels of {sampler}; "
             "widen the interval, or raise num_steps"
         )
+
+
+def warn_of_guidance(settings: DictConfig | dict, run_cfg: DictConfig) -> None:
+    """Say where a guidance is not likely to do what it is for. Arguments as for `check_guidance`; lists may stand in them."""
     if settings["name"] == "sparse" and not any(route.selection_ratio > 0 for route in run_cfg.model.routes):
         log.warning(
             "guidance=sparse on a network that was trained without routes: it never saw a part of its tokens skip, so that the "
