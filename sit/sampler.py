@@ -24,7 +24,7 @@ DIFFUSION_FORMS: dict[str, Callable[[float], float]] = {
     "constant": lambda t: 1.0,
     "decreasing": lambda t: (1 - math.cos(math.pi * t)) ** 2 / 4,
     "increasing-decreasing": lambda t: math.sin(math.pi * t) ** 2,
-    "sbdm": lambda t: t / (1 - t) if t < 1 else math.inf,  # w_KL of the paper; the step bounds it
+    "sbdm": lambda t: t / max(1 - t, 1e-9),  # w_KL of the paper; the step bounds it at t = 1
 }
 
 

@@ -147,9 +147,10 @@ def test_the_sde_reproduces_mean_and_variance_for_every_diffusion_coefficient(fo
     assert (out - flow).abs().mean() > 0.1  # noise was exchanged on the way
 
 
-def test_the_sde_without_diffusion_is_the_ode():
+@pytest.mark.parametrize("form", DIFFUSION_FORMS)
+def test_the_sde_without_diffusion_is_the_ode(form):
     noise = torch.randn(4, 1, 2, 2, generator=torch.Generator().manual_seed(0))
-    settings = dict(num_steps=10, last_step_size=0.1, diffusion_norm=0.0)
+    settings = dict(num_steps=10, last_step_size=0.1, diffusion_norm=0.0, diffusion_form=form)
     sde = FlowSampler(solver="euler_maruyama", **settings)(gaussian_posterior_mean, noise, LABELS, GeneratorRandom(4, 0))
     assert torch.allclose(sde, FlowSampler(num_steps=10, solver="euler")(gaussian_posterior_mean, noise, LABELS))
 
