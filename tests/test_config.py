@@ -251,9 +251,9 @@ def test_other_lists_are_refused(spec):
 
 def test_a_typo_in_a_key_of_a_choice_is_answered_with_the_nearest_ones():
     unknown = config.unknown_key("diffusion.P_meen", config.TRAIN_KEYS)
-    assert unknown == "diffusion.P_meen is not a key of the configuration; accepted: diffusion.P_mean"
+    assert unknown.startswith("diffusion.P_meen is not a key of the configuration; accepted: diffusion.P_mean")
     assert "accepted: diffusion.sampler.solver" in config.unknown_key("diffusion.sampler.solvers", config.TRAIN_KEYS)
-    assert config.unknown_key("guidance.cfg_scal", config.SAMPLE_KEYS).endswith("accepted: guidance.cfg_scale")
+    assert "accepted: guidance.cfg_scale" in config.unknown_key("guidance.cfg_scal", config.SAMPLE_KEYS)
 
 
 @pytest.mark.parametrize(
