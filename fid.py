@@ -5,8 +5,9 @@
     accelerate launch fid.py checkpoints=runs/x num_samples=5000 guidance=cfg cfg_scale=[1.0,1.25,1.5]     # a sweep
     accelerate launch fid.py images=samples.npz reference=VIRTUAL_imagenet256_labeled.npz
 
-A list of checkpoints, weights, cfg_scale, num_steps or S_churn makes a sweep over all combinations: a table (CSV and
-Markdown) and a plot. Finished points are kept in results.jsonl; the same command again computes those that are missing.
+A list of checkpoints, weights, cfg_scale, num_steps, S_churn, solver or of a setting of the guidance (guidance.w=[1.2,1.5]) makes
+a sweep over all combinations: a table (CSV and Markdown) and a plot. Finished points are kept in results.jsonl; the same command
+again computes those that are missing.
 """
 
 from __future__ import annotations
@@ -16,31 +17,30 @@ import itertools
 import json
 import logging
 import sys
-from functools import partial
 from pathlib import Path
 
+from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from omegaconf import DictConfig, OmegaConf
 
-import guidance
 from evaluations.images import open_images
-from sample import find_checkpoint, guidance_settings
+from sample import guidance_settings
 from training import checkpoint as checkpoints
 from training import cli, config
 from training.evaluation import Evaluator, build_detector, open_reference, short_count
-from training.sampling import ImageSampler, load_sampler
+from training.sampling import ImageSampler, find_weak, load_sampler, load_weak
 
 log = logging.getLogger("fid")
 
-# What tells one point of a sweep from another.
-SWEPT = ("checkpoint", "weights", "cfg_scale", "num_steps", "S_churn")
+# The settings of the sampler that a sweep can go over, where the checkpoint's diffusion has them.
+SWEPT_OF_SAMPLER = ("num_steps", "S_churn", "solver")
 PAPER_NUM_SAMPLES = 50_000
 # The metric that is plotted, by detector.
 PLOTTED = {"inception": "fid", "digits": "fd_digits"}
 
 
 def main(cfg: DictConfig) -> None:
-    cfg = config.check(cfg, config.FID_KEYS)
+    cfg = config.check(cfg, config.FID_KEYS, config.GUIDANCE_SWEEP_KEYS)
     given = [key for key in ("checkpoint", "checkpoints", "images") if cfg[key] is not None]
     if len(given) != 1:
         raise ValueError(f"give one of checkpoint=, checkpoints= and images=, not {' and '.join(given) or 'none of them'}")
@@ -57,20 +57,22 @@ def main(cfg: DictConfig) -> None:
         cfg.num_samples = PAPER_NUM_SAMPLES if images is None else len(images)
     if images and cfg.num_samples > len(images):
         raise ValueError(f"num_samples={cfg.num_samples}, but {cfg.images} holds {len(images)} images; make more or lower it")
+    points = [{"images": cfg.images}] if images else sweep(cfg, folders, accelerator)
     results = Results(cfg, folders, reference.fingerprint(), images.fingerprint() if images else None)
-    points = [{"images": cfg.images}] if images else sweep(cfg, folders)
     missing = broadcast_object_list([[point for point in points if not results.has(point)]])[0]
     log.info("%d of %d evaluations to do, in %s", len(missing), len(points), results.folder)
     if missing:
         evaluator = Evaluator.open(accelerator, build_detector(cfg.evaluation, accelerator), reference, cfg.batch_size)
     for point in missing:
+        cost = {}
         if images:
             metrics = evaluator.of_images(images, cfg.num_samples)
         else:
             sampler = sampler_of_point(cfg, point, accelerator.device)
             metrics = evaluator.of_samples(sampler, cfg.num_samples)
+            cost = {"network_evaluations": sampler.evaluations_per_image, "gflops_per_image": sampler.flops_per_image / 1e9}
         if accelerator.is_main_process:
-            results.add(point, metrics)
+            results.add(point, metrics, cost)
             log.info("%s: %s", point_name(shown(point)), ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
     if accelerator.is_main_process:
         table = results.write(points, PLOTTED[cfg.evaluation.detector])
@@ -90,7 +92,7 @@ def find_checkpoints(cfg: DictConfig) -> list[Path]:
         return folders
     if cfg.checkpoint is None:
         return []
-    return [find_checkpoint(Path(folder)) for folder in as_list(cfg.checkpoint)]
+    return [checkpoints.find_checkpoint(Path(folder), "checkpoint") for folder in as_list(cfg.checkpoint)]
 
 
 def as_list(value) -> list:
@@ -105,31 +107,58 @@ def fill_in(cfg: DictConfig, run_cfg: DictConfig | None) -> None:
     cfg.evaluation.weights = cfg.evaluation.weights or (stored.weights if stored else None)
 
 
-def sweep(cfg: DictConfig, folders: list[Path]) -> list[dict]:
-    """All combinations of what the command lists."""
-    cfg_scales = as_list(cfg.guidance.cfg_scale) if cfg.guidance.name == "cfg" else [1.0]
-    axes = ([str(folder) for folder in folders], as_list(cfg.weights), [float(scale) for scale in cfg_scales])
-    combinations = itertools.product(*axes, as_list(cfg.num_steps), as_list(cfg.S_churn))
-    points = []
-    for folder, weights, cfg_scale, num_steps, S_churn in combinations:
-        stored = checkpoints.load_config(Path(folder)).diffusion.sampler
-        num_steps = stored.num_steps if num_steps is None else num_steps
-        S_churn = float(stored.S_churn if S_churn is None else S_churn)
-        points.append(dict(zip(SWEPT, (folder, weights, cfg_scale, num_steps, S_churn))))
+def sweep(cfg: DictConfig, folders: list[Path], accelerator: Accelerator) -> list[dict]:
+    """All combinations of what the command lists, each checked against its checkpoint.
+
+    Raises:
+        ValueError: a setting that the checkpoint's diffusion does not have, or a guidance that it cannot have.
+    """
+    for folder in folders:
+        config.warn_of_guidance(cfg.guidance, checkpoints.load_config(folder))
+    points, weak = [], {}
+    for folder, weights, guidance in itertools.product(folders, as_list(cfg.weights), config.combinations(cfg.guidance)):
+        run_cfg, settings = checkpoints.load_config(folder), OmegaConf.create(guidance)
+        if settings.name == "autoguidance":
+            pair = (folder, settings.checkpoint)
+            if pair not in weak:  # once for each: it reads the whole file
+                weak[pair] = str(find_weak(settings, run_cfg, accelerator))
+            settings.checkpoint = weak[pair]
+        for overrides in config.combinations({key: cfg[key] for key in SWEPT_OF_SAMPLER}):
+            diffusion = config.build_diffusion(run_cfg, **overrides)
+            config.check_guidance(settings, run_cfg, diffusion)
+            sampler = {key: getattr(diffusion.sampler, key) for key in SWEPT_OF_SAMPLER if hasattr(diffusion.sampler, key)}
+            points.append({"checkpoint": str(folder), "weights": weights, **guidance_of_point(settings), **sampler})
     return points
 
 
+def guidance_of_point(settings: DictConfig) -> dict:
+    """The guidance as a point holds it: cfg_scale alone says none and cfg, `guidance` and its keys anything else."""
+    if settings.name in ("none", "cfg"):
+        return {"cfg_scale": float(settings.get("cfg_scale", 1.0))}
+    own = {key: float(value) if isinstance(value, int) else value for key, value in settings.items() if key != "name"}
+    scale = {"cfg_scale": own.pop("cfg_scale")} if "cfg_scale" in own else {}
+    return {"guidance": settings.name, **scale, **{f"guidance.{key}": value for key, value in own.items()}}
+
+
+def settings_of_point(point: dict) -> DictConfig:
+    """The guidance.* of a point, back."""
+    own = {key.removeprefix("guidance."): value for key, value in point.items() if key.startswith("guidance.")}
+    scale = {"cfg_scale": point["cfg_scale"]} if "cfg_scale" in point else {}
+    return OmegaConf.create({"name": point.get("guidance", "cfg"), **scale, **own})
+
+
 def sampler_of_point(cfg: DictConfig, point: dict, device) -> ImageSampler:
-    folder = Path(point["checkpoint"])
-    run_cfg = checkpoints.load_config(folder)
+    folder, settings = Path(point["checkpoint"]), settings_of_point(point)
+    overrides = {key: point[key] for key in SWEPT_OF_SAMPLER if key in point}
     return load_sampler(
         folder,
         point["weights"],
         cfg.autoencoder,
         device,
-        diffusion=config.build_diffusion(run_cfg, num_steps=point["num_steps"], S_churn=point["S_churn"]),
-        guide=partial(guidance.cfg, cfg_scale=point["cfg_scale"]),
+        diffusion=config.build_diffusion(checkpoints.load_config(folder), **overrides),
+        guide=config.build_guidance(OmegaConf.create({"guidance": settings})),
         precision=cfg.precision,
+        weak=load_weak(settings, device),
     )
 
 
@@ -137,9 +166,13 @@ def shown(point: dict) -> dict:
     """A point as tables and plots show it: a checkpoint as run and step, images by their name."""
     if "images" in point:
         return {"images": Path(point["images"]).name}
-    folder = Path(point["checkpoint"]).resolve()
+    return run_and_step(Path(point["checkpoint"])) | {name: value for name, value in point.items() if name != "checkpoint"}
+
+
+def run_and_step(checkpoint: Path) -> dict:
+    folder = checkpoint.resolve()
     run = folder.parent.parent if folder.parent.name == "checkpoints" else folder.parent
-    return {"run": run.name, "step": checkpoints.step_of(folder)} | {name: point[name] for name in SWEPT[1:]}
+    return {"run": run.name, "step": checkpoints.step_of(folder)}
 
 
 def point_name(settings: dict) -> str:
@@ -177,6 +210,8 @@ class Results:
     def _key(self, point: dict) -> dict:
         is_checkpoint = "checkpoint" in point
         content = checkpoints.identity(Path(point["checkpoint"])) if is_checkpoint else self.images_fingerprint
+        if "guidance.checkpoint" in point:
+            content += checkpoints.identity(Path(point["guidance.checkpoint"]))
         return json.loads(json.dumps({**point, **self.conditions, "content": content}))
 
     def _find(self, point: dict) -> dict | None:
@@ -186,18 +221,18 @@ class Results:
     def has(self, point: dict) -> bool:
         return self._find(point) is not None
 
-    def add(self, point: dict, metrics: dict[str, float]) -> None:
-        line = {"point": self._key(point), "metrics": metrics}
+    def add(self, point: dict, metrics: dict[str, float], cost: dict[str, float]) -> None:
+        line = {"point": self._key(point), "metrics": metrics} | ({"cost": cost} if cost else {})
         self.lines.append(line)
         with open(self.file, "a") as f:
             f.write(json.dumps(line) + "\n")
 
     def write(self, points: list[dict], plotted: str) -> str:
         """results.csv, results.md and, for a sweep, results.png of these points; returns the Markdown."""
-        found = [self._find(point)["metrics"] for point in points]
+        found = [self._find(point) for point in points]
         rows = []
-        for point, metrics in zip(points, found):
-            rows.append({**shown(point), "num_samples": self.num_samples, **metrics})
+        for point, line in zip(points, found):
+            rows.append({**shown(point), "num_samples": self.num_samples, **line["metrics"], **line.get("cost", {})})
         names = list(dict.fromkeys(name for row in rows for name in row))
         with open(self.folder / "results.csv", "w", newline="") as f:
             writer = csv.DictWriter(f, names)
@@ -212,7 +247,7 @@ class Results:
         if len(points) > 1:
             plot(
                 points,
-                [metrics[plotted] for metrics in found],
+                [line["metrics"][plotted] for line in found],
                 f"{plotted}{short_count(self.num_samples)}",
                 self.folder / "results.png",
             )
@@ -228,13 +263,15 @@ def plot(points: list[dict], values: list[float], label: str, file: Path) -> Non
     from matplotlib import pyplot
 
     settings = [shown(point) for point in points]
-    choices = {name: list(dict.fromkeys(row[name] for row in settings)) for name in settings[0]}
-    axis = max(("step", *SWEPT[2:]), key=lambda name: len(choices[name]))  # those that are numbers
+    names = dict.fromkeys(name for row in settings for name in row)  # checkpoints of two diffusions differ in some
+    choices = {name: list(dict.fromkeys(row.get(name) for row in settings)) for name in names}
+    numbers = [name for name, values in choices.items() if all(isinstance(value, (int, float)) for value in values)]
+    axis = max(numbers, key=lambda name: len(choices[name]))
     others = [name for name in choices if name != axis and len(choices[name]) > 1]
     figure, axes = pyplot.subplots(figsize=(6, 4))
     curves: dict[str, list[tuple]] = {}
     for row, value in zip(settings, values):
-        curves.setdefault(point_name({name: row[name] for name in others}), []).append((row[axis], value))
+        curves.setdefault(point_name({name: row[name] for name in others if name in row}), []).append((row[axis], value))
     for name, curve in curves.items():
         axes.plot(*zip(*sorted(curve)), marker="o", label=name or None)
     axes.set_xlabel(axis)

@@ -1,39 +1,177 @@
-"""Guidance: from a denoise function to the denoiser that a sampler calls. Both have the form (x, sigma, y) -> D_x.
+"""Guidance: from what a network offers to the denoiser that a sampler calls, (x, level, y) -> D_x.
 
-Shapes: x (B, C, H, W), sigma (B,), y (B,) int64 labels, of which num_classes is the null class.
+It combines denoised estimates and so works for every diffusion. `level` is the diffusion's noise level: sigma for EDM, t for SiT.
+Shapes: x (B, C, H, W); level (B,), the same number in every row, as samplers call it; y (B,) int64 labels, of which
+num_classes is the null class; R routes, N tokens.
+
+What takes bounds evaluates its second branch only at levels in (level_lo, level_hi] (arXiv 2404.07724) and is the first
+branch alone elsewhere; None leaves a side open.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 Denoiser = Callable[[Tensor, Tensor, Tensor], Tensor]
+SUBSETS = ("redraw", "fixed")
 
 
-def none(denoise: Denoiser, num_classes: int) -> Denoiser:
+class RoutableDenoiser(Protocol):
+    """A network's estimate of the clean latents; dense, unless routing is forced by a selection ratio."""
+
+    def __call__(
+        self, x: Tensor, level: Tensor, y: Tensor, *, selection_ratios: float | None = None, route_scores: Tensor | None = None
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What one batch of images offers to a guidance.
+
+    Attributes:
+        denoise: the network. With selection_ratios, that fraction of the tokens skips its routes, chosen by
+            route_scores (B, R, N).
+        num_classes: the null class.
+        routes_shape: (R, N).
+        route_scores: () -> (B, R, N) new uniform numbers; row i is a function of image i's seed and the count of calls.
+        weak: the second network of autoguidance.
+    """
+
+    denoise: RoutableDenoiser
+    num_classes: int
+    routes_shape: tuple[int, int] = (0, 0)
+    route_scores: Callable[[], Tensor] | None = None
+    weak: Denoiser | None = None
+
+
+Guide = Callable[[Offer], Denoiser]
+
+
+def none(offer: Offer) -> Denoiser:
     """No guidance: the conditional estimate itself."""
-    return denoise
+    return offer.denoise
 
 
-def cfg(denoise: Denoiser, num_classes: int, *, cfg_scale: float) -> Denoiser:
+def cfg(offer: Offer, *, cfg_scale: float) -> Denoiser:
     """Classifier-free guidance (arXiv 2207.12598): D = D_null + cfg_scale * (D_label - D_null).
 
     Args:
         cfg_scale: 1 is off (one evaluation a step), 0 is unconditional, above 1 guides. Both estimates come from one
             batched evaluation.
     """
-    if cfg_scale == 1:
-        return denoise
+    return interval(offer, cfg_scale=cfg_scale, level_lo=None, level_hi=None)
 
-    def denoiser(x: Tensor, sigma: Tensor, y: Tensor) -> Tensor:
-        null = torch.full_like(y, num_classes)
-        D_label, D_null = denoise(torch.cat([x, x]), torch.cat([sigma, sigma]), torch.cat([y, null])).chunk(2)
+
+def interval(offer: Offer, *, cfg_scale: float, level_lo: float | None, level_hi: float | None) -> Denoiser:
+    """Classifier-free guidance at noise levels in (level_lo, level_hi], the conditional estimate elsewhere (arXiv 2404.07724).
+
+    Args:
+        cfg_scale: 1 is off.
+        level_lo, level_hi: bounds. Over all levels of the sampler it is `cfg`.
+    """
+    if cfg_scale == 1:
+        return offer.denoise
+
+    def both(x: Tensor, level: Tensor, y: Tensor) -> Tensor:
+        null = torch.full_like(y, offer.num_classes)
+        D_label, D_null = offer.denoise(torch.cat([x, x]), torch.cat([level, level]), torch.cat([y, null])).chunk(2)
         return D_null + cfg_scale * (D_label - D_null)
+
+    return _within(both, offer.denoise, level_lo, level_hi)
+
+
+def sparse(
+    offer: Offer,
+    *,
+    w: float,
+    r_strong: float,
+    r_weak: float,
+    subset: str,
+    level_lo: float | None = None,
+    level_hi: float | None = None,
+) -> Denoiser:
+    """Sparse guidance (arXiv 2601.01608): D = D_weak + w * (D_strong - D_weak), both with the class label.
+
+    The same network twice, with a fraction r_strong and a larger one r_weak of the tokens skipping its routes. The tokens that
+    stay in the weak branch are among those that stay in the strong one.
+
+    Args:
+        w: 1 is off and leaves the strong branch, which for r_strong = 0 is the dense network.
+        r_strong, r_weak: fractions of the tokens that SKIP; 0 is dense. 0 <= r_strong < r_weak < 1 is meant; equal ratios
+            under one subset give that branch.
+        subset: `redraw` chooses the tokens anew at every evaluation, `fixed` once for each image.
+        level_lo, level_hi: bounds.
+
+    Raises:
+        ValueError: the network has no routes.
+    """
+    if offer.routes_shape[0] == 0:
+        raise ValueError("guidance=sparse needs a network with routes; use guidance=cfg, or give the network routes")
+    drawn: list[Tensor] = []  # of subset=fixed
+
+    def scores() -> Tensor:
+        if subset == "redraw":
+            return offer.route_scores()
+        if not drawn:
+            drawn.append(offer.route_scores())
+        return drawn[0]
+
+    def branch(x: Tensor, level: Tensor, y: Tensor, ratio: float, route_scores: Tensor | None) -> Tensor:
+        if ratio == 0:
+            return offer.denoise(x, level, y)
+        return offer.denoise(x, level, y, selection_ratios=ratio, route_scores=route_scores)
+
+    def strong(x: Tensor, level: Tensor, y: Tensor) -> Tensor:
+        return branch(x, level, y, r_strong, scores() if r_strong > 0 else None)
+
+    def both(x: Tensor, level: Tensor, y: Tensor) -> Tensor:
+        route_scores = scores()
+        D_strong, D_weak = (branch(x, level, y, ratio, route_scores) for ratio in (r_strong, r_weak))
+        return D_weak + w * (D_strong - D_weak)
+
+    return strong if w == 1 else _within(both, strong, level_lo, level_hi)
+
+
+def autoguidance(offer: Offer, *, w: float, level_lo: float | None = None, level_hi: float | None = None) -> Denoiser:
+    """Autoguidance (arXiv 2406.02507): D = D_weak + w * (D - D_weak), D_weak by a smaller or less trained network.
+
+    Args:
+        w: 1 is off.
+        level_lo, level_hi: bounds.
+
+    Raises:
+        ValueError: there is no second network.
+    """
+    if offer.weak is None:
+        raise ValueError("guidance=autoguidance needs a second network: guidance.checkpoint=<folder of a checkpoint or of a run>")
+    if w == 1:
+        return offer.denoise
+
+    def both(x: Tensor, level: Tensor, y: Tensor) -> Tensor:
+        D_weak = offer.weak(x, level, y)
+        return D_weak + w * (offer.denoise(x, level, y) - D_weak)
+
+    return _within(both, offer.denoise, level_lo, level_hi)
+
+
+def _within(inside: Denoiser, outside: Denoiser, level_lo: float | None, level_hi: float | None) -> Denoiser:
+    """`inside` at levels in (level_lo, level_hi], `outside` elsewhere."""
+    if level_lo is None and level_hi is None:
+        return inside
+
+    def denoiser(x: Tensor, level: Tensor, y: Tensor) -> Tensor:
+        # Compared in the level's own precision: a bound that is one of the sampler's levels belongs. Waits for the device.
+        first = level[:1]
+        above = level_lo is None or (first > level_lo).item()
+        chosen = inside if above and (level_hi is None or (first <= level_hi).item()) else outside
+        return chosen(x, level, y)
 
     return denoiser
 
 
-GUIDANCES = {"none": none, "cfg": cfg}
+GUIDANCES = {"none": none, "cfg": cfg, "interval": interval, "sparse": sparse, "autoguidance": autoguidance}

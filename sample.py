@@ -26,7 +26,7 @@ from training import checkpoint as checkpoints
 from training import cli, config
 from training.randomness import class_of_seed
 from training.run import naming
-from training.sampling import ImageSampler, labelled_grid, load_sampler
+from training.sampling import ImageSampler, describe_cost, find_weak, labelled_grid, load_sampler, load_weak
 
 log = logging.getLogger("sample")
 
@@ -37,19 +37,21 @@ def main(cfg: DictConfig) -> None:
     cfg = config.check(cfg, config.SAMPLE_KEYS)
     accelerator = cli.start_accelerator(cfg.cpu_threads)
     # One process chooses: in a run that goes on, another could find a newer one.
-    checkpoint = find_checkpoint(Path(cfg.checkpoint)) if accelerator.is_main_process else None
+    checkpoint = checkpoints.find_checkpoint(Path(cfg.checkpoint), "checkpoint") if accelerator.is_main_process else None
     checkpoint = broadcast_object_list([checkpoint])[0]
     run_cfg = checkpoints.load_config(checkpoint)
     guidance_settings(cfg)
-    overrides = {key: cfg[key] for key in ("num_steps", "S_churn", "S_min", "S_max", "S_noise")}
-    diffusion = config.build_diffusion(run_cfg, **overrides)
+    diffusion = config.build_diffusion(run_cfg, **{key: cfg[key] for key in config.SAMPLER_OVERRIDES})
+    config.check_guidance(cfg.guidance, run_cfg, diffusion)
+    config.warn_of_guidance(cfg.guidance, run_cfg)
+    weak = find_weak(cfg.guidance, run_cfg, accelerator)
     labels = labels_of_seeds(cfg, run_cfg.data.num_classes)
     settings = {
         "checkpoint": checkpoints.identity(checkpoint),
         "weights": cfg.weights,
         "classes": None if cfg.classes is None else config.parse_numbers(cfg.classes),
         "autoencoder": cfg.autoencoder or run_cfg.data.autoencoder,
-        "guidance": OmegaConf.to_container(cfg.guidance),
+        "guidance": OmegaConf.to_container(cfg.guidance) | ({"content": checkpoints.identity(weak)} if weak else {}),
         "sampler": {key: getattr(diffusion.sampler, key) for key in run_cfg.diffusion.sampler},
         "precision": cfg.precision,
     }
@@ -72,33 +74,26 @@ def main(cfg: DictConfig) -> None:
             diffusion=diffusion,
             guide=config.build_guidance(cfg),
             precision=cfg.precision,
+            weak=load_weak(cfg.guidance, accelerator.device),
         )
         mine = missing[accelerator.process_index :: accelerator.num_processes]
         make_images(sampler, mine, labels, files, cfg.batch_size, show_progress=accelerator.is_main_process)
+        if mine:
+            log.info("cost     %s", describe_cost(sampler, cfg.guidance))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         write_grid_and_npz(output, cfg, files, labels)
     accelerator.end_training()
 
 
-def find_checkpoint(folder: Path) -> Path:
-    """A verified checkpoint: the folder itself, or the newest good one of a run."""
-    if (folder / "checkpoints").is_dir():
-        newest, problems = checkpoints.find_newest(folder / "checkpoints")
-        for problem in problems.values():
-            log.warning("%s; taking an earlier checkpoint", problem)
-        if newest is None:
-            raise ValueError(f"checkpoint={folder} is a run without checkpoints yet")
-        return newest
-    checkpoints.verify(folder)
-    return folder
-
-
 def guidance_settings(cfg: DictConfig) -> None:
     """cfg_scale is guidance.cfg_scale by its short name."""
     if cfg.cfg_scale is not None:
-        if cfg.guidance.name != "cfg":
-            raise ValueError(f"cfg_scale={cfg.cfg_scale} needs guidance=cfg, not guidance={cfg.guidance.name}")
+        if "cfg_scale" not in cfg.guidance:
+            raise ValueError(
+                f"cfg_scale={cfg.cfg_scale} needs guidance=cfg or guidance=interval, not guidance={cfg.guidance.name}"
+                + (f"; its own scale is guidance.w={cfg.guidance.w}" if "w" in cfg.guidance else "")
+            )
         cfg.guidance.cfg_scale = cfg.cfg_scale
 
 
@@ -115,7 +110,8 @@ def labels_of_seeds(cfg: DictConfig, num_classes: int) -> dict[int, int]:
 
 def default_output(checkpoint: Path, cfg: DictConfig, settings: dict) -> Path:
     """<run>/generated/<step>_<weights>_<guidance>_<steps>_<hash of all settings>; beside a checkpoint that is in no run."""
-    scale = f"{cfg.guidance.cfg_scale:g}" if cfg.guidance.name == "cfg" else ""
+    scale = cfg.guidance.get("cfg_scale", cfg.guidance.get("w"))
+    scale = "" if scale is None else f"{scale:g}"
     digest = hashlib.blake2b(repr(settings).encode(), digest_size=3).hexdigest()
     name = f"{checkpoint.name}_{cfg.weights}_{cfg.guidance.name}{scale}_{settings['sampler']['num_steps']}steps_{digest}"
     folder = checkpoint.resolve().parent

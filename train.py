@@ -4,6 +4,7 @@
     accelerate launch train.py model=dit                                    # the same network without routes
     accelerate launch train.py model=tread data=imagenet256 data.path=latents/in256 model.backbone=DiT-XL/2
     accelerate launch train.py model=tread name=mine train.num_steps=2000   # any key of configs/ can be set
+    accelerate launch train.py model=dit name=tuned init_from=runs/mine     # from the weights of another run, without routes
 
 The run lives in runs/<name>/. The same command again goes on where it stopped.
 """
@@ -24,7 +25,7 @@ from training import cli, config
 from training.evaluation import Evaluator, build_detector, open_reference
 from training.loop import Trainer
 from training.run import RunFolder, naming
-from training.sampling import build_sampler
+from training.sampling import build_sampler, find_weak, load_weak
 
 log = logging.getLogger("train")
 
@@ -46,7 +47,15 @@ def main(cfg: DictConfig) -> None:
     autoencoder = build_autoencoder(cfg, accelerator) if looks_at_samples else None
     evaluator = open_evaluator(cfg, accelerator) if cfg.eval.every else None
 
+    weak = None
+    if looks_at_samples:
+        config.check_guidance(cfg.guidance, cfg, diffusion)
+        config.warn_of_guidance(cfg.guidance, cfg)
+        find_weak(cfg.guidance, cfg, accelerator)
+        weak = load_weak(cfg.guidance, accelerator.device)
+
     run = RunFolder(cfg.output_dir, cfg.name)
+    initial = find_initial(cfg, run, accelerator)
     if accelerator.is_main_process:
         run.open()
     accelerator.wait_for_everyone()
@@ -54,11 +63,14 @@ def main(cfg: DictConfig) -> None:
     trainer = Trainer(accelerator, cfg, net, diffusion, dataset, run)
     if autoencoder is not None:
         guide = config.build_guidance(cfg)
-        sampler = build_sampler(trainer.ema.net, cfg, autoencoder, accelerator.device, diffusion=diffusion, guide=guide)
+        looks = {"diffusion": diffusion, "guide": guide, "weak": weak}
+        sampler = build_sampler(trainer.ema.net, cfg, autoencoder, accelerator.device, **looks)
         trainer.sampler = sampler if cfg.sample.every else None
         trainer.evaluator = evaluator
         trainer.evaluation_sampler = replace(sampler, diffusion=config.build_diffusion(cfg, num_steps=cfg.eval.num_steps))
     resume(trainer, cfg.resume)
+    if initial is not None:
+        trainer.init_from(initial, cfg.init_state)
     if accelerator.is_main_process:
         with naming(run.path / "config.yaml"):
             OmegaConf.save(cfg, run.path / "config.yaml")
@@ -106,6 +118,24 @@ def resume(trainer: Trainer, where: str) -> None:
         log.info("resumed from %s", folder)
     if accelerator.is_main_process:
         trainer.run.keep_metrics_until(trainer.step)
+
+
+def find_initial(cfg: DictConfig, run: RunFolder, accelerator: Accelerator) -> Path | None:
+    """The verified checkpoint that init_from names, for a run that starts; a run that goes on has weights of its own.
+
+    Raises:
+        ValueError: there is none, or it is of another architecture; nothing is left to do.
+    """
+    if cfg.init_from is None:
+        return None
+    found = None
+    if accelerator.is_main_process:
+        if checkpoints.list_steps(run.checkpoints) or cfg.resume not in ("auto", "never"):
+            log.info("init_from=%s is not read again: the run goes on from a checkpoint of its own", cfg.init_from)
+        else:
+            found = checkpoints.find_checkpoint(Path(cfg.init_from), "init_from")
+            config.check_initial(checkpoints.load_config(found), checkpoints.step_of(found), cfg)
+    return broadcast_object_list([found])[0]
 
 
 def newest_checkpoint(trainer: Trainer) -> Path | None:

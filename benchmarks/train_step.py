@@ -11,7 +11,7 @@ median over rounds of the ratio of their medians in the round.
 
 A variant is a mode of train.compile, or `plain`: eager, the blocks as DiT's own code writes them, a Python loop for the EMA,
 AdamW neither fused nor batched, and loss.item() in every step (benchmarks/plain.py). FLOPs are those of matrix products
-(benchmarks/flops.py): a multiply-add counts 2, the backward twice the forward. MFU is FLOPs per second over those of the
+(training/flops.py): a multiply-add counts 2, the backward twice the forward. MFU is FLOPs per second over those of the
 fastest matrix product of the same type in the same run.
 
 It writes <output>.jsonl and <output>.md; the last line sums up the ratios.
@@ -38,7 +38,6 @@ from accelerate.utils import set_seed
 from hydra import compose, initialize_config_dir
 
 import dit
-from benchmarks.flops import step_flops
 from benchmarks.plain import make_blocks_plain, make_trainer_plain, plain_step
 from benchmarks.report import (
     describe_machine,
@@ -53,6 +52,7 @@ from benchmarks.report import (
 from latents.shards import ShardInfo, write_shard
 from training import cli, config
 from training.config import Accepts, choice, one_or_list, or_null, text, true_or_false, whole
+from training.flops import step_flops
 from training.loop import Trainer
 from training.run import RunFolder
 

@@ -38,6 +38,16 @@ class HeunSampler:
         high, low = self.sigma_max ** (1 / self.rho), self.sigma_min ** (1 / self.rho)
         return [(high + i / last * (low - high)) ** self.rho for i in range(self.num_steps)] + [0.0]
 
+    def raised(self, sigma: float) -> float:
+        """The level that noise is added up to before the step from sigma: sigma * (1 + gamma) (Algorithm 2)."""
+        gamma_max = min(self.S_churn / self.num_steps, math.sqrt(2) - 1)
+        return sigma * (1 + (gamma_max if self.S_min <= sigma <= self.S_max else 0.0))
+
+    def evaluated_levels(self) -> list[float]:
+        """The noise levels that the denoiser is called with, highest first."""
+        levels = self.noise_levels()[:-1]
+        return sorted({*levels[1:], *map(self.raised, levels)}, reverse=True)
+
     def __call__(
         self,
         denoiser: Callable[[Tensor, Tensor, Tensor], Tensor],
@@ -60,7 +70,6 @@ class HeunSampler:
             raise ValueError(f"S_churn={self.S_churn} adds noise: pass random, or set S_churn=0")
         dtype = torch.float32 if noise.device.type == "mps" else torch.float64  # MPS has no float64
         levels = self.noise_levels()
-        gamma_max = min(self.S_churn / self.num_steps, math.sqrt(2) - 1)
 
         def derivative(x: Tensor, sigma: float) -> Tensor:
             sigmas = torch.full((len(x),), sigma, dtype=torch.float32, device=x.device)
@@ -69,9 +78,8 @@ class HeunSampler:
         x = noise.to(dtype) * levels[0]
         for sigma_cur, sigma_next in zip(levels[:-1], levels[1:]):
             # Raise the noise level for a moment.
-            gamma = gamma_max if self.S_min <= sigma_cur <= self.S_max else 0.0
-            sigma_hat = sigma_cur * (1 + gamma)
-            if gamma > 0:
+            sigma_hat = self.raised(sigma_cur)
+            if sigma_hat > sigma_cur:
                 added = math.sqrt(sigma_hat**2 - sigma_cur**2) * self.S_noise
                 x = x + added * random.randn(*x.shape[1:]).to(dtype)
             # Euler step.

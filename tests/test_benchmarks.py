@@ -9,9 +9,10 @@ from conftest import finish, forget_accelerate, start
 from torch.utils.flop_counter import FlopCounterMode
 
 import dit
-from benchmarks import flops, loader, profile, report, sampling, train_step
+from benchmarks import loader, profile, report, sampling, train_step
 from benchmarks.plain import PlainEMA
 from routing_module import Route, TokenRouter
+from training import flops
 from training.config import whole
 from training.ema import EMA
 
@@ -43,8 +44,8 @@ def counted_flops(function):
 def test_flops_are_those_that_torch_counts_dense_and_routed(backbone, routes):
     net = dit.build(backbone, input_size=32, in_channels=4, num_classes=10, routes=routes)
     inputs = torch.randn(1, 4, 32, 32), torch.zeros(1), torch.zeros(1, dtype=torch.int64)
-    assert counted_flops(lambda: net.train()(*inputs))[0] == flops.forward_flops(net, routed=True)
-    assert counted_flops(lambda: net.eval()(*inputs))[0] == flops.forward_flops(net, routed=False)
+    assert counted_flops(lambda: net.train()(*inputs))[0] == flops.forward_flops(net, None)
+    assert counted_flops(lambda: net.eval()(*inputs))[0] == flops.forward_flops(net)
 
 
 def test_the_backward_is_counted_as_twice_the_forward():

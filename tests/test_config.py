@@ -7,16 +7,17 @@ import pytest
 import torch
 from conftest import REPOSITORY, composed, finish, make_shard, start
 
+from guidance import GUIDANCES, Offer
 from training import config
 
 SD = dict(channels=4, kind="moments", num_classes=1000, scale_factor=0.18215, autoencoder="sd-vae:some/vae")
 
 
 @pytest.mark.parametrize("model", ["dit", "tread"])
-@pytest.mark.parametrize("guidance", ["none", "cfg"])
+@pytest.mark.parametrize("diffusion", ["edm", "sit"])
 @pytest.mark.parametrize("data", ["digits", "imagenet256", "imagenet512", "custom"])
-def test_every_shipped_configuration_composes_and_builds(tmp_path, model, guidance, data):
-    overrides = [f"model={model}", f"guidance={guidance}", f"data={data}"]
+def test_every_shipped_configuration_composes_and_builds(tmp_path, model, diffusion, data):
+    overrides = [f"model={model}", f"diffusion={diffusion}", f"data={data}"]
     if data != "digits":
         make_shard(tmp_path / "x.safetensors", size=64 if data == "imagenet512" else 32, num_items=2, **SD)
         overrides.append(f"data.path={tmp_path}")
@@ -26,11 +27,116 @@ def test_every_shipped_configuration_composes_and_builds(tmp_path, model, guidan
         net = config.build_network(cfg)
     assert len(net.router.routes) == (model == "tread")
     assert net.num_tokens == {"digits": 16, "imagenet512": 1024}.get(data, 256)
-    config.build_diffusion(cfg)
-    denoiser = config.build_guidance(cfg)(lambda x, sigma, y: x, dataset.info.num_classes)
-    assert denoiser(torch.ones(1, 1, 1, 1), torch.ones(1), torch.ones(1, dtype=torch.int64)).item() == 1
+    assert type(config.build_diffusion(cfg)).__name__.lower() == diffusion
+    assert config.build_diffusion(cfg).sampler.num_steps == (20 if data == "digits" else 40)
     assert cfg.name == f"{data}_{model}"
     assert cfg.data.autoencoder == dataset.info.autoencoder and cfg.data.scale_factor == dataset.info.scale_factor
+
+
+# What a guidance cannot know by itself.
+TO_BE_SET = {
+    "interval": ["guidance.level_lo=0.2", "guidance.level_hi=0.9"],
+    "autoguidance": ["guidance.checkpoint=runs/other"],
+}
+
+
+@pytest.mark.parametrize("diffusion", ["edm", "sit"])
+@pytest.mark.parametrize("name", GUIDANCES)
+def test_every_shipped_guidance_composes_and_builds_for_every_diffusion(name, diffusion):
+    cfg = composed([f"guidance={name}", f"diffusion={diffusion}", *TO_BE_SET.get(name, [])])
+    cfg = config.check(cfg, config.TRAIN_KEYS)
+    config.check_guidance(cfg.guidance, cfg, config.build_diffusion(cfg))
+
+    def estimate(x, level, y, **routing):
+        return x
+
+    offer = Offer(estimate, 10, (1, 16), route_scores=lambda: torch.rand(1, 1, 16), weak=estimate)
+    x, level, y = torch.ones(1, 1, 1, 1), torch.full((1,), 0.5), torch.ones(1, dtype=torch.int64)
+    assert config.build_guidance(cfg)(offer)(x, level, y).item() == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["guidance=interval"],
+            r"guidance.level_lo=None is not accepted; use a noise level: sigma for diffusion=edm .* t for dif",
+        ),
+        (["guidance=autoguidance"], r"guidance.checkpoint=None is not accepted; use the folder of a checkpoint or of a run"),
+        (["guidance=sparse", "guidance.r_strong=0.5"], r"guidance.r_strong=0.5 must be below guidance.r_weak=0.5 \(the strong"),
+        (["guidance=sparse", "guidance.r_weak=1"], r"guidance.r_weak=1 is not accepted; use a number in \[0, 1\)"),
+        (["guidance=sparse", "guidance.subset=some"], r"guidance.subset='some' is not accepted; use redraw \| fixed"),
+        (
+            ["guidance=sparse", "guidance.level_lo=2", "guidance.level_hi=1"],
+            r"guidance.level_lo=2 must be below guidance.level_hi=1",
+        ),
+        (["guidance=cfg", "+guidance.w=1"], r"guidance.w is not a key of this guidance; it belongs to guidance=sparse and guid"),
+        (
+            ["diffusion=sit", "diffusion.timestep=cosine"],
+            r"diffusion.timestep='cosine' is not accepted; use uniform \| logit_normal",
+        ),
+        (
+            ["diffusion=sit", "diffusion.sampler.solver=dopri5"],
+            r"solver='dopri5' is not accepted; use euler \| heun \| euler_maruyama",
+        ),
+        (["diffusion=sit", "diffusion.sampler.last_step_size=0"], r"last_step_size=0 is not accepted; use a number in \(0, 1\)"),
+        (
+            ["diffusion=sit", "+diffusion.sampler.S_churn=1"],
+            r"diffusion.sampler.S_churn is not a key of this diffusion; it belongs to diffusion=edm",
+        ),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        config.check(composed(overrides), config.TRAIN_KEYS)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["guidance.level_lo=0.2", "guidance.level_hi=100"],
+            r"guidance.level_hi=100 is outside the sampler of diffusion=edm, whose sigma goes from 80 to 0.002",
+        ),
+        (
+            ["diffusion=sit", "guidance.level_lo=0.28", "guidance.level_hi=2.9"],
+            r"guidance.level_hi=2.9 is outside the sampler of diffusion=sit, whose t goes from 1 to 0.05; give t within it",
+        ),
+        (
+            ["diffusion=sit", "guidance.level_lo=0.41", "guidance.level_hi=0.44"],
+            r"hold none of the 20 noise levels of the sampler",
+        ),
+    ],
+)
+def test_an_interval_outside_the_noise_levels_of_the_sampler_is_refused(overrides, message):
+    cfg = config.check(composed(["guidance=interval", *overrides]), config.TRAIN_KEYS)
+    with pytest.raises(ValueError, match=message):
+        config.check_guidance(cfg.guidance, cfg, config.build_diffusion(cfg))
+
+
+def test_an_interval_may_end_at_the_first_noise_level():
+    for diffusion, top in (("edm", 80), ("sit", 1)):
+        settings = ["guidance=interval", "guidance.level_lo=0", f"guidance.level_hi={top}"]
+        cfg = composed([f"diffusion={diffusion}", *settings])
+        config.check_guidance(cfg.guidance, cfg, config.build_diffusion(cfg))
+
+
+def test_sparse_guidance_of_a_network_without_routes_is_warned_of_with_the_reason(caplog):
+    for model, num_warnings in (("tread", 0), ("dit", 1)):
+        cfg = composed([f"model={model}", "guidance=sparse"])
+        config.warn_of_guidance(cfg.guidance, cfg)
+        assert len(caplog.records) == num_warnings
+    assert "trained without routes: it never saw a part of its tokens skip" in caplog.text
+
+
+def test_a_setting_of_another_diffusions_sampler_is_refused():
+    with pytest.raises(
+        ValueError, match=r"S_churn=2 is not a setting of the sampler of diffusion=sit, .*leave it out. It has num_steps"
+    ):
+        config.build_diffusion(composed(["diffusion=sit"]), S_churn=2)
+    with pytest.raises(ValueError, match=r"solver=euler is not a setting of the sampler of diffusion=edm"):
+        config.build_diffusion(composed(), solver="euler")
+    assert config.build_diffusion(composed(["diffusion=sit"]), S_churn=None, num_steps=7, solver="euler").sampler.num_steps == 7
 
 
 def test_the_paper_is_the_default_away_from_the_digits():
@@ -145,6 +251,13 @@ def test_numbers_and_ranges_are_parsed(spec, numbers):
 def test_other_lists_are_refused(spec):
     with pytest.raises(ValueError, match="is not a list of numbers|names a number twice"):
         config.parse_numbers(spec)
+
+
+def test_a_typo_in_a_key_of_a_choice_is_answered_with_the_nearest_ones():
+    unknown = config.unknown_key("diffusion.P_meen", config.TRAIN_KEYS)
+    assert unknown.startswith("diffusion.P_meen is not a key of the configuration; accepted: diffusion.P_mean")
+    assert "accepted: diffusion.sampler.solver" in config.unknown_key("diffusion.sampler.solvers", config.TRAIN_KEYS)
+    assert "accepted: guidance.cfg_scale" in config.unknown_key("guidance.cfg_scal", config.SAMPLE_KEYS)
 
 
 @pytest.mark.parametrize(

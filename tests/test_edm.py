@@ -143,3 +143,17 @@ def test_churn_adds_noise_only_between_s_min_and_s_max():
     assert random.count == sum(0.05 <= level <= 20.0 for level in sampler.noise_levels()[:-1]) > 0
     with pytest.raises(ValueError, match="S_churn=4.0 adds noise: pass random"):
         sampler(gaussian_denoiser, torch.randn(2, 1, 2, 2), torch.zeros(2, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("churn", [0.0, 4.0])
+def test_the_denoiser_is_called_at_the_levels_that_the_sampler_names(churn):
+    sampler = HeunSampler(num_steps=8, S_churn=churn, S_min=0.05, S_max=20.0)
+    seen = set()
+    sampler(
+        lambda x, sigma, y: seen.add(sigma[0].item()) or gaussian_denoiser(x, sigma, y),
+        torch.randn(2, 1, 2, 2),
+        torch.zeros(2, dtype=torch.int64),
+        GeneratorRandom(2, 0),
+    )
+    assert sorted(seen, reverse=True) == pytest.approx(sampler.evaluated_levels())
+    assert len(seen) == len(sampler.evaluated_levels()) >= 8

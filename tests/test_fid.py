@@ -111,6 +111,38 @@ def test_fid_gives_the_figures_of_training_and_sweeps_keep_what_is_done(train, f
     assert Image.open(tmp_path / "out" / "results.png").size[0] > 300
 
 
+def test_a_sit_run_is_evaluated_in_training_and_swept_over_solvers_and_guidance(train, fid, tmp_path):
+    run = train("run", "diffusion=sit", *EVAL)
+    in_training = evaluations(run)[4]
+    lines = fid("out", f"checkpoint={run}", "solver=[heun,euler]")
+    for name in NAMES:
+        assert lines[0]["metrics"][name] == pytest.approx(in_training[metric_name(name, 70, 1.0)], rel=1e-4)
+    assert [line["cost"]["network_evaluations"] for line in lines] == [3, 2]
+    sparse = fid("out", f"checkpoint={run}", "guidance=sparse", "guidance.w=[1,2]")[2:]
+    assert [(line["point"]["guidance"], line["point"]["guidance.w"]) for line in sparse] == [("sparse", 1.0), ("sparse", 2.0)]
+    assert [line["cost"]["network_evaluations"] for line in sparse] == [3, 6]
+    assert sparse[0]["metrics"] == pytest.approx(lines[0]["metrics"], rel=1e-4)  # w=1 with r_strong=0 is off
+    assert 0.5 < sparse[1]["cost"]["gflops_per_image"] / sparse[0]["cost"]["gflops_per_image"] / 2 < 1
+    with open(tmp_path / "out" / "results.csv") as f:
+        assert [row["guidance.w"] for row in csv.DictReader(f)] == ["1.0", "2.0"]
+    assert len(fid("out", f"checkpoint={run}", "guidance=sparse", "guidance.w=[1,2]")) == 4  # all are kept
+
+
+def test_a_sweep_goes_over_checkpoints_of_two_diffusions_and_their_second_networks(train, fid, tmp_path):
+    edm, sit = (train(name, f"diffusion={name}", *EVAL, "eval.every=0", "train.num_steps=1") for name in ("edm", "sit"))
+    lines = fid("out", f"checkpoint=[{edm},{sit}]", "num_steps=[1,2]")
+    assert [("S_churn" in line["point"], line["point"].get("solver")) for line in lines] == [(True, None)] * 2 + [
+        (False, "heun")
+    ] * 2
+    assert (tmp_path / "out" / "results.png").exists()
+    (line,) = fid("auto", f"checkpoint={edm}", "guidance=autoguidance", f"guidance.checkpoint={edm}")
+    assert line["point"]["guidance.checkpoint"].endswith("step_0000001") and line["cost"]["network_evaluations"] == 6
+    with pytest.raises(ValueError, match="S_churn=1 is not a setting of the sampler of diffusion=sit"):
+        fid("churn", f"checkpoint=[{edm},{sit}]", "S_churn=1")
+    with pytest.raises(ValueError, match="guidance.r_strong=0.5 must be below guidance.r_weak=0.5"):
+        fid("ratios", f"checkpoint={edm}", "guidance=sparse", "guidance.r_strong=[0.25,0.5]")
+
+
 def test_images_on_disk_are_judged_like_the_samples_they_are(train, fid, tmp_path):
     import sample
 
@@ -174,7 +206,7 @@ accelerator.end_training()
             ["images=evaluations/digits_reference.npz", "reference=evaluations/digits_reference.npz", "num_samples=1798"],
             "holds 1797",
         ),
-        (["images=a.npz", "cfg_scale=2"], "cfg_scale=2 needs guidance=cfg"),
+        (["images=a.npz", "cfg_scale=2"], "cfg_scale=2 needs guidance=cfg or guidance=interval"),
         (["images=a.npz", "weights=[ema,best]"], r"weights=\['ema', 'best'\] is not accepted; use ema \| raw, or a list"),
     ],
 )

@@ -1,43 +1,238 @@
+"""Guidance by its identities: what each is equal to where its scale, its interval or its ratios switch it off."""
+
+import pytest
 import torch
 
+import dit
 import guidance
+from edm import EDM
+from guidance import Offer
+from routing_module import Route
+from sit import SiT
+from training.flops import block_flops, forward_flops, sparse_saving
+from training.randomness import SeedRandom
 
 NUM_CLASSES = 7
 
 
 class Recorder:
-    """A denoise function that is linear in the label, and remembers its calls."""
+    """A denoise function that is linear in the label and in the fraction that skips, and remembers its calls."""
 
     def __init__(self):
         self.calls = []
 
-    def __call__(self, x, sigma, y):
-        self.calls.append((x, sigma, y))
-        return x * sigma.reshape(-1, 1, 1, 1) + y.reshape(-1, 1, 1, 1)
+    def __call__(self, x, level, y, *, selection_ratios=None, route_scores=None):
+        self.calls.append({"x": x, "level": level, "y": y.tolist(), "ratio": selection_ratios, "scores": route_scores})
+        scores = 0 if route_scores is None else route_scores.mean(dim=(1, 2)).reshape(-1, 1, 1, 1)
+        return x * level.reshape(-1, 1, 1, 1) + y.reshape(-1, 1, 1, 1) - 10 * (selection_ratios or 0) * (1 + scores)
 
 
-def arguments():
-    return torch.randn(2, 1, 2, 2), torch.tensor([0.5, 2.0]), torch.tensor([1, 4])
+class Scores:
+    """Prepared route scores: 1, 2, ... with each call."""
+
+    def __init__(self):
+        self.count = 0
+
+    def __call__(self):
+        self.count += 1
+        return torch.full((2, 1, 4), float(self.count))
+
+
+def arguments(level=2.0):
+    return torch.randn(2, 1, 2, 2), torch.full((2,), level), torch.tensor([1, 4])
+
+
+def offer(denoise, **kwargs):
+    return Offer(denoise, NUM_CLASSES, (1, 4), route_scores=kwargs.pop("scores", Scores()), **kwargs)
+
+
+SPARSE = dict(w=1.5, r_strong=0.25, r_weak=0.5, subset="redraw")
 
 
 def test_no_guidance_is_the_conditional_estimate():
-    denoise, (x, sigma, y) = Recorder(), arguments()
-    assert torch.equal(guidance.none(denoise, NUM_CLASSES)(x, sigma, y), denoise(x, sigma, y))
+    denoise, (x, level, y) = Recorder(), arguments()
+    assert torch.equal(guidance.none(offer(denoise))(x, level, y), denoise(x, level, y))
 
 
 def test_cfg_extrapolates_from_the_null_class_in_one_batched_call():
-    denoise, (x, sigma, y) = Recorder(), arguments()
-    D = guidance.cfg(denoise, NUM_CLASSES, cfg_scale=1.5)(x, sigma, y)
+    denoise, (x, level, y) = Recorder(), arguments()
+    D = guidance.cfg(offer(denoise), cfg_scale=1.5)(x, level, y)
     assert len(denoise.calls) == 1
-    assert denoise.calls[0][2].tolist() == [1, 4, NUM_CLASSES, NUM_CLASSES]
-    null, label = Recorder()(x, sigma, torch.full((2,), NUM_CLASSES)), Recorder()(x, sigma, y)
+    assert denoise.calls[0]["y"] == [1, 4, NUM_CLASSES, NUM_CLASSES]
+    null, label = Recorder()(x, level, torch.full((2,), NUM_CLASSES)), Recorder()(x, level, y)
     assert torch.allclose(D, null + 1.5 * (label - null))
 
 
 def test_cfg_scale_1_equals_no_guidance_and_0_is_unconditional():
-    x, sigma, y = arguments()
+    x, level, y = arguments()
     off = Recorder()
-    assert torch.equal(guidance.cfg(off, NUM_CLASSES, cfg_scale=1.0)(x, sigma, y), Recorder()(x, sigma, y))
-    assert len(off.calls[0][0]) == 2  # no second branch is paid for
-    unconditional = Recorder()(x, sigma, torch.full((2,), NUM_CLASSES))
-    assert torch.allclose(guidance.cfg(Recorder(), NUM_CLASSES, cfg_scale=0.0)(x, sigma, y), unconditional)
+    assert torch.equal(guidance.cfg(offer(off), cfg_scale=1.0)(x, level, y), Recorder()(x, level, y))
+    assert len(off.calls[0]["x"]) == 2  # no second branch is paid for
+    unconditional = Recorder()(x, level, torch.full((2,), NUM_CLASSES))
+    assert torch.allclose(guidance.cfg(offer(Recorder()), cfg_scale=0.0)(x, level, y), unconditional)
+
+
+@pytest.mark.parametrize("bounds", [dict(level_lo=0, level_hi=80.0), dict(level_lo=None, level_hi=None)])
+@pytest.mark.parametrize("level", [0.002, 2.0, 80.0])
+def test_an_interval_over_everything_is_cfg(bounds, level):
+    x, level, y = arguments(level)
+    everywhere = guidance.interval(offer(Recorder()), cfg_scale=1.5, **bounds)(x, level, y)
+    assert torch.equal(everywhere, guidance.cfg(offer(Recorder()), cfg_scale=1.5)(x, level, y))
+
+
+@pytest.mark.parametrize(("level", "num_rows"), [(0.1, 2), (0.3, 2), (0.31, 4), (0.7, 4), (0.71, 2), (5.0, 2)])
+def test_an_interval_pays_for_the_second_branch_inside_only_above_its_lower_bound_up_to_its_upper(level, num_rows):
+    denoise, (x, level, y) = Recorder(), arguments(level)
+    D = guidance.interval(offer(denoise), cfg_scale=2.0, level_lo=0.3, level_hi=0.7)(x, level, y)
+    assert [len(call["x"]) for call in denoise.calls] == [num_rows]
+    assert torch.equal(D, Recorder()(x, level, y)) == (num_rows == 2)
+
+
+def test_sparse_guidance_extrapolates_from_the_weak_branch_with_the_label_in_both():
+    denoise, (x, level, y) = Recorder(), arguments()
+    D = guidance.sparse(offer(denoise), **SPARSE)(x, level, y)
+    assert [call["y"] for call in denoise.calls] == [[1, 4], [1, 4]]
+    assert [call["ratio"] for call in denoise.calls] == [0.25, 0.5]
+    assert torch.equal(denoise.calls[0]["scores"], denoise.calls[1]["scores"])  # what stays in the weak stays in the strong
+    plain = Recorder()(x, level, y)
+    weak, strong = plain - 5.0 * 2, plain - 2.5 * 2
+    assert torch.allclose(D, weak + 1.5 * (strong - weak))
+
+
+def test_the_strong_branch_with_ratio_0_is_the_dense_network():
+    denoise, (x, level, y) = Recorder(), arguments()
+    guidance.sparse(offer(denoise), **SPARSE | dict(r_strong=0.0))(x, level, y)
+    assert [call["ratio"] for call in denoise.calls] == [None, 0.5] and denoise.calls[0]["scores"] is None
+
+
+@pytest.mark.parametrize("r_strong", [0.0, 0.25])
+def test_w_1_switches_sparse_guidance_off_and_leaves_the_strong_branch(r_strong):
+    denoise, (x, level, y) = Recorder(), arguments()
+    D = guidance.sparse(offer(denoise), **SPARSE | dict(w=1.0, r_strong=r_strong))(x, level, y)
+    assert len(denoise.calls) == 1
+    assert torch.allclose(D, Recorder()(x, level, y) - 10 * r_strong * 2)
+
+
+def test_equal_ratios_under_a_fixed_subset_are_that_branch():
+    x, level, y = arguments()
+    settings = dict(w=3.0, r_strong=0.5, r_weak=0.5, subset="fixed")
+    D = guidance.sparse(offer(Recorder()), **settings)(x, level, y)
+    assert torch.allclose(D, Recorder()(x, level, y, selection_ratios=0.5, route_scores=torch.ones(2, 1, 4)))
+
+
+@pytest.mark.parametrize(("subset", "values"), [("redraw", [1, 2, 3]), ("fixed", [1, 1, 1])])
+def test_the_subset_is_redrawn_at_every_evaluation_or_fixed(subset, values):
+    denoise = Recorder()
+    denoiser = guidance.sparse(offer(denoise), **SPARSE | dict(subset=subset, r_strong=0.0))
+    for _ in values:
+        denoiser(*arguments())
+    assert [call["scores"].mean().item() for call in denoise.calls if call["ratio"]] == values
+
+
+def test_sparse_guidance_in_an_interval_is_the_strong_branch_elsewhere():
+    settings = SPARSE | dict(r_strong=0.0, level_lo=0.3, level_hi=0.7)
+    for level, num_calls in ((0.3, 1), (0.5, 2), (0.7, 2), (0.8, 1)):
+        denoise = Recorder()
+        guidance.sparse(offer(denoise), **settings)(*arguments(level))
+        assert [call["ratio"] for call in denoise.calls] == [None, 0.5][:num_calls]
+
+
+def test_sparse_guidance_needs_routes():
+    with pytest.raises(ValueError, match="guidance=sparse needs a network with routes; use guidance=cfg"):
+        guidance.sparse(Offer(Recorder(), NUM_CLASSES), **SPARSE)
+
+
+def test_autoguidance_extrapolates_from_the_second_network():
+    denoise, weak, (x, level, y) = Recorder(), Recorder(), arguments()
+    D = guidance.autoguidance(offer(denoise, weak=lambda x, level, y: weak(x, level, y) - 1), w=2.0)(x, level, y)
+    assert torch.allclose(D, Recorder()(x, level, y) + 1)
+    assert denoise.calls[0]["y"] == weak.calls[0]["y"] == [1, 4]
+
+
+def test_autoguidance_by_the_network_itself_or_with_w_1_is_no_guidance():
+    x, level, y = arguments()
+    itself = guidance.autoguidance(offer(Recorder(), weak=Recorder()), w=2.5)(x, level, y)
+    assert torch.allclose(itself, Recorder()(x, level, y))
+    weak = Recorder()
+    assert torch.equal(guidance.autoguidance(offer(Recorder(), weak=weak), w=1.0)(x, level, y), Recorder()(x, level, y))
+    assert weak.calls == []  # not paid for
+    guidance.autoguidance(offer(Recorder(), weak=weak), w=2.0, level_lo=3.0)(x, level, y)
+    assert weak.calls == []
+    with pytest.raises(ValueError, match="guidance=autoguidance needs a second network: guidance.checkpoint="):
+        guidance.autoguidance(offer(Recorder()), w=2.0)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# With a network.
+
+
+def small_net():
+    torch.manual_seed(0)
+    net = dit.DiT(
+        input_size=8, patch_size=2, in_channels=1, num_classes=NUM_CLASSES, depth=4, width=32, num_heads=2,
+        routes=[Route(0.5, 1, 2)], init="official_tread",
+    )  # fmt: skip
+    return net.eval().requires_grad_(False)
+
+
+def sampled(diffusion, name, seeds=(3, 5), net=None, **settings):
+    """Images of a small random network under a guidance."""
+    net = net or small_net()
+    random, subsets = (SeedRandom(seeds, torch.device("cpu"), stream) for stream in ("sample", "routes"))
+    shape = (len(net.router.routes), net.num_tokens)
+
+    def denoise(x, level, y, **routing):
+        return diffusion.denoise(net, x, level, y, **routing)
+
+    offered = Offer(denoise, NUM_CLASSES, shape, route_scores=lambda: subsets.rand(*shape), weak=denoise)
+    y = torch.tensor([seed % NUM_CLASSES for seed in seeds])
+    return diffusion.sample(guidance.GUIDANCES[name](offered, **settings), random.randn(1, 8, 8), y, random)
+
+
+def diffusions():
+    from edm.sampler import HeunSampler
+    from sit.sampler import FlowSampler
+
+    return [EDM(sampler=HeunSampler(num_steps=4)), SiT(sampler=FlowSampler(num_steps=4))]
+
+
+@pytest.mark.parametrize("diffusion", diffusions(), ids=["edm", "sit"])
+def test_the_identities_hold_for_whole_trajectories_of_every_diffusion(diffusion):
+    top = diffusion.sampler.evaluated_levels()[0]
+    plain, guided = sampled(diffusion, "none"), sampled(diffusion, "cfg", cfg_scale=2.0)
+    assert (plain - guided).abs().max() > 1e-3
+    assert torch.equal(sampled(diffusion, "cfg", cfg_scale=1.0), plain)
+    assert torch.equal(sampled(diffusion, "interval", cfg_scale=2.0, level_lo=0.0, level_hi=top), guided)
+    sparse = sampled(diffusion, "sparse", w=2.0, r_strong=0.0, r_weak=0.5, subset="redraw")
+    assert (sparse - plain).abs().max() > 1e-3
+    assert torch.equal(sampled(diffusion, "sparse", w=1.0, r_strong=0.0, r_weak=0.5, subset="redraw"), plain)
+    assert torch.allclose(sampled(diffusion, "autoguidance", w=2.0), plain, atol=1e-5)
+
+
+@pytest.mark.parametrize("subset", ["redraw", "fixed"])
+def test_the_subset_of_an_image_is_a_function_of_its_seed(subset):
+    settings = dict(w=2.0, r_strong=0.25, r_weak=0.5, subset=subset)
+    for diffusion in diffusions():
+        together = sampled(diffusion, "sparse", seeds=(3, 5, 8), **settings)
+        alone = [sampled(diffusion, "sparse", seeds=(seed,), **settings) for seed in (3, 5, 8)]
+        assert torch.allclose(together, torch.cat(alone), atol=1e-5)
+
+
+def test_flops_are_those_counted_by_hand():
+    net = small_net()
+    D, N = 32, 16
+    block = block_flops(net.blocks[0], N)
+    assert block == 2 * N * 12 * D * D + 4 * N * N * D + 2 * 6 * D * D
+    few = 2 * 8 * 12 * D * D + 4 * 8 * 8 * D + 2 * 6 * D * D
+    rest = 2 * N * D * 4 + 2 * (256 * D + D * D) + 2 * 2 * D * D + 2 * N * D * 4
+    assert forward_flops(net) == 4 * block + rest
+    assert forward_flops(net, 0.5) == forward_flops(net, None) == 2 * block + 2 * few + rest
+    assert sparse_saving(net, 0.0, 0.5) == pytest.approx((block - few) / (4 * block + rest))
+    assert sparse_saving(net, 0.0, 0.0) == 0
+
+
+def test_sparse_guidance_of_the_papers_network_saves_about_a_fifth():
+    with torch.device("meta"):
+        net = dit.build("DiT-XL/2", input_size=32, in_channels=4, num_classes=1000, routes=[Route(0.5, 2, -4)])
+    assert forward_flops(net) / 2e9 == pytest.approx(118.6, rel=0.01)  # published in multiply-adds
+    assert 0.19 < sparse_saving(net, 0.0, 0.5) < 0.22

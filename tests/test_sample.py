@@ -55,6 +55,66 @@ def test_churn_and_guidance_depend_on_the_seed_too(sample):
     assert all((together[name] != plain[name]).any() for name in plain)
 
 
+@pytest.mark.parametrize("subset", ["redraw", "fixed"])
+def test_sparse_guidance_depends_on_the_seed_and_states_its_cost(sample, caplog, subset):
+    caplog.set_level("INFO")
+    settings = ["guidance=sparse", "guidance.w=2", "guidance.r_strong=0.25", f"guidance.subset={subset}"]
+    together = sample("together", "seeds=0-3", *settings)
+    # 3 noise levels are 5 evaluations of two branches.
+    assert re.search(r"10 network evaluations and [\d.]+ GFLOPs per image; .* takes [\d.]+% fewer FLOPs than class", caplog.text)
+    assert_same_images(together, sample("apart", "seeds=0-3", "batch_size=1", *settings))
+    plain = sample("plain", "seeds=0-3")
+    assert all((together[name] != plain[name]).any() for name in plain)
+
+
+def test_an_interval_of_nothing_more_than_the_last_level_costs_one_more_evaluation(sample, caplog):
+    caplog.set_level("INFO")
+    sample("out", "seeds=0-1", "guidance=interval", "cfg_scale=2", "guidance.level_lo=0", "guidance.level_hi=0.01")
+    assert "cost     7 network evaluations" in caplog.text  # the last level is evaluated twice
+
+
+def test_a_sit_run_samples_with_every_solver_and_refuses_edms_settings(train, sample):
+    sit = train("sit", "diffusion=sit", "train.num_steps=2", "train.lr=1e-2")
+    images = {}
+    for solver in ("euler", "heun", "euler_maruyama"):
+        images[solver] = sample(solver, "seeds=0-3", f"solver={solver}", checkpoint=sit)
+        assert_same_images(images[solver], sample(f"{solver}_1", "seeds=0-3", "batch_size=1", f"solver={solver}", checkpoint=sit))
+    guided = sample("cfg", "seeds=0-3", "guidance=cfg", "cfg_scale=3", checkpoint=sit)
+    assert all((guided[name] != images["heun"][name]).any() for name in guided)
+    with pytest.raises(ValueError, match="S_churn=2 is not a setting of the sampler of diffusion=sit"):
+        sample("churn", "S_churn=2", checkpoint=sit)
+    with pytest.raises(ValueError, match="solver=euler is not a setting of the sampler of diffusion=edm"):
+        sample("solver", "solver=euler")
+    with pytest.raises(
+        ValueError, match="guidance.level_hi=2 is outside the sampler of diffusion=sit, whose t goes from 1 to 0.333"
+    ):
+        sample("interval", "guidance=interval", "guidance.level_lo=0", "guidance.level_hi=2", checkpoint=sit)
+
+
+def test_autoguidance_takes_a_second_checkpoint_of_the_same_latents_and_diffusion(train, sample, trained, tmp_path):
+    plain = sample("plain", "seeds=0-3")
+    itself = sample("itself", "seeds=0-3", "guidance=autoguidance", f"guidance.checkpoint={trained}")
+    assert_same_images(plain, itself)
+    weak = train("weak", "train.num_steps=1", "train.lr=1e-2", "model.backbone=DiT-XS/4", "model=dit")
+    guided = sample("guided", "seeds=0-3", "guidance=autoguidance", f"guidance.checkpoint={weak}")
+    assert all((guided[name] != plain[name]).any() for name in plain)
+    sit = train("sit", "train.num_steps=1", "diffusion=sit")
+    for checkpoint, message in (
+        (sit, "guidance.checkpoint=.*sit has diffusion.name=sit, and the network that it is to guide edm"),
+        (tmp_path / "nowhere", "guidance.checkpoint: .*nowhere is not a folder"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            sample("wrong", "guidance=autoguidance", f"guidance.checkpoint={checkpoint}")
+
+
+def test_sparse_guidance_of_a_network_without_routes_uses_treads_and_warns(train, sample, caplog):
+    dense = train("dense", "model=dit", "train.num_steps=2", "train.lr=1e-2")
+    plain = sample("plain", "seeds=0-1", checkpoint=dense)
+    sparse = sample("sparse", "seeds=0-1", "guidance=sparse", "guidance.w=3", checkpoint=dense)
+    assert all((sparse[name] != plain[name]).any() for name in plain)
+    assert "trained without routes" in caplog.text and "skip blocks 2 to -4" in caplog.text
+
+
 def test_two_processes_make_the_images_of_one(sample, trained, tmp_path):
     one = sample("one", "seeds=0-4", "classes=0-9")
     output = tmp_path / "two"
@@ -112,7 +172,9 @@ def test_raw_and_ema_weights_differ(sample):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["cfg_scale=2"], "cfg_scale=2 needs guidance=cfg, not guidance=none"),
+        (["cfg_scale=2", "guidance=sparse"], "cfg_scale=2 needs guidance=cfg .*its own scale is guidance.w=1.5"),
+        (["guidance=sparse", "guidance.r_strong=0.6"], "guidance.r_strong=0.6 must be below guidance.r_weak=0.5"),
+        (["cfg_scale=2"], "cfg_scale=2 needs guidance=cfg or guidance=interval, not guidance=none"),
         (["classes=[3,10]"], "class 10 does not exist; the model knows 0 to 9"),
         (["seeds=5-"], "seeds='5-' is not accepted; use numbers and ranges"),
         (["weights=best"], r"weights='best' is not accepted; use ema \| raw"),

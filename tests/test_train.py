@@ -33,7 +33,15 @@ def assert_same_weights(first, second, step):
         assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a), which
 
 
-@pytest.mark.parametrize("extra", [[], ["data.num_workers=2", "train.grad_accum_steps=2", "train.grad_clip_norm=1.0"]])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        [],
+        ["data.num_workers=2", "train.grad_accum_steps=2", "train.grad_clip_norm=1.0"],
+        ["diffusion=sit"],
+        ["diffusion=sit", "diffusion.timestep=logit_normal"],
+    ],
+)
 def test_a_resumed_run_equals_an_uninterrupted_one_exactly(train, extra):
     whole = train("whole", *extra)
     cut = train("cut", "train.num_steps=4", *extra)
@@ -104,6 +112,20 @@ def test_routing_is_on_in_training_and_off_in_grids(train, monkeypatch):
     assert Image.open(run / "samples" / "step_0000002.png").size[0] > 3 * 64
 
 
+def test_sparse_guidance_routes_in_grids_without_touching_training(train):
+    plain = train("plain", "train.num_steps=2", "model=dit", *GRIDS)
+    sparse = train("sparse", "train.num_steps=2", "model=dit", "guidance=sparse", *GRIDS)
+    assert losses(plain) == losses(sparse)
+    assert_same_weights(plain, sparse, 2)
+    assert (sparse / "samples" / "step_0000002.png").exists()
+
+
+def test_a_second_network_that_is_missing_is_found_before_training(train, tmp_path):
+    with pytest.raises(ValueError, match="guidance.checkpoint: nowhere is not a folder"):
+        train("run", "guidance=autoguidance", "guidance.checkpoint=nowhere", *GRIDS)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_run_leaves_its_config_metrics_and_checkpoints(train):
     run = train("run", "checkpoint.every=2", "checkpoint.keep_last=2", "train.grad_clip_norm=1")
     assert [p.name for p in checkpoints.list_steps(run / "checkpoints").values()] == ["step_0000004", "step_0000006"]
@@ -131,6 +153,8 @@ def test_a_complete_run_does_nothing_more(train):
         ("seed=1", "seed: 0 -> 1"),
         ("train.batch_size=8", "train.batch_size: 4 -> 8"),
         ("diffusion.sigma_data=1.0", "diffusion.sigma_data: 0.5 -> 1.0"),
+        ("diffusion=sit", "diffusion.P_mean: -1.2 -> 'absent'; .*diffusion.name: 'edm' -> 'sit'.*diffusion.timestep: 'absent'"),
+        ("init_from=runs/other", "init_from: None -> 'runs/other'"),
     ],
 )
 def test_a_resume_under_another_configuration_is_refused_with_the_difference(train, change, message):
@@ -234,6 +258,75 @@ def test_wandb_offline_reads_the_same_numbers(train, monkeypatch):
     run = train("run", "wandb.mode=offline", "train.num_steps=2", *GRIDS)
     assert list((run / "wandb").glob("offline-run-*/*.wandb"))
     assert list(losses(run)) == [1, 2]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# From the weights of another run.
+
+
+def test_init_from_starts_a_dense_run_from_a_routed_ones_weights_and_average(train):
+    routed = train("routed", "train.lr=1e-2")
+    dense = train("dense", "model=dit", f"init_from={routed}", "train.num_steps=1", "train.lr=1e-30")
+    assert [record["step"] for record in metrics(dense)] == [1]
+    before, after = weights(routed, 6), weights(dense, 1)
+    assert all(torch.allclose(before[name], after[name], atol=1e-7) for name in before)
+    # The average goes on with the decay of its age, (1 + 6) / (10 + 6), and not of a first step.
+    average = weights(routed, 6, "ema")
+    for name, value in weights(dense, 1, "ema").items():
+        assert torch.allclose(value, average[name].lerp(after[name], 9 / 16), atol=1e-6), name
+
+
+def test_a_run_that_started_from_another_resumes_exactly_without_it(train):
+    source = train("source", "train.num_steps=2", "train.lr=1e-2")
+    extra = [f"init_from={source}", "model=dit", "seed=1"]
+    whole, cut = train("whole", *extra), train("cut", "train.num_steps=3", *extra)
+    shutil.rmtree(source)
+    train("cut", *extra)
+    assert losses(cut) == losses(whole) and list(losses(whole)) == [1, 2, 3, 4, 5, 6]
+    assert_same_weights(whole, cut, 6)
+    with pytest.raises(ValueError, match="cannot go on under this configuration: init_from: '.*source' -> None"):
+        train("cut", "model=dit", "seed=1")
+
+
+def test_init_state_all_goes_on_with_optimiser_and_step(train):
+    whole, source = train("whole"), train("source", "train.num_steps=4")
+    branch = train("branch", f"init_from={source / 'checkpoints' / 'step_0000004'}", "init_state=all")
+    assert losses(branch) == {5: losses(whole)[5], 6: losses(whole)[6]}
+    assert_same_weights(whole, branch, 6)
+    fresh = train("fresh", f"init_from={source}", "train.num_steps=6")
+    assert list(losses(fresh)) == [1, 2, 3, 4, 5, 6]
+    with pytest.raises(ValueError, match="goes on from step 4, which leaves nothing to do for train.num_steps=4; raise it"):
+        train("other", f"init_from={source}", "init_state=all", "train.num_steps=4")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("model.backbone=DiT-XS/4", "another architecture: model.backbone: 'DiT-XS/2' -> 'DiT-XS/4'"),
+        ("model.learn_sigma=true", "another architecture: model.learn_sigma: False -> True"),
+        ("diffusion=sit", "another architecture: diffusion.name: 'edm' -> 'sit'"),
+        ("init_from=nowhere", "init_from: nowhere is not a folder"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_before_anything_is_written(train, tmp_path, change, message):
+    source = train("source", "train.num_steps=1")
+    with pytest.raises(ValueError, match=message):
+        train("run", f"init_from={source}", change)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_of_a_version_without_init_from_resumes(train):
+    whole, run = train("whole"), train("run", "train.num_steps=3")
+    (folder,) = checkpoints.list_steps(run / "checkpoints").values()
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for name, drop in (("config.yaml", "init_"), ("state.json", "ema_num_updates")):
+        lines = [line for line in (folder / name).read_text().splitlines() if drop not in line]
+        (folder / name).write_text("\n".join(lines).replace("1,\n}", "1\n}") + "\n")
+        manifest[name] = checkpoints._size_and_hash(folder / name)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    train("run")
+    assert losses(run) == losses(whole)
+    assert_same_weights(whole, run, 6)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -20,6 +21,8 @@ from omegaconf import DictConfig, OmegaConf
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 WEIGHTS = {"raw": "model.safetensors", "ema": "ema.safetensors"}
@@ -223,6 +226,29 @@ def find_newest(root: Path) -> tuple[Path | None, dict[Path, str]]:
             "Restore one, or start a run under another name=..."
         )
     return None, problems
+
+
+def find_checkpoint(folder: Path, key: str) -> Path:
+    """A verified checkpoint: the folder itself, or the newest good one of a run.
+
+    Args:
+        key: of the configuration, which named the folder.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if (folder / "checkpoints").is_dir():
+        newest, problems = find_newest(folder / "checkpoints")
+        for problem in problems.values():
+            log.warning("%s; taking an earlier checkpoint", problem)
+        if newest is None:
+            raise CheckpointError(f"{key}={folder} is a run without checkpoints yet")
+        return newest
+    try:
+        verify(folder)
+    except CheckpointError as e:
+        raise CheckpointError(f"{key}: {e}") from e
+    return folder
 
 
 def set_aside(folder: Path) -> Path:

@@ -7,6 +7,8 @@ the key and says what is accepted.
 from __future__ import annotations
 
 import difflib
+import itertools
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +24,16 @@ from edm.sampler import HeunSampler
 from latents.shards import KINDS, LatentDataset
 from latents.webdataset import TarLatents
 from routing_module import Route
+from sit import SiT
+from sit.diffusion import TIMESTEPS
+from sit.sampler import DIFFUSION_FORMS, LAST_STEPS, SOLVERS, FlowSampler
+
+Diffusion = EDM | SiT
+
+log = logging.getLogger(__name__)
+
+# TREAD's (section 4), for sparse guidance of a network that has none of its own.
+DEFAULT_ROUTE = Route(selection_ratio=0.5, start_layer_idx=2, end_layer_idx=-4)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CONFIGS = str(REPOSITORY / "configs")
@@ -141,17 +153,74 @@ AUTOENCODER = Accepts(_is_autoencoder, "identity | none | sd-vae:<hub id or fold
 # ----------------------------------------------------------------------------------------------------------------------
 # The keys.
 
-GUIDANCE_KEYS = {"none": {}, "cfg": {"cfg_scale": number()}}
+LEVEL = number(0, below=True)
+BOUND = Accepts(LEVEL.test, "a noise level: sigma for diffusion=edm (0.28 to 2.9, say), t for diffusion=sit (0.22 to 0.74, say)")
+
+# What each guidance takes; guidance.name is added to it.
+GUIDANCE_KEYS = {
+    "none": {},
+    "cfg": {"cfg_scale": number()},
+    "interval": {"cfg_scale": number(), "level_lo": BOUND, "level_hi": BOUND},
+    "sparse": {
+        "w": number(),
+        "r_strong": number(0, 1, below=True),
+        "r_weak": number(0, 1, below=True),
+        "subset": choice(*guidance.SUBSETS),
+        "level_lo": or_null(LEVEL),
+        "level_hi": or_null(LEVEL),
+    },
+    "autoguidance": {
+        "checkpoint": Accepts(text().test, "the folder of a checkpoint or of a run: guidance.checkpoint=runs/<name>"),
+        "weights": choice("ema", "raw"),
+        "w": number(),
+        "level_lo": or_null(LEVEL),
+        "level_hi": or_null(LEVEL),
+    },
+}
+# For fid.py, which sweeps over lists.
+GUIDANCE_SWEEP_KEYS = {name: {key: one_or_list(accepts) for key, accepts in keys.items()} for name, keys in GUIDANCE_KEYS.items()}
 
 SAMPLER_KEYS = {
-    "num_steps": whole(1),
-    "sigma_min": number(0, above=True),
-    "sigma_max": number(0, above=True, below=True),
-    "rho": number(0, above=True, below=True),
-    "S_churn": number(0, below=True),
-    "S_min": number(0),
-    "S_max": number(0),
-    "S_noise": number(0, below=True),
+    "edm": {
+        "num_steps": whole(1),
+        "sigma_min": number(0, above=True),
+        "sigma_max": number(0, above=True, below=True),
+        "rho": number(0, above=True, below=True),
+        "S_churn": number(0, below=True),
+        "S_min": number(0),
+        "S_max": number(0),
+        "S_noise": number(0, below=True),
+    },
+    "sit": {
+        "num_steps": whole(1),
+        "solver": choice(*SOLVERS),
+        "diffusion_form": choice(*DIFFUSION_FORMS),
+        "diffusion_norm": number(0, below=True),
+        "last_step_size": number(0, 1, above=True, below=True),
+        "last_step": choice(*LAST_STEPS),
+    },
+}
+# What each diffusion takes; diffusion.name is added to it.
+DIFFUSION_KEYS = {
+    "edm": {
+        "sigma_data": number(0, above=True, below=True),
+        "P_mean": number(),
+        "P_std": number(0, above=True, below=True),
+        **{f"sampler.{key}": accepts for key, accepts in SAMPLER_KEYS["edm"].items()},
+    },
+    "sit": {
+        "timestep": choice(*TIMESTEPS),
+        "logit_mean": number(),
+        "logit_std": number(0, above=True, below=True),
+        **{f"sampler.{key}": accepts for key, accepts in SAMPLER_KEYS["sit"].items()},
+    },
+}
+# What sample.py may set on the sampler of a run; a setting that the run's diffusion does not have is refused.
+SAMPLER_OVERRIDES = {
+    key: accepts
+    for keys in SAMPLER_KEYS.values()
+    for key, accepts in keys.items()
+    if key not in ("sigma_min", "sigma_max", "rho")  # they define EDM's schedule
 }
 
 DETECTOR_KEYS = {
@@ -166,6 +235,8 @@ TRAIN_KEYS = {
     "output_dir": text(),
     "seed": whole(0),
     "resume": text(),
+    "init_from": or_null(text()),
+    "init_state": choice("weights", "all"),
     "model.name": choice("dit", "tread"),
     "model.backbone": choice(*dit.BACKBONES),
     "model.routes": Accepts(_is_routes, f"a list of routes, each with {', '.join(Route.__dataclass_fields__)}"),
@@ -186,11 +257,7 @@ TRAIN_KEYS = {
     "data.input_size": or_null(whole(1)),
     "data.num_classes": or_null(whole(1)),
     "data.num_workers": whole(0),
-    "diffusion.name": choice("edm"),
-    "diffusion.sigma_data": number(0, above=True, below=True),
-    "diffusion.P_mean": number(),
-    "diffusion.P_std": number(0, above=True, below=True),
-    **{f"diffusion.sampler.{key}": accepts for key, accepts in SAMPLER_KEYS.items()},
+    "diffusion.name": choice(*DIFFUSION_KEYS),
     "train.num_steps": whole(1),
     "train.batch_size": whole(1),
     "train.grad_accum_steps": whole(1),
@@ -233,7 +300,7 @@ SAMPLE_KEYS = {
     "precision": choice("fp32", "bf16"),
     "cpu_threads": or_null(whole(1)),
     "npz": true_or_false(),
-    **{key: or_null(SAMPLER_KEYS[key]) for key in ("num_steps", "S_churn", "S_min", "S_max", "S_noise")},
+    **{key: or_null(accepts) for key, accepts in SAMPLER_OVERRIDES.items()},
 }
 
 
@@ -248,7 +315,8 @@ FID_KEYS = {
     "autoencoder": or_null(AUTOENCODER),
     "cfg_scale": or_null(one_or_list(number())),
     "num_steps": or_null(one_or_list(whole(1))),
-    "S_churn": or_null(one_or_list(number(0, below=True))),
+    "S_churn": or_null(one_or_list(SAMPLER_OVERRIDES["S_churn"])),
+    "solver": or_null(one_or_list(SAMPLER_OVERRIDES["solver"])),
     "batch_size": whole(1),
     "precision": choice("fp32", "bf16"),
     "cpu_threads": or_null(whole(1)),
@@ -269,24 +337,25 @@ def flatten(config: dict, prefix: str = "") -> dict[str, object]:
     return flat
 
 
-def check(cfg: DictConfig, keys: dict[str, Accepts]) -> DictConfig:
+def check(cfg: DictConfig, keys: dict[str, Accepts], guidance_keys: dict[str, dict[str, Accepts]] = GUIDANCE_KEYS) -> DictConfig:
     """Check every key and value, and return the configuration with its interpolations resolved.
 
     Args:
-        keys: TRAIN_KEYS or SAMPLE_KEYS; the keys of the chosen guidance are added here.
+        keys: TRAIN_KEYS, SAMPLE_KEYS or FID_KEYS; those of the chosen diffusion and guidance are added here.
+        guidance_keys: GUIDANCE_KEYS, or GUIDANCE_SWEEP_KEYS where lists are accepted.
 
     Raises:
         ValueError: naming the key, the value and what is accepted.
     """
     config = OmegaConf.to_container(cfg, resolve=True)
     flat = flatten(config)
-    guidance_name = flat.get("guidance.name")
-    accepts_guidance = choice(*GUIDANCE_KEYS)
-    if not accepts_guidance.test(guidance_name):
-        raise ValueError(f"guidance.name={guidance_name!r} is not accepted; use {accepts_guidance.words}")
-    keys = {**keys, "guidance.name": accepts_guidance}
-    keys |= {f"guidance.{key}": accepts for key, accepts in GUIDANCE_KEYS[guidance_name].items()}
+    keys = keys | _keys_of_choice(flat, "guidance", guidance_keys)
+    if "diffusion.name" in keys:
+        keys |= _keys_of_choice(flat, "diffusion", DIFFUSION_KEYS)
     check_keys(flat, keys)
+    for settings in combinations(config["guidance"]):
+        _check_order(settings, "level_lo", "level_hi", "level_hi=null leaves it open" if settings["name"] != "interval" else "")
+        _check_order(settings, "r_strong", "r_weak", "the strong branch skips fewer tokens; r_strong=0 is the dense network")
     return OmegaConf.create(config)
 
 
@@ -302,8 +371,40 @@ def check_keys(flat: dict[str, object], keys: dict[str, Accepts]) -> None:
             raise ValueError(f"{key}={flat[key]!r} is not accepted; use {accepts.words}")
 
 
+def _keys_of_choice(flat: dict[str, object], group: str, table: dict[str, dict[str, Accepts]]) -> dict[str, Accepts]:
+    """The keys of the member of `group` that the configuration chooses.
+
+    Raises:
+        ValueError: it is none of the table's.
+    """
+    name, accepts_name = flat.get(f"{group}.name"), choice(*table)
+    if not accepts_name.test(name):
+        raise ValueError(f"{group}.name={name!r} is not accepted; use {accepts_name.words}")
+    return {f"{group}.name": accepts_name} | {f"{group}.{key}": accepts for key, accepts in table[name].items()}
+
+
+def _check_order(settings: dict[str, object], low: str, high: str, hint: str) -> None:
+    if settings.get(low) is not None and settings.get(high) is not None and not settings[low] < settings[high]:
+        raise ValueError(
+            f"guidance.{low}={settings[low]} must be below guidance.{high}={settings[high]}{f' ({hint})' if hint else ''}"
+        )
+
+
+def combinations(settings: DictConfig | dict) -> list[dict]:
+    """{a: [1, 2], b: 3} -> [{a: 1, b: 3}, {a: 2, b: 3}]: every choice of one entry from each list."""
+    entries = [list(v) if isinstance(v, (list, ListConfig)) else [v] for v in settings.values()]
+    return [dict(zip(settings, chosen)) for chosen in itertools.product(*entries)]
+
+
 def unknown_key(key: str, keys: dict[str, Accepts]) -> str:
     """The message for a key that does not exist: the nearest ones, or those beside it."""
+    group, _, own = key.partition(".")
+    choices = {"diffusion": DIFFUSION_KEYS, "guidance": GUIDANCE_KEYS}.get(group, {})
+    owners = [name for name, table in choices.items() if own in table]
+    if owners:
+        return f"{key} is not a key of this {group}; it belongs to {' and '.join(f'{group}={name}' for name in owners)}"
+    if not any(k.startswith(f"{group}.") and k != f"{group}.name" for k in keys):  # which of them is chosen is not known yet
+        keys = dict.fromkeys([*keys, *(f"{group}.{k}" for table in choices.values() for k in table)])
     near = difflib.get_close_matches(key, keys, n=3, cutoff=0.75)
     group = key.rpartition(".")[0]
     beside = near or [k for k in keys if k.rpartition(".")[0] == group] or list(keys)
@@ -404,25 +505,115 @@ def build_network(cfg: DictConfig) -> dit.DiT:
     )
 
 
-def build_diffusion(cfg: DictConfig, **sampler_overrides) -> EDM:
-    """The diffusion of a configuration; `sampler_overrides` that are None change nothing."""
-    settings = dict(cfg.diffusion.sampler) | {key: value for key, value in sampler_overrides.items() if value is not None}
+def build_diffusion(cfg: DictConfig, **sampler_overrides) -> Diffusion:
+    """The diffusion of a configuration; `sampler_overrides` that are None change nothing.
+
+    Raises:
+        ValueError: an override that the sampler of this diffusion does not have; noise levels in the wrong order.
+    """
+    diffusion, known = cfg.diffusion, SAMPLER_KEYS[cfg.diffusion.name]
+    given = {key: value for key, value in sampler_overrides.items() if value is not None}
+    for key, value in given.items():
+        if key not in known:
+            raise ValueError(
+                f"{key}={value} is not a setting of the sampler of diffusion={diffusion.name}, with which the run was trained; "
+                f"leave it out. It has {', '.join(known)}"
+            )
+    settings = dict(diffusion.sampler) | given
+    if diffusion.name == "sit":
+        return SiT(diffusion.timestep, diffusion.logit_mean, diffusion.logit_std, FlowSampler(**settings))
     if not settings["sigma_min"] < settings["sigma_max"]:
         raise ValueError(f"diffusion.sampler.sigma_min={settings['sigma_min']} must be below sigma_max={settings['sigma_max']}")
-    return EDM(cfg.diffusion.sigma_data, cfg.diffusion.P_mean, cfg.diffusion.P_std, HeunSampler(**settings))
+    return EDM(diffusion.sigma_data, diffusion.P_mean, diffusion.P_std, HeunSampler(**settings))
 
 
-def build_guidance(cfg: DictConfig) -> Callable[[guidance.Denoiser, int], guidance.Denoiser]:
-    """What `guidance=...` asks for, as a function (denoise, num_classes) -> denoiser."""
-    settings = {key: value for key, value in cfg.guidance.items() if key != "name"}
+def build_guidance(cfg: DictConfig) -> guidance.Guide:
+    """What `guidance=...` asks for, to be given what the network offers. The second network of autoguidance is part of that."""
+    settings = {key: value for key, value in cfg.guidance.items() if key not in ("name", "checkpoint", "weights")}
     return partial(guidance.GUIDANCES[cfg.guidance.name], **settings)
 
 
+def check_initial(stored: DictConfig, step: int, cfg: DictConfig) -> None:
+    """Compare the checkpoint that init_from names with the run that is to start from it. Routes may differ: they have no weights.
+
+    Args:
+        stored, step: of the checkpoint.
+        cfg: of the run, with data.* filled in.
+
+    Raises:
+        ValueError: naming the keys that differ; with init_state=all, also when no step is left to do.
+    """
+    changed = differences(stored, cfg, ARCHITECTURE_KEYS)
+    if changed:
+        raise ValueError(
+            f"init_from={cfg.init_from}: its weights are of another architecture: {'; '.join(changed)}. Set these keys to the "
+            "first values, or start from another checkpoint"
+        )
+    if cfg.init_state == "all" and step >= cfg.train.num_steps:
+        raise ValueError(
+            f"init_from={cfg.init_from} with init_state=all goes on from step {step}, which leaves nothing to do for "
+            f"train.num_steps={cfg.train.num_steps}; raise it, or set init_state=weights"
+        )
+
+
+def check_guidance(settings: DictConfig | dict, run_cfg: DictConfig, diffusion: Diffusion) -> None:
+    """Compare a guidance with the run that it is to guide.
+
+    Args:
+        settings: guidance.*, without lists.
+        run_cfg: the configuration that the network was trained with.
+        diffusion: of that run, with the sampler that is to be used.
+
+    Raises:
+        ValueError: an interval outside the sampler's noise levels, or between them.
+    """
+    levels = diffusion.sampler.evaluated_levels()
+    low, high = settings.get("level_lo"), settings.get("level_hi")
+    symbol = {"edm": "sigma", "sit": "t"}[run_cfg.diffusion.name]
+    sampler = f"the sampler of diffusion={run_cfg.diffusion.name}, whose {symbol} goes from {levels[0]:g} to {levels[-1]:.3g}"
+    top = levels[0] * (1 + 1e-6)  # levels are rounded to float32 when they are compared
+    for key, value in (("level_lo", low), ("level_hi", high)):
+        if value is not None and value > top:
+            raise ValueError(f"guidance.{key}={value} is outside {sampler}; give {symbol} within it")
+    if not any((low is None or low < level) and (high is None or level <= high * (1 + 1e-6)) for level in levels):
+        raise ValueError(
+            f"guidance.level_lo={low} and guidance.level_hi={high} hold none of the {len(levels)} noise levels of {sampler}; "
+            "widen the interval, or raise num_steps"
+        )
+
+
+def warn_of_guidance(settings: DictConfig | dict, run_cfg: DictConfig) -> None:
+    """Say where a guidance is not likely to do what it is for. Arguments as for `check_guidance`; lists may stand in them."""
+    if settings["name"] == "sparse" and not any(route.selection_ratio > 0 for route in run_cfg.model.routes):
+        log.warning(
+            "guidance=sparse on a network that was trained without routes: it never saw a part of its tokens skip, so that the "
+            "branch of r_weak is not a weaker version of it but a broken one, and the images are likely to be worse than "
+            "with guidance=none or cfg. The tokens skip blocks %s to %s",
+            DEFAULT_ROUTE.start_layer_idx,
+            DEFAULT_ROUTE.end_layer_idx,
+        )
+
+
+# What weights have to share with the run that starts from them: their shapes, and what they are weights of.
+ARCHITECTURE_KEYS = (
+    "model.backbone",
+    "model.learn_sigma",
+    "data.in_channels",
+    "data.input_size",
+    "data.num_classes",
+    "diffusion.name",
+    "diffusion.sigma_data",
+)
+
+
 def differences(stored: DictConfig, current: DictConfig, keys_under: tuple[str, ...]) -> list[str]:
-    """`key: stored -> current` for every key that differs and is, or lies below, one of `keys_under`."""
+    """`key: stored -> current` for every key that differs and is, or lies below, one of `keys_under`.
+
+    A key that is absent, in a run of an earlier version, is as good as null.
+    """
     old, new = (flatten(OmegaConf.to_container(cfg, resolve=True)) for cfg in (stored, current))
     return [
         f"{key}: {old.get(key, 'absent')!r} -> {new.get(key, 'absent')!r}"
         for key in sorted(old.keys() | new.keys())
-        if old.get(key, "absent") != new.get(key, "absent") and any(key == k or key.startswith(f"{k}.") for k in keys_under)
+        if old.get(key) != new.get(key) and any(key == k or key.startswith(f"{k}.") for k in keys_under)
     ]

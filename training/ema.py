@@ -17,10 +17,14 @@ class EMA:
     Args:
         net: the network, before anything wraps it.
         decay: per step, in [0, 1).
+
+    Attributes:
+        num_updates_before: updates that the average had seen before step 0, in the run whose weights this one starts from.
     """
 
     def __init__(self, net: nn.Module, decay: float):
         self.decay = decay
+        self.num_updates_before = 0
         self.net = copy.deepcopy(net).float().eval().requires_grad_(False)
         # Fixed parameters (the positions) are equal in both and stay out of it.
         pairs = [(a, p) for a, p in zip(self.net.parameters(), net.parameters()) if p.requires_grad]
@@ -28,5 +32,6 @@ class EMA:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        decay = min(self.decay, (1 + step) / (10 + step))
+        age = self.num_updates_before + step
+        decay = min(self.decay, (1 + age) / (10 + age))
         torch._foreach_lerp_(self._averages, [p.detach() for p in self._parameters], 1 - decay)

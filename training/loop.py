@@ -19,11 +19,10 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import guidance
-from edm import EDM
 from latents.order import BatchOrder, read_batches
 from latents.shards import LatentDataset, latents_for_network
 from training import checkpoint as checkpoints
-from training.config import differences
+from training.config import Diffusion, differences
 from training.ema import EMA
 from training.engine import checkpoint_activations, compile_network
 from training.evaluation import Evaluator, metric_name
@@ -41,11 +40,15 @@ FIXED_KEYS = (
     "diffusion.sigma_data",
     "diffusion.P_mean",
     "diffusion.P_std",
+    "diffusion.timestep",
+    "diffusion.logit_mean",
+    "diffusion.logit_std",
     "data.in_channels",
     "data.input_size",
     "data.num_classes",
     "seed",
     "train.batch_size",
+    "init_from",
 )
 # What may change, and is worth a line in the log.
 NOTED_KEYS = ("train.lr", "train.betas", "train.weight_decay", "train.grad_clip_norm", "train.ema_decay", "train.precision")
@@ -80,7 +83,7 @@ class Trainer:
         accelerator: Accelerator,
         cfg: DictConfig,
         net: nn.Module,
-        diffusion: EDM,
+        diffusion: Diffusion,
         dataset: LatentDataset,
         run: RunFolder,
     ):
@@ -347,12 +350,37 @@ class Trainer:
             state={
                 "images_seen": self.step * self.cfg.train.batch_size,
                 "data_fingerprint": self.data_fingerprint,
+                "ema_num_updates": self.ema.num_updates_before + self.step,
                 "loss_sum": self.loss_sum.item(),
                 "loss_count": self.loss_count,
             },
             config=self.cfg,
         )
         return checkpoints.save(self.run.checkpoints, checkpoint, cfg.keep_last, cfg.keep_every)
+
+    def init_from(self, folder: Path, init_state: str) -> None:
+        """Start from the weights of another run, whose architecture `check_initial` has compared.
+
+        Args:
+            folder: a verified checkpoint.
+            init_state: `weights` takes weights and EMA, `all` the optimiser's state and the step too.
+        """
+        checkpoint = checkpoints.load(folder)
+        self.net.load_state_dict(checkpoint.model)
+        self.ema.net.load_state_dict(checkpoint.ema)
+        # The average goes on: a warm-up would forget it within a few steps.
+        self.ema.num_updates_before = ema_num_updates(checkpoint)
+        if init_state == "all":
+            self._load_optimizer(checkpoint)
+            self.step = checkpoint.step
+            self.ema.num_updates_before -= self.step
+        log.info("weights and EMA from %s%s", folder, f", with optimiser and step {self.step}" if init_state == "all" else "")
+
+    def _load_optimizer(self, checkpoint: checkpoints.Checkpoint) -> None:
+        self.optimizer.load_state_dict(checkpoint.optimizer)
+        for group in self.optimizer.param_groups:
+            group["lr"], group["betas"] = self.cfg.train.lr, tuple(self.cfg.train.betas)
+            group["weight_decay"] = self.cfg.train.weight_decay
 
     def resume(self, folder: Path) -> None:
         """Continue from a checkpoint.
@@ -373,13 +401,16 @@ class Trainer:
             log.warning("resumed with another setting: %s", line)
         self.net.load_state_dict(checkpoint.model)
         self.ema.net.load_state_dict(checkpoint.ema)
-        self.optimizer.load_state_dict(checkpoint.optimizer)
-        for group in self.optimizer.param_groups:
-            group["lr"], group["betas"] = self.cfg.train.lr, tuple(self.cfg.train.betas)
-            group["weight_decay"] = self.cfg.train.weight_decay
+        self._load_optimizer(checkpoint)
         self.step = checkpoint.step
+        self.ema.num_updates_before = ema_num_updates(checkpoint) - self.step
         self.loss_sum.fill_(checkpoint.state["loss_sum"])
         self.loss_count = checkpoint.state["loss_count"]
+
+
+def ema_num_updates(checkpoint: checkpoints.Checkpoint) -> int:
+    """The updates that the average of a checkpoint has seen, those of the run that it started from included."""
+    return checkpoint.state.get("ema_num_updates", checkpoint.step)
 
 
 class _Clock:

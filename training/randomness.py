@@ -45,10 +45,11 @@ class SeedRandom:
 
     Args:
         seeds: numbers, or tuples of them.
+        stream: what the numbers are for; streams are independent.
     """
 
-    def __init__(self, seeds: Sequence[int | tuple[int, ...]], device: torch.device):
-        self.generators = [torch.Generator().manual_seed(_key("sample", seed)) for seed in seeds]
+    def __init__(self, seeds: Sequence[int | tuple[int, ...]], device: torch.device, stream: str = "sample"):
+        self.generators = [torch.Generator().manual_seed(_key(stream, seed)) for seed in seeds]
         self.device = device
 
     def randn(self, *shape: int) -> Tensor:

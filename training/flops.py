@@ -5,37 +5,31 @@ A multiply-add is 2 FLOPs. Norms, activations, modulation and softmax are left o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import dit
 from routing_module import num_kept_tokens
 
-# The backward computes two products (with respect to input and weight) for each one of the forward.
-FORWARD_AND_BACKWARD = 3
 
-
-def forward_flops(net: dit.DiT, *, routed: bool) -> int:
+def forward_flops(net: dit.DiT, selection_ratios: float | Sequence[float] | None = 0.0) -> int:
     """FLOPs of one forward for one image.
 
     Args:
-        routed: as in training: blocks in the window of a route see its K kept tokens. False: as in sampling.
+        selection_ratios: fraction of the tokens that skip, one for all routes or one for each; 0 is dense, as in sampling;
+            None is the routes' own, as in training.
     """
     N, D = net.num_tokens, net.pos_embed.shape[-1]
     tokens = [N] * len(net.blocks)  # that each block sees
-    for route in net.router.routes if routed else ():
+    for route, ratio in zip(net.router.routes, net.router.selection_ratios(selection_ratios)):
         for i in range(route.start_layer_idx, route.end_layer_idx + 1):
-            tokens[i] = num_kept_tokens(N, route.selection_ratio)
+            tokens[i] = num_kept_tokens(N, ratio)
 
-    conv = net.x_embedder.proj
+    conv, final = net.x_embedder.proj, net.final_layer
     patch_embedding = 2 * N * D * conv.in_channels * conv.kernel_size[0] * conv.kernel_size[1]
     conditioning = 2 * sum(layer.weight.numel() for layer in (net.t_embedder.mlp[0], net.t_embedder.mlp[2]))
     blocks = sum(block_flops(block, K) for block, K in zip(net.blocks, tokens))
-    final = net.final_layer
-    return (
-        patch_embedding
-        + conditioning
-        + blocks
-        + 2 * final.adaLN_modulation[1].weight.numel()
-        + 2 * N * final.linear.weight.numel()
-    )
+    output = 2 * final.adaLN_modulation[1].weight.numel() + 2 * N * final.linear.weight.numel()
+    return patch_embedding + conditioning + blocks + output
 
 
 def block_flops(block: dit.DiTBlock, num_tokens: int) -> int:
@@ -47,5 +41,16 @@ def block_flops(block: dit.DiTBlock, num_tokens: int) -> int:
 
 
 def step_flops(net: dit.DiT, *, routed: bool) -> int:
-    """FLOPs of one image in training: forward and backward, 3 times the forward."""
-    return FORWARD_AND_BACKWARD * forward_flops(net, routed=routed)
+    """FLOPs of one image in training, forward and backward; `routed`: with the network's own routes, else dense.
+
+    The backward computes two products (with respect to input and weight) for each one of the forward.
+    """
+    return 3 * forward_flops(net, None if routed else 0.0)
+
+
+def sparse_saving(net: dit.DiT, r_strong: float, r_weak: float) -> float:
+    """The fraction of classifier-free guidance's FLOPs that sparse guidance saves where both guide.
+
+    cfg is two dense forwards; sparse guidance one with r_strong and one with r_weak of the tokens skipping.
+    """
+    return 1 - (forward_flops(net, r_strong) + forward_flops(net, r_weak)) / (2 * forward_flops(net))

@@ -1,0 +1,85 @@
+"""Linear-path flow matching with velocity prediction (SiT, arXiv 2401.08740, section 2).
+
+Shapes: B batch, C H W latents. Convention: t is in [0, 1] with the data at t = 0 and unit noise at t = 1, as in the SiT paper,
+and the network receives t itself, not 1000 t:
+
+    x_t = (1 - t) x + t eps        v(x_t, t) = E[eps - x | x_t]        D_x = E[x | x_t] = x_t - t v
+
+SiT's published code runs its clock the other way (s = 1 - t, data at s = 1) and so predicts x - eps. A network of its published
+checkpoints is one of ours as net(x, t, y) = -published(x, 1 - t, y); it too receives its clock unscaled. REPA's published
+networks use the convention of this file as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from edm.diffusion import SampleRandom
+from sit.sampler import FlowSampler
+
+TIMESTEPS = ("uniform", "logit_normal")
+
+
+@dataclass(frozen=True)
+class SiT:
+    """The diffusion, with the interface of `edm.EDM`. It owns no parameters: a network is any callable net(x_t, t, y, **kwargs).
+
+    Attributes:
+        timestep: how t is drawn in training: `uniform` in [0, 1), or `logit_normal`, logit(t) ~ N(logit_mean, logit_std^2)
+            (arXiv 2403.03206, section 3.1).
+        logit_mean, logit_std: of `logit_normal`; above 0 is towards the noise.
+        sampler: the settings of the sampler.
+    """
+
+    timestep: str = "uniform"
+    logit_mean: float = 0.0
+    logit_std: float = 1.0
+    sampler: FlowSampler = FlowSampler()
+
+    def velocity(self, net: Callable[..., Tensor], x: Tensor, t: Tensor, y: Tensor, **net_kwargs) -> Tensor:
+        """(B, C, H, W) float32, the network's estimate of v = E[eps - x | x_t].
+
+        Extra output channels of the network (the learned variance of published DiT and SiT checkpoints) are dropped.
+        """
+        return net(x, t, y, **net_kwargs)[:, : x.shape[1]].float()
+
+    def denoise(self, net: Callable[..., Tensor], x: Tensor, t: Tensor, y: Tensor, **net_kwargs) -> Tensor:
+        """D_x = x_t - t v: what x_t = x + t (eps - x) gives with the expected velocity.
+
+        Args:
+            x: (B, C, H, W) float32, x_t.
+            t: (B,) float32, the noise level, in [0, 1].
+            y: (B,) int64 labels.
+
+        Returns:
+            (B, C, H, W) float32, the network's estimate of the clean latents.
+        """
+        return x - t.reshape(-1, 1, 1, 1) * self.velocity(net, x, t, y, **net_kwargs)
+
+    def loss(self, net: Callable[..., Tensor], x: Tensor, y: Tensor, random: SampleRandom, **net_kwargs) -> Tensor:
+        """(B,) squared error of the velocity, averaged over C, H and W (SiT, section 2.1).
+
+        Args:
+            x: (B, C, H, W) float32, clean latents.
+            y: (B,) int64 labels.
+            random: where t and the noise come from, in this order.
+        """
+        t = random.rand() if self.timestep == "uniform" else (self.logit_mean + self.logit_std * random.randn()).sigmoid()  # (B,)
+        eps = random.randn(*x.shape[1:])
+        v = self.velocity(net, x + t.reshape(-1, 1, 1, 1) * (eps - x), t, y, **net_kwargs)
+        return (v - (eps - x)).square().mean(dim=(1, 2, 3))
+
+    @torch.no_grad()
+    def sample(
+        self,
+        denoiser: Callable[[Tensor, Tensor, Tensor], Tensor],
+        noise: Tensor,
+        y: Tensor,
+        random: SampleRandom | None = None,
+    ) -> Tensor:
+        """(B, C, H, W) unit normal noise -> latents. See `FlowSampler`."""
+        return self.sampler(denoiser, noise, y, random)

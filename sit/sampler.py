@@ -1,0 +1,127 @@
+"""Samplers of the linear path (SiT, arXiv 2401.08740, sections 2.2 and 2.4): Euler and Heun along the probability-flow ODE,
+Euler-Maruyama along the reverse SDE. t runs from 1 (noise) down to 0 (data).
+
+All that they need of the model is D_x = E[x | x_t], so that a guidance, which combines denoised estimates, works here as for EDM:
+
+    E[eps | x_t] = (x_t - (1 - t) D_x) / t        v = (x_t - D_x) / t        score = -E[eps | x_t] / t
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+SOLVERS = ("euler", "heun", "euler_maruyama")
+LAST_STEPS = ("mean", "tweedie")
+# Half of SiT's diffusion coefficient w(t), before diffusion_norm: the forms of the published code with its t turned round.
+DIFFUSION_FORMS: dict[str, Callable[[float], float]] = {
+    "sigma": lambda t: t,
+    "linear": lambda t: t,  # the same on this path, whose sigma_t is t
+    "constant": lambda t: 1.0,
+    "decreasing": lambda t: (1 - math.cos(math.pi * t)) ** 2 / 4,
+    "increasing-decreasing": lambda t: math.sin(math.pi * t) ** 2,
+    "sbdm": lambda t: t / max(1 - t, 1e-9),  # w_KL of the paper; the step bounds it at t = 1
+}
+
+
+@dataclass(frozen=True)
+class FlowSampler:
+    """Solve from t = 1 to 0.
+
+    ODE: dx/dt = v. SDE, backwards in t: dx = (v - w/2 score) dt + sqrt(w) dW, which has the same marginals for every
+    w(t) >= 0 (SiT, section 2.2).
+
+    Attributes:
+        num_steps: steps in t. Evaluations of the denoiser: num_steps, and 2 * num_steps - 1 for heun, whose last step is
+            Euler's, because the velocity of a denoiser does not exist at t = 0.
+        solver: `euler` or `heun` (ODE, deterministic), or `euler_maruyama` (SDE).
+
+    Of the SDE alone:
+        diffusion_form, diffusion_norm: w(t) = 2 * diffusion_norm * form(t), as in SiT's published code (its `sigma` with norm
+            1 is w = 2 sigma_t). Differs: w/2 never exceeds t^2 / step, beyond which the score term, whose slope reaches
+            1 / t^2, would overshoot.
+        last_step_size: where the last step starts; the others share the rest of the way evenly.
+        last_step: `mean` is a step without its noise, `tweedie` takes D_x (the same as a last step of the ODE).
+    """
+
+    num_steps: int = 40
+    solver: str = "heun"
+    diffusion_form: str = "sigma"
+    diffusion_norm: float = 1.0
+    last_step_size: float = 0.04
+    last_step: str = "mean"
+
+    def noise_levels(self) -> list[float]:
+        """The num_steps values of t at which steps begin, from 1 downwards, then 0."""
+        if self.solver != "euler_maruyama":
+            return [1 - i / self.num_steps for i in range(self.num_steps)] + [0.0]
+        last = max(self.num_steps - 1, 1)
+        return [1 - i / last * (1 - self.last_step_size) for i in range(self.num_steps)] + [0.0]
+
+    def evaluated_levels(self) -> list[float]:
+        """The values of t that the denoiser is called with, from 1 downwards."""
+        return self.noise_levels()[:-1]
+
+    def __call__(
+        self,
+        denoiser: Callable[[Tensor, Tensor, Tensor], Tensor],
+        noise: Tensor,
+        y: Tensor,
+        random=None,
+    ) -> Tensor:
+        """Solve from t = 1 to 0.
+
+        Args:
+            denoiser: (x, t, y) -> D_x, for x (B, C, H, W) float32, t (B,) float32 and y (B,).
+            noise: (B, C, H, W), unit normal.
+            y: (B,) int64 labels, handed on to the denoiser.
+            random: source of the noise of the SDE, `random.randn(C, H, W)` -> (B, C, H, W).
+
+        Returns:
+            (B, C, H, W) float32 latents. The state in between is float64 where the device has it.
+
+        Raises:
+            ValueError: the SDE without random.
+        """
+        if self.solver == "euler_maruyama" and random is None:
+            raise ValueError("solver=euler_maruyama adds noise: pass random, or set solver=heun")
+        dtype = torch.float32 if noise.device.type == "mps" else torch.float64  # MPS has no float64
+
+        def denoised(x: Tensor, t: float) -> Tensor:
+            ts = torch.full((len(x),), t, dtype=torch.float32, device=x.device)
+            return denoiser(x.float(), ts, y).to(dtype)
+
+        step = {"euler": self._euler, "heun": self._heun, "euler_maruyama": self._euler_maruyama}[self.solver]
+        levels = self.noise_levels()
+        x = noise.to(dtype)
+        for t_cur, t_next in zip(levels[:-1], levels[1:]):
+            x = step(denoised, x, t_cur, t_next, random)
+        return x.float()
+
+    @staticmethod
+    def _euler(denoised, x: Tensor, t_cur: float, t_next: float, random) -> Tensor:
+        return x + (t_next - t_cur) * (x - denoised(x, t_cur)) / t_cur
+
+    @staticmethod
+    def _heun(denoised, x: Tensor, t_cur: float, t_next: float, random) -> Tensor:
+        v_cur = (x - denoised(x, t_cur)) / t_cur
+        x_next = x + (t_next - t_cur) * v_cur
+        if t_next > 0:
+            v_next = (x_next - denoised(x_next, t_next)) / t_next
+            x_next = x + (t_next - t_cur) * (v_cur + v_next) / 2
+        return x_next
+
+    def _euler_maruyama(self, denoised, x: Tensor, t_cur: float, t_next: float, random) -> Tensor:
+        D_x, step = denoised(x, t_cur), t_cur - t_next
+        if t_next == 0 and self.last_step == "tweedie":
+            return D_x
+        half_w = min(self.diffusion_norm * DIFFUSION_FORMS[self.diffusion_form](t_cur), t_cur**2 / step)
+        score = -(x - (1 - t_cur) * D_x) / t_cur**2
+        mean = x - step * ((x - D_x) / t_cur - half_w * score)
+        if t_next == 0:
+            return mean
+        return mean + math.sqrt(2 * half_w * step) * random.randn(*x.shape[1:]).to(dtype=x.dtype)

@@ -1,0 +1,174 @@
+"""SiT against closed forms: one step by hand, and the exact velocity, flow and marginals of a Gaussian."""
+
+import math
+
+import pytest
+import torch
+from test_edm import GeneratorRandom, ListedRandom
+
+from sit import SiT
+from sit.sampler import DIFFUSION_FORMS, FlowSampler
+
+MEAN, STD = 0.3, 0.5
+
+
+class ListedUniform(ListedRandom):
+    """The first prepared tensor is uniform."""
+
+    def rand(self):
+        return self.tensors.pop(0)
+
+
+LABELS = torch.zeros(4, dtype=torch.int64)
+
+
+def gaussian_velocity(x, t, y=None):
+    """E[eps - x | x_t] for N(MEAN, STD^2) data: x_t ~ N((1 - t) MEAN, (1 - t)^2 STD^2 + t^2), jointly normal with both."""
+    t = t.double().reshape(-1, 1, 1, 1)
+    variance = (1 - t) ** 2 * STD**2 + t**2
+    centred = x.double() - (1 - t) * MEAN
+    return t * centred / variance - (MEAN + (1 - t) * STD**2 * centred / variance)
+
+
+def gaussian_posterior_mean(x, t, y):
+    t = t.double().reshape(-1, 1, 1, 1)
+    return MEAN + (1 - t) * STD**2 * (x.double() - (1 - t) * MEAN) / ((1 - t) ** 2 * STD**2 + t**2)
+
+
+def test_data_are_at_0_and_noise_at_1_and_the_network_gets_t_itself():
+    x, eps = torch.tensor([[[[1.0, -2.0]]], [[[0.5, 4.0]]]]), torch.tensor([[[[3.0, 0.0]]], [[[-1.0, 1.0]]]])
+    seen = {}
+
+    def net(x, t, y, extra):
+        seen.update(x=x, t=t, y=y, extra=extra)
+        return torch.tensor([1.0, 9.0]).reshape(1, 2, 1, 1).expand(2, 2, 1, 2)  # the second channel is not ours
+
+    y, t = torch.tensor([4, 2]), torch.tensor([0.25, 0.5])
+    loss = SiT().loss(net, x, y, ListedUniform(t, eps), extra=7)
+    assert seen["x"].flatten().tolist() == pytest.approx([0.75 + 0.75, -1.5, 0.25 - 0.5, 2.5])
+    assert seen["t"].tolist() == [0.25, 0.5] and seen["y"] is y and seen["extra"] == 7
+    # The target eps - x is (2, 2) and (-1.5, -3).
+    assert loss.tolist() == pytest.approx([(1 + 1) / 2, (2.5**2 + 4**2) / 2])
+
+
+def test_timesteps_are_uniform_or_logit_normal():
+    def network(seen):
+        return lambda x, t, y: seen.append(t) or x
+
+    x, noise = torch.zeros(2, 1, 1, 1), torch.zeros(2, 1, 1, 1)
+    seen = []
+    SiT(timestep="uniform").loss(network(seen), x, LABELS[:2], ListedUniform(torch.tensor([0.125, 0.75]), noise))
+    SiT(timestep="logit_normal", logit_mean=-1.0, logit_std=2.0).loss(
+        network(seen), x, LABELS[:2], ListedRandom(torch.tensor([0.5, 1.0]), noise)
+    )
+    assert seen[0].tolist() == [0.125, 0.75]
+    assert seen[1].tolist() == pytest.approx([0.5, 1 / (1 + math.exp(-1.0))])
+
+
+def test_the_loss_is_least_at_the_exact_velocity():
+    g = torch.Generator().manual_seed(0)
+    x, t = MEAN + STD * torch.randn(20000, 1, 1, 1, generator=g), torch.full((20000,), 0.4)
+    eps = torch.randn(20000, 1, 1, 1, generator=g)
+
+    def loss(offset):
+        y = torch.zeros(20000, dtype=torch.int64)
+        return SiT().loss(lambda x, t, y: (gaussian_velocity(x, t) + offset).float(), x, y, ListedUniform(t, eps)).mean().item()
+
+    variance = 0.6**2 * STD**2 + 0.4**2
+    irreducible = 1 + STD**2 - (0.4 - 0.6 * STD**2) ** 2 / variance  # Var(eps - x | x_t)
+    assert loss(0.0) == pytest.approx(irreducible, rel=0.02)
+    assert loss(0.0) < min(loss(0.1), loss(-0.1))
+
+
+def test_denoise_turns_the_exact_velocity_into_the_posterior_mean():
+    g = torch.Generator().manual_seed(0)
+    x, t = torch.randn(4, 2, 3, 3, generator=g), torch.tensor([0.05, 0.3, 0.9, 1.0])
+    D_x = SiT().denoise(gaussian_velocity, x, t, LABELS)
+    assert torch.allclose(D_x.double(), gaussian_posterior_mean(x, t, LABELS), atol=1e-6)
+    assert torch.allclose(D_x[3], torch.full_like(D_x[3], MEAN), atol=1e-6)  # pure noise says nothing of the data
+
+
+def test_a_published_network_is_ours_with_clock_and_sign_turned():
+    def published(x, s, y):  # data at s = 1, predicts data - noise
+        return -gaussian_velocity(x, 1 - s, y)
+
+    x, t = torch.randn(4, 2, 3, 3, generator=torch.Generator().manual_seed(0)), torch.tensor([0.05, 0.3, 0.9, 1.0])
+    ours = SiT().denoise(lambda x, t, y: -published(x, 1 - t, y), x, t, LABELS)
+    assert torch.allclose(ours.double(), gaussian_posterior_mean(x, t, LABELS), atol=1e-6)
+
+
+def test_levels_are_even_and_the_last_step_of_the_sde_has_its_own_size():
+    assert FlowSampler(num_steps=4, solver="euler").noise_levels() == [1.0, 0.75, 0.5, 0.25, 0.0]
+    sde = FlowSampler(num_steps=4, solver="euler_maruyama", last_step_size=0.1)
+    assert sde.noise_levels() == pytest.approx([1.0, 0.7, 0.4, 0.1, 0.0])
+    assert FlowSampler(num_steps=1, solver="euler_maruyama").noise_levels() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(("solver", "evaluations"), [("euler", 5), ("heun", 9), ("euler_maruyama", 5)])
+def test_the_denoiser_is_called_at_the_levels_that_the_sampler_names(solver, evaluations):
+    seen = []
+
+    def denoiser(x, t, y):
+        assert x.dtype == t.dtype == torch.float32 and t.shape == (4,) and y is LABELS
+        seen.append(t[0].item())
+        return gaussian_posterior_mean(x, t, y)
+
+    sampler = FlowSampler(num_steps=5, solver=solver)
+    out = SiT(sampler=sampler).sample(denoiser, torch.randn(4, 1, 2, 2), LABELS, GeneratorRandom(4, 0))
+    assert len(seen) == evaluations and out.dtype == torch.float32
+    assert sorted(set(seen), reverse=True) == pytest.approx(sampler.evaluated_levels())
+
+
+def ode_error(solver, num_steps):
+    """Against the exact flow of a Gaussian, which keeps every point's place in its distribution."""
+    noise = torch.randn(4, 2, 3, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    out = FlowSampler(num_steps=num_steps, solver=solver)(gaussian_posterior_mean, noise, LABELS)
+    return (out - (MEAN + STD * noise)).abs().max().item()
+
+
+@pytest.mark.parametrize(("solver", "order"), [("euler", 1), ("heun", 2)])
+def test_ode_solvers_converge_to_the_exact_flow_at_their_order(solver, order):
+    errors = [ode_error(solver, num_steps) for num_steps in (20, 40, 80)]
+    orders = [math.log2(a / b) for a, b in zip(errors, errors[1:])]
+    assert orders == pytest.approx([order] * 2, abs=0.25)
+    assert errors[-1] < {1: 0.05, 2: 0.002}[order]
+
+
+@pytest.mark.parametrize("last_step", ["mean", "tweedie"])
+@pytest.mark.parametrize("form", DIFFUSION_FORMS)
+def test_the_sde_reproduces_mean_and_variance_for_every_diffusion_coefficient(form, last_step):
+    noise = torch.randn(20000, 1, 1, 1, generator=torch.Generator().manual_seed(0))
+    y = torch.zeros(20000, dtype=torch.int64)
+    settings = dict(num_steps=200, diffusion_form=form, last_step=last_step, last_step_size=0.01)
+    out = FlowSampler(solver="euler_maruyama", **settings)(gaussian_posterior_mean, noise, y, GeneratorRandom(20000, 1))
+    assert out.mean().item() == pytest.approx(MEAN, abs=0.015)
+    assert out.std().item() == pytest.approx(STD, rel=0.03)
+    flow = MEAN + STD * noise
+    assert (out - flow).abs().mean() > 0.1  # noise was exchanged on the way
+
+
+@pytest.mark.parametrize("form", DIFFUSION_FORMS)
+def test_the_sde_without_diffusion_is_the_ode(form):
+    noise = torch.randn(4, 1, 2, 2, generator=torch.Generator().manual_seed(0))
+    settings = dict(num_steps=10, last_step_size=0.1, diffusion_norm=0.0, diffusion_form=form)
+    sde = FlowSampler(solver="euler_maruyama", **settings)(gaussian_posterior_mean, noise, LABELS, GeneratorRandom(4, 0))
+    assert torch.allclose(sde, FlowSampler(num_steps=10, solver="euler")(gaussian_posterior_mean, noise, LABELS))
+
+
+def test_one_step_of_the_sde_by_hand():
+    x, z = torch.tensor([[[[2.0]]]]), torch.tensor([[[[-1.0]]]])
+    sampler = FlowSampler(num_steps=2, solver="euler_maruyama", diffusion_form="sigma", last_step="tweedie", last_step_size=0.5)
+    seen = []
+
+    def denoiser(x, t, y):
+        seen.append(x.item())
+        return torch.full_like(x, 0.5)
+
+    assert sampler(denoiser, x, LABELS[:1], ListedRandom(z)).item() == 0.5
+    # At t = 1: v = 1.5, score = -2, w/2 = 1, step 0.5: 2 - 0.5 (1.5 + 2), and sqrt(2 * 1 * 0.5) = 1 of noise.
+    assert seen == [2.0, 0.25 - 1.0]
+
+
+def test_the_sde_asks_for_random_numbers():
+    with pytest.raises(ValueError, match="solver=euler_maruyama adds noise: pass random, or set solver=heun"):
+        FlowSampler(solver="euler_maruyama")(gaussian_posterior_mean, torch.randn(4, 1, 2, 2), LABELS)
