@@ -111,9 +111,9 @@ def main(arguments: Sequence[str]) -> None:
     accelerator.end_training()
 
 
-NOTES = """`sampling_ms` and `decoding_ms` are medians per batch; `images_per_sec` counts both. `evaluations` are those of the network
-per image, `gflops_per_image` the matrix products of all of them (a multiply-add counted twice). Routes are off in sampling, but
-for sparse guidance.
+NOTES = """`sampling_ms` and `decoding_ms` are medians per batch; `images_per_sec` counts both. `evaluations` are those of
+the network per image, `gflops_per_image` the matrix products of all of them (a multiply-add counted twice). Routes are off in
+sampling, but for sparse guidance.
 """
 
 

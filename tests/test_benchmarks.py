@@ -146,11 +146,15 @@ def test_the_profile_names_the_routing_operations_and_their_gradients(run):
 
 def test_sampling_counts_evaluations_for_every_guidance(run):
     settings = ["backbone=DiT-XS/8", "batch_size=2", "num_steps=[1,3]", "rounds=1", "cpu_threads=1"]
-    lines, markdown, out = run(sampling, *settings, "guidance=[none,cfg]", "overrides=[guidance.cfg_scale=2.0]")
-    rows = lines[1:]
-    assert [(row["guidance"], row["num_steps"], row["calls"], row["evaluations"]) for row in rows] == [
-        ("none", 1, 1, 1), ("none", 3, 5, 5), ("cfg", 1, 1, 2), ("cfg", 3, 5, 10)
-    ]  # fmt: skip
+    lines, markdown, out = run(sampling, *settings, "overrides=[guidance.cfg_scale=2.0,guidance.w=2.0]")
+    rows = {(row["guidance"], row["num_steps"]): row for row in lines[1:]}
+    evaluations = {key: row["evaluations"] for key, row in rows.items()}
+    assert evaluations == {
+        ("none", 1): 1, ("none", 3): 5, ("cfg", 1): 2, ("cfg", 3): 10,
+        ("interval", 1): 1, ("interval", 3): 7, ("sparse", 1): 2, ("sparse", 3): 10,
+    }  # fmt: skip
+    assert rows["sparse", 3]["gflops_per_image"] < rows["cfg", 3]["gflops_per_image"]
+    rows = list(rows.values())
     assert all(row["images_per_sec"] > 0 and row["decoding_ms"] >= 0 for row in rows)
     assert "cfg with 3 steps: " in out[-1] and out[-1] in markdown
 
