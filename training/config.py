@@ -26,6 +26,7 @@ from routing_module import Route
 REPOSITORY = Path(__file__).resolve().parent.parent
 CONFIGS = str(REPOSITORY / "configs")
 OmegaConf.register_new_resolver("repository", lambda path: str(REPOSITORY / path), replace=True)
+OmegaConf.register_new_resolver("folder_name", lambda name: name.replace("/", "_"), replace=True)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -103,6 +104,13 @@ def _is_scales(v) -> bool:
     return isinstance(v, list) and len(v) > 0 and all(number().test(scale) for scale in v) and len(set(v)) == len(v)
 
 
+def _is_experiment(v) -> bool:
+    if not isinstance(v, dict) or v.keys() != {"name", "table", "paper", "source", "differs", "baseline"}:
+        return False
+    texts = [v[key] for key in ("name", "table", "source")] + [v[key] for key in ("differs", "baseline") if v[key] is not None]
+    return all(text().test(entry) for entry in texts) and all(number().test(value) for value in v["paper"].values())
+
+
 def _is_routes(v) -> bool:
     # The values inside are checked by the router, which knows the depth.
     return isinstance(v, list) and all(isinstance(r, dict) and r.keys() == Route.__dataclass_fields__.keys() for r in v)
@@ -164,6 +172,7 @@ DETECTOR_KEYS = {
 TRAIN_KEYS = {
     "name": file_name(),
     "output_dir": text(),
+    "experiment": or_null(Accepts(_is_experiment, "one of configs/experiment/ (name, table, paper, source, differs, baseline)")),
     "seed": whole(0),
     "resume": text(),
     "model.name": choice("dit", "tread"),
@@ -258,10 +267,10 @@ FID_KEYS = {
 
 
 def flatten(config: dict, prefix: str = "") -> dict[str, object]:
-    """Nested dictionaries -> {"train.lr": 1e-4, ...}; lists are values."""
+    """Nested dictionaries -> {"train.lr": 1e-4, ...}; lists are values, and so is `experiment`, which only says what a run is."""
     flat = {}
     for key, value in config.items():
-        if isinstance(value, dict) and value:
+        if isinstance(value, dict) and value and f"{prefix}{key}" != "experiment":
             flat.update(flatten(value, f"{prefix}{key}."))
         else:
             flat[f"{prefix}{key}"] = value
