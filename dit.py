@@ -21,7 +21,7 @@ from routing_module import Route, TokenRouter
 
 # name: (depth, width, heads). S to XL are DiT's, Table 1 of arXiv 2212.09748; XS is ours, for the embedded digits.
 SIZES = {"XS": (12, 96, 3), "S": (12, 384, 6), "B": (12, 768, 12), "L": (24, 1024, 16), "XL": (28, 1152, 16)}
-PATCH_SIZES = (2, 4, 8)
+PATCH_SIZES = (1, 2, 4, 8)
 BACKBONES = {f"DiT-{size}/{patch}": (*SIZES[size], patch) for size in SIZES for patch in PATCH_SIZES}
 INITS = ("adaln_zero", "official_tread")
 

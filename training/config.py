@@ -38,6 +38,7 @@ DEFAULT_ROUTE = Route(selection_ratio=0.5, start_layer_idx=2, end_layer_idx=-4)
 REPOSITORY = Path(__file__).resolve().parent.parent
 CONFIGS = str(REPOSITORY / "configs")
 OmegaConf.register_new_resolver("repository", lambda path: str(REPOSITORY / path), replace=True)
+OmegaConf.register_new_resolver("folder_name", lambda name: name.replace("/", "_"), replace=True)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -113,6 +114,13 @@ def _is_betas(v) -> bool:
 
 def _is_scales(v) -> bool:
     return isinstance(v, list) and len(v) > 0 and all(number().test(scale) for scale in v) and len(set(v)) == len(v)
+
+
+def _is_experiment(v) -> bool:
+    if not isinstance(v, dict) or v.keys() != {"name", "table", "paper", "source", "differs", "baseline"}:
+        return False
+    texts = [v[key] for key in ("name", "table", "source")] + [v[key] for key in ("differs", "baseline") if v[key] is not None]
+    return all(text().test(entry) for entry in texts) and all(number().test(value) for value in v["paper"].values())
 
 
 def _is_routes(v) -> bool:
@@ -233,6 +241,7 @@ DETECTOR_KEYS = {
 TRAIN_KEYS = {
     "name": file_name(),
     "output_dir": text(),
+    "experiment": or_null(Accepts(_is_experiment, "one of configs/experiment/ (name, table, paper, source, differs, baseline)")),
     "seed": whole(0),
     "resume": text(),
     "init_from": or_null(text()),
@@ -327,10 +336,10 @@ FID_KEYS = {
 
 
 def flatten(config: dict, prefix: str = "") -> dict[str, object]:
-    """Nested dictionaries -> {"train.lr": 1e-4, ...}; lists are values."""
+    """Nested dictionaries -> {"train.lr": 1e-4, ...}; lists are values, and so is `experiment`, which only says what a run is."""
     flat = {}
     for key, value in config.items():
-        if isinstance(value, dict) and value:
+        if isinstance(value, dict) and value and f"{prefix}{key}" != "experiment":
             flat.update(flatten(value, f"{prefix}{key}."))
         else:
             flat[f"{prefix}{key}"] = value
