@@ -1,1 +1,1 @@
-"""Many runs as one page: read (runs.py), grouped and compared (experiments.py), drawn (charts.py), written (page.py, table.py)."""
+"""Many runs as one page: read (runs), grouped and compared (experiments), put into tables (content), drawn (charts), written."""

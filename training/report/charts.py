@@ -74,9 +74,8 @@ def line_chart(series: Sequence[Series], identifier: str, title: str, x_label: s
     parts.append(f'<text class="axis" x="{middle:.0f}" y="{HEIGHT - 6}" text-anchor="middle">{escape(x_label)}</text>')
     height = (TOP + HEIGHT - BOTTOM) / 2
     y_words = f"{y_label} (log scale)" if logarithmic else y_label
-    parts.append(
-        f'<text class="axis" x="12" y="{height:.0f}" text-anchor="middle" transform="rotate(-90 12 {height:.0f})">{escape(y_words)}</text>'
-    )
+    turned = f'transform="rotate(-90 12 {height:.0f})"'
+    parts.append(f'<text class="axis" x="12" y="{height:.0f}" text-anchor="middle" {turned}>{escape(y_words)}</text>')
     for one in series:
         if one.band:
             there = [f"{px(x):.1f},{py(high):.1f}" for (x, _), (_, high) in zip(one.points, one.band)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -287,11 +288,11 @@ def find_baseline(experiment: Experiment, experiments: Sequence[Experiment]) -> 
 
 
 def leading_metric(experiments: Sequence[Experiment]) -> str | None:
-    """What a table and its curves are about: the paper's metric where it was measured, else the first of LEADING."""
+    """What a table and its curves are about: the paper's metric where it was measured, else what most have, LEADING first."""
     for experiment in experiments:
         for comparison in experiment.comparisons():
             figure = comparison.measured or comparison.instead
             if figure is not None:
                 return figure.name
-    names = sorted({name for experiment in experiments for name in experiment.metrics()}, key=metric_order)
-    return names[0] if names else None
+    counts = Counter(name for experiment in experiments for name in experiment.metrics())
+    return min(counts, key=lambda name: (-counts[name], metric_order(name)), default=None)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from PIL import Image
 from yaml import YAMLError
 
 from training.config import flatten
@@ -52,6 +53,7 @@ class Run:
         evaluations: figures by step, of training itself and of fid.py with the run's own sampler.
         points: all of fid.py.
         starts: how training started, and went on.
+        grid: the last sample grid, with its step.
         problems: what could not be read.
     """
 
@@ -62,6 +64,7 @@ class Run:
     evaluations: dict[int, dict[str, float]]
     points: list[Point] = field(default_factory=list)
     starts: list[dict] = field(default_factory=list)
+    grid: tuple[int, Path] | None = None
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -125,11 +128,6 @@ class Run:
     def hours_at(self, step: int) -> float | None:
         """Linear between the lines of metrics.jsonl."""
         return interpolate([(0, 0.0), *self.hours.items()] if 0 not in self.hours else list(self.hours.items()), step)
-
-    def sample_grid(self) -> tuple[int, Path] | None:
-        """The last grid of training, with its step."""
-        grids = {int(m.group(1)): p for p in (self.path / "samples").glob("step_*.png") if (m := _STEP_IN_NAME.search(p.stem))}
-        return (max(grids), grids[max(grids)]) if grids else None
 
 
 def interpolate(points: Sequence[tuple[float, float]], x: float) -> float | None:
@@ -214,8 +212,22 @@ def read_run(path: Path) -> tuple[Run | None, str]:
         if figures:
             run.evaluations.setdefault(line["step"], {}).update(figures)
     if not run.lines and not run.evaluations:
-        return None, f"{METRICS} holds no figures yet" if not lines else f"{METRICS} is of another version: no line can be used"
+        return None, "; ".join([f"{METRICS} holds no figures yet", *run.problems])
+    run.grid = newest_grid(path / "samples", run.problems)
     return run, ""
+
+
+def newest_grid(folder: Path, problems: list[str]) -> tuple[int, Path] | None:
+    """The last grid that is an image; what is wrong with later ones goes to `problems`."""
+    grids = {int(match.group(1)): file for file in folder.glob("step_*.png") if (match := _STEP_IN_NAME.search(file.stem))}
+    for step, file in sorted(grids.items(), reverse=True):
+        try:
+            with Image.open(file) as image:
+                image.load()
+            return step, file
+        except (OSError, SyntaxError, ValueError) as e:  # what PIL raises for files that are cut off or no images
+            problems.append(f"{file.name} is not a readable image ({type(e).__name__})")
+    return None
 
 
 def _is_figure(value: object) -> bool:
