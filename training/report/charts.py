@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT = 440, 270
-LEFT, RIGHT, TOP, BOTTOM = 52, 12, 12, 42
+LEFT, RIGHT, TOP, BOTTOM = 52, 20, 12, 42
 NUM_COLOURS = 8
 MOST_POINTS = 160  # of a line; more are averaged, since nobody sees them and every reader loads them
 LOG_FROM = 8  # the ratio of largest to smallest value from which the vertical axis is logarithmic
@@ -32,12 +32,15 @@ class Series:
     band: tuple[tuple[float, float], ...] = ()
 
 
-def line_chart(series: Sequence[Series], identifier: str, title: str, x_label: str, y_label: str, markers: bool) -> str:
+def line_chart(
+    series: Sequence[Series], identifier: str, title: str, x_label: str, y_label: str, markers: bool, from_zero: bool = True
+) -> str:
     """An <svg> with title and description; "" where there is nothing to draw.
 
     Args:
         identifier: unique in the page.
         markers: for few points; without them, a line's points are averaged to MOST_POINTS.
+        from_zero: the horizontal axis starts there.
     """
     series = [one if markers else thinned(one) for one in series if one.points]
     if not series:
@@ -45,7 +48,7 @@ def line_chart(series: Sequence[Series], identifier: str, title: str, x_label: s
     xs = [x for one in series for x, _ in one.points]
     ys = [y for one in series for _, y in one.points] + [y for one in series for pair in one.band for y in pair]
     logarithmic = min(ys) > 0 and max(ys) / min(ys) > LOG_FROM
-    x_ticks = linear_ticks(min(0.0, *xs), max(xs))
+    x_ticks = linear_ticks(0.0 if from_zero else min(xs), max(xs))
     y_ticks = log_ticks(min(ys), max(ys)) if logarithmic else linear_ticks(min(ys), max(ys))
     x_low, x_high = min(x_ticks[0], min(xs)), max(x_ticks[-1], max(xs))
     y_low, y_high = min(y_ticks[0], min(ys)), max(y_ticks[-1], max(ys))

@@ -28,17 +28,19 @@ class Table:
 # Numbers as text.
 
 
-def number_text(value: float | None) -> str:
+def number_text(value: float | None, like: float | None = None) -> str:
+    """Three or four digits; with the decimals that `like` would have."""
     if value is None:
         return NONE
-    size = abs(value)
-    return f"{value:,.0f}" if size >= 1000 else f"{value:.1f}" if size >= 100 else f"{value:.2f}" if size >= 1 else f"{value:.3f}"
+    size = abs(value if like is None else like)
+    decimals = 0 if size >= 1000 else 1 if size >= 100 else 2 if size >= 1 else 3
+    return f"{value:,.{decimals}f}"
 
 
 def figure_text(figure: Figure | None) -> str:
     if figure is None:
         return NONE
-    return number_text(figure.mean) + (f" ± {number_text(figure.spread)}" if figure.spread is not None else "")
+    return number_text(figure.mean) + (f" ± {number_text(figure.spread, like=figure.mean)}" if figure.spread is not None else "")
 
 
 def difference_text(difference: float | None, reference: float) -> str:
@@ -46,7 +48,7 @@ def difference_text(difference: float | None, reference: float) -> str:
         return NONE
     sign = "+" if difference >= 0 else "−"
     relative = f" ({sign}{abs(difference / reference):.0%})" if reference else ""
-    return f"{sign}{number_text(abs(difference))}{relative}"
+    return f"{sign}{number_text(abs(difference), like=reference)}{relative}"
 
 
 def count_text(value: float | None) -> str:

@@ -240,7 +240,7 @@ def group(runs: Sequence[Run]) -> dict[str, list[Experiment]]:
         without = f"Other runs on {config.get('data.name') or 'unknown data'}"
         tables.setdefault(str(experiment.about.get("table") or without), []).append(experiment)
     for table in tables.values():
-        table.sort(key=lambda experiment: (experiment.is_routed, experiment.label))
+        table.sort(key=lambda e: (e.baseline.label if e.baseline else e.label, e.is_routed, e.label))  # next to their dense ones
     # The paper's tables first.
     return dict(sorted(tables.items(), key=lambda item: (item[0].startswith("Other runs"), item[0])))
 

@@ -112,13 +112,13 @@ def curves(identifier: str, experiments: Sequence[Experiment]) -> str:
             continue
         for axis, x_label in (("steps", "steps"), ("hours", "hours of training")):
             series = []
-            for style, experiment in enumerate(experiments):
+            for style, experiment in zip(styles(experiments), experiments):
                 curve = experiment.loss_curve() if what == "loss" else experiment.curve(what)
                 to_x = float if axis == "steps" else experiment.hours_at
                 series.append(series_of(experiment, style, curve, to_x))
             title = f"{words} against {x_label}"
             drawn.append((title, line_chart(series, f"{identifier}-{axis}-{len(drawn)}", title, x_label, words, markers)))
-    legend = legend_html([Series(e.label, (), style, not e.is_routed) for style, e in enumerate(experiments)])
+    legend = legend_html([Series(e.label, (), style, not e.is_routed) for style, e in zip(styles(experiments), experiments)])
     notes = ["Dense runs are dashed."]
     if any(len(experiment.runs) > 1 for experiment in experiments):
         notes.append("Lines are means over seeds; bands reach from the lowest to the highest.")
@@ -136,51 +136,69 @@ def sweeps(identifier: str, experiments: Sequence[Experiment]) -> str:
         return ""
     base = leading.partition("/")[0]
     axes: dict[str, list[Series]] = {}
-    for style, experiment in enumerate(experiments):
-        for run in experiment.runs[:1]:
-            for axis, curve, words in swept_curves(run, base):
-                label = experiment.label + (f", {words}" if words else "")
-                if len(experiment.runs) > 1:
-                    label += f" ({run.name})"
-                axes.setdefault(axis, []).append(Series(label, tuple(curve), style, not experiment.is_routed))
+    for style, experiment in zip(styles(experiments), experiments):
+        for axis, curve, words in swept_curves(experiment.runs, base):
+            label = experiment.label + (f", {words}" if words else "")
+            axes.setdefault(axis, []).append(Series(label, tuple(curve), style, not experiment.is_routed))
     parts = []
     for axis, series in axes.items():
-        if len({one.style for one in series}) < len(series):  # several lines of one run: a style for each
+        if len({(one.style, one.dashed) for one in series}) < len(series):  # several lines of one experiment: a style for each
             series = [Series(one.label, one.points, style, one.dashed) for style, one in enumerate(series)]
         title = f"{base} against {axis}"
-        chart = line_chart(series, f"{identifier}-sweep-{axis}", title, axis, base, markers=True)
+        chart = line_chart(series, f"{identifier}-sweep-{axis}", title, axis, base, markers=True, from_zero=False)
         parts.append(figures_html(f"Sweep of {axis}", legend_html(series), [(title, chart)], ""))
     return "\n".join(filter(None, parts))
 
 
-def swept_curves(run: Run, base: str) -> list[tuple[str, list[tuple[float, float]], str]]:
-    """(axis, its values with the metric, the other settings in words) for all that varies while the rest stays the same."""
-    points = list(run.points)
-    for step, values in run.evaluations.items():
-        if step == max(run.evaluations):
-            for name, value in values.items():
-                kind, _, guidance = name.partition("/cfg")
-                scale = as_number(guidance)
-                if kind == base and scale is not None:
-                    own = {"cfg_scale": scale, "weights": "ema", "num_steps": own_sampler_steps(run)}
-                    own["S_churn"] = run.config.get("diffusion.sampler.S_churn", 0.0)
-                    points.append(Point(step, own, {name: value}))
-    found: dict[tuple, dict[float, float]] = {}
-    for point in points:
-        value = next((value for name, value in point.values.items() if name.partition("/")[0] == base), None)
-        if value is None:
-            continue
-        for axis in ("cfg_scale", "num_steps", "S_churn"):
-            if isinstance(point.settings.get(axis), (int, float)):
-                rest = tuple(sorted((key, text) for key, text in {**point.settings, "step": point.step}.items() if key != axis))
-                found.setdefault((axis, rest), {}).setdefault(float(point.settings[axis]), value)
-    whole = {key: curve for key, curve in found.items() if len(curve) > 1}
+def styles(experiments: Sequence[Experiment]) -> list[int]:
+    """A colour and marker for each; a dense experiment and its only routed one share theirs, and differ in the dashes."""
+    numbers: dict[int, int] = {}
+    for experiment in experiments:
+        dense = experiment.baseline
+        alone = dense is not None and sum(other.baseline is dense for other in experiments) == 1
+        numbers[id(experiment)] = numbers[id(dense)] if alone and id(dense) in numbers else len(set(numbers.values()))
+    return [numbers[id(experiment)] for experiment in experiments]
+
+
+def swept_curves(runs: Sequence[Run], base: str) -> list[tuple[str, list[tuple[float, float]], str]]:
+    """(axis, its values with the metric, the other settings in words) for all that varies while the rest stays the same.
+
+    Of several seeds the mean, where all of them have a point.
+    """
+    by_run = [swept_values(run, base) for run in runs]
+    whole: dict[tuple, dict[float, float]] = {}
+    for key in by_run[0]:
+        curves_of_runs = [found[key] for found in by_run if key in found]
+        shared = set.intersection(*map(set, curves_of_runs))
+        if len(curves_of_runs) == len(runs) and len(shared) > 1:
+            whole[key] = {x: sum(curve[x] for curve in curves_of_runs) / len(runs) for x in shared}
     result = []
     for (axis, rest), curve in whole.items():
         others = [dict(other) for a, other in whole if a == axis]
         words = ", ".join(f"{key} {text}" for key, text in rest if len({str(other.get(key)) for other in others}) > 1)
         result.append((axis, sorted(curve.items()), words))
     return result
+
+
+def swept_values(run: Run, base: str) -> dict[tuple, dict[float, float]]:
+    """{(axis, the other settings): {value of the axis: metric}}, of fid.py and of training's last evaluation."""
+    points = list(run.points)
+    last = max(run.evaluations, default=None)
+    for name, value in run.evaluations.get(last, {}).items():
+        kind, _, guidance = name.partition("/cfg")
+        scale = as_number(guidance)
+        if kind == base and scale is not None:
+            own = {"cfg_scale": scale, "weights": "ema", "num_steps": own_sampler_steps(run)}
+            own["S_churn"] = run.config.get("diffusion.sampler.S_churn", 0.0)
+            points.append(Point(last, own, {name: value}))
+    found: dict[tuple, dict[float, float]] = {}
+    for point in points:
+        value = next((value for name, value in point.values.items() if name.partition("/")[0] == base), None)
+        for axis in ("cfg_scale", "num_steps", "S_churn"):
+            if value is not None and isinstance(point.settings.get(axis), (int, float)):
+                rest = tuple(sorted((key, text) for key, text in {**point.settings, "step": point.step}.items() if key != axis))
+                found.setdefault((axis, rest), {}).setdefault(float(point.settings[axis]), value)
+    return found
 
 
 def as_number(text: str) -> float | None:
@@ -314,7 +332,7 @@ tbody th{font-weight:600}
 .legend{list-style:none;display:flex;flex-wrap:wrap;gap:.2rem 1.25rem;margin:.25rem 0 .5rem;padding:0;font-size:.92rem}
 .legend li{display:flex;align-items:center;gap:.5rem}
 .swatch{width:36px;height:14px;flex:none}
-.charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,22rem),1fr));gap:1rem 1.5rem}
+.charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,26rem),1fr));gap:1rem 1.5rem}
 .charts figure{max-width:36rem}
 figure{margin:0;min-width:0}
 figcaption{font-size:.88rem;margin-top:.25rem}
@@ -360,6 +378,7 @@ th,td{padding:.25rem .35rem}
 .table{overflow:visible}
 .charts,.grids{grid-template-columns:1fr 1fr;gap:.5rem 1rem}
 figure,tr,.legend,dl{break-inside:avoid}
+.legend{break-after:avoid}
 h2,h3,h4,h5,caption{break-after:avoid}
 *{-webkit-print-color-adjust:exact;print-color-adjust:exact}
 }
