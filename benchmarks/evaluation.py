@@ -10,10 +10,6 @@ One JSON line a measurement, with the machine and the versions in the first.
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import platform
-import resource
 import sys
 import tempfile
 import time
@@ -22,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from benchmarks.report import describe_machine, emit, peak_memory_gib, synchronise
 from evaluations import metrics
 from evaluations.detector import LAYER_SIZES, InceptionDetector
 from evaluations.features import Features, extract
@@ -51,8 +48,7 @@ def main(arguments: list[str]) -> None:
     if int(settings["threads"]):
         torch.set_num_threads(int(settings["threads"]))
     device = torch.device(settings["device"])
-    machine = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-    report(machine=machine, num_threads=torch.get_num_threads(), torch=torch.__version__, settings=settings)
+    emit(**describe_machine(device), settings=settings)
     if settings["part"] == "metrics":
         measure_metrics(int(settings["num_samples"]), int(settings["num_references"]), device)
     elif settings["part"] == "detector":
@@ -107,7 +103,7 @@ def measure_detector(settings: dict[str, str], device: torch.device) -> None:
         exact = detector.features(on_device).pool
         detector.precision = "bf16"
         moved = (detector.features(on_device).pool - exact).norm() / exact.norm()
-        report(what="relative change of the pooled features by bf16, random weights", value=moved.item())
+        emit(what="relative change of the pooled features by bf16, random weights", value=moved.item())
 
 
 def random_weights(file: Path) -> Path:
@@ -141,23 +137,7 @@ def timed(what: str, device: torch.device, num_images: int = 0):
         line["images_per_sec"] = round(num_images / sec, 1)
     if device.type == "cuda":
         line["peak_device_memory_gib"] = round(torch.cuda.max_memory_allocated(device) / 2**30, 2)
-    report(**line)
-
-
-def synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def peak_memory_gib() -> float:
-    """Of this process so far."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 2**30 if sys.platform == "darwin" else peak / 2**20
-
-
-def report(**line: object) -> None:
-    sys.stdout.write(json.dumps(line) + os.linesep)
-    sys.stdout.flush()
+    emit(**line)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ import torch
 from omegaconf import OmegaConf
 
 import prepare_latents
-from benchmarks.evaluation import report
+from benchmarks.report import emit
 from latents.order import BatchOrder, read_batches
 from latents.shards import LatentDataset
 from training.config import open_latents
@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> None:
         raise ValueError(f"unknown {', '.join(sorted(map(str, unknown)))}; the settings are {', '.join(SETTINGS)}")
     settings = OmegaConf.merge(SETTINGS, given)
     torch.set_num_threads(1)
-    report(
+    emit(
         machine=platform.processor() or platform.machine(),
         num_cores=os.cpu_count(),
         python=platform.python_version(),
@@ -89,7 +89,7 @@ def measure_batches(dataset, settings, num_workers: int) -> None:
         for _ in range(settings.num_batches):
             next(batches)
         speeds.append(settings.num_batches * settings.batch_size / (time.perf_counter() - start_sec))
-    report(
+    emit(
         what="training batches",
         num_workers=num_workers,
         latents_per_sec=round(statistics.median(speeds)),
@@ -127,7 +127,7 @@ def measure_opening(dataset: LatentDataset, folder: Path, settings) -> None:
         order = BatchOrder(len(large), settings.batch_size, 0, 0, 1, [slice(0, settings.batch_size)], large.has_flips)
         next(read_batches(large, order, 0, pin_memory=False))
         times.append(time.perf_counter() - start_sec)
-    report(
+    emit(
         what="from opening the folder to the first batch",
         num_items=num_items,
         num_shards=number,

@@ -285,6 +285,12 @@ def check(cfg: DictConfig, keys: dict[str, Accepts]) -> DictConfig:
         raise ValueError(f"guidance.name={guidance_name!r} is not accepted; use {accepts_guidance.words}")
     keys = {**keys, "guidance.name": accepts_guidance}
     keys |= {f"guidance.{key}": accepts for key, accepts in GUIDANCE_KEYS[guidance_name].items()}
+    check_keys(flat, keys)
+    return OmegaConf.create(config)
+
+
+def check_keys(flat: dict[str, object], keys: dict[str, Accepts]) -> None:
+    """Raises ValueError where a key is unknown or missing, or a value is not accepted."""
     for key in flat:
         if key not in keys:
             raise ValueError(unknown_key(key, keys))
@@ -293,7 +299,6 @@ def check(cfg: DictConfig, keys: dict[str, Accepts]) -> DictConfig:
             raise ValueError(f"{key} is missing; it accepts {accepts.words}")
         if not accepts.test(flat[key]):
             raise ValueError(f"{key}={flat[key]!r} is not accepted; use {accepts.words}")
-    return OmegaConf.create(config)
 
 
 def unknown_key(key: str, keys: dict[str, Accepts]) -> str:

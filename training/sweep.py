@@ -73,7 +73,7 @@ class Options:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the sweep; returns the exit code."""
-    options, overrides = parse(arguments)
+    options, overrides = parse_sweep_arguments(arguments)
     folder = sweep_folder(overrides)
 
     def job(cfg: DictConfig) -> None:
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str]) -> int:
     return int(any(outcome["status"] == "failed" for outcome in outcomes))
 
 
-def parse(arguments: Sequence[str]) -> tuple[Options, list[str]]:
+def parse_sweep_arguments(arguments: Sequence[str]) -> tuple[Options, list[str]]:
     """Options, and the overrides for Hydra.
 
     Raises:

@@ -1,0 +1,155 @@
+"""What all benchmarks share: their settings, the machine, the clock, and files that say how a number came about."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+from omegaconf import OmegaConf
+
+from training.config import REPOSITORY, Accepts, check_keys
+
+
+def parse_settings(arguments: Sequence[str], defaults: dict[str, object], keys: dict[str, Accepts]) -> dict[str, object]:
+    """`key=value` arguments over the defaults, checked; a list may be given as one value.
+
+    Args:
+        defaults: of every key; where the default is a list, so is the result.
+
+    Raises:
+        ValueError: an argument of another form, an unknown key, or a value that is not accepted.
+    """
+    for argument in arguments:
+        if "=" not in argument:
+            raise ValueError(f"{argument!r} is not of the form key=value; the keys are {', '.join(keys)}")
+    settings = defaults | OmegaConf.to_container(OmegaConf.from_dotlist(list(arguments)))
+    check_keys(settings, keys)
+    return {
+        key: value if isinstance(value, list) or not isinstance(defaults[key], list) else [value]
+        for key, value in settings.items()
+    }
+
+
+def describe_machine(device: torch.device) -> dict[str, object]:
+    """Machine, versions, command and date: the first line of every result."""
+    on_gpu = device.type == "cuda"
+    return {
+        "machine": torch.cuda.get_device_name(device) if on_gpu else cpu_name(),
+        "num_cores": os.cpu_count(),
+        "num_threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda if on_gpu else None,
+        "python": platform.python_version(),
+        "revision": revision(),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": command_line(),
+    }
+
+
+def cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def revision() -> str | None:
+    """The commit of the working tree, with `+` where files differ from it; None outside a repository."""
+    try:
+        git = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty=+", "--exclude=*"]
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def command_line() -> str:
+    """The command that started this process, as it would be typed in the repository."""
+    main = sys.modules["__main__"]
+    module = getattr(getattr(main, "__spec__", None), "name", None)
+    program = ["-m", module] if module else [Path(sys.argv[0]).name]
+    return shlex.join(["python", *program, *sys.argv[1:]])
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peak_memory_gib() -> float:
+    """Of this process so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 2**30 if sys.platform == "darwin" else peak / 2**20
+
+
+def emit(**line: object) -> None:
+    """One JSON line on stdout."""
+    say(as_json(line))
+
+
+def as_json(line: dict[str, object]) -> str:
+    """Floating-point numbers with five digits: no clock here is better than that."""
+
+    def rounded(value):
+        if isinstance(value, dict):
+            return {name: rounded(v) for name, v in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [rounded(v) for v in value]
+        return float(f"{value:.5g}") if isinstance(value, float) else value
+
+    return json.dumps(rounded(line))
+
+
+def say(line: str) -> None:
+    sys.stdout.write(line + os.linesep)
+    sys.stdout.flush()
+
+
+def markdown_table(rows: Sequence[dict[str, object]]) -> str:
+    """One column for every key of any row; numbers with four digits, absent values empty."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
+    for row in rows:
+        values = [row.get(name) for name in names]
+        cells = ["" if v is None else f"{v:.4g}" if isinstance(v, float) and abs(v) < 1000 else _cell(v) for v in values]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(value: object) -> str:
+    return f"{value:.0f}" if isinstance(value, float) else str(value)
+
+
+def prepare_output(output: str) -> None:
+    """Create the files that `write_report` fills, before the measurement.
+
+    Raises:
+        ValueError: they cannot be written.
+    """
+    _write_files(output, "", "")
+
+
+def write_report(output: str, title: str, machine: dict[str, object], lines: Sequence[dict], sections: Sequence[str]) -> None:
+    """`<output>.jsonl` with the machine and every line, `<output>.md` with the machine and the sections."""
+    header = "".join(f"- {name}: {f'`{value}`' if name == 'command' else value}\n" for name, value in machine.items())
+    _write_files(
+        output, "".join(as_json(line) + "\n" for line in [machine, *lines]), "\n".join([f"# {title}\n", header, *sections])
+    )
+
+
+def _write_files(output: str, json_lines: str, markdown: str) -> None:
+    file = Path(output)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.with_name(f"{file.name}.jsonl").write_text(json_lines)
+        file.with_name(f"{file.name}.md").write_text(markdown)
+    except OSError as e:
+        raise ValueError(f"output={output}: cannot write {e.filename} ({e.strerror}); choose another output=...") from e
