@@ -177,15 +177,18 @@ def test_results_of_fid_count_for_the_run_whose_checkpoint_they_name(tmp_path):
     point = {"checkpoint": "elsewhere/a/checkpoints/step_0000400", "weights": "ema", "num_steps": 40, "S_churn": 0.0}
     point |= {"num_samples": 5000, "cfg_scale": 1.0}
     lines = [{"point": point, "metrics": {"fid": 30.0}}, {"point": point | {"num_steps": 20}, "metrics": {"fid": 33.0}}]
+    for w, value in ((1.2, 29.0), (1.5, 28.0)):  # another guidance, under a name of its own
+        lines.append({"point": point | {"guidance": "sparse", "guidance.w": w}, "metrics": {"fid": value}})
     lines += [{"point": point | {"checkpoint": "runs/gone/checkpoints/step_0000400"}, "metrics": {"fid": 1.0}}]
     (tmp_path / "evaluations").mkdir()
     file = tmp_path / "evaluations" / "results.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     runs, problems = read_runs([tmp_path])
-    assert runs[0].evaluations[400] == {"fid5k/cfg1.0": 30.0} and len(runs[0].points) == 2
+    assert runs[0].evaluations[400] == {"fid5k/cfg1.0": 30.0, "fid5k/sparse,1.2,1.0": 29.0, "fid5k/sparse,1.5,1.0": 28.0}
+    assert len(runs[0].points) == 4
     assert problems == {str(file): ["1 results of runs/gone/checkpoints/step_0000400, which is no run here"]}
     page = (main([str(folder.parent)]), (tmp_path / "report.html").read_text())[1]
-    assert "Sweep of num_steps" in page
+    assert "Sweep of num_steps" in page and "Sweep of guidance.w" in page
 
 
 def test_what_is_torn_unfinished_or_of_another_version_is_listed_and_the_rest_is_shown(runs):
@@ -259,7 +262,7 @@ def test_the_markdown_holds_tables_commands_and_commits(runs):
     rows = [line for line in text.splitlines() if line.startswith("|")]
     assert len({len(re.findall(r"(?<!\\)\|", row)) for row in rows[:4]}) == 1
     assert "| table2/tread | 2 | 12.00 ± 1.41 | 10.00 | +2.00 (+20%) |" in text
-    assert "`accelerate launch train.py name=tread_seed-1`" in text and "commit 0123456789abcdef" in text
+    assert "`accelerate launch train.py name=tread_seed-1`" in text and "commit 0123456789ab," in text
 
 
 # ----------------------------------------------------------------------------------------------------------------------

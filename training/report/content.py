@@ -76,7 +76,8 @@ def results_table(experiments: Sequence[Experiment]) -> Table:
     """One row per experiment: its leading figure beside the paper's and the dense one's, and what it cost."""
     leading = leading_metric(experiments)
     has_baseline = any(experiment.baseline for experiment in experiments)
-    columns = ["Experiment", "Seeds", "Measured", "Paper", "Difference"]
+    has_paper = any(experiment.comparisons() for experiment in experiments)
+    columns = ["Experiment", "Seeds", "Measured"] + (["Paper", "Difference"] if has_paper else [])
     columns += ["Against dense"] if has_baseline else []
     columns += ["Steps", "Images seen", "Device hours", "Images/s", "Commit"]
     rows, notes = [], []
@@ -85,7 +86,7 @@ def results_table(experiments: Sequence[Experiment]) -> Table:
         figure = leading_figure(experiment, comparison, leading)
         measured = figure_text(figure) + (f" [{figure.name}]" if figure and figure.name != leading else "")
         row = [experiment.label, str(len({run.config.get("seed") for run in experiment.runs})), measured]
-        row += [paper_text(comparison, leading), comparison_text(comparison)]
+        row += [paper_text(comparison, leading), comparison_text(comparison)] if has_paper else []
         if has_baseline:
             row.append(against_dense(experiment, figure))
         row += [steps_text(experiment.runs), images_text(experiment.runs), device_hours_text(experiment.runs)]
@@ -250,7 +251,7 @@ def origin_lines(run: Run) -> list[tuple[str, str]]:
 
 
 def start_text(start: dict) -> str:
-    commit = start.get("commit")
+    commit = str(start.get("commit") or "")
     where = f"{start.get('num_processes', '?')} × {start.get('device', 'unknown device')}"
-    code = f"commit {commit}{' with local changes' if start.get('modified') else ''}" if commit else "commit unknown"
+    code = f"commit {commit[:12]}{' with local changes' if start.get('modified') else ''}" if commit else "commit unknown"
     return f"{where}, torch {start.get('torch', '?')}, {code}, {start.get('time', 'time unknown')}"

@@ -145,7 +145,9 @@ def sweeps(identifier: str, experiments: Sequence[Experiment]) -> str:
         if len({(one.style, one.dashed) for one in series}) < len(series):  # several lines of one experiment: a style for each
             series = [Series(one.label, one.points, style, one.dashed) for style, one in enumerate(series)]
         title = f"{base} against {axis}"
-        chart = line_chart(series, f"{identifier}-sweep-{axis}", title, axis, base, markers=True, from_zero=False)
+        chart = line_chart(
+            series, f"{identifier}-sweep-{axis.replace('.', '-')}", title, axis, base, markers=True, from_zero=False
+        )
         parts.append(figures_html(f"Sweep of {axis}", legend_html(series), [(title, chart)], ""))
     return "\n".join(filter(None, parts))
 
@@ -194,10 +196,10 @@ def swept_values(run: Run, base: str) -> dict[tuple, dict[float, float]]:
     found: dict[tuple, dict[float, float]] = {}
     for point in points:
         value = next((value for name, value in point.values.items() if name.partition("/")[0] == base), None)
-        for axis in ("cfg_scale", "num_steps", "S_churn"):
-            if value is not None and isinstance(point.settings.get(axis), (int, float)):
+        for axis, setting in point.settings.items():
+            if value is not None and isinstance(setting, (int, float)):
                 rest = tuple(sorted((key, text) for key, text in {**point.settings, "step": point.step}.items() if key != axis))
-                found.setdefault((axis, rest), {}).setdefault(float(point.settings[axis]), value)
+                found.setdefault((axis, rest), {}).setdefault(float(setting), value)
     return found
 
 

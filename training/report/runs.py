@@ -23,8 +23,8 @@ from training.config import flatten
 from training.evaluation import metric_name
 
 METRICS, STARTS, CONFIG, RESULTS = "metrics.jsonl", "starts.jsonl", "config.yaml", "results.jsonl"
-# Of a point of fid.py: what its figures depend on beside the checkpoint, the sample count and the guidance in their name.
-SAMPLER_SETTINGS = ("weights", "num_steps", "S_churn")
+# Of a point of fid.py: what its figures depend on beside the checkpoint, the sample count and the guidance.
+SAMPLER_SETTINGS = ("weights", "num_steps", "S_churn", "solver")
 _STEP_IN_NAME = re.compile(r"step_(\d+)$")
 
 
@@ -274,8 +274,14 @@ def _add_points(file: Path, runs: Sequence[Run]) -> list[str]:
             orphans[str(folder)] = orphans.get(str(folder), 0) + 1
             continue
         step, cfg_scale = int(match.group(1)), point.get("cfg_scale", 1.0)
+        guided = {key: value for key, value in point.items() if key == "guidance" or key.startswith("guidance.")}
+        settings = {"cfg_scale": cfg_scale, **guided, **{key: point[key] for key in SAMPLER_SETTINGS if key in point}}
         values = {metric_name(metric, point["num_samples"], cfg_scale): value for metric, value in metrics.items()}
-        settings = {"cfg_scale": cfg_scale, **{key: point[key] for key in SAMPLER_SETTINGS if key in point}}
+        if guided:  # interval, sparse, ...: cfg_scale alone does not say which
+            words = ",".join(
+                str(value) for value in {**guided, "cfg_scale": point.get("cfg_scale")}.values() if value is not None
+            )
+            values = {f"{name.partition('/')[0]}/{words}": value for name, value in values.items()}
         run.points.append(Point(step, settings, values))
         if _is_runs_own_sampler(point, run):
             run.evaluations[step] = values | run.evaluations.get(step, {})
@@ -295,6 +301,8 @@ def _run_of(checkpoint: Path, runs: Sequence[Run]) -> Run | None:
 def _is_runs_own_sampler(point: dict, run: Run) -> bool:
     """Whether the figures are those that training itself would have: EMA weights, its sampler, float32 detector and network."""
     num_steps = run.config.get("eval.num_steps") or run.config.get("diffusion.sampler.num_steps")
-    own = {"weights": "ema", "num_steps": num_steps, "S_churn": run.config.get("diffusion.sampler.S_churn", 0.0)}
-    own |= {"precision": "fp32", "detector_precision": "fp32"}
+    own = {"weights": "ema", "num_steps": num_steps, "precision": "fp32", "detector_precision": "fp32"}
+    for key in ("S_churn", "solver"):  # of those that the run's sampler has
+        if f"diffusion.sampler.{key}" in run.config:
+            own[key] = run.config[f"diffusion.sampler.{key}"]
     return all(point.get(key, value) == value for key, value in own.items())
