@@ -15,7 +15,7 @@ from PIL import Image
 from training.report.__main__ import main
 from training.report.charts import MOST_POINTS, Series, line_chart, linear_ticks, log_ticks, thinned
 from training.report.content import results_table, speedup_table
-from training.report.experiments import first_reached, group, metric_order
+from training.report.experiments import curve_metric, first_reached, group, metric_order
 from training.report.runs import read_runs
 
 ROUTE = {"selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": -4}
@@ -129,6 +129,14 @@ def test_a_figure_that_is_not_reached_is_said_so(tmp_path):
     make_run(tmp_path, "tread", routed=True, fid={200: 30.0, 400: 20.0})
     row = cells(speedup_table(table_of(tmp_path)), "tread")  # without experiment.*, dense is what differs in routes alone
     assert row["Reached"] == "not reached; best 20.00 at step 400" and row["Speedup in steps"] == "–"
+
+
+def test_curves_and_speedups_are_of_the_sample_count_that_was_evaluated_often(runs):
+    for name in ("dense_seed-0", "dense_seed-1", "tread_seed-0", "tread_seed-1"):
+        with open(runs / name / "metrics.jsonl", "a") as f:
+            f.write(json.dumps({"step": 400, "fid50k/cfg1.0": 30.0, "evaluation_sec": 1.0}) + "\n")
+    table = table_of(runs)
+    assert curve_metric(table) == "fid5k/cfg1.0" and cells(speedup_table(table), "table2/tread")["Reached"] == "step 150"
 
 
 def test_a_paper_figure_of_another_sample_count_is_shown_and_not_compared(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from training.report.experiments import Comparison, Experiment, Figure, Speedup, leading_metric, speedup
+from training.report.experiments import Comparison, Experiment, Figure, Speedup, curve_metric, leading_metric, speedup
 from training.report.runs import Run
 
 NONE = "–"
@@ -215,11 +215,9 @@ def speedup_table(experiments: Sequence[Experiment]) -> Table | None:
 
 
 def speedup_metric(experiment: Experiment) -> str | None:
-    """The leading one of those that both have."""
-    if experiment.baseline is None:
-        return None
-    shared = [name for name in experiment.metrics() if name in experiment.baseline.metrics()]
-    return shared[0] if shared else None
+    """That of the curves, where both have it."""
+    metric = curve_metric([experiment, experiment.baseline]) if experiment.baseline else None
+    return metric if metric and experiment.curve(metric) and experiment.baseline.curve(metric) else None
 
 
 def interpolation_words(result: Speedup) -> str:

@@ -12,7 +12,7 @@ from PIL import Image
 
 from training.report.charts import Series, line_chart, swatch
 from training.report.content import Table, figures_table, origin_lines, results_table, speedup_table
-from training.report.experiments import Experiment, Figure, leading_metric
+from training.report.experiments import Experiment, Figure, curve_metric, leading_metric
 from training.report.runs import Point, Run
 
 # Grids above this size are embedded smaller, as JPEG.
@@ -104,8 +104,8 @@ def series_of(experiment: Experiment, style: int, curve: Sequence[Figure], to_x:
 
 
 def curves(identifier: str, experiments: Sequence[Experiment]) -> str:
-    """The leading metric and the loss, against steps and against hours."""
-    metric = leading_metric(experiments)
+    """The metric and the loss, against steps and against hours."""
+    metric = curve_metric(experiments)
     drawn = []
     for what, words, markers in ((metric, metric, True), ("loss", "training loss", False)):
         if what is None:
