@@ -24,6 +24,7 @@ from training import checkpoint as checkpoints
 from training import cli, config
 from training.evaluation import Evaluator, build_detector, open_reference
 from training.loop import Trainer
+from training.provenance import describe_start
 from training.run import RunFolder, naming
 from training.sampling import build_sampler, find_weak, load_weak
 
@@ -74,6 +75,8 @@ def main(cfg: DictConfig) -> None:
     if accelerator.is_main_process:
         with naming(run.path / "config.yaml"):
             OmegaConf.save(cfg, run.path / "config.yaml")
+        if trainer.step < cfg.train.num_steps:
+            run.log_start(describe_start(accelerator, trainer.step))
         describe(trainer)
     wandb_settings = {"name": cfg.name, "mode": cfg.wandb.mode, "dir": str(run.path)}
     accelerator.init_trackers(cfg.wandb.project, OmegaConf.to_container(cfg), init_kwargs={"wandb": wandb_settings})

@@ -19,13 +19,14 @@ def naming(file: Path):
 
 
 class RunFolder:
-    """runs/<name>/ with checkpoints/, samples/ and metrics.jsonl. Only the main process writes to it."""
+    """runs/<name>/ with checkpoints/, samples/, metrics.jsonl and starts.jsonl. Only the main process writes to it."""
 
     def __init__(self, output_dir: str, name: str | int):
         self.path = Path(output_dir) / str(name)
         self.checkpoints = self.path / "checkpoints"
         self.samples = self.path / "samples"
         self.metrics = self.path / "metrics.jsonl"
+        self.starts = self.path / "starts.jsonl"
         self._lock = None
 
     def open(self) -> None:
@@ -54,6 +55,11 @@ class RunFolder:
     def log_metrics(self, record: dict) -> None:
         """Append one line to metrics.jsonl."""
         with naming(self.metrics), open(self.metrics, "a") as f:
+            f.write(json.dumps(record) + "\n")
+
+    def log_start(self, record: dict) -> None:
+        """Append one line to starts.jsonl: how training started, or went on, at a step."""
+        with naming(self.starts), open(self.starts, "a") as f:
             f.write(json.dumps(record) + "\n")
 
     def has_evaluation(self, step: int) -> bool:

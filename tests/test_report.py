@@ -1,0 +1,385 @@
+"""The report: what is read, grouped and compared, by figures worked out by hand; the page, as HTML and as a picture."""
+
+import base64
+import json
+import os
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+
+import pytest
+from omegaconf import OmegaConf
+from PIL import Image
+
+from training.report.__main__ import main
+from training.report.charts import MOST_POINTS, Series, line_chart, linear_ticks, log_ticks, thinned
+from training.report.content import results_table, speedup_table
+from training.report.experiments import curve_metric, first_reached, group, metric_order
+from training.report.runs import read_runs
+
+ROUTE = {"selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": -4}
+TABLE = "Table 2: backbones"
+
+
+def make_run(root, name, *, experiment=None, routed=False, seed=0, steps=400, fid=(), speed=10.0, log_every=100, **config):
+    """A run's folder as training leaves it.
+
+    Args:
+        fid: {step: fid5k/cfg1.0}.
+        speed: steps per second.
+    """
+    folder = root / name
+    (folder / "samples").mkdir(parents=True)
+    stored = {
+        "name": name,
+        "seed": seed,
+        "output_dir": str(root),
+        "model": {"name": "tread" if routed else "dit", "backbone": "DiT-B/2", "routes": [ROUTE] if routed else []},
+        "data": {"name": "imagenet256", "path": f"/data/{name}"},
+        "train": {"num_steps": steps, "batch_size": 256},
+        "diffusion": {"sampler": {"num_steps": 40, "S_churn": 0.0}},
+        "eval": {"num_steps": None},
+        **config,
+    }
+    if experiment is not None:
+        stored["experiment"] = experiment
+    OmegaConf.save(OmegaConf.create(stored), folder / "config.yaml")
+    lines = []
+    for step in range(log_every, steps + 1, log_every):
+        loss = 0.5 + (0.2 if routed else 0.1) + 10 / (step + seed)
+        lines.append({"step": step, "loss": loss, "steps_per_sec": speed, "images_per_sec": 256 * speed})
+        if step in fid:
+            lines.append({"step": step, "fid5k/cfg1.0": fid[step], "is5k/cfg1.0": 100 - fid[step], "evaluation_sec": 9.0})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    start = {"step": 0, "time": "2026-01-02T03:04:05+00:00", "command": f"accelerate launch train.py name={name}"}
+    start |= {"commit": "0123456789abcdef", "modified": False, "device": "Example GPU", "num_processes": 8, "torch": "2.15"}
+    (folder / "starts.jsonl").write_text(json.dumps(start) + "\n")
+    colour = (60 + 30 * seed, 120, 200) if routed else (200, 120, 60 + 30 * seed)
+    Image.new("RGB", (64, 40), colour).save(folder / "samples" / f"step_{steps:07d}.png")
+    return folder
+
+
+def about(name, paper, baseline=None, table=TABLE):
+    return {"name": name, "table": table, "paper": paper, "source": "TREAD, Table 2", "differs": "", "baseline": baseline}
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """Dense and routed, two seeds each. Dense is best at 400 steps: 40; routed passes 40 between 100 (60) and 200 (20)."""
+    root = tmp_path / "runs"
+    for seed, shift in ((0, -1), (1, 1)):
+        dense = {100: 80 + shift, 200: 60 + shift, 300: 50 + shift, 400: 40 + shift}
+        routed = {100: 60 + shift, 200: 20 + shift, 300: 16 + shift, 400: 12 + shift}
+        make_run(root, f"dense_seed-{seed}", experiment=about("table2/dit", {"fid5k": 43.0}), seed=seed, fid=dense)
+        named = about("table2/tread", {"fid5k": 10.0, "fid50k": 21.34}, "table2/dit")
+        make_run(root, f"tread_seed-{seed}", experiment=named, routed=True, seed=seed, fid=routed, speed=20.0)
+    return root
+
+
+def table_of(root):
+    tables = group(read_runs([root])[0])
+    assert len(tables) == 1
+    return next(iter(tables.values()))
+
+
+def cells(table, label):
+    row = next(row for row in table.rows if row[0] == label)
+    return dict(zip(table.columns, row))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Reading and comparing.
+
+
+def test_seeds_are_one_experiment_with_mean_spread_and_the_papers_figure_beside_it(runs):
+    row = cells(results_table(table_of(runs)), "table2/dit")
+    # Means of 39 and 41; standard deviation sqrt(2); 400 steps of 256 images; 400 / 10 s on 8 devices = 0.0889 h.
+    assert row["Seeds"] == "2" and row["Measured"] == "40.00 ± 1.41" and row["Paper"] == "43.00"
+    assert row["Difference"] == "−3.00 (−7%)" and row["Steps"] == "400" and row["Images seen"] == "102,400"
+    assert row["Device hours"] == "0.0889" and row["Images/s"] == "2,560" and row["Commit"] == "01234567"
+
+
+def test_a_routed_experiment_is_compared_with_its_dense_one(runs):
+    table = table_of(runs)
+    assert cells(results_table(table), "table2/tread")["Against dense"] == "−28.00 (−70%)"
+    row = cells(speedup_table(table), "table2/tread")
+    # 40 lies half-way between 60 at step 100 and 20 at step 200: step 150. 400 / 150; hours: 40 s / 7.5 s.
+    assert row["Reached"] == "step 150" and row["Speedup in steps"] == "2.67×" and row["Speedup in hours"] == "5.33×"
+    assert "40.00 at step 400" in row["Dense run's best"]
+    assert any("between 60.00 at step 100 and 20.00 at step 200" in note for note in speedup_table(table).notes)
+
+
+@pytest.mark.parametrize(
+    ("curve", "target", "sign", "reached"),
+    [
+        ([(100, 60.0), (200, 20.0)], 40.0, 1, 150.0),
+        ([(100, 60.0), (200, 50.0)], 40.0, 1, None),
+        ([(100, 30.0), (200, 20.0)], 40.0, 1, 100.0),
+        ([(100, 60.0), (200, 40.0), (300, 70.0)], 40.0, 1, 200.0),
+        ([(100, 10.0), (300, 50.0)], 40.0, -1, 250.0),  # more is better
+    ],
+)
+def test_a_figure_is_first_reached_between_two_evaluations(curve, target, sign, reached):
+    assert first_reached(curve, target, sign)[0] == reached
+
+
+def test_a_figure_that_is_not_reached_is_said_so(tmp_path):
+    make_run(tmp_path, "dit", fid={400: 10.0})
+    make_run(tmp_path, "tread", routed=True, fid={200: 30.0, 400: 20.0})
+    row = cells(speedup_table(table_of(tmp_path)), "tread")  # without experiment.*, dense is what differs in routes alone
+    assert row["Reached"] == "not reached; best 20.00 at step 400" and row["Speedup in steps"] == "–"
+
+
+def test_curves_and_speedups_are_of_the_sample_count_that_was_evaluated_often(runs):
+    for name in ("dense_seed-0", "dense_seed-1", "tread_seed-0", "tread_seed-1"):
+        with open(runs / name / "metrics.jsonl", "a") as f:
+            f.write(json.dumps({"step": 400, "fid50k/cfg1.0": 30.0, "evaluation_sec": 1.0}) + "\n")
+    table = table_of(runs)
+    assert curve_metric(table) == "fid5k/cfg1.0" and cells(speedup_table(table), "table2/tread")["Reached"] == "step 150"
+
+
+def test_a_paper_figure_of_another_sample_count_is_shown_and_not_compared(tmp_path):
+    make_run(tmp_path, "a", experiment=about("a", {"fid50k": 21.34}), fid={400: 30.0})
+    row = cells(results_table(table_of(tmp_path)), "a")
+    assert (row["Measured"], row["Paper"]) == ("30.00", "21.34 [fid50k]")
+    assert row["Difference"] == "not comparable: other sample count"
+
+
+def test_runs_of_other_settings_are_not_averaged(tmp_path):
+    make_run(tmp_path, "a", fid={400: 30.0})
+    make_run(tmp_path, "b", seed=1, fid={400: 50.0}, train={"num_steps": 400, "batch_size": 128})
+    labels = {row[0]: row[2] for row in results_table(table_of(tmp_path)).rows}
+    assert labels == {"a": "30.00", "b": "50.00"}
+
+
+def test_the_mean_is_over_seeds_that_got_to_the_same_step(runs):
+    lines = (runs / "dense_seed-1" / "metrics.jsonl").read_text().splitlines()
+    (runs / "dense_seed-1" / "metrics.jsonl").write_text("\n".join(lines[:5]) + "\n")
+    table = results_table(table_of(runs))
+    assert cells(table, "table2/dit")["Measured"] == "39.00"
+    assert any("dense_seed-1 is unfinished, at step 300 of 400" in note for note in table.notes)
+    assert any("is of 1 of 2 runs" in note for note in table.notes)
+
+
+def test_a_resumed_run_counts_the_devices_of_each_start(tmp_path):
+    folder = make_run(tmp_path, "a")
+    first = json.loads((folder / "starts.jsonl").read_text())
+    second = first | {"step": 300, "num_processes": 4, "command": "accelerate launch train.py resumed", "modified": True}
+    (folder / "starts.jsonl").write_text(json.dumps(first) + "\n" + json.dumps(second) + "\n")
+    run = read_runs([tmp_path])[0][0]
+    assert run.device_hours == pytest.approx((300 * 8 + 100 * 4) / 10 / 3600)
+    assert run.hours_at(250) == pytest.approx(25 / 3600)
+    assert cells(results_table(table_of(tmp_path)), "a")["Commit"] == "01234567, 01234567 + changes"
+
+
+def test_hours_of_a_run_without_starts_are_marked(tmp_path):
+    (make_run(tmp_path, "a") / "starts.jsonl").unlink()
+    table = results_table(table_of(tmp_path))
+    assert cells(table, "a")["Device hours"] == "0.0111*" and cells(table, "a")["Commit"] == "not recorded"
+    assert any(note.startswith("* Hours of training") for note in table.notes)
+
+
+def test_results_of_fid_count_for_the_run_whose_checkpoint_they_name(tmp_path):
+    folder = make_run(tmp_path, "a", fid={200: 50.0})
+    point = {"checkpoint": "elsewhere/a/checkpoints/step_0000400", "weights": "ema", "num_steps": 40, "S_churn": 0.0}
+    point |= {"num_samples": 5000, "cfg_scale": 1.0}
+    lines = [{"point": point, "metrics": {"fid": 30.0}}, {"point": point | {"num_steps": 20}, "metrics": {"fid": 33.0}}]
+    for w, value in ((1.2, 29.0), (1.5, 28.0)):  # another guidance, under a name of its own
+        lines.append({"point": point | {"guidance": "sparse", "guidance.w": w}, "metrics": {"fid": value}})
+    lines += [{"point": point | {"checkpoint": "runs/gone/checkpoints/step_0000400"}, "metrics": {"fid": 1.0}}]
+    (tmp_path / "evaluations").mkdir()
+    file = tmp_path / "evaluations" / "results.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    runs, problems = read_runs([tmp_path])
+    assert runs[0].evaluations[400] == {"fid5k/cfg1.0": 30.0, "fid5k/sparse,1.2,1.0": 29.0, "fid5k/sparse,1.5,1.0": 28.0}
+    assert len(runs[0].points) == 4
+    assert problems == {str(file): ["1 results of runs/gone/checkpoints/step_0000400, which is no run here"]}
+    page = (main([str(folder.parent)]), (tmp_path / "report.html").read_text())[1]
+    assert "Sweep of num_steps" in page and "Sweep of guidance.w" in page
+
+
+def test_what_is_torn_unfinished_or_of_another_version_is_listed_and_the_rest_is_shown(runs):
+    with open(runs / "dense_seed-0" / "metrics.jsonl", "a") as f:
+        f.write('{"step": 500, "lo')
+    make_run(runs, "no_config", fid={400: 1.0})
+    (runs / "no_config" / "config.yaml").unlink()
+    (make_run(runs, "bad_config") / "config.yaml").write_text("train: [")
+    (make_run(runs, "foreign") / "config.yaml").write_text("epochs: 3\n")
+    (make_run(runs, "empty") / "metrics.jsonl").write_text("")
+    (make_run(runs, "other_lines") / "metrics.jsonl").write_text('{"iteration": 3}\n[1]\n')
+    old = make_run(runs, "old", train={"num_steps": "many"})
+    (make_run(runs, "nan") / "metrics.jsonl").write_text('{"step": 1, "loss": NaN}\n{"step": 2, "loss": 1.0}\n')
+    (runs / "notes.txt").write_text("not a run")
+    found, problems = read_runs([runs])
+    assert {run.name for run in found} == {"dense_seed-0", "dense_seed-1", "tread_seed-0", "tread_seed-1", "old", "nan"}
+    said = {path.rpartition("/")[2]: "; ".join(reasons) for path, reasons in problems.items()}
+    assert said["dense_seed-0"] == "metrics.jsonl: left out line 9 (cut off or damaged)"
+    assert said["no_config"].startswith("no config.yaml") and "cannot be read" in said["bad_config"]
+    assert "not a configuration of train.py" in said["foreign"] and said["empty"].endswith("holds no figures yet")
+    assert (
+        "another version" in said["other_lines"] and "no train.num_steps" in said["old"] and "not a finite number" in said["nan"]
+    )
+    main([str(runs)])
+    page = (runs / "report.html").read_text()
+    assert all(words in page for words in ("no config.yaml", "cut off or damaged", "holds no figures yet")) and old.name in page
+
+
+def test_metrics_are_ordered_with_unguided_fid_of_many_samples_first():
+    names = ["is5k/cfg1.0", "fid5k/cfg1.5", "fid5k/cfg1.0", "fid50k/cfg1.0", "fd_digits250/cfg1.0"]
+    assert sorted(names, key=metric_order) == [names[3], names[2], names[1], names[4], names[0]]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Files.
+
+
+def test_a_report_replaces_its_own_and_nothing_else(runs, tmp_path, capsys):
+    page = tmp_path / "out" / "a.html"
+    main([str(runs), f"output={page}", "title=One & <two>"])
+    first = page.read_text()
+    assert "<h1>One &amp; &lt;two&gt;</h1>" in first and "4 runs in" in capsys.readouterr().out
+    main([str(runs), f"output={page}"])
+    assert page.read_text() != first and sorted(p.name for p in page.parent.iterdir()) == ["a.html", "a.md"]
+    (page.parent / "a.md").write_text("my notes")
+    before = page.read_text()
+    with pytest.raises(ValueError, match=r"a\.md was not written by this program"):
+        main([str(runs), f"output={page}"])
+    assert page.read_text() == before and (page.parent / "a.md").read_text() == "my notes"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give the folder of runs"),
+        (["nowhere"], "nowhere is not a folder"),
+        (["{runs}", "outptu=a.html"], "outptu is not a setting of the report"),
+        (["{runs}", "output=a.pdf"], "use output=a.html"),
+        (["{empty}"], "no run can be read below .*empty"),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused(runs, tmp_path, arguments, message):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=message):
+        main([argument.format(runs=runs, empty=tmp_path / "empty") for argument in arguments])
+
+
+def test_the_markdown_holds_tables_commands_and_commits(runs):
+    main([str(runs)])
+    text = (runs / "report.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert len({len(re.findall(r"(?<!\\)\|", row)) for row in rows[:4]}) == 1
+    assert "| table2/tread | 2 | 12.00 ± 1.41 | 10.00 | +2.00 (+20%) |" in text
+    assert "`accelerate launch train.py name=tread_seed-1`" in text and "commit 0123456789ab," in text
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The page.
+
+VOID = {"meta", "img", "wbr", "br", "link", "input", "hr", "col"}
+
+
+class Page(HTMLParser):
+    """Checks that tags are balanced; collects attributes and ids."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.attributes, self.tags = [], [], []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        self.attributes += attributes
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        self.attributes += attributes
+
+    def handle_endtag(self, tag):
+        assert self.open and self.open[-1] == tag, f"</{tag}> closes {self.open[-3:]}"
+        self.open.pop()
+
+
+def test_the_page_is_balanced_accessible_and_needs_nothing_beside_it(runs):
+    main([str(runs)])
+    text = (runs / "report.html").read_text()
+    page = Page(text)
+    assert "script" not in {tag for tag, _ in page.tags} and "link" not in {tag for tag, _ in page.tags}
+    for name, value in page.attributes:
+        assert name not in ("src", "href", "srcset", "xlink:href") or value.startswith(("data:image/", "#")), (name, value)
+    assert not re.search(r"https?://|@import|url\(", text)
+    identifiers = [value for name, value in page.attributes if name == "id"]
+    assert len(set(identifiers)) == len(identifiers)
+    named = [identifier for name, value in page.attributes if name == "aria-labelledby" for identifier in value.split()]
+    assert named and set(named) <= set(identifiers)
+    assert {value[1:] for name, value in page.attributes if name == "href"} <= set(identifiers)
+    assert all(attributes.get("alt") for tag, attributes in page.tags if tag == "img")
+    assert all(attributes.get("scope") in ("col", "row") for tag, attributes in page.tags if tag == "th")
+    assert sum(tag == "img" for tag, _ in page.tags) == 2 and sum(a.get("class") == "chart" for _, a in page.tags) == 4
+
+
+def test_large_grids_are_embedded_smaller(runs, tmp_path):
+    noise = Image.frombytes("RGB", (1500, 400), os.urandom(1500 * 400 * 3))
+    noise.save(runs / "dense_seed-0" / "samples" / "step_0000400.png")
+    (runs / "tread_seed-0" / "samples" / "step_0000400.png").write_bytes(b"torn")
+    main([str(runs)])
+    page = (runs / "report.html").read_text()
+    assert page.count("data:image/") == 1 and ".png is not a readable image" in page
+    data = base64.b64decode(re.search(r"data:image/jpeg;base64,([^\"]+)", page).group(1))
+    (tmp_path / "a.jpg").write_bytes(data)
+    assert Image.open(tmp_path / "a.jpg").size == (900, 240)
+
+
+def test_a_chart_has_the_points_where_they_belong():
+    chart = line_chart([Series("a", ((0, 1.0), (100, 2.0)))], "c", "title", "steps", "fid", markers=True)
+    line = re.search(r'class="line c0" points="([^"]+)"', chart).group(1)
+    assert line == "52.0,228.0 420.0,12.0"  # the corners of the plot: ticks are 0 .. 100 and 1 .. 2
+    assert "a: from 1 at 0 to 2 at 100 steps." in chart
+    assert line_chart([Series("a", ())], "c", "t", "x", "y", markers=True) == ""
+
+
+@pytest.mark.parametrize(("low", "high", "ticks"), [(0, 100, [0, 20, 40, 60, 80, 100]), (3, 3, [3, 4]), (0.31, 0.58, None)])
+def test_ticks_are_round_and_enclose_the_values(low, high, ticks):
+    found = linear_ticks(low, high)
+    assert ticks is None or found == ticks
+    assert found[0] <= low and found[-1] >= high and 2 <= len(found) <= 8
+
+
+def test_logarithmic_ticks_enclose_the_values():
+    assert log_ticks(4, 70) == [2, 5, 10, 20, 50, 100]
+    assert log_ticks(0.001, 5000)[0] <= 0.001 and log_ticks(0.001, 5000)[-1] >= 5000
+
+
+def test_long_lines_are_averaged():
+    one = thinned(Series("a", tuple((float(i), float(i)) for i in range(1000))))
+    assert len(one.points) <= MOST_POINTS and one.points[0] == (3.0, 3.0)  # the mean of 0 .. 6
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+FLAGS = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking --hide-scrollbars"
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_page_fits_the_screen_in_chromium(runs, tmp_path, width):
+    main([str(runs)])
+    # A frame is as narrow as a phone, which Chromium's own window cannot be. The page's script-free layout is measured from it.
+    frame = f'<iframe id="f" src="{(runs / "report.html").as_uri()}" style="border:0;width:{width}px;height:2000px"></iframe>'
+    report = (
+        "document.title=[f.contentDocument.documentElement.scrollWidth,f.contentDocument.querySelectorAll('svg.chart').length]"
+    )
+    (tmp_path / "frame.html").write_text(f'<body style="margin:0">{frame}<script>f.onload=()=>{{{report}}}</script>')
+    flags = [*FLAGS.split(), "--disable-component-update", "--disable-sync", "--allow-file-access-from-files"]
+    flags += [f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1400,2000", "--virtual-time-budget=2000"]
+    picture = tmp_path / "page.png"
+    address = (tmp_path / "frame.html").as_uri()
+    dom = subprocess.run([CHROMIUM, *flags, "--dump-dom", address], capture_output=True, text=True, timeout=60, check=True).stdout
+    assert f"<title>{width},4</title>" in dom, dom[-500:]
+    subprocess.run([CHROMIUM, *flags, f"--screenshot={picture}", address], capture_output=True, timeout=60, check=True)
+    with Image.open(picture) as image:
+        colours = image.convert("RGB").crop((0, 0, width, 2000)).getcolors(1 << 24)
+    assert len(colours) > 20  # text, lines and images, and not a blank page

@@ -1,0 +1,37 @@
+"""The report as Markdown: the tables, the commands and what was left out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from training.report.content import Table, figures_table, origin_lines, results_table, speedup_table
+from training.report.experiments import Experiment
+
+
+def markdown_report(marker: str, title: str, tables: dict[str, list[Experiment]], problems: dict[str, list[str]]) -> str:
+    lines = [f"<!-- {marker} -->", f"# {title}", ""]
+    for name, experiments in tables.items():
+        lines += [f"## {name}", ""]
+        for table in (results_table(experiments), speedup_table(experiments), figures_table(experiments)):
+            if table is not None:
+                lines += as_markdown(table)
+        lines += ["### How these runs were made", ""]
+        for experiment in experiments:
+            about = [f"{key}: {experiment.about[key]}" for key in ("source", "differs") if experiment.about.get(key)]
+            lines += [f"- **{experiment.label}**{'; '.join(['', *about])}"]
+            for run in experiment.runs:
+                lines += [f"  - {run.name}"]
+                lines += [f"    - {what}: {f'`{text}`' if 'accelerate' in text else text}" for what, text in origin_lines(run)]
+        lines.append("")
+    if problems:
+        lines += ["## Incomplete or left out", ""]
+        lines += [f"- `{path}`: {'; '.join(reasons)}" for path, reasons in problems.items()]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def as_markdown(table: Table) -> list[str]:
+    def row(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+
+    lines = [f"**{table.caption}**", "", row(table.columns), "|---" * len(table.columns) + "|", *map(row, table.rows), ""]
+    return lines + [f"- {note}" for note in table.notes] + ([""] if table.notes else [])
