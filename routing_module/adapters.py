@@ -115,7 +115,45 @@ def own_routes(network: nn.Module) -> str | None:
     return "it has routes of its own; build it with routes=() or leave attach() out" if network.router.routes else None
 
 
+# ---- timm ------------------------------------------------------------------------------------------------------------
+
+
+def patch_tokens(network: nn.Module, arguments: Mapping[str, Any], output: Tensor) -> Extent:
+    """From timm's patch embedding: (B, N, D), or (B, H, W, D) with dynamic image sizes."""
+    num_tokens = output.shape[1] if output.ndim == 3 else output.shape[1] * output.shape[2]
+    return Extent(output.shape[0], num_tokens, output.device)
+
+
+def patch_dropout(network: nn.Module) -> str | None:
+    if isinstance(network.patch_drop, nn.Identity):
+        return None
+    return "patch_drop_rate > 0 throws tokens away before the blocks; build it with patch_drop_rate=0"
+
+
 # ---- diffusers -------------------------------------------------------------------------------------------------------
+
+
+def lumina2_tokens(network: nn.Module, arguments: Mapping[str, Any], output: tuple) -> Extent:
+    """From its rope_embedder, whose fifth output is the length of every text: the joint sequence is text, image, padding."""
+    image, text_lengths = output[0], output[4]
+    first_token = None
+    if len(set(text_lengths)) > 1:
+        first_token = torch.tensor(text_lengths, device=image.device)
+    return Extent(image.shape[0], image.shape[1], image.device, first_token)
+
+
+def z_image_tokens(network: nn.Module, arguments: Mapping[str, Any], output: None) -> Extent:
+    """From the call: x is a list of images (C, F, H, W). The padding of the image to 32 tokens is never routed."""
+    images = arguments["x"]
+    if isinstance(images[0], (list, tuple)):
+        raise ValueError("x: several images per sample (omni mode) cannot be routed; pass a list of tensors (C, F, H, W)")
+    shapes = {tuple(image.shape) for image in images}
+    if len(shapes) > 1:
+        raise ValueError(f"x holds images of shapes {sorted(shapes)}; a routed batch needs one size, so make batches by size")
+    _, frames, height, width = images[0].shape
+    p, f = arguments.get("patch_size", 2), arguments.get("f_patch_size", 1)
+    return Extent(len(images), (frames // f) * (height // p) * (width // p), images[0].device)
+
 
 # One table for text and image, for the whole batch.
 FLUX_POSITIONS = TokenAxis("image_rotary_emb", dim=0, layout="text_image")  # (cos, sin), each (L, D_head)
@@ -139,12 +177,118 @@ ADAPTERS = (
         package="diffusers",
     ),
     Adapter("DiTTransformer2DModel", "pos_embed", (BlockList("transformer_blocks"),), package="diffusers"),
+    Adapter(
+        "Flux2Transformer2DModel",
+        "x_embedder",
+        (
+            BlockList("transformer_blocks", output=1, axes=(FLUX_POSITIONS,)),
+            BlockList("single_transformer_blocks", layout="text_image", axes=(FLUX_POSITIONS,)),
+        ),
+        package="diffusers",
+    ),
+    Adapter(
+        "WanTransformer3DModel",
+        "patch_embedding",
+        (
+            BlockList(
+                "blocks",
+                axes=(
+                    TokenAxis("rotary_emb", dim=1),  # (cos, sin), each (1, N, 1, D_head)
+                    TokenAxis("temb", dim=1, ndim=4),  # (B, N, 6, D) for timesteps per token
+                ),
+            ),
+        ),
+        package="diffusers",
+    ),
+    Adapter(
+        "AuraFlowTransformer2DModel",
+        "pos_embed",
+        (
+            BlockList("joint_transformer_blocks", output=1),
+            BlockList("single_transformer_blocks", layout="text_image"),
+        ),
+        package="diffusers",
+    ),
+    Adapter(
+        "QwenImageTransformer2DModel",
+        "img_in",
+        (
+            BlockList(
+                "transformer_blocks",
+                output=1,
+                axes=(
+                    TokenAxis("image_rotary_emb", dim=0, items=(0,)),  # (image (N, D_head/2), text), complex
+                    TokenAxis("modulate_index", dim=1),  # (B, N), when reference images have a timestep of their own
+                ),
+            ),
+        ),
+        package="diffusers",
+    ),
+    Adapter(
+        "HunyuanDiT2DModel",
+        "pos_embed",
+        (
+            BlockList(
+                "blocks",
+                axes=(
+                    TokenAxis("image_rotary_emb", dim=0),  # (cos, sin), each (N, D_head)
+                    TokenAxis("skip", dim=1),  # (B, N, D), from a block of the first half
+                ),
+            ),
+        ),
+        package="diffusers",
+    ),
+    Adapter(
+        "Lumina2Transformer2DModel",
+        "rope_embedder",
+        (
+            BlockList(
+                "layers",
+                layout="text_image",
+                axes=(
+                    TokenAxis("image_rotary_emb", dim=1, layout="text_image"),  # (B, L, D_head/2) complex
+                    TokenAxis("attention_mask", dim=1, layout="text_image"),  # (B, L), for padded text
+                ),
+            ),
+        ),
+        extent=lumina2_tokens,
+        package="diffusers",
+    ),
+    Adapter(
+        "ZImageTransformer2DModel",
+        "",
+        (
+            BlockList(
+                "layers",
+                argument="x",
+                layout="image_text",
+                axes=(
+                    TokenAxis("freqs_cis", dim=1, layout="image_text"),  # (B, L, D_head/2) complex
+                    TokenAxis("attn_mask", dim=1, layout="image_text", ndim=2),  # (B, L), for padded text
+                ),
+            ),
+        ),
+        extent=z_image_tokens,
+        package="diffusers",
+    ),
+    Adapter(
+        "VisionTransformer",
+        "patch_embed",
+        (BlockList("blocks", argument="x", layout="text_image"),),  # class and register tokens come first
+        extent=patch_tokens,
+        obstacle=patch_dropout,
+        package="timm",
+    ),
 )
 
+SANA = (
+    "the feed-forward of its blocks is a convolution over the full grid of height x width tokens, "
+    "and the tokens that stay in a route form no grid"
+)
 # Networks whose blocks need every token, with the reason.
 REFUSED = {
-    "SanaTransformer2DModel": "the feed-forward of its blocks is a convolution over the full grid of height x width "
-    "tokens, and the tokens that stay in a route form no grid",
+    "SanaTransformer2DModel": SANA,
+    "SanaVideoTransformer3DModel": SANA,
 }
 
 

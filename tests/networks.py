@@ -188,6 +188,200 @@ def diffusers_dit_inputs(padded):
     return dict(hidden_states=normal(B, 4, 8, 8), timestep=torch.tensor([1, 5, 9]), class_labels=torch.full((B,), 10))
 
 
+def flux2():
+    from diffusers import Flux2Transformer2DModel
+
+    return Flux2Transformer2DModel(
+        in_channels=4,
+        num_layers=3,
+        num_single_layers=3,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=12,
+        timestep_guidance_channels=16,
+        axes_dims_rope=(4, 4, 4, 4),
+        guidance_embeds=False,
+    )
+
+
+def flux2_inputs(padded):
+    image_ids, text_ids = grid_ids(4, text_axes=3)
+    return dict(
+        hidden_states=normal(B, N, 4),
+        encoder_hidden_states=normal(B, T, 12, seed=2),
+        timestep=timesteps(),
+        img_ids=image_ids,
+        txt_ids=text_ids,
+    )
+
+
+def wan():
+    from diffusers import WanTransformer3DModel
+
+    return WanTransformer3DModel(
+        patch_size=(1, 2, 2),
+        num_attention_heads=2,
+        attention_head_dim=16,
+        in_channels=4,
+        out_channels=4,
+        text_dim=12,
+        freq_dim=16,
+        ffn_dim=64,
+        num_layers=6,
+        rope_max_seq_len=32,
+    )
+
+
+def wan_inputs(padded, per_token=False):
+    timestep = timesteps() * 1000
+    return dict(
+        hidden_states=normal(B, 4, 2, 8, 4),  # two frames of 4 x 2 patches
+        timestep=timestep[:, None] + torch.arange(N)[None] if per_token else timestep,
+        encoder_hidden_states=normal(B, T, 12, seed=2),
+    )
+
+
+def auraflow():
+    from diffusers import AuraFlowTransformer2DModel
+
+    return AuraFlowTransformer2DModel(
+        sample_size=8,
+        patch_size=2,
+        in_channels=4,
+        num_mmdit_layers=3,
+        num_single_dit_layers=3,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=12,
+        caption_projection_dim=32,
+        out_channels=4,
+        pos_embed_max_size=16,
+    )
+
+
+def auraflow_inputs(padded):
+    return dict(hidden_states=normal(B, 4, 8, 8), encoder_hidden_states=normal(B, T, 12, seed=2), timestep=timesteps())
+
+
+def qwen(zero_cond_t=False):
+    from diffusers import QwenImageTransformer2DModel
+
+    return QwenImageTransformer2DModel(
+        patch_size=2,
+        in_channels=16,
+        out_channels=4,
+        num_layers=6,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=12,
+        axes_dims_rope=(4, 6, 6),
+        zero_cond_t=zero_cond_t,
+    )
+
+
+def qwen_inputs(padded, num_images=1):
+    return dict(
+        hidden_states=normal(B, N * num_images, 16),
+        encoder_hidden_states=normal(B, T, 12, seed=2),
+        encoder_hidden_states_mask=text_mask(padded) if padded else None,
+        timestep=timesteps(),
+        img_shapes=[[(1, GRID, GRID)] * num_images] * B,
+    )
+
+
+def hunyuan_dit():
+    from diffusers import HunyuanDiT2DModel
+
+    return HunyuanDiT2DModel(
+        num_attention_heads=2,
+        attention_head_dim=16,
+        in_channels=4,
+        patch_size=2,
+        sample_size=8,
+        hidden_size=32,
+        num_layers=6,
+        mlp_ratio=2.0,
+        cross_attention_dim=12,
+        cross_attention_dim_t5=16,
+        pooled_projection_dim=8,
+        text_len=3,
+        text_len_t5=2,
+        use_style_cond_and_image_meta_size=False,
+    )
+
+
+def hunyuan_dit_inputs(padded):
+    angles = normal(N, 8, seed=4).repeat_interleave(2, dim=1)  # (N, D_head)
+    mask = text_mask(padded).long()
+    return dict(
+        hidden_states=normal(B, 4, 8, 8),
+        timestep=timesteps(),
+        encoder_hidden_states=normal(B, 3, 12, seed=2),
+        text_embedding_mask=mask[:, :3],
+        encoder_hidden_states_t5=normal(B, 2, 16, seed=3),
+        text_embedding_mask_t5=mask[:, 3:],
+        image_rotary_emb=(angles.cos(), angles.sin()),
+    )
+
+
+def lumina2():
+    from diffusers import Lumina2Transformer2DModel
+
+    return Lumina2Transformer2DModel(
+        sample_size=8,
+        patch_size=2,
+        in_channels=4,
+        hidden_size=32,
+        num_layers=6,
+        num_refiner_layers=1,
+        num_attention_heads=2,
+        num_kv_heads=1,
+        multiple_of=8,
+        axes_dim_rope=(4, 6, 6),
+        axes_lens=(32, 16, 16),
+        cap_feat_dim=12,
+    )
+
+
+def lumina2_inputs(padded):
+    return dict(
+        hidden_states=normal(B, 4, 8, 8),
+        timestep=timesteps(),
+        encoder_hidden_states=normal(B, T, 12, seed=2),
+        encoder_attention_mask=text_mask(padded),
+    )
+
+
+def z_image():
+    from diffusers import ZImageTransformer2DModel
+
+    return ZImageTransformer2DModel(
+        in_channels=4,
+        dim=32,
+        n_layers=6,
+        n_refiner_layers=1,
+        n_heads=2,
+        n_kv_heads=2,
+        cap_feat_dim=12,
+        axes_dims=[4, 6, 6],
+        axes_lens=[128, 32, 32],
+    )
+
+
+def z_image_inputs(padded):
+    # Text is brought to a multiple of 32 tokens, so only a long one makes the lengths of the joint sequences differ.
+    text = [normal(40 if padded and i == 0 else T - i, 12, seed=2 + i) for i in range(B)]
+    return dict(x=list(normal(B, 4, 1, 8, 8)), t=timesteps(), cap_feats=text)
+
+
+def vision_transformer():
+    from timm.models.vision_transformer import VisionTransformer
+
+    return VisionTransformer(
+        img_size=16, patch_size=4, num_classes=7, embed_dim=32, depth=6, num_heads=2, reg_tokens=2, init_values=0.5
+    )
+
+
 NETWORKS = {
     "DiT": Network(
         our_dit, lambda padded: dict(x=normal(B, 4, 8, 8), t=timesteps(), y=torch.arange(B)), (("blocks", None),), argument="x"
@@ -201,6 +395,46 @@ NETWORKS = {
     "SD3": Network(sd3, sd3_inputs, (("transformer_blocks", 1),), attention_text_first=False),
     "PixArt": Network(pixart, pixart_inputs, (("transformer_blocks", None),), padded_text=True),
     "diffusers DiT": Network(diffusers_dit, diffusers_dit_inputs, (("transformer_blocks", None),)),
+    "Flux2": Network(
+        flux2,
+        flux2_inputs,
+        (("transformer_blocks", 1), ("single_transformer_blocks", None)),
+        positions="image_rotary_emb",
+    ),
+    "Wan": Network(wan, wan_inputs, (("blocks", None),), positions="rotary_emb"),
+    "Wan, timesteps per token": Network(
+        wan, lambda padded: wan_inputs(padded, per_token=True), (("blocks", None),), positions="rotary_emb"
+    ),
+    "AuraFlow": Network(auraflow, auraflow_inputs, (("joint_transformer_blocks", 1), ("single_transformer_blocks", None))),
+    "QwenImage": Network(qwen, qwen_inputs, (("transformer_blocks", 1),), padded_text=True, positions="image_rotary_emb"),
+    "QwenImage, edit": Network(
+        lambda: qwen(zero_cond_t=True),
+        lambda padded: qwen_inputs(padded, num_images=2),
+        (("transformer_blocks", 1),),
+        padded_text=True,
+        positions="image_rotary_emb",
+        num_tokens=2 * N,
+    ),
+    "HunyuanDiT": Network(hunyuan_dit, hunyuan_dit_inputs, (("blocks", None),), padded_text=True, positions="image_rotary_emb"),
+    "Lumina2": Network(
+        lumina2,
+        lumina2_inputs,
+        (("layers", None),),
+        padded_text=True,
+        positions="image_rotary_emb",
+        first_image_token=lambda padded: lengths(padded).tolist(),
+    ),
+    "ZImage": Network(
+        z_image,
+        z_image_inputs,
+        (("layers", None),),
+        text_first=False,
+        attention_text_first=False,
+        padded_text=True,
+        positions="freqs_cis",
+        argument="x",
+    ),
+    "timm": Network(vision_transformer, lambda padded: dict(x=normal(B, 3, 16, 16)), (("blocks", None),), argument="x"),
 }
 
 
