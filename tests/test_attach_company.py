@@ -63,7 +63,7 @@ def two_passes(network, first, second, between=None):
 
 @pytest.mark.parametrize("selection", ["uniform", "importance"])
 @pytest.mark.parametrize("mode", ["the default", "the attachment's", "reentrant"])
-@pytest.mark.parametrize("name", ["Flux", "PixArt", "ZImage"])
+@pytest.mark.parametrize("name", ["Flux", "ZImage"])
 def test_two_checkpointed_passes_before_one_backward_recompute_each_with_its_own_subset(name, mode, selection):
     case, network = NETWORKS[name], cached_network(name)
     first = case.inputs(case.padded_text)
@@ -174,8 +174,8 @@ def test_nothing_of_a_pass_stays_in_the_hooks_when_recomputation_stops_half_way_
 # ---- compilation and precision ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["Flux", "SD3", "PixArt", "QwenImage", "DiT"])
-@pytest.mark.parametrize("selection", ["uniform", "importance"])
+# Every graph takes seconds to trace: one network with positions per sample, one without.
+@pytest.mark.parametrize(("name", "selection"), [("Flux", "uniform"), ("DiT", "importance")])
 def test_a_routed_network_compiles_without_a_break_in_its_graph(name, selection):
     case = NETWORKS[name]
     network = copy.deepcopy(cached_network(name))
@@ -316,16 +316,25 @@ def test_peft_models_are_routed_through_their_wrapper(name):
 
 @pytest.mark.parametrize("name", ["Flux", "PixArt"])
 def test_int8_weights_with_lora_on_top_are_routed(name):
-    pytest.importorskip("peft")
+    peft = pytest.importorskip("peft")
     quantization = pytest.importorskip("torchao.quantization")
     case, network = NETWORKS[name], randomized_network(name)
     inputs = case.inputs(False)
-    network.requires_grad_(False)
-    blocks = torch.nn.ModuleList(block for block, _ in blocks_of(network, case))
-    quantization.quantize_(blocks, quantization.Int8WeightOnlyConfig())
-    assert "int8" in str(blocks[0].attn.to_q.weight.dtype) if name == "Flux" else True
-    network.add_adapter(lora_config("to_q", "to_v"))
-    routed_equals_reference(network, case, inputs, attach(network, ROUTES))
+    blocks = blocks_of(network, case)
+    before = call(network, inputs).detach()
+    quantization.quantize_(torch.nn.ModuleList(block for block, _ in blocks), quantization.Int8WeightOnlyConfig())
+    assert "Int8" in type(blocks[0][0].ff.net[2].weight).__name__
+    assert 0 < worst_difference(call(network, inputs).detach(), before) < 0.1
+    wrapped = peft.get_peft_model(network, lora_config("to_q", "to_v"))
+    attachment = attach(wrapped, ROUTES)
+    output, grads = run(wrapped, inputs)
+    windows = windows_of(attachment)
+    attachment.detach()
+    with reference(network, case, windows):
+        expected, expected_grads = run(wrapped, inputs)
+    assert worst_difference(output, expected) < 1e-5
+    assert grads.keys() == expected_grads.keys() == {name for name, p in wrapped.named_parameters() if "lora" in name}
+    assert max(worst_difference(grads[key], expected_grads[key]) for key in grads) < 1e-5
 
 
 # ---- copies, files, processes ----------------------------------------------------------------------------------------
