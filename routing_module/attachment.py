@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -161,7 +161,6 @@ class RoutedBlock:
     Attributes:
         layer: the block's index through all lists.
         route: the index of its route, or None.
-        starts: whether the route starts here.
     """
 
     def __init__(self, attachment: Attachment, layer: int, spec: BlockList, names: tuple[str, ...]):
@@ -172,7 +171,6 @@ class RoutedBlock:
         routes = attachment.router.routes
         inside = [i for i, route in enumerate(routes) if route.start_layer_idx <= layer <= route.end_layer_idx]
         self.route = inside[0] if inside else None
-        self.starts = self.route is not None and routes[self.route].start_layer_idx == layer
         self.before: tuple[Tensor, Tensor] | None = None  # all tokens, and which of them are in the block, while it runs
 
     def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
@@ -188,7 +186,14 @@ class RoutedBlock:
         if plan.ids_keep[self.route] is None:
             self.attachment.select_by_importance(plan, self.route, plan.image_tokens(tokens, self.spec.layout))
 
-        index = plan.index(self.route, self.spec.layout, tokens.shape[1], tokens.device)
+        indices: dict[tuple, Tensor] = {}  # of this call: cos and sin, and a mask, list the same tokens
+
+        def index_of(layout: str, length: int, device: torch.device) -> Tensor:
+            if (layout, length, device) not in indices:
+                indices[layout, length, device] = plan.index(self.route, layout, length, device)
+            return indices[layout, length, device]
+
+        index = index_of(self.spec.layout, tokens.shape[1], tokens.device)
         self.before = tokens, index
         args, kwargs = list(args), dict(kwargs)
         self._replace(args, kwargs, self.spec.argument, TokenRouter.start_route(tokens, index))
@@ -196,7 +201,7 @@ class RoutedBlock:
             position = self.positions[axis.argument]
             value = args[position] if position < len(args) else kwargs.get(axis.argument)
             if value is not None:
-                self._replace(args, kwargs, axis.argument, self._shorten(value, axis, plan))
+                self._replace(args, kwargs, axis.argument, self._shorten(value, axis, plan, index_of))
         return tuple(args), kwargs
 
     def leave(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
@@ -218,14 +223,14 @@ class RoutedBlock:
         else:
             kwargs[name] = value
 
-    def _shorten(self, value: Any, axis: TokenAxis, plan: Plan) -> Any:
+    def _shorten(self, value: Any, axis: TokenAxis, plan: Plan, index_of: Callable[..., Tensor]) -> Any:
         if isinstance(value, (tuple, list)):
             items = range(len(value)) if axis.items is None else axis.items
-            return tuple(self._shorten(item, axis, plan) if i in items else item for i, item in enumerate(value))
+            return tuple(self._shorten(item, axis, plan, index_of) if i in items else item for i, item in enumerate(value))
         if axis.ndim is not None and value.ndim != axis.ndim:
             return value
         dim = axis.dim % value.ndim
-        index = plan.index(self.route, axis.layout, value.shape[dim], value.device)
+        index = index_of(axis.layout, value.shape[dim], value.device)
         shared = self.attachment.shared and (axis.layout == "image" or plan.extent.first_token is None)
         return gather_axis(value, index, dim, shared)
 
@@ -526,8 +531,11 @@ def attach(
         importance_weight: for `importance`: 0 is as random as uniform, 1 keeps exactly the largest.
         inverse: for `importance`: the smallest stay.
         per_sample: a subset for every sample; False is one subset for the whole batch.
-        generator: source of the random numbers, on the device of the tokens; None is torch's default.
+        generator: source of the random numbers, on the device of the tokens; None is torch's default (torch.compile
+            cannot trace any other in one graph).
         adapter: for a network that is not known.
+
+    Differs from TREAD, section 4: the block right after a route runs in the precision of all others under autocast.
 
     Raises:
         ValueError: no routes, routes that do not fit the network's depth, a network that cannot be routed and why.

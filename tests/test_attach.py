@@ -1,7 +1,11 @@
 """Routing of networks that are not ours, against full-length blocks in which skipping tokens are barred and restored."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
+from conftest import REPOSITORY
 from networks import NETWORKS, B, N, blocks_of, cached_network, call, normal, reference, run, windows_of, worst_difference
 
 import dit
@@ -40,6 +44,32 @@ def test_a_routed_network_equals_full_length_blocks_with_skipping_tokens_barred_
     assert grads.keys() == expected_grads.keys() == dense_grads.keys()
     worst = {name: worst_difference(grads[name], expected_grads[name]) for name in grads}
     assert max(worst.values()) < 1e-5, max(worst.items(), key=lambda item: item[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [
+        ("Flux", lambda: {"controlnet_block_samples": [normal(B, N, 32, seed=6)], "controlnet_single_block_samples": None}),
+        ("SD3", lambda: {"skip_layers": [2]}),
+    ],
+    ids=["residuals of a ControlNet", "skipped layers"],
+)
+def test_what_happens_between_the_blocks_of_a_route_happens_to_all_tokens(name, extra):
+    case, network = NETWORKS[name], cached_network(name)
+    inputs = case.inputs(False) | extra()
+    attachment = attach(network, ONE)
+    output, grads = run(network, inputs)
+    windows = windows_of(attachment)
+    attachment.detach()
+    with reference(network, case, windows):
+        expected, expected_grads = run(network, inputs)
+    assert worst_difference(output, expected) < 1e-5
+    assert max(worst_difference(grads[key], expected_grads[key]) for key in expected_grads) < 1e-5
+
+
+def test_routing_imports_none_of_the_libraries_whose_networks_it_routes():
+    code = "import sys, routing_module; assert not {'diffusers', 'peft', 'timm', 'torchao'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True)
 
 
 @pytest.mark.parametrize("name", NETWORKS)
