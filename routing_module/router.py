@@ -39,13 +39,14 @@ class TokenRouter:
     Args:
         routes: in the order in which the tokens meet them; they must not overlap.
         depth: number of transformer blocks.
-        num_tokens: N; every route must keep at least one token.
+        num_tokens: N; every route must keep at least one token. None where N is known only when the network is called:
+            a ratio below 1 keeps at least one token of any number.
 
     Raises:
         ValueError: a route that does not fit, naming the route, the value and what is accepted.
     """
 
-    def __init__(self, routes: Sequence[Route], depth: int, num_tokens: int):
+    def __init__(self, routes: Sequence[Route], depth: int, num_tokens: int | None = None):
         self.depth = depth
         self.num_tokens = num_tokens
         self.routes: tuple[Route, ...] = ()
@@ -77,7 +78,7 @@ class TokenRouter:
     def _check_ratio(self, name: str, ratio: float) -> None:
         if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 <= ratio < 1:
             raise ValueError(f"{name}={ratio!r} must be a number in [0, 1): the fraction of tokens that skip the route")
-        if num_kept_tokens(self.num_tokens, ratio) < 1:
+        if self.num_tokens is not None and num_kept_tokens(self.num_tokens, ratio) < 1:
             raise ValueError(f"{name}={ratio} leaves none of the {self.num_tokens} tokens in the route; lower it")
 
     def selection_ratios(self, overrides: float | Sequence[float] | None = None) -> tuple[float, ...]:
@@ -116,8 +117,12 @@ class TokenRouter:
             scores = torch.rand(B, N, device=x.device, generator=generator)
         elif scores.shape != (B, N):
             raise ValueError(f"scores have shape {tuple(scores.shape)}, the tokens need {(B, N)}")
-        num_kept = num_kept_tokens(N, selection_ratio)
-        return scores.topk(num_kept, dim=1, sorted=False).indices.sort(dim=1).values  # (B, K)
+        return TokenRouter.select(scores, num_kept_tokens(N, selection_ratio))
+
+    @staticmethod
+    def select(scores: Tensor, num_kept: int) -> Tensor:
+        """(B, N) -> (B, K) int64: the positions of the `num_kept` highest scores of each sample, ascending."""
+        return scores.topk(num_kept, dim=1, sorted=False).indices.sort(dim=1).values
 
     @staticmethod
     def start_route(x: Tensor, ids_keep: Tensor) -> Tensor:
@@ -139,3 +144,27 @@ class TokenRouter:
         """
         index = ids_keep.unsqueeze(-1).expand_as(x)
         return skipped.scatter(1, index, x.to(skipped.dtype))  # (B, N, D)
+
+
+def importance_scores(x: Tensor, scores: Tensor, weight: float, *, inverse: bool = False) -> Tensor:
+    """Scores that mix chance with the L1-norm of the tokens; the router keeps the highest.
+
+    The norms of each sample are brought to [0, 1] (its smallest and its largest), so that they weigh the same at every
+    depth and in every sample: score = (1 - weight) * random + weight * norm.
+
+    Args:
+        x: (B, N, D) tokens where the route starts; no gradient flows through the choice.
+        scores: (B, N) uniform numbers in [0, 1).
+        weight: 0 is uniform, 1 keeps exactly the tokens with the largest norms.
+        inverse: keep the smallest norms instead.
+
+    Returns:
+        (B, N) float32.
+    """
+    with torch.no_grad():
+        norm = x.detach().abs().sum(dim=-1, dtype=torch.float32)  # (B, N)
+        low, high = norm.amin(dim=1, keepdim=True), norm.amax(dim=1, keepdim=True)
+        norm = (norm - low) / (high - low).clamp(min=torch.finfo(torch.float32).tiny)
+        if inverse:
+            norm = 1 - norm
+        return (1 - weight) * scores + weight * norm

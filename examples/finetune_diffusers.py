@@ -1,0 +1,222 @@
+"""Fine-tune a Flux or PixArt transformer of diffusers with LoRA and token routes, from latents made before.
+
+    python -m examples.finetune_diffusers --model <folder or hub id> --data <folder> --output <folder>
+    python -m examples.finetune_diffusers --model ... --data ... --output ... --routes fastest --steps 2000
+    python -m examples.finetune_diffusers --model ... --data ... --output ... --routes none       # the same, dense
+
+--data holds *.safetensors files with, for every item,
+    latents               [M, C, H, W]  as the network sees them: shifted and scaled
+    prompt_embeds         [M, T, D]     of the text encoder
+    pooled_prompt_embeds  [M, P]        Flux only
+    prompt_mask           [M, T]        PixArt only, optional: 1 is text, 0 is padding
+    loss_mask             [M, H, W]     optional: learn only what is inside; its tokens never skip
+all of one shape. --output gets the LoRA weights in PEFT's format: `PeftModel.from_pretrained(transformer, output)`.
+
+Shapes: B batch, N image tokens, T text tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from routing_module import PRESETS, attach
+from training.masked_loss import mask_to_tokens, masked_mse
+
+LORA_TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "proj_out")
+PATCH_SIZE = 2
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    loss: float
+    step_sec: float
+
+
+def read_items(folder: str | Path) -> dict[str, Tensor]:
+    """Every tensor of every file of the folder, joined along the items, in the order of the files' names."""
+    files = sorted(Path(folder).glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"--data={folder} holds no *.safetensors files")
+    parts = [load_file(file) for file in files]
+    for name in ("latents", "prompt_embeds"):
+        if name not in parts[0]:
+            raise ValueError(f"{files[0]} has no {name!r}; it has {', '.join(sorted(parts[0]))}")
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def pack(x: Tensor) -> Tensor:
+    """(B, C, H, W) -> (B, N, 4C): Flux gets patches of 2 x 2 as tokens; within a token: channel, row, column."""
+    B, C, H, W = x.shape
+    return x.reshape(B, C, H // 2, 2, W // 2, 2).permute(0, 2, 4, 1, 3, 5).reshape(B, H * W // 4, 4 * C)
+
+
+def unpack(tokens: Tensor, height: int, width: int) -> Tensor:
+    """(B, N, 4C) -> (B, C, H, W)."""
+    B, _, D = tokens.shape
+    x = tokens.reshape(B, height // 2, width // 2, D // 4, 2, 2)
+    return x.permute(0, 3, 1, 4, 2, 5).reshape(B, D // 4, height, width)
+
+
+def predict_flux(network: nn.Module, batch: dict[str, Tensor], generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Flow matching: x_t = (1 - t) x + t noise, target noise - x, t from a logit-normal. (prediction, target)."""
+    x = batch["latents"]
+    B, _, H, W = x.shape
+    noise = torch.randn(x.shape, generator=generator, device=x.device)
+    t = torch.sigmoid(torch.randn(B, generator=generator, device=x.device))
+    x_t = torch.lerp(x, noise, t[:, None, None, None])
+    rows, columns = torch.meshgrid(torch.arange(H // 2), torch.arange(W // 2), indexing="ij")
+    image_ids = torch.stack([torch.zeros_like(rows), rows, columns], dim=-1).reshape(-1, 3)  # (N, 3)
+    guided = base_config(network).guidance_embeds
+    tokens = network(
+        hidden_states=pack(x_t),
+        encoder_hidden_states=batch["prompt_embeds"],
+        pooled_projections=batch["pooled_prompt_embeds"],
+        timestep=t,
+        guidance=torch.ones_like(t) if guided else None,
+        img_ids=image_ids.to(x),
+        txt_ids=torch.zeros(batch["prompt_embeds"].shape[1], 3).to(x),
+        return_dict=False,
+    )[0]
+    return unpack(tokens, H, W), noise - x
+
+
+def predict_pixart(network: nn.Module, batch: dict[str, Tensor], generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """DDPM with linear betas from 1e-4 to 0.02: the target is the noise. (prediction, target)."""
+    x = batch["latents"]
+    B, C, H, W = x.shape
+    noise = torch.randn(x.shape, generator=generator, device=x.device)
+    t = torch.randint(0, 1000, (B,), generator=generator, device=x.device)
+    alphas_cumprod = torch.cumprod(1 - torch.linspace(1e-4, 0.02, 1000, device=x.device), dim=0)[t][:, None, None, None]
+    x_t = alphas_cumprod.sqrt() * x + (1 - alphas_cumprod).sqrt() * noise
+    sizes = {"resolution": None, "aspect_ratio": None}
+    if base_config(network).sample_size == 128:  # PixArt at 1024 pixels is conditioned on the image's size
+        sizes = {
+            "resolution": torch.tensor([[8.0 * H, 8.0 * W]], device=x.device).expand(B, -1),
+            "aspect_ratio": torch.full((B, 1), H / W, device=x.device),
+        }
+    prediction = network(
+        hidden_states=x_t,
+        encoder_hidden_states=batch["prompt_embeds"],
+        encoder_attention_mask=batch.get("prompt_mask"),
+        timestep=t,
+        added_cond_kwargs=sizes,
+        return_dict=False,
+    )[0]
+    return prediction[:, :C], noise  # the other half of the channels is a learned variance
+
+
+PREDICT = {"FluxTransformer2DModel": predict_flux, "PixArtTransformer2DModel": predict_pixart}
+
+
+def base_config(network: nn.Module):
+    return network.get_base_model().config
+
+
+def finetune(
+    network: nn.Module,
+    items: dict[str, Tensor],
+    *,
+    routes,
+    num_steps: int,
+    batch_size: int = 1,
+    learning_rate: float = 1e-4,
+    rank: int = 16,
+    seed: int = 0,
+) -> tuple[nn.Module, Iterator[StepRecord]]:
+    """LoRA around `network`, and the steps of its training, which run as the iterator is read.
+
+    Args:
+        network: a transformer of diffusers; frozen here.
+        items: as `read_items` returns them, on the device of the network.
+        routes: anything that `attach` takes; None is dense.
+        num_steps: optimizer steps, each on `batch_size` items drawn at random.
+        learning_rate: of AdamW, constant.
+        rank: of LoRA.
+        seed: items, noise and noise levels are functions of it.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    if type(network).__name__ not in PREDICT:
+        raise ValueError(f"{type(network).__name__} cannot be fine-tuned here; use one of {', '.join(PREDICT)}")
+    predict = PREDICT[type(network).__name__]
+    network = get_peft_model(network, LoraConfig(r=rank, lora_alpha=rank, target_modules=list(LORA_TARGETS)))
+    attachment = attach(network, routes) if routes is not None else None
+    network.train()  # from_pretrained leaves networks in evaluation mode, in which nothing is routed
+    parameters = [p for p in network.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.0)
+    device = items["latents"].device
+    generator = torch.Generator(device=device).manual_seed(seed)
+
+    def steps() -> Iterator[StepRecord]:
+        for _ in range(num_steps):
+            start_sec = time.perf_counter()
+            ids = torch.randint(0, len(items["latents"]), (batch_size,), generator=generator, device=device)
+            batch = {name: tensor[ids] for name, tensor in items.items()}
+            mask = batch.get("loss_mask")
+            keep = contextlib.nullcontext()
+            if attachment is not None and mask is not None:
+                keep = attachment.force_keep(mask_to_tokens(mask, PATCH_SIZE))
+            with keep:
+                prediction, target = predict(network, batch, generator)
+            loss = masked_mse(prediction, target, mask).mean()
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            optimizer.step()
+            yield StepRecord(loss.item(), time.perf_counter() - start_sec)  # item() waits for the device
+        if attachment is not None:
+            logger.info("%s", attachment.statistics)
+            attachment.detach()
+
+    return network, steps()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="folder or hub id of the transformer (with `transformer/` inside, or not)")
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--output", required=True)
+    parser.add_argument("--routes", default="lora", choices=("none", *PRESETS))
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--batch-size", type=int, default=1)
+    parser.add_argument("--learning-rate", type=float, default=1e-4)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+
+    from diffusers import AutoModel
+
+    items = {name: tensor.to(args.device) for name, tensor in read_items(args.data).items()}
+    subfolder = "transformer" if (Path(args.model) / "transformer").is_dir() or not Path(args.model).exists() else None
+    network = AutoModel.from_pretrained(args.model, subfolder=subfolder).to(args.device)
+    network, steps = finetune(
+        network,
+        items,
+        routes=None if args.routes == "none" else args.routes,
+        num_steps=args.steps,
+        batch_size=args.batch_size,
+        learning_rate=args.learning_rate,
+        rank=args.rank,
+        seed=args.seed,
+    )
+    for i, record in enumerate(steps, start=1):
+        if i == 1 or i % 50 == 0 or i == args.steps:
+            logger.info("step %d  loss %.4f  %.3f s", i, record.loss, record.step_sec)
+    network.save_pretrained(args.output)
+
+
+if __name__ == "__main__":
+    main()

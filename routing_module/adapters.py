@@ -1,0 +1,310 @@
+"""What `attach` must know of a network: its lists of blocks, and what in a block's arguments has a token axis.
+
+Shapes: B batch, N image tokens, T text tokens, L = T + N tokens of a joint sequence, D width.
+No network is imported; `find_adapter` goes by the names of classes and their packages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+LAYOUTS = ("image", "text_image", "image_text")
+
+
+@dataclass(frozen=True)
+class TokenAxis:
+    """An argument of a block, besides the tokens themselves, that has one entry per token: positions, a mask.
+
+    Attributes:
+        argument: its name in the block's forward.
+        dim: its token axis. 0 means that there is no batch axis: one table for the whole batch.
+        layout: which tokens it lists: `image`, or text and image in their order in the joint sequence.
+        ndim: only when the tensor has this many axes (an argument that is sometimes per token); None is always.
+        items: for a tuple, the elements that have the token axis; None is all of them.
+    """
+
+    argument: str
+    dim: int
+    layout: str = "image"
+    ndim: int | None = None
+    items: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class BlockList:
+    """One list of blocks of a network.
+
+    Attributes:
+        attribute: the list's name in the network.
+        argument: the name of the tokens in the block's forward.
+        output: where the tokens are in what the block returns: an index of a tuple, or None for a bare tensor.
+        layout: `image`: the argument holds image tokens only; `text_image`, `image_text`: a joint sequence.
+            Tokens that are not the image's are never routed.
+        axes: the other arguments with a token axis.
+    """
+
+    attribute: str
+    argument: str = "hidden_states"
+    output: int | None = None
+    layout: str = "image"
+    axes: tuple[TokenAxis, ...] = ()
+
+
+@dataclass(frozen=True)
+class Extent:
+    """The image tokens of one forward pass.
+
+    Attributes:
+        batch: B.
+        num_tokens: N.
+        device: where the tokens are.
+        first_token: in a joint sequence whose text has a length per sample: where each sample's image begins, (B,)
+            int64 on that device. None: text and image fill the sequence, in the order of the layout.
+    """
+
+    batch: int
+    num_tokens: int
+    device: torch.device
+    first_token: Tensor | None = None
+
+
+def embedded_tokens(network: nn.Module, arguments: Mapping[str, Any], output: Tensor) -> Extent:
+    """Extent from the output of an embedding layer: (B, N, D), or (B, D, ...) with the grid at the end."""
+    num_tokens = output.shape[1] if output.ndim == 3 else prod(output.shape[2:])
+    return Extent(output.shape[0], num_tokens, output.device)
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """How to route one kind of network.
+
+    Attributes:
+        network: the name of its class.
+        tokens_from: the submodule whose output tells the number of image tokens; it must run once per forward pass,
+            before the blocks. "" is the network itself, before it runs.
+        blocks: the lists of blocks, in the order in which they run. Layer indices of routes count through them all.
+        extent: (submodule, its arguments by name, its output) -> Extent.
+        obstacle: (network) -> why this instance cannot be routed, or None.
+        package: the package that the class must come from; None is any.
+    """
+
+    network: str
+    tokens_from: str
+    blocks: tuple[BlockList, ...]
+    extent: Callable[[nn.Module, Mapping[str, Any], Any], Extent] = embedded_tokens
+    obstacle: Callable[[nn.Module], str | None] | None = None
+    package: str | None = None
+
+    def __post_init__(self):
+        for i, spec in enumerate(self.blocks):
+            for layout in (spec.layout, *(axis.layout for axis in spec.axes)):
+                if layout not in LAYOUTS:
+                    raise ValueError(f"blocks[{i}] of the adapter for {self.network}: layout={layout!r}; use {LAYOUTS}")
+
+
+# ---- our own network -------------------------------------------------------------------------------------------------
+
+
+def own_routes(network: nn.Module) -> str | None:
+    return "it has routes of its own; build it with routes=() or leave attach() out" if network.router.routes else None
+
+
+# ---- timm ------------------------------------------------------------------------------------------------------------
+
+
+def patch_tokens(network: nn.Module, arguments: Mapping[str, Any], output: Tensor) -> Extent:
+    """From timm's patch embedding: (B, N, D), or (B, H, W, D) with dynamic image sizes."""
+    num_tokens = output.shape[1] if output.ndim == 3 else output.shape[1] * output.shape[2]
+    return Extent(output.shape[0], num_tokens, output.device)
+
+
+def patch_dropout(network: nn.Module) -> str | None:
+    if isinstance(network.patch_drop, nn.Identity):
+        return None
+    return "patch_drop_rate > 0 throws tokens away before the blocks; build it with patch_drop_rate=0"
+
+
+# ---- diffusers -------------------------------------------------------------------------------------------------------
+
+
+def lumina2_tokens(network: nn.Module, arguments: Mapping[str, Any], output: tuple) -> Extent:
+    """From its rope_embedder, whose fifth output is the length of every text: the joint sequence is text, image, padding."""
+    image, text_lengths = output[0], output[4]
+    first_token = None
+    if len(set(text_lengths)) > 1:
+        first_token = torch.tensor(text_lengths, device=image.device)
+    return Extent(image.shape[0], image.shape[1], image.device, first_token)
+
+
+def z_image_tokens(network: nn.Module, arguments: Mapping[str, Any], output: None) -> Extent:
+    """From the call: x is a list of images (C, F, H, W). The padding of the image to 32 tokens is never routed."""
+    images = arguments["x"]
+    if isinstance(images[0], (list, tuple)):
+        raise ValueError("x: several images per sample (omni mode) cannot be routed; pass a list of tensors (C, F, H, W)")
+    shapes = {tuple(image.shape) for image in images}
+    if len(shapes) > 1:
+        raise ValueError(f"x holds images of shapes {sorted(shapes)}; a routed batch needs one size, so make batches by size")
+    _, frames, height, width = images[0].shape
+    p, f = arguments.get("patch_size", 2), arguments.get("f_patch_size", 1)
+    return Extent(len(images), (frames // f) * (height // p) * (width // p), images[0].device)
+
+
+# One table for text and image, for the whole batch.
+FLUX_POSITIONS = TokenAxis("image_rotary_emb", dim=0, layout="text_image")  # (cos, sin), each (L, D_head)
+
+ADAPTERS = (
+    Adapter("DiT", "x_embedder", (BlockList("blocks", "x"),), obstacle=own_routes, package="dit"),
+    Adapter(
+        "FluxTransformer2DModel",
+        "x_embedder",
+        (
+            BlockList("transformer_blocks", output=1, axes=(FLUX_POSITIONS,)),
+            BlockList("single_transformer_blocks", output=1, axes=(FLUX_POSITIONS,)),
+        ),
+        package="diffusers",
+    ),
+    Adapter("SD3Transformer2DModel", "pos_embed", (BlockList("transformer_blocks", output=1),), package="diffusers"),
+    Adapter(
+        "PixArtTransformer2DModel",
+        "pos_embed",
+        (BlockList("transformer_blocks", axes=(TokenAxis("attention_mask", dim=2, ndim=3),)),),
+        package="diffusers",
+    ),
+    Adapter("DiTTransformer2DModel", "pos_embed", (BlockList("transformer_blocks"),), package="diffusers"),
+    Adapter(
+        "Flux2Transformer2DModel",
+        "x_embedder",
+        (
+            BlockList("transformer_blocks", output=1, axes=(FLUX_POSITIONS,)),
+            BlockList("single_transformer_blocks", layout="text_image", axes=(FLUX_POSITIONS,)),
+        ),
+        package="diffusers",
+    ),
+    Adapter(
+        "WanTransformer3DModel",
+        "patch_embedding",
+        (
+            BlockList(
+                "blocks",
+                axes=(
+                    TokenAxis("rotary_emb", dim=1),  # (cos, sin), each (1, N, 1, D_head)
+                    TokenAxis("temb", dim=1, ndim=4),  # (B, N, 6, D) for timesteps per token
+                ),
+            ),
+        ),
+        package="diffusers",
+    ),
+    Adapter(
+        "AuraFlowTransformer2DModel",
+        "pos_embed",
+        (
+            BlockList("joint_transformer_blocks", output=1),
+            BlockList("single_transformer_blocks", layout="text_image"),
+        ),
+        package="diffusers",
+    ),
+    Adapter(
+        "QwenImageTransformer2DModel",
+        "img_in",
+        (
+            BlockList(
+                "transformer_blocks",
+                output=1,
+                axes=(
+                    TokenAxis("image_rotary_emb", dim=0, items=(0,)),  # (image (N, D_head/2), text), complex
+                    TokenAxis("modulate_index", dim=1),  # (B, N), when reference images have a timestep of their own
+                ),
+            ),
+        ),
+        package="diffusers",
+    ),
+    Adapter(
+        "HunyuanDiT2DModel",
+        "pos_embed",
+        (
+            BlockList(
+                "blocks",
+                axes=(
+                    TokenAxis("image_rotary_emb", dim=0),  # (cos, sin), each (N, D_head)
+                    TokenAxis("skip", dim=1),  # (B, N, D), from a block of the first half
+                ),
+            ),
+        ),
+        package="diffusers",
+    ),
+    Adapter(
+        "Lumina2Transformer2DModel",
+        "rope_embedder",
+        (
+            BlockList(
+                "layers",
+                layout="text_image",
+                axes=(
+                    TokenAxis("image_rotary_emb", dim=1, layout="text_image"),  # (B, L, D_head/2) complex
+                    TokenAxis("attention_mask", dim=1, layout="text_image"),  # (B, L), for padded text
+                ),
+            ),
+        ),
+        extent=lumina2_tokens,
+        package="diffusers",
+    ),
+    Adapter(
+        "ZImageTransformer2DModel",
+        "",
+        (
+            BlockList(
+                "layers",
+                argument="x",
+                layout="image_text",
+                axes=(
+                    TokenAxis("freqs_cis", dim=1, layout="image_text"),  # (B, L, D_head/2) complex
+                    TokenAxis("attn_mask", dim=1, layout="image_text", ndim=2),  # (B, L), for padded text
+                ),
+            ),
+        ),
+        extent=z_image_tokens,
+        package="diffusers",
+    ),
+    Adapter(
+        "VisionTransformer",
+        "patch_embed",
+        (BlockList("blocks", argument="x", layout="text_image"),),  # class and register tokens come first
+        extent=patch_tokens,
+        obstacle=patch_dropout,
+        package="timm",
+    ),
+)
+
+SANA = (
+    "the feed-forward of its blocks is a convolution over the full grid of height x width tokens, "
+    "and the tokens that stay in a route form no grid"
+)
+# Networks whose blocks need every token, with the reason.
+REFUSED = {
+    "SanaTransformer2DModel": SANA,
+    "SanaVideoTransformer3DModel": SANA,
+}
+
+
+def find_adapter(network: nn.Module) -> Adapter:
+    """The adapter of a network.
+
+    Raises:
+        ValueError: a network that cannot be routed, with the reason, or that is not known, with those that are.
+    """
+    for cls in type(network).__mro__:
+        if cls.__name__ in REFUSED:
+            raise ValueError(f"{cls.__name__} cannot be routed: {REFUSED[cls.__name__]}")
+        for adapter in ADAPTERS:
+            if cls.__name__ == adapter.network and adapter.package in (None, cls.__module__.partition(".")[0]):
+                return adapter
+    raise ValueError(
+        f"{type(network).__name__} is not known; known are {', '.join(adapter.network for adapter in ADAPTERS)}. "
+        "Describe it with an Adapter and pass attach(..., adapter=...)"
+    )
