@@ -433,6 +433,12 @@ def open_data(cfg: DictConfig) -> LatentDataset | TarLatents:
     data = cfg.data
     if data.path is None:
         raise ValueError(f"data.path is not set: give the folder that holds the latent shards (*.safetensors) of {data.name}")
+    if not Path(data.path).exists():
+        size = "" if data.input_size in (None, 32) else f" resolution={8 * data.input_size}"
+        raise ValueError(
+            f"data.path={data.path} does not exist; to make it: accelerate launch prepare_latents.py encode "
+            f"images=<folder of images> output={data.path}{size}, or give another data.path="
+        )
     if data.format == "webdataset":
         # What the shards of the native format say in their headers, tars leave to the reader.
         dataset = open_latents(

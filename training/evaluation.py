@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
@@ -153,5 +154,11 @@ def open_reference(path: str | None, key: str) -> ImageSet:
         raise ValueError(
             f"{key} is not set: give a reference batch, VIRTUAL_imagenet256_labeled.npz of ADM's evaluation suite, say, or a "
             "folder of images"
+        )
+    if not Path(path).exists():
+        raise ValueError(
+            f"{key}={path} does not exist; reference batches are at "
+            "https://github.com/openai/guided-diffusion/tree/main/evaluations, "
+            "and `prepare_latents.py reference` makes one of images of your own"
         )
     return open_images(path)

@@ -1,0 +1,119 @@
+"""The paper's rows as named runs: every one composes, builds, and states the paper's figure."""
+
+import re
+
+import pytest
+import torch
+from conftest import REPOSITORY, composed
+
+from training import config
+from training.checkpoint import list_steps
+
+FOLDER = REPOSITORY / "configs" / "experiment"
+EXPERIMENTS = sorted(
+    name
+    for name in (file.relative_to(FOLDER).with_suffix("").as_posix() for file in FOLDER.rglob("*.yaml"))
+    if not name.startswith("base/")
+)
+
+# TREAD (arXiv 2501.04765): FID of 50,000 unguided samples at 400K iterations.
+TABLE_2 = """
+s2 68.40 47.04 57.60 38.08
+b2 43.47 21.34 33.00 15.98
+l2 23.33 9.10 18.80 5.91
+xl2 19.47 7.38 17.20 4.89
+"""
+SELECTION_RATE = {0: 43.47, 25: 26.50, 50: 21.34, 75: 49.29}
+# Changes of FID against 49.89, the dense network's.
+PLACEMENT = {
+    "0_2": 2.95, "0_3": 2.59, "0_4": 7.23, "0_5": 0.92, "0_6": -12.12, "0_7": -15.71, "0_8": -16.31, "0_9": -14.82,
+    "0_10": 7.47, "7_8": 0.61, "6_8": 0.82, "5_8": -4.84, "4_8": -14.20, "3_8": -16.31, "2_8": -21.87, "1_8": -21.68,
+}  # fmt: skip
+
+
+def compose_experiment(name):
+    return config.check(composed([f"experiment={name}"]), config.TRAIN_KEYS)
+
+
+def paper_fid(name, metric="fid50k/cfg1.0"):
+    return compose_experiment(name).experiment.paper[metric]
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_composes_and_builds(name):
+    cfg = compose_experiment(name)
+    assert cfg.experiment.name == name and cfg.name == f"{name.replace('/', '_')}_seed0"
+    assert cfg.experiment.baseline is None or cfg.experiment.baseline in EXPERIMENTS
+    assert bool(cfg.model.routes) == (cfg.model.name == "tread") and cfg.model.init == "adaln_zero"
+    with torch.device("meta"):  # shapes and routes, without the memory of an XL
+        net = config.build_network(cfg)
+    assert net.num_tokens == (cfg.data.input_size // net.patch_size) ** 2
+    config.build_diffusion(cfg)
+    config.build_guidance(cfg)
+
+
+def test_table_2_states_the_papers_figures():
+    for line in TABLE_2.split("\n")[1:-1]:
+        size, *figures = line.split()
+        for name, figure in zip(("dit_{}", "dit_{}_tread", "sit_{}", "sit_{}_tread"), figures):
+            name = f"table2/{name.format(size)}"
+            cfg = compose_experiment(name)
+            assert paper_fid(name) == float(figure)
+            assert cfg.model.backbone == f"DiT-{size[:-1].upper()}/2"
+            assert cfg.diffusion.name == ("sit" if "sit" in name else "edm")
+            assert (cfg.train.num_steps, cfg.train.batch_size, cfg.train.lr, cfg.train.ema_decay) == (400_000, 256, 1e-4, 0.9999)
+            assert (cfg.eval.num_samples, list(cfg.eval.cfg_scales)) == (50_000, [1.0])
+
+
+def test_the_ablations_state_the_papers_figures_and_routes():
+    for rate, fid in SELECTION_RATE.items():
+        cfg = compose_experiment(f"selection_rate/{rate}")
+        assert paper_fid(f"selection_rate/{rate}") == fid
+        assert [route.selection_ratio for route in cfg.model.routes] == ([rate / 100] if rate else [])
+    assert paper_fid("placement/baseline") == 49.89
+    assert len(list((FOLDER / "placement").iterdir())) == 1 + len(PLACEMENT)
+    for route, change in PLACEMENT.items():
+        cfg = compose_experiment(f"placement/{route}")
+        assert paper_fid(f"placement/{route}") == pytest.approx(49.89 + change)
+        assert f"{cfg.model.routes[0].start_layer_idx}_{cfg.model.routes[0].end_layer_idx}" == route
+    assert (paper_fid("location/relative"), paper_fid("location/absolute")) == (18.81, 7.38)
+    assert (paper_fid("imagenet512/dit_b2", "fid10k/cfg1.0"), paper_fid("imagenet512/dit_b2_tread", "fid10k/cfg1.0")) == (
+        62.8,
+        40.9,
+    )
+    assert (paper_fid("lightning/xl1"), paper_fid("lightning/xl1_tread")) == (5.14, 3.71)
+
+
+def test_the_final_comparison_states_the_papers_figures():
+    rows = {
+        ("xl2_dit", "cfg1.0"): (9.62, 6.85, 121.50, 0.67, 0.67),
+        ("xl2_tread_160", "cfg1.0"): (4.96, 6.83, 192.49, 0.79, 0.54),
+        ("xl2_tread_680", "cfg1.0"): (3.93, 7.32, 211.35, 0.76, 0.60),
+        ("xl2_dit", "guided"): (2.27, 4.60, 278.24, 0.83, 0.57),
+        ("xl2_tread_finetune_220", "guided"): (2.76, 4.61, 252.78, 0.83, 0.57),
+        ("xl2_tread_finetune_740", "guided"): (2.09, 4.46, 269.07, 0.81, 0.62),
+        ("xl2_tread_finetune_740_interval", "guided"): (1.69, 4.73, 292.66, 0.81, 0.63),
+    }
+    for (name, guidance), figures in rows.items():
+        paper = compose_experiment(f"final/{name}").experiment.paper
+        names = ("fid", "sfid", "inception_score", "precision", "recall")
+        assert tuple(paper[f"{metric}50k/{guidance}"] for metric in names) == figures
+
+
+def test_an_experiment_without_its_data_says_which_command_makes_them(train):
+    for name, made in (("table2/dit_b2", "output=latents/imagenet256, or"), ("imagenet512/dit_b2", "512 resolution=512, or")):
+        with pytest.raises(ValueError, match=f"does not exist; to make it: accelerate launch prepare_latents.py encode .*{made}"):
+            train("x", f"experiment={name}")
+
+
+def test_fine_tuning_asks_for_what_it_starts_from(train):
+    with pytest.raises(ValueError, match="init_from"):
+        train("x", "experiment=final/xl2_tread_finetune_220", "data=digits", "model.backbone=DiT-XS/2")
+
+
+def test_an_experiment_of_the_digits_runs_and_says_in_its_folder_what_it_is(train):
+    run = train("selection", "experiment=digits/selection_rate/50", "train.num_steps=2")
+    stored = (run / "config.yaml").read_text()
+    assert "name: digits/selection_rate/50" in stored and "baseline: digits/selection_rate/0" in stored
+    assert 2 in list_steps(run / "checkpoints")
+    assert re.search(r"selection_ratio: 0.5", stored)
