@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from conftest import REPOSITORY, composed
+from conftest import REPOSITORY, composed, make_shard
 
 from training import config
 from training.checkpoint import list_steps
@@ -106,9 +106,11 @@ def test_an_experiment_without_its_data_says_which_command_makes_them(train):
             train("x", f"experiment={name}")
 
 
-def test_fine_tuning_asks_for_what_it_starts_from(train):
+def test_fine_tuning_asks_for_what_it_starts_from(train, tmp_path):
+    make_shard(tmp_path / "shard.safetensors", channels=4, size=32, num_classes=1000)
+    settings = [f"data.path={tmp_path}", "model.backbone=DiT-XS/8", "eval.every=0", "train.precision=fp32"]
     with pytest.raises(ValueError, match="init_from"):
-        train("x", "experiment=final/xl2_tread_finetune_220", "data=digits", "model.backbone=DiT-XS/2")
+        train("x", "experiment=final/xl2_tread_finetune_220", *settings)
 
 
 def test_an_experiment_of_the_digits_runs_and_says_in_its_folder_what_it_is(train):
