@@ -5,7 +5,7 @@
     python -m benchmarks.routes model.backbone=DiT-B/2 depth=20 block_ms=256:4.1,128:2.2   # another depth; times that you have
     python -m benchmarks.routes model.backbone=DiT-S/2 'model.routes=[{selection_ratio:0.6,start_layer_idx:1,end_layer_idx:-3}]'
 
-FLOPs are of matrix products (benchmarks/flops.py), of a training step. The predicted step is the sum of measured parts: a block
+FLOPs are of matrix products (training/flops.py), of a training step. The predicted step is the sum of measured parts: a block
 at each number of tokens, what a route itself costs, what lies around the blocks, and the update of the weights (AdamW and EMA);
 with block_ms, of the blocks alone. verify=true also times whole steps, dense and with the default route, beside the prediction.
 
