@@ -25,7 +25,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
-from benchmarks.evaluation import report
+from benchmarks.report import emit
 from routing_module import as_routes, attach
 
 SETTINGS = {
@@ -129,7 +129,7 @@ def main(arguments: list[str]) -> None:
     settings = OmegaConf.merge(SETTINGS, given)
     torch.set_num_threads(settings.threads)
     routes = as_routes(settings.routes)
-    report(
+    emit(
         machine=platform.processor() or platform.machine(),
         num_cores=os.cpu_count(),
         torch=torch.__version__,
@@ -153,7 +153,7 @@ def main(arguments: list[str]) -> None:
                         saving = attachment.statistics.saving
                         attachment.detach()
             ratios = [routed / dense for dense, routed in zip(seconds["dense"], seconds["routed"])]
-            report(
+            emit(
                 network=name,
                 num_tokens=num_tokens,
                 token_passes_skipped=round(saving, 3),

@@ -7,7 +7,6 @@ import os
 import platform
 import resource
 import shlex
-import subprocess
 import sys
 from collections.abc import Sequence
 from datetime import datetime, timezone
@@ -16,7 +15,8 @@ from pathlib import Path
 import torch
 from omegaconf import OmegaConf
 
-from training.config import REPOSITORY, Accepts, check_keys
+from training.config import Accepts, check_keys
+from training.provenance import device_name, git_commit
 
 
 def parse_settings(arguments: Sequence[str], defaults: dict[str, object], keys: dict[str, Accepts]) -> dict[str, object]:
@@ -42,33 +42,18 @@ def parse_settings(arguments: Sequence[str], defaults: dict[str, object], keys: 
 def describe_machine(device: torch.device) -> dict[str, object]:
     """Machine, versions, command and date: the first line of every result."""
     on_gpu = device.type == "cuda"
+    commit, modified = git_commit()
     return {
-        "machine": torch.cuda.get_device_name(device) if on_gpu else cpu_name(),
+        "machine": device_name(device),
         "num_cores": os.cpu_count(),
         "num_threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda if on_gpu else None,
         "python": platform.python_version(),
-        "revision": revision(),
+        "revision": commit and commit[:7] + "+" * modified,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": command_line(),
     }
-
-
-def cpu_name() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def revision() -> str | None:
-    """The commit of the working tree, with `+` where files differ from it; None outside a repository."""
-    try:
-        git = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty=+", "--exclude=*"]
-        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
 
 
 def command_line() -> str:

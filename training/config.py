@@ -376,8 +376,6 @@ def check_keys(flat: dict[str, object], keys: dict[str, Accepts]) -> None:
     for key, accepts in keys.items():
         if key not in flat:
             raise ValueError(f"{key} is missing; it accepts {accepts.words}")
-        if flat[key] == "???":  # Hydra's mark for what the configuration leaves to its user
-            raise ValueError(f"{key}= is to be given; it accepts {accepts.words}")
         if not accepts.test(flat[key]):
             raise ValueError(f"{key}={flat[key]!r} is not accepted; use {accepts.words}")
 
