@@ -346,6 +346,9 @@ class Attachment:
 
         For diffusers: `network.enable_gradient_checkpointing(attachment.checkpoint)`. The default function works as well,
         as far as `plan_for` can tell the passes apart; this one always can.
+
+        Under torch.compile, set `torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True`: the hooks hold
+        the tokens that skip while a block runs, which is a side effect that need not be replayed.
         """
         if torch.compiler.is_compiling():  # the compiler keeps what it recomputes
             return checkpoint(function, *args, use_reentrant=False, **kwargs)
@@ -460,7 +463,8 @@ class Attachment:
         raise RuntimeError(
             f"block {layer} is computed again for the backward pass, and which tokens it ran with is not known; "
             "checkpoint the blocks with the attachment's checkpoint(): "
-            "network.enable_gradient_checkpointing(attachment.checkpoint) in diffusers"
+            "network.enable_gradient_checkpointing(attachment.checkpoint) in diffusers; when torch.compile is around them, also "
+            "set torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True"
         )
 
     def __getstate__(self) -> dict:
