@@ -27,6 +27,7 @@ from routing_module.presets import as_routes
 from routing_module.router import Route, TokenRouter, importance_scores, num_kept_tokens
 
 SELECTIONS = ("uniform", "importance")
+NO_BACKWARD = -1  # what torch calls the backward pass that runs when none does
 
 
 @dataclass(frozen=True)
@@ -274,6 +275,7 @@ class Attachment:
         self.bound: Plan | None = None  # inside `checkpoint()`
         self.recent: deque[Plan] = deque(maxlen=self.NUM_REMEMBERED)
         self.recomputed: tuple[Plan, int] | None = None
+        self.begun_in = NO_BACKWARD  # the backward pass in which `begin` ran last: the whole network is recomputed there
         self.last: Plan | None = None
         self.last_requested: tuple[int, ...] = ()
 
@@ -393,6 +395,13 @@ class Attachment:
         Random numbers drawn inside a checkpointed block would be drawn again in its recomputation and would
         desynchronise dropout.
         """
+        if not torch.compiler.is_compiling():
+            self.begun_in = torch._C._current_graph_task_id()
+            if self.begun_in != NO_BACKWARD and self.generator is not None:
+                raise RuntimeError(
+                    "the whole network is computed again for the backward pass, and its generator would draw other tokens; "
+                    "attach(..., generator=None), whose random numbers the checkpoint restores, or checkpoint the blocks"
+                )
         in_evaluation = self.ratios_now is not None
         if not in_evaluation and not (module.training and torch.is_grad_enabled()):
             self.plan = Plan()
@@ -447,9 +456,10 @@ class Attachment:
             return self.plan
         if self.bound is not None:
             return self.bound
-        if torch._C._current_graph_task_id() == -1:  # not in a backward pass
-            if self.plan is not None:
-                self.plan.inputs[layer] = tokens.data_ptr()
+        backward = torch._C._current_graph_task_id()
+        if backward == NO_BACKWARD and self.plan is not None:
+            self.plan.inputs[layer] = tokens.data_ptr()
+        if backward in (NO_BACKWARD, self.begun_in):
             return self.plan
         if self.plan is None:
             return None
@@ -474,6 +484,7 @@ class Attachment:
             "bound": None,
             "last": None,
             "recomputed": None,
+            "begun_in": NO_BACKWARD,
             "recent": deque(maxlen=self.NUM_REMEMBERED),
             "ratios_now": None,
             "forced": None,

@@ -146,6 +146,31 @@ def test_a_recomputation_whose_subset_is_not_known_is_an_error_and_not_a_wrong_g
     network.zero_grad(set_to_none=True)
 
 
+@pytest.mark.parametrize("selection", ["uniform", "importance"])
+def test_a_network_that_is_checkpointed_as_a_whole_draws_the_same_subset_again(selection):
+    network, inputs = cached_network("PixArt"), NETWORKS["PixArt"].inputs(False)
+    attachment = attach(network, ROUTES, selection=selection)
+
+    class Whole(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.network = network
+
+        def forward(self, **inputs):
+            return (checkpoint(call, self.network, inputs, use_reentrant=False),)
+
+    grads = []
+    for whole in (False, True):
+        torch.manual_seed(3)
+        grads.append(two_passes(Whole() if whole else network, inputs, NETWORKS["PixArt"].inputs(True)))
+    assert max(worst_difference(grads[1]["network." + key], grads[0][key]) for key in grads[0]) < 1e-6
+    attachment.generator = seeded()
+    with pytest.raises(RuntimeError, match="its generator would draw other tokens; attach"):
+        run(Whole(), inputs)
+    attachment.detach()
+    network.zero_grad(set_to_none=True)
+
+
 def test_a_checkpointed_pass_of_a_network_in_evaluation_mode_stays_dense():
     network, inputs = cached_network("PixArt"), NETWORKS["PixArt"].inputs(False)
     network.eval()
