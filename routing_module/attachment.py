@@ -27,6 +27,7 @@ from routing_module.presets import as_routes
 from routing_module.router import Route, TokenRouter, importance_scores, num_kept_tokens
 
 SELECTIONS = ("uniform", "importance")
+NO_BACKWARD = -1  # what torch calls the backward pass that runs when none does
 
 
 @dataclass(frozen=True)
@@ -274,6 +275,7 @@ class Attachment:
         self.bound: Plan | None = None  # inside `checkpoint()`
         self.recent: deque[Plan] = deque(maxlen=self.NUM_REMEMBERED)
         self.recomputed: tuple[Plan, int] | None = None
+        self.begun_in = NO_BACKWARD  # the backward pass in which `begin` ran last: the whole network is recomputed there
         self.last: Plan | None = None
         self.last_requested: tuple[int, ...] = ()
 
@@ -346,6 +348,9 @@ class Attachment:
 
         For diffusers: `network.enable_gradient_checkpointing(attachment.checkpoint)`. The default function works as well,
         as far as `plan_for` can tell the passes apart; this one always can.
+
+        Under torch.compile, set `torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True`: the hooks hold
+        the tokens that skip while a block runs, which is a side effect that need not be replayed.
         """
         if torch.compiler.is_compiling():  # the compiler keeps what it recomputes
             return checkpoint(function, *args, use_reentrant=False, **kwargs)
@@ -390,6 +395,13 @@ class Attachment:
         Random numbers drawn inside a checkpointed block would be drawn again in its recomputation and would
         desynchronise dropout.
         """
+        if not torch.compiler.is_compiling():
+            self.begun_in = torch._C._current_graph_task_id()
+            if self.begun_in != NO_BACKWARD and self.generator is not None:
+                raise RuntimeError(
+                    "the whole network is computed again for the backward pass, and its generator would draw other tokens; "
+                    "attach(..., generator=None), whose random numbers the checkpoint restores, or checkpoint the blocks"
+                )
         in_evaluation = self.ratios_now is not None
         if not in_evaluation and not (module.training and torch.is_grad_enabled()):
             self.plan = Plan()
@@ -444,9 +456,10 @@ class Attachment:
             return self.plan
         if self.bound is not None:
             return self.bound
-        if torch._C._current_graph_task_id() == -1:  # not in a backward pass
-            if self.plan is not None:
-                self.plan.inputs[layer] = tokens.data_ptr()
+        backward = torch._C._current_graph_task_id()
+        if backward == NO_BACKWARD and self.plan is not None:
+            self.plan.inputs[layer] = tokens.data_ptr()
+        if backward in (NO_BACKWARD, self.begun_in):
             return self.plan
         if self.plan is None:
             return None
@@ -460,7 +473,8 @@ class Attachment:
         raise RuntimeError(
             f"block {layer} is computed again for the backward pass, and which tokens it ran with is not known; "
             "checkpoint the blocks with the attachment's checkpoint(): "
-            "network.enable_gradient_checkpointing(attachment.checkpoint) in diffusers"
+            "network.enable_gradient_checkpointing(attachment.checkpoint) in diffusers; when torch.compile is around them, also "
+            "set torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True"
         )
 
     def __getstate__(self) -> dict:
@@ -470,6 +484,7 @@ class Attachment:
             "bound": None,
             "last": None,
             "recomputed": None,
+            "begun_in": NO_BACKWARD,
             "recent": deque(maxlen=self.NUM_REMEMBERED),
             "ratios_now": None,
             "forced": None,

@@ -5,6 +5,7 @@ import io
 
 import pytest
 import torch
+import torch._dynamo
 import torch.multiprocessing
 from networks import (
     NETWORKS,
@@ -145,6 +146,31 @@ def test_a_recomputation_whose_subset_is_not_known_is_an_error_and_not_a_wrong_g
     network.zero_grad(set_to_none=True)
 
 
+@pytest.mark.parametrize("selection", ["uniform", "importance"])
+def test_a_network_that_is_checkpointed_as_a_whole_draws_the_same_subset_again(selection):
+    network, inputs = cached_network("PixArt"), NETWORKS["PixArt"].inputs(False)
+    attachment = attach(network, ROUTES, selection=selection)
+
+    class Whole(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.network = network
+
+        def forward(self, **inputs):
+            return (checkpoint(call, self.network, inputs, use_reentrant=False),)
+
+    grads = []
+    for whole in (False, True):
+        torch.manual_seed(3)
+        grads.append(two_passes(Whole() if whole else network, inputs, NETWORKS["PixArt"].inputs(True)))
+    assert max(worst_difference(grads[1]["network." + key], grads[0][key]) for key in grads[0]) < 1e-6
+    attachment.generator = seeded()
+    with pytest.raises(RuntimeError, match="its generator would draw other tokens; attach"):
+        run(Whole(), inputs)
+    attachment.detach()
+    network.zero_grad(set_to_none=True)
+
+
 def test_a_checkpointed_pass_of_a_network_in_evaluation_mode_stays_dense():
     network, inputs = cached_network("PixArt"), NETWORKS["PixArt"].inputs(False)
     network.eval()
@@ -199,6 +225,25 @@ def test_a_routed_network_compiles_without_a_break_in_its_graph(name, selection)
         assert worst_difference(call(compiled, inputs), dense) < 1e-6
     attachment.detach()
     assert torch.equal(call(compiled, inputs), dense)
+
+
+def test_a_checkpointed_network_compiles_with_the_setting_that_the_error_names():
+    case, network = NETWORKS["Flux"], copy.deepcopy(cached_network("Flux"))
+    inputs = case.inputs(False)
+    attachment = attach(network, ROUTES)
+    network.enable_gradient_checkpointing(attachment.checkpoint)
+    with pytest.raises(RuntimeError, match="set torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True"):
+        run(torch.compile(network, backend="eager"), inputs)
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True):
+        output, grads = run(torch.compile(network, fullgraph=True, backend="eager"), inputs)
+    windows = windows_of(attachment)
+    attachment.detach()
+    network.disable_gradient_checkpointing()
+    with reference(network, case, windows):
+        expected, expected_grads = run(network, inputs)
+    assert worst_difference(output, expected) < 1e-5
+    assert max(worst_difference(grads["_orig_mod." + key], expected_grads[key]) for key in expected_grads) < 1e-5
 
 
 def test_blocks_that_are_compiled_one_by_one_are_routed():
