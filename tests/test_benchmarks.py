@@ -78,7 +78,7 @@ def test_the_loop_ema_is_the_same_average():
     ("module", "argument", "message"),
     [
         (train_step, "backbone=DiT-S/2", "backbone is not a key of the configuration; accepted: backbones"),
-        (train_step, "backbones=[DiT-S/3]", r"backbones=\['DiT-S/3'\] is not accepted; use DiT-XS/2 .*, or a list of them"),
+        (train_step, "backbones=[DiT-S/3]", r"backbones=\['DiT-S/3'\] is not accepted; use DiT-XS/1 .*, or a list of them"),
         (train_step, "precision=fp16", r"precision='fp16' is not accepted; use fp32 \| bf16"),
         (train_step, "compile=fast", r"compile='fast' is not accepted; use none \| blocks \| default"),
         (train_step, "resolution=128", r"resolution=128 is not accepted; use 8 \| 256 \| 512"),

@@ -109,7 +109,7 @@ def test_an_experiment_without_its_data_says_which_command_makes_them(train):
 def test_fine_tuning_asks_for_what_it_starts_from(train, tmp_path):
     make_shard(tmp_path / "shard.safetensors", channels=4, size=32, num_classes=1000)
     settings = [f"data.path={tmp_path}", "model.backbone=DiT-XS/8", "eval.every=0", "train.precision=fp32"]
-    with pytest.raises(ValueError, match="init_from=.*final_xl2_tread_160_seed0"):
+    with pytest.raises(ValueError, match="init_from: .*final_xl2_tread_160_seed0 is not a folder"):
         train("x", "experiment=final/xl2_tread_finetune_220", *settings)
 
 

