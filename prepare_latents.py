@@ -43,7 +43,7 @@ from latents.shards import KINDS, LatentDataset, ShardInfo, write_shard
 from latents.webdataset import TarLatents
 from latents.writer import DTYPES, ShardWriter
 from training import cli
-from training.config import AUTOENCODER, Accepts, choice, number, or_null, text, true_or_false, whole
+from training.config import AUTOENCODER, TRAIN_KEYS, Accepts, choice, number, or_null, text, true_or_false, whole
 from training.sampling import labelled_grid
 
 log = logging.getLogger("prepare_latents")
@@ -369,13 +369,8 @@ class Command:
 _THREADS = {"cpu_threads": or_null(whole(1))}
 _STORED = {"dtype": choice(*DTYPES), "shard_size": whole(1)}
 _DETECTED = {
-    "kind": or_null(choice(*KINDS)),
-    "stored_scale": or_null(number(0, above=True, below=True)),
-    "scale_factor": or_null(number(0, above=True, below=True)),
-    "autoencoder": or_null(AUTOENCODER),
-    "resolution": or_null(whole(1)),
-    "num_classes": or_null(whole(1)),
-    "allow_pickle": true_or_false(),
+    key: TRAIN_KEYS[f"data.{key}"]
+    for key in ("kind", "stored_scale", "scale_factor", "autoencoder", "resolution", "num_classes", "allow_pickle")
 }
 COMMANDS = {
     "encode": Command(

@@ -29,7 +29,8 @@ from torch import Tensor
 
 from latents.detection import SD_SCALE
 from latents.progress import progress_bar
-from latents.webdataset import TarIndex, check_float, locate_npy, spread_items
+from latents.shards import spread_items
+from latents.webdataset import TarIndex, check_float, locate_npy
 
 
 class LatentSource(Protocol):

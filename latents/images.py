@@ -16,8 +16,8 @@ from typing import BinaryIO
 
 import numpy as np
 
-from latents.tars import COMPRESSED_SUFFIXES, LABEL_EXTENSIONS, MAX_LABEL, Member, find_tars, map_file, parse_label, walk_tar
-from latents.webdataset import spread_items
+from latents.shards import spread_items
+from latents.tars import COMPRESSED_SUFFIXES, LABEL_EXTENSIONS, MAX_LABEL, Member, find_tars, parse_label, walk_tar
 
 log = logging.getLogger(__name__)
 
@@ -279,18 +279,14 @@ class TarImages(LabelledImages):
         for tar in find_tars(path):
             images: dict[str, Member] = {}
             label_of: dict[str, int] = {}
-            content = None
             for member in walk_tar(tar, image_extensions + LABEL_EXTENSIONS):
-                content = map_file(tar) if content is None else content
                 is_image = member.extension in image_extensions
                 if member.key in (images if is_image else label_of):
                     raise ValueError(f"{tar}: {member.name} is a second one of its key; keys must differ within a tar")
                 if is_image:
                     images[member.key] = member
                 else:
-                    label_of[member.key] = parse_label(
-                        f"{tar}: {member.name}", content[member.start : member.stop][:65].tobytes()
-                    )
+                    label_of[member.key] = parse_label(f"{tar}: {member.name}", member.payload[:65].tobytes())
             lacking = sorted(images.keys() ^ label_of.keys())
             if lacking:
                 has, lacks = (
@@ -299,9 +295,9 @@ class TarImages(LabelledImages):
                 raise ValueError(f"{tar}: {lacking[0]} has {has} but no {lacks}")
             for key, member in images.items():
                 names.append(f"{tar.name}/{member.name}")
-                sizes.append(member.stop - member.start)
+                sizes.append(len(member.payload))
                 labels.append(label_of[key])
-                self._where.append((tar, member.start, member.stop - member.start))
+                self._where.append((tar, member.start, len(member.payload)))
         if not names:
             raise ValueError(f"images={path}: the tars hold no images ({', '.join(SUFFIXES)})")
         super().__init__(path, names, sizes, labels, None)

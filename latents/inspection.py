@@ -11,8 +11,8 @@ from torch import Tensor
 
 from latents import manifest
 from latents.progress import progress_bar
-from latents.shards import LatentDataset
-from latents.webdataset import TarLatents, spread_items
+from latents.shards import LatentDataset, spread_items
+from latents.webdataset import TarLatents
 from latents.writer import ChannelStatistics
 
 # Outside of these, the network's input is far from what EDM's preconditioning assumes: SD-VAE latents at their scale come to

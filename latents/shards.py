@@ -144,6 +144,11 @@ def _check_tensors(file: Path, info: ShardInfo, shard: dict[str, Tensor]) -> Non
         raise ValueError(f"{file}: labels run from {low} to {high}, outside num_classes={info.num_classes}")
 
 
+def spread_items(num_items: int, at_most: int) -> np.ndarray:
+    """[n] int64: item numbers spread evenly over the data, first and last among them."""
+    return np.unique(np.linspace(0, num_items - 1, num=min(at_most, num_items)).astype(np.int64))
+
+
 def shard_files(folder: Path) -> list[Path]:
     """The shards of a folder in order; hidden files are half-written ones."""
     return sorted(f for f in folder.glob("*.safetensors") if not f.name.startswith("."))
@@ -260,7 +265,7 @@ class LatentDataset:
         digest = hashlib.blake2b(digest_size=16)
         digest.update(repr((self.info, [list(shard["latents"].shape) for shard in self._shards])).encode())
         digest.update(self.labels.tobytes())
-        spread = np.unique(np.linspace(0, len(self) - 1, num=min(64, len(self))).astype(np.int64))
+        spread = spread_items(len(self), 64)
         for flip in (False, True)[: 1 + self.has_flips]:
             digest.update(self.fetch(spread, np.full(len(spread), flip))[0].numpy().tobytes())
         return digest.hexdigest()

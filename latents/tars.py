@@ -23,14 +23,15 @@ class Member:
         name: in the tar.
         key: folder and name up to the first dot.
         extension: what follows that dot, in lower case.
-        start, stop: where its bytes lie in the tar.
+        start: where its bytes begin in the tar.
+        payload: its bytes, uint8 [size], a view of the mapped tar.
     """
 
     name: str
     key: str
     extension: str
     start: int
-    stop: int
+    payload: np.ndarray
 
 
 def find_tars(path: Path) -> list[Path]:
@@ -100,7 +101,8 @@ def walk_tar(file: Path, known: tuple[str, ...], ignored: Callable[[str], None] 
                 stop = member.offset_data + member.size
                 if stop > size:
                     raise ValueError(truncated % f"{member.name} goes past its end")
-                yield Member(member.name, folder + slash + stem, extension, member.offset_data, stop)
+                payload = content[member.offset_data : stop]
+                yield Member(member.name, folder + slash + stem, extension, member.offset_data, payload)
             # tarfile takes a damaged header for the end; the end of a whole tar is a block of zeros, and nothing comes after.
             rest = content[tar.offset :]
             if len(rest) < tarfile.BLOCKSIZE or rest[: tarfile.BLOCKSIZE].any():

@@ -30,6 +30,7 @@ from tqdm import tqdm
 
 from latents.detection import detect
 from latents.progress import progress_bar
+from latents.shards import spread_items
 from latents.tars import LABEL_EXTENSIONS, find_tars, map_file, parse_label, walk_tar
 
 log = logging.getLogger(__name__)
@@ -360,11 +361,10 @@ def _scan_tar(file: Path, layouts: _Layouts, extensions: set[str], bar: tqdm) ->
     """labels, offsets and pickle_bytes of the samples of a tar, in the order in which their first members stand."""
     rows: dict[str, int] = {}
     labels, offsets, pickle_bytes = array("q"), array("q"), array("q")
-    content, at = None, 0
+    at = 0
     for member in walk_tar(file, LATENT_EXTENSIONS + LABEL_EXTENSIONS, extensions.add):
-        content = map_file(file) if content is None else content
         bar.update(member.start - at)
-        at, where, payload = member.start, f"{file}: member {member.name}", content[member.start : member.stop]
+        at, where, payload = member.start, f"{file}: member {member.name}", member.payload
         row = rows.setdefault(member.key, len(rows))
         if row == len(labels):
             labels.append(-1)
@@ -390,11 +390,6 @@ def _scan_tar(file: Path, layouts: _Layouts, extensions: set[str], bar: tqdm) ->
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The data set.
-
-
-def spread_items(num_items: int, at_most: int) -> np.ndarray:
-    """[n] int64: item numbers spread evenly over the data, first and last among them."""
-    return np.unique(np.linspace(0, num_items - 1, num=min(at_most, num_items)).astype(np.int64))
 
 
 class TarLatents:
