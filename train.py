@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from latents import autoencoders
 from training import checkpoint as checkpoints
-from training import cli, config
+from training import cli, config, engine
 from training.evaluation import Evaluator, build_detector, open_reference
 from training.loop import Trainer
 from training.provenance import describe_start
@@ -38,12 +38,13 @@ def main(cfg: DictConfig) -> None:
     dataset = config.open_data(cfg)
     accelerator = cli.start_accelerator(
         cfg.train.cpu_threads,
-        mixed_precision="bf16" if cfg.train.precision == "bf16" else "no",
+        mixed_precision=engine.MIXED_PRECISION[cfg.train.precision],
         log_with="wandb" if cfg.wandb.mode != "disabled" else None,
     )
     config.check_batch_size(cfg, accelerator.num_processes)
     set_seed(cfg.seed)
     net = config.build_network(cfg)
+    engine.check_machine(cfg.train, net, accelerator.device)
     looks_at_samples = cfg.sample.every or cfg.eval.every
     autoencoder = build_autoencoder(cfg, accelerator) if looks_at_samples else None
     evaluator = open_evaluator(cfg, accelerator) if cfg.eval.every else None

@@ -50,7 +50,7 @@ from benchmarks.report import (
     write_report,
 )
 from latents.shards import ShardInfo, write_shard
-from training import cli, config
+from training import cli, config, engine
 from training.config import Accepts, choice, one_or_list, or_null, text, true_or_false, whole
 from training.flops import step_flops
 from training.loop import Trainer
@@ -63,7 +63,7 @@ DEFAULTS = {
     "models": [*MODELS],
     "compile": ["none"],  # a row for each: none | blocks | default | reduce-overhead | max-autotune
     "plain": True,  # a row for the plain step
-    "precision": "fp32",  # fp32 | bf16
+    "precision": "fp32",  # fp32 | bf16 | fp8 (with compile=blocks, say; plain is bf16 then, and the ceiling bf16's)
     "batch_size": 8,  # over all processes
     "resolution": 256,  # of the images: 256 | 512 (random latents of an SD-VAE, 1,000 classes) | 8 (the embedded digits)
     "rounds": 5,
@@ -135,7 +135,7 @@ the process. Saved: what the forward keeps for the backward, without the weights
 def open_accelerator(settings: dict) -> Accelerator:
     if settings["device"] == "cuda" and not torch.cuda.is_available():
         raise ValueError("device=cuda, but this machine has no CUDA device; use device=cpu")
-    mixed_precision = "bf16" if settings["precision"] == "bf16" else "no"
+    mixed_precision = engine.MIXED_PRECISION[settings["precision"]]
     return cli.start_accelerator(settings["cpu_threads"], mixed_precision=mixed_precision, cpu=settings["device"] == "cpu")
 
 
@@ -162,6 +162,7 @@ def open_trainer(accelerator: Accelerator, overrides: Sequence[str], *, plain: b
     config.check_batch_size(cfg, accelerator.num_processes)
     set_seed(cfg.seed)
     net = config.build_network(cfg)
+    engine.check_machine(cfg.train, net, accelerator.device)
     if plain:
         make_blocks_plain(net)
     trainer = Trainer(accelerator, cfg, net, diffusion, dataset, RunFolder(cfg.output_dir, cfg.name))
@@ -340,6 +341,8 @@ def measure_backbone(accelerator: Accelerator, backbone: str, data: Sequence[str
     for variant, model in itertools.product(variants, settings["models"]):
         plain = variant == "plain"
         overrides = training_overrides(settings, data, backbone, model, "none" if plain else variant)
+        if plain and settings["precision"] == "fp8":
+            overrides.append("train.precision=bf16")  # float8 is of the engine that it is compared with
         trainer = open_trainer(accelerator, overrides, plain=plain)
         rows.append(Row(trainer, backbone, model, variant))
     ceiling = Ceiling(accelerator.device, settings, rows[0].trainer)
@@ -427,7 +430,7 @@ class Ceiling:
 
     def __init__(self, device: torch.device, settings: dict, trainer: Trainer):
         self.device = device
-        self.dtype = torch.bfloat16 if settings["precision"] == "bf16" else torch.float32
+        self.dtype = torch.float32 if settings["precision"] == "fp32" else torch.bfloat16
         num_rows = len(range(settings["batch_size"])[trainer.parts[0]]) * trainer.net.num_tokens
         block = trainer.net.blocks[0]
         squares = (4096, 8192) if device.type == "cuda" else (1024, 2048)

@@ -1,13 +1,18 @@
-"""Compiled and checkpointed networks against the plain one: the same values and gradients, and no compilation twice."""
+"""Fast networks against the plain one: the same values and gradients; and what asks for more than the machine has."""
 
 import copy
 
 import pytest
 import torch
+from omegaconf import OmegaConf
+from torch.profiler import profile
 
 import dit
 from routing_module import Route
-from training.engine import checkpoint_activations, compile_network
+from training import engine
+from training.engine import attention_kernel, check_machine, checkpoint_activations, compile_network, use_float8
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -63,3 +68,132 @@ def test_compiled_blocks_agree_with_plain_ones_and_are_compiled_once(net, checkp
     # Dense, dense without a gradient for its input, and routed: not once for every block.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3
     assert list(fast.state_dict()) == list(net.state_dict())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Attention kernels.
+
+
+def attention_calls(net, kernel):
+    with profile() as profiler, attention_kernel(kernel):
+        results = outputs_and_gradients(net)
+    return results, {e.key for e in profiler.key_averages() if "_scaled_dot_product" in e.key and "backward" not in e.key}
+
+
+def test_the_kernel_that_is_named_is_used_and_computes_the_same(net):
+    plain, default = attention_calls(net, "auto")
+    assert default == {"aten::_scaled_dot_product_flash_attention_for_cpu"}
+    for kernel, operation in (("math", "aten::_scaled_dot_product_attention_math"), ("flash", *default)):
+        results, used = attention_calls(net, kernel)
+        assert used == {operation}
+        for a, b in zip(results, plain):
+            assert (a - b).norm() <= 1e-5 * b.norm() + 1e-7
+
+
+def test_a_kernel_that_the_tensors_do_not_fit_gives_way(net):
+    # As flash attention does to the float32 block after a route on a GPU: an order of preference, not a demand.
+    results, used = attention_calls(net, "cudnn")
+    assert len(used) == 1
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(results, outputs_and_gradients(net)))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Precision.
+
+
+def relative_errors(net, expected):
+    """Of the output, and of all gradients as one vector."""
+    got = outputs_and_gradients(net)
+    pairs = [(got[0], expected[0]), tuple(torch.cat([g.flatten().float() for g in side[1:]]) for side in (got, expected))]
+    return [((a.float() - b).norm() / b.norm()).item() for a, b in pairs]
+
+
+def test_bfloat16_and_float8_are_as_wrong_as_their_digits_allow(net):
+    expected = outputs_and_gradients(net)
+    fast = copy.deepcopy(net)
+    use_float8(fast, emulate=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        bf16 = relative_errors(net, expected)
+    fp8 = relative_errors(fast, expected)
+    # bfloat16 keeps 8 bits (a relative rounding of 2^-9 = 0.2%), float8 E4M3 4 bits (2^-5 = 3%); sums average it out.
+    assert all(1e-5 < error < 0.01 for error in bf16)
+    assert all(1e-5 < error < 0.05 for error in fp8)
+    assert fp8[1] > bf16[1]
+
+
+def test_float8_changes_no_name_and_leaves_the_float32_block_and_the_modulation(net):
+    fast = copy.deepcopy(net)
+    use_float8(fast, emulate=True)
+    assert fast.fp32_layers == {4}
+    in_float8 = {name for name, module in fast.named_modules() if type(module).__name__ == "Float8Linear"}
+    layers = ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
+    assert in_float8 == {f"blocks.{i}.{layer}" for i in (0, 1, 2, 3, 5) for layer in layers}
+    net.load_state_dict(fast.state_dict(), strict=True)
+    assert all(g.isfinite().all() and g.any() for g in outputs_and_gradients(fast))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What the machine lacks.
+
+
+def train_keys(**changes):
+    return OmegaConf.create({"precision": "fp32", "attention": "auto", "compile": "none"} | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"precision": "fp8", "compile": "blocks"}, r"precision=fp8 needs a GPU .* 8\.9 .* the cpu, which has fp32 and bf16"),
+        ({"attention": "cudnn"}, r"attention=cudnn is not there .* on the cpu, which has flash, math; .* train.attention=auto"),
+        ({"compile": "reduce-overhead"}, r"compile=reduce-overhead records CUDA graphs, .* on the cpu; use blocks"),
+    ],
+)  # fmt: skip
+def test_what_a_cpu_lacks_is_said_at_the_start(net, changes, message):
+    with pytest.raises(ValueError, match=message):
+        check_machine(train_keys(**changes), net, CPU)
+
+
+def test_what_a_cpu_has_is_accepted(net):
+    for changes in ({}, {"precision": "bf16"}, {"attention": "math"}, {"compile": "blocks"}, {"compile": "max-autotune"}):
+        check_machine(train_keys(**changes), net, CPU)
+
+
+def test_compilation_without_a_compiler_is_refused(net, monkeypatch):
+    from torch._inductor import cpp_builder
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    def none_found():
+        raise InvalidCxxCompiler
+
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", none_found)
+    with pytest.raises(ValueError, match=r"train.compile=blocks on a CPU needs a C\+\+ compiler.*install g\+\+"):
+        check_machine(train_keys(compile="blocks"), net, CPU)
+
+
+@pytest.mark.parametrize(
+    ("capability", "has_bf16", "changes", "message"),
+    [
+        ((7, 5), False, {"precision": "bf16"}, r"precision=bf16: Some GPU \(compute .* 7.5\) has no bfloat16; .*=fp32"),
+        ((8, 0), True, {"precision": "fp8", "compile": "blocks"}, r"fp8 needs a GPU .*Some GPU \(compute capability 8.0\)"),
+        ((9, 0), True, {"precision": "fp8"}, r"fp8 is slower than bf16 unless .*add train.compile=blocks"),
+        ((9, 0), True, {"precision": "fp8", "compile": "blocks"}, None),
+    ],
+)  # fmt: skip
+def test_what_a_gpu_lacks_is_said_at_the_start(net, monkeypatch, capability, has_bf16, changes, message):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    gpu = torch.device("cuda")
+    if message is None:
+        check_machine(train_keys(**changes), net, gpu)
+        return
+    with pytest.raises(ValueError, match=message):
+        check_machine(train_keys(**changes), net, gpu)
+
+
+def test_float8_without_torchao_names_the_package(net, monkeypatch):
+    monkeypatch.setattr(engine.importlib.util, "find_spec", lambda name: None if name == "torchao" else object())
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    with pytest.raises(ValueError, match="pip install torchao"):
+        check_machine(train_keys(precision="fp8", compile="blocks"), net, torch.device("cuda"))

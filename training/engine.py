@@ -1,15 +1,35 @@
-"""What may be done to a network's blocks to trade memory, compilation and time; values and parameter names stay."""
+"""What the training step does to be fast, and what of it the machine at hand can do.
+
+Parameter names and the values of parameters stay; what is computed stays the same up to rounding.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib.util
+import warnings
 from collections.abc import Callable
 
 import torch
+from omegaconf import DictConfig
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import dit
+
+# train.precision: what accelerate calls it. fp8 is bf16 with other products in the blocks.
+MIXED_PRECISION = {"fp32": "no", "bf16": "bf16", "fp8": "bf16"}
+# train.attention: what torch calls the kernel. `auto` leaves the choice to torch.
+ATTENTION_KERNELS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+FP8_CAPABILITY = (8, 9)  # Ada and Hopper are the first to multiply float8
 
 # The results that `selective` keeps: matrix products and attention, which are slow to compute again. The rest (norms,
 # modulation, activations) is most of the memory and little of the time.
@@ -59,3 +79,121 @@ def compile_network(net: dit.DiT, mode: str) -> None:
             block.forward = torch.compile(block.forward, dynamic=False, fullgraph=True)
     elif mode != "none":
         net.compile(mode=mode, dynamic=False)
+
+
+def attention_kernel(name: str) -> contextlib.AbstractContextManager:
+    """A context in which attention prefers this kernel; for tensors that it does not know, float32 say, torch chooses another."""
+    if name == "auto":
+        return contextlib.nullcontext()
+    if name == "math":
+        return sdpa_kernel(SDPBackend.MATH)  # it knows all tensors; and a CPU has an order of its own
+    others = [kernel for kernel in ATTENTION_KERNELS.values() if kernel is not ATTENTION_KERNELS[name]]
+    return sdpa_kernel([ATTENTION_KERNELS[name], *others], set_priority=True)
+
+
+def use_float8(net: dit.DiT, *, emulate: bool = False) -> None:
+    """Have the four linear layers of each block compute their products in float8, forward and backward.
+
+    Weights stay as they are; inputs, weights and gradients are scaled by their largest element as they are cast (torchao's
+    `tensorwise` recipe). The block after a route, which is to run in float32, keeps its layers, and so do the small
+    modulation layers, for which casting costs more than the product.
+
+    Args:
+        emulate: multiply rounded numbers in float32, on hardware without float8.
+    """
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    for i, block in enumerate(net.blocks):
+        if i not in net.fp32_layers:
+            for module in (block.attn, block.mlp):
+                convert_to_float8_training(module, config=Float8LinearConfig(emulate=emulate))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What the machine can do.
+
+
+def check_machine(train: DictConfig, net: dit.DiT, device: torch.device) -> None:
+    """Precision, attention kernel and compilation of the run, before any slow work.
+
+    Args:
+        train: the checked `train` keys.
+
+    Raises:
+        ValueError: the machine lacks what a key asks for; it names the key, and what there is.
+    """
+    _check_precision(train.precision, device)
+    attn = net.blocks[0].attn
+    _check_attention(train.attention, train.precision, attn.qkv.in_features // attn.num_heads, device)
+    _check_compile(train.compile, device)
+    if train.precision == "fp8" and train.compile == "none":
+        raise ValueError(
+            "train.precision=fp8 is slower than bf16 unless casts and scales are compiled into the products; "
+            "add train.compile=blocks, or use train.precision=bf16"
+        )
+
+
+def _check_precision(precision: str, device: torch.device) -> None:
+    if device.type == "cuda" and precision != "fp32" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise ValueError(f"train.precision={precision}: {_name(device)} has no bfloat16; use train.precision=fp32")
+    if precision == "fp8":
+        if device.type != "cuda" or torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+            raise ValueError(
+                f"train.precision=fp8 needs a GPU of compute capability {'.'.join(map(str, FP8_CAPABILITY))} or more (Ada, "
+                f"Hopper or newer); this run is on {_name(device)}, which has fp32 and bf16"
+            )
+        if importlib.util.find_spec("torchao") is None:
+            raise ValueError("train.precision=fp8 needs torchao, which is not installed: pip install torchao")
+
+
+def _check_attention(name: str, precision: str, head_width: int, device: torch.device) -> None:
+    if name == "auto":
+        return
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    usable = [kernel for kernel in ATTENTION_KERNELS if _runs(ATTENTION_KERNELS[kernel], head_width, dtype, device)]
+    if name not in usable:
+        raise ValueError(
+            f"train.attention={name} is not there for {dtype} and heads of {head_width} on {_name(device)}, "
+            f"which has {', '.join(usable)}; or leave the choice to torch: train.attention=auto"
+        )
+
+
+def _runs(kernel: SDPBackend, head_width: int, dtype: torch.dtype, device: torch.device) -> bool:
+    x = torch.zeros(1, 1, 64, head_width, dtype=dtype, device=device, requires_grad=True)
+    try:
+        # One kernel alone is an error where it is missing; torch warns of its reasons too, which nobody asked for.
+        with sdpa_kernel(kernel), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            scaled_dot_product_attention(x, x, x)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _check_compile(mode: str, device: torch.device) -> None:
+    if mode == "none":
+        return
+    if mode == "reduce-overhead" and device.type != "cuda":
+        raise ValueError(
+            f"train.compile=reduce-overhead records CUDA graphs, and this run is on {_name(device)}; use blocks or default"
+        )
+    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        raise ValueError(f"train.compile={mode} on a GPU needs triton, which is not installed; use train.compile=none")
+    if device.type == "cpu":
+        from torch._inductor.cpp_builder import get_cpp_compiler
+        from torch._inductor.exc import InvalidCxxCompiler
+
+        try:
+            get_cpp_compiler()
+        except InvalidCxxCompiler as e:
+            raise ValueError(
+                f"train.compile={mode} on a CPU needs a C++ compiler, which is not installed; install g++, "
+                "or use train.compile=none"
+            ) from e
+
+
+def _name(device: torch.device) -> str:
+    if device.type != "cuda":
+        return f"the {device.type}"
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor})"

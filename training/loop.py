@@ -24,7 +24,7 @@ from latents.shards import LatentDataset, latents_for_network
 from training import checkpoint as checkpoints
 from training.config import Diffusion, differences
 from training.ema import EMA
-from training.engine import checkpoint_activations, compile_network
+from training.engine import attention_kernel, checkpoint_activations, compile_network, use_float8
 from training.evaluation import Evaluator, metric_name
 from training.randomness import StepRandom
 from training.run import RunFolder, naming
@@ -94,6 +94,8 @@ class Trainer:
         self.sampler: ImageSampler | None = None
         self.evaluator: Evaluator | None = None
         self.evaluation_sampler: ImageSampler | None = None
+        if cfg.train.precision == "fp8":
+            use_float8(self.net)  # the average is made before: it is float32, and evaluated as such
         compile_network(self.net, cfg.train.compile)
         checkpoint_activations(self.net, cfg.train.activation_checkpointing)
         # One pass over all parameters instead of one per tensor, where the device has it.
@@ -139,7 +141,9 @@ class Trainer:
         loss_of_step = torch.zeros((), device=self.device)
         for m, (part, (stored, labels)) in enumerate(zip(self.parts, micro_batches)):
             is_last = m == len(self.parts) - 1
-            with contextlib.nullcontext() if is_last else self.accelerator.no_sync(self.model):
+            gradients_stay = contextlib.nullcontext() if is_last else self.accelerator.no_sync(self.model)
+            # The kernel is named for the backward too, which may compute the forward again.
+            with gradients_stay, attention_kernel(self.cfg.train.attention):
                 loss = self.loss(part, stored, labels) / len(self.parts)
                 self.accelerator.backward(loss)
             loss_of_step += loss.detach()
