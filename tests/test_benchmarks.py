@@ -5,11 +5,11 @@ import json
 
 import pytest
 import torch
-from conftest import finish, forget_accelerate, start
+from conftest import LAUNCH_2, finish, forget_accelerate, start
 from torch.utils.flop_counter import FlopCounterMode
 
 import dit
-from benchmarks import loader, profile, report, sampling, train_step
+from benchmarks import loader, loss_curves, profile, report, sampling, scaling, train_step
 from benchmarks.plain import PlainEMA
 from routing_module import Route, TokenRouter
 from training import flops
@@ -79,7 +79,8 @@ def test_the_loop_ema_is_the_same_average():
     [
         (train_step, "backbone=DiT-S/2", "backbone is not a key of the configuration; accepted: backbones"),
         (train_step, "backbones=[DiT-S/3]", r"backbones=\['DiT-S/3'\] is not accepted; use DiT-XS/1 .*, or a list of them"),
-        (train_step, "precision=fp16", r"precision='fp16' is not accepted; use fp32 \| bf16"),
+        (train_step, "precision=fp16", r"precision='fp16' is not accepted; use fp32 \| bf16 \| fp8"),
+        (loss_curves, "variants=bf16", r"variants='bf16' is not accepted; use .*<train.precision>/<train.compile>"),
         (train_step, "compile=fast", r"compile='fast' is not accepted; use none \| blocks \| default"),
         (train_step, "resolution=128", r"resolution=128 is not accepted; use 8 \| 256 \| 512"),
         (train_step, "batch_size", "'batch_size' is not of the form key=value; the keys are backbones, "),
@@ -159,7 +160,46 @@ def test_sampling_counts_evaluations_for_every_guidance(run):
     assert "cfg with 3 steps: " in out[-1] and out[-1] in markdown
 
 
-@pytest.mark.parametrize("module", [train_step, profile, sampling])
+def test_loss_curves_sets_the_difference_of_fast_and_plain_beside_that_of_seeds(run):
+    settings = ["models=tread", "variants=[fp32/none,bf16/none]", "steps=5", "seeds=2", "window=2", "batch_size=8"]
+    lines, markdown, out = run(loss_curves, *settings, "cpu_threads=1")
+    curves, (fp32, bf16) = lines[1:7], lines[7:]
+    assert [(c["variant"], c["seed"]) for c in curves] == [(v, s) for v in ("plain", "fp32/none", "bf16/none") for s in (0, 1)]
+    assert all(len(c["losses"]) == 5 for c in curves)
+    smooth = [[sum(c["losses"][i : i + 2]) / 2 for i in (0, 2)] for c in curves]
+    of_seeds = (sum((a - b) ** 2 for a, b in zip(*smooth[:2])) / 2) ** 0.5
+    assert fp32["seed_difference"] == bf16["seed_difference"] == pytest.approx(of_seeds, rel=1e-3)
+    assert 0 < fp32["gradient_error"] < 1e-5 < bf16["gradient_error"] < 0.05
+    assert fp32["step_loss_error"] < 1e-5
+    assert fp32["share"] < bf16["share"] < 0.1
+    assert out[-1].startswith("tread fp32/none: curves differ by ") and out[-1] in markdown
+
+
+def test_two_processes_are_compared_with_one(tmp_path):
+    settings = ["backbone=DiT-XS/2", "resolution=8", "batch_size=8", "rounds=2", "steps=1", "device=cpu", "cpu_threads=1"]
+    code, output = finish(start(*LAUNCH_2, "-m", "benchmarks.scaling", *settings, f"output={tmp_path / 'result'}"))
+    assert code == 0, output
+    lines = [json.loads(line) for line in (tmp_path / "result.jsonl").read_text().splitlines()]
+    assert lines[0]["num_processes"] == 2 and len(lines) == 4
+    for line in lines[1:3]:
+        assert all(line[kind] > 0 for kind in (*scaling.KINDS, "exchange"))
+    assert "2 processes: efficiency " in output and "hide behind the backward" in (tmp_path / "result.md").read_text()
+
+
+def test_what_scaling_sums_up():
+    rounds = [{"alone": 90.0, "apart": 95.0, "together": 100.0, "exchange": 20.0}] * 2
+    summary = scaling.sum_up(rounds, batch_size=16, num_processes=2)
+    assert summary["images_per_sec"] == 160 and summary["images_per_sec_alone"] == pytest.approx(88.89, abs=0.01)
+    assert (summary["efficiency"], summary["efficiency_without_exchange"]) == (0.9, pytest.approx(0.947, abs=1e-3))
+    assert (summary["exposed_ms"], summary["hidden_share"]) == (5.0, 0.75)
+
+
+def test_scaling_of_one_process_is_refused(run):
+    with pytest.raises(ValueError, match="compares one process with several: accelerate launch --multi_gpu"):
+        run(scaling)
+
+
+@pytest.mark.parametrize("module", [train_step, profile, sampling, loss_curves])
 def test_an_output_that_cannot_be_written_is_named_before_the_measurement(module, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     forget_accelerate()

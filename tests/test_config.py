@@ -180,7 +180,8 @@ def test_every_key_has_a_comment():
         ("train.lr=nan", r"train.lr=nan is not accepted"),
         ("train.batch_size=2.5", r"train.batch_size=2.5 is not accepted; use a whole number of at least 1"),
         ("train.batch_size=true", r"train.batch_size=True is not accepted"),
-        ("train.precision=fp16", r"train.precision='fp16' is not accepted; use fp32 \| bf16"),
+        ("train.precision=fp16", r"train.precision='fp16' is not accepted; use fp32 \| bf16 \| fp8"),
+        ("train.attention=triton", r"train.attention='triton' is not accepted; use auto \| flash \| cudnn \| efficient \| math"),
         ("train.compile=always", r"train.compile='always' is not accepted; use none \| blocks \| default"),
         (
             "train.activation_checkpointing=all",
