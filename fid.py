@@ -27,6 +27,7 @@ from evaluations.images import open_images
 from sample import guidance_settings
 from training import checkpoint as checkpoints
 from training import cli, config
+from training.engine import check_compile
 from training.evaluation import Evaluator, build_detector, open_reference, short_count
 from training.sampling import ImageSampler, find_weak, load_sampler, load_weak
 
@@ -46,6 +47,7 @@ def main(cfg: DictConfig) -> None:
         raise ValueError(f"give one of checkpoint=, checkpoints= and images=, not {' and '.join(given) or 'none of them'}")
     guidance_settings(cfg)
     accelerator = cli.start_accelerator(cfg.cpu_threads)
+    check_compile("compile", cfg.compile, accelerator.device)
     # One process chooses: in a run that goes on, another could find a newer one.
     folders = broadcast_object_list([find_checkpoints(cfg) if accelerator.is_main_process else None])[0]
     run_cfg = checkpoints.load_config(folders[0]) if folders else None
@@ -155,10 +157,11 @@ def sampler_of_point(cfg: DictConfig, point: dict, device) -> ImageSampler:
         point["weights"],
         cfg.autoencoder,
         device,
+        cfg.compile,
         diffusion=config.build_diffusion(checkpoints.load_config(folder), **overrides),
         guide=config.build_guidance(OmegaConf.create({"guidance": settings})),
         precision=cfg.precision,
-        weak=load_weak(settings, device),
+        weak=load_weak(settings, device, cfg.compile),
     )
 
 

@@ -24,6 +24,7 @@ from tqdm import tqdm
 from evaluations.npz import write_npz
 from training import checkpoint as checkpoints
 from training import cli, config
+from training.engine import check_compile
 from training.randomness import class_of_seed
 from training.run import naming
 from training.sampling import ImageSampler, describe_cost, find_weak, labelled_grid, load_sampler, load_weak
@@ -36,6 +37,7 @@ MAX_GRID_IMAGES = 100
 def main(cfg: DictConfig) -> None:
     cfg = config.check(cfg, config.SAMPLE_KEYS)
     accelerator = cli.start_accelerator(cfg.cpu_threads)
+    check_compile("compile", cfg.compile, accelerator.device)
     # One process chooses: in a run that goes on, another could find a newer one.
     checkpoint = checkpoints.find_checkpoint(Path(cfg.checkpoint), "checkpoint") if accelerator.is_main_process else None
     checkpoint = broadcast_object_list([checkpoint])[0]
@@ -71,10 +73,11 @@ def main(cfg: DictConfig) -> None:
             cfg.weights,
             cfg.autoencoder,
             accelerator.device,
+            cfg.compile,
             diffusion=diffusion,
             guide=config.build_guidance(cfg),
             precision=cfg.precision,
-            weak=load_weak(cfg.guidance, accelerator.device),
+            weak=load_weak(cfg.guidance, accelerator.device, cfg.compile),
         )
         mine = missing[accelerator.process_index :: accelerator.num_processes]
         make_images(sampler, mine, labels, files, cfg.batch_size, show_progress=accelerator.is_main_process)

@@ -206,6 +206,7 @@ accelerator.end_training()
             ["images=evaluations/digits_reference.npz", "reference=evaluations/digits_reference.npz", "num_samples=1798"],
             "holds 1797",
         ),
+        (["images=a.npz", "compile=reduce-overhead"], "^compile=reduce-overhead records CUDA graphs"),
         (["images=a.npz", "cfg_scale=2"], "cfg_scale=2 needs guidance=cfg or guidance=interval"),
         (["images=a.npz", "weights=[ema,best]"], r"weights=\['ema', 'best'\] is not accepted; use ema \| raw, or a list"),
     ],

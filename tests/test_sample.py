@@ -5,6 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
 from conftest import LAUNCH_2, composed, finish, forget_accelerate, start
 from PIL import Image
 
@@ -53,6 +54,15 @@ def test_churn_and_guidance_depend_on_the_seed_too(sample):
     assert_same_images(together, sample("apart", "seeds=0-3", "batch_size=1", *settings))
     plain = sample("plain", "seeds=0-3")
     assert all((together[name] != plain[name]).any() for name in plain)
+
+
+def test_a_compiled_network_samples_the_same_images(sample, monkeypatch):
+    plain = sample("plain", "seeds=0-1")
+    compiled = []
+    compile_function = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **how: compiled.append(f) or compile_function(f, **how))
+    assert_same_images(plain, sample("fast", "seeds=0-1", "compile=blocks"))
+    assert len(compiled) == 12
 
 
 @pytest.mark.parametrize("subset", ["redraw", "fixed"])
@@ -179,6 +189,7 @@ def test_raw_and_ema_weights_differ(sample):
         (["seeds=5-"], "seeds='5-' is not accepted; use numbers and ranges"),
         (["weights=best"], r"weights='best' is not accepted; use ema \| raw"),
         (["batch_size=0"], "batch_size=0 is not accepted"),
+        (["compile=reduce-overhead"], "^compile=reduce-overhead records CUDA graphs, .* on the cpu; use blocks or default"),
     ],
 )
 def test_wrong_settings_are_refused_before_anything_is_written(sample, tmp_path, overrides, message):

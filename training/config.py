@@ -238,6 +238,9 @@ DETECTOR_KEYS = {
     "compile": true_or_false(),
 }
 
+# Of a network: training.engine.compile_network.
+COMPILE = choice("none", "blocks", "default", "reduce-overhead", "max-autotune")
+
 TRAIN_KEYS = {
     "name": file_name(),
     "output_dir": text(),
@@ -277,7 +280,7 @@ TRAIN_KEYS = {
     "train.ema_decay": number(0, 1, below=True),
     "train.precision": choice("fp32", "bf16", "fp8"),
     "train.attention": choice("auto", "flash", "cudnn", "efficient", "math"),
-    "train.compile": choice("none", "blocks", "default", "reduce-overhead", "max-autotune"),
+    "train.compile": COMPILE,
     "train.activation_checkpointing": choice("none", "blocks", "selective"),
     "train.cpu_threads": or_null(whole(1)),
     "train.log_every": whole(1),
@@ -308,6 +311,7 @@ SAMPLE_KEYS = {
     "cfg_scale": or_null(number()),
     "batch_size": whole(1),
     "precision": choice("fp32", "bf16"),
+    "compile": COMPILE,
     "cpu_threads": or_null(whole(1)),
     "npz": true_or_false(),
     **{key: or_null(accepts) for key, accepts in SAMPLER_OVERRIDES.items()},
@@ -329,6 +333,7 @@ FID_KEYS = {
     "solver": or_null(one_or_list(SAMPLER_OVERRIDES["solver"])),
     "batch_size": whole(1),
     "precision": choice("fp32", "bf16"),
+    "compile": COMPILE,
     "cpu_threads": or_null(whole(1)),
     "convert_to_rgb": true_or_false(),
     **{f"evaluation.{key}": accepts for key, accepts in DETECTOR_KEYS.items()},

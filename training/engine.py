@@ -125,7 +125,7 @@ def check_machine(train: DictConfig, net: dit.DiT, device: torch.device) -> None
     _check_precision(train.precision, device)
     attn = net.blocks[0].attn
     _check_attention(train.attention, train.precision, attn.qkv.in_features // attn.num_heads, device)
-    _check_compile(train.compile, device)
+    check_compile("train.compile", train.compile, device)
     if train.precision == "fp8" and train.compile == "none":
         raise ValueError(
             "train.precision=fp8 is slower than bf16 unless casts and scales are compiled into the products; "
@@ -170,15 +170,18 @@ def _runs(kernel: SDPBackend, head_width: int, dtype: torch.dtype, device: torch
     return True
 
 
-def _check_compile(mode: str, device: torch.device) -> None:
+def check_compile(key: str, mode: str, device: torch.device) -> None:
+    """The compiler that a mode of `compile_network` needs.
+
+    Raises:
+        ValueError: it is not there; `key` is the setting that the message names.
+    """
     if mode == "none":
         return
     if mode == "reduce-overhead" and device.type != "cuda":
-        raise ValueError(
-            f"train.compile=reduce-overhead records CUDA graphs, and this run is on {_name(device)}; use blocks or default"
-        )
+        raise ValueError(f"{key}=reduce-overhead records CUDA graphs, and this run is on {_name(device)}; use blocks or default")
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
-        raise ValueError(f"train.compile={mode} on a GPU needs triton, which is not installed; use train.compile=none")
+        raise ValueError(f"{key}={mode} on a GPU needs triton, which is not installed; use {key}=none")
     if device.type == "cpu":
         from torch._inductor.cpp_builder import get_cpp_compiler
         from torch._inductor.exc import InvalidCxxCompiler
@@ -187,8 +190,7 @@ def _check_compile(mode: str, device: torch.device) -> None:
             get_cpp_compiler()
         except InvalidCxxCompiler as e:
             raise ValueError(
-                f"train.compile={mode} on a CPU needs a C++ compiler, which is not installed; install g++, "
-                "or use train.compile=none"
+                f"{key}={mode} on a CPU needs a C++ compiler, which is not installed; install g++, or use {key}=none"
             ) from e
 
 

@@ -19,6 +19,7 @@ from latents.autoencoders import Autoencoder, to_uint8
 from routing_module import TokenRouter
 from training.checkpoint import find_checkpoint, load_config, load_weights
 from training.config import DEFAULT_ROUTE, Diffusion, build_diffusion, build_network
+from training.engine import compile_network
 from training.flops import forward_flops, sparse_saving
 from training.randomness import SeedRandom
 
@@ -127,37 +128,42 @@ def find_weak(settings: DictConfig, run_cfg: DictConfig, accelerator: Accelerato
     return folder
 
 
-def load_weak(settings: DictConfig, device: torch.device) -> tuple[nn.Module, Diffusion] | None:
+def load_weak(settings: DictConfig, device: torch.device, compile_mode: str = "none") -> tuple[nn.Module, Diffusion] | None:
     """The network that `find_weak` found, with its diffusion."""
     if settings.name != "autoguidance":
         return None
     folder = Path(settings.checkpoint)
-    return load_network(folder, settings.weights).to(device), build_diffusion(load_config(folder))
+    return load_network(folder, settings.weights, device, compile_mode), build_diffusion(load_config(folder))
 
 
-def load_network(folder: Path, weights: str) -> nn.Module:
+def load_network(folder: Path, weights: str, device: torch.device, compile_mode: str = "none") -> nn.Module:
     """The network of a verified checkpoint, in evaluation mode.
 
     Args:
         weights: `ema` or `raw`.
+        compile_mode: of `training.engine.compile_network`.
     """
     net = build_network(load_config(folder)).eval().requires_grad_(False)
     net.load_state_dict(load_weights(folder, weights))
-    return net
+    compile_network(net, compile_mode)
+    return net.to(device)
 
 
-def load_sampler(folder: Path, weights: str, autoencoder: str | None, device: torch.device, **settings) -> ImageSampler:
+def load_sampler(
+    folder: Path, weights: str, autoencoder: str | None, device: torch.device, compile_mode: str = "none", **settings
+) -> ImageSampler:
     """The sampler of a verified checkpoint.
 
     Args:
         weights: `ema` or `raw`.
         autoencoder: instead of the run's own; None keeps that.
+        compile_mode: of `training.engine.compile_network`.
         settings: as for `build_sampler`.
     """
     cfg = load_config(folder)
-    net = load_network(folder, weights)
+    net = load_network(folder, weights, device, compile_mode)
     decoder = autoencoders.build(autoencoder or cfg.data.autoencoder, device, cfg.data.in_channels, "autoencoder")
-    return build_sampler(net.to(device), cfg, decoder, device, **settings)
+    return build_sampler(net, cfg, decoder, device, **settings)
 
 
 def describe_cost(sampler: ImageSampler, settings: DictConfig) -> str:
