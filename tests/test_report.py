@@ -225,6 +225,38 @@ def test_what_is_torn_unfinished_or_of_another_version_is_listed_and_the_rest_is
     assert all(words in page for words in ("no config.yaml", "cut off or damaged", "holds no figures yet")) and old.name in page
 
 
+@pytest.mark.parametrize(
+    ("file", "line", "said"),
+    [
+        ("config.yaml", {"model": {"routes": 3}}, None),
+        ("config.yaml", {"diffusion": {"sampler": {"num_steps": []}}}, None),
+        ("config.yaml", {"train": {"num_steps": 400, "batch_size": 10**400}}, "has no train.batch_size"),
+        ("config.yaml", {"experiment": {"name": ["a"], "paper": {"fid5k": 10**400}}}, "experiment.name is not a text"),
+        ("config.yaml", {"experiment": {"name": "a", "paper": "good"}}, "experiment.paper is not a mapping"),
+        ("metrics.jsonl", {"step": 10**400, "loss": 1.0}, "left out line 9"),
+        ("starts.jsonl", {"step": 100, "num_processes": "two"}, "num_processes=two is not a number of processes"),
+        ("starts.jsonl", {"step": 100, "num_processes": None}, "num_processes=None"),
+        ("evaluations/results.jsonl", {"point": {"checkpoint": 3}, "metrics": {}}, "which is no run here"),
+        ("evaluations/results.jsonl", {"point": {"cfg_scale": "x", "num_samples": 5}, "metrics": {}}, "which is no run here"),
+        ("evaluations/results.jsonl", {"point": {"cfg_scale": float("inf"), "num_samples": 5}, "metrics": {}}, "no run here"),
+    ],
+)
+def test_values_of_the_wrong_kind_end_no_report(runs, file, line, said):
+    folder = runs / "tread_seed-0"
+    if file == "config.yaml":
+        stored = OmegaConf.to_container(OmegaConf.load(folder / file))
+        OmegaConf.save(OmegaConf.create(stored | line), folder / file)
+    else:
+        (folder / file).parent.mkdir(exist_ok=True)
+        if "point" in line and "checkpoint" not in line["point"]:
+            line["point"]["checkpoint"] = str(folder / "checkpoints" / "step_0000400")
+        with open(folder / file, "a") as f:
+            f.write(json.dumps(line) + "\n")
+    main([str(runs)])
+    page = (runs / "report.html").read_text()
+    assert "tread_<wbr>seed-0" in page and (said is None or said.replace("_", "_<wbr>") in page)
+
+
 def test_metrics_are_ordered_with_unguided_fid_of_many_samples_first():
     names = ["is5k/cfg1.0", "fid5k/cfg1.5", "fid5k/cfg1.0", "fid50k/cfg1.0", "fd_digits250/cfg1.0"]
     assert sorted(names, key=metric_order) == [names[3], names[2], names[1], names[4], names[0]]

@@ -13,7 +13,7 @@ from PIL import Image
 from training.report.charts import Series, line_chart, swatch
 from training.report.content import Table, figures_table, origin_lines, results_table, speedup_table
 from training.report.experiments import Experiment, Figure, curve_metric, leading_metric
-from training.report.runs import Point, Run
+from training.report.runs import Point, Run, is_figure
 
 # Grids above this size are embedded smaller, as JPEG.
 LARGEST_IMAGE_BYTES = 250_000
@@ -197,8 +197,9 @@ def swept_values(run: Run, base: str) -> dict[tuple, dict[float, float]]:
     for point in points:
         value = next((value for name, value in point.values.items() if name.partition("/")[0] == base), None)
         for axis, setting in point.settings.items():
-            if value is not None and isinstance(setting, (int, float)):
-                rest = tuple(sorted((key, text) for key, text in {**point.settings, "step": point.step}.items() if key != axis))
+            if value is not None and is_figure(setting):
+                others = {key: other for key, other in {**point.settings, "step": point.step}.items() if key != axis}
+                rest = tuple((key, others[key] if is_figure(others[key]) else str(others[key])) for key in sorted(others))
                 found.setdefault((axis, rest), {}).setdefault(float(setting), value)
     return found
 
