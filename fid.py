@@ -206,7 +206,7 @@ class Results:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if self.file.exists():
-                self.lines = [json.loads(line) for line in self.file.read_text().splitlines() if line.endswith("}")]
+                self.lines = [line for line in map(parsed, self.file.read_text().splitlines()) if line is not None]
         except OSError as e:
             raise ValueError(f"cannot write to {self.folder} ({e.strerror}); choose another output=...") from e
 
@@ -227,8 +227,10 @@ class Results:
     def add(self, point: dict, metrics: dict[str, float], cost: dict[str, float]) -> None:
         line = {"point": self._key(point), "metrics": metrics} | ({"cost": cost} if cost else {})
         self.lines.append(line)
-        with open(self.file, "a") as f:
-            f.write(json.dumps(line) + "\n")
+        with open(self.file, "a+b") as f:
+            f.seek(max(f.tell() - 1, 0))
+            torn = f.read(1) not in (b"", b"\n")  # the last line was cut off: this one must not be joined to it
+            f.write((b"\n" if torn else b"") + json.dumps(line).encode() + b"\n")
 
     def write(self, points: list[dict], plotted: str) -> str:
         """results.csv, results.md and, for a sweep, results.png of these points; returns the Markdown."""
@@ -255,6 +257,15 @@ class Results:
                 self.folder / "results.png",
             )
         return table
+
+
+def parsed(line: str) -> dict | None:
+    """A line of results.jsonl; None for one that was cut off."""
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) and "point" in value and "metrics" in value else None
 
 
 def plot(points: list[dict], values: list[float], label: str, file: Path) -> None:

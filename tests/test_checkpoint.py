@@ -121,6 +121,12 @@ def test_training_does_not_start_over_when_only_bad_checkpoints_remain(tmp_path)
     assert names(tmp_path) == ["step_0000010"]
 
 
+def test_a_run_whose_checkpoints_are_all_bad_is_refused_under_the_key_that_named_it(tmp_path):
+    truncate(save(tmp_path / "checkpoints", 10))
+    with pytest.raises(checkpoints.CheckpointError, match="init_from=.*without a whole checkpoint: .*truncated.* Give another"):
+        checkpoints.find_checkpoint(tmp_path, "init_from")
+
+
 def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
     with pytest.raises(checkpoints.CheckpointError, match="is not a folder; give a checkpoint"):
         checkpoints.verify(tmp_path / "nothing")

@@ -265,11 +265,25 @@ def test_a_typo_in_a_key_of_a_choice_is_answered_with_the_nearest_ones():
     assert "accepted: guidance.cfg_scale" in config.unknown_key("guidance.cfg_scal", config.SAMPLE_KEYS)
 
 
+def test_a_choice_that_does_not_exist_is_answered_with_the_nearest_ones_or_all():
+    near = config.unknown_choice("experiment/table2/dit_b2_treat", [])
+    assert near.startswith("experiment=table2/dit_b2_treat is not a choice; accepted: table2/dit_b2_tread, ")
+    everything = config.unknown_choice("experiment/?", [])
+    assert "final/xl2_dit, " in everything and "digits/table2/dit_xs2, " in everything and "base/" not in everything
+    assert config.unknown_choice("model/vit", ["dit", "tread"]) == "model=vit is not a choice; accepted: dit, tread"
+
+
+def test_weights_for_latents_of_another_scale_are_refused():
+    stored, cfg = (composed(["init_from=runs/other", f"data.scale_factor={scale}"]) for scale in (0.5, 0.25))
+    with pytest.raises(ValueError, match="init_from=runs/other: .*data.scale_factor: 0.5 -> 0.25"):
+        config.check_initial(stored, 1, cfg)
+
+
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
         ("train.lrr=1", "error: train.lrr is not a key of the configuration; accepted: train.lr"),
-        ("model=vit", "error: .*model/vit.*Available options.*dit.*tread"),
+        ("model=vit", "error: model=vit is not a choice; accepted: dit, tread"),
     ],
 )
 def test_the_command_line_says_it_in_one_line_and_exits_with_1(argument, message, tmp_path):

@@ -104,6 +104,11 @@ def test_an_experiment_without_its_data_says_which_command_makes_them(train):
     for name, made in (("table2/dit_b2", "output=latents/imagenet256, or"), ("imagenet512/dit_b2", "512 resolution=512, or")):
         with pytest.raises(ValueError, match=f"does not exist; to make it: accelerate launch prepare_latents.py encode .*{made}"):
             train("x", f"experiment={name}")
+    # No autoencoder of diffusers makes these latents, and 8 pixels per latent would be wrong.
+    with pytest.raises(ValueError, match="prepare_latents.py convert path=.* output=latents/vavae_imagenet256 autoencoder=none"):
+        train("x", "experiment=lightning/xl1")
+    with pytest.raises(ValueError, match="to make it: python prepare_latents.py digits output=nowhere, or"):
+        train("x", "experiment=digits/table2/dit_xs2", "data.path=nowhere")
 
 
 def test_fine_tuning_asks_for_what_it_starts_from(train, tmp_path):

@@ -111,6 +111,21 @@ def test_fid_gives_the_figures_of_training_and_sweeps_keep_what_is_done(train, f
     assert Image.open(tmp_path / "out" / "results.png").size[0] > 300
 
 
+def test_a_point_that_was_cut_off_while_it_was_written_is_left_out_and_joined_to_nothing(tmp_path):
+    import fid as fid_script
+
+    cfg = composed([f"output={tmp_path}"], "fid")
+    first, second = {"images": "a.npz"}, {"images": "b.npz"}
+    fid_script.Results(cfg, [], "reference", "images").add(first, {"fid": 1.0}, {})
+    with open(tmp_path / "results.jsonl", "a") as f:
+        f.write('{"point": {"images": "b.npz"}')
+    results = fid_script.Results(cfg, [], "reference", "images")
+    assert results.has(first) and not results.has(second)
+    results.add(second, {"fid": 2.0}, {})
+    results = fid_script.Results(cfg, [], "reference", "images")
+    assert results.has(first) and results.has(second)
+
+
 def test_a_sit_run_is_evaluated_in_training_and_swept_over_solvers_and_guidance(train, fid, tmp_path):
     run = train("run", "diffusion=sit", *EVAL)
     in_training = evaluations(run)[4]

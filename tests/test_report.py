@@ -14,7 +14,7 @@ from PIL import Image
 
 from training.report.__main__ import main
 from training.report.charts import MOST_POINTS, Series, line_chart, linear_ticks, log_ticks, thinned
-from training.report.content import results_table, speedup_table
+from training.report.content import equal_table, results_table, speedup_table
 from training.report.experiments import curve_metric, first_reached, group, metric_order
 from training.report.runs import read_runs
 
@@ -128,7 +128,91 @@ def test_a_figure_that_is_not_reached_is_said_so(tmp_path):
     make_run(tmp_path, "dit", fid={400: 10.0})
     make_run(tmp_path, "tread", routed=True, fid={200: 30.0, 400: 20.0})
     row = cells(speedup_table(table_of(tmp_path)), "tread")  # without experiment.*, dense is what differs in routes alone
-    assert row["Reached"] == "not reached; best 20.00 at step 400" and row["Speedup in steps"] == "–"
+    assert row["Reached"] == "not reached; best 20.00 at step 400" and row["Speedup in steps"] == "—"
+
+
+@pytest.mark.parametrize(
+    ("speed", "hours", "dense", "difference"),
+    [
+        (20.0, "0.00556", "60.00 ± 1.41 (step 200)", "−48.00 (−80%)"),  # 400 routed steps take the 20 s of 200 dense ones
+        (16.0, "0.00694", "55.00 ± 1.41 (step 250)", "−43.00 (−78%)"),  # 25 s: half-way from 60 to 50
+        (10.0, "0.0111", "40.00 ± 1.41 (step 400)", "−28.00 (−70%)"),
+        (5.0, "0.0222", "—", "—"),  # the dense runs ended before
+        (100.0, "0.00111", "—", "—"),  # and had not been evaluated yet
+    ],
+)
+def test_routed_and_dense_are_compared_at_equal_steps_and_at_equal_time(runs, speed, hours, dense, difference):
+    for seed in (0, 1):
+        file = runs / f"tread_seed-{seed}" / "metrics.jsonl"
+        file.write_text(file.read_text().replace('"steps_per_sec": 20.0', f'"steps_per_sec": {speed}'))
+    row = cells(equal_table(table_of(runs)), "table2/tread")
+    assert (row["Metric"], row["Step"], row["Seeds"]) == ("fid5k/cfg1.0", "400", "2")
+    assert (row["Routed figure"], row["Dense, equal steps"]) == ("12.00 ± 1.41", "40.00 ± 1.41")
+    assert row["Difference"] == "−28.00 (−70%)" and row["Routed hours"] == hours
+    assert (row["Dense, equal time"], row["Difference in time"]) == (dense, difference)
+
+
+def test_equal_steps_are_the_last_ones_that_both_have_and_every_seed_there_counts(runs):
+    for seed, kept in ((0, 3), (1, 5)):  # evaluated until 100, and until 200
+        file = runs / f"dense_seed-{seed}" / "metrics.jsonl"
+        file.write_text("".join(file.read_text().splitlines(keepends=True)[:kept]))
+    table = equal_table(table_of(runs))
+    row = cells(table, "table2/tread")
+    assert (row["Step"], row["Seeds"]) == ("200", "2 routed, 1 dense")
+    assert (row["Routed figure"], row["Dense, equal steps"]) == ("20.00 ± 1.41", "61.00")
+    assert row["Dense, equal time"] == "81.00 (step 100)"
+    assert any("table2/dit has been evaluated until step 200 of 400" in note for note in table.notes)
+    for seed in (0, 1):
+        file = runs / f"dense_seed-{seed}" / "metrics.jsonl"
+        file.write_text("".join(line for line in file.read_text().splitlines(keepends=True) if "fid5k" not in line))
+    assert cells(equal_table(table_of(runs)), "table2/tread")["Dense, equal steps"] == "—"
+
+
+def test_hours_are_those_of_the_seeds_that_the_figure_is_of(runs):
+    file = runs / "dense_seed-1" / "metrics.jsonl"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:5]))
+    # The other seed's best is 39, after 40 s; the routed mean is there at step 152.5, after 7.625 s.
+    assert cells(speedup_table(table_of(runs)), "table2/tread")["Speedup in hours"] == "5.25×"
+
+
+def test_a_speedup_says_of_which_dense_figures_and_machines_it_is(runs):
+    for seed in (0, 1):
+        file = runs / f"dense_seed-{seed}" / "metrics.jsonl"
+        file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))  # all steps, without the last evaluation
+        file = runs / f"tread_seed-{seed}" / "starts.jsonl"
+        file.write_text(file.read_text().replace('"num_processes": 8', '"num_processes": 4'))
+    notes = " ".join(speedup_table(table_of(runs)).notes)
+    assert "table2/dit has been evaluated until step 300 of 400: its figures so far" in notes
+    assert "table2/tread: hours on 4 × Example GPU against hours on 8 × Example GPU" in notes
+
+
+def test_seeds_that_start_from_runs_of_their_own_are_one_experiment_without_a_speedup(runs):
+    for seed in (0, 1):
+        named = about("final/tuned", {"fid5k": 3.0}, "table2/dit")
+        init = f"{runs}/tread_seed-{seed}"
+        make_run(runs, f"tuned_seed-{seed}", experiment=named, seed=seed, fid={400: 5.0 + seed}, init_from=init)
+    table = table_of(runs)
+    assert cells(results_table(table), "final/tuned")["Measured"] == "5.50 ± 0.71"
+    assert any("final/tuned: started from tread, whose training is not in" in note for note in results_table(table).notes)
+    assert [row[0] for row in speedup_table(table).rows] == ["table2/tread"]
+
+
+def test_the_dense_runs_are_those_that_differ_least_and_what_differs_is_said(tmp_path):
+    small, large = ({"num_steps": 400, "batch_size": size} for size in (128, 256))
+    make_run(tmp_path, "a", experiment=about("d", {}), fid={400: 30.0}, train=small)
+    make_run(tmp_path, "r", experiment=about("r", {}, "d"), routed=True, fid={400: 15.0})
+    table = results_table(table_of(tmp_path))
+    assert cells(table, "r")["Against dense"] == "−15.00 (−50%)"
+    assert "r: its dense runs differ in more than routes: train.batch_size=128 instead of 256" in table.notes
+    make_run(tmp_path, "b", experiment=about("d", {}), fid={400: 20.0}, train=large)
+    table = results_table(table_of(tmp_path))
+    assert cells(table, "r")["Against dense"] == "−5.00 (−25%)" and not any("more than routes" in note for note in table.notes)
+
+
+def test_runs_of_the_same_seed_are_said_to_be(tmp_path):
+    for name in ("a", "b"):
+        make_run(tmp_path, name, experiment=about("d", {}), fid={400: 30.0})
+    assert any("several runs have the same seed" in note for note in results_table(table_of(tmp_path)).notes)
 
 
 def test_curves_and_speedups_are_of_the_sample_count_that_was_evaluated_often(runs):
@@ -223,6 +307,38 @@ def test_what_is_torn_unfinished_or_of_another_version_is_listed_and_the_rest_is
     main([str(runs)])
     page = (runs / "report.html").read_text()
     assert all(words in page for words in ("no config.yaml", "cut off or damaged", "holds no figures yet")) and old.name in page
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "said"),
+    [
+        ("config.yaml", {"model": {"routes": 3}}, None),
+        ("config.yaml", {"diffusion": {"sampler": {"num_steps": []}}}, None),
+        ("config.yaml", {"train": {"num_steps": 400, "batch_size": 10**400}}, "has no train.batch_size"),
+        ("config.yaml", {"experiment": {"name": ["a"], "paper": {"fid5k": 10**400}}}, "experiment.name is not a text"),
+        ("config.yaml", {"experiment": {"name": "a", "paper": "good"}}, "experiment.paper is not a mapping"),
+        ("metrics.jsonl", {"step": 10**400, "loss": 1.0}, "left out line 9"),
+        ("starts.jsonl", {"step": 100, "num_processes": "two"}, "num_processes=two is not a number of processes"),
+        ("starts.jsonl", {"step": 100, "num_processes": None}, "num_processes=None"),
+        ("evaluations/results.jsonl", {"point": {"checkpoint": 3}, "metrics": {}}, "which is no run here"),
+        ("evaluations/results.jsonl", {"point": {"cfg_scale": "x", "num_samples": 5}, "metrics": {}}, "which is no run here"),
+        ("evaluations/results.jsonl", {"point": {"cfg_scale": float("inf"), "num_samples": 5}, "metrics": {}}, "no run here"),
+    ],
+)
+def test_values_of_the_wrong_kind_end_no_report(runs, file, line, said):
+    folder = runs / "tread_seed-0"
+    if file == "config.yaml":
+        stored = OmegaConf.to_container(OmegaConf.load(folder / file))
+        OmegaConf.save(OmegaConf.create(stored | line), folder / file)
+    else:
+        (folder / file).parent.mkdir(exist_ok=True)
+        if "point" in line and "checkpoint" not in line["point"]:
+            line["point"]["checkpoint"] = str(folder / "checkpoints" / "step_0000400")
+        with open(folder / file, "a") as f:
+            f.write(json.dumps(line) + "\n")
+    main([str(runs)])
+    page = (runs / "report.html").read_text()
+    assert "tread_<wbr>seed-0" in page and (said is None or said.replace("_", "_<wbr>") in page)
 
 
 def test_metrics_are_ordered_with_unguided_fid_of_many_samples_first():

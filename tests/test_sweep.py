@@ -144,6 +144,8 @@ def test_a_launcher_whose_package_is_missing_is_named(monkeypatch):
         parse_sweep_arguments(["hydra/launcher=parallel"])
     with pytest.raises(ValueError, match="'--launc' is not of the form key=value"):
         parse_sweep_arguments(["--launc"])
+    with pytest.raises(ValueError, match="'--fit=x' is not of the form key=value; beside overrides there are --launch"):
+        parse_sweep_arguments(["model=dit", "--fit=x"])
 
 
 def test_the_slurm_configuration_is_submitits_with_what_a_training_needs():

@@ -212,6 +212,16 @@ def find_newest(root: Path) -> tuple[Path | None, dict[Path, str]]:
     Raises:
         CheckpointError: there are checkpoints, and all of them are bad.
     """
+    newest, problems = _newest(root)
+    if newest is None and problems:
+        raise CheckpointError(
+            f"no checkpoint below {root} is whole, and training does not silently start over: {'; '.join(problems.values())}. "
+            "Restore one, or start a run under another name=..."
+        )
+    return newest, problems
+
+
+def _newest(root: Path) -> tuple[Path | None, dict[Path, str]]:
     problems: dict[Path, str] = {}
     for path in reversed(list_steps(root).values()):
         try:
@@ -220,11 +230,6 @@ def find_newest(root: Path) -> tuple[Path | None, dict[Path, str]]:
             problems[path] = str(e)
         else:
             return path, problems
-    if problems:
-        raise CheckpointError(
-            f"no checkpoint below {root} is whole, and training does not silently start over: {'; '.join(problems.values())}. "
-            "Restore one, or start a run under another name=..."
-        )
     return None, problems
 
 
@@ -238,7 +243,12 @@ def find_checkpoint(folder: Path, key: str) -> Path:
         CheckpointError: there is none.
     """
     if (folder / "checkpoints").is_dir():
-        newest, problems = find_newest(folder / "checkpoints")
+        newest, problems = _newest(folder / "checkpoints")
+        if newest is None and problems:
+            reasons = "; ".join(problems.values())
+            raise CheckpointError(
+                f"{key}={folder} is a run without a whole checkpoint: {reasons}. Give another run or checkpoint"
+            )
         for problem in problems.values():
             log.warning("%s; taking an earlier checkpoint", problem)
         if newest is None:

@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
 from omegaconf import DictConfig
 
-from training.config import CONFIGS, Accepts, unknown_key
+from training.config import CONFIGS, Accepts, unknown_choice, unknown_key
 
 
 def run(main: Callable[[DictConfig], None], config_name: str, keys: dict[str, Accepts]) -> None:
@@ -59,7 +59,10 @@ def _exit(message: str) -> NoReturn:
 
 
 def _words(error: HydraException, keys: dict[str, Accepts]) -> str:
-    if isinstance(error, MissingConfigException):  # a choice that a group does not have; Hydra lists those it has
+    if isinstance(error, MissingConfigException):
+        choice = error.missing_cfg_file
+        if choice and "/" in choice and not choice.startswith("hydra/"):
+            return unknown_choice(choice, [option for option in error.options or () if option])
         return " ".join(str(error).split())
     if isinstance(error, ConfigCompositionException):
         text = f"{error} {error.__cause__ or ''}"

@@ -440,11 +440,7 @@ def open_data(cfg: DictConfig) -> LatentDataset | TarLatents:
     if data.path is None:
         raise ValueError(f"data.path is not set: give the folder that holds the latent shards (*.safetensors) of {data.name}")
     if not Path(data.path).exists():
-        size = "" if data.input_size in (None, 32) else f" resolution={8 * data.input_size}"
-        raise ValueError(
-            f"data.path={data.path} does not exist; to make it: accelerate launch prepare_latents.py encode "
-            f"images=<folder of images> output={data.path}{size}, or give another data.path="
-        )
+        raise ValueError(f"data.path={data.path} does not exist; to make it: {making(data)}, or give another data.path=")
     if data.format == "webdataset":
         # What the shards of the native format say in their headers, tars leave to the reader.
         dataset = open_latents(
@@ -489,6 +485,33 @@ def open_data(cfg: DictConfig) -> LatentDataset | TarLatents:
     data.autoencoder = data.autoencoder or info.autoencoder
     data.kind, data.scale_factor = info.kind, info.scale_factor
     return dataset
+
+
+def making(data: DictConfig) -> str:
+    """The command that makes the latents of data.*."""
+    if data.name == "digits":
+        return f"python prepare_latents.py digits output={data.path}"
+    if data.autoencoder == "none":  # one that is not here: its project has made the latents
+        source = f"path=<latents as its project stores them> output={data.path} autoencoder=none"
+        return f"python prepare_latents.py convert {source} resolution={data.resolution or '<of the images>'}"
+    size = "" if data.input_size in (None, 32) else f" resolution={8 * data.input_size}"
+    return f"accelerate launch prepare_latents.py encode images=<folder of images> output={data.path}{size}"
+
+
+def unknown_choice(choice: str, options: list[str]) -> str:
+    """The message for a choice that a group does not have.
+
+    Args:
+        choice: group/name, as Hydra looked for it.
+        options: that Hydra found beside it; none where the choices are in folders of their own.
+    """
+    group, _, name = choice.partition("/")
+    if not options:
+        files = sorted((Path(CONFIGS) / group).rglob("*.yaml"))
+        known = [file.relative_to(Path(CONFIGS) / group).with_suffix("").as_posix() for file in files]
+        known = [one for one in known if not one.startswith("base/")]  # what experiments share
+        options = difflib.get_close_matches(name, known, n=5) or known
+    return f"{group}={name} is not a choice; accepted: {', '.join(options)}"
 
 
 def open_latents(path: str | Path, format: str, **settings) -> LatentDataset | TarLatents:
@@ -622,6 +645,7 @@ ARCHITECTURE_KEYS = (
     "data.in_channels",
     "data.input_size",
     "data.num_classes",
+    "data.scale_factor",
     "diffusion.name",
     "diffusion.sigma_data",
 )

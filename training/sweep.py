@@ -101,7 +101,7 @@ def parse_sweep_arguments(arguments: Sequence[str]) -> tuple[Options, list[str]]
     parser.add_argument("-m", "--multirun", action="store_true")  # always; accepted because Hydra's users type it
     known, overrides = parser.parse_known_args(arguments)
     for override in overrides:
-        if "=" not in override and not override.startswith("~"):
+        if override.startswith("--") or ("=" not in override and not override.startswith("~")):
             raise ValueError(
                 f"{override!r} is not of the form key=value; beside overrides there are --launch='...' and --fid='...'"
             )

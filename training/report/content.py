@@ -5,10 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from training.report.experiments import Comparison, Experiment, Figure, Speedup, curve_metric, leading_metric, speedup
+from training.report.experiments import (
+    Comparison,
+    Experiment,
+    Figure,
+    Speedup,
+    curve_metric,
+    equal,
+    leading_metric,
+    other_settings,
+    speedup,
+    starts_alike,
+)
 from training.report.runs import Run
 
-NONE = "–"
+NONE = "—"
 
 
 @dataclass(frozen=True)
@@ -140,6 +151,15 @@ def incomplete(experiment: Experiment, figure: Figure | None) -> list[str]:
         words.append(f"the figure at step {figure.step:,} is of {len(figure.values)} of {len(experiment.runs)} runs")
     elif figure is not None and figure.step != max(run.step for run in experiment.runs):
         words.append(f"the figure is of step {figure.step:,}")
+    if len({run.config.get("seed") for run in experiment.runs}) < len(experiment.runs):
+        words.append("several runs have the same seed, and count as runs of their own in the mean and in ±")
+    if experiment.runs[0].config.get("init_from"):
+        words.append(f"started from {experiment.identity['init_from']}, whose training is not in the images and hours")
+    if experiment.baseline is not None and (others := other_settings(experiment, experiment.baseline)):
+        what = ", ".join(
+            f"{key}={experiment.baseline.identity.get(key)} instead of {experiment.identity.get(key)}" for key in others
+        )
+        words.append(f"its dense runs differ in more than routes: {what}")
     return words
 
 
@@ -199,6 +219,7 @@ def speedup_table(experiments: Sequence[Experiment]) -> Table | None:
         if result is None:
             continue
         goal = f"{number_text(result.target)} at step {result.dense_step:,}"
+        notes += dense_notes(experiment, result.metric)
         at_least = len(result.between) == 1
         if result.step is None:
             reached = f"not reached; best {figure_text(result.best)} at step {result.best.step:,}"
@@ -211,7 +232,73 @@ def speedup_table(experiments: Sequence[Experiment]) -> Table | None:
         return None
     notes.append("The paper's headline, for DiT-XL/2 on ImageNet-256 against the dense run at 400,000 steps, is 14×.")
     columns = ("Routed", "Metric", "Dense run's best", "Reached", "Speedup in steps", "Speedup in hours")
-    return Table("Speedup to the dense run's best figure", columns, tuple(rows), tuple(notes))
+    return Table("Speedup to the dense run's best figure", columns, tuple(rows), tuple(dict.fromkeys(notes)))
+
+
+def dense_notes(experiment: Experiment, metric: str) -> list[str]:
+    """What a comparison with the dense runs must say of them."""
+    notes, dense = [], experiment.baseline
+    last = dense.curve(metric)[-1].step
+    if dense.num_steps is not None and last < dense.num_steps:
+        notes.append(f"{dense.label} has been evaluated until step {last:,} of {dense.num_steps:,}: its figures so far")
+    own, other = machines(experiment), machines(dense)
+    if own != other and own and other:
+        notes.append(f"{experiment.label}: hours on {own} against hours on {other}")
+    return notes
+
+
+def machines(experiment: Experiment) -> str:
+    starts = [start for run in experiment.runs for start in run.starts]
+    return " and ".join(sorted({f"{s.get('num_processes', '?')} × {s.get('device', 'unknown device')}" for s in starts}))
+
+
+def equal_table(experiments: Sequence[Experiment]) -> Table | None:
+    """Routed against dense, once after as many steps and once after as many hours."""
+    rows, notes = [], []
+    for experiment in experiments:
+        if not experiment.is_routed or experiment.baseline is None:
+            continue
+        if not starts_alike(experiment):
+            notes.append(f"{experiment.label} is left out: it and its dense runs do not start from the same weights")
+            continue
+        metric = speedup_metric(experiment)
+        result = equal(experiment, metric) if metric else None
+        if result is None or result.step is None:
+            rows.append((experiment.label, metric or NONE, *[NONE] * 8))
+            continue
+        in_time = result.dense_in_time
+        rows.append(
+            (
+                experiment.label,
+                metric,
+                f"{result.step:,}",
+                figure_text(result.routed),
+                figure_text(result.dense),
+                difference_text(result.routed.mean - result.dense.mean, result.dense.mean),
+                NONE if result.hours is None else range_text([result.hours]),
+                figure_text(in_time) + (f" (step {in_time.step:,.0f})" if in_time else ""),
+                difference_text(result.routed.mean - in_time.mean, in_time.mean) if in_time else NONE,
+                seeds_text(len(result.routed.values), len(result.dense.values)),
+            )
+        )
+        notes += dense_notes(experiment, metric)
+        if in_time and len(in_time.values) < len(result.dense.values):
+            notes.append(f"{experiment.label}: at equal time of {len(in_time.values)} of {len(result.dense.values)} dense runs")
+    if not rows and not notes:
+        return None
+    notes.append(
+        "Equal steps: the last step at which both have been evaluated. Equal time: the dense figure at the step that took the "
+        "dense runs, on average, as many hours of training as the routed runs took to the step of this row; for each seed it is "
+        "interpolated linearly between the evaluations before and after, which overstates it where the curve flattens, and "
+        f"{NONE} where there are none. Differences are routed minus dense."
+    )
+    columns = ("Routed", "Metric", "Step", "Routed figure", "Dense, equal steps", "Difference", "Routed hours")
+    columns += ("Dense, equal time", "Difference in time", "Seeds")
+    return Table("Routed against dense at equal steps and at equal time", columns, tuple(rows), tuple(dict.fromkeys(notes)))
+
+
+def seeds_text(routed: int, dense: int) -> str:
+    return str(routed) if routed == dense else f"{routed} routed, {dense} dense"
 
 
 def speedup_metric(experiment: Experiment) -> str | None:

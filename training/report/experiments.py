@@ -8,6 +8,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from training.report.runs import Run, interpolate
 
@@ -25,14 +26,14 @@ _METRIC = re.compile(r"(?P<kind>[a-z_]+?)(?P<count>\d+k?)(?:/(?P<guidance>.+))?"
 
 @dataclass(frozen=True)
 class Figure:
-    """Mean of a metric over the seeds that got to the same, last step.
+    """Mean of a metric over seeds, at one step.
 
     Attributes:
         spread: standard deviation over seeds (n - 1); None for one seed.
     """
 
     name: str
-    step: int
+    step: float
     mean: float
     spread: float | None
     values: tuple[float, ...]
@@ -82,21 +83,23 @@ class Experiment:
         curve = self.curve(metric)
         return curve[-1] if curve else None
 
+    def furthest(self, metric: str) -> list[Run]:
+        """The runs that got furthest with a metric (`loss`: with training): those that its curve is the mean of."""
+        last = [max(_series(run, metric), default=-1) for run in self.runs]
+        return [run for run, step in zip(self.runs, last) if step == max(last) >= 0]
+
     def curve(self, metric: str) -> list[Figure]:
         """Means by step, over the seeds that got furthest: the same seeds at every step."""
-        last = {
-            id(run): max((step for step, values in run.evaluations.items() if metric in values), default=-1) for run in self.runs
-        }
-        furthest = max(last.values())
-        return mean_curve(metric, [_series(run, metric) for run in self.runs if furthest >= 0 and last[id(run)] == furthest])
+        return mean_curve(metric, [_series(run, metric) for run in self.furthest(metric)])
 
-    def loss_curve(self) -> list[Figure]:
-        furthest = max(run.step for run in self.runs)
-        runs = [run for run in self.runs if run.step == furthest]
-        return mean_curve("loss", [{step: line["loss"] for step, line in run.lines.items() if "loss" in line} for run in runs])
+    def hours_at(self, step: float, metric: str) -> float | None:
+        """Mean over the seeds of the metric's curve."""
+        return mean_of(run.hours_at(step) for run in self.furthest(metric))
 
-    def hours_at(self, step: int) -> float | None:
-        return mean_of(run.hours_at(step) for run in self.runs)
+    @property
+    def num_steps(self) -> int | None:
+        """The step at which its runs end."""
+        return self.identity.get("train.num_steps")
 
     def comparisons(self) -> list[Comparison]:
         """The paper's figures, each beside its own measured one."""
@@ -139,12 +142,34 @@ class Speedup:
         return self.dense_hours / self.hours if self.hours and self.dense_hours else None
 
 
+@dataclass(frozen=True)
+class Equal:
+    """A routed experiment and its dense one at equal steps and at equal time.
+
+    Attributes:
+        step, hours: the last step that both have evaluated, and the routed runs' mean hours of training until there.
+        routed, dense: figures of that step, of all seeds that have it.
+        time_step: the step that the dense runs' mean hours are `hours` at; None where they do not reach so far.
+        dense_in_time: the dense figure there, every seed's linear between its evaluations; None outside them.
+    """
+
+    metric: str
+    step: int | None
+    hours: float | None = None
+    routed: Figure | None = None
+    dense: Figure | None = None
+    time_step: float | None = None
+    dense_in_time: Figure | None = None
+
+
 def mean_of(values: Iterable[float | None]) -> float | None:
     known = list(values)
     return None if not known or any(value is None for value in known) else statistics.fmean(known)
 
 
 def _series(run: Run, metric: str) -> dict[int, float]:
+    if metric == "loss":
+        return {step: line["loss"] for step, line in run.lines.items() if "loss" in line}
     return {step: values[metric] for step, values in run.evaluations.items() if metric in values}
 
 
@@ -152,10 +177,13 @@ def mean_curve(metric: str, series: Sequence[dict[int, float]]) -> list[Figure]:
     """Mean and spread at the steps that all series have."""
     curve = []
     for step in sorted(set.intersection(*map(set, series)) if series else ()):
-        values = tuple(one[step] for one in series)
-        spread = statistics.stdev(values) if len(values) > 1 else None
-        curve.append(Figure(metric, step, statistics.fmean(values), spread, values))
+        curve.append(figure_of(metric, step, [one[step] for one in series]))
     return curve
+
+
+def figure_of(metric: str, step: float, values: Sequence[float]) -> Figure:
+    spread = statistics.stdev(values) if len(values) > 1 else None
+    return Figure(metric, step, statistics.fmean(values), spread, tuple(values))
 
 
 def is_lower_better(metric: str) -> bool:
@@ -186,7 +214,9 @@ def nearest_metric(metric: str, available: Sequence[str]) -> str | None:
 
 
 def speedup(routed: Experiment, metric: str) -> Speedup | None:
-    """None where one of the two has no such figure."""
+    """None where one of the two has no such figure, or started from the weights of other runs than the other."""
+    if routed.baseline is not None and not starts_alike(routed):
+        return None
     dense_curve, curve = routed.baseline.curve(metric) if routed.baseline else [], routed.curve(metric)
     if not dense_curve or not curve:
         return None
@@ -198,12 +228,44 @@ def speedup(routed: Experiment, metric: str) -> Speedup | None:
         metric=metric,
         target=goal.mean,
         dense_step=goal.step,
-        dense_hours=routed.baseline.hours_at(goal.step),
+        dense_hours=routed.baseline.hours_at(goal.step, metric),
         step=step,
-        hours=None if step is None else routed.hours_at(step),
+        hours=None if step is None else routed.hours_at(step, metric),
         between=between,
         best=best,
     )
+
+
+def equal(routed: Experiment, metric: str) -> Equal:
+    """Figures at the last common step, and at the same hours."""
+    own, dense = ([run for run in one.runs if _series(run, metric)] for one in (routed, routed.baseline))
+    steps = [{step for run in runs for step in _series(run, metric)} for runs in (own, dense)]
+    step = max(steps[0] & steps[1], default=None)
+    if step is None:
+        return Equal(metric, None)
+    own, same_step = ([run for run in runs if step in _series(run, metric)] for runs in (own, dense))
+    hours = mean_of(run.hours_at(step) for run in own)
+    time_step = None if hours is None else step_after(same_step, hours)
+    in_time = []
+    if time_step is not None:
+        in_time = [interpolate(sorted(_series(run, metric).items()), time_step) for run in same_step]
+    in_time = [value for value in in_time if value is not None]
+    return Equal(
+        metric,
+        step,
+        hours,
+        figure_of(metric, step, [_series(run, metric)[step] for run in own]),
+        figure_of(metric, step, [_series(run, metric)[step] for run in same_step]),
+        time_step,
+        figure_of(metric, time_step, in_time) if in_time else None,
+    )
+
+
+def step_after(runs: Sequence[Run], hours: float) -> float | None:
+    """The step at which the runs' mean hours of training are `hours`; None beyond what all of them have."""
+    steps = sorted({step for run in runs for step in run.hours})
+    known = [(mean, step) for step in steps if (mean := mean_of(run.hours_at(step) for run in runs)) is not None]
+    return interpolate([(0.0, 0), *known], hours)
 
 
 def first_reached(
@@ -228,6 +290,8 @@ def group(runs: Sequence[Run]) -> dict[str, list[Experiment]]:
     found: dict[tuple, Experiment] = {}
     for run in sorted(runs, key=lambda run: run.name):
         identity = {key: value for key, value in run.config.items() if not is_under(key, NOT_IDENTITY)}
+        if isinstance(identity.get("init_from"), str):
+            identity["init_from"] = start_of(identity["init_from"])
         key = (run.experiment.get("name"), repr(sorted(identity.items(), key=lambda item: item[0])))
         found.setdefault(key, Experiment("", [], identity=identity)).runs.append(run)
     experiments = list(found.values())
@@ -243,6 +307,20 @@ def group(runs: Sequence[Run]) -> dict[str, list[Experiment]]:
         table.sort(key=lambda e: (e.baseline.label if e.baseline else e.label, e.is_routed, e.label))  # next to their dense ones
     # The paper's tables first.
     return dict(sorted(tables.items(), key=lambda item: (item[0].startswith("Other runs"), item[0])))
+
+
+def start_of(init_from: str) -> str:
+    """The run and the step that init_from names, without its folder and its seed, which are not what an experiment is."""
+    path = Path(init_from)
+    name = f"{path.parent.parent.name}/{path.name}" if path.parent.name == "checkpoints" else path.name
+    return re.sub(r"[-_.]*seed[-_.]*\d+", "", name)
+
+
+def starts_alike(experiment: Experiment) -> bool:
+    """Whether it and its dense experiment start from the same weights; what one of them trained before is not in its hours."""
+    own, dense = experiment.identity, experiment.baseline.identity
+    same = own.get("init_from") == dense.get("init_from")
+    return same and (own.get("init_from") is None or own.get("init_state") == dense.get("init_state"))
 
 
 def is_under(key: str, prefixes: Sequence[str]) -> bool:
@@ -270,10 +348,9 @@ def find_baseline(experiment: Experiment, experiments: Sequence[Experiment]) -> 
     """The dense experiment that the configuration names, or the one that differs in nothing but the routes."""
     named = experiment.about.get("baseline")
     if named:
-        found = [other for other in experiments if other.about.get("name") == named]
-        # Among several of the name (other lengths, say), the one of the same length.
-        found.sort(key=lambda other: other.identity.get("train.num_steps") != experiment.identity.get("train.num_steps"))
-        return found[0] if found else None
+        found = [other for other in experiments if other.about.get("name") == named and other is not experiment]
+        # Among several of the name (run with other settings, say), the one that differs least, and then that of the same length.
+        return min(found, key=lambda o: (len(other_settings(experiment, o)), o.num_steps != experiment.num_steps), default=None)
     if not experiment.is_routed or experiment.about:
         return None
 
@@ -285,6 +362,13 @@ def find_baseline(experiment: Experiment, experiments: Sequence[Experiment]) -> 
         steps = "train.num_steps"
         dense = [o for o in experiments if not o.is_routed and rest(o) | {steps: 0} == rest(experiment) | {steps: 0}]
     return dense[0] if len(dense) == 1 else None
+
+
+def other_settings(experiment: Experiment, baseline: Experiment) -> list[str]:
+    """The keys that two experiments differ in, beside the routes, the length and what they start from."""
+    own, other = experiment.identity, baseline.identity
+    expected = (*ROUTING, "train.num_steps", "init_from", "init_state")
+    return sorted(key for key in own.keys() | other.keys() if own.get(key) != other.get(key) and not is_under(key, expected))
 
 
 def leading_metric(experiments: Sequence[Experiment]) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from training.report.content import Table, figures_table, origin_lines, results_table, speedup_table
+from training.report.content import Table, equal_table, figures_table, origin_lines, results_table, speedup_table
 from training.report.experiments import Experiment
 
 
@@ -12,7 +12,8 @@ def markdown_report(marker: str, title: str, tables: dict[str, list[Experiment]]
     lines = [f"<!-- {marker} -->", f"# {title}", ""]
     for name, experiments in tables.items():
         lines += [f"## {name}", ""]
-        for table in (results_table(experiments), speedup_table(experiments), figures_table(experiments)):
+        for make in (results_table, speedup_table, equal_table, figures_table):
+            table = make(experiments)
             if table is not None:
                 lines += as_markdown(table)
         lines += ["### How these runs were made", ""]

@@ -5,15 +5,16 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Callable, Sequence
+from functools import partial
 from html import escape
 from pathlib import Path
 
 from PIL import Image
 
 from training.report.charts import Series, line_chart, swatch
-from training.report.content import Table, figures_table, origin_lines, results_table, speedup_table
+from training.report.content import Table, equal_table, figures_table, origin_lines, results_table, speedup_table
 from training.report.experiments import Experiment, Figure, curve_metric, leading_metric
-from training.report.runs import Point, Run
+from training.report.runs import Point, Run, is_figure
 
 # Grids above this size are embedded smaller, as JPEG.
 LARGEST_IMAGE_BYTES = 250_000
@@ -57,9 +58,8 @@ def html_report(
 def table_section(identifier: str, name: str, experiments: Sequence[Experiment]) -> str:
     """One of the paper's tables, or the runs that belong to none."""
     parts = [f'<section id="{identifier}"><h2>{escape(name)}</h2>', table_html(results_table(experiments))]
-    speedups, figures = speedup_table(experiments), figures_table(experiments)
-    if speedups is not None:
-        parts.append(table_html(speedups))
+    parts += [table_html(table) for make in (speedup_table, equal_table) if (table := make(experiments)) is not None]
+    figures = figures_table(experiments)
     parts.append(curves(identifier, experiments))
     parts.append(sweeps(identifier, experiments))
     parts.append(grids(experiments))
@@ -113,9 +113,8 @@ def curves(identifier: str, experiments: Sequence[Experiment]) -> str:
         for axis, x_label in (("steps", "steps"), ("hours", "hours of training")):
             series = []
             for style, experiment in zip(styles(experiments), experiments):
-                curve = experiment.loss_curve() if what == "loss" else experiment.curve(what)
-                to_x = float if axis == "steps" else experiment.hours_at
-                series.append(series_of(experiment, style, curve, to_x))
+                to_x = float if axis == "steps" else partial(experiment.hours_at, metric=what)
+                series.append(series_of(experiment, style, experiment.curve(what), to_x))
             title = f"{words} against {x_label}"
             drawn.append((title, line_chart(series, f"{identifier}-{axis}-{len(drawn)}", title, x_label, words, markers)))
     legend = legend_html([Series(e.label, (), style, not e.is_routed) for style, e in zip(styles(experiments), experiments)])
@@ -197,8 +196,9 @@ def swept_values(run: Run, base: str) -> dict[tuple, dict[float, float]]:
     for point in points:
         value = next((value for name, value in point.values.items() if name.partition("/")[0] == base), None)
         for axis, setting in point.settings.items():
-            if value is not None and isinstance(setting, (int, float)):
-                rest = tuple(sorted((key, text) for key, text in {**point.settings, "step": point.step}.items() if key != axis))
+            if value is not None and is_figure(setting):
+                others = {key: other for key, other in {**point.settings, "step": point.step}.items() if key != axis}
+                rest = tuple((key, others[key] if is_figure(others[key]) else str(others[key])) for key in sorted(others))
                 found.setdefault((axis, rest), {}).setdefault(float(setting), value)
     return found
 
@@ -301,7 +301,9 @@ Figures of other sample counts must not be compared, nor fd_digits (of the digit
 <li>Hours are of training alone: checkpoints, grids and evaluations are not in them. Device hours are these times the number
 of processes.</li>
 <li>Images/s is the median over the lines of the training log; of several seeds, the lowest and the highest.</li>
-<li>The speedup is the dense run's steps (or hours) at its best figure over the routed run's at the same figure.</li>
+<li>The speedup is the dense run's steps (or hours) at its best figure over the routed run's at the same figure. Hours
+are comparable only between runs that had the same machine to themselves. Runs that start from the weights of others have no
+speedup.</li>
 </ul></section>"""
 
 STYLE = (

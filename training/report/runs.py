@@ -25,6 +25,8 @@ from training.evaluation import metric_name
 METRICS, STARTS, CONFIG, RESULTS = "metrics.jsonl", "starts.jsonl", "config.yaml", "results.jsonl"
 # Of a point of fid.py: what its figures depend on beside the checkpoint, the sample count and the guidance.
 SAMPLER_SETTINGS = ("weights", "num_steps", "S_churn", "solver")
+# Numbers beyond this are damage: float and JSON readers of other languages do not hold them.
+LARGEST_COUNT = 2**53
 _STEP_IN_NAME = re.compile(r"step_(\d+)$")
 
 
@@ -87,7 +89,8 @@ class Run:
 
     @property
     def is_routed(self) -> bool:
-        return any(route.get("selection_ratio") for route in self.config.get("model.routes") or [] if isinstance(route, dict))
+        routes = self.config.get("model.routes")
+        return isinstance(routes, list) and any(isinstance(route, dict) and route.get("selection_ratio") for route in routes)
 
     @property
     def images_seen(self) -> int | None:
@@ -192,18 +195,20 @@ def read_run(path: Path) -> tuple[Run | None, str]:
     if not isinstance(stored, dict) or not isinstance(stored.get("train"), dict):
         return None, f"{CONFIG} is not a configuration of train.py: it has no train.*"
     experiment = stored.pop("experiment", None)
-    run = Run(path, flatten(stored), experiment if isinstance(experiment, dict) else {}, {}, {})
-    if run.experiment and not isinstance(run.experiment.get("paper") or {}, dict):
-        run.problems.append("experiment.paper is not a mapping of metrics to figures, and is left out")
-        run.experiment["paper"] = {}
+    run = Run(path, flatten(stored), {}, {}, {})
+    if isinstance(experiment, dict):
+        run.experiment = _known_experiment(experiment, run.problems)
     for key in ("train.num_steps", "train.batch_size", "seed"):
-        if not isinstance(run.config.get(key), int):
+        if not _is_count(run.config.get(key)):
             run.config.pop(key, None)
             run.problems.append(f"{CONFIG} has no {key}: of another version")
-    run.starts = list(_json_lines(path / STARTS, run.problems, {"step": int}))
+    for start in _json_lines(path / STARTS, run.problems, {"step": int}):
+        if "num_processes" in start and not (_is_count(start["num_processes"]) and start["num_processes"] > 0):
+            run.problems.append(f"{STARTS}: num_processes={str(start.pop('num_processes'))[:40]} is not a number of processes")
+        run.starts.append(start)
     lines = list(_json_lines(path / METRICS, run.problems, {"step": int}))
     for line in lines:
-        numbers = {key: value for key, value in line.items() if _is_figure(value)}
+        numbers = {key: value for key, value in line.items() if is_figure(value)}
         if len(numbers) < len(line):
             run.problems.append(f"{METRICS}, step {line['step']}: {', '.join(line.keys() - numbers)} not a finite number")
         if "loss" in line:
@@ -215,6 +220,20 @@ def read_run(path: Path) -> tuple[Run | None, str]:
         return None, "; ".join([f"{METRICS} holds no figures yet", *run.problems])
     run.grid = newest_grid(path / "samples", run.problems)
     return run, ""
+
+
+def _known_experiment(stored: dict, problems: list[str]) -> dict[str, object]:
+    """experiment.*: texts, and the paper's figures; anything else is left out."""
+    known = {}
+    for key, value in stored.items():
+        if isinstance(value, str) and key != "paper":
+            known[key] = value
+        elif key == "paper" and isinstance(value, dict):
+            known[key] = {str(metric): figure for metric, figure in value.items() if is_figure(figure)}
+        elif value is not None:
+            what = "a mapping of metrics to figures" if key == "paper" else "a text"
+            problems.append(f"experiment.{key} is not {what}, and is left out")
+    return known
 
 
 def newest_grid(folder: Path, problems: list[str]) -> tuple[int, Path] | None:
@@ -230,8 +249,12 @@ def newest_grid(folder: Path, problems: list[str]) -> tuple[int, Path] | None:
     return None
 
 
-def _is_figure(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+def is_figure(value: object) -> bool:
+    return type(value) is float and math.isfinite(value) or type(value) is int and abs(value) < LARGEST_COUNT
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and abs(value) < LARGEST_COUNT
 
 
 def _json_lines(file: Path, problems: list[str], required: dict[str, type]) -> Iterator[dict]:
@@ -250,7 +273,8 @@ def _json_lines(file: Path, problems: list[str], required: dict[str, type]) -> I
         except ValueError:
             bad.append(f"{number} (cut off or damaged)")
             continue
-        if isinstance(value, dict) and all(type(value.get(key)) is kind for key, kind in required.items()):
+        fits = isinstance(value, dict) and all(type(value.get(key)) is kind for key, kind in required.items())
+        if fits and ("step" not in required or _is_count(value["step"])):
             yield value
         else:
             bad.append(f"{number} (of another version)")
@@ -264,13 +288,14 @@ def _add_points(file: Path, runs: Sequence[Run]) -> list[str]:
     problems: list[str] = []
     orphans: dict[str, int] = {}
     for line in _json_lines(file, problems, {"point": dict, "metrics": dict}):
-        point, metrics = line["point"], {name: value for name, value in line["metrics"].items() if _is_figure(value)}
-        if "checkpoint" not in point:
+        point, metrics = line["point"], {name: value for name, value in line["metrics"].items() if is_figure(value)}
+        if not isinstance(point.get("checkpoint"), str):
             orphans["images on disk"] = orphans.get("images on disk", 0) + 1
             continue
         folder = Path(point["checkpoint"])
         run, match = _run_of(folder, runs), _STEP_IN_NAME.search(folder.name)
-        if run is None or match is None or not isinstance(point.get("num_samples"), int):
+        readable = _is_count(point.get("num_samples")) and is_figure(point.get("cfg_scale", 1.0))
+        if run is None or match is None or not readable:
             orphans[str(folder)] = orphans.get(str(folder), 0) + 1
             continue
         step, cfg_scale = int(match.group(1)), point.get("cfg_scale", 1.0)
