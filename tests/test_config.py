@@ -114,6 +114,12 @@ def test_an_interval_outside_the_noise_levels_of_the_sampler_is_refused(override
         config.check_guidance(cfg.guidance, cfg, config.build_diffusion(cfg))
 
 
+def test_sparse_guidance_whose_branches_keep_the_same_tokens_is_refused():
+    cfg = config.check(composed(["guidance=sparse", "guidance.r_weak=0.05"]), config.TRAIN_KEYS)
+    with pytest.raises(ValueError, match=r"r_strong=0.0 and guidance.r_weak=0.05 both keep 16 of the 16 tokens of DiT-XS/2"):
+        config.check_guidance(cfg.guidance, cfg, config.build_diffusion(cfg))
+
+
 def test_an_interval_may_end_at_the_first_noise_level():
     for diffusion, top in (("edm", 80), ("sit", 1)):
         settings = ["guidance=interval", "guidance.level_lo=0", f"guidance.level_hi={top}"]

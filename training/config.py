@@ -23,7 +23,7 @@ from edm import EDM
 from edm.sampler import HeunSampler
 from latents.shards import KINDS, LatentDataset
 from latents.webdataset import TarLatents
-from routing_module import Route
+from routing_module import Route, num_kept_tokens
 from sit import SiT
 from sit.diffusion import TIMESTEPS
 from sit.sampler import DIFFUSION_FORMS, LAST_STEPS, SOLVERS, FlowSampler
@@ -609,8 +609,11 @@ def check_guidance(settings: DictConfig | dict, run_cfg: DictConfig, diffusion: 
         diffusion: of that run, with the sampler that is to be used.
 
     Raises:
-        ValueError: an interval outside the sampler's noise levels, or between them.
+        ValueError: an interval outside the sampler's noise levels, or between them; two branches of sparse guidance that
+            keep the same number of tokens.
     """
+    if settings["name"] == "sparse":
+        _check_branches(settings, run_cfg)
     levels = diffusion.sampler.evaluated_levels()
     low, high = settings.get("level_lo"), settings.get("level_hi")
     symbol = {"edm": "sigma", "sit": "t"}[run_cfg.diffusion.name]
@@ -623,6 +626,17 @@ def check_guidance(settings: DictConfig | dict, run_cfg: DictConfig, diffusion: 
         raise ValueError(
             f"guidance.level_lo={low} and guidance.level_hi={high} hold none of the {len(levels)} noise levels of {sampler}; "
             "widen the interval, or raise num_steps"
+        )
+
+
+def _check_branches(settings: DictConfig | dict, run_cfg: DictConfig) -> None:
+    patch_size = dit.BACKBONES[run_cfg.model.backbone][-1]
+    num_tokens = (run_cfg.data.input_size // patch_size) ** 2
+    strong, weak = (num_kept_tokens(num_tokens, settings[key]) for key in ("r_strong", "r_weak"))
+    if strong == weak:
+        raise ValueError(
+            f"guidance.r_strong={settings['r_strong']} and guidance.r_weak={settings['r_weak']} both keep {weak} of the "
+            f"{num_tokens} tokens of {run_cfg.model.backbone}, so that there is nothing to guide by; raise guidance.r_weak"
         )
 
 
