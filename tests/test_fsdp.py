@@ -29,7 +29,7 @@ def runs(tmp_path_factory):
         "import sys; sys.path[:0] = ['.', 'tests']\n"
         f"from pathlib import Path; import fsdp_runs; fsdp_runs.main(Path({str(folder)!r}))"
     )
-    code, output = finish(start(str(script), launcher=LAUNCH_2), timeout_sec=300)
+    code, output = finish(start(str(script), launcher=LAUNCH_2), timeout_sec=900)
     assert code == 0, output
     return folder
 
