@@ -42,6 +42,7 @@ def main(cfg: DictConfig) -> None:
         log_with="wandb" if cfg.wandb.mode != "disabled" else None,
     )
     config.check_batch_size(cfg, accelerator.num_processes)
+    config.check_parallel(cfg, accelerator.num_processes, accelerator.distributed_type)
     set_seed(cfg.seed)
     net = config.build_network(cfg)
     engine.check_machine(cfg.train, net, accelerator.device)
@@ -163,6 +164,8 @@ def describe(trainer: Trainer) -> None:
     ]
     shape = f"{data.channels}x{data.height}x{data.width}"
     size = f"batch {cfg.train.batch_size}, {trainer.accelerator.num_processes} x {trainer.device.type}, {cfg.train.precision}"
+    if trainer.is_sharded:
+        size += ", sharded (fsdp)"
     log.info("run    %s", trainer.run.path)
     log.info("model  %s, %.1fM parameters, %s", cfg.model.backbone, num_parameters / 1e6, ", ".join(routes) or "no routes")
     log.info("data   %s: %d latents %s, %d classes", data.path, len(data), shape, data.info.num_classes)

@@ -158,6 +158,11 @@ def open_trainer(accelerator: Accelerator, overrides: Sequence[str], *, plain: b
     with initialize_config_dir(config.CONFIGS, version_base="1.3"):
         cfg = compose("config", [*overrides, *quiet])
     cfg = config.check(cfg, config.TRAIN_KEYS)
+    if cfg.train.parallel != "ddp":
+        raise ValueError(
+            f"train.parallel={cfg.train.parallel} cannot be measured here: rows take turns on the device, and a sharded trainer "
+            "cannot leave it; use train.parallel=ddp"
+        )
     diffusion, dataset = config.build_diffusion(cfg), config.open_data(cfg)
     config.check_batch_size(cfg, accelerator.num_processes)
     set_seed(cfg.seed)

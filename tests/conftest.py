@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -53,17 +54,19 @@ TINY = [
 ]
 
 
+def run_train(folder, name, *overrides):
+    """train.py in this process; returns the run's folder."""
+    import train as script
+
+    forget_accelerate()
+    script.main(composed([*TINY, f"name={name}", f"output_dir={folder}", *overrides]))
+    return folder / name
+
+
 @pytest.fixture
 def train(tmp_path):
     """train(name, *overrides) -> the run's folder; runs train.py in this process."""
-    import train as script
-
-    def run(name, *overrides):
-        forget_accelerate()
-        script.main(composed([*TINY, f"name={name}", f"output_dir={tmp_path}", *overrides]))
-        return tmp_path / name
-
-    return run
+    return partial(run_train, tmp_path)
 
 
 def start(*arguments, launcher=(), **popen_settings):

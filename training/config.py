@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 import dit
@@ -280,6 +281,7 @@ TRAIN_KEYS = {
     "train.ema_decay": number(0, 1, below=True),
     "train.precision": choice("fp32", "bf16", "fp8"),
     "train.attention": choice("auto", "flash", "cudnn", "efficient", "math"),
+    "train.parallel": choice("ddp", "fsdp"),
     "train.compile": COMPILE,
     "train.activation_checkpointing": choice("none", "blocks", "selective"),
     "train.cpu_threads": or_null(whole(1)),
@@ -530,6 +532,39 @@ def check_batch_size(cfg: DictConfig, num_processes: int) -> None:
         raise ValueError(
             f"train.batch_size={cfg.train.batch_size} does not divide by {num_processes} processes x "
             f"train.grad_accum_steps={cfg.train.grad_accum_steps} = {parts} parts"
+        )
+
+
+def check_parallel(cfg: DictConfig, num_processes: int, launched_as: str) -> None:
+    """Whether train.parallel can be had with these processes and this torch.
+
+    Args:
+        launched_as: accelerate's distributed_type.
+
+    Raises:
+        ValueError: naming the key and what is accepted.
+    """
+    if launched_as in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
+        raise ValueError(
+            f"accelerate was launched with {launched_as}, which this trainer does not use; launch it without, and set "
+            "train.parallel=fsdp to shard weights and states"
+        )
+    if cfg.train.parallel == "ddp":
+        return
+    if num_processes == 1:
+        raise ValueError(
+            "train.parallel=fsdp cuts weights and states into a part for each process, and there is one process; "
+            "start more (accelerate launch --multi_gpu --num_processes 2 train.py ...), or set train.parallel=ddp"
+        )
+    if cfg.train.compile not in ("none", "blocks"):
+        raise ValueError(
+            f"train.compile={cfg.train.compile} is not accepted with train.parallel=fsdp, which gathers the weights of every "
+            "block between them; use none | blocks"
+        )
+    if not torch.distributed.is_available() or torch.__version__ < (2, 11):
+        raise ValueError(
+            f"train.parallel=fsdp needs torch 2.11 or newer, built with torch.distributed; this is torch {torch.__version__}; "
+            "install it, or set train.parallel=ddp"
         )
 
 

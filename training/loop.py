@@ -29,6 +29,7 @@ from training.evaluation import Evaluator, metric_name
 from training.randomness import StepRandom
 from training.run import RunFolder, naming
 from training.sampling import ImageSampler, labelled_grid
+from training.sharding import all_parts, gathered, local, part_like, shard
 from training.signals import StopSignal
 
 log = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ class Trainer:
     """One run: the network, its EMA, the optimiser and the place in the run, and how they go forward.
 
     Attributes:
-        net: the plain network; its weights are what a checkpoint holds.
+        net: the plain network, its weights sharded with train.parallel=fsdp; they are what a checkpoint holds.
         model: the same as accelerate wraps it.
         step: optimiser steps done.
         sampler: makes the grids of training, from the EMA weights; None makes none.
@@ -89,7 +90,9 @@ class Trainer:
     ):
         self.accelerator, self.cfg, self.diffusion, self.dataset, self.run = accelerator, cfg, diffusion, dataset, run
         self.device = accelerator.device
-        self.net = net.to(self.device).train()
+        self.is_sharded = cfg.train.parallel == "fsdp"
+        # To be sharded, it stays where it was built: a block at a time goes to the device, and all but its part away again.
+        self.net = (net if self.is_sharded else net.to(self.device)).train()
         self.ema = EMA(self.net, cfg.train.ema_decay)
         self.sampler: ImageSampler | None = None
         self.evaluator: Evaluator | None = None
@@ -98,6 +101,13 @@ class Trainer:
             use_float8(self.net)  # the average is made before: it is float32, and evaluated as such
         compile_network(self.net, cfg.train.compile)
         checkpoint_activations(self.net, cfg.train.activation_checkpointing)
+        if self.is_sharded:
+            shard(self.net, self.device, accelerator.num_processes, cfg.train.precision)
+            self.ema.shard_like(self.net)
+            # `evaluation_mode`: autocast, and no DDP around it.
+            self.model = accelerator.prepare_model(self.net, device_placement=False, evaluation_mode=True)
+        else:
+            self.model = accelerator.prepare(self.net)
         # One pass over all parameters instead of one per tensor, where the device has it.
         fused = self.device.type in ("cuda", "cpu", "mps")
         optimizer = torch.optim.AdamW(
@@ -107,7 +117,7 @@ class Trainer:
             weight_decay=cfg.train.weight_decay,
             fused=fused,
         )
-        self.model, self.optimizer = accelerator.prepare(self.net, optimizer)
+        self.optimizer = accelerator.prepare(optimizer)
 
         num_parts = accelerator.num_processes * cfg.train.grad_accum_steps
         first_part = accelerator.process_index * cfg.train.grad_accum_steps
@@ -140,15 +150,17 @@ class Trainer:
         """
         loss_of_step = torch.zeros((), device=self.device)
         for m, (part, (stored, labels)) in enumerate(zip(self.parts, micro_batches)):
-            is_last = m == len(self.parts) - 1
-            gradients_stay = contextlib.nullcontext() if is_last else self.accelerator.no_sync(self.model)
+            # Gradients are averaged over the processes with the last micro-batch; sharded, with each, since until then every
+            # process would hold all of them and not its part alone.
+            averages_gradients = self.is_sharded or m == len(self.parts) - 1
+            exchange = contextlib.nullcontext() if averages_gradients else self.accelerator.no_sync(self.model)
             # The kernel is named for the backward too, which may compute the forward again.
-            with gradients_stay, attention_kernel(self.cfg.train.attention):
+            with exchange, attention_kernel(self.cfg.train.attention):
                 loss = self.loss(part, stored, labels) / len(self.parts)
                 self.accelerator.backward(loss)
             loss_of_step += loss.detach()
         if self.cfg.train.grad_clip_norm is not None:
-            self.grad_norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.cfg.train.grad_clip_norm)
+            self.grad_norm = all_parts(self.accelerator.clip_grad_norm_(self.model.parameters(), self.cfg.train.grad_clip_norm))
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.ema.update(self.step)
@@ -238,6 +250,7 @@ class Trainer:
             f"train.grad_accum_steps={train.grad_accum_steps}), {train.precision}. Any of these lowers it: "
             f"train.grad_accum_steps={2 * train.grad_accum_steps}, train.activation_checkpointing=blocks, "
             f"train.batch_size={max(train.batch_size // 2, 1)}"
+            + (", train.parallel=fsdp" if num_processes > 1 and not self.is_sharded else "")
         )
 
     def _mean_over_processes(self) -> tuple[float, int]:
@@ -292,20 +305,27 @@ class Trainer:
     def _sample_grid(self) -> None:
         """samples/step_N.png, from the EMA weights: image i has seed i and class i mod num_classes."""
         file = self.run.samples / f"{checkpoints.folder_name(self.step)}.png"
-        if self.accelerator.is_main_process and not file.exists():
-            cfg = self.cfg.sample
-            seeds = list(range(cfg.num_samples))
-            labels = [seed % self.sampler.num_classes for seed in seeds]
-            images = []
-            for i in range(0, len(seeds), cfg.batch_size):
-                images.extend(self.sampler(seeds[i : i + cfg.batch_size], labels[i : i + cfg.batch_size]))
-            grid = labelled_grid(images, labels)
-            with naming(file):
-                grid.save(file)
-            for tracker in self.accelerator.trackers:
-                if tracker.name == "wandb":
-                    tracker.log_images({"samples": [grid]}, step=self.step)
+        is_main = self.accelerator.is_main_process
+        if broadcast_object_list([is_main and file.exists()])[0]:
+            return
+        with self.ema.whole(here=is_main):
+            if is_main:
+                self._write_grid(file)
         self.accelerator.wait_for_everyone()
+
+    def _write_grid(self, file: Path) -> None:
+        cfg = self.cfg.sample
+        seeds = list(range(cfg.num_samples))
+        labels = [seed % self.sampler.num_classes for seed in seeds]
+        images = []
+        for i in range(0, len(seeds), cfg.batch_size):
+            images.extend(self.sampler(seeds[i : i + cfg.batch_size], labels[i : i + cfg.batch_size]))
+        grid = labelled_grid(images, labels)
+        with naming(file):
+            grid.save(file)
+        for tracker in self.accelerator.trackers:
+            if tracker.name == "wandb":
+                tracker.log_images({"samples": [grid]}, step=self.step)
 
     def _evaluate(self) -> None:
         """A line of metrics with the evaluation of this step, for every guidance scale."""
@@ -313,10 +333,11 @@ class Trainer:
         if broadcast_object_list([self.accelerator.is_main_process and self.run.has_evaluation(self.step)])[0]:
             return
         record, start_sec = {}, time.perf_counter()
-        for cfg_scale in cfg.cfg_scales:
-            sampler = dataclasses.replace(self.evaluation_sampler, guide=partial(guidance.cfg, cfg_scale=cfg_scale))
-            result = self.evaluator.of_samples(sampler, cfg.num_samples)
-            record |= {metric_name(metric, cfg.num_samples, cfg_scale): value for metric, value in result.items()}
+        with self.ema.whole(here=True):
+            for cfg_scale in cfg.cfg_scales:
+                sampler = dataclasses.replace(self.evaluation_sampler, guide=partial(guidance.cfg, cfg_scale=cfg_scale))
+                result = self.evaluator.of_samples(sampler, cfg.num_samples)
+                record |= {metric_name(metric, cfg.num_samples, cfg_scale): value for metric, value in result.items()}
         if self.accelerator.is_main_process:
             self.run.log_metrics({"step": self.step, **record, "evaluation_sec": time.perf_counter() - start_sec})
             tqdm.write(
@@ -331,26 +352,27 @@ class Trainer:
         """Write a checkpoint, from the main process; all processes learn whether it worked."""
         loss, first_bad = self._mean_over_processes()
         self._check_finite(first_bad)
-        finite = torch.stack([p.isfinite().all() for p in self.net.parameters()]).all()
-        if not finite.item():
+        finite = torch.stack([local(p).isfinite().all() for p in self.net.parameters()]).all()
+        if not self.accelerator.gather(finite.reshape(1)).all().item():
             self._check_finite(self.step)
-        error = None
+        checkpoint, error = self._checkpoint(), None
         if self.accelerator.is_main_process:
             try:
-                self._write_checkpoint()
+                checkpoints.save(self.run.checkpoints, checkpoint, self.cfg.checkpoint.keep_last, self.cfg.checkpoint.keep_every)
             except checkpoints.SaveError as e:
                 error = e
         failed = self.accelerator.reduce(torch.tensor(float(error is not None), device=self.device)).item()
         if failed:
             raise error or checkpoints.SaveError("the main process could not write the checkpoint")
 
-    def _write_checkpoint(self) -> Path:
-        cfg = self.cfg.checkpoint
-        checkpoint = checkpoints.Checkpoint(
+    def _checkpoint(self) -> checkpoints.Checkpoint:
+        """What is to be written. All processes have to ask for it: of sharded tensors the main process gets all parts."""
+        is_main = self.accelerator.is_main_process
+        return checkpoints.Checkpoint(
             step=self.step,
-            model=self.net.state_dict(),
-            ema=self.ema.net.state_dict(),
-            optimizer=self.optimizer.state_dict(),
+            model=gathered(self.net.state_dict(), keep=is_main),
+            ema=gathered(self.ema.averages, keep=is_main),
+            optimizer=gathered(self.optimizer.state_dict(), keep=is_main),
             state={
                 "images_seen": self.step * self.cfg.train.batch_size,
                 "data_fingerprint": self.data_fingerprint,
@@ -360,7 +382,6 @@ class Trainer:
             },
             config=self.cfg,
         )
-        return checkpoints.save(self.run.checkpoints, checkpoint, cfg.keep_last, cfg.keep_every)
 
     def init_from(self, folder: Path, init_state: str) -> None:
         """Start from the weights of another run, whose architecture `check_initial` has compared.
@@ -370,8 +391,7 @@ class Trainer:
             init_state: `weights` takes weights and EMA, `all` the optimiser's state and the step too.
         """
         checkpoint = checkpoints.load(folder)
-        self.net.load_state_dict(checkpoint.model)
-        self.ema.net.load_state_dict(checkpoint.ema)
+        self._load_weights(checkpoint)
         # The average goes on: a warm-up would forget it within a few steps.
         self.ema.num_updates_before = ema_num_updates(checkpoint)
         if init_state == "all":
@@ -380,8 +400,18 @@ class Trainer:
             self.ema.num_updates_before -= self.step
         log.info("weights and EMA from %s%s", folder, f", with optimiser and step {self.step}" if init_state == "all" else "")
 
+    def _load_weights(self, checkpoint: checkpoints.Checkpoint) -> None:
+        own = self.net.state_dict()
+        self.net.load_state_dict({name: part_like(value, own[name]) for name, value in checkpoint.model.items()})
+        self.ema.load(checkpoint.ema)
+
     def _load_optimizer(self, checkpoint: checkpoints.Checkpoint) -> None:
-        self.optimizer.load_state_dict(checkpoint.optimizer)
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        states = {
+            i: {key: part_like(value, parameters[i]) if key != "step" else value for key, value in state.items()}
+            for i, state in checkpoint.optimizer["state"].items()
+        }
+        self.optimizer.load_state_dict(checkpoint.optimizer | {"state": states})
         for group in self.optimizer.param_groups:
             group["lr"], group["betas"] = self.cfg.train.lr, tuple(self.cfg.train.betas)
             group["weight_decay"] = self.cfg.train.weight_decay
@@ -403,8 +433,7 @@ class Trainer:
             )
         for line in differences(checkpoint.config, self.cfg, NOTED_KEYS):
             log.warning("resumed with another setting: %s", line)
-        self.net.load_state_dict(checkpoint.model)
-        self.ema.net.load_state_dict(checkpoint.ema)
+        self._load_weights(checkpoint)
         self._load_optimizer(checkpoint)
         self.step = checkpoint.step
         self.ema.num_updates_before = ema_num_updates(checkpoint) - self.step

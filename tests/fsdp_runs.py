@@ -1,0 +1,91 @@
+"""The runs of two processes that tests/test_fsdp.py looks at.
+
+One launch makes all of them, since starting two processes takes longer than most of them.
+"""
+
+import functools
+import json
+from pathlib import Path
+from unittest import mock
+
+import torch
+from accelerate import Accelerator
+from conftest import run_train
+
+from training import engine
+from training.loop import Trainer, TrainingDiverged
+from training.sharding import local
+
+BATCH = ["train.batch_size=8"]
+FSDP = [*BATCH, "train.parallel=fsdp"]
+DENSE = ["model=dit", "train.num_steps=20", "train.grad_accum_steps=2", "train.grad_clip_norm=0.5"]
+LOOKS = ["sample.every=20", "sample.num_samples=3", "diffusion.sampler.num_steps=2"]
+LOOKS += ["eval.every=20", "eval.num_samples=5", "eval.num_steps=2", "eval.batch_size=2"]
+TREAD = ["train.num_steps=20", "checkpoint.every=10", *LOOKS]
+
+
+def held_bytes(trainer: Trainer) -> int:
+    """Of weights, gradients, AdamW's states and averages in this process."""
+    parameters = list(trainer.net.parameters())
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    states = [state[key] for state in trainer.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    return sum(local(t).nbytes for t in [*parameters, *gradients, *states, *trainer.ema.averages.values()])
+
+
+def main(folder: Path) -> None:
+    """In each of the two processes; `folder` holds the runs of one process."""
+    records = {}
+    # A second process group could not be opened in the same launch.
+    with mock.patch.object(Accelerator, "end_training", lambda self: None):
+        make_runs(folder, records)
+    (folder / f"records_{torch.distributed.get_rank()}.json").write_text(json.dumps(records))
+    torch.distributed.destroy_process_group()
+
+
+def make_runs(folder: Path, records: dict) -> None:
+    run = functools.partial(run_train, folder)
+    run("tread", *FSDP, *TREAD)
+    run("dense", *FSDP, *DENSE)
+    run("cut", *FSDP, *TREAD)  # its folder holds step 10 of one process
+    initial = [f"init_from={folder / 'one' / 'checkpoints' / 'step_0000010'}", "train.lr=1e-30"]
+    run("branch", *FSDP, *initial[:1], "init_state=all", "train.num_steps=12")
+    run("tuned", *FSDP, *initial, "train.num_steps=1")
+    # The code that inductor would write is not the matter here.
+    with mock.patch.object(engine.torch, "compile", functools.partial(torch.compile, backend="aot_eager")):
+        settings = ["train.compile=blocks", "train.activation_checkpointing=blocks"]
+        run("compiled", *FSDP, *DENSE, *settings, "train.num_steps=2")
+    for parallel in ("ddp", "fsdp"):
+        with recorded_bytes(records, parallel):
+            run(f"bf16_{parallel}", *BATCH, f"train.parallel={parallel}", "train.precision=bf16", "train.num_steps=3")
+    for name, method, spoiled in (("weights", "train_step", spoil_weights), ("loss", "loss", spoil_loss)):
+        with mock.patch.object(Trainer, method, functools.partialmethod(spoiled, getattr(Trainer, method))):
+            try:
+                run(f"spoiled_{name}", *FSDP, "checkpoint.every=1", "train.num_steps=3")
+            except TrainingDiverged as e:
+                records[name] = str(e)
+
+
+def recorded_bytes(records: dict, name: str):
+    original = Trainer.train
+
+    def train(trainer: Trainer) -> None:
+        def record(*_):
+            records[name] = held_bytes(trainer)
+
+        trainer.optimizer.optimizer.register_step_post_hook(record)
+        original(trainer)
+
+    return mock.patch.object(Trainer, "train", train)
+
+
+def spoil_weights(trainer: Trainer, original, micro_batches) -> None:
+    """After step 2 the second process's part of a weight is not finite."""
+    original(trainer, micro_batches)
+    if trainer.step == 2 and not trainer.accelerator.is_main_process:
+        local(trainer.net.blocks[0].mlp.fc1.weight.detach()).fill_(torch.nan)
+
+
+def spoil_loss(trainer: Trainer, original, *args) -> torch.Tensor:
+    """The second process's loss of step 2 is not finite."""
+    loss = original(trainer, *args)
+    return loss * torch.inf if trainer.step == 1 and not trainer.accelerator.is_main_process else loss

@@ -1,0 +1,190 @@
+"""train.parallel=fsdp: the run of one process, with every process holding its part; checkpoints are whole."""
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import LAUNCH_2, composed, finish, forget_accelerate, metrics, run_train, start
+from fsdp_runs import BATCH, DENSE, TREAD
+from PIL import Image, ImageChops
+
+from benchmarks.train_step import open_trainer
+from training import checkpoint as checkpoints
+from training import config
+from training.loop import Trainer
+from training.sampling import load_network
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The folder with the runs: `one` and `one_dense` of one process, and those of tests/fsdp_runs.py."""
+    folder = tmp_path_factory.mktemp("runs")
+    run_train(folder, "one", *BATCH, *TREAD)
+    run_train(folder, "one_dense", *BATCH, *DENSE)
+    copy_until_step_10(folder / "one", folder / "cut")
+    script = folder / "script.py"
+    script.write_text(
+        "import sys; sys.path[:0] = ['.', 'tests']\n"
+        f"from pathlib import Path; import fsdp_runs; fsdp_runs.main(Path({str(folder)!r}))"
+    )
+    code, output = finish(start(str(script), launcher=LAUNCH_2), timeout_sec=900)
+    assert code == 0, output
+    return folder
+
+
+def copy_until_step_10(run, copy):
+    """As if it had been killed soon after step 10."""
+    shutil.copytree(run, copy)
+    shutil.rmtree(copy / "checkpoints" / "step_0000020")
+    shutil.rmtree(copy / "samples")
+
+
+def checkpoint(run, step):
+    return checkpoints.load(run / "checkpoints" / checkpoints.folder_name(step))
+
+
+def losses(run):
+    """Without the lines of evaluations."""
+    return {record["step"]: record["loss"] for record in metrics(run) if "loss" in record}
+
+
+def norms(run):
+    return {record["step"]: record["grad_norm"] for record in metrics(run) if "grad_norm" in record}
+
+
+def assert_same_checkpoint(first, second, step):
+    """Adam divides by small numbers at first: rounding grows to about 1e-5 of the largest weight."""
+    a, b = checkpoint(first, step), checkpoint(second, step)
+    for x, y in ((a.model, b.model), (a.ema, b.ema)):
+        assert list(x) == list(y)
+        assert all(torch.allclose(x[name], y[name], rtol=1e-4, atol=5e-5) for name in x)
+    assert a.optimizer["param_groups"] == b.optimizer["param_groups"]
+    assert list(a.optimizer["state"]) == list(b.optimizer["state"])
+    for x, y in zip(a.optimizer["state"].values(), b.optimizer["state"].values()):
+        assert list(x) == list(y) and {type(value) for value in y.values()} == {torch.Tensor}
+        assert all(torch.allclose(x[key], y[key], rtol=1e-3, atol=1e-6) for key in x)
+    assert a.state == b.state
+
+
+@pytest.mark.parametrize(("one", "sharded"), [("one", "tread"), ("one_dense", "dense")])
+def test_sharded_processes_give_the_losses_weights_and_average_of_one_process(runs, one, sharded):
+    assert list(losses(runs / one)) == list(range(1, 21))
+    assert losses(runs / sharded) == pytest.approx(losses(runs / one), rel=1e-5)
+    assert len(norms(runs / one)) == (20 if one == "one_dense" else 0)
+    assert norms(runs / sharded) == pytest.approx(norms(runs / one), rel=1e-5)
+    assert_same_checkpoint(runs / one, runs / sharded, 20)
+
+
+def test_grids_and_evaluations_are_those_of_one_process(runs):
+    grids = [Image.open(runs / name / "samples" / "step_0000020.png") for name in ("one", "tread")]
+    assert max(high for _, high in ImageChops.difference(*grids).getextrema()) <= 1
+    one, sharded = (metrics(runs / name)[-1] for name in ("one", "tread"))
+    assert {key for key in sharded if key.startswith("fd_digits5/")} == {"fd_digits5/cfg1.0", "fd_digits5/cfg1.5"}
+    for key in sharded.keys() - {"evaluation_sec"}:
+        assert sharded[key] == pytest.approx(one[key], rel=1e-3), key
+
+
+def test_a_run_of_one_process_goes_on_sharded(runs):
+    assert losses(runs / "cut") == pytest.approx(losses(runs / "one"), rel=1e-5)
+    assert_same_checkpoint(runs / "one", runs / "cut", 20)
+    assert (runs / "cut" / "samples" / "step_0000020.png").exists()
+
+
+def test_a_sharded_run_goes_on_in_one_process_and_is_sampled_from_as_any_other(runs):
+    copy_until_step_10(runs / "tread", runs / "back")
+    run_train(runs, "back", *BATCH, *TREAD)
+    assert losses(runs / "back") == pytest.approx(losses(runs / "one"), rel=1e-5)
+    assert_same_checkpoint(runs / "one", runs / "back", 20)
+    folder = runs / "tread" / "checkpoints" / "step_0000020"
+    checkpoints.verify(folder)
+    net, average = load_network(folder, "ema"), checkpoint(runs / "one", 20).ema
+    assert all(torch.allclose(p, average[name], atol=5e-5) for name, p in net.named_parameters())
+
+
+def test_a_sharded_run_starts_from_another_with_and_without_its_optimiser(runs):
+    expected = losses(runs / "one")
+    assert losses(runs / "branch") == pytest.approx({step: expected[step] for step in (11, 12)}, rel=1e-5)
+    before, after = checkpoint(runs / "one", 10), checkpoint(runs / "tuned", 1)
+    assert all(torch.allclose(before.model[name], after.model[name], atol=1e-7) for name in before.model)
+    # The average goes on with the decay of its age, (1 + 10) / (10 + 10).
+    for name, value in after.ema.items():
+        assert torch.allclose(value, before.ema[name].lerp(after.model[name], 9 / 20), atol=1e-6), name
+
+
+def test_compiled_and_checkpointed_blocks_give_the_same_losses(runs):
+    expected = losses(runs / "one_dense")
+    assert losses(runs / "compiled") == pytest.approx({step: expected[step] for step in (1, 2)}, rel=1e-5)
+
+
+def test_bf16_gathers_rounded_blocks_and_gives_the_numbers_of_ddp(runs):
+    assert losses(runs / "bf16_fsdp") == pytest.approx(losses(runs / "bf16_ddp"), rel=1e-5)
+    assert_same_checkpoint(runs / "bf16_ddp", runs / "bf16_fsdp", 3)
+    assert {value.dtype for value in checkpoint(runs / "bf16_fsdp", 3).model.values()} == {torch.float32}
+
+
+def test_each_of_two_processes_holds_half(runs):
+    records = [json.loads((runs / f"records_{rank}.json").read_text()) for rank in (0, 1)]
+    for record in records:
+        assert record["fsdp"] == pytest.approx(record["ddp"] / 2, rel=0.01)
+    assert sum(record["fsdp"] for record in records) >= records[0]["ddp"]  # nothing is missing
+
+
+@pytest.mark.parametrize(("name", "last_good"), [("weights", 1), ("loss", 1)])
+def test_values_that_are_not_finite_on_one_process_stop_all_with_the_last_good_checkpoint(runs, name, last_good):
+    for rank in (0, 1):
+        record = json.loads((runs / f"records_{rank}.json").read_text())[name]
+        assert "not finite since step 2" in record and f"step_{last_good:07d}" in record
+    assert list(checkpoints.list_steps(runs / f"spoiled_{name}" / "checkpoints")) == [last_good]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What is refused, before any work.
+
+
+def test_one_process_has_nothing_to_shard(train, tmp_path):
+    message = "train.parallel=fsdp .*there is one process; start more .*--num_processes 2.* or set train.parallel=ddp"
+    with pytest.raises(ValueError, match=message):
+        train("run", "train.parallel=fsdp")
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(ValueError, match=r"train.parallel='zero' is not accepted; use ddp \| fsdp"):
+        train("run", "train.parallel=zero")
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
+def test_a_network_compiled_as_a_whole_is_refused(mode):
+    cfg = composed(["train.parallel=fsdp", f"train.compile={mode}"])
+    with pytest.raises(ValueError, match=rf"train.compile={mode} is not accepted with train.parallel=fsdp.*use none \| blocks"):
+        config.check_parallel(cfg, 2, "MULTI_GPU")
+
+
+def test_an_old_torch_is_named(monkeypatch):
+    cfg = composed(["train.parallel=fsdp"])
+    config.check_parallel(cfg, 2, "MULTI_GPU")
+    monkeypatch.setattr(torch, "__version__", type(torch.__version__)("2.6.0"))
+    with pytest.raises(ValueError, match="train.parallel=fsdp needs torch 2.11 or newer.*this is torch 2.6.0"):
+        config.check_parallel(cfg, 2, "MULTI_GPU")
+    config.check_parallel(composed(), 2, "MULTI_GPU")
+
+
+def test_the_launchers_own_sharding_is_refused():
+    with pytest.raises(ValueError, match="launched with FSDP.*set train.parallel=fsdp"):
+        config.check_parallel(composed(), 2, "FSDP")
+
+
+def test_the_benchmark_of_steps_refuses_it():
+    forget_accelerate()
+    with pytest.raises(ValueError, match="train.parallel=fsdp cannot be measured here.*use train.parallel=ddp"):
+        open_trainer(None, ["train.parallel=fsdp"])
+
+
+def test_out_of_memory_proposes_it_where_it_would_help():
+    def message(num_processes, parallel):
+        cfg = composed([f"train.parallel={parallel}"])
+        accelerator, net = SimpleNamespace(num_processes=num_processes), SimpleNamespace(num_tokens=16)
+        trainer = SimpleNamespace(cfg=cfg, accelerator=accelerator, net=net, step=0, is_sharded=parallel == "fsdp")
+        return Trainer._out_of_memory(trainer)
+
+    assert message(2, "ddp").endswith(", train.parallel=fsdp")
+    assert "fsdp" not in message(1, "ddp") and "fsdp" not in message(2, "fsdp")
