@@ -11,7 +11,7 @@ demo: env
 	@echo "done. Look at runs/digits_tread/samples/ (grids of samples, newest last) and runs/digits_tread/metrics.jsonl"
 
 test: env
-	$(BIN)/python -m pytest -q tests
+	$(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile tests
 
 lint: env
 	$(BIN)/ruff check .
