@@ -175,6 +175,9 @@ def test_a_tread_config_of_simpletuner_is_accepted_as_it_is_and_counts_through_a
             {"selection_ratio": 0.7, "start_layer_idx": -3, "end_layer_idx": -1},
         ]
     }
+    attachment = attach(network, {"tread_config": config})  # with its own name around it, as its documentation prints it
+    assert attachment.router.routes == (Route(0.3, 1, 2), Route(0.7, 3, 5))
+    attachment.detach()
     attachment = attach(network, config)
     assert attachment.router.routes == (Route(0.3, 1, 2), Route(0.7, 3, 5))
     run(network, NETWORKS["Flux"].inputs(False))
@@ -199,6 +202,8 @@ def test_a_tread_config_of_simpletuner_is_accepted_as_it_is_and_counts_through_a
             r"routes\[0\] has the unknown key 'selection_ration'",
         ),
         ({"router": []}, "tread_config has the unknown key 'router'"),
+        ({"tread_config": {"router": []}}, "tread_config has the unknown key 'router'"),
+        (5, "routes=5 must be a list of .*selection_ratio"),
         ([0.5], r"routes\[0\]=0.5 must be a Route or a mapping"),
         ([Route(0.5, 1, 6)], r"routes\[0\].end_layer_idx=6 does not exist in a network of 6 blocks"),
         ([Route(1.0, 1, 2)], r"routes\[0\].selection_ratio=1.0 must be a number in \[0, 1\)"),
