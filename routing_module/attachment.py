@@ -15,7 +15,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -228,12 +228,29 @@ class RoutedBlock:
         if isinstance(value, (tuple, list)):
             items = range(len(value)) if axis.items is None else axis.items
             return tuple(self._shorten(item, axis, plan, index_of) if i in items else item for i, item in enumerate(value))
+        if axis.key is not None:
+            entry = value.get(axis.key)
+            return value if entry is None else {**value, axis.key: self._shorten(entry, replace(axis, key=None), plan, index_of)}
+        if axis.mask:
+            return self._shorten_mask(value, axis, index_of)
         if axis.ndim is not None and value.ndim != axis.ndim:
             return value
         dim = axis.dim % value.ndim
         index = index_of(axis.layout, value.shape[dim], value.device)
         shared = self.attachment.shared and (axis.layout == "image" or plan.extent.first_token is None)
         return gather_axis(value, index, dim, shared)
+
+    def _shorten_mask(self, mask: Tensor, axis: TokenAxis, index_of: Callable[..., Tensor]) -> Tensor:
+        if mask.ndim not in (2, 4):
+            raise ValueError(
+                f"{axis.argument}: an attention mask of shape {tuple(mask.shape)} cannot be routed; "
+                "it needs (B, 1, 1, tokens), (B, 1, tokens, tokens) or (tokens, tokens)"
+            )
+        mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+        for dim in (2, 3):
+            if mask.shape[dim] > 1:
+                mask = gather_axis(mask, index_of(axis.layout, mask.shape[dim], mask.device), dim, shared=False)
+        return mask
 
 
 class Attachment:

@@ -6,7 +6,21 @@ import sys
 import pytest
 import torch
 from conftest import REPOSITORY
-from networks import NETWORKS, B, N, blocks_of, cached_network, call, normal, reference, run, windows_of, worst_difference
+from networks import (
+    NETWORKS,
+    B,
+    N,
+    T,
+    blocks_of,
+    cached_network,
+    call,
+    normal,
+    reference,
+    run,
+    text_mask,
+    windows_of,
+    worst_difference,
+)
 
 import dit
 import routing_module.attachment as attachment_module
@@ -46,15 +60,24 @@ def test_a_routed_network_equals_full_length_blocks_with_skipping_tokens_barred_
     assert max(worst.values()) < 1e-5, max(worst.items(), key=lambda item: item[1])
 
 
+def attention_masks():
+    """(B, 1, 1, T + N), for text of different lengths, and (T + N, T + N)."""
+    keys = torch.cat([text_mask(True), torch.ones(B, N, dtype=torch.bool)], dim=1)
+    pairs = normal(T + N, T + N) > -1
+    return keys[:, None, None], pairs | torch.eye(T + N, dtype=torch.bool)
+
+
 @pytest.mark.parametrize(
     ("name", "extra"),
     [
         ("Flux", lambda: {"controlnet_block_samples": [normal(B, N, 32, seed=6)], "controlnet_single_block_samples": None}),
         ("SD3", lambda: {"skip_layers": [2]}),
+        ("Flux", lambda: {"joint_attention_kwargs": {"attention_mask": attention_masks()[0]}}),
+        ("Flux2", lambda: {"joint_attention_kwargs": {"attention_mask": attention_masks()[1]}}),
     ],
-    ids=["residuals of a ControlNet", "skipped layers"],
+    ids=["residuals of a ControlNet", "skipped layers", "mask of keys", "mask of queries and keys"],
 )
-def test_what_happens_between_the_blocks_of_a_route_happens_to_all_tokens(name, extra):
+def test_what_is_added_masked_or_left_out_is_so_for_the_right_tokens(name, extra):
     case, network = NETWORKS[name], cached_network(name)
     inputs = case.inputs(False) | extra()
     attachment = attach(network, ONE)
