@@ -278,6 +278,8 @@ def test_an_adapter_that_does_not_fit_and_a_second_attachment_are_refused():
     attachment.detach()
     with pytest.raises(ValueError, match="selection='random' is unknown; choose one of uniform, importance"):
         attach(network, "balanced", selection="random")
+    with pytest.raises(ValueError, match="inverse=True has no meaning for selection='uniform'"):
+        attach(network, "balanced", inverse=True)
     with pytest.raises(ValueError, match=r"importance_weight=2 must be in \[0, 1\]"):
         attach(network, "balanced", importance_weight=2)
 
@@ -407,6 +409,11 @@ def test_forced_tokens_never_skip_the_count_is_raised_for_the_batch_and_the_savi
     wrong = r"force_keep has shape \(3, 4, 4\); it needs \(batch, image tokens\)"
     with pytest.raises(ValueError, match=wrong), attachment.force_keep(mask.reshape(B, 4, 4)):
         pass
+    for wrong in (mask.to("meta"), mask.tolist()):
+        with pytest.raises(ValueError, match="force_keep got .* without values"), attachment.force_keep(wrong):
+            pass
+    call(network, case.inputs(False))
+    assert attachment.statistics.num_kept == (8, 14)  # a mask that was refused is not in force
     attachment.detach()
     assert torch.equal(output, run(network, case.inputs(False))[0])
 
