@@ -53,6 +53,9 @@ def read_items(folder: str | Path) -> dict[str, Tensor]:
     for name in ("latents", "prompt_embeds"):
         if name not in parts[0]:
             raise ValueError(f"{files[0]} has no {name!r}; it has {', '.join(sorted(parts[0]))}")
+    for file, part in zip(files, parts):
+        if part.keys() != parts[0].keys():
+            raise ValueError(f"{file} has {', '.join(sorted(part))}, but {files[0]} has {', '.join(sorted(parts[0]))}")
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
@@ -151,6 +154,8 @@ def finetune(
     if type(network).__name__ not in PREDICT:
         raise ValueError(f"{type(network).__name__} cannot be fine-tuned here; use one of {', '.join(PREDICT)}")
     predict = PREDICT[type(network).__name__]
+    if predict is predict_flux and "pooled_prompt_embeds" not in items:
+        raise ValueError(f"Flux needs 'pooled_prompt_embeds' in the data; it has {', '.join(sorted(items))}")
     network = get_peft_model(network, LoraConfig(r=rank, lora_alpha=rank, target_modules=list(LORA_TARGETS)))
     attachment = attach(network, routes) if routes is not None else None
     network.train()  # from_pretrained leaves networks in evaluation mode, in which nothing is routed

@@ -27,6 +27,8 @@ class TokenAxis:
         layout: which tokens it lists: `image`, or text and image in their order in the joint sequence.
         ndim: only when the tensor has this many axes (an argument that is sometimes per token); None is always.
         items: for a tuple, the elements that have the token axis; None is all of them.
+        key: for a dict, the entry that has the token axis.
+        mask: an attention mask, (B or 1, heads or 1, L or 1, L) or (L, L), whose last two axes both list tokens.
     """
 
     argument: str
@@ -34,6 +36,8 @@ class TokenAxis:
     layout: str = "image"
     ndim: int | None = None
     items: tuple[int, ...] | None = None
+    key: str | None = None
+    mask: bool = False
 
 
 @dataclass(frozen=True)
@@ -157,6 +161,8 @@ def z_image_tokens(network: nn.Module, arguments: Mapping[str, Any], output: Non
 
 # One table for text and image, for the whole batch.
 FLUX_POSITIONS = TokenAxis("image_rotary_emb", dim=0, layout="text_image")  # (cos, sin), each (L, D_head)
+# Users mask padded text with it; no block takes a mask by itself.
+FLUX_MASK = TokenAxis("joint_attention_kwargs", dim=-1, layout="text_image", key="attention_mask", mask=True)
 
 ADAPTERS = (
     Adapter("DiT", "x_embedder", (BlockList("blocks", "x"),), obstacle=own_routes, package="dit"),
@@ -164,8 +170,8 @@ ADAPTERS = (
         "FluxTransformer2DModel",
         "x_embedder",
         (
-            BlockList("transformer_blocks", output=1, axes=(FLUX_POSITIONS,)),
-            BlockList("single_transformer_blocks", output=1, axes=(FLUX_POSITIONS,)),
+            BlockList("transformer_blocks", output=1, axes=(FLUX_POSITIONS, FLUX_MASK)),
+            BlockList("single_transformer_blocks", output=1, axes=(FLUX_POSITIONS, FLUX_MASK)),
         ),
         package="diffusers",
     ),
@@ -181,8 +187,8 @@ ADAPTERS = (
         "Flux2Transformer2DModel",
         "x_embedder",
         (
-            BlockList("transformer_blocks", output=1, axes=(FLUX_POSITIONS,)),
-            BlockList("single_transformer_blocks", layout="text_image", axes=(FLUX_POSITIONS,)),
+            BlockList("transformer_blocks", output=1, axes=(FLUX_POSITIONS, FLUX_MASK)),
+            BlockList("single_transformer_blocks", layout="text_image", axes=(FLUX_POSITIONS, FLUX_MASK)),
         ),
         package="diffusers",
     ),

@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import inspect
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from routing_module.adapters import Adapter, BlockList, Extent, TokenAxis, find_adapter
@@ -28,6 +30,10 @@ from routing_module.router import Route, TokenRouter, importance_scores, num_kep
 
 SELECTIONS = ("uniform", "importance")
 NO_BACKWARD = -1  # what torch calls the backward pass that runs when none does
+TWO_THREADS = (
+    "two threads call the routed network at the same time, and one would get the tokens of the other: let them take turns, "
+    "or give each a copy (instead of DataParallel: DistributedDataParallel)"
+)
 
 
 @dataclass(frozen=True)
@@ -95,8 +101,10 @@ class Plan:
     """Which image tokens stay in every route of one forward pass.
 
     `ids_keep` holds (B, K) per route, or None while `importance` has not yet seen the tokens, or for a route that is off.
-    `inputs` remembers where in memory the input of each block lay, so that a block that runs again in the backward pass
-    (gradient checkpointing) finds the plan it ran with.
+    `scores` holds the random numbers (1 or B, N) of each route that is on. They are kept: by them a pass whose embedding
+    runs again in the backward pass is recognised. `inputs` remembers the memory in which the input of each block lay, so that
+    a block that runs again finds the plan it ran with. The references are weak: they keep nothing alive, and memory that was
+    freed and used again is another memory to them.
     """
 
     def __init__(self, extent: Extent | None = None, num_kept: Sequence[int] = (), in_evaluation: bool = False):
@@ -105,7 +113,19 @@ class Plan:
         self.in_evaluation = in_evaluation
         self.scores: list[Tensor | None] = [None] * len(self.num_kept)
         self.ids_keep: list[Tensor | None] = [None] * len(self.num_kept)
-        self.inputs: dict[int, int] = {}
+        self.inputs: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.recomputed: set[int] = set()  # blocks that ran again already
+        self.thread = current_thread()
+
+    def note_input(self, layer: int, tokens: Tensor) -> None:
+        self.inputs[layer] = StorageWeakRef(tokens.untyped_storage()), tokens.storage_offset()
+
+    def had_input(self, layer: int, tokens: Tensor) -> bool:
+        """Whether this pass gave these very tokens to the block, and not others that came to lie at the same address."""
+        if layer not in self.inputs:
+            return False
+        storage, offset = self.inputs[layer]
+        return storage == StorageWeakRef(tokens.untyped_storage()) and offset == tokens.storage_offset()
 
     def is_on(self, route: int) -> bool:
         return self.extent is not None and self.num_kept[route] < self.extent.num_tokens
@@ -151,6 +171,17 @@ def gather_axis(x: Tensor, index: Tensor, dim: int, shared: bool) -> Tensor | Pe
     return TokenRouter.start_route(x.movedim(dim, 1), index).movedim(1, dim)
 
 
+def current_thread() -> int:
+    """0 where a compiler traces: threads are told apart in eager passes only."""
+    return 0 if torch.compiler.is_compiling() else threading.get_ident()
+
+
+def is_other_thread(thread: int) -> bool:
+    """Whether `thread` is known not to be this one. A plan that was made in compiled code may be used in eager code."""
+    now = current_thread()
+    return thread != now and 0 not in (thread, now)
+
+
 def argument_names(module: nn.Module) -> tuple[str, ...]:
     """Names of the arguments of the module's forward, in order. By its class: hooks of others may replace the instance's."""
     return tuple(inspect.signature(type(module).forward).parameters)[1:]
@@ -172,14 +203,15 @@ class RoutedBlock:
         routes = attachment.router.routes
         inside = [i for i, route in enumerate(routes) if route.start_layer_idx <= layer <= route.end_layer_idx]
         self.route = inside[0] if inside else None
-        self.before: tuple[Tensor, Tensor] | None = None  # all tokens, and which of them are in the block, while it runs
+        # While the block runs: all tokens, which of them are in it, and the thread.
+        self.before: tuple[Tensor, Tensor, int] | None = None
 
     def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Forward pre-hook: shorten the tokens, and everything that has an entry for each of them."""
         self.before = None
         position = self.positions[self.spec.argument]
         tokens = args[position] if position < len(args) else kwargs[self.spec.argument]  # (B, L, D)
-        plan = self.attachment.plan_for(self.layer, tokens)
+        plan = self.attachment.plan_for(self.layer, tokens, module.training)
         if plan is None or self.route is None or not plan.is_on(self.route):
             return None
         if not (module.training or plan.in_evaluation):  # a frozen part of a network in training, or a copy of it
@@ -195,7 +227,7 @@ class RoutedBlock:
             return indices[layout, length, device]
 
         index = index_of(self.spec.layout, tokens.shape[1], tokens.device)
-        self.before = tokens, index
+        self.before = tokens, index, current_thread()
         args, kwargs = list(args), dict(kwargs)
         self._replace(args, kwargs, self.spec.argument, TokenRouter.start_route(tokens, index))
         for axis in self.spec.axes:
@@ -210,7 +242,9 @@ class RoutedBlock:
         before, self.before = self.before, None  # not kept alive: recomputation may stop half-way through a block
         if before is None or output is None:
             return None
-        skipped, index = before
+        skipped, index, thread = before
+        if is_other_thread(thread):
+            raise RuntimeError(TWO_THREADS)
         tokens = output if self.spec.output is None else output[self.spec.output]
         # Under autocast a block may answer in another precision than it was asked in; lose none of either.
         tokens = TokenRouter.end_route(tokens, skipped.to(torch.promote_types(skipped.dtype, tokens.dtype)), index)
@@ -228,12 +262,29 @@ class RoutedBlock:
         if isinstance(value, (tuple, list)):
             items = range(len(value)) if axis.items is None else axis.items
             return tuple(self._shorten(item, axis, plan, index_of) if i in items else item for i, item in enumerate(value))
+        if axis.key is not None:
+            entry = value.get(axis.key)
+            return value if entry is None else {**value, axis.key: self._shorten(entry, replace(axis, key=None), plan, index_of)}
+        if axis.mask:
+            return self._shorten_mask(value, axis, index_of)
         if axis.ndim is not None and value.ndim != axis.ndim:
             return value
         dim = axis.dim % value.ndim
         index = index_of(axis.layout, value.shape[dim], value.device)
         shared = self.attachment.shared and (axis.layout == "image" or plan.extent.first_token is None)
         return gather_axis(value, index, dim, shared)
+
+    def _shorten_mask(self, mask: Tensor, axis: TokenAxis, index_of: Callable[..., Tensor]) -> Tensor:
+        if mask.ndim not in (2, 4):
+            raise ValueError(
+                f"{axis.argument}: an attention mask of shape {tuple(mask.shape)} cannot be routed; "
+                "it needs (B, 1, 1, tokens), (B, 1, tokens, tokens) or (tokens, tokens)"
+            )
+        mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+        for dim in (2, 3):
+            if mask.shape[dim] > 1:
+                mask = gather_axis(mask, index_of(axis.layout, mask.shape[dim], mask.device), dim, shared=False)
+        return mask
 
 
 class Attachment:
@@ -271,10 +322,11 @@ class Attachment:
         self.ratios_now: tuple[float, ...] | None = None  # inside `routed()`
         self.forced: Tensor | None = None  # inside `force_keep()`: (B, N) bool
         self.num_forced = 0
+        self.pending: bool | None = None  # the network has been called, its embedding not yet: True where it should route
         self.plan: Plan | None = None
         self.bound: Plan | None = None  # inside `checkpoint()`
         self.recent: deque[Plan] = deque(maxlen=self.NUM_REMEMBERED)
-        self.recomputed: tuple[Plan, int] | None = None
+        self.recomputed: tuple[Plan, int, int] | None = None  # plan, block and backward pass of the last block that ran again
         self.begun_in = NO_BACKWARD  # the backward pass in which `begin` ran last: the whole network is recomputed there
         self.last: Plan | None = None
         self.last_requested: tuple[int, ...] = ()
@@ -282,7 +334,10 @@ class Attachment:
         embedding = network.get_submodule(adapter.tokens_from)
         self.begin_names = argument_names(embedding)
         if adapter.tokens_from:
-            self.handles = [embedding.register_forward_hook(self.begin, with_kwargs=True)]
+            self.handles = [
+                network.register_forward_pre_hook(self.expect),
+                embedding.register_forward_hook(self.begin, with_kwargs=True),
+            ]
         else:
             self.handles = [embedding.register_forward_pre_hook(self.begin, with_kwargs=True)]
         layer = 0
@@ -333,11 +388,13 @@ class Attachment:
         if mask is None:
             self.forced, self.num_forced = None, 0
         else:
+            if not isinstance(mask, Tensor) or mask.is_meta:
+                raise ValueError(f"force_keep got {type(mask).__name__} without values; it needs a tensor (batch, image tokens)")
             if mask.ndim != 2:
                 raise ValueError(f"force_keep has shape {tuple(mask.shape)}; it needs (batch, image tokens)")
             mask = mask != 0
-            self.forced = mask.any(dim=0, keepdim=True).expand_as(mask) if self.shared else mask
-            self.num_forced = int(self.forced.sum(dim=1).max())
+            forced = mask.any(dim=0, keepdim=True).expand_as(mask) if self.shared else mask
+            self.forced, self.num_forced = forced, int(forced.sum(dim=1).max())
         try:
             yield
         finally:
@@ -389,6 +446,10 @@ class Attachment:
 
     # ---- for the hooks -----------------------------------------------------------------------------------------------
 
+    def expect(self, module: nn.Module, args: tuple) -> None:
+        """Hook of the network: from here on `begin` must come before the blocks do; no plan of another pass is left to them."""
+        self.pending = self.ratios_now is not None or (module.training and torch.is_grad_enabled())
+
     def begin(self, module: nn.Module, args: tuple, kwargs: dict, output: Any = None) -> None:
         """Hook of the embedding: decide the whole forward pass, outside of every checkpointed block.
 
@@ -397,11 +458,7 @@ class Attachment:
         """
         if not torch.compiler.is_compiling():
             self.begun_in = torch._C._current_graph_task_id()
-            if self.begun_in != NO_BACKWARD and self.generator is not None:
-                raise RuntimeError(
-                    "the whole network is computed again for the backward pass, and its generator would draw other tokens; "
-                    "attach(..., generator=None), whose random numbers the checkpoint restores, or checkpoint the blocks"
-                )
+        self.pending = None
         in_evaluation = self.ratios_now is not None
         if not in_evaluation and not (module.training and torch.is_grad_enabled()):
             self.plan = Plan()
@@ -409,7 +466,9 @@ class Attachment:
             arguments = dict(zip(self.begin_names, args)) | kwargs
             extent = self.adapter.extent(module, arguments, output)
             ratios = self.ratios_now if in_evaluation else self.router.selection_ratios()
-            self.plan = self._draw(extent, ratios, in_evaluation)
+            again = not torch.compiler.is_compiling() and self.begun_in != NO_BACKWARD
+            self.plan = self._find_drawn(extent, ratios) if again else None
+            self.plan = self.plan or self._draw(extent, ratios, in_evaluation)
         if not torch.compiler.is_compiling() and torch.is_grad_enabled():
             self.recent.append(self.plan)
 
@@ -421,13 +480,43 @@ class Attachment:
         plan = Plan(extent, [max(num_kept, self.num_forced) for num_kept in requested], in_evaluation)
         for i in range(len(ratios)):
             if plan.is_on(i):
-                scores = torch.rand(1 if self.shared else B, N, device=extent.device, generator=self.generator)
+                plan.scores[i] = self._random(extent)
                 if self.selection == "uniform":
-                    plan.ids_keep[i] = self._select(scores, plan, i)
-                else:
-                    plan.scores[i] = scores
+                    plan.ids_keep[i] = self._select(plan.scores[i], plan, i)
         self.last, self.last_requested = plan, requested
         return plan
+
+    def _random(self, extent: Extent) -> Tensor:
+        batch = 1 if self.shared else extent.batch
+        return torch.rand(batch, extent.num_tokens, device=extent.device, generator=self.generator)
+
+    def _find_drawn(self, extent: Extent, ratios: Sequence[float]) -> Plan | None:
+        """The plan of the pass that runs again in this backward pass, embedding included; None where nothing is routed.
+
+        The checkpoint has restored the random numbers, so that the first of them tell the passes apart. Drawing alone would
+        not do: `force_keep` and `routed` may have ended before the backward pass.
+
+        Raises:
+            RuntimeError: no pass drew these numbers.
+        """
+        if all(num_kept_tokens(extent.num_tokens, ratio) == extent.num_tokens for ratio in ratios):
+            return None
+        if self.generator is not None:
+            raise RuntimeError(
+                "the whole network is computed again for the backward pass, and its generator would draw other tokens; "
+                "attach(..., generator=None), whose random numbers the checkpoint restores, or checkpoint the blocks"
+            )
+        first = self._random(extent)
+        for plan in reversed(self.recent):
+            drawn = [scores for scores in plan.scores if scores is not None]
+            if drawn and drawn[0].device == first.device and torch.equal(drawn[0], first):
+                for _ in drawn[1:]:
+                    self._random(extent)  # dropout that follows is that of the first time
+                return plan
+        raise RuntimeError(
+            "the whole network is computed again for the backward pass, and which tokens it ran with is not known: checkpoint "
+            "it with use_reentrant=False and preserve_rng_state=True, or checkpoint the blocks with the attachment's checkpoint()"
+        )
 
     def _select(self, scores: Tensor, plan: Plan, route: int) -> Tensor:
         scores = scores.expand(plan.extent.batch, -1)
@@ -442,34 +531,41 @@ class Attachment:
             scores = scores.mean(dim=0, keepdim=True)
         plan.ids_keep[route] = self._select(scores, plan, route)
 
-    def plan_for(self, layer: int, tokens: Tensor) -> Plan | None:
+    def plan_for(self, layer: int, tokens: Tensor, training: bool) -> Plan | None:
         """The plan of the forward pass that a block is running in, or running again in.
 
         A block that runs during a backward pass is being recomputed. Under `checkpoint` its plan is bound. Under anybody
-        else's checkpointing it is found by the block's input, which the checkpoint holds: no later pass can have put the
-        input of the same block at the same place in memory. Blocks that are recomputed as one piece follow their first.
+        else's checkpointing it is found by the block's input, which the checkpoint holds. Blocks that are recomputed as one
+        piece follow their first.
 
         Raises:
-            RuntimeError: the input was moved (offloaded activations) or the pass is too long ago.
+            RuntimeError: recomputed, and the input was moved (offloaded activations), was given to the same block by several
+                passes, or the pass is too long ago; or running, and the plan is not of this pass.
         """
         if torch.compiler.is_compiling():
-            return self.plan
+            return self._current()
         if self.bound is not None:
             return self.bound
         backward = torch._C._current_graph_task_id()
-        if backward == NO_BACKWARD and self.plan is not None:
-            self.plan.inputs[layer] = tokens.data_ptr()
-        if backward in (NO_BACKWARD, self.begun_in):
+        if backward == NO_BACKWARD:
+            plan = self._current()
+            if plan is None:
+                return None
+            if is_other_thread(plan.thread) and (plan.extent is not None or (training and torch.is_grad_enabled())):
+                raise RuntimeError(TWO_THREADS)
+            plan.note_input(layer, tokens)
+            return plan
+        if backward == self.begun_in or self.plan is None:
             return self.plan
-        if self.plan is None:
-            return None
-        for plan in reversed(self.recent):
-            if plan.inputs.get(layer) == tokens.data_ptr():
-                self.recomputed = plan, layer
-                return plan
-        if self.recomputed is not None and self.recomputed[1] == layer - 1:
-            self.recomputed = self.recomputed[0], layer
-            return self.recomputed[0]
+        found = [plan for plan in self.recent if plan.had_input(layer, tokens)]
+        # A network that is given the same tensor at every step: its passes of earlier steps are over.
+        found = [plan for plan in found if layer not in plan.recomputed] or found
+        if not found and self.recomputed is not None and self.recomputed[1:] == (layer - 1, backward):
+            found = [self.recomputed[0]]
+        if len(found) == 1:
+            found[0].recomputed.add(layer)
+            self.recomputed = found[0], layer, backward
+            return found[0]
         raise RuntimeError(
             f"block {layer} is computed again for the backward pass, and which tokens it ran with is not known; "
             "checkpoint the blocks with the attachment's checkpoint(): "
@@ -477,9 +573,20 @@ class Attachment:
             "set torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True"
         )
 
+    def _current(self) -> Plan | None:
+        """The plan that `begin` made last, if it is of the pass in which a block runs now."""
+        if self.pending:
+            raise RuntimeError(
+                f"blocks run, but {self.adapter.tokens_from!r}, which attach() counts the tokens by, did not run "
+                "before: another module took its place after attach() (modules_to_save, an adapter that was unloaded). "
+                "detach(), and attach() again"
+            )
+        return None if self.pending is False else self.plan
+
     def __getstate__(self) -> dict:
         """Copies and pickles start without the state of a pass that is under way."""
         return self.__dict__ | {
+            "pending": None,
             "plan": None,
             "bound": None,
             "last": None,
@@ -560,6 +667,8 @@ def attach(
         raise ValueError(f"selection={selection!r} is unknown; choose one of {', '.join(SELECTIONS)}")
     if not 0 <= importance_weight <= 1:
         raise ValueError(f"importance_weight={importance_weight} must be in [0, 1]: 0 is random, 1 keeps the largest norms")
+    if inverse and selection != "importance":
+        raise ValueError(f'inverse=True has no meaning for selection={selection!r}; add selection="importance"')
     network = inner_module(network)
     if attached(network) is not None:
         raise ValueError(f"{type(network).__name__} is routed already; detach() first: attached(network).detach()")

@@ -24,8 +24,9 @@ def as_routes(routes: str | Mapping | Sequence[Route | Mapping] | Route | None) 
     """Routes in any of the forms in which people have them.
 
     Args:
-        routes: the name of a preset; a `tread_config` of SimpleTuner, `{"routes": [...]}`; a list of `Route` or of
-            mappings with the keys selection_ratio, start_layer_idx, end_layer_idx; one `Route`.
+        routes: the name of a preset; a `tread_config` of SimpleTuner, `{"routes": [...]}` or, with its own name around it,
+            `{"tread_config": {"routes": [...]}}`; a list of `Route` or of mappings with the keys selection_ratio,
+            start_layer_idx, end_layer_idx; one `Route`.
 
     Returns:
         The routes, at least one, not yet checked against a network's depth (`TokenRouter` does that).
@@ -40,6 +41,8 @@ def as_routes(routes: str | Mapping | Sequence[Route | Mapping] | Route | None) 
     if isinstance(routes, Route):
         return (routes,)
     if isinstance(routes, Mapping):
+        if set(routes) == {"tread_config"} and isinstance(routes["tread_config"], Mapping):
+            routes = routes["tread_config"]
         unknown = sorted(set(routes) - {"routes"})
         if unknown:
             raise ValueError(f"tread_config has the unknown key {unknown[0]!r}; it takes `routes`, a list")
@@ -48,6 +51,10 @@ def as_routes(routes: str | Mapping | Sequence[Route | Mapping] | Route | None) 
         raise ValueError(
             f"token routing requires you to configure the routes: a list of {{{', '.join(_KEYS)}}}, "
             f"or one of the presets {', '.join(PRESETS)}"
+        )
+    if not isinstance(routes, Sequence) or isinstance(routes, str):
+        raise ValueError(
+            f"routes={routes!r} must be a list of {{{', '.join(_KEYS)}}}, or one of the presets {', '.join(PRESETS)}"
         )
     return tuple(_as_route(i, route) for i, route in enumerate(routes))
 

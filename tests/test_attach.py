@@ -6,7 +6,21 @@ import sys
 import pytest
 import torch
 from conftest import REPOSITORY
-from networks import NETWORKS, B, N, blocks_of, cached_network, call, normal, reference, run, windows_of, worst_difference
+from networks import (
+    NETWORKS,
+    B,
+    N,
+    T,
+    blocks_of,
+    cached_network,
+    call,
+    normal,
+    reference,
+    run,
+    text_mask,
+    windows_of,
+    worst_difference,
+)
 
 import dit
 import routing_module.attachment as attachment_module
@@ -46,15 +60,24 @@ def test_a_routed_network_equals_full_length_blocks_with_skipping_tokens_barred_
     assert max(worst.values()) < 1e-5, max(worst.items(), key=lambda item: item[1])
 
 
+def attention_masks():
+    """(B, 1, 1, T + N), for text of different lengths, and (T + N, T + N)."""
+    keys = torch.cat([text_mask(True), torch.ones(B, N, dtype=torch.bool)], dim=1)
+    pairs = normal(T + N, T + N) > -1
+    return keys[:, None, None], pairs | torch.eye(T + N, dtype=torch.bool)
+
+
 @pytest.mark.parametrize(
     ("name", "extra"),
     [
         ("Flux", lambda: {"controlnet_block_samples": [normal(B, N, 32, seed=6)], "controlnet_single_block_samples": None}),
         ("SD3", lambda: {"skip_layers": [2]}),
+        ("Flux", lambda: {"joint_attention_kwargs": {"attention_mask": attention_masks()[0]}}),
+        ("Flux2", lambda: {"joint_attention_kwargs": {"attention_mask": attention_masks()[1]}}),
     ],
-    ids=["residuals of a ControlNet", "skipped layers"],
+    ids=["residuals of a ControlNet", "skipped layers", "mask of keys", "mask of queries and keys"],
 )
-def test_what_happens_between_the_blocks_of_a_route_happens_to_all_tokens(name, extra):
+def test_what_is_added_masked_or_left_out_is_so_for_the_right_tokens(name, extra):
     case, network = NETWORKS[name], cached_network(name)
     inputs = case.inputs(False) | extra()
     attachment = attach(network, ONE)
@@ -175,6 +198,9 @@ def test_a_tread_config_of_simpletuner_is_accepted_as_it_is_and_counts_through_a
             {"selection_ratio": 0.7, "start_layer_idx": -3, "end_layer_idx": -1},
         ]
     }
+    attachment = attach(network, {"tread_config": config})  # with its own name around it, as its documentation prints it
+    assert attachment.router.routes == (Route(0.3, 1, 2), Route(0.7, 3, 5))
+    attachment.detach()
     attachment = attach(network, config)
     assert attachment.router.routes == (Route(0.3, 1, 2), Route(0.7, 3, 5))
     run(network, NETWORKS["Flux"].inputs(False))
@@ -199,6 +225,8 @@ def test_a_tread_config_of_simpletuner_is_accepted_as_it_is_and_counts_through_a
             r"routes\[0\] has the unknown key 'selection_ration'",
         ),
         ({"router": []}, "tread_config has the unknown key 'router'"),
+        ({"tread_config": {"router": []}}, "tread_config has the unknown key 'router'"),
+        (5, "routes=5 must be a list of .*selection_ratio"),
         ([0.5], r"routes\[0\]=0.5 must be a Route or a mapping"),
         ([Route(0.5, 1, 6)], r"routes\[0\].end_layer_idx=6 does not exist in a network of 6 blocks"),
         ([Route(1.0, 1, 2)], r"routes\[0\].selection_ratio=1.0 must be a number in \[0, 1\)"),
@@ -250,6 +278,8 @@ def test_an_adapter_that_does_not_fit_and_a_second_attachment_are_refused():
     attachment.detach()
     with pytest.raises(ValueError, match="selection='random' is unknown; choose one of uniform, importance"):
         attach(network, "balanced", selection="random")
+    with pytest.raises(ValueError, match="inverse=True has no meaning for selection='uniform'"):
+        attach(network, "balanced", inverse=True)
     with pytest.raises(ValueError, match=r"importance_weight=2 must be in \[0, 1\]"):
         attach(network, "balanced", importance_weight=2)
 
@@ -379,6 +409,11 @@ def test_forced_tokens_never_skip_the_count_is_raised_for_the_batch_and_the_savi
     wrong = r"force_keep has shape \(3, 4, 4\); it needs \(batch, image tokens\)"
     with pytest.raises(ValueError, match=wrong), attachment.force_keep(mask.reshape(B, 4, 4)):
         pass
+    for wrong in (mask.to("meta"), mask.tolist()):
+        with pytest.raises(ValueError, match="force_keep got .* without values"), attachment.force_keep(wrong):
+            pass
+    call(network, case.inputs(False))
+    assert attachment.statistics.num_kept == (8, 14)  # a mask that was refused is not in force
     attachment.detach()
     assert torch.equal(output, run(network, case.inputs(False))[0])
 

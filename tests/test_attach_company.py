@@ -1,7 +1,9 @@
 """Routed networks in company: gradient checkpointing, compilation, autocast, LoRA, int8, DDP, copies, files."""
 
+import contextlib
 import copy
 import io
+import threading
 
 import pytest
 import torch
@@ -23,7 +25,8 @@ from networks import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from routing_module import Route, attach, attached
+from routing_module import Adapter, BlockList, Route, attach, attached
+from routing_module.attachment import Plan
 
 ROUTES = [Route(0.5, 1, 2), Route(0.25, 3, 4)]
 
@@ -126,6 +129,16 @@ def test_checkpoints_that_know_nothing_of_routes_are_recomputed_with_their_own_s
     assert max(worst_difference(grads[1][key], grads[0][key]) for key in grads[0]) < 1e-6
 
 
+def test_a_pass_is_told_by_its_memory_and_not_by_its_address_which_others_get_once_it_is_free():
+    memory = torch.zeros(2, 3, 4).numpy()
+    ours, others = torch.from_numpy(memory), torch.from_numpy(memory)
+    assert ours.data_ptr() == others.data_ptr()
+    plan = Plan()
+    plan.note_input(3, ours)
+    assert plan.had_input(3, ours.detach()) and not plan.had_input(2, ours)
+    assert not plan.had_input(3, others) and not plan.had_input(3, ours[1:])
+
+
 def test_a_recomputation_whose_subset_is_not_known_is_an_error_and_not_a_wrong_gradient():
     network, inputs = cached_network("PixArt"), NETWORKS["PixArt"].inputs(False)
     attachment = attach(network, ROUTES)
@@ -169,6 +182,89 @@ def test_a_network_that_is_checkpointed_as_a_whole_draws_the_same_subset_again(s
         run(Whole(), inputs)
     attachment.detach()
     network.zero_grad(set_to_none=True)
+
+
+def test_a_network_that_is_checkpointed_as_a_whole_needs_no_context_around_its_backward_pass():
+    network, inputs = cached_network("PixArt"), NETWORKS["PixArt"].inputs(False)
+    attachment = attach(network, ROUTES)
+    mask = (torch.arange(N) < 5).expand(B, -1)
+
+    def train(context, whole, **settings):
+        torch.manual_seed(3)
+        network.zero_grad(set_to_none=True)
+        with context:
+            output = checkpoint(call, network, inputs, **settings) if whole else call(network, inputs)
+            loss = (output * torch.randn(output.shape, generator=generator(9))).mean()
+        loss.backward()
+        return {name: p.grad for name, p in network.named_parameters() if p.grad is not None}
+
+    for context in (lambda: attachment.force_keep(mask), lambda: attachment.routed(0.75)):
+        expected, grads = train(context(), False), train(context(), True, use_reentrant=False)
+        assert max(worst_difference(grads[key], expected[key]) for key in expected) < 1e-6
+    # Where the pass cannot be told, it is an error: other random numbers, or a first time without gradients, hence dense.
+    for settings in (dict(use_reentrant=False, preserve_rng_state=False), dict(use_reentrant=True)):
+        inputs["hidden_states"].requires_grad_()
+        with pytest.raises(RuntimeError, match="which tokens it ran with is not known: checkpoint it with use_reentrant=False"):
+            if settings["use_reentrant"]:
+                checkpoint(
+                    lambda x: call(network, inputs | {"hidden_states": x}), inputs["hidden_states"], **settings
+                ).mean().backward()
+            train(contextlib.nullcontext(), True, **settings)
+    attachment.detach()
+    network.zero_grad(set_to_none=True)
+
+
+def test_a_tensor_that_several_passes_share_is_an_error_and_not_a_wrong_gradient():
+    class Shared(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = torch.nn.Identity()  # the first block gets what the user gave
+            self.blocks = torch.nn.ModuleList(torch.nn.TransformerEncoderLayer(8, 2, 8, 0.0) for _ in range(2))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+            return x
+
+    network = Shared().train()
+    adapter = Adapter("Shared", "embed", (BlockList("blocks", argument="src"),))
+    network.forward, plain = (lambda x: plain(network.embed(x))), network.forward
+    attach(network, [Route(0.5, 0, 1)], adapter=adapter)
+    x = torch.randn(2, 8, 8, generator=generator())
+    grads = []
+    for network.checkpointed in (False, True):
+        x = x.clone()
+        for step in range(3):  # passes of earlier steps are over
+            torch.manual_seed(step)
+            network.zero_grad(set_to_none=True)
+            network(x).square().mean().backward()
+        grads.append([p.grad for p in network.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads))
+    loss = network(x).square().mean() + network(x).square().mean()
+    with pytest.raises(RuntimeError, match="which tokens it ran with is not known"):
+        loss.backward()
+
+
+def test_threads_that_call_one_network_at_once_are_an_error_and_not_a_mixture():
+    network, inputs = cached_network("PixArt"), NETWORKS["PixArt"].inputs(False)
+    attachment = attach(network, ROUTES)
+    now = threading.get_ident()
+
+    def other_pass(module, args):
+        if threading.get_ident() == now:
+            thread = threading.Thread(target=call, args=(network, inputs))
+            thread.start()
+            thread.join()
+
+    hook = network.transformer_blocks[2].register_forward_pre_hook(other_pass)
+    with pytest.raises(RuntimeError, match="two threads call the routed network at the same time"):
+        call(network, inputs)
+    network.eval()
+    call(network, inputs)  # dense passes share nothing
+    hook.remove()
+    network.train()
+    call(network, inputs)
+    attachment.detach()
 
 
 def test_a_checkpointed_pass_of_a_network_in_evaluation_mode_stays_dense():
@@ -340,6 +436,33 @@ def test_lora_adapters_of_diffusers_are_trained_fused_and_deleted_under_routes()
     network.delete_adapters("default")
     network.requires_grad_(True)
     routed_equals_reference(network, case, inputs, attachment)
+
+
+def test_an_embedding_that_was_replaced_after_attaching_is_an_error_and_not_a_dense_pass():
+    peft = pytest.importorskip("peft")
+    case, network = NETWORKS["Flux"], randomized_network("Flux")
+    inputs = case.inputs(False)
+    dense = call(network.eval(), inputs)
+    attachment = attach(network.train(), ROUTES)
+    wrapped = peft.get_peft_model(
+        network, peft.LoraConfig(r=2, target_modules=["to_q"], modules_to_save=["x_embedder"], init_lora_weights=True)
+    )
+    with pytest.raises(RuntimeError, match=r"'x_embedder'.* did not run before.*detach\(\), and attach\(\) again"):
+        call(wrapped, inputs)
+    with torch.no_grad():
+        assert torch.equal(call(wrapped, inputs), dense)  # what is dense anyway goes on
+    attachment.detach()
+    attached(network).detach()  # PEFT's copy of the embedding took the hooks along
+    attachment = attach(wrapped, ROUTES)
+    call(wrapped, inputs)
+    assert attachment.statistics.num_kept == (8, 12)
+    network = wrapped.unload().requires_grad_(True)  # the module that had the hook is gone
+    with pytest.raises(RuntimeError, match="'x_embedder'.* did not run before"):
+        call(network, inputs)
+    with pytest.raises(ValueError, match="is routed already"):
+        attach(network, ROUTES)
+    attachment.detach()
+    routed_equals_reference(network, case, inputs, attach(network, ROUTES))
 
 
 @pytest.mark.parametrize("name", ["PixArt", "HunyuanDiT"])

@@ -93,5 +93,11 @@ def test_data_and_networks_that_do_not_fit_are_refused(tmp_path):
     save_file({"latents": torch.zeros(1, 1, 4, 4)}, tmp_path / "0.safetensors")
     with pytest.raises(ValueError, match="has no 'prompt_embeds'; it has latents"):
         read_items(tmp_path)
+    save_file({"latents": torch.zeros(1, 1, 4, 4), "prompt_embeds": torch.zeros(1, 5, 12)}, tmp_path / "0.safetensors")
+    save_file({"latents": torch.zeros(1, 1, 4, 4)}, tmp_path / "1.safetensors")
+    with pytest.raises(ValueError, match="1.safetensors has latents, but .*0.safetensors has latents, prompt_embeds"):
+        read_items(tmp_path)
+    with pytest.raises(ValueError, match="Flux needs 'pooled_prompt_embeds' in the data; it has latents, prompt_embeds"):
+        finetune(flux(), {"latents": torch.zeros(1), "prompt_embeds": torch.zeros(1)}, routes=None, num_steps=1)
     with pytest.raises(ValueError, match="Linear cannot be fine-tuned here; use one of FluxTransformer2DModel"):
         finetune(torch.nn.Linear(2, 2), {}, routes=None, num_steps=1)

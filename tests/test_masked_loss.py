@@ -50,6 +50,9 @@ def test_the_masked_loss_is_the_mean_over_the_inside():
     assert torch.isfinite(prediction.grad).all() and (prediction.grad[0, :, 0, 1] == 0).all()
     with pytest.raises(ValueError, match=r"mask has shape \(3, 2\); the latents need \(3, 1, 2\)"):
         masked_mse(prediction, target, mask[:, 0])
+    for other in (target[:1], target[:, :1]):  # would broadcast
+        with pytest.raises(ValueError, match=r"prediction has shape \(3, 2, 1, 2\), target .*they must be the same"):
+            masked_mse(prediction, other, mask)
 
 
 def test_tokens_of_the_loss_never_skip():

@@ -60,7 +60,12 @@ def masked_mse(prediction: Tensor, target: Tensor, mask: Tensor | None) -> Tenso
 
     Returns:
         (B,) float32; 0 for a sample whose mask is empty.
+
+    Raises:
+        ValueError: shapes that do not fit.
     """
+    if prediction.shape != target.shape:  # they would broadcast
+        raise ValueError(f"prediction has shape {tuple(prediction.shape)}, target {tuple(target.shape)}; they must be the same")
     error = (prediction.float() - target.float()).square().mean(dim=1)  # (B, H, W)
     if mask is None:
         return error.flatten(1).mean(dim=1)
