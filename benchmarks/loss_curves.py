@@ -82,11 +82,11 @@ def main(arguments: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         data = random_latents(Path(folder), settings)
         for model in settings["models"]:
-            comparison = Comparison(accelerator, settings, data, model)
+            comparison = CurveComparison(accelerator, settings, data, model)
             rows = comparison.rows()
             lines += [*comparison.curves(), *rows]
             sections += [f"## {settings['backbone']}, {model}\n", markdown_table(rows)]
-            summary += [in_words(row) for row in rows]
+            summary += [curves_in_words(row) for row in rows]
     last_line = "; ".join(summary)
     write_report(settings["output"], "Loss curves of fast and plain steps", machine, lines, [*sections, last_line + "\n"])
     emit(**machine)
@@ -104,7 +104,7 @@ of one step at the weights where the first plain run ended, relative to plain fl
 
 
 @dataclass
-class Run:
+class CurveRun:
     """What one training run leaves.
 
     Attributes:
@@ -116,7 +116,7 @@ class Run:
     weights: dict[str, Tensor]
 
 
-class Comparison:
+class CurveComparison:
     """The runs of one model: plain ones first, then those of every variant."""
 
     def __init__(self, accelerator: Accelerator, settings: dict, data: Sequence[str], model: str):
@@ -166,14 +166,14 @@ class Comparison:
             trainer.model = self.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
         return trainer
 
-    def _train(self, variant: str, seed: int) -> Run:
+    def _train(self, variant: str, seed: int) -> CurveRun:
         trainer, losses = self._open(variant, seed), []
         for _, micro_batches in zip(range(self.settings["steps"]), trainer.batches()):
             before = trainer.loss_sum.clone()
             trainer.train_step(micro_batches)
             losses.append(trainer.loss_sum - before)
             trainer.loss_sum.zero_()
-        run = Run(torch.stack(losses).double().cpu(), {name: w.clone() for name, w in trainer.net.state_dict().items()})
+        run = CurveRun(torch.stack(losses).double().cpu(), {name: w.clone() for name, w in trainer.net.state_dict().items()})
         self._close()
         return run
 
@@ -201,7 +201,7 @@ def root_mean_square(differences: Sequence[Tensor]) -> float:
     return math.sqrt(torch.stack(list(differences)).square().mean().item())
 
 
-def in_words(row: dict[str, object]) -> str:
+def curves_in_words(row: dict[str, object]) -> str:
     return (
         f"{row['model']} {row['variant']}: curves differ by {100 * row['share']:.3g}% of what seeds do, "
         f"one step's gradient by {row['gradient_error']:.2g}"

@@ -46,7 +46,7 @@ class PlainEMA(EMA):
     @torch.no_grad()
     def update(self, step: int) -> None:
         decay = min(self.decay, (1 + step) / (10 + step))
-        for average, parameter in zip(self._averages, self._parameters):
+        for average, parameter in self._pairs:
             average.mul_(decay).add_(parameter, alpha=1 - decay)
 
 

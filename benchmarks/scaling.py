@@ -83,7 +83,7 @@ def main(arguments: Sequence[str]) -> None:
     summary = sum_up(rounds, settings["batch_size"], accelerator.num_processes)
     if accelerator.is_main_process:
         rows = [{"what": kind, "ms": statistics.median(r[kind] for r in rounds)} for kind in (*KINDS, "exchange")]
-        last_line = in_words(summary, accelerator.num_processes)
+        last_line = scaling_in_words(summary, accelerator.num_processes)
         lines = [*({"round": i, **r} for i, r in enumerate(rounds)), summary]
         sections = [markdown_table(rows), markdown_table([summary]), last_line + "\n"]
         write_report(settings["output"], "Scaling", machine, lines, sections)
@@ -108,13 +108,13 @@ def measure_round(accelerator: Accelerator, trainer: Trainer, settings: dict) ->
     found = {}
     for kind in KINDS:
         with contexts[kind](trainer.model):
-            found[kind] = median_ms(accelerator, alone if kind == "alone" else step, settings)
+            found[kind] = median_step_ms(accelerator, alone if kind == "alone" else step, settings)
     gradients = exchange_buffers(trainer)
-    found["exchange"] = median_ms(accelerator, lambda: exchange(gradients), settings)
+    found["exchange"] = median_step_ms(accelerator, lambda: exchange(gradients), settings)
     return found
 
 
-def median_ms(accelerator: Accelerator, action: Callable[[], None], settings: dict) -> float:
+def median_step_ms(accelerator: Accelerator, action: Callable[[], None], settings: dict) -> float:
     for _ in range(settings["warmup"]):
         action()
     accelerator.wait_for_everyone()
@@ -158,7 +158,7 @@ def sum_up(rounds: Sequence[dict[str, float]], batch_size: int, num_processes: i
     }
 
 
-def in_words(summary: dict[str, float], num_processes: int) -> str:
+def scaling_in_words(summary: dict[str, float], num_processes: int) -> str:
     return (
         f"{num_processes} processes: efficiency {summary['efficiency']:.3f} "
         f"({summary['efficiency_without_exchange']:.3f} without exchange); of {summary['exchange_ms']:.3g} ms of exchange "

@@ -110,7 +110,7 @@ def main(arguments: Sequence[str]) -> None:
             rows, ratios = measure_backbone(accelerator, backbone, data, settings)
             lines += [*rows, *ratios]
             sections += [f"## {backbone}\n", markdown_table([as_table_row(row) for row in rows]), markdown_table(ratios)]
-            summary += map(in_words, ratios)
+            summary += map(ratios_in_words, ratios)
     if accelerator.is_main_process:
         last_line = "; ".join(summary)
         write_report(settings["output"], "Training step", machine, lines, [*sections, last_line + "\n"])
@@ -492,7 +492,7 @@ def ratio_of_times(first: Row, second: Row) -> float:
     return statistics.median(a / b for a, b in zip(*medians))
 
 
-def in_words(ratios: dict[str, object]) -> str:
+def ratios_in_words(ratios: dict[str, object]) -> str:
     words = []
     if "time_tread_over_dit" in ratios:
         words.append(

@@ -228,9 +228,8 @@ for _ in range(3):
     page_faults()
 afresh = page_faults()
 cli.use_cores(torch.device("cpu"), 1)
-for _ in range(3):
-    page_faults()
-print(afresh, page_faults())
+# Where on the heap the two tensors lie settles within a few calls.
+print(afresh, min(page_faults() for _ in range(8)))
 """
     code, output = finish(start("-c", code))
     assert code == 0, output

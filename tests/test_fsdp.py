@@ -99,7 +99,7 @@ def test_a_sharded_run_goes_on_in_one_process_and_is_sampled_from_as_any_other(r
     assert_same_checkpoint(runs / "one", runs / "back", 20)
     folder = runs / "tread" / "checkpoints" / "step_0000020"
     checkpoints.verify(folder)
-    net, average = load_network(folder, "ema"), checkpoint(runs / "one", 20).ema
+    net, average = load_network(folder, "ema", torch.device("cpu")), checkpoint(runs / "one", 20).ema
     assert all(torch.allclose(p, average[name], atol=5e-5) for name, p in net.named_parameters())
 
 
