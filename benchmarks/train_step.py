@@ -12,7 +12,7 @@ median over rounds of the ratio of their medians in the round.
 A variant is a mode of train.compile, or `plain`: eager, the blocks as DiT's own code writes them, a Python loop for the EMA,
 AdamW neither fused nor batched, and loss.item() in every step (benchmarks/plain.py). FLOPs are those of matrix products
 (training/flops.py): a multiply-add counts 2, the backward twice the forward. MFU is FLOPs per second over those of the
-fastest matrix product of the same type in the same run.
+fastest matrix product of the same type, which is measured before and after each turn: the median over rounds.
 
 It writes <output>.jsonl and <output>.md; the last line sums up the ratios.
 """
@@ -122,9 +122,10 @@ def main(arguments: Sequence[str]) -> None:
 
 
 NOTES = """Times are milliseconds per step of the whole batch, medians with quartiles. FLOPs are of matrix products, a
-multiply-add counted twice, forward and backward 3 times the forward. MFU: against the fastest matrix product of this type in
-this run. Peak memory: on a GPU what is allocated at most, weights and states included; on a CPU the most that a turn adds to
-the process. Saved: what the forward keeps for the backward, without the weights (uncompiled rows).
+multiply-add counted twice, forward and backward 3 times the forward. MFU: against the fastest matrix product of this type,
+measured before and after each round's steps. Peak memory: on a GPU what is allocated at most, weights and states included; on
+a CPU the most that a turn adds to the process. Saved: what the forward keeps for the backward, without the weights
+(uncompiled rows).
 """
 
 
@@ -194,6 +195,7 @@ class Row:
 
     Attributes:
         rounds_ms: for every round, the milliseconds of each of its steps.
+        ceilings: for every round, FLOPs per second of the fastest matrix product around these steps.
         peak_bytes: of the turns; None where the system does not say.
         parts_ms: median milliseconds of each part, when they were measured.
         problem: why it was given up.
@@ -205,6 +207,7 @@ class Row:
         self.batches = trainer.batches()
         self.flops_per_image = step_flops(trainer.net, routed=True)
         self.rounds_ms: list[list[float]] = []
+        self.ceilings: list[float] = []
         self.peak_bytes: int | None = None
         self.saved_bytes: int | None = None
         self.parts_ms: dict[str, float] = {}
@@ -218,10 +221,11 @@ class Row:
         else:
             self.trainer.train_step(micro_batches)
 
-    def turn(self, settings: dict) -> None:
+    def turn(self, settings: dict, ceiling: Ceiling) -> None:
         """A round's steps; a row that does not fit in the memory is given up."""
         try:
             is_first = not self.rounds_ms
+            before = ceiling.measure()
             memory = PeakMemory(self.device)
             self._move(self.device)
             for _ in range(settings["warmup"] if is_first or self.device.type == "cuda" else 1):
@@ -232,6 +236,7 @@ class Row:
                 clock.lap()
             self.rounds_ms.append(clock.laps_ms())
             self.peak_bytes = max((b for b in (self.peak_bytes, memory.peak_bytes()) if b is not None), default=None)
+            self.ceilings.append((before + ceiling.measure()) / 2)
             if is_first and self.variant in ("none", "plain"):
                 self.saved_bytes = saved_for_backward(self.trainer, next(self.batches))
         except torch.OutOfMemoryError:
@@ -292,7 +297,17 @@ class Row:
     def ms_per_step(self) -> float:
         return statistics.median(itertools.chain(*self.rounds_ms))
 
-    def record(self, ceiling: dict[str, float], settings: dict) -> dict[str, object]:
+    def mfu(self) -> float:
+        """Median over rounds: steps and matrix products of a round met the same machine."""
+        return statistics.median(
+            1000 * self.flops_per_step() / statistics.median(ms) / ceiling for ms, ceiling in zip(self.rounds_ms, self.ceilings)
+        )
+
+    def flops_per_step(self) -> float:
+        """Of one process."""
+        return self.flops_per_image * self.trainer.cfg.train.batch_size / self.trainer.accelerator.num_processes
+
+    def record(self, settings: dict) -> dict[str, object]:
         """The row as it is written."""
         identity = {"backbone": self.backbone, "model": self.model, "variant": self.variant}
         identity |= {name: settings[name] for name in ("precision", "batch_size", "resolution")}
@@ -301,7 +316,6 @@ class Row:
         ms = sorted(itertools.chain(*self.rounds_ms))
         low, _, high = statistics.quantiles(ms, n=4, method="inclusive") if len(ms) > 1 else ms * 3
         images_per_sec = 1000 * settings["batch_size"] / self.ms_per_step()
-        tflops_per_sec = images_per_sec * self.flops_per_image / 1e12 / self.trainer.accelerator.num_processes
         return identity | {
             "ms_per_step": self.ms_per_step(),
             "ms_quartiles": [low, high],
@@ -309,9 +323,9 @@ class Row:
             "num_timed": len(ms),
             "images_per_sec": images_per_sec,
             "gflops_per_image": self.flops_per_image / 1e9,
-            "tflops_per_sec": tflops_per_sec,
-            "ceiling_tflops_per_sec": ceiling["tflops_per_sec"],
-            "mfu": tflops_per_sec / ceiling["tflops_per_sec"],
+            "tflops_per_sec": self.flops_per_step() / self.ms_per_step() / 1e9,
+            "ceiling_tflops_per_sec": statistics.median(self.ceilings) / 1e12,
+            "mfu": self.mfu(),
             "peak_memory_mib": None if self.peak_bytes is None else self.peak_bytes / 2**20,
             "saved_mib": None if self.saved_bytes is None else self.saved_bytes / 2**20,
             **{f"{part}_ms": ms for part, ms in self.parts_ms.items()},
@@ -352,14 +366,13 @@ def measure_backbone(accelerator: Accelerator, backbone: str, data: Sequence[str
         rows.append(Row(trainer, backbone, model, variant))
     ceiling = Ceiling(accelerator.device, settings, rows[0].trainer)
     for _ in range(settings["rounds"]):
-        ceiling.measure()
         for row in rows:
             if row.problem is None:
-                row.turn(settings)
+                row.turn(settings, ceiling)
     for row in rows if settings["parts"] else ():
         if row.problem is None:
             row.measure_parts(settings)
-    records = [row.record(ceiling.best, settings) for row in rows]
+    records = [row.record(settings) for row in rows]
     ratios = compare(rows)
     for row in rows:
         del row.trainer, row.batches
@@ -427,11 +440,7 @@ def release_freed_memory() -> None:
 
 
 class Ceiling:
-    """The fastest matrix product, x W^T, of the run's type: squares, and the shapes of the network's own layers.
-
-    Attributes:
-        best: its name and speed, over all rounds.
-    """
+    """The fastest matrix product, x W^T, of the run's type: squares, and the shapes of the network's own layers."""
 
     def __init__(self, device: torch.device, settings: dict, trainer: Trainer):
         self.device = device
@@ -441,24 +450,22 @@ class Ceiling:
         squares = (4096, 8192) if device.type == "cuda" else (1024, 2048)
         if device.type != "cuda":
             num_rows = min(num_rows, 4096)  # as fast as more rows, and sooner done
-        self.shapes = {f"{n}x{n}x{n}": (n, n, n) for n in squares}
-        for layer in (block.attn.qkv, block.mlp.fc1, block.mlp.fc2):
-            shape = (num_rows, layer.in_features, layer.out_features)
-            self.shapes["x".join(map(str, shape))] = shape
-        self.best = {"shape": None, "tflops_per_sec": 0.0}
+        layers = (block.attn.qkv, block.mlp.fc1, block.mlp.fc2)
+        self.shapes = [*((n, n, n) for n in squares), *((num_rows, layer.in_features, layer.out_features) for layer in layers)]
 
-    def measure(self) -> None:
-        for name, (m, k, n) in self.shapes.items():
-            x = torch.randn(m, k, device=self.device, dtype=self.dtype)
-            weight = torch.randn(n, k, device=self.device, dtype=self.dtype)
+    def measure(self) -> float:
+        """FLOPs per second of the fastest shape, each by the median of 5."""
+        return max(self._flops_per_sec(*shape) for shape in self.shapes)
+
+    def _flops_per_sec(self, m: int, k: int, n: int) -> float:
+        x = torch.randn(m, k, device=self.device, dtype=self.dtype)
+        weight = torch.randn(n, k, device=self.device, dtype=self.dtype)
+        torch.nn.functional.linear(x, weight)
+        clock = StepClock(self.device)
+        for _ in range(5):
             torch.nn.functional.linear(x, weight)
-            clock = StepClock(self.device)
-            for _ in range(5):
-                torch.nn.functional.linear(x, weight)
-                clock.lap()
-            tflops_per_sec = 2 * m * k * n / min(clock.laps_ms()) / 1e9
-            if tflops_per_sec > self.best["tflops_per_sec"]:
-                self.best = {"shape": name, "tflops_per_sec": tflops_per_sec}
+            clock.lap()
+        return 2000 * m * k * n / statistics.median(clock.laps_ms())
 
 
 # ----------------------------------------------------------------------------------------------------------------------

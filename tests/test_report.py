@@ -15,7 +15,7 @@ from PIL import Image
 from training.report.__main__ import main
 from training.report.charts import MOST_POINTS, Series, line_chart, linear_ticks, log_ticks, thinned
 from training.report.content import equal_table, results_table, speedup_table
-from training.report.experiments import curve_metric, first_reached, group, metric_order
+from training.report.experiments import by_number, curve_metric, first_reached, group, metric_order
 from training.report.runs import read_runs
 
 ROUTE = {"selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": -4}
@@ -339,6 +339,11 @@ def test_values_of_the_wrong_kind_end_no_report(runs, file, line, said):
     main([str(runs)])
     page = (runs / "report.html").read_text()
     assert "tread_<wbr>seed-0" in page and (said is None or said.replace("_", "_<wbr>") in page)
+
+
+def test_labels_with_numbers_are_sorted_by_them():
+    labels = ["placement/10_2", "placement/2_10", "placement/baseline", "placement/2_8"]
+    assert sorted(labels, key=by_number) == ["placement/2_8", "placement/2_10", "placement/10_2", "placement/baseline"]
 
 
 def test_metrics_are_ordered_with_unguided_fid_of_many_samples_first():

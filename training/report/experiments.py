@@ -304,9 +304,16 @@ def group(runs: Sequence[Run]) -> dict[str, list[Experiment]]:
         without = f"Other runs on {config.get('data.name') or 'unknown data'}"
         tables.setdefault(str(experiment.about.get("table") or without), []).append(experiment)
     for table in tables.values():
-        table.sort(key=lambda e: (e.baseline.label if e.baseline else e.label, e.is_routed, e.label))  # next to their dense ones
+        table.sort(
+            key=lambda e: (by_number((e.baseline or e).label), e.is_routed, by_number(e.label))
+        )  # next to their dense ones
     # The paper's tables first.
     return dict(sorted(tables.items(), key=lambda item: (item[0].startswith("Other runs"), item[0])))
+
+
+def by_number(label: str) -> list[str | int]:
+    """A key that sorts `0_10` after `0_2`."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"([0-9]+)", label)]
 
 
 def start_of(init_from: str) -> str:
