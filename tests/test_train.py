@@ -19,6 +19,7 @@ from latents.shards import ShardInfo, write_shard
 from routing_module import TokenRouter
 from training import checkpoint as checkpoints
 from training.loop import Trainer, TrainingDiverged
+from training.signals import StopSignal
 
 GRIDS = ["sample.every=2", "sample.num_samples=3", "diffusion.sampler.num_steps=2"]
 
@@ -376,6 +377,33 @@ def test_a_second_signal_exits_at_once(tmp_path):
     process.send_signal(signal.SIGTERM)
     code, output = finish(process, timeout_sec=30)
     assert code == 128 + signal.SIGTERM, output
+
+
+def test_a_second_signal_exits_at_once_even_within_one_long_operation():
+    code = """
+import hashlib
+from training.signals import StopSignal
+stop = StopSignal()
+print("ready", flush=True)
+hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # many minutes without a bytecode, like a large backward on a CPU
+"""
+    process = start("-c", code)
+    assert "ready\n" in iter(process.stdout.readline, "")
+    process.send_signal(signal.SIGTERM)
+    time.sleep(1.2)
+    process.send_signal(signal.SIGTERM)
+    code, output = finish(process, timeout_sec=10)
+    assert code == 128 + signal.SIGTERM, output
+
+
+def test_signals_return_to_whoever_had_them():
+    before = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)]
+    stop = StopSignal()
+    os.kill(os.getpid(), signal.SIGTERM)
+    wait_for(stop.requested)
+    stop.close()
+    assert [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)] == before
+    assert signal.set_wakeup_fd(-1) == -1
 
 
 def test_kill_9_at_any_time_and_a_resume_give_the_uninterrupted_run(train, tmp_path):
