@@ -636,7 +636,7 @@ def attach(
     routes: str | Mapping | Sequence[Route | Mapping] | Route,
     *,
     selection: str = "uniform",
-    importance_weight: float = 0.5,
+    importance_weight: float | None = None,
     inverse: bool = False,
     per_sample: bool = True,
     generator: torch.Generator | None = None,
@@ -650,7 +650,7 @@ def attach(
         routes: a preset, a SimpleTuner `tread_config`, or routes (see `as_routes`). selection_ratio is the fraction
             that SKIPS; layer indices count through all lists of blocks in order, and may be negative.
         selection: `uniform` (the paper: a random subset), or `importance` (tokens with a large L1-norm stay more often).
-        importance_weight: for `importance`: 0 is as random as uniform, 1 keeps exactly the largest.
+        importance_weight: for `importance`: 0 is as random as uniform, 1 keeps exactly the largest; None is 0.5.
         inverse: for `importance`: the smallest stay.
         per_sample: a subset for every sample; False is one subset for the whole batch.
         generator: source of the random numbers, on the device of the tokens; None is torch's default (torch.compile
@@ -665,10 +665,12 @@ def attach(
     routes = as_routes(routes)
     if selection not in SELECTIONS:
         raise ValueError(f"selection={selection!r} is unknown; choose one of {', '.join(SELECTIONS)}")
+    for name, value in (("importance_weight", importance_weight), ("inverse", inverse or None)):
+        if value is not None and selection != "importance":
+            raise ValueError(f'{name}={value} has no meaning for selection={selection!r}; add selection="importance"')
+    importance_weight = 0.5 if importance_weight is None else importance_weight
     if not 0 <= importance_weight <= 1:
         raise ValueError(f"importance_weight={importance_weight} must be in [0, 1]: 0 is random, 1 keeps the largest norms")
-    if inverse and selection != "importance":
-        raise ValueError(f'inverse=True has no meaning for selection={selection!r}; add selection="importance"')
     network = inner_module(network)
     if attached(network) is not None:
         raise ValueError(f"{type(network).__name__} is routed already; detach() first: attached(network).detach()")

@@ -281,7 +281,9 @@ def test_an_adapter_that_does_not_fit_and_a_second_attachment_are_refused():
     with pytest.raises(ValueError, match="inverse=True has no meaning for selection='uniform'"):
         attach(network, "balanced", inverse=True)
     with pytest.raises(ValueError, match=r"importance_weight=2 must be in \[0, 1\]"):
-        attach(network, "balanced", importance_weight=2)
+        attach(network, "balanced", selection="importance", importance_weight=2)
+    with pytest.raises(ValueError, match=r"importance_weight=0.7 has no meaning for selection='uniform'"):
+        attach(network, "balanced", importance_weight=0.7)
 
 
 def test_a_network_of_ones_own_is_routed_by_describing_it():

@@ -360,6 +360,7 @@ def test_a_report_replaces_its_own_and_nothing_else(runs, tmp_path, capsys):
     main([str(runs), f"output={page}", "title=One & <two>"])
     first = page.read_text()
     assert "<h1>One &amp; &lt;two&gt;</h1>" in first and "4 runs in" in capsys.readouterr().out
+    assert "\n# One &amp; &lt;two&gt;\n" in page.with_suffix(".md").read_text()
     main([str(runs), f"output={page}"])
     assert page.read_text() != first and sorted(p.name for p in page.parent.iterdir()) == ["a.html", "a.md"]
     (page.parent / "a.md").write_text("my notes")
