@@ -36,6 +36,13 @@ assert not torch.cuda.is_initialized()
     assert result.returncode == 0, result.stderr
 
 
+def test_commands_start_without_the_libraries_that_only_some_of_them_need():
+    slow = {"timm", "torchvision", "diffusers", "transformers", "wandb", "matplotlib", "scipy", "torch_fidelity"}
+    code = f"import sys, train, sample, fid, prepare_latents; found = {slow!r} & set(sys.modules); assert not found, found"
+    result = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
 def test_no_helper_is_defined_twice():
     seen: dict[str, Path] = {}
     entry_points = {"main", "build"}
