@@ -8,8 +8,7 @@ A step is forward, loss and backward, of a randomly initialised network with the
 (PixArt: one list of blocks; Flux: as many double as single blocks, with rotary positions, which every sample gathers for
 itself). Dense and routed steps take turns, so that a machine that slows down slows down both, and the ratio is taken turn by
 turn. One JSON line a measurement: median, lowest and highest over the rounds; the machine and the versions are in the first
-line. `saved_mib` is the memory of all distinct tensors that autograd saved for the backward pass of one step, parameters left
-out.
+line. `saved_mib` is the memory of all distinct tensors that autograd saves for the backward pass, parameters left out.
 """
 
 from __future__ import annotations
@@ -19,12 +18,14 @@ import platform
 import statistics
 import sys
 import time
+from functools import partial
 from importlib.metadata import version
 
 import torch
 from omegaconf import OmegaConf
 from torch import nn
 
+from benchmarks.memory import saved_for_backward
 from benchmarks.report import emit
 from routing_module import as_routes, attach
 
@@ -90,9 +91,13 @@ def benchmark_inputs(name: str, num_tokens: int, settings) -> dict:
     return {key: value.to(settings.device) if torch.is_tensor(value) else value for key, value in inputs.items()}
 
 
-def train_step(network: nn.Module, inputs: dict, settings) -> None:
+def forward(network: nn.Module, inputs: dict, settings) -> torch.Tensor:
     with torch.autocast(settings.device, torch.bfloat16, enabled=settings.precision == "bf16"):
-        loss = network(**inputs, return_dict=False)[0].float().square().mean()
+        return network(**inputs, return_dict=False)[0].float().square().mean()
+
+
+def train_step(network: nn.Module, inputs: dict, settings) -> None:
+    loss = forward(network, inputs, settings)
     network.zero_grad(set_to_none=True)
     loss.backward()
 
@@ -103,22 +108,6 @@ def step_seconds(network: nn.Module, inputs: dict, settings) -> float:
     if settings.device != "cpu":
         torch.accelerator.synchronize()
     return time.perf_counter() - start_sec
-
-
-def saved_bytes(network: nn.Module, inputs: dict, settings) -> int:
-    """Bytes of the distinct storages that autograd holds between forward and backward, parameters left out."""
-    parameters = {p.untyped_storage().data_ptr() for p in network.parameters()}
-    storages: dict[int, int] = {}
-
-    def note(x):
-        storage = x.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            storages[storage.data_ptr()] = storage.nbytes()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-        train_step(network, inputs, settings)
-    return sum(storages.values())
 
 
 def main(arguments: list[str]) -> None:
@@ -145,8 +134,9 @@ def main(arguments: list[str]) -> None:
             for i in range(settings.rounds + 1):
                 for kind in ("dense", "routed"):
                     attachment = attach(network, routes, per_sample=settings.per_sample) if kind == "routed" else None
-                    if i == 0:  # the first step of each warms up, and its memory is counted
-                        saved[kind] = saved_bytes(network, inputs, settings)
+                    if i == 0:
+                        saved[kind] = saved_for_backward(network, partial(forward, network, inputs, settings))
+                        train_step(network, inputs, settings)  # the first step of each warms up
                     else:
                         seconds[kind].append(step_seconds(network, inputs, settings))
                     if attachment is not None:

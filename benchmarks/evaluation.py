@@ -18,7 +18,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.report import describe_machine, emit, peak_memory_gib, synchronise
+from benchmarks.memory import peak_memory_gib
+from benchmarks.report import describe_machine, emit, synchronise
 from evaluations import metrics
 from evaluations.detector import LAYER_SIZES, InceptionDetector
 from evaluations.features import Features, extract

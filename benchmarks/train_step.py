@@ -19,8 +19,6 @@ It writes <output>.jsonl and <output>.md; the last line sums up the ratios.
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import itertools
 import statistics
 import sys
@@ -38,6 +36,7 @@ from accelerate.utils import set_seed
 from hydra import compose, initialize_config_dir
 
 import dit
+from benchmarks.memory import PeakMemory, saved_for_backward
 from benchmarks.plain import make_blocks_plain, make_trainer_plain, plain_step
 from benchmarks.report import (
     describe_machine,
@@ -238,7 +237,8 @@ class Row:
             self.peak_bytes = max((b for b in (self.peak_bytes, memory.peak_bytes()) if b is not None), default=None)
             self.ceilings.append((before + ceiling.measure()) / 2)
             if is_first and self.variant in ("none", "plain"):
-                self.saved_bytes = saved_for_backward(self.trainer, next(self.batches))
+                trainer, (micro_batch, *_) = self.trainer, next(self.batches)
+                self.saved_bytes = saved_for_backward(trainer.net, lambda: trainer.loss(trainer.parts[0], *micro_batch))
         except torch.OutOfMemoryError:
             self.problem = "out of memory"
             self.trainer.net.zero_grad(set_to_none=True)
@@ -332,23 +332,6 @@ class Row:
         }
 
 
-def saved_for_backward(trainer: Trainer, micro_batches) -> int:
-    """Bytes that the forward of one micro-batch keeps for the backward; weights do not count, casts of them do."""
-    weights = {p.untyped_storage().data_ptr() for p in trainer.net.parameters()}
-    saved: dict[int, int] = {}  # by address: everything that is kept is alive until the loss goes
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            saved[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = trainer.loss(trainer.parts[0], *micro_batches[0])
-    del loss
-    return sum(saved.values())
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Measuring.
 
@@ -404,39 +387,6 @@ class StepClock:
         if self.device.type == "cuda":
             return [start.elapsed_time(end) for start, end in itertools.pairwise(self.marks)]
         return [1000 * (end - start) for start, end in itertools.pairwise(self.marks)]
-
-
-class PeakMemory:
-    """The most memory since its creation, beyond what was in use then. On a CPU: of the process, as Linux counts it."""
-
-    STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-            self.before = torch.cuda.memory_allocated(device)
-        elif self.CLEAR.exists():
-            release_freed_memory()
-            self.CLEAR.write_text("5")  # the peak starts anew
-            self.before = self._of_process("VmRSS")
-
-    def peak_bytes(self) -> int | None:
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device) - self.before
-        return self._of_process("VmHWM") - self.before if self.CLEAR.exists() else None
-
-    def _of_process(self, name: str) -> int:
-        line = next(line for line in self.STATUS.read_text().splitlines() if line.startswith(name))
-        return int(line.split()[1]) * 1024
-
-
-def release_freed_memory() -> None:
-    """Give back to the system what training.cli.keep_freed_memory kept, so that one row's memory is not another's."""
-    gc.collect()
-    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if malloc_trim is not None:
-        malloc_trim(0)
 
 
 class Ceiling:

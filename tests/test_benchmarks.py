@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import dit
 from benchmarks import loader, loss_curves, profile, report, sampling, scaling, train_step
+from benchmarks.memory import saved_for_backward
 from benchmarks.plain import PlainEMA
 from routing_module import Route, TokenRouter
 from training import flops
@@ -59,6 +60,23 @@ def test_an_image_of_dit_s_2_costs_36_gflop():
     with torch.device("meta"):
         net = dit.build("DiT-S/2", input_size=32, in_channels=4, num_classes=1000)
     assert flops.step_flops(net, routed=True) == pytest.approx(36.4e9, rel=5e-3)
+
+
+def saved_bytes(net, batch_size):
+    g = torch.Generator().manual_seed(0)
+    inputs = torch.randn(batch_size, 4, 32, 32, generator=g), torch.randn(batch_size, generator=g), torch.arange(batch_size)
+    return saved_for_backward(net, lambda: net(*inputs).square().mean())
+
+
+def test_what_a_step_saves_grows_linearly_in_the_batch_and_routes_lower_it_as_they_lower_the_flops():
+    settings = dict(input_size=32, in_channels=4, num_classes=10)
+    dense = dit.build("DiT-XS/2", **settings).train()
+    routed = dit.build("DiT-XS/2", **settings, routes=[Route(0.5, 2, -4)]).train()
+    for net in (dense, routed):
+        one, two, four = (saved_bytes(net, batch_size) for batch_size in (1, 2, 4))
+        assert one < two and four - two == pytest.approx(2 * (two - one), rel=0.01)
+    ratio = flops.step_flops(routed, routed=True) / flops.step_flops(routed, routed=False)
+    assert saved_bytes(routed, 4) <= (ratio + 0.1) * saved_bytes(dense, 4)
 
 
 def test_the_loop_ema_is_the_same_average():
