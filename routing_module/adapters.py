@@ -280,7 +280,14 @@ ADAPTERS = (
     Adapter(
         "VisionTransformer",
         "patch_embed",
-        (BlockList("blocks", argument="x", layout="text_image"),),  # class and register tokens come first
+        (
+            BlockList(
+                "blocks",
+                argument="x",
+                layout="text_image",  # class and register tokens come first
+                axes=(TokenAxis("attn_mask", dim=-1, layout="text_image", mask=True),),
+            ),
+        ),
         extent=patch_tokens,
         obstacle=patch_dropout,
         package="timm",

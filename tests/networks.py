@@ -506,6 +506,9 @@ def reference(network, case, windows, padded=False):
         barred = None if now[0] is None else place(now[0], key.shape[-2], case.attention_text_first)
         if barred is not None:
             allowed = ~barred[:, None, None, :]
+            if kwargs.get("is_causal"):
+                kwargs["is_causal"] = False
+                allowed = allowed & torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
             if attn_mask is None:
                 attn_mask = allowed
             elif attn_mask.dtype == torch.bool:

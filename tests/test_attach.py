@@ -60,11 +60,14 @@ def test_a_routed_network_equals_full_length_blocks_with_skipping_tokens_barred_
     assert max(worst.values()) < 1e-5, max(worst.items(), key=lambda item: item[1])
 
 
-def attention_masks():
-    """(B, 1, 1, T + N), for text of different lengths, and (T + N, T + N)."""
-    keys = torch.cat([text_mask(True), torch.ones(B, N, dtype=torch.bool)], dim=1)
-    pairs = normal(T + N, T + N) > -1
-    return keys[:, None, None], pairs | torch.eye(T + N, dtype=torch.bool)
+def mask_of_keys():
+    """(B, 1, 1, T + N), for text of different lengths."""
+    return torch.cat([text_mask(True), torch.ones(B, N, dtype=torch.bool)], dim=1)[:, None, None]
+
+
+def mask_of_pairs(length):
+    """(length, length), of queries and keys."""
+    return (normal(length, length) > -1) | torch.eye(length, dtype=torch.bool)
 
 
 @pytest.mark.parametrize(
@@ -72,10 +75,12 @@ def attention_masks():
     [
         ("Flux", lambda: {"controlnet_block_samples": [normal(B, N, 32, seed=6)], "controlnet_single_block_samples": None}),
         ("SD3", lambda: {"skip_layers": [2]}),
-        ("Flux", lambda: {"joint_attention_kwargs": {"attention_mask": attention_masks()[0]}}),
-        ("Flux2", lambda: {"joint_attention_kwargs": {"attention_mask": attention_masks()[1]}}),
+        ("Flux", lambda: {"joint_attention_kwargs": {"attention_mask": mask_of_keys()}}),
+        ("Flux2", lambda: {"joint_attention_kwargs": {"attention_mask": mask_of_pairs(T + N)}}),
+        ("timm", lambda: {"attn_mask": mask_of_pairs(1 + 2 + N)}),  # a class and two register tokens
+        ("timm", lambda: {"is_causal": True}),
     ],
-    ids=["residuals of a ControlNet", "skipped layers", "mask of keys", "mask of queries and keys"],
+    ids=["residuals of a ControlNet", "skipped layers", "mask of keys", "mask of queries and keys", "timm's mask", "causal"],
 )
 def test_what_is_added_masked_or_left_out_is_so_for_the_right_tokens(name, extra):
     case, network = NETWORKS[name], cached_network(name)
