@@ -6,11 +6,12 @@ import random
 import shutil
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
 import torch
-from conftest import LAUNCH_2, TINY, finish, losses, make_shard, metrics, start
+from conftest import LAUNCH_2, REPOSITORY, TINY, finish, losses, make_shard, metrics, start
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -428,6 +429,31 @@ def test_two_processes_give_the_losses_of_one_and_can_be_resumed_by_one(train, t
     assert two == pytest.approx({step: loss for step, loss in losses(one).items() if step <= 20}, rel=1e-5)
     train("two", "train.batch_size=8", "train.num_steps=22")
     assert losses(tmp_path / "two") == pytest.approx(losses(one), rel=1e-5)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
+def test_no_thread_of_a_destroyed_process_group_is_left_at_the_end_of_a_process():
+    # It would be if torch's compiler were imported, as AdamW does, while there is a group.
+    code = """
+import time
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from training import cli
+
+cli.start_accelerator(1, cpu=True)
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
+count = lambda: sum("gloo" in (task / "comm").read_text() for task in Path("/proc/self/task").iterdir())
+before = count()
+dist.destroy_process_group()
+deadline = time.monotonic() + 5
+while count() and time.monotonic() < deadline:
+    time.sleep(0.1)
+assert before > 0 and count() == 0, (before, count())
+"""
+    result = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
 
 
 def test_two_processes_agree_to_stop_on_a_signal_to_one_of_them(tmp_path):

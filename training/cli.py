@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import logging
 import os
 import re
@@ -75,6 +76,10 @@ def _words(error: HydraException, keys: dict[str, Accepts]) -> str:
 
 def start_accelerator(cpu_threads: int | None, **settings) -> Accelerator:
     """accelerate, with its settings; this process's share of the cores; messages from the main process only."""
+    if torch.distributed.is_available():
+        # AdamW imports torch's compiler, which imports this, whose functions hold the process group of that moment as a default
+        # argument: it would never be freed, and gloo's threads would meet the end of the interpreter, which then may abort.
+        importlib.import_module("torch.distributed.nn.functional")
     accelerator = Accelerator(**settings)
     logging.basicConfig(format="%(message)s", level=logging.INFO if accelerator.is_main_process else logging.ERROR)
     use_cores(accelerator.device, cpu_threads)
