@@ -1,11 +1,8 @@
 """Routing of networks that are not ours, against full-length blocks in which skipping tokens are barred and restored."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
-from conftest import REPOSITORY
+from conftest import finish, start
 from networks import (
     NETWORKS,
     B,
@@ -97,7 +94,8 @@ def test_what_is_added_masked_or_left_out_is_so_for_the_right_tokens(name, extra
 
 def test_routing_imports_none_of_the_libraries_whose_networks_it_routes():
     code = "import sys, routing_module; assert not {'diffusers', 'peft', 'timm', 'torchao'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True)
+    code, output = finish(start("-c", code))
+    assert code == 0, output
 
 
 @pytest.mark.parametrize("name", NETWORKS)

@@ -2,13 +2,11 @@
 
 import ast
 import hashlib
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import REPOSITORY
+from conftest import REPOSITORY, finish, start
 from PIL import Image
 
 import prepare_latents
@@ -32,15 +30,15 @@ after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolis
 assert torch.equal(before[0], after[0]) and before[1:] == after[1:]
 assert not torch.cuda.is_initialized()
 """
-    result = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    code, output = finish(start("-c", code))
+    assert code == 0, output
 
 
 def test_commands_start_without_the_libraries_that_only_some_of_them_need():
     slow = {"timm", "torchvision", "diffusers", "transformers", "wandb", "matplotlib", "scipy", "torch_fidelity"}
     code = f"import sys, train, sample, fid, prepare_latents; found = {slow!r} & set(sys.modules); assert not found, found"
-    result = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    code, output = finish(start("-c", code))
+    assert code == 0, output
 
 
 def test_no_helper_is_defined_twice():

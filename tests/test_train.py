@@ -11,7 +11,7 @@ import time
 
 import pytest
 import torch
-from conftest import LAUNCH_2, REPOSITORY, TINY, finish, losses, make_shard, metrics, start
+from conftest import LAUNCH_2, TINY, finish, losses, make_shard, metrics, start
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -369,15 +369,19 @@ def test_a_signal_finishes_the_step_saves_and_exits_with_0(train, tmp_path, sign
     assert losses(tmp_path / "run") == losses(train("whole", f"train.num_steps={step + 2}"))
 
 
+def assert_two_signals_end_it(process, timeout_sec):
+    process.send_signal(signal.SIGTERM)
+    time.sleep(1.2)  # less would be one request
+    process.send_signal(signal.SIGTERM)
+    code, output = finish(process, timeout_sec)
+    assert code == 128 + signal.SIGTERM, output
+
+
 def test_a_second_signal_exits_at_once(tmp_path):
     process = start("train.py", *TINY, "name=run", f"output_dir={tmp_path}", "train.batch_size=2048")
     wait_for(lambda: (tmp_path / "run" / "config.yaml").exists())
     time.sleep(2)  # now within a step, which takes several seconds
-    process.send_signal(signal.SIGTERM)
-    time.sleep(1.2)
-    process.send_signal(signal.SIGTERM)
-    code, output = finish(process, timeout_sec=30)
-    assert code == 128 + signal.SIGTERM, output
+    assert_two_signals_end_it(process, timeout_sec=30)
 
 
 def test_a_second_signal_exits_at_once_even_within_one_long_operation():
@@ -390,11 +394,7 @@ hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # many minutes without a byt
 """
     process = start("-c", code)
     assert "ready\n" in iter(process.stdout.readline, "")
-    process.send_signal(signal.SIGTERM)
-    time.sleep(1.2)
-    process.send_signal(signal.SIGTERM)
-    code, output = finish(process, timeout_sec=10)
-    assert code == 128 + signal.SIGTERM, output
+    assert_two_signals_end_it(process, timeout_sec=10)
 
 
 def test_signals_return_to_whoever_had_them():
@@ -452,8 +452,8 @@ while count() and time.monotonic() < deadline:
     time.sleep(0.1)
 assert before > 0 and count() == 0, (before, count())
 """
-    result = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    code, output = finish(start("-c", code))
+    assert code == 0, output
 
 
 def test_two_processes_agree_to_stop_on_a_signal_to_one_of_them(tmp_path):
