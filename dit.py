@@ -225,6 +225,7 @@ class DiT(nn.Module):
         learn_sigma: bool = False,
         class_dropout: float = 0.1,
         routes: Sequence[Route] = (),
+        selection: str = "uniform",
         fp32_after_route: bool = True,
         init: str = "adaln_zero",
     ):
@@ -281,6 +282,7 @@ class DiT(nn.Module):
         drop_labels: Tensor | None = None,
         route_scores: Tensor | None = None,
         selection_ratios: float | Sequence[float] | None = None,
+        router: TokenRouter | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
         """Args:
@@ -292,6 +294,7 @@ class DiT(nn.Module):
             route_scores: (B, R, N) uniform numbers that choose the routed tokens; drawn when absent.
             selection_ratios: routing with these ratios (one, or one per route) instead of the routes' own, in
                 evaluation mode too. The default is the routes' own in training mode and none in evaluation mode.
+            router: which routes, instead of the network's own.
             generator: source of whatever is drawn here.
 
         Returns:
@@ -310,23 +313,24 @@ class DiT(nn.Module):
         h = self.x_embedder(x) + self.pos_embed  # (B, N, D)
         c = self.t_embedder(t) + self.y_embedder(y, drop_labels)  # (B, D)
 
+        router = router or self.router
         starts, ends = {}, {}  # block index -> ids_keep (B, K) of the route that starts or ends there
         if self.training or selection_ratios is not None:
-            for i, ratio in enumerate(self.router.selection_ratios(selection_ratios)):
+            for i, ratio in enumerate(router.selection_ratios(selection_ratios)):
                 if ratio > 0:
                     scores = None if route_scores is None else route_scores[:, i]
-                    ids_keep = self.router.get_mask(h, ratio, scores=scores, generator=generator)
-                    route = self.router.routes[i]
+                    ids_keep = router.get_mask(h, ratio, scores=scores, generator=generator)
+                    route = router.routes[i]
                     starts[route.start_layer_idx] = ends[route.end_layer_idx] = ids_keep
 
         skipped = h
         for i, block in enumerate(self.blocks):
             if i in starts:
                 skipped = h
-                h = self.router.start_route(h, starts[i])  # (B, K, D)
+                h = router.start_route(h, starts[i])  # (B, K, D)
             h = self._in_fp32(block, h, c) if i - 1 in ends and i in self.fp32_layers else block(h, c)
             if i in ends:
-                h = self.router.end_route(h, skipped, ends[i])  # (B, N, D)
+                h = router.end_route(h, skipped, ends[i])  # (B, N, D)
 
         last = len(self.blocks)
         in_fp32 = last - 1 in ends and last in self.fp32_layers

@@ -21,15 +21,17 @@ from pathlib import Path
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
+from errors import UserError
 from evaluations.images import open_images
-from sample import guidance_settings
+from files import append_line, markdown_table, read_lines
+from sample import with_scale
+from sampling.evaluator import Evaluator, short_count
+from sampling.sampler import ImageSampler
+from setup import build, cli, load, schema
 from training import checkpoint as checkpoints
-from training import cli, config
-from training.engine import check_compile
-from training.evaluation import Evaluator, build_detector, open_reference, short_count
-from training.sampling import ImageSampler, find_weak, load_sampler, load_weak
+from training.speed import check_compile
 
 log = logging.getLogger("fid")
 
@@ -41,37 +43,37 @@ PLOTTED = {"inception": "fid", "digits": "fd_digits"}
 
 
 def main(cfg: DictConfig) -> None:
-    cfg = config.check(cfg, config.FID_KEYS, config.GUIDANCE_SWEEP_KEYS)
-    given = [key for key in ("checkpoint", "checkpoints", "images") if cfg[key] is not None]
+    cfg = schema.check(cfg, schema.FidConfig)
+    given = [key for key in ("checkpoint", "checkpoints", "images") if getattr(cfg, key) is not None]
     if len(given) != 1:
-        raise ValueError(f"give one of checkpoint=, checkpoints= and images=, not {' and '.join(given) or 'none of them'}")
-    guidance_settings(cfg)
+        raise UserError(f"give one of checkpoint=, checkpoints= and images=, not {' and '.join(given) or 'none of them'}")
+    guidances = [with_scale(guidance, scale) for guidance in cfg.guidance for scale in as_list(cfg.cfg_scale)]
     accelerator = cli.start_accelerator(cfg.cpu_threads)
     check_compile("compile", cfg.compile, accelerator.device)
     # One process chooses: in a run that goes on, another could find a newer one.
     folders = broadcast_object_list([find_checkpoints(cfg) if accelerator.is_main_process else None])[0]
-    run_cfg = checkpoints.load_config(folders[0]) if folders else None
-    fill_in(cfg, run_cfg)
-    reference = open_reference(cfg.reference, "reference")
+    runs = {folder: load.load_config(folder) for folder in folders}
+    cfg = with_settings_of_run(cfg, runs[folders[0]] if folders else None)
+    reference = build.open_reference(cfg.reference, "reference")
     images = open_images(cfg.images, cfg.convert_to_rgb) if cfg.images else None
 
-    if cfg.num_samples is None:
-        cfg.num_samples = PAPER_NUM_SAMPLES if images is None else len(images)
-    if images and cfg.num_samples > len(images):
-        raise ValueError(f"num_samples={cfg.num_samples}, but {cfg.images} holds {len(images)} images; make more or lower it")
-    points = [{"images": cfg.images}] if images else sweep(cfg, folders, accelerator)
-    results = Results(cfg, folders, reference.fingerprint(), images.fingerprint() if images else None)
+    num_samples = cfg.num_samples or (PAPER_NUM_SAMPLES if images is None else len(images))
+    if images and num_samples > len(images):
+        raise UserError(f"num_samples={num_samples}, but {cfg.images} holds {len(images)} images; make more or lower it")
+    points = [{"images": cfg.images}] if images else sweep(cfg, runs, guidances, accelerator)
+    results = Results(cfg, num_samples, folders, reference.fingerprint(), images.fingerprint() if images else None)
     missing = broadcast_object_list([[point for point in points if not results.has(point)]])[0]
     log.info("%d of %d evaluations to do, in %s", len(missing), len(points), results.folder)
     if missing:
-        evaluator = Evaluator.open(accelerator, build_detector(cfg.evaluation, accelerator), reference, cfg.batch_size)
+        detector = build.build_detector(cfg.evaluation, accelerator)
+        evaluator = Evaluator.open(accelerator, detector, reference, cfg.batch_size)
     for point in missing:
         cost = {}
         if images:
-            metrics = evaluator.of_images(images, cfg.num_samples)
+            metrics = evaluator.of_images(images, num_samples)
         else:
-            sampler = sampler_of_point(cfg, point, accelerator.device)
-            metrics = evaluator.of_samples(sampler, cfg.num_samples)
+            sampler = sampler_of_point(cfg, runs, point, accelerator.device)
+            metrics = evaluator.of_samples(sampler, num_samples)
             cost = {"network_evaluations": sampler.evaluations_per_image, "gflops_per_image": sampler.flops_per_image / 1e9}
         if accelerator.is_main_process:
             results.add(point, metrics, cost)
@@ -82,13 +84,12 @@ def main(cfg: DictConfig) -> None:
     accelerator.end_training()
 
 
-def find_checkpoints(cfg: DictConfig) -> list[Path]:
+def find_checkpoints(cfg: schema.FidConfig) -> list[Path]:
     """The verified checkpoints that the command names."""
     if cfg.checkpoints is not None:
-        root = Path(cfg.checkpoints) / "checkpoints"
-        folders = list(checkpoints.list_steps(root).values())
+        folders = list(checkpoints.list_steps(Path(cfg.checkpoints) / "checkpoints").values())
         if not folders:
-            raise ValueError(f"checkpoints={cfg.checkpoints} is not the folder of a run with checkpoints")
+            raise UserError(f"checkpoints={cfg.checkpoints} is not the folder of a run with checkpoints")
         for folder in folders:
             checkpoints.verify(folder)
         return folders
@@ -98,70 +99,73 @@ def find_checkpoints(cfg: DictConfig) -> list[Path]:
 
 
 def as_list(value) -> list:
-    return list(value) if OmegaConf.is_list(value) else [value]
+    return value if isinstance(value, list) else [value]
 
 
-def fill_in(cfg: DictConfig, run_cfg: DictConfig | None) -> None:
+def with_settings_of_run(cfg: schema.FidConfig, run_cfg: schema.TrainConfig | None) -> schema.FidConfig:
     """Take from the run what the command leaves open."""
-    stored = OmegaConf.select(run_cfg, "evaluation") if run_cfg is not None else None
-    cfg.reference = cfg.reference or (stored.reference if stored else None)
-    cfg.evaluation.detector = cfg.evaluation.detector or (stored.detector if stored else "inception")
-    cfg.evaluation.weights = cfg.evaluation.weights or (stored.weights if stored else None)
+    stored = {"reference": None, "detector": "inception", "weights": None}
+    if run_cfg is not None:
+        stored = run_cfg.evaluation.model_dump()
+    own = {key: getattr(cfg.evaluation, key) or stored[key] for key in ("detector", "weights")}
+    update = {"evaluation": cfg.evaluation.model_copy(update=own), "reference": cfg.reference or stored["reference"]}
+    return cfg.model_copy(update=update)
 
 
-def sweep(cfg: DictConfig, folders: list[Path], accelerator: Accelerator) -> list[dict]:
+def sweep(
+    cfg: schema.FidConfig, runs: dict[Path, schema.TrainConfig], guidances: list[schema.Guidance], accelerator: Accelerator
+) -> list[dict]:
     """All combinations of what the command lists, each checked against its checkpoint.
 
     Raises:
-        ValueError: a setting that the checkpoint's diffusion does not have, or a guidance that it cannot have.
+        UserError: a setting that the checkpoint's diffusion does not have, or a guidance that it cannot have.
     """
-    for folder in folders:
-        config.warn_of_guidance(cfg.guidance, checkpoints.load_config(folder))
-    points, weak = [], {}
-    for folder, weights, guidance in itertools.product(folders, as_list(cfg.weights), config.combinations(cfg.guidance)):
-        run_cfg, settings = checkpoints.load_config(folder), OmegaConf.create(guidance)
-        if settings.name == "autoguidance":
-            pair = (folder, settings.checkpoint)
-            if pair not in weak:  # once for each: it reads the whole file
-                weak[pair] = str(find_weak(settings, run_cfg, accelerator))
-            settings.checkpoint = weak[pair]
-        for overrides in config.combinations({key: cfg[key] for key in SWEPT_OF_SAMPLER}):
-            diffusion = config.build_diffusion(run_cfg, **overrides)
-            config.check_guidance(settings, run_cfg, diffusion)
+    points, found = [], {}
+    for run_cfg in runs.values():
+        build.warn_of_guidance(guidances[0], run_cfg)
+    for (folder, run_cfg), weights, guidance in itertools.product(runs.items(), as_list(cfg.weights), guidances):
+        if guidance.name == "autoguidance":
+            pair = (folder, guidance.checkpoint)
+            if pair not in found:  # once for each: it reads the whole file
+                found[pair] = load.find_weak(guidance, run_cfg, accelerator).checkpoint
+            guidance = guidance.model_copy(update={"checkpoint": found[pair]})
+        for overrides in schema.combinations({key: getattr(cfg, key) for key in SWEPT_OF_SAMPLER}):
+            diffusion = build.build_diffusion(run_cfg.diffusion, **overrides)
+            build.check_guidance(guidance, run_cfg, diffusion)
             sampler = {key: getattr(diffusion.sampler, key) for key in SWEPT_OF_SAMPLER if hasattr(diffusion.sampler, key)}
-            points.append({"checkpoint": str(folder), "weights": weights, **guidance_of_point(settings), **sampler})
+            points.append({"checkpoint": str(folder), "weights": weights, **guidance_of_point(guidance), **sampler})
     return points
 
 
-def guidance_of_point(settings: DictConfig) -> dict:
+def guidance_of_point(guidance: schema.Guidance) -> dict:
     """The guidance as a point holds it: cfg_scale alone says none and cfg, `guidance` and its keys anything else."""
-    if settings.name in ("none", "cfg"):
-        return {"cfg_scale": float(settings.get("cfg_scale", 1.0))}
-    own = {key: float(value) if isinstance(value, int) else value for key, value in settings.items() if key != "name"}
+    if guidance.name in ("none", "cfg"):
+        return {"cfg_scale": getattr(guidance, "cfg_scale", 1.0)}
+    own = guidance.model_dump(exclude={"name"})
     scale = {"cfg_scale": own.pop("cfg_scale")} if "cfg_scale" in own else {}
-    return {"guidance": settings.name, **scale, **{f"guidance.{key}": value for key, value in own.items()}}
+    return {"guidance": guidance.name, **scale, **{f"guidance.{key}": value for key, value in own.items()}}
 
 
-def settings_of_point(point: dict) -> DictConfig:
-    """The guidance.* of a point, back."""
+def settings_of_point(point: dict) -> schema.Guidance:
+    """The guidance of a point, back."""
     own = {key.removeprefix("guidance."): value for key, value in point.items() if key.startswith("guidance.")}
     scale = {"cfg_scale": point["cfg_scale"]} if "cfg_scale" in point else {}
-    return OmegaConf.create({"name": point.get("guidance", "cfg"), **scale, **own})
+    return schema.read_guidance({"name": point.get("guidance", "cfg"), **scale, **own})
 
 
-def sampler_of_point(cfg: DictConfig, point: dict, device) -> ImageSampler:
-    folder, settings = Path(point["checkpoint"]), settings_of_point(point)
+def sampler_of_point(cfg: schema.FidConfig, runs: dict[Path, schema.TrainConfig], point: dict, device) -> ImageSampler:
+    folder = Path(point["checkpoint"])
     overrides = {key: point[key] for key in SWEPT_OF_SAMPLER if key in point}
-    return load_sampler(
+    return load.load_sampler(
         folder,
-        point["weights"],
-        cfg.autoencoder,
+        runs[folder],
+        settings_of_point(point),
         device,
-        cfg.compile,
-        diffusion=config.build_diffusion(checkpoints.load_config(folder), **overrides),
-        guide=config.build_guidance(OmegaConf.create({"guidance": settings})),
+        weights=point["weights"],
+        diffusion=build.build_diffusion(runs[folder].diffusion, **overrides),
+        autoencoder=cfg.autoencoder,
+        compile_mode=cfg.compile,
         precision=cfg.precision,
-        weak=load_weak(settings, device, cfg.compile),
     )
 
 
@@ -173,9 +177,8 @@ def shown(point: dict) -> dict:
 
 
 def run_and_step(checkpoint: Path) -> dict:
-    folder = checkpoint.resolve()
-    run = folder.parent.parent if folder.parent.name == "checkpoints" else folder.parent
-    return {"run": run.name, "step": checkpoints.step_of(folder)}
+    run = checkpoints.run_of(checkpoint) or checkpoint.resolve().parent
+    return {"run": run.name, "step": checkpoints.step_of(checkpoint)}
 
 
 def point_name(settings: dict) -> str:
@@ -188,13 +191,14 @@ class Results:
     A point is the same one when its settings, the content of its checkpoint or images, the reference and the detector are.
     """
 
-    def __init__(self, cfg: DictConfig, folders: list[Path], reference: str, images_fingerprint: str | None):
-        default = folders[0].resolve().parent.parent / "evaluations" if folders else Path("evaluations")
-        self.folder = Path(cfg.output) if cfg.output else default
+    def __init__(
+        self, cfg: schema.FidConfig, num_samples: int, folders: list[Path], reference: str, images_fingerprint: str | None
+    ):
+        self.folder = Path(cfg.output) if cfg.output else default_folder(cfg, folders)
         self.file = self.folder / "results.jsonl"
-        self.num_samples, self.images_fingerprint = cfg.num_samples, images_fingerprint
+        self.num_samples, self.images_fingerprint = num_samples, images_fingerprint
         self.conditions = {
-            "num_samples": cfg.num_samples,
+            "num_samples": num_samples,
             "precision": cfg.precision,
             "autoencoder": cfg.autoencoder,
             "detector": cfg.evaluation.detector,
@@ -202,13 +206,11 @@ class Results:
             "detector_precision": cfg.evaluation.precision,
             "reference": reference,
         }
-        self.lines: list[dict] = []
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            if self.file.exists():
-                self.lines = [line for line in map(parsed, self.file.read_text().splitlines()) if line is not None]
         except OSError as e:
-            raise ValueError(f"cannot write to {self.folder} ({e.strerror}); choose another output=...") from e
+            raise UserError(f"cannot write to {self.folder} ({e.strerror}); choose another output=...") from e
+        self.lines = [line for _, line in read_lines(self.file) if line and "point" in line and "metrics" in line]
 
     def _key(self, point: dict) -> dict:
         is_checkpoint = "checkpoint" in point
@@ -227,10 +229,7 @@ class Results:
     def add(self, point: dict, metrics: dict[str, float], cost: dict[str, float]) -> None:
         line = {"point": self._key(point), "metrics": metrics} | ({"cost": cost} if cost else {})
         self.lines.append(line)
-        with open(self.file, "a+b") as f:
-            f.seek(max(f.tell() - 1, 0))
-            torn = f.read(1) not in (b"", b"\n")  # the last line was cut off: this one must not be joined to it
-            f.write((b"\n" if torn else b"") + json.dumps(line).encode() + b"\n")
+        append_line(self.file, line)
 
     def write(self, points: list[dict], plotted: str) -> str:
         """results.csv, results.md and, for a sweep, results.png of these points; returns the Markdown."""
@@ -243,11 +242,8 @@ class Results:
             writer = csv.DictWriter(f, names)
             writer.writeheader()
             writer.writerows(rows)
-        lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
-        for row in rows:
-            cells = [row.get(name, "") for name in names]
-            lines.append("| " + " | ".join(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells) + " |")
-        table = "\n".join(lines) + "\n"
+        cells = [[row.get(name, "") for name in names] for row in rows]
+        table = markdown_table(names, [[f"{x:.4g}" if isinstance(x, float) else str(x) for x in row] for row in cells])
         (self.folder / "results.md").write_text(table)
         if len(points) > 1:
             plot(
@@ -259,13 +255,12 @@ class Results:
         return table
 
 
-def parsed(line: str) -> dict | None:
-    """A line of results.jsonl; None for one that was cut off."""
-    try:
-        value = json.loads(line)
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) and "point" in value and "metrics" in value else None
+def default_folder(cfg: schema.FidConfig, folders: list[Path]) -> Path:
+    """<run>/evaluations; beside a checkpoint that is in no run, and beside images."""
+    if folders:
+        return (checkpoints.run_of(folders[0]) or folders[0].resolve().parent) / "evaluations"
+    images = Path(cfg.images).resolve()
+    return images.with_name(f"{images.name}_evaluations")
 
 
 def plot(points: list[dict], values: list[float], label: str, file: Path) -> None:
@@ -298,4 +293,4 @@ def plot(points: list[dict], values: list[float], label: str, file: Path) -> Non
 
 
 if __name__ == "__main__":
-    cli.run(main, "fid", config.FID_KEYS)
+    cli.run(main, "fid", schema.FidConfig)

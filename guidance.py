@@ -1,4 +1,4 @@
-"""Guidance: from what a network offers to the denoiser that a sampler calls, (x, level, y) -> D_x.
+"""Guidance: from a network's estimates to the denoiser that a sampler calls, (x, level, y) -> D_x.
 
 It combines denoised estimates and so works for every diffusion. `level` is the diffusion's noise level: sigma for EDM, t for SiT.
 Shapes: x (B, C, H, W); level (B,), the same number in every row, as samplers call it; y (B,) int64 labels, of which
@@ -30,8 +30,8 @@ class RoutableDenoiser(Protocol):
 
 
 @dataclass(frozen=True)
-class Offer:
-    """What one batch of images offers to a guidance.
+class GuidanceInputs:
+    """What a guidance combines, for one batch of images.
 
     Attributes:
         denoise: the network. With selection_ratios, that fraction of the tokens skips its routes, chosen by
@@ -49,25 +49,25 @@ class Offer:
     weak: Denoiser | None = None
 
 
-Guide = Callable[[Offer], Denoiser]
+Guidance = Callable[[GuidanceInputs], Denoiser]
 
 
-def none(offer: Offer) -> Denoiser:
+def none(inputs: GuidanceInputs) -> Denoiser:
     """No guidance: the conditional estimate itself."""
-    return offer.denoise
+    return inputs.denoise
 
 
-def cfg(offer: Offer, *, cfg_scale: float) -> Denoiser:
+def cfg(inputs: GuidanceInputs, *, cfg_scale: float) -> Denoiser:
     """Classifier-free guidance (arXiv 2207.12598): D = D_null + cfg_scale * (D_label - D_null).
 
     Args:
         cfg_scale: 1 is off (one evaluation a step), 0 is unconditional, above 1 guides. Both estimates come from one
             batched evaluation.
     """
-    return interval(offer, cfg_scale=cfg_scale, level_lo=None, level_hi=None)
+    return interval(inputs, cfg_scale=cfg_scale, level_lo=None, level_hi=None)
 
 
-def interval(offer: Offer, *, cfg_scale: float, level_lo: float | None, level_hi: float | None) -> Denoiser:
+def interval(inputs: GuidanceInputs, *, cfg_scale: float, level_lo: float | None, level_hi: float | None) -> Denoiser:
     """Classifier-free guidance at noise levels in (level_lo, level_hi], the conditional estimate elsewhere (arXiv 2404.07724).
 
     Args:
@@ -75,18 +75,18 @@ def interval(offer: Offer, *, cfg_scale: float, level_lo: float | None, level_hi
         level_lo, level_hi: bounds. Over all levels of the sampler it is `cfg`.
     """
     if cfg_scale == 1:
-        return offer.denoise
+        return inputs.denoise
 
     def both(x: Tensor, level: Tensor, y: Tensor) -> Tensor:
-        null = torch.full_like(y, offer.num_classes)
-        D_label, D_null = offer.denoise(torch.cat([x, x]), torch.cat([level, level]), torch.cat([y, null])).chunk(2)
+        null = torch.full_like(y, inputs.num_classes)
+        D_label, D_null = inputs.denoise(torch.cat([x, x]), torch.cat([level, level]), torch.cat([y, null])).chunk(2)
         return D_null + cfg_scale * (D_label - D_null)
 
-    return _within(both, offer.denoise, level_lo, level_hi)
+    return _within(both, inputs.denoise, level_lo, level_hi)
 
 
 def sparse(
-    offer: Offer,
+    inputs: GuidanceInputs,
     *,
     w: float,
     r_strong: float,
@@ -110,21 +110,21 @@ def sparse(
     Raises:
         ValueError: the network has no routes.
     """
-    if offer.routes_shape[0] == 0:
+    if inputs.routes_shape[0] == 0:
         raise ValueError("guidance=sparse needs a network with routes; use guidance=cfg, or give the network routes")
     drawn: list[Tensor] = []  # of subset=fixed
 
     def scores() -> Tensor:
         if subset == "redraw":
-            return offer.route_scores()
+            return inputs.route_scores()
         if not drawn:
-            drawn.append(offer.route_scores())
+            drawn.append(inputs.route_scores())
         return drawn[0]
 
     def branch(x: Tensor, level: Tensor, y: Tensor, ratio: float, route_scores: Tensor | None) -> Tensor:
         if ratio == 0:
-            return offer.denoise(x, level, y)
-        return offer.denoise(x, level, y, selection_ratios=ratio, route_scores=route_scores)
+            return inputs.denoise(x, level, y)
+        return inputs.denoise(x, level, y, selection_ratios=ratio, route_scores=route_scores)
 
     def strong(x: Tensor, level: Tensor, y: Tensor) -> Tensor:
         return branch(x, level, y, r_strong, scores() if r_strong > 0 else None)
@@ -137,7 +137,7 @@ def sparse(
     return strong if w == 1 else _within(both, strong, level_lo, level_hi)
 
 
-def autoguidance(offer: Offer, *, w: float, level_lo: float | None = None, level_hi: float | None = None) -> Denoiser:
+def autoguidance(inputs: GuidanceInputs, *, w: float, level_lo: float | None = None, level_hi: float | None = None) -> Denoiser:
     """Autoguidance (arXiv 2406.02507): D = D_weak + w * (D - D_weak), D_weak by a smaller or less trained network.
 
     Args:
@@ -147,16 +147,16 @@ def autoguidance(offer: Offer, *, w: float, level_lo: float | None = None, level
     Raises:
         ValueError: there is no second network.
     """
-    if offer.weak is None:
+    if inputs.weak is None:
         raise ValueError("guidance=autoguidance needs a second network: guidance.checkpoint=<folder of a checkpoint or of a run>")
     if w == 1:
-        return offer.denoise
+        return inputs.denoise
 
     def both(x: Tensor, level: Tensor, y: Tensor) -> Tensor:
-        D_weak = offer.weak(x, level, y)
-        return D_weak + w * (offer.denoise(x, level, y) - D_weak)
+        D_weak = inputs.weak(x, level, y)
+        return D_weak + w * (inputs.denoise(x, level, y) - D_weak)
 
-    return _within(both, offer.denoise, level_lo, level_hi)
+    return _within(both, inputs.denoise, level_lo, level_hi)
 
 
 def _within(inside: Denoiser, outside: Denoiser, level_lo: float | None, level_hi: float | None) -> Denoiser:

@@ -28,23 +28,24 @@ from accelerate.utils import InitProcessGroupKwargs
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from errors import UserError
 from evaluations.detector import InceptionDetector
 from evaluations.images import open_images
 from evaluations.reference import write_reference
 from latents import autoencoders
 from latents.detection import detect
-from latents.encode import encode_images
-from latents.foreign import FORMATS, open_foreign, sample_of
-from latents.images import open_labelled_images
-from latents.inspection import inspect_latents, items_to_draw
 from latents.manifest import hash_of
+from latents.prepare.convert import FORMATS, open_foreign, sample_of
+from latents.prepare.encode import encode_images
+from latents.prepare.images import open_labelled_images
+from latents.prepare.inspect import inspect_latents, items_to_draw
+from latents.prepare.write import DTYPES, ShardWriter
 from latents.progress import progress_bar
 from latents.shards import KINDS, LatentDataset, ShardInfo, write_shard
 from latents.webdataset import TarLatents
-from latents.writer import DTYPES, ShardWriter
-from training import cli
-from training.config import AUTOENCODER, TRAIN_KEYS, Accepts, choice, number, or_null, text, true_or_false, whole
-from training.sampling import labelled_grid
+from sampling.sampler import labelled_grid
+from setup.schema import AUTOENCODER, TRAIN_KEYS, Accepts, choice, number, or_null, text, true_or_false, whole
+from setup import cli
 
 log = logging.getLogger("prepare_latents")
 
@@ -90,12 +91,12 @@ def encode(
     accelerator = cli.start_accelerator(cpu_threads, kwargs_handlers=[patience])
     vae = autoencoders.build(autoencoder, accelerator.device, None, "autoencoder", precision)
     if resolution % vae.factor:
-        raise ValueError(f"resolution={resolution} is not a multiple of {vae.factor}, the pixels along one side of a latent")
+        raise UserError(f"resolution={resolution} is not a multiple of {vae.factor}, the pixels along one side of a latent")
     if autoencoder == "identity" and kind == "moments":
-        raise ValueError("kind=moments: pixels have no log-variance; use kind=sample with autoencoder=identity")
+        raise UserError("kind=moments: pixels have no log-variance; use kind=sample with autoencoder=identity")
     source = open_labelled_images(images, labels)
     if Path(images).resolve() in (Path(output).resolve(), *Path(output).resolve().parents):
-        raise ValueError(f"output={output} lies in images={images}; give a folder elsewhere")
+        raise UserError(f"output={output} lies in images={images}; give a folder elsewhere")
     info = ShardInfo(kind, vae.scale_factor, autoencoder, resolution, count_classes(source, num_classes))
     settings = {
         "command": "encode",
@@ -144,7 +145,7 @@ def count_classes(source, num_classes: int | None) -> int:
     found = len(source.class_names) if source.class_names else int(source.labels.max()) + 1
     if num_classes is not None and num_classes < found:
         worst = int(source.labels.argmax())
-        raise ValueError(
+        raise UserError(
             f"num_classes={num_classes}, but {source.names[worst]} has the label {source.labels[worst]}; "
             f"set num_classes={found} or more"
         )
@@ -239,7 +240,7 @@ def inspect(
     if format == "native":
         given = [key for key, value in settings.items() if value is not None]
         if given:
-            raise ValueError(f"{given[0]}={settings[given[0]]} is for format=webdataset; native shards say it themselves")
+            raise UserError(f"{given[0]}={settings[given[0]]} is for format=webdataset; native shards say it themselves")
         dataset = LatentDataset(path, check_folder=False, key="path")
     else:
         dataset = TarLatents(path, autoencoder=autoencoder, **settings | dict(allow_pickle=allow_pickle))
@@ -252,12 +253,12 @@ def inspect(
         file = folder / f"inspect_{dataset.fingerprint()[:8]}.png"
     if file is not None:
         if grid != "auto" and file.exists():
-            raise ValueError(f"grid={file} exists; give another file, or remove it")
+            raise UserError(f"grid={file} exists; give another file, or remove it")
         device = cli.start_accelerator(cpu_threads).device
         try:
             decoder = autoencoders.build(autoencoder, device, dataset.channels, "autoencoder")
         except ValueError as e:
-            raise ValueError(f"{e}; or leave the picture out: grid=none") from e
+            raise UserError(f"{e}; or leave the picture out: grid=none") from e
     found = inspect_latents(dataset, sigma_data, min_items_per_class)
     for line in found.lines:
         log.info("%s", line)
@@ -270,7 +271,7 @@ def inspect(
         except OSError as e:
             log.warning("%s cannot be written (%s); grid=<file> draws elsewhere", file, e.strerror)
     if found.problems:
-        raise ValueError(f"{path}: {len(found.problems)} problems\n" + "\n".join(f"- {problem}" for problem in found.problems))
+        raise UserError(f"{path}: {len(found.problems)} problems\n" + "\n".join(f"- {problem}" for problem in found.problems))
     log.info("nothing wrong was found")
 
 
@@ -321,7 +322,7 @@ def digits(output: str) -> None:
     try:
         from sklearn.datasets import load_digits
     except ImportError as e:
-        raise ValueError("the digits come with scikit-learn: pip install scikit-learn") from e
+        raise UserError("the digits come with scikit-learn: pip install scikit-learn") from e
 
     data = load_digits()
     latents = torch.from_numpy(data.images / 8 - 1).to(torch.float16)[:, None]  # [1797, 1, 8, 8], exact in float16
@@ -344,10 +345,10 @@ def reference(
         statistics: `false` leaves them out: no Inception is needed, and every evaluation computes its own.
     """
     if not output.endswith(".npz"):
-        raise ValueError(f"output={output} must end in .npz")
+        raise UserError(f"output={output} must end in .npz")
     image_set = open_images(images, convert_to_rgb=True, crop=resolution)
     if len(image_set) < 2:
-        raise ValueError(f"images={images} holds {len(image_set)} images; a reference needs at least 2")
+        raise UserError(f"images={images} holds {len(image_set)} images; a reference needs at least 2")
     detector = InceptionDetector(weights) if statistics else None
     Path(output).parent.mkdir(parents=True, exist_ok=True)
     write_reference(image_set, Path(output), detector)
@@ -449,7 +450,7 @@ def main(arguments: list[str]) -> None:
         sys.stdout.write(__doc__)
         return
     if name not in COMMANDS:
-        raise ValueError(f"unknown command {name!r}; use one of {', '.join(COMMANDS)}")
+        raise UserError(f"unknown command {name!r}; use one of {', '.join(COMMANDS)}")
     command = COMMANDS[name]
     defaults = {p.name: p.default for p in introspection.signature(command.run).parameters.values()}
     values = {}
@@ -457,13 +458,13 @@ def main(arguments: list[str]) -> None:
         key, _, value = setting.partition("=")
         if key not in command.keys or not value:
             usage = ", ".join(f"{k}=" if d is introspection.Parameter.empty else f"[{k}=]" for k, d in defaults.items())
-            raise ValueError(f"{name}: {key} is not a key or has no value; it takes {usage}")
+            raise UserError(f"{name}: {key} is not a key or has no value; it takes {usage}")
         if key in values:
-            raise ValueError(f"{name}: {key} is given twice")
+            raise UserError(f"{name}: {key} is given twice")
         values[key] = parse(key, value, command.keys[key])
     missing = [key for key, default in defaults.items() if default is introspection.Parameter.empty and key not in values]
     if missing:
-        raise ValueError(f"{name}: {missing[0]}= is missing; it accepts {command.keys[missing[0]].words}")
+        raise UserError(f"{name}: {missing[0]}= is missing; it accepts {command.keys[missing[0]].words}")
     command.run(**values)
 
 
@@ -476,7 +477,7 @@ def parse(key: str, value: str, accepts: Accepts) -> object:
     for candidate in (read, value):
         if accepts.test(candidate):
             return candidate
-    raise ValueError(f"{key}={value} is not accepted; use {accepts.words}")
+    raise UserError(f"{key}={value} is not accepted; use {accepts.words}")
 
 
 if __name__ == "__main__":

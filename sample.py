@@ -21,13 +21,15 @@ from omegaconf import DictConfig, OmegaConf
 from PIL import Image
 from tqdm import tqdm
 
+from errors import UserError
 from evaluations.npz import write_npz
+from files import write_file
+from randomness import class_of_seed
+from sampling.sampler import ImageSampler, describe_cost, labelled_grid
+from setup import build, cli, load, schema
 from training import checkpoint as checkpoints
-from training import cli, config
-from training.engine import check_compile
-from training.randomness import class_of_seed
-from training.run import naming
-from training.sampling import ImageSampler, describe_cost, find_weak, labelled_grid, load_sampler, load_weak
+from training.run import naming_file
+from training.speed import check_compile
 
 log = logging.getLogger("sample")
 
@@ -35,30 +37,31 @@ MAX_GRID_IMAGES = 100
 
 
 def main(cfg: DictConfig) -> None:
-    cfg = config.check(cfg, config.SAMPLE_KEYS)
+    cfg = schema.check(cfg, schema.SampleConfig)
     accelerator = cli.start_accelerator(cfg.cpu_threads)
     check_compile("compile", cfg.compile, accelerator.device)
     # One process chooses: in a run that goes on, another could find a newer one.
     checkpoint = checkpoints.find_checkpoint(Path(cfg.checkpoint), "checkpoint") if accelerator.is_main_process else None
     checkpoint = broadcast_object_list([checkpoint])[0]
-    run_cfg = checkpoints.load_config(checkpoint)
-    guidance_settings(cfg)
-    diffusion = config.build_diffusion(run_cfg, **{key: cfg[key] for key in config.SAMPLER_OVERRIDES})
-    config.check_guidance(cfg.guidance, run_cfg, diffusion)
-    config.warn_of_guidance(cfg.guidance, run_cfg)
-    weak = find_weak(cfg.guidance, run_cfg, accelerator)
+    run_cfg = load.load_config(checkpoint)
+    guidance = with_scale(cfg.guidance, cfg.cfg_scale)
+    diffusion = build.build_diffusion(run_cfg.diffusion, **{key: getattr(cfg, key) for key in schema.SAMPLER_OVERRIDES})
+    build.check_guidance(guidance, run_cfg, diffusion)
+    build.warn_of_guidance(guidance, run_cfg)
+    guidance = load.find_weak(guidance, run_cfg, accelerator)
     labels = labels_of_seeds(cfg, run_cfg.data.num_classes)
+    second = {"content": checkpoints.identity(Path(guidance.checkpoint))} if guidance.name == "autoguidance" else {}
     settings = {
         "checkpoint": checkpoints.identity(checkpoint),
         "weights": cfg.weights,
-        "classes": None if cfg.classes is None else config.parse_numbers(cfg.classes),
+        "classes": None if cfg.classes is None else schema.parse_numbers(cfg.classes),
         "autoencoder": cfg.autoencoder or run_cfg.data.autoencoder,
-        "guidance": OmegaConf.to_container(cfg.guidance) | ({"content": checkpoints.identity(weak)} if weak else {}),
-        "sampler": {key: getattr(diffusion.sampler, key) for key in run_cfg.diffusion.sampler},
+        "guidance": guidance.model_dump() | second,
+        "sampler": {key: getattr(diffusion.sampler, key) for key in type(run_cfg.diffusion.sampler).model_fields},
         "precision": cfg.precision,
     }
 
-    output = Path(cfg.output) if cfg.output else default_output(checkpoint, cfg, settings)
+    output = Path(cfg.output) if cfg.output else default_output(checkpoint, cfg.weights, settings)
     if accelerator.is_main_process:
         open_output(output, settings)
     accelerator.wait_for_everyone()
@@ -68,57 +71,59 @@ def main(cfg: DictConfig) -> None:
     accelerator.wait_for_everyone()  # all processes look before the first one writes
     log.info("%s: %d of %d images to make, in %s", checkpoint, len(missing), len(files), output)
     if missing:
-        sampler = load_sampler(
+        sampler = load.load_sampler(
             checkpoint,
-            cfg.weights,
-            cfg.autoencoder,
+            run_cfg,
+            guidance,
             accelerator.device,
-            cfg.compile,
+            weights=cfg.weights,
             diffusion=diffusion,
-            guide=config.build_guidance(cfg),
+            autoencoder=cfg.autoencoder,
+            compile_mode=cfg.compile,
             precision=cfg.precision,
-            weak=load_weak(cfg.guidance, accelerator.device, cfg.compile),
         )
         mine = missing[accelerator.process_index :: accelerator.num_processes]
         make_images(sampler, mine, labels, files, cfg.batch_size, show_progress=accelerator.is_main_process)
         if mine:
-            log.info("cost     %s", describe_cost(sampler, cfg.guidance))
+            is_sparse = guidance.name == "sparse" and guidance.w != 1
+            log.info("cost     %s", describe_cost(sampler, (guidance.r_strong, guidance.r_weak) if is_sparse else None))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         write_grid_and_npz(output, cfg, files, labels)
     accelerator.end_training()
 
 
-def guidance_settings(cfg: DictConfig) -> None:
+def with_scale(guidance: schema.Guidance, cfg_scale: float | None) -> schema.Guidance:
     """cfg_scale is guidance.cfg_scale by its short name."""
-    if cfg.cfg_scale is not None:
-        if "cfg_scale" not in cfg.guidance:
-            raise ValueError(
-                f"cfg_scale={cfg.cfg_scale} needs guidance=cfg or guidance=interval, not guidance={cfg.guidance.name}"
-                + (f"; its own scale is guidance.w={cfg.guidance.w}" if "w" in cfg.guidance else "")
-            )
-        cfg.guidance.cfg_scale = cfg.cfg_scale
+    if cfg_scale is None:
+        return guidance
+    if not hasattr(guidance, "cfg_scale"):
+        raise UserError(
+            f"cfg_scale={cfg_scale:g} needs guidance=cfg or guidance=interval, not guidance={guidance.name}"
+            + (f"; its own scale is guidance.w={guidance.w:g}" if hasattr(guidance, "w") else "")
+        )
+    return guidance.model_copy(update={"cfg_scale": cfg_scale})
 
 
-def labels_of_seeds(cfg: DictConfig, num_classes: int) -> dict[int, int]:
+def labels_of_seeds(cfg: schema.SampleConfig, num_classes: int) -> dict[int, int]:
     """The class of every seed: classes in turn, or a random class drawn from the seed."""
-    seeds = config.parse_numbers(cfg.seeds)
+    seeds = schema.parse_numbers(cfg.seeds)
     if cfg.classes is None:
         return {seed: class_of_seed(seed, num_classes) for seed in seeds}
-    classes = config.parse_numbers(cfg.classes)
+    classes = schema.parse_numbers(cfg.classes)
     if max(classes) >= num_classes:
-        raise ValueError(f"classes={cfg.classes}: class {max(classes)} does not exist; the model knows 0 to {num_classes - 1}")
+        raise UserError(f"classes={cfg.classes}: class {max(classes)} does not exist; the model knows 0 to {num_classes - 1}")
     return {seed: classes[seed % len(classes)] for seed in seeds}
 
 
-def default_output(checkpoint: Path, cfg: DictConfig, settings: dict) -> Path:
+def default_output(checkpoint: Path, weights: str, settings: dict) -> Path:
     """<run>/generated/<step>_<weights>_<guidance>_<steps>_<hash of all settings>; beside a checkpoint that is in no run."""
-    scale = cfg.guidance.get("cfg_scale", cfg.guidance.get("w"))
+    guidance = settings["guidance"]
+    scale = guidance.get("cfg_scale", guidance.get("w"))
     scale = "" if scale is None else f"{scale:g}"
     digest = hashlib.blake2b(repr(settings).encode(), digest_size=3).hexdigest()
-    name = f"{checkpoint.name}_{cfg.weights}_{cfg.guidance.name}{scale}_{settings['sampler']['num_steps']}steps_{digest}"
-    folder = checkpoint.resolve().parent
-    return (folder.parent if folder.name == "checkpoints" else folder) / "generated" / name
+    name = f"{checkpoint.name}_{weights}_{guidance['name']}{scale}_{settings['sampler']['num_steps']}steps_{digest}"
+    return (checkpoints.run_of(checkpoint) or checkpoint.resolve().parent) / "generated" / name
 
 
 def open_output(output: Path, settings: dict) -> None:
@@ -126,19 +131,22 @@ def open_output(output: Path, settings: dict) -> None:
     file = output / "settings.yaml"
     current = OmegaConf.create(settings)
     if file.exists():
-        changed = config.differences(OmegaConf.load(file), current, tuple(settings))
+        stored = OmegaConf.to_container(OmegaConf.load(file))
+        flat = [schema.flatten(one) for one in (stored, OmegaConf.to_container(current))]
+        changed = [
+            f"{key}: {flat[0].get(key)!r} -> {flat[1].get(key)!r}"
+            for key in sorted(flat[0].keys() | flat[1].keys())
+            if flat[0].get(key) != flat[1].get(key)
+        ]
         if changed:
-            raise ValueError(f"{output} holds images of other settings ({'; '.join(changed)}); choose another output=...")
+            raise UserError(f"{output} holds images of other settings ({'; '.join(changed)}); choose another output=...")
         return
     if output.exists() and any(not path.name.startswith(".tmp_") for path in output.iterdir()):
-        raise ValueError(f"output={output} is not empty and not made by sample.py; choose another folder")
+        raise UserError(f"output={output} is not empty and not made by sample.py; choose another folder")
     try:
-        output.mkdir(parents=True, exist_ok=True)
-        temporary = file.with_name(f".tmp_{file.name}")
-        OmegaConf.save(current, temporary)
-        os.replace(temporary, file)
-    except OSError as e:
-        raise ValueError(f"cannot write to {output} ({e.strerror}); choose another output=...") from e
+        write_file(file, OmegaConf.to_yaml(current))
+    except UserError as e:
+        raise UserError(f"{e}; choose another output=...") from e
 
 
 def make_images(
@@ -150,15 +158,15 @@ def make_images(
             batch = seeds[start : start + batch_size]
             for seed, image in zip(batch, sampler(batch, [labels[seed] for seed in batch])):
                 temporary = files[seed].with_name(f".tmp_{files[seed].name}")
-                with naming(files[seed]):
+                with naming_file(files[seed]):
                     Image.fromarray(image).save(temporary, format="PNG")
                     os.replace(temporary, files[seed])
             bar.update(len(batch))
 
 
-def write_grid_and_npz(output: Path, cfg: DictConfig, files: dict[int, Path], labels: dict[int, int]) -> None:
+def write_grid_and_npz(output: Path, cfg: schema.SampleConfig, files: dict[int, Path], labels: dict[int, int]) -> None:
     """grid_<seeds>.png with the first images, and samples_<seeds>.npz with all of them, in the order of the seeds."""
-    spec = ",".join(map(str, cfg.seeds)) if OmegaConf.is_list(cfg.seeds) else str(cfg.seeds)
+    spec = ",".join(map(str, cfg.seeds)) if isinstance(cfg.seeds, list) else str(cfg.seeds)
     if len(spec) > 40:
         spec = f"{len(files)}_{hashlib.blake2b(spec.encode(), digest_size=4).hexdigest()}"
 
@@ -171,10 +179,10 @@ def write_grid_and_npz(output: Path, cfg: DictConfig, files: dict[int, Path], la
     log.info("grid     %s", grid_file)
     if cfg.npz:
         npz_file = output / f"samples_{spec}.npz"
-        with naming(npz_file):
+        with naming_file(npz_file):
             write_npz(npz_file, map(read, files), (len(files), *read(shown[0]).shape), np.array(list(labels.values())))
         log.info("npz      %s", npz_file)
 
 
 if __name__ == "__main__":
-    cli.run(main, "sample", config.SAMPLE_KEYS)
+    cli.run(main, "sample", schema.SampleConfig)

@@ -27,7 +27,8 @@ from torch import nn
 
 from benchmarks.memory import saved_for_backward
 from benchmarks.report import emit
-from routing_module import as_routes, attach
+from errors import UserError
+from attach import as_routes, attach
 
 SETTINGS = {
     "networks": ["PixArt", "Flux"],
@@ -70,7 +71,7 @@ def benchmark_network(name: str, settings) -> nn.Module:
             pooled_projection_dim=settings.width,
             axes_dims_rope=(head_size - 2 * (head_size // 8 * 3), head_size // 8 * 3, head_size // 8 * 3),
         )
-    raise ValueError(f"networks={name!r} is unknown; choose PixArt or Flux")
+    raise UserError(f"networks={name!r} is unknown; choose PixArt or Flux")
 
 
 def benchmark_inputs(name: str, num_tokens: int, settings) -> dict:
@@ -114,7 +115,7 @@ def main(arguments: list[str]) -> None:
     given = OmegaConf.from_dotlist(arguments)
     unknown = given.keys() - SETTINGS.keys()
     if unknown:
-        raise ValueError(f"unknown {', '.join(sorted(map(str, unknown)))}; the settings are {', '.join(SETTINGS)}")
+        raise UserError(f"unknown {', '.join(sorted(map(str, unknown)))}; the settings are {', '.join(SETTINGS)}")
     settings = OmegaConf.merge(SETTINGS, given)
     torch.set_num_threads(settings.threads)
     routes = as_routes(settings.routes)

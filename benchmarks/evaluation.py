@@ -20,6 +20,7 @@ import torch
 
 from benchmarks.memory import peak_memory_gib
 from benchmarks.report import describe_machine, emit, synchronise
+from errors import UserError
 from evaluations import metrics
 from evaluations.detector import LAYER_SIZES, InceptionDetector
 from evaluations.features import Features, extract
@@ -44,7 +45,7 @@ def main(arguments: list[str]) -> None:
     given = dict(argument.partition("=")[::2] for argument in arguments)
     unknown = given.keys() - SETTINGS.keys()
     if unknown:
-        raise ValueError(f"unknown {', '.join(sorted(unknown))}; the settings are {', '.join(SETTINGS)}")
+        raise UserError(f"unknown {', '.join(sorted(unknown))}; the settings are {', '.join(SETTINGS)}")
     settings = SETTINGS | given
     if int(settings["threads"]):
         torch.set_num_threads(int(settings["threads"]))
@@ -55,7 +56,7 @@ def main(arguments: list[str]) -> None:
     elif settings["part"] == "detector":
         measure_detector(settings, device)
     else:
-        raise ValueError(f"part={settings['part']} must be metrics or detector")
+        raise UserError(f"part={settings['part']} must be metrics or detector")
 
 
 def measure_metrics(num_samples: int, num_references: int, device: torch.device) -> None:

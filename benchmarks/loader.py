@@ -25,7 +25,7 @@ from benchmarks.report import describe_machine, emit, markdown_table, parse_sett
 from latents.order import BatchOrder, read_batches
 from latents.shards import KINDS, LatentDataset
 from latents.webdataset import TarLatents
-from training.config import TRAIN_KEYS, choice, one_or_list, open_latents, or_null, text, true_or_false, whole
+from setup.schema import TRAIN_KEYS, choice, one_or_list, open_latents, or_null, text, true_or_false, whole
 
 DEFAULTS = {
     "path": None,  # null: shards are made for it and removed again

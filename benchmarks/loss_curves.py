@@ -33,8 +33,9 @@ import dit
 from benchmarks.report import describe_machine, emit, markdown_table, parse_settings, prepare_output, say, write_report
 from benchmarks.train_step import KEYS as TRAIN_STEP_KEYS
 from benchmarks.train_step import MODELS, open_accelerator, open_trainer, random_latents, training_overrides
-from training.config import TRAIN_KEYS, Accepts, choice, one_or_list, whole
-from training.loop import Trainer
+from errors import UserError
+from setup.schema import TRAIN_KEYS, Accepts, choice, one_or_list, whole
+from training.trainer import Trainer
 
 DEFAULTS = {
     "backbone": "DiT-XS/2",
@@ -71,11 +72,11 @@ KEYS = {
 def main(arguments: Sequence[str]) -> None:
     settings = parse_settings(arguments, DEFAULTS, KEYS)
     if settings["window"] > settings["steps"]:
-        raise ValueError(f"window={settings['window']} is more than steps={settings['steps']}")
+        raise UserError(f"window={settings['window']} is more than steps={settings['steps']}")
     in_float32 = all(variant.startswith("fp32/") for variant in settings["variants"])
     accelerator = open_accelerator(settings | {"precision": "fp32" if in_float32 else "bf16"})
     if accelerator.num_processes > 1:
-        raise ValueError(f"benchmarks.loss_curves runs in one process, not in {accelerator.num_processes}")
+        raise UserError(f"benchmarks.loss_curves runs in one process, not in {accelerator.num_processes}")
     prepare_output(settings["output"])
     machine = describe_machine(accelerator.device) | {"settings": settings}
     lines, sections, summary = [], [NOTES], []

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import dit
 from training.ema import EMA
-from training.loop import Trainer
+from training.trainer import Trainer
 
 
 class PlainBlock(nn.Module):

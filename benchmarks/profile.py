@@ -39,8 +39,8 @@ from benchmarks.report import (
 from benchmarks.train_step import KEYS as TRAIN_STEP_KEYS
 from benchmarks.train_step import open_accelerator, open_trainer, random_latents, training_overrides
 from routing_module import TokenRouter
-from training.config import choice, whole
-from training.loop import Trainer
+from setup.schema import choice, whole
+from training.trainer import Trainer
 
 DEFAULTS = {
     "backbone": "DiT-S/2",

@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 from omegaconf import OmegaConf
 
-from training.config import Accepts, check_keys
+from errors import UserError
+from setup.schema import Accepts, check_keys
 from training.provenance import device_name, git_commit
 
 
@@ -25,11 +26,11 @@ def parse_settings(arguments: Sequence[str], defaults: dict[str, object], keys: 
         defaults: of every key; where the default is a list, so is the result.
 
     Raises:
-        ValueError: an argument of another form, an unknown key, or a value that is not accepted.
+        UserError: an argument of another form, an unknown key, or a value that is not accepted.
     """
     for argument in arguments:
         if "=" not in argument:
-            raise ValueError(f"{argument!r} is not of the form key=value; the keys are {', '.join(keys)}")
+            raise UserError(f"{argument!r} is not of the form key=value; the keys are {', '.join(keys)}")
     settings = defaults | OmegaConf.to_container(OmegaConf.from_dotlist(list(arguments)))
     check_keys(settings, keys)
     return {
@@ -110,7 +111,7 @@ def prepare_output(output: str) -> None:
     """Create the files that `write_report` fills, before the measurement.
 
     Raises:
-        ValueError: they cannot be written.
+        UserError: they cannot be written.
     """
     _write_files(output, "", "")
 
@@ -130,4 +131,4 @@ def _write_files(output: str, json_lines: str, markdown: str) -> None:
         file.with_name(f"{file.name}.jsonl").write_text(json_lines)
         file.with_name(f"{file.name}.md").write_text(markdown)
     except OSError as e:
-        raise ValueError(f"output={output}: cannot write {e.filename} ({e.strerror}); choose another output=...") from e
+        raise UserError(f"output={output}: cannot write {e.filename} ({e.strerror}); choose another output=...") from e

@@ -5,7 +5,7 @@
     python -m benchmarks.routes model.backbone=DiT-B/2 depth=20 block_ms=256:4.1,128:2.2   # another depth; times that you have
     python -m benchmarks.routes model.backbone=DiT-S/2 'model.routes=[{selection_ratio:0.6,start_layer_idx:1,end_layer_idx:-3}]'
 
-FLOPs are of matrix products (training/flops.py), of a training step. The predicted step is the sum of measured parts: a block
+FLOPs are of matrix products (sampling/flops.py), of a training step. The predicted step is the sum of measured parts: a block
 at each number of tokens, what a route itself costs, what lies around the blocks, and the update of the weights (AdamW and EMA);
 with block_ms, of the blocks alone. verify=true also times whole steps, dense and with the default route, beside the prediction.
 
@@ -28,11 +28,12 @@ from torch import nn
 
 import dit
 from benchmarks.report import describe_machine, markdown_table, prepare_output, say, synchronise, write_report
+from errors import UserError
 from routing_module import Route, TokenRouter, num_kept_tokens
+from sampling.flops import step_flops
+from setup.schema import Accepts, choice, or_null, text, true_or_false, whole
 from training import cli, config
-from training.config import Accepts, choice, or_null, text, true_or_false, whole
 from training.ema import EMA
-from training.flops import step_flops
 
 PLANNER_DEFAULTS = {
     "model.backbone": "DiT-XL/2",
@@ -147,16 +148,16 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def parse_planner_settings(arguments: Sequence[str]) -> dict[str, object]:
-    """Raises ValueError: an argument of another form, an unknown key, or a value that is not accepted."""
+    """Raises UserError: an argument of another form, an unknown key, or a value that is not accepted."""
     for argument in arguments:
         if "=" not in argument:
-            raise ValueError(f"{argument!r} is not of the form key=value; the keys are {', '.join(PLANNER_DEFAULTS)}")
+            raise UserError(f"{argument!r} is not of the form key=value; the keys are {', '.join(PLANNER_DEFAULTS)}")
     given = {key: value for key, _, value in (argument.partition("=") for argument in arguments) if key == "block_ms"}
     others = [argument for argument in arguments if not argument.startswith("block_ms=")]  # Hydra would read it as a sweep
     try:
         parsed = {one.key_or_group: one.value() for one in OverridesParser.create().parse_overrides(others)}
     except OverrideParseException as e:
-        raise ValueError(f"{e.override} cannot be read: {e}") from e
+        raise UserError(f"{e.override} cannot be read: {e}") from e
     settings = PLANNER_DEFAULTS | parsed | given
     config.check_keys(settings, PLANNER_KEYS)
     return settings
@@ -167,13 +168,13 @@ def parse_block_ms(words: str) -> dict[int, float]:
     pairs = [part.split(":") for part in words.split(",")]
     times = {int(tokens): float(ms) for tokens, ms in pairs}
     if not all(tokens > 0 and 0 < ms < math.inf for tokens, ms in times.items()):
-        raise ValueError(words)
+        raise UserError(words)
     return times
 
 
 def choose_device(name: str | None) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device=cuda, but this machine has no CUDA device; use device=cpu")
+        raise UserError("device=cuda, but this machine has no CUDA device; use device=cpu")
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
@@ -339,11 +340,11 @@ def given_parts(times: dict[int, float], options: Sequence[Candidate], num_token
     """Blocks alone, from given times: linear in the tokens between and beyond two of them.
 
     Raises:
-        ValueError: a single time is given, and another number of tokens is needed.
+        UserError: a single time is given, and another number of tokens is needed.
     """
     needed = token_counts(options, num_tokens)
     if len(times) < 2 and needed != list(times):
-        raise ValueError(f"block_ms gives {len(times)} number of tokens; give two or more, of {', '.join(map(str, needed))}")
+        raise UserError(f"block_ms gives {len(times)} number of tokens; give two or more, of {', '.join(map(str, needed))}")
     known = sorted(times.items())
 
     def at(tokens: int) -> float:

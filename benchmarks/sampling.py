@@ -39,13 +39,14 @@ from benchmarks.report import (
 )
 from benchmarks.train_step import KEYS as TRAIN_STEP_KEYS
 from benchmarks.train_step import open_accelerator
+from errors import UserError
 from guidance import GUIDANCES
 from latents import autoencoders
 from latents.autoencoders import Autoencoder
+from sampling.sampler import build_sampler
+from setup.schema import Accepts, choice, one_or_list, whole
 from training import config
-from training.config import Accepts, choice, one_or_list, whole
-from training.engine import compile_network
-from training.sampling import build_sampler
+from training.speed import compile_network
 
 ONE_NETWORK = tuple(name for name in GUIDANCES if name != "autoguidance")  # that has a second one, of any size
 DEFAULTS = {
@@ -122,11 +123,11 @@ def guidance_keys(guidance_name: str) -> list[str]:
 
 
 def check_guidance_overrides(settings: dict) -> None:
-    """Raises ValueError for an override that no row would take."""
+    """Raises UserError for an override that no row would take."""
     accepted = sorted({key for name in settings["guidance"] for key in guidance_keys(name)})
     for key in (override.partition("=")[0] for override in settings["overrides"]):
         if key.startswith("guidance.") and key not in accepted:
-            raise ValueError(f"overrides: {key} is not a key of guidance={settings['guidance']}; accepted: {', '.join(accepted)}")
+            raise UserError(f"overrides: {key} is not a key of guidance={settings['guidance']}; accepted: {', '.join(accepted)}")
 
 
 def sampling_config(guidance_name: str, settings: dict) -> DictConfig:

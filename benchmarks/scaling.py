@@ -33,8 +33,9 @@ import dit
 from benchmarks.report import describe_machine, emit, markdown_table, parse_settings, prepare_output, say, write_report
 from benchmarks.train_step import KEYS as TRAIN_STEP_KEYS
 from benchmarks.train_step import MODELS, StepClock, open_accelerator, open_trainer, random_latents, training_overrides
-from training.config import TRAIN_KEYS, choice, or_null, whole
-from training.loop import Trainer
+from errors import UserError
+from setup.schema import TRAIN_KEYS, choice, or_null, whole
+from training.trainer import Trainer
 
 DEFAULTS = {
     "backbone": "DiT-S/2",
@@ -66,7 +67,7 @@ def main(arguments: Sequence[str]) -> None:
     settings = parse_settings(arguments, DEFAULTS, KEYS)
     accelerator = open_accelerator(settings)
     if accelerator.num_processes == 1:
-        raise ValueError(
+        raise UserError(
             "benchmarks.scaling compares one process with several: "
             "accelerate launch --multi_gpu --num_processes 2 -m benchmarks.scaling"
         )

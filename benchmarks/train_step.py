@@ -11,7 +11,7 @@ median over rounds of the ratio of their medians in the round.
 
 A variant is a mode of train.compile, or `plain`: eager, the blocks as DiT's own code writes them, a Python loop for the EMA,
 AdamW neither fused nor batched, and loss.item() in every step (benchmarks/plain.py). FLOPs are those of matrix products
-(training/flops.py): a multiply-add counts 2, the backward twice the forward. MFU is FLOPs per second over those of the
+(sampling/flops.py): a multiply-add counts 2, the backward twice the forward. MFU is FLOPs per second over those of the
 fastest matrix product of the same type, which is measured before and after each turn: the median over rounds.
 
 It writes <output>.jsonl and <output>.md; the last line sums up the ratios.
@@ -48,12 +48,13 @@ from benchmarks.report import (
     synchronise,
     write_report,
 )
+from errors import UserError
 from latents.shards import ShardInfo, write_shard
+from sampling.flops import step_flops
+from setup.schema import Accepts, choice, one_or_list, or_null, text, true_or_false, whole
 from training import cli, config, engine
-from training.config import Accepts, choice, one_or_list, or_null, text, true_or_false, whole
-from training.flops import step_flops
-from training.loop import Trainer
 from training.run import RunFolder
+from training.trainer import Trainer
 
 MODELS = ("dit", "tread")
 RESOLUTIONS = (8, 256, 512)
@@ -134,7 +135,7 @@ a CPU the most that a turn adds to the process. Saved: what the forward keeps fo
 
 def open_accelerator(settings: dict) -> Accelerator:
     if settings["device"] == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device=cuda, but this machine has no CUDA device; use device=cpu")
+        raise UserError("device=cuda, but this machine has no CUDA device; use device=cpu")
     mixed_precision = engine.MIXED_PRECISION[settings["precision"]]
     return cli.start_accelerator(settings["cpu_threads"], mixed_precision=mixed_precision, cpu=settings["device"] == "cpu")
 
@@ -159,7 +160,7 @@ def open_trainer(accelerator: Accelerator, overrides: Sequence[str], *, plain: b
         cfg = compose("config", [*overrides, *quiet])
     cfg = config.check(cfg, config.TRAIN_KEYS)
     if cfg.train.parallel != "ddp":
-        raise ValueError(
+        raise UserError(
             f"train.parallel={cfg.train.parallel} cannot be measured here: rows take turns on the device, and a sharded trainer "
             "cannot leave it; use train.parallel=ddp"
         )

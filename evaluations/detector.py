@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from errors import UserError
 from evaluations.features import Features, check_images
 from evaluations.metrics import full_float32
 
@@ -36,7 +37,7 @@ def fetch_weights(show_progress: bool = True) -> Path:
     With several processes on a machine, call it in one first.
 
     Raises:
-        ValueError: no network, or what arrived is not the file; the message says which file to put where.
+        UserError: no network, or what arrived is not the file; the message says which file to put where.
     """
     file = cached_weights_file()
     if not file.exists():
@@ -45,13 +46,13 @@ def fetch_weights(show_progress: bool = True) -> Path:
             file.parent.mkdir(parents=True, exist_ok=True)
             torch.hub.download_url_to_file(WEIGHTS_URL, str(file), hash_prefix=WEIGHTS_SHA256, progress=show_progress)
         except (OSError, RuntimeError) as e:  # urllib's errors are OSErrors; RuntimeError: another hash
-            raise ValueError(
+            raise UserError(
                 f"the Inception weights cannot be downloaded ({e}); get {WEIGHTS_URL} elsewhere and put it at {file}, "
                 "or set evaluation.weights=<the file>"
             ) from e
     sha256 = _sha256(file)
     if not sha256.startswith(WEIGHTS_SHA256):
-        raise ValueError(f"{file} is not the published file (SHA-256 {sha256[:8]}... instead of {WEIGHTS_SHA256}...); delete it")
+        raise UserError(f"{file} is not the published file (SHA-256 {sha256[:8]}... instead of {WEIGHTS_SHA256}...); delete it")
     return file
 
 
@@ -70,7 +71,7 @@ class InceptionDetector:
         compile: torch.compile the network; the first batch of every shape takes a minute.
 
     Raises:
-        ValueError: the weights are missing, unreadable or of another network.
+        UserError: the weights are missing, unreadable or of another network.
     """
 
     name = "inception"
@@ -83,11 +84,11 @@ class InceptionDetector:
         compile: bool = False,
     ):
         if precision not in PRECISIONS:
-            raise ValueError(f"precision={precision!r} must be one of {', '.join(PRECISIONS)}")
+            raise UserError(f"precision={precision!r} must be one of {', '.join(PRECISIONS)}")
         self.device, self.precision = torch.device(device), precision
         file = fetch_weights() if weights is None else Path(weights)
         if not file.is_file():
-            raise ValueError(f"evaluation.weights={file} does not exist; put {WEIGHTS_URL} there, or leave it empty")
+            raise UserError(f"evaluation.weights={file} does not exist; put {WEIGHTS_URL} there, or leave it empty")
         sha256 = _sha256(file)
         if not sha256.startswith(WEIGHTS_SHA256):
             log.warning("%s is not the published Inception (SHA-256 %s...): its scores compare with no paper's", file, sha256[:8])
@@ -134,13 +135,13 @@ def _build_extractor(file: Path) -> nn.Module:
     try:
         from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
     except ImportError as e:
-        raise ValueError("Inception comes with torch-fidelity: pip install 'torch-fidelity>=0.4.0'") from e
+        raise UserError("Inception comes with torch-fidelity: pip install 'torch-fidelity>=0.4.0'") from e
 
     try:
         weights = torch.load(file, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, KeyError, ValueError) as e:
         reason = str(e).splitlines()[0] if str(e) else type(e).__name__
-        raise ValueError(f"{file} cannot be read as PyTorch weights ({reason}); download {WEIGHTS_URL} again") from e
+        raise UserError(f"{file} cannot be read as PyTorch weights ({reason}); download {WEIGHTS_URL} again") from e
     # The class unpickles its file with weights_only=False; it gets a copy of what was just read safely.
     copy = io.BytesIO()
     torch.save(weights, copy)
@@ -149,4 +150,4 @@ def _build_extractor(file: Path) -> nn.Module:
         return FeatureExtractorInceptionV3("inception", ["2048", "logits_unbiased"], feature_extractor_weights_path=copy)
     except (RuntimeError, TypeError, AttributeError) as e:
         reason = " ".join(str(e).split())[:200]
-        raise ValueError(f"{file} holds the weights of another network ({reason}...); download {WEIGHTS_URL}") from e
+        raise UserError(f"{file} holds the weights of another network ({reason}...); download {WEIGHTS_URL}") from e

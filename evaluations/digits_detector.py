@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from errors import UserError
 from evaluations.features import Features, check_images
 from evaluations.metrics import full_float32
 from evaluations.npz import write_npz
@@ -57,7 +58,7 @@ class DigitsDetector:
     """Features [N, 64] and class logits [N, 10] of 8x8 images of digits.
 
     Raises:
-        ValueError: the weights are missing or of another network.
+        UserError: the weights are missing or of another network.
     """
 
     name = "digits"
@@ -70,7 +71,7 @@ class DigitsDetector:
             self.weights_hash = hashlib.sha256(Path(weights).read_bytes()).hexdigest()
         except (OSError, RuntimeError, SafetensorError) as e:
             reason = " ".join(str(e).split())[:200]
-            raise ValueError(f"{weights} is no digits detector ({reason}); make it: python -m evaluations.digits_detector") from e
+            raise UserError(f"{weights} is no digits detector ({reason}); make it: python -m evaluations.digits_detector") from e
         self._net.to(self.device).eval().requires_grad_(False)
 
     @torch.no_grad()
@@ -79,7 +80,7 @@ class DigitsDetector:
         x = check_images(images)
         if x.shape[1:3] != (8, 8):
             size = f"{x.shape[2]}x{x.shape[1]}"
-            raise ValueError(f"images are {size} pixels; the digits detector takes 8x8 (use Inception for others)")
+            raise UserError(f"images are {size} pixels; the digits detector takes 8x8 (use Inception for others)")
         with full_float32():
             pool, logits = self._net(to_input(x.to(self.device)))
         return Features(self.name, pool=pool, logits=logits)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from errors import UserError
 from evaluations.statistics import Statistics
 
 
@@ -56,11 +57,11 @@ class Features:
             indices: [rows] int64, each of 0 .. N-1 at least once.
 
         Raises:
-            ValueError: an image is missing.
+            UserError: an image is missing.
         """
         unique, inverse = torch.unique(indices.cpu(), return_inverse=True)
         if len(indices) != len(self) or not torch.equal(unique, torch.arange(len(unique))):
-            raise ValueError(f"{len(self)} rows with {len(indices)} indices are not images 0, 1, ... each at least once")
+            raise UserError(f"{len(self)} rows with {len(indices)} indices are not images 0, 1, ... each at least once")
         row_of = torch.empty(len(unique), dtype=torch.int64)
         row_of[inverse] = torch.arange(len(indices))  # of two copies, either
         return Features(self.detector, **{name: x[row_of.to(x.device)] for name, x in self.tensors().items()})
@@ -86,13 +87,13 @@ def check_images(images: np.ndarray | Tensor) -> Tensor:
     """uint8 [N, H, W, 3] as a tensor.
 
     Raises:
-        ValueError: floats, another number of channels, channels first.
+        UserError: floats, another number of channels, channels first.
     """
     images = torch.as_tensor(images)
     if images.dtype != torch.uint8:
-        raise ValueError(f"images are {images.dtype}; a detector takes uint8, 0 to 255 (round and clamp floats before)")
+        raise UserError(f"images are {images.dtype}; a detector takes uint8, 0 to 255 (round and clamp floats before)")
     if images.ndim != 4 or images.shape[3] != 3:
-        raise ValueError(f"images are {list(images.shape)}; a detector takes [N, H, W, 3], channels last")
+        raise UserError(f"images are {list(images.shape)}; a detector takes [N, H, W, 3], channels last")
     return images
 
 
@@ -100,9 +101,9 @@ def concatenate(parts: Iterable[Features]) -> Features:
     """Features of consecutive batches as one set."""
     parts = list(parts)
     if not parts:
-        raise ValueError("there are no images")
+        raise UserError("there are no images")
     if len({part.detector for part in parts}) > 1:
-        raise ValueError(f"features of different detectors: {sorted({part.detector for part in parts})}")
+        raise UserError(f"features of different detectors: {sorted({part.detector for part in parts})}")
     names = parts[0].tensors()
     return Features(parts[0].detector, **{name: torch.cat([part.tensors()[name] for part in parts]) for name in names})
 
@@ -114,7 +115,7 @@ def extract(detector: Detector, batches: Iterable[np.ndarray]) -> Features:
         batches: uint8 [b, H, W, 3] each.
 
     Raises:
-        ValueError: no images; features that are not finite.
+        UserError: no images; features that are not finite.
     """
     done, running, count = [], None, 0
     for images in batches:
@@ -135,5 +136,5 @@ def _fetch(features: Features, first: int) -> Features:
         bad = (~x.isfinite().all(dim=1)).nonzero()
         if len(bad):
             image = first + bad[0].item()
-            raise ValueError(f"the {features.detector} detector gives NaN or infinite {name} features for image {image}")
+            raise UserError(f"the {features.detector} detector gives NaN or infinite {name} features for image {image}")
     return features

@@ -15,6 +15,7 @@ from typing import BinaryIO
 import numpy as np
 from PIL import Image, ImageOps
 
+from errors import UserError
 from evaluations.npz import NpzImages
 
 SUFFIXES = (".png", ".jpg", ".jpeg")
@@ -49,22 +50,22 @@ def read_rgb(file: str | Path | BinaryIO) -> Image.Image:
     """Decode an image, upright as its EXIF says, as 8-bit RGB (alpha is dropped).
 
     Raises:
-        ValueError: it cannot be decoded, has more than 8 bits a channel, or is too small or too narrow to crop.
+        UserError: it cannot be decoded, has more than 8 bits a channel, or is too small or too narrow to crop.
     """
     try:
         with Image.open(file) as image:
             if image.mode not in ("RGB", *CONVERTIBLE_MODES):
-                raise ValueError(f"mode {image.mode} is not one of 8 bits a channel")
+                raise UserError(f"mode {image.mode} is not one of 8 bits a channel")
             width, height = image.size
             if min(width, height) < MIN_SIDE or max(width, height) > MAX_ASPECT * min(width, height):
-                raise ValueError(
+                raise UserError(
                     f"{width}x{height} pixels: the shorter side must have {MIN_SIDE} or more and the longer one at most "
                     f"{MAX_ASPECT} times as many"
                 )
             return ImageOps.exif_transpose(image).convert("RGB")
     # The EXIF of a damaged file may hold anything: TypeError, AttributeError.
     except (*DECODE_ERRORS, Image.DecompressionBombError, TypeError, AttributeError, LookupError, ArithmeticError) as e:
-        raise ValueError(str(e) or type(e).__name__) from e
+        raise UserError(str(e) or type(e).__name__) from e
 
 
 class ImageFolder:
@@ -81,20 +82,20 @@ class ImageFolder:
         files: in order.
 
     Raises:
-        ValueError: no such folder; no images in it; a broken file, a file that is not RGB or of another size, by name.
+        UserError: no such folder; no images in it; a broken file, a file that is not RGB or of another size, by name.
     """
 
     def __init__(self, path: str | Path, convert_to_rgb: bool = False, crop: int | None = None):
         self.path, self.convert_to_rgb, self.crop = Path(path), convert_to_rgb, crop
         if not self.path.is_dir():
-            raise ValueError(f"{self.path} is not a folder; give a folder of PNG or JPEG images, or an .npz")
+            raise UserError(f"{self.path} is not a folder; give a folder of PNG or JPEG images, or an .npz")
         names = sorted(
             file.relative_to(self.path).as_posix()
             for file in self.path.rglob("*")
             if file.suffix.lower() in SUFFIXES and not file.name.startswith(".") and file.is_file()
         )
         if not names:
-            raise ValueError(f"{self.path} holds no images ({', '.join(SUFFIXES)})")
+            raise UserError(f"{self.path} holds no images ({', '.join(SUFFIXES)})")
         self.files = [self.path / name for name in names]
         with ThreadPoolExecutor(MAX_THREADS) as pool:
             sizes = list(pool.map(self._check, self.files))
@@ -103,7 +104,7 @@ class ImageFolder:
         (usual, count), *others = Counter(sizes).most_common()
         if others:
             odd = next(i for i, size in enumerate(sizes) if size != usual)
-            raise ValueError(
+            raise UserError(
                 f"{self.files[odd]} is {_pixels(sizes[odd])} pixels, but {count} of {len(sizes)} images in {self.path} are "
                 f"{_pixels(usual)}; all must be of one size: resize them or move it elsewhere"
             )
@@ -117,11 +118,11 @@ class ImageFolder:
         """Images start .. stop - 1 in order, uint8 [b, H, W, 3] each.
 
         Raises:
-            ValueError: fewer images than `stop`; a file that cannot be decoded, by name.
+            UserError: fewer images than `stop`; a file that cannot be decoded, by name.
         """
         stop = len(self) if stop is None else stop
         if stop > len(self):
-            raise ValueError(f"{self.path} holds {len(self)} images, but {stop} were asked for; ask for fewer or make more")
+            raise UserError(f"{self.path} holds {len(self)} images, but {stop} were asked for; ask for fewer or make more")
         with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
             for i in range(start, stop, batch_size):
                 yield np.stack(list(pool.map(self._read, self.files[i : min(i + batch_size, stop)])))
@@ -140,10 +141,10 @@ class ImageFolder:
             with Image.open(file) as image:
                 mode, size = image.mode, image.size
         except DECODE_ERRORS as e:
-            raise ValueError(f"{file} is broken or not an image ({e}); make or copy it again") from e
+            raise UserError(f"{file} is broken or not an image ({e}); make or copy it again") from e
         if mode != "RGB" and not (self.convert_to_rgb and mode in CONVERTIBLE_MODES):
             fix = "convert them to RGB first" if mode in CONVERTIBLE_MODES else "save 8-bit RGB"
-            raise ValueError(f"{file} has mode {mode}, not 8-bit RGB; {fix}")
+            raise UserError(f"{file} has mode {mode}, not 8-bit RGB; {fix}")
         return size
 
     def _read(self, file: Path) -> np.ndarray:
@@ -151,14 +152,14 @@ class ImageFolder:
             try:
                 return adm_center_crop(read_rgb(file), self.crop)
             except ValueError as e:
-                raise ValueError(f"{file} cannot be used ({e}); mend or remove it") from e
+                raise UserError(f"{file} cannot be used ({e}); mend or remove it") from e
         try:
             with Image.open(file) as image:
                 pixels = np.array(image.convert("RGB"))
         except DECODE_ERRORS as e:
-            raise ValueError(f"{file} is broken ({e}); make or copy it again") from e
+            raise UserError(f"{file} is broken ({e}); make or copy it again") from e
         if pixels.shape != self.shape[1:]:
-            raise ValueError(f"{file} changed while it was in use: it is now {pixels.shape[1]}x{pixels.shape[0]} pixels")
+            raise UserError(f"{file} changed while it was in use: it is now {pixels.shape[1]}x{pixels.shape[0]} pixels")
         return pixels
 
 
@@ -176,17 +177,17 @@ def open_images(path: str | Path, convert_to_rgb: bool = False, crop: int | None
         convert_to_rgb, crop: of the images of a folder; an .npz must be RGB and of one size.
 
     Raises:
-        ValueError: neither, or not usable; the message names the file and the fix.
+        UserError: neither, or not usable; the message names the file and the fix.
     """
     path = Path(path)
     if path.is_dir():
         return ImageFolder(path, convert_to_rgb, crop)
     if not path.exists():
-        raise ValueError(f"{path} does not exist; give a folder of PNG or JPEG images, or an .npz")
+        raise UserError(f"{path} does not exist; give a folder of PNG or JPEG images, or an .npz")
     if path.suffix.lower() != ".npz":
-        raise ValueError(f"{path} is neither a folder of PNG or JPEG images nor an .npz")
+        raise UserError(f"{path} is neither a folder of PNG or JPEG images nor an .npz")
     if crop is not None:
-        raise ValueError(f"{path}: the images of an .npz are taken as they are; leave out resolution=, or give a folder")
+        raise UserError(f"{path}: the images of an .npz are taken as they are; leave out resolution=, or give a folder")
     return NpzImages(path)
 
 

@@ -11,6 +11,7 @@ import contextlib
 import torch
 from torch import Tensor
 
+from errors import UserError
 from evaluations.statistics import Statistics, statistics_of
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -25,7 +26,7 @@ def frechet_distance(first: Statistics, second: Statistics) -> float:
     than features), the rounding of its zero eigenvalues moves the result by some 1e-5; see frechet_distance_of_features.
 
     Raises:
-        ValueError: statistics of different sizes.
+        UserError: statistics of different sizes.
     """
     _check_same_size(len(first.mu), len(second.mu))
     values, vectors = torch.linalg.eigh(_symmetric(first.sigma))
@@ -53,7 +54,7 @@ def frechet_distance_of_features(first: Tensor, second: Tensor) -> float:
     centred samples, which is exact; where one has, frechet_distance_to_statistics is; otherwise frechet_distance.
 
     Raises:
-        ValueError: different D, fewer than 2 samples, NaN or infinite features.
+        UserError: different D, fewer than 2 samples, NaN or infinite features.
     """
     _check_same_size(first.shape[1], second.shape[1])
     small_first, small_second = (len(x) <= x.shape[1] for x in (first, second))
@@ -71,7 +72,7 @@ def frechet_distance_of_features(first: Tensor, second: Tensor) -> float:
 
 def _check_same_size(first: int, second: int) -> None:
     if first != second:
-        raise ValueError(f"cannot compare {first} features with {second}; both must be of one detector and layer")
+        raise UserError(f"cannot compare {first} features with {second}; both must be of one detector and layer")
 
 
 def _symmetric(x: Tensor) -> Tensor:
@@ -82,7 +83,7 @@ def _symmetric(x: Tensor) -> Tensor:
 def _centred(features: Tensor) -> tuple[Tensor, Tensor]:
     """mean [D] and X [N, D], both float64, with X^T X the covariance."""
     if len(features) < 2:
-        raise ValueError(f"a covariance needs at least 2 samples, not {len(features)}")
+        raise UserError(f"a covariance needs at least 2 samples, not {len(features)}")
     _check_finite(features)
     x = features.cpu().double()
     mu = x.mean(0)
@@ -98,7 +99,7 @@ def _check_finite(features: Tensor) -> None:
     bad = (~features.isfinite().all(dim=1)).nonzero()
     if len(bad):
         count = f"{len(bad)} of {len(features)} samples"
-        raise ValueError(f"features hold NaN or infinity, first in sample {bad[0].item()} ({count})")
+        raise UserError(f"features hold NaN or infinity, first in sample {bad[0].item()} ({count})")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -115,10 +116,10 @@ def inception_score(logits: Tensor, split_size: int = 5000) -> float:
         logits: [N, C], in the order of the samples; for Inception without the bias of the last layer.
 
     Raises:
-        ValueError: no samples, NaN or infinite logits.
+        UserError: no samples, NaN or infinite logits.
     """
     if len(logits) == 0:
-        raise ValueError("the Inception Score needs samples; there are none")
+        raise UserError("the Inception Score needs samples; there are none")
     _check_finite(logits)
     scores = []
     for split in logits.split(split_size):
@@ -134,10 +135,10 @@ def inception_score(logits: Tensor, split_size: int = 5000) -> float:
 def class_agreement(logits: Tensor, labels: Tensor) -> float:
     """Share of samples [N, C] whose most likely class is the one that was asked for, labels [N]."""
     if labels.shape != logits.shape[:1] or len(labels) == 0:
-        raise ValueError(f"{list(labels.shape)} labels do not match {len(logits)} samples")
+        raise UserError(f"{list(labels.shape)} labels do not match {len(logits)} samples")
     low, high = int(labels.min()), int(labels.max())
     if low < 0 or high >= logits.shape[1]:
-        raise ValueError(f"labels run from {low} to {high}, outside the detector's {logits.shape[1]} classes")
+        raise UserError(f"labels run from {low} to {high}, outside the detector's {logits.shape[1]} classes")
     return (logits.argmax(dim=1) == labels.to(logits.device)).double().mean().item()
 
 
@@ -160,12 +161,12 @@ def precision_recall(reference: Tensor, samples: Tensor, num_neighbours: int = 3
         precision, recall.
 
     Raises:
-        ValueError: a set has no more than num_neighbours points; different D; NaN or infinite features.
+        UserError: a set has no more than num_neighbours points; different D; NaN or infinite features.
     """
     _check_same_size(reference.shape[1], samples.shape[1])
     for name, x in (("reference", reference), ("samples", samples)):
         if len(x) <= num_neighbours:
-            raise ValueError(f"precision and recall need more than {num_neighbours} images on each side; {name}: {len(x)}")
+            raise UserError(f"precision and recall need more than {num_neighbours} images on each side; {name}: {len(x)}")
         _check_finite(x)
     # |a|^2 + |b|^2 - 2ab loses the digits that the norms have beyond the distance; about a common centre they are small.
     centre = _mean(reference)

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from errors import UserError
 from evaluations.statistics import Statistics
 
 STATISTICS_KEYS = {"pool": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}
@@ -44,11 +45,11 @@ def write_npz(
             count = 0
             for image in images:
                 if image.dtype != np.uint8 or image.shape != shape[1:]:
-                    raise ValueError(f"image {count} is {image.dtype} {image.shape}, not uint8 {shape[1:]}")
+                    raise UserError(f"image {count} is {image.dtype} {image.shape}, not uint8 {shape[1:]}")
                 f.write(np.ascontiguousarray(image).data)
                 count += 1
         if count != shape[0]:
-            raise ValueError(f"{count} images instead of {shape[0]}")
+            raise UserError(f"{count} images instead of {shape[0]}")
         arrays = {} if labels is None else {"labels": np.asarray(labels, dtype=np.int64)}
         for layer, known in (statistics or {}).items():
             arrays.update(zip(STATISTICS_KEYS[layer], (known.mu.numpy(), known.sigma.numpy())))
@@ -67,7 +68,7 @@ class NpzImages:
         statistics: `pool` and `spatial`, as far as the file holds them.
 
     Raises:
-        ValueError: not an .npz; neither images nor statistics; images that are not uint8 RGB; statistics that do not fit
+        UserError: not an .npz; neither images nor statistics; images that are not uint8 RGB; statistics that do not fit
             together. The message names the file and the key.
     """
 
@@ -82,7 +83,7 @@ class NpzImages:
                 self.shape = (0, 0, 0, 3)
             else:
                 held = ", ".join(sorted(keys)) or "nothing"
-                raise ValueError(f"{self.path} holds {held}; need arr_0 (uint8 [N, H, W, 3]), or mu and sigma")
+                raise UserError(f"{self.path} holds {held}; need arr_0 (uint8 [N, H, W, 3]), or mu and sigma")
             self.labels = self._read_labels(archive, keys)
 
     def __len__(self) -> int:
@@ -92,11 +93,11 @@ class NpzImages:
         """Images start .. stop - 1 in order, uint8 [b, H, W, 3] each.
 
         Raises:
-            ValueError: fewer images than `stop`; a damaged file; no pixel above 1, which 0..1 floats cast to uint8 look like.
+            UserError: fewer images than `stop`; a damaged file; no pixel above 1, which 0..1 floats cast to uint8 look like.
         """
         stop = len(self) if stop is None else stop
         if stop > len(self):
-            raise ValueError(f"{self.path} holds {len(self)} images, but {stop} were asked for; ask for fewer or make more")
+            raise UserError(f"{self.path} holds {len(self)} images, but {stop} were asked for; ask for fewer or make more")
         image_shape, brightest = self.shape[1:], 0
         image_bytes = int(np.prod(image_shape))
         with _naming(self.path), self._open_zip() as archive, archive.open("arr_0.npy") as f:
@@ -105,11 +106,11 @@ class NpzImages:
             for i in range(start, stop, batch_size):
                 images = np.empty((min(batch_size, stop - i), *image_shape), dtype=np.uint8)
                 if f.readinto(images.reshape(-1).data) != images.nbytes:
-                    raise ValueError(f"{self.path} is truncated: its arr_0 ends before image {i + len(images)} of {len(self)}")
+                    raise UserError(f"{self.path} is truncated: its arr_0 ends before image {i + len(images)} of {len(self)}")
                 brightest = max(brightest, int(images.max()))
                 yield images
         if stop > start and brightest <= 1:
-            raise ValueError(f"{self.path}: no pixel of arr_0 is above {brightest}; need 0 to 255 (scale before casting)")
+            raise UserError(f"{self.path}: no pixel of arr_0 is above {brightest}; need 0 to 255 (scale before casting)")
 
     def fingerprint(self) -> str:
         """Size and hash of the file."""
@@ -121,7 +122,7 @@ class NpzImages:
 
     def _open_zip(self) -> zipfile.ZipFile:
         if not self.path.exists():
-            raise ValueError(f"{self.path} does not exist; give an .npz file as ADM's evaluator reads it")
+            raise UserError(f"{self.path} does not exist; give an .npz file as ADM's evaluator reads it")
         return zipfile.ZipFile(self.path)
 
     def _check_header(self, archive: zipfile.ZipFile) -> tuple[int, int, int, int]:
@@ -129,19 +130,19 @@ class NpzImages:
             shape, fortran_order, dtype = _read_header(f)
         what = f"{self.path}: arr_0 is {dtype} {list(shape)}"
         if dtype != np.uint8:
-            raise ValueError(f"{what}; need uint8 images of 0 to 255 (scale floats to 0..255, round, and cast)")
+            raise UserError(f"{what}; need uint8 images of 0 to 255 (scale floats to 0..255, round, and cast)")
         if len(shape) == 3 or len(shape) == 4 and shape[3] == 1:
-            raise ValueError(f"{what}: grey images; need [N, H, W, 3] (repeat the channel three times)")
+            raise UserError(f"{what}: grey images; need [N, H, W, 3] (repeat the channel three times)")
         if len(shape) == 4 and shape[3] == 4:
-            raise ValueError(f"{what}: RGBA images; need [N, H, W, 3] (drop the alpha channel: arr[..., :3])")
+            raise UserError(f"{what}: RGBA images; need [N, H, W, 3] (drop the alpha channel: arr[..., :3])")
         if len(shape) == 4 and shape[1] == 3 and shape[3] != 3:
-            raise ValueError(f"{what}: channels first; need [N, H, W, 3] (arr.transpose(0, 2, 3, 1))")
+            raise UserError(f"{what}: channels first; need [N, H, W, 3] (arr.transpose(0, 2, 3, 1))")
         if len(shape) != 4 or shape[3] != 3 or min(shape[1:3]) < 1:
-            raise ValueError(f"{what}; need uint8 [N, H, W, 3]")
+            raise UserError(f"{what}; need uint8 [N, H, W, 3]")
         if shape[0] == 0:
-            raise ValueError(f"{what}: it holds no images")
+            raise UserError(f"{what}: it holds no images")
         if fortran_order:
-            raise ValueError(f"{what} in Fortran order, which cannot be streamed; save np.ascontiguousarray(arr)")
+            raise UserError(f"{what} in Fortran order, which cannot be streamed; save np.ascontiguousarray(arr)")
         return shape
 
     def _read_labels(self, archive: zipfile.ZipFile, keys: set[str]) -> np.ndarray | None:
@@ -150,7 +151,7 @@ class NpzImages:
             return None
         labels = self._read_array(archive, key)
         if labels.shape != self.shape[:1] or not np.issubdtype(labels.dtype, np.integer):
-            raise ValueError(f"{self.path}: {key} is {labels.dtype} {list(labels.shape)}; need integers [{len(self)}]")
+            raise UserError(f"{self.path}: {key} is {labels.dtype} {list(labels.shape)}; need integers [{len(self)}]")
         return labels.astype(np.int64)
 
     def _read_statistics(self, archive: zipfile.ZipFile, keys: set[str]) -> dict[str, Statistics]:
@@ -161,14 +162,14 @@ class NpzImages:
                 continue
             if len(present) == 1:
                 missing = ({mu_key, sigma_key} - present).pop()
-                raise ValueError(f"{self.path} holds {present.pop()} but no {missing}; both are needed")
+                raise UserError(f"{self.path} holds {present.pop()} but no {missing}; both are needed")
             mu, sigma = (self._read_array(archive, key) for key in (mu_key, sigma_key))
             if not all(np.issubdtype(x.dtype, np.floating) for x in (mu, sigma)):
-                raise ValueError(f"{self.path}: {mu_key} is {mu.dtype} and {sigma_key} is {sigma.dtype}; need floats")
+                raise UserError(f"{self.path}: {mu_key} is {mu.dtype} and {sigma_key} is {sigma.dtype}; need floats")
             try:
                 statistics[layer] = Statistics(*(torch.from_numpy(x.astype(np.float64)) for x in (mu, sigma)))
             except ValueError as e:
-                raise ValueError(f"{self.path}: {mu_key}, {sigma_key}: {e}") from e
+                raise UserError(f"{self.path}: {mu_key}, {sigma_key}: {e}") from e
         return statistics
 
     def _read_array(self, archive: zipfile.ZipFile, key: str) -> np.ndarray:
@@ -182,11 +183,11 @@ def _naming(path: Path):
     try:
         yield
     except (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError) as e:
-        raise ValueError(f"{path} is damaged or not an .npz file ({e}); copy or download it again") from e
+        raise UserError(f"{path} is damaged or not an .npz file ({e}); copy or download it again") from e
     except ValueError as e:
         if str(e).startswith(str(path)):
             raise
-        raise ValueError(f"{path}: {e}") from e  # NumPy's
+        raise UserError(f"{path}: {e}") from e  # NumPy's
 
 
 def _read_header(f) -> tuple[tuple[int, ...], bool, np.dtype]:
@@ -196,4 +197,4 @@ def _read_header(f) -> tuple[tuple[int, ...], bool, np.dtype]:
         return np.lib.format.read_array_header_1_0(f)
     if version == (2, 0):
         return np.lib.format.read_array_header_2_0(f)
-    raise ValueError(f"arr_0 is in .npy format {version}; save it again with np.savez")
+    raise UserError(f"arr_0 is in .npy format {version}; save it again with np.savez")

@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from errors import UserError
 from evaluations.detector import LAYER_SIZES, InceptionDetector
 from evaluations.features import Detector, Features, extract
 from evaluations.images import ImageSet, read_ahead
@@ -39,7 +40,7 @@ def load_reference(
             in this process. With several processes: one that shares the work and returns all features everywhere.
 
     Raises:
-        ValueError: images the detector cannot take; stored statistics of another size than its features.
+        UserError: images the detector cannot take; stored statistics of another size than its features.
     """
     stored = stored_statistics(images, detector)
     features = read_cache(images, detector)
@@ -73,7 +74,7 @@ def stored_statistics(images: ImageSet, detector: Detector) -> dict[str, Statist
     for layer, size in LAYER_SIZES.items():
         known = images.statistics.get(layer)
         if known is not None and len(known.mu) != size:
-            raise ValueError(
+            raise UserError(
                 f"{images.path}: {STATISTICS_KEYS[layer][0]} has {len(known.mu)} entries, Inception's {layer} features {size}; "
                 "take the statistics out of the file or make them with ADM's evaluator"
             )

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from errors import UserError
+
 
 @dataclass(frozen=True)
 class Statistics:
@@ -26,9 +28,9 @@ class Statistics:
 
     def __post_init__(self):
         if self.mu.ndim != 1 or self.sigma.shape != 2 * self.mu.shape:
-            raise ValueError(f"mu {list(self.mu.shape)} and sigma {list(self.sigma.shape)} must be [D] and [D, D]")
+            raise UserError(f"mu {list(self.mu.shape)} and sigma {list(self.sigma.shape)} must be [D] and [D, D]")
         if not (self.mu.isfinite().all() and self.sigma.isfinite().all()):
-            raise ValueError("mu or sigma holds NaN or infinity")
+            raise UserError("mu or sigma holds NaN or infinity")
 
 
 class RunningStatistics:
@@ -48,12 +50,12 @@ class RunningStatistics:
         """Add a batch [b, D], without padded or duplicated samples.
 
         Raises:
-            ValueError: another D, or NaN or infinite features.
+            UserError: another D, or NaN or infinite features.
         """
         if features.ndim != 2 or features.shape[1] != len(self.mean):
-            raise ValueError(f"features are {list(features.shape)}, not [b, {len(self.mean)}]")
+            raise UserError(f"features are {list(features.shape)}, not [b, {len(self.mean)}]")
         if not features.isfinite().all():
-            raise ValueError("features hold NaN or infinity")
+            raise UserError("features hold NaN or infinity")
         if len(features):
             x = features.to(self.mean)
             mean = x.mean(0)
@@ -62,7 +64,7 @@ class RunningStatistics:
     def merge(self, other: RunningStatistics) -> None:
         """Add what another shard or process accumulated."""
         if len(other.mean) != len(self.mean):
-            raise ValueError(f"cannot merge statistics of {len(other.mean)} features into {len(self.mean)}")
+            raise UserError(f"cannot merge statistics of {len(other.mean)} features into {len(self.mean)}")
         if other.count:
             self._add(other.count, other.mean.to(self.mean), None)
             self.scatter += other.scatter.to(self.scatter)
@@ -85,7 +87,7 @@ class RunningStatistics:
     @classmethod
     def unpack(cls, packed: Tensor, dim: int) -> RunningStatistics:
         if packed.shape != (1 + dim + dim * dim,):
-            raise ValueError(f"packed statistics are {list(packed.shape)}, not [{1 + dim + dim * dim}] for {dim} features")
+            raise UserError(f"packed statistics are {list(packed.shape)}, not [{1 + dim + dim * dim}] for {dim} features")
         result = cls(dim, packed.device)
         result.count = int(packed[0].item())
         result.mean = packed[1 : 1 + dim].clone()
@@ -96,10 +98,10 @@ class RunningStatistics:
         """The statistics so far, on the CPU.
 
         Raises:
-            ValueError: fewer than 2 samples.
+            UserError: fewer than 2 samples.
         """
         if self.count < 2:
-            raise ValueError(f"a covariance needs at least 2 samples, not {self.count}")
+            raise UserError(f"a covariance needs at least 2 samples, not {self.count}")
         sigma = self.scatter / (self.count - 1)
         return Statistics(self.mean.cpu(), ((sigma + sigma.T) / 2).cpu())
 

@@ -7,6 +7,7 @@ import logging
 import torch
 from torch import Tensor
 
+from errors import UserError
 from evaluations import metrics
 from evaluations.detector import InceptionDetector
 from evaluations.digits_detector import DigitsDetector
@@ -33,10 +34,10 @@ def evaluate(
         device: for the neighbour search.
 
     Raises:
-        ValueError: features of different detectors; too few samples to compute anything.
+        UserError: features of different detectors; too few samples to compute anything.
     """
     if reference.detector != samples.detector:
-        raise ValueError(f"the reference has features of {reference.detector}, the samples of {samples.detector}")
+        raise UserError(f"the reference has features of {reference.detector}, the samples of {samples.detector}")
     for caveat in caveats(reference, samples):
         log.warning("%s", caveat)
     pool = reference.pool.to(device), samples.pool.to(device)
@@ -58,7 +59,7 @@ def evaluate(
             "recall": recall,
         }
     else:
-        raise ValueError(f"no names for the metrics of detector {reference.detector!r}")
+        raise UserError(f"no names for the metrics of detector {reference.detector!r}")
     return {name: value for name, value in result.items() if value is not None}
 
 

@@ -29,8 +29,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from routing_module import PRESETS, attach
-from training.masked_loss import mask_to_tokens, masked_mse
+from attach.masked_loss import mask_to_tokens, masked_mse
+from attach import PRESETS, attach
 
 LORA_TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "proj_out")
 PATCH_SIZE = 2

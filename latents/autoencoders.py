@@ -10,6 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from errors import UserError
+
 SD_VAES = ("stabilityai/sd-vae-ft-ema", "stabilityai/sd-vae-ft-mse")
 
 
@@ -65,18 +67,18 @@ class SDVAE:
         try:
             self.vae = AutoencoderKL.from_pretrained(source).to(device).eval().requires_grad_(False)
         except (OSError, ValueError) as e:
-            raise ValueError(
+            raise UserError(
                 f"the autoencoder sd-vae:{source} cannot be loaded ({str(e).splitlines()[0]}); give a local copy with "
                 f"{key}=sd-vae:<folder>"
             ) from e
         self.precision = precision
         if channels is not None and self.vae.config.latent_channels != channels:
-            raise ValueError(
+            raise UserError(
                 f"{key}: sd-vae:{source} decodes {self.vae.config.latent_channels} channels, but the latents have {channels}"
             )
 
         if getattr(self.vae.config, "shift_factor", None):
-            raise ValueError(f"{key}: sd-vae:{source} shifts its latents (shift_factor), which shards have no place for")
+            raise UserError(f"{key}: sd-vae:{source} shifts its latents (shift_factor), which shards have no place for")
         self.scale_factor, self.factor = _scale_and_factor(self.vae.config)
 
     def fingerprint(self) -> str:
@@ -104,7 +106,7 @@ def known_scale_and_factor(spec: str) -> tuple[float, int] | None:
     """(scale factor, pixels along one side of a latent) of an autoencoder that need not be loaded for that; None: not known.
 
     Raises:
-        ValueError: a local folder without a proper config.json.
+        UserError: a local folder without a proper config.json.
     """
     kind, _, source = spec.partition(":")
     if spec == "identity":
@@ -115,7 +117,7 @@ def known_scale_and_factor(spec: str) -> tuple[float, int] | None:
         try:
             return _scale_and_factor(json.loads((Path(source) / "config.json").read_text()))
         except (OSError, ValueError, KeyError) as e:
-            raise ValueError(f"autoencoder={spec}: {Path(source) / 'config.json'} is not that of an AutoencoderKL ({e!r})") from e
+            raise UserError(f"autoencoder={spec}: {Path(source) / 'config.json'} is not that of an AutoencoderKL ({e!r})") from e
     return None
 
 
@@ -128,18 +130,18 @@ def build(spec: str, device: torch.device, channels: int | None, key: str, preci
         precision: of encoding, fp32 | bf16.
 
     Raises:
-        ValueError: it is none, unknown, cannot be loaded, or decodes other latents.
+        UserError: it is none, unknown, cannot be loaded, or decodes other latents.
     """
     kind, _, source = spec.partition(":")
     if spec == "none":
-        raise ValueError(f"{key}=none: nothing is known that decodes these latents; if there is, {key}=sd-vae:<hub id or folder>")
+        raise UserError(f"{key}=none: nothing is known that decodes these latents; if there is, {key}=sd-vae:<hub id or folder>")
     if kind == "identity" and not source:
         if channels not in (None, 1, 3):
-            raise ValueError(f"{key}=identity shows latents as pixels, which have 1 or 3 channels, not {channels}")
+            raise UserError(f"{key}=identity shows latents as pixels, which have 1 or 3 channels, not {channels}")
         return Identity()
     if kind == "sd-vae" and source:
         return SDVAE(source, device, channels, key, precision)
-    raise ValueError(f"{key}={spec!r} is unknown; use identity, none or sd-vae:<hub id or folder>")
+    raise UserError(f"{key}={spec!r} is unknown; use identity, none or sd-vae:<hub id or folder>")
 
 
 def from_uint8(images: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from errors import UserError
 from latents.autoencoders import SD_VAES, known_scale_and_factor
 from latents.shards import KINDS, ShardInfo
 
@@ -46,15 +47,15 @@ def detect(
         statement per decision; statements that begin with "warning:" deserve to be seen.
 
     Raises:
-        ValueError: the statistics leave it open (the message asks for the key), keys contradict the data, or a label is
+        UserError: the statistics leave it open (the message asks for the key), keys contradict the data, or a label is
             outside num_classes.
     """
     sample_latents = sample_latents.float()
     _, channels, height, width = sample_latents.shape
     if not sample_latents.isfinite().all():
-        raise ValueError("the latents hold NaN or Inf; make them again in float32 or bfloat16, or leave those items out")
+        raise UserError("the latents hold NaN or Inf; make them again in float32 or bfloat16, or leave those items out")
     if height != width:
-        raise ValueError(f"latents of {height}x{width} are not square; encode square images")
+        raise UserError(f"latents of {height}x{width} are not square; encode square images")
 
     kind, statements = _settle_kind(sample_latents, kind, fixed_kind, key_prefix)
     values = sample_latents.chunk(2, dim=1)[0] if kind == "moments" else sample_latents
@@ -69,7 +70,7 @@ def detect(
             f"{key_prefix}autoencoder= names another"
         )
     else:
-        raise ValueError(
+        raise UserError(
             f"latents have {latent_channels} channels, which is not SD-VAE's 4; name what made them with "
             f"{key_prefix}autoencoder=sd-vae:<hub id or folder>, or {key_prefix}autoencoder=none where nothing decodes them"
         )
@@ -86,7 +87,7 @@ def detect(
     else:
         spread = _sampled_std(sample_latents, kind) / stored_scale
         advice = f"{SIGMA_DATA / spread:.4g} gives it the standard deviation {SIGMA_DATA} that EDM assumes" if spread > 0 else ""
-        raise ValueError(
+        raise UserError(
             f"{key_prefix}scale_factor= is missing: the network sees latents x scale_factor, and that of "
             f"autoencoder={autoencoder} is not known; {advice or 'these latents are constant'}"
         )
@@ -97,7 +98,7 @@ def detect(
         resolution = known[1] * height
         statements.append(f"resolution={resolution}: {height} latents of {known[1]} pixels along a side")
     else:
-        raise ValueError(
+        raise UserError(
             f"{key_prefix}resolution= is missing: the size of the images in pixels cannot be told from latents of "
             f"{height}x{width} and autoencoder={autoencoder}"
         )
@@ -112,7 +113,7 @@ def _settle_kind(latents: Tensor, kind: str | None, fixed_kind: str | None, key_
     found, reason = _kind_by_statistics(latents)
     if kind is not None:
         if kind not in KINDS:
-            raise ValueError(f"{key_prefix}kind={kind} is not accepted; use {' | '.join(KINDS)}")
+            raise UserError(f"{key_prefix}kind={kind} is not accepted; use {' | '.join(KINDS)}")
         statements = [f"kind={kind}: as given"]
         if fixed_kind not in (None, kind):
             statements.append(f"warning: {key_prefix}kind={kind}, but this format holds kind={fixed_kind}")
@@ -121,12 +122,12 @@ def _settle_kind(latents: Tensor, kind: str | None, fixed_kind: str | None, key_
     elif found is not None:
         kind, statements = found, [f"kind={found}: {reason}"]
     else:
-        raise ValueError(
+        raise UserError(
             f"cannot tell whether the {channels} channels are a sample, or mean and log-variance: {reason}; "
             f"set {key_prefix}kind=sample or {key_prefix}kind=moments"
         )
     if kind == "moments" and channels % 2:
-        raise ValueError(f"{key_prefix}kind=moments needs an even number of channels (mean and log-variance), not {channels}")
+        raise UserError(f"{key_prefix}kind=moments needs an even number of channels (mean and log-variance), not {channels}")
     if found not in (None, kind):
         statements.append(f"warning: kind={kind}, but the values look like kind={found}: {reason}")
     return kind, statements
@@ -159,7 +160,7 @@ def _settle_stored_scale(
     measured = f"stored {'means' if kind == 'moments' else 'latents'} have a standard deviation of {std:.3g}"
     if stored_scale is not None:
         if not (math.isfinite(stored_scale) and stored_scale > 0):
-            raise ValueError(f"{key_prefix}stored_scale={stored_scale} must be a positive number")
+            raise UserError(f"{key_prefix}stored_scale={stored_scale} must be a positive number")
         reason = "as given"
     elif known is not None:
         stored_scale, reason = known, "the format says so"
@@ -170,12 +171,12 @@ def _settle_stored_scale(
     elif 0.6 <= std <= 1.4:
         stored_scale, reason = SD_SCALE, f"{measured}, as SD-VAE's have once they were multiplied by {SD_SCALE}"
     else:
-        raise ValueError(
+        raise UserError(
             f"cannot tell what the stored values were multiplied by: {measured}, where SD-VAE's have 4 to 7, or 0.6 to 1.4 "
             f"once multiplied by {SD_SCALE}; set {key_prefix}stored_scale=1 or {key_prefix}stored_scale={SD_SCALE}"
         )
     if kind == "moments" and stored_scale != 1:
-        raise ValueError(
+        raise UserError(
             f"{key_prefix}stored_scale={stored_scale:g} ({reason}) does not go with kind=moments: a log-variance cannot be "
             f"scaled with its mean, and no project stores such; set {key_prefix}stored_scale=1, or {key_prefix}kind=sample "
             "if these are samples"
@@ -199,14 +200,14 @@ def _sampled_std(latents: Tensor, kind: str) -> float:
 
 def _settle_num_classes(labels: np.ndarray, num_classes: int | None, key_prefix: str) -> tuple[int, str]:
     if len(labels) == 0:
-        raise ValueError("there are no items")
+        raise UserError("there are no items")
     lowest, highest = int(labels.argmin()), int(labels.argmax())
     if labels[lowest] < 0:
-        raise ValueError(f"the label of item {lowest} is {labels[lowest]}; labels are 0 .. num_classes - 1")
+        raise UserError(f"the label of item {lowest} is {labels[lowest]}; labels are 0 .. num_classes - 1")
     if num_classes is None:
         return int(labels[highest]) + 1, f"num_classes={labels[highest] + 1}: the largest label + 1"
     if labels[highest] >= num_classes:
-        raise ValueError(
+        raise UserError(
             f"the label of item {highest} is {labels[highest]}, outside {key_prefix}num_classes={num_classes}; "
             f"set {key_prefix}num_classes={labels[highest] + 1} or correct the labels"
         )

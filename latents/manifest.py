@@ -6,6 +6,8 @@ import hashlib
 import json
 from pathlib import Path
 
+from errors import UserError
+
 MANIFEST = "manifest.json"
 UNFINISHED = ".unfinished"  # a folder beside the shards, as long as some of them are missing
 
@@ -14,7 +16,7 @@ def read_manifest(folder: Path) -> dict | None:
     """The manifest of a folder, or None where there is none.
 
     Raises:
-        ValueError: it is not a manifest of latents.
+        UserError: it is not a manifest of latents.
     """
     file = folder / MANIFEST
     if not file.exists():
@@ -25,25 +27,25 @@ def read_manifest(folder: Path) -> dict | None:
             entry["file"], entry["bytes"], entry["hash"], entry["num_items"]
         stated["fingerprint"]
     except (ValueError, KeyError, TypeError) as e:
-        raise ValueError(f"{file} is not a manifest of latent shards ({e!r}); make the folder again, or remove this file") from e
+        raise UserError(f"{file} is not a manifest of latent shards ({e!r}); make the folder again, or remove this file") from e
     return stated
 
 
 def check_files(folder: Path, files: list[Path], stated: dict) -> None:
-    """Raises ValueError where names or sizes of the shards are not those of the manifest. Reads no data."""
+    """Raises UserError where names or sizes of the shards are not those of the manifest. Reads no data."""
     sizes = {entry["file"]: entry["bytes"] for entry in stated["shards"]}
     for name, size in sizes.items():
         file = folder / name
         if not file.exists():
-            raise ValueError(f"{file} is missing, but {MANIFEST} lists it; restore it, or make the folder again")
+            raise UserError(f"{file} is missing, but {MANIFEST} lists it; restore it, or make the folder again")
         if file.stat().st_size != size:
-            raise ValueError(
+            raise UserError(
                 f"{file} has changed since {MANIFEST} was written: {file.stat().st_size} bytes, not {size}; "
                 "restore it, or make the folder again"
             )
     extra = [file for file in files if file.name not in sizes]
     if extra:
-        raise ValueError(f"{extra[0]} is not in {folder / MANIFEST}; move it to a folder of its own")
+        raise UserError(f"{extra[0]} is not in {folder / MANIFEST}; move it to a folder of its own")
 
 
 def changed_files(folder: Path, stated: dict) -> list[Path]:

@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from errors import UserError
 from latents import manifest
 
 KINDS = ("sample", "moments")
@@ -46,11 +47,11 @@ class ShardInfo:
 
     def __post_init__(self):
         if self.kind not in KINDS:
-            raise ValueError(f"kind={self.kind!r} must be one of {', '.join(KINDS)}")
+            raise UserError(f"kind={self.kind!r} must be one of {', '.join(KINDS)}")
         if not (math.isfinite(self.scale_factor) and self.scale_factor > 0):
-            raise ValueError(f"scale_factor={self.scale_factor} must be a positive number")
+            raise UserError(f"scale_factor={self.scale_factor} must be a positive number")
         if self.resolution < 1 or self.num_classes < 1:
-            raise ValueError(f"resolution={self.resolution} and num_classes={self.num_classes} must be at least 1")
+            raise UserError(f"resolution={self.resolution} and num_classes={self.num_classes} must be at least 1")
 
     def to_metadata(self) -> dict[str, str]:
         return {name: str(value) for name, value in vars(self).items()}
@@ -59,7 +60,7 @@ class ShardInfo:
     def from_metadata(cls, metadata: dict[str, str] | None) -> ShardInfo:
         missing = [name for name in cls.__dataclass_fields__ if name not in (metadata or {})]
         if missing:
-            raise ValueError(f"its header lacks {', '.join(missing)}")
+            raise UserError(f"its header lacks {', '.join(missing)}")
         return cls(
             kind=metadata["kind"],
             scale_factor=float(metadata["scale_factor"]),
@@ -79,7 +80,7 @@ def write_shard(path: str | Path, latents: Tensor, labels: Tensor, info: ShardIn
 
     Raises:
         FileExistsError: the file is there already.
-        ValueError: other shapes or types, labels outside num_classes, values that are not finite.
+        UserError: other shapes or types, labels outside num_classes, values that are not finite.
     """
     path = Path(path)
     if path.exists():
@@ -98,7 +99,7 @@ def shard_bytes(path: Path, latents: Tensor, labels: Tensor, info: ShardInfo, la
     for name in tensors.keys() - {"labels"}:
         bad = (~tensors[name].flatten(1).isfinite().all(dim=1)).nonzero()
         if len(bad):
-            raise ValueError(f"{path}: {name} of item {bad[0].item()} are not finite; nothing was written")
+            raise UserError(f"{path}: {name} of item {bad[0].item()} are not finite; nothing was written")
     return _sorted_metadata(save(tensors, metadata=info.to_metadata()))
 
 
@@ -126,22 +127,22 @@ def _sorted_metadata(blob: bytes) -> bytes:
 
 
 def _check_tensors(file: Path, info: ShardInfo, shard: dict[str, Tensor]) -> None:
-    """Raises ValueError where names, shapes, types or labels are not those of a shard."""
+    """Raises UserError where names, shapes, types or labels are not those of a shard."""
     if not {"latents", "labels"} <= shard.keys() <= {"latents", "labels", "latents_flip"}:
-        raise ValueError(f"{file} holds {sorted(shard)}; a latent shard holds latents, labels and optionally latents_flip")
+        raise UserError(f"{file} holds {sorted(shard)}; a latent shard holds latents, labels and optionally latents_flip")
     latents, labels = shard["latents"], shard["labels"]
     if latents.ndim != 4 or latents.dtype not in (torch.float16, torch.float32) or len(latents) == 0:
-        raise ValueError(f"{file}: latents are {latents.dtype} {list(latents.shape)}; need float16 or float32 [M, C, H, W]")
+        raise UserError(f"{file}: latents are {latents.dtype} {list(latents.shape)}; need float16 or float32 [M, C, H, W]")
     flipped = shard.get("latents_flip", latents)
     if (flipped.shape, flipped.dtype) != (latents.shape, latents.dtype):
-        raise ValueError(f"{file}: latents_flip {list(flipped.shape)} differs from latents {list(latents.shape)}")
+        raise UserError(f"{file}: latents_flip {list(flipped.shape)} differs from latents {list(latents.shape)}")
     if info.kind == "moments" and latents.shape[1] % 2:
-        raise ValueError(f"{file}: kind=moments needs an even number of channels, not {latents.shape[1]}")
+        raise UserError(f"{file}: kind=moments needs an even number of channels, not {latents.shape[1]}")
     if labels.dtype != torch.int64 or labels.shape != latents.shape[:1]:
-        raise ValueError(f"{file}: labels are {labels.dtype} {list(labels.shape)}; need int64 [{len(latents)}]")
+        raise UserError(f"{file}: labels are {labels.dtype} {list(labels.shape)}; need int64 [{len(latents)}]")
     low, high = int(labels.min()), int(labels.max())
     if low < 0 or high >= info.num_classes:
-        raise ValueError(f"{file}: labels run from {low} to {high}, outside num_classes={info.num_classes}")
+        raise UserError(f"{file}: labels run from {low} to {high}, outside num_classes={info.num_classes}")
 
 
 def spread_items(num_items: int, at_most: int) -> np.ndarray:
@@ -171,7 +172,7 @@ class LatentDataset:
         key: that gave the path, for the messages.
 
     Raises:
-        ValueError: a folder that does not exist or holds no shards; a shard that is truncated, has no proper header,
+        UserError: a folder that does not exist or holds no shards; a shard that is truncated, has no proper header,
             other shapes or labels outside num_classes, or disagrees with the first one; a folder that is not finished, or
             whose shards are not those of its manifest. The message names the file.
     """
@@ -181,15 +182,15 @@ class LatentDataset:
     def __init__(self, path: str | Path, check_folder: bool = True, key: str = "data.path"):
         self.path = Path(path)
         if not self.path.exists():
-            raise ValueError(f"{key}={self.path} does not exist; give a folder of latent shards (*.safetensors)")
+            raise UserError(f"{key}={self.path} does not exist; give a folder of latent shards (*.safetensors)")
         files = [self.path] if self.path.is_file() else shard_files(self.path)
         stated = manifest.read_manifest(self.path) if self.path.is_dir() else None
         if (self.path / manifest.UNFINISHED).exists() and stated is None and check_folder:
-            raise ValueError(
+            raise UserError(
                 f"{self.path} is not finished: prepare_latents.py was stopped; run the same command again, which goes on there"
             )
         if not files:
-            raise ValueError(f"{key}={self.path} holds no latent shards (*.safetensors)")
+            raise UserError(f"{key}={self.path} holds no latent shards (*.safetensors)")
         self.files = files
         if stated is not None and check_folder:
             manifest.check_files(self.path, files, stated)
@@ -202,7 +203,7 @@ class LatentDataset:
             self._shards.append({name: tensor.numpy() for name, tensor in shard.items()})  # still the mapped file
             first = self._shards[0]
             if info != infos[0] or self._describe(self._shards[-1]) != self._describe(first):
-                raise ValueError(
+                raise UserError(
                     f"{file} does not belong with {files[0]}: {info}, {self._describe(self._shards[-1])} "
                     f"against {infos[0]}, {self._describe(first)}"
                 )
@@ -214,7 +215,7 @@ class LatentDataset:
         self.has_flips = "latents_flip" in self._shards[0]
         self.class_names: list[str] | None = stated.get("class_names") if stated else None
         if stated is not None and check_folder and stated["fingerprint"] != self.fingerprint():
-            raise ValueError(
+            raise UserError(
                 f"{self.path}: the shards have changed since {manifest.MANIFEST} was written; "
                 f"`prepare_latents.py inspect path={self.path}` names the file"
             )
@@ -230,11 +231,11 @@ class LatentDataset:
                 metadata = f.metadata()
                 shard = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 (not a dict)
         except (SafetensorError, OSError) as e:
-            raise ValueError(f"{file} is truncated or not a safetensors file: {e}") from e
+            raise UserError(f"{file} is truncated or not a safetensors file: {e}") from e
         try:
             info = ShardInfo.from_metadata(metadata)
         except ValueError as e:
-            raise ValueError(f"{file} is not a latent shard: {e}") from e
+            raise UserError(f"{file} is not a latent shard: {e}") from e
         _check_tensors(file, info, shard)
         return info, shard
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
+from errors import UserError
+
 COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 COMPRESSED_SUFFIXES = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 LABEL_EXTENSIONS = ("cls", "cls.txt")
@@ -38,7 +40,7 @@ def find_tars(path: Path) -> list[Path]:
     """The tars of a folder, sorted by name, or the one that `path` is.
 
     Raises:
-        ValueError: there are none, some are compressed, or some lie in folders below.
+        UserError: there are none, some are compressed, or some lie in folders below.
     """
     entries = [path] if path.is_file() else sorted(f for f in path.iterdir() if not f.name.startswith(".") and f.is_file())
     compressed = [f for f in entries if f.name.lower().endswith(COMPRESSED_SUFFIXES)]
@@ -48,15 +50,15 @@ def find_tars(path: Path) -> list[Path]:
             start = f.read(6)
         kind = next((name for magic, name in COMPRESSED.items() if start.startswith(magic)), None)
         if kind or file in compressed:
-            raise ValueError(
+            raise UserError(
                 f"{file} is compressed{f' ({kind})' if kind else ''}, so that items cannot be read by offset; decompress it first"
             )
     if path.is_dir():
         below = next((f for f in path.glob("*/*") if f.suffix.lower() == ".tar" and not f.name.startswith(".")), None)
         if below is not None:
-            raise ValueError(f"{below} lies in a folder below {path}; give one folder of tars, or put (or link) all into one")
+            raise UserError(f"{below} lies in a folder below {path}; give one folder of tars, or put (or link) all into one")
     if not tars:
-        raise ValueError(f"{path} holds no tars (*.tar)")
+        raise UserError(f"{path} holds no tars (*.tar)")
     return tars
 
 
@@ -73,12 +75,12 @@ def walk_tar(file: Path, known: tuple[str, ...], ignored: Callable[[str], None] 
         ignored: is told the extensions of all others.
 
     Raises:
-        ValueError: the tar is truncated, damaged or followed by another; a member is a link, or has a dot in its key.
+        UserError: the tar is truncated, damaged or followed by another; a member is a link, or has a dot in its key.
     """
     truncated = f"{file} is truncated or damaged (%s); copy or make it again"
     size = file.stat().st_size
     if size == 0:
-        raise ValueError(truncated % "it is empty")
+        raise UserError(truncated % "it is empty")
     content = map_file(file)
     try:
         with tarfile.open(file, "r:") as tar:
@@ -91,35 +93,35 @@ def walk_tar(file: Path, known: tuple[str, ...], ignored: Callable[[str], None] 
                     continue
                 if extension not in known:
                     if extension.endswith(tuple(f".{e}" for e in known)):
-                        raise ValueError(
+                        raise UserError(
                             f"{file}: member {member.name} has a dot in its key, which ends at the first dot; rename it"
                         )
                     ignored(extension)
                     continue
                 if not member.isreg() or member.issparse():
-                    raise ValueError(f"{file}: member {member.name} is a link or sparse; make the tar again of plain files")
+                    raise UserError(f"{file}: member {member.name} is a link or sparse; make the tar again of plain files")
                 stop = member.offset_data + member.size
                 if stop > size:
-                    raise ValueError(truncated % f"{member.name} goes past its end")
+                    raise UserError(truncated % f"{member.name} goes past its end")
                 payload = content[member.offset_data : stop]
                 yield Member(member.name, folder + slash + stem, extension, member.offset_data, payload)
             # tarfile takes a damaged header for the end; the end of a whole tar is a block of zeros, and nothing comes after.
             rest = content[tar.offset :]
             if len(rest) < tarfile.BLOCKSIZE or rest[: tarfile.BLOCKSIZE].any():
-                raise ValueError(truncated % f"no end of the archive at byte {tar.offset}")
+                raise UserError(truncated % f"no end of the archive at byte {tar.offset}")
             if rest.any():
-                raise ValueError(f"{file}: something follows the end of the archive, another tar perhaps; take them apart")
+                raise UserError(f"{file}: something follows the end of the archive, another tar perhaps; take them apart")
     except tarfile.TarError as e:
-        raise ValueError(truncated % e) from e
+        raise UserError(truncated % e) from e
 
 
 def parse_label(where: str, text: bytes) -> int:
     """The label that a .cls member holds.
 
     Raises:
-        ValueError: it is no whole number from 0 to MAX_LABEL. The message begins with `where`.
+        UserError: it is no whole number from 0 to MAX_LABEL. The message begins with `where`.
     """
     stripped = text.strip()
     if len(text) > 64 or not stripped.isdigit() or int(stripped) > MAX_LABEL:
-        raise ValueError(f"{where} holds {text[:24]!r}, not a label (a whole number from 0 to {MAX_LABEL})")
+        raise UserError(f"{where} holds {text[:24]!r}, not a label (a whole number from 0 to {MAX_LABEL})")
     return int(stripped)

@@ -28,6 +28,7 @@ from safetensors.numpy import save
 from torch import Tensor
 from tqdm import tqdm
 
+from errors import UserError
 from latents.detection import detect
 from latents.progress import progress_bar
 from latents.shards import spread_items
@@ -46,11 +47,11 @@ MAX_OPEN_TARS = 256  # a mapping keeps a file descriptor, of which a process has
 
 
 def check_float(where: str, dtype: np.dtype) -> np.dtype:
-    """Raises ValueError, naming `where`, for anything but float16 and float32 of this machine's byte order."""
+    """Raises UserError, naming `where`, for anything but float16 and float32 of this machine's byte order."""
     if dtype == np.float64:
-        raise ValueError(f"{where} is float64; latents are float32 or float16: save it again with .astype(np.float32)")
+        raise UserError(f"{where} is float64; latents are float32 or float16: save it again with .astype(np.float32)")
     if dtype not in (np.float16, np.float32) or not dtype.isnative:
-        raise ValueError(f"{where} is {dtype}; latents are float32 or float16 in little-endian byte order")
+        raise UserError(f"{where} is {dtype}; latents are float32 or float16 in little-endian byte order")
     return dtype
 
 
@@ -66,7 +67,7 @@ def locate_npy(where: str, payload: bytes) -> tuple[np.dtype, tuple[int, ...], i
     """(dtype, shape, offset of the values) of a file in .npy format.
 
     Raises:
-        ValueError: it is not one, is truncated, or is in Fortran order. The message begins with `where`.
+        UserError: it is not one, is truncated, or is in Fortran order. The message begins with `where`.
     """
     try:
         offset = 10 + int.from_bytes(payload[8:10], "little")
@@ -74,11 +75,11 @@ def locate_npy(where: str, payload: bytes) -> tuple[np.dtype, tuple[int, ...], i
             offset = 12 + int.from_bytes(payload[8:12], "little")
         dtype, shape, fortran_order = _parse_npy_header(payload[:offset])
     except (ValueError, KeyError, SyntaxError, TypeError) as e:
-        raise ValueError(f"{where} is not in .npy format, or is truncated: {e}") from e
+        raise UserError(f"{where} is not in .npy format, or is truncated: {e}") from e
     if fortran_order:
-        raise ValueError(f"{where} is in Fortran order; save it again with np.ascontiguousarray")
+        raise UserError(f"{where} is in Fortran order; save it again with np.ascontiguousarray")
     if not dtype.hasobject and len(payload) != offset + dtype.itemsize * int(np.prod(shape)):
-        raise ValueError(f"{where} is truncated: {len(payload) - offset} bytes are not {dtype} {list(shape)}")
+        raise UserError(f"{where} is truncated: {len(payload) - offset} bytes are not {dtype} {list(shape)}")
     return dtype, shape, offset
 
 
@@ -140,7 +141,7 @@ def unpickle_array(where: str, payload: bytes) -> np.ndarray:
     """The array of a pickle of any protocol, read without running code that it names.
 
     Raises:
-        ValueError: it names anything else, or does not hold a float16 or float32 array in C order. The message begins
+        UserError: it names anything else, or does not hold a float16 or float32 array in C order. The message begins
             with `where`.
     """
     try:
@@ -150,21 +151,21 @@ def unpickle_array(where: str, payload: bytes) -> np.ndarray:
         pickle.UnpicklingError, AttributeError, EOFError, ImportError, IndexError, KeyError, MemoryError, OverflowError,
         TypeError, ValueError,
     ) as e:  # fmt: skip
-        raise ValueError(f"{where} is refused, as a pickle of more than one array or a damaged one: {e}") from e
+        raise UserError(f"{where} is refused, as a pickle of more than one array or a damaged one: {e}") from e
     if not (isinstance(pickled, _PickledArray) and isinstance(pickled.dtype, _PickledDtype)):
-        raise ValueError(f"{where} is a pickle, but not of a NumPy array")
+        raise UserError(f"{where} is a pickle, but not of a NumPy array")
     code, byte_order = pickled.dtype.code, pickled.dtype.byte_order
     if code not in ("f2", "f4", "f8") or byte_order not in ("<", "=", "|"):
-        raise ValueError(
+        raise UserError(
             f"{where} is an array of type {byte_order}{code}; latents are float32 or float16 in little-endian byte order"
         )
     dtype = check_float(where, np.dtype(code))
     if pickled.order != "C":
-        raise ValueError(f"{where} is in Fortran order; save it again with np.ascontiguousarray")
+        raise UserError(f"{where} is in Fortran order; save it again with np.ascontiguousarray")
     try:
         return np.frombuffer(pickled.data, dtype=dtype).reshape(pickled.shape)
     except (ValueError, TypeError) as e:
-        raise ValueError(f"{where} does not hold an array of the shape that it names: {e}") from e
+        raise UserError(f"{where} does not hold an array of the shape that it names: {e}") from e
 
 
 def _locate_in_pickle(payload: bytes, values: bytes) -> int | None:
@@ -196,7 +197,7 @@ class _Layouts:
         """Offset of the values in a member, uint8 [size]; None where they have to be unpickled.
 
         Raises:
-            ValueError: as `unpickle_array`; another shape or type than the members before; a pickle that is not allowed.
+            UserError: as `unpickle_array`; another shape or type than the members before; a pickle that is not allowed.
         """
         head, tail, offset = self._known.get(len(member), (b"", b"", 0))
         if offset and member[: len(head)].tobytes() == head and member[len(member) - len(tail) :].tobytes() == tail:
@@ -208,15 +209,15 @@ class _Layouts:
         else:
             self.first_pickle = self.first_pickle or where
             if not self.allow_pickle:
-                raise ValueError(_pickle_refused(where, self.flag))
+                raise UserError(_pickle_refused(where, self.flag))
             values = unpickle_array(where, payload)
             dtype, shape, offset = values.dtype, values.shape, _locate_in_pickle(payload, values.tobytes())
         if self.dtype is None:
             self.dtype, self.shape, self.first_member = dtype, tuple(shape), where
             if len(shape) != 3 or 0 in shape:
-                raise ValueError(f"{where} is {dtype} {list(shape)}; need [C, h, w]")
+                raise UserError(f"{where} is {dtype} {list(shape)}; need [C, h, w]")
         if (dtype, shape) != (self.dtype, self.shape):
-            raise ValueError(
+            raise UserError(
                 f"{where} is {dtype} {list(shape)}, but {self.first_member} is {self.dtype} {list(self.shape)}; "
                 "keep latents of one shape and type in a folder"
             )
@@ -263,7 +264,7 @@ class TarIndex:
             flag: the key that sets it, for the message.
 
         Raises:
-            ValueError: no tars; compressed or truncated ones; a sample without a latent or a label, or with two; pickles
+            UserError: no tars; compressed or truncated ones; a sample without a latent or a label, or with two; pickles
                 that are not allowed, or of more than an array; mixed shapes. The message names the tar and the member.
         """
         path = Path(path)
@@ -284,7 +285,7 @@ class TarIndex:
                     index = cls._scan(files, allow_pickle, flag)
                     index._save(index_file, state)
         if index.first_pickle and not allow_pickle:
-            raise ValueError(_pickle_refused(str(files[0].parent / index.first_pickle), flag))
+            raise UserError(_pickle_refused(str(files[0].parent / index.first_pickle), flag))
         return index
 
     def __len__(self) -> int:
@@ -321,7 +322,7 @@ class TarIndex:
         arrays = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
         if len(arrays["labels"]) == 0:
             held = ", ".join(f".{e}" for e in sorted(extensions)[:8]) or "nothing"
-            raise ValueError(
+            raise UserError(
                 f"{files[0].parent}: the tars hold no latents: need members <key>.latent or <key>.latent.npy, and <key>.cls; "
                 f"these hold {held}"
             )
@@ -372,7 +373,7 @@ def _scan_tar(file: Path, layouts: _Layouts, extensions: set[str], bar: tqdm) ->
             pickle_bytes.append(0)
         filled = offsets if member.extension in LATENT_EXTENSIONS else labels
         if filled[row] >= 0:
-            raise ValueError(f"{where}: the key has a second {member.extension}; keys must differ within a tar")
+            raise UserError(f"{where}: the key has a second {member.extension}; keys must differ within a tar")
         if filled is labels:
             labels[row] = parse_label(where, payload[:65].tobytes())
             continue
@@ -383,7 +384,7 @@ def _scan_tar(file: Path, layouts: _Layouts, extensions: set[str], bar: tqdm) ->
     for key, row in rows.items():
         if offsets[row] < 0 or labels[row] < 0:
             lacks, has = ("cls", "latent") if labels[row] < 0 else ("latent", "cls")
-            raise ValueError(f"{file}: sample {key} has a .{has} but no .{lacks} member; make the tar again")
+            raise UserError(f"{file}: sample {key} has a .{has} but no .{lacks} member; make the tar again")
     arrays = {"labels": labels, "offsets": offsets, "pickle_bytes": pickle_bytes}
     return {name: np.array(values, dtype=np.int64) for name, values in arrays.items()}
 
@@ -406,7 +407,7 @@ class TarLatents:
         statements: what was detected, and why; for the log.
 
     Raises:
-        ValueError: as `TarIndex.open` and `detect`.
+        UserError: as `TarIndex.open` and `detect`.
     """
 
     has_flips = False
@@ -428,11 +429,11 @@ class TarLatents:
         given = dict(kind=kind, stored_scale=stored_scale, scale_factor=scale_factor, autoencoder=autoencoder)
         given |= dict(resolution=resolution, num_classes=num_classes, key_prefix=key_prefix)
         if not self.path.exists():
-            raise ValueError(f"{key_prefix}path={self.path} does not exist; give a folder of uncompressed tars (*.tar)")
+            raise UserError(f"{key_prefix}path={self.path} does not exist; give a folder of uncompressed tars (*.tar)")
         index = TarIndex.open(self.path, allow_pickle, f"{key_prefix}allow_pickle")
         if index.pickle_bytes.any():
             item = int(np.flatnonzero(index.pickle_bytes)[0])
-            raise ValueError(
+            raise UserError(
                 f"{index.name_of(item)} is a pickle of protocol 2 or older, whose values cannot be read by offset; make native "
                 f"shards of the tars with `python prepare_latents.py convert`, and train on those"
             )
@@ -440,7 +441,7 @@ class TarLatents:
         sample = index.read(spread)
         bad = np.flatnonzero(~np.isfinite(sample).all(axis=(1, 2, 3)))
         if len(bad):
-            raise ValueError(f"{index.name_of(int(spread[bad[0]]))} holds NaN or Inf; make it again, or leave it out")
+            raise UserError(f"{index.name_of(int(spread[bad[0]]))} holds NaN or Inf; make it again, or leave it out")
         self.info, self.stored_scale, self.statements = detect(torch.from_numpy(sample).float(), labels=index.labels, **given)
         self._index, self.files, self.labels = index, index.files, index.labels
         channels, self.height, self.width = index.shape

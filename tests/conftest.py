@@ -5,16 +5,17 @@ import os
 import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from hydra import compose, initialize_config_dir
 
+from configs import experiments
 from latents.shards import ShardInfo, write_shard
+from setup.cli import CONFIGS, REPOSITORY
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+experiments.register()
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # pytest -n: each worker its share of the cores
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])))
 # Two gloo processes: `--cpu --num_processes 2` would start one.
@@ -40,7 +41,7 @@ def make_shard(path, num_items=24, channels=2, size=4, kind="sample", num_classe
 
 
 def composed(overrides=(), config_name="config"):
-    with initialize_config_dir(str(REPOSITORY / "configs"), version_base="1.3"):
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         return compose(config_name, overrides=list(overrides))
 
 

@@ -13,8 +13,8 @@ from accelerate import Accelerator
 from conftest import run_train
 
 from training import engine
-from training.loop import Trainer, TrainingDiverged
 from training.sharding import local
+from training.trainer import Trainer, TrainingDiverged
 
 BATCH = ["train.batch_size=8"]
 FSDP = [*BATCH, "train.parallel=fsdp"]

@@ -19,8 +19,8 @@ from networks import (
     worst_difference,
 )
 
+import attach.attachment as attachment_module
 import dit
-import routing_module.attachment as attachment_module
 from routing_module import PRESETS, Adapter, BlockList, Route, TokenAxis, TokenRouter, attach, attached, importance_scores
 
 ONE = [Route(0.5, 1, 4)]  # crosses from one list of blocks to the next where there are two

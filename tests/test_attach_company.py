@@ -25,8 +25,8 @@ from networks import (
 )
 from torch.utils.checkpoint import checkpoint
 
+from attach.attachment import Plan
 from routing_module import Adapter, BlockList, Route, attach, attached
-from routing_module.attachment import Plan
 
 ROUTES = [Route(0.5, 1, 2), Route(0.25, 3, 4)]
 

@@ -13,8 +13,8 @@ from benchmarks import loader, loss_curves, profile, report, sampling, scaling, 
 from benchmarks.memory import saved_for_backward
 from benchmarks.plain import PlainEMA
 from routing_module import Route, TokenRouter
+from setup.schema import whole
 from training import flops
-from training.config import whole
 from training.ema import EMA
 
 TINY_STEP = ["backbones=DiT-XS/2", "resolution=8", "batch_size=4", "rounds=2", "steps=1", "warmup=1", "cpu_threads=1"]

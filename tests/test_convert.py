@@ -12,7 +12,7 @@ from test_webdataset import npy_members, pickle_members, sd_moments, two_tars, w
 
 import prepare_latents
 from latents.detection import SD_SCALE
-from latents.foreign import MaskDiTLMDB
+from latents.prepare.convert import MaskDiTLMDB
 from latents.shards import LatentDataset
 
 NUM_ITEMS = 23

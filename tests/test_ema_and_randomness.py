@@ -1,7 +1,7 @@
 import torch
 
+from randomness import SeedRandom, StepRandom, class_of_seed
 from training.ema import EMA
-from training.randomness import SeedRandom, StepRandom, class_of_seed
 
 CPU = torch.device("cpu")
 

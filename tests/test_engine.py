@@ -10,7 +10,7 @@ from torch.profiler import profile
 import dit
 from routing_module import Route
 from training import engine
-from training.engine import attention_kernel, check_machine, checkpoint_activations, compile_network, use_float8
+from training.speed import attention_kernel, check_machine, checkpoint_activations, compile_network, use_float8
 
 CPU = torch.device("cpu")
 

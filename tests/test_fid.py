@@ -8,8 +8,8 @@ import pytest
 from conftest import LAUNCH_2, REPOSITORY, composed, finish, forget_accelerate, losses, metrics, start
 from PIL import Image
 
+from sampling.evaluator import metric_name
 from training import config
-from training.evaluation import metric_name
 
 NAMES = ["fd_digits", "precision_digits", "recall_digits", "class_agreement"]
 EVAL = ["eval.every=2", "eval.num_samples=70", "eval.num_steps=2", "eval.batch_size=35", "train.num_steps=4", "train.lr=1e-2"]
@@ -191,7 +191,7 @@ from accelerate import Accelerator
 from evaluations.digits_detector import DigitsDetector
 from evaluations.images import open_images
 from evaluations.reference import features_of_images
-from training.evaluation import shared_features, shared_features_of_images
+from sampling.evaluator import shared_features, shared_features_of_images
 from evaluations.features import Features
 accelerator, detector = Accelerator(), DigitsDetector()
 images = open_images('evaluations/digits_reference.npz')

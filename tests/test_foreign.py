@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from test_webdataset import npy_members, pickle_members, sd_moments, write_tar
 
 from latents.detection import SD_SCALE, SD_VAE, detect
-from latents.foreign import FORMATS, open_foreign, sample_of
+from latents.prepare.convert import FORMATS, open_foreign, sample_of
 
 
 def write_lmdb(folder, latents, labels, length=None, leave_out=()):

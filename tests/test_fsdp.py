@@ -11,10 +11,10 @@ from fsdp_runs import BATCH, DENSE, TREAD
 from PIL import Image, ImageChops
 
 from benchmarks.train_step import open_trainer
+from sampling.sampler import load_network
 from training import checkpoint as checkpoints
 from training import config
-from training.loop import Trainer
-from training.sampling import load_network
+from training.trainer import Trainer
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,10 @@ import dit
 import guidance
 from edm import EDM
 from guidance import Offer
+from randomness import SeedRandom
 from routing_module import Route
+from sampling.flops import block_flops, forward_flops, sparse_saving
 from sit import SiT
-from training.flops import block_flops, forward_flops, sparse_saving
-from training.randomness import SeedRandom
 
 NUM_CLASSES = 7
 

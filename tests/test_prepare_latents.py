@@ -18,7 +18,7 @@ from PIL import Image
 import prepare_latents
 from evaluations.images import adm_center_crop, read_rgb
 from latents import autoencoders
-from latents.images import open_labelled_images
+from latents.prepare.images import open_labelled_images
 from latents.shards import LatentDataset, ShardInfo, write_shard
 
 RESOLUTION = 32

@@ -12,11 +12,11 @@ import pytest
 from omegaconf import OmegaConf
 from PIL import Image
 
-from training.report.__main__ import main
-from training.report.charts import MOST_POINTS, Series, line_chart, linear_ticks, log_ticks, thinned
-from training.report.content import equal_table, results_table, speedup_table
-from training.report.experiments import by_number, curve_metric, first_reached, group, metric_order
-from training.report.runs import read_runs
+from reports.__main__ import main
+from reports.charts import MOST_POINTS, Series, line_chart, linear_ticks, log_ticks, thinned
+from reports.content import equal_table, results_table, speedup_table
+from reports.experiments import by_number, curve_metric, first_reached, group, metric_order
+from reports.runs import read_runs
 
 ROUTE = {"selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": -4}
 TABLE = "Table 2: backbones"

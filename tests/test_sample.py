@@ -231,7 +231,7 @@ def test_large_npz_files_are_streamed_and_checked(tmp_path):
 
 
 def test_grids_show_every_image_with_its_label():
-    from training.sampling import labelled_grid
+    from sampling.sampler import labelled_grid
 
     grid = labelled_grid([np.full((8, 8, 3), 200, dtype=np.uint8)] * 3, [1, 2, 3], num_columns=2)
     pixels = np.asarray(grid)

@@ -19,8 +19,8 @@ from latents.order import BatchOrder
 from latents.shards import ShardInfo, write_shard
 from routing_module import TokenRouter
 from training import checkpoint as checkpoints
-from training.loop import Trainer, TrainingDiverged
-from training.signals import StopSignal
+from training.stop import StopSignal
+from training.trainer import Trainer, TrainingDiverged
 
 GRIDS = ["sample.every=2", "sample.num_samples=3", "diffusion.sampler.num_steps=2"]
 
@@ -387,7 +387,7 @@ def test_a_second_signal_exits_at_once(tmp_path):
 def test_a_second_signal_exits_at_once_even_within_one_long_operation():
     code = """
 import hashlib
-from training.signals import StopSignal
+from training.stop import StopSignal
 stop = StopSignal()
 print("ready", flush=True)
 hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # many minutes without a bytecode, like a large backward on a CPU

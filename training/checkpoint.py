@@ -17,10 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from errors import UserError
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +40,7 @@ class Checkpoint:
         model, ema: state dicts of the network.
         optimizer: state dict of the optimiser.
         state: the trainer's plain values (JSON).
-        config: the resolved configuration of the run.
+        config: the resolved configuration of the run, of plain values.
     """
 
     step: int
@@ -46,14 +48,14 @@ class Checkpoint:
     ema: dict[str, Tensor]
     optimizer: dict
     state: dict
-    config: DictConfig
+    config: dict
 
 
-class CheckpointError(ValueError):
+class CheckpointError(UserError):
     """A checkpoint that is missing, incomplete or altered."""
 
 
-class SaveError(OSError):
+class SaveError(UserError):
     """A checkpoint that could not be written; those before it are intact."""
 
 
@@ -86,7 +88,7 @@ def save(root: Path, checkpoint: Checkpoint, keep_last: int, keep_every: int) ->
         save_file({k: v.contiguous() for k, v in checkpoint.ema.items()}, temporary / WEIGHTS["ema"])
         torch.save(checkpoint.optimizer, temporary / "optimizer.pt")
         (temporary / "state.json").write_text(json.dumps({"step": checkpoint.step} | checkpoint.state, indent=1))
-        (temporary / "config.yaml").write_text(OmegaConf.to_yaml(checkpoint.config))
+        (temporary / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(checkpoint.config)))
         manifest = {file.name: _size_and_hash(file) for file in sorted(temporary.iterdir())}
         (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1))
         for file in temporary.iterdir():
@@ -173,14 +175,20 @@ def step_of(folder: Path) -> int:
     return json.loads((folder / "state.json").read_text())["step"]
 
 
+def run_of(folder: Path) -> Path | None:
+    """The folder of the run that a checkpoint lies in; None for a checkpoint that was copied elsewhere."""
+    parent = folder.resolve().parent
+    return parent.parent if parent.name == "checkpoints" else None
+
+
 def identity(folder: Path) -> str:
     """A short hash that no other checkpoint has: of the manifest, which holds the hash of every file."""
     return hashlib.blake2b((folder / MANIFEST).read_bytes(), digest_size=8).hexdigest()
 
 
-def load_config(folder: Path) -> DictConfig:
-    """The resolved configuration of the run that wrote a checkpoint. Verify the checkpoint first."""
-    return OmegaConf.load(folder / "config.yaml")
+def load_config(folder: Path) -> dict:
+    """The resolved configuration of the run that wrote a checkpoint, as it was stored. Verify the checkpoint first."""
+    return OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
 
 
 def load_weights(folder: Path, weights: str) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-from training.config import REPOSITORY
+REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 def describe_start(accelerator: Accelerator, step: int) -> dict[str, object]:

@@ -5,17 +5,22 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import os
+import secrets
 from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from errors import UserError
+from files import append_line, read_lines, write_file
 
 
 @contextlib.contextmanager
-def naming(file: Path):
-    """A full disk does not say which file it was: add the name to the error."""
+def naming_file(file: Path):
+    """Name the file in the error of a full disk, which does not."""
     try:
         yield
     except OSError as e:
-        raise OSError(e.errno, f"cannot write {file}: {e.strerror}; the checkpoints are intact") from e
+        raise UserError(f"cannot write {file}: {e.strerror or e}") from e
 
 
 class RunFolder:
@@ -33,7 +38,7 @@ class RunFolder:
         """Create the folders and lock the run against a second training.
 
         Raises:
-            ValueError: no permission to write, or another process trains in it.
+            UserError: no permission to write, or another process trains in it.
         """
         try:
             for folder in (self.checkpoints, self.samples):
@@ -45,45 +50,41 @@ class RunFolder:
             probe.mkdir(exist_ok=True)
             probe.rmdir()
         except OSError as e:
-            raise ValueError(f"output_dir: cannot write to {self.path} ({e.strerror}); choose another output_dir=...") from e
+            raise UserError(f"output_dir: cannot write to {self.path} ({e.strerror}); choose another output_dir=...") from e
         try:
             # Released by the system when this process ends; not handed down to loader workers, which may outlive it.
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as e:
-            raise ValueError(f"another process is training in {self.path}; wait for it, or choose another name=...") from e
+            raise UserError(f"another process is training in {self.path}; wait for it, or choose another name=...") from e
+
+    def write_config(self, config: dict) -> None:
+        """config.yaml: the resolved configuration of the run, of plain values."""
+        write_file(self.path / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(config)))
+
+    def wandb_id(self) -> str:
+        """The same for every start of this run, so that Weights & Biases continues one run instead of opening another."""
+        file = self.path / "wandb_id"
+        if not file.exists():
+            write_file(file, secrets.token_hex(4))
+        return file.read_text().strip()
 
     def log_metrics(self, record: dict) -> None:
         """Append one line to metrics.jsonl."""
-        with naming(self.metrics), open(self.metrics, "a") as f:
-            f.write(json.dumps(record) + "\n")
+        append_line(self.metrics, record)
 
     def log_start(self, record: dict) -> None:
         """Append one line to starts.jsonl: how training started, or went on, at a step."""
-        with naming(self.starts), open(self.starts, "a") as f:
-            f.write(json.dumps(record) + "\n")
+        append_line(self.starts, record)
 
     def has_evaluation(self, step: int) -> bool:
         """Whether metrics.jsonl holds the evaluation of a step."""
-        return any(
-            _step_of(line) == step and "evaluation_sec" in json.loads(line) for line in self.metrics.read_text().splitlines()
-        )
+        return any(line and line.get("step") == step and "evaluation_sec" in line for _, line in read_lines(self.metrics))
 
     def keep_metrics_until(self, step: int) -> int:
         """Drop the lines after `step` (and torn ones), which the run writes again. Returns how many."""
-        text = self.metrics.read_text(errors="replace")
-        lines = text.splitlines()
-        kept = [line for line in lines if _step_of(line) <= step]
-        wanted = "".join(line + "\n" for line in kept)
-        if wanted != text:
-            temporary = self.metrics.with_name(".tmp_metrics.jsonl")
-            with naming(temporary):
-                temporary.write_text(wanted)
-                os.replace(temporary, self.metrics)
+        lines = [line for _, line in read_lines(self.metrics)]
+        kept = [line for line in lines if line and isinstance(line.get("step"), int) and line["step"] <= step]
+        wanted = "".join(json.dumps(line) + "\n" for line in kept)
+        if wanted != self.metrics.read_text(errors="replace"):
+            write_file(self.metrics, wanted)
         return len(lines) - len(kept)
-
-
-def _step_of(line: str) -> float:
-    try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        return float("inf")

@@ -3,63 +3,51 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
-from omegaconf import DictConfig
 from torch import Tensor, nn
 from tqdm import tqdm
 
-import guidance
+from errors import UserError
 from latents.order import BatchOrder, read_batches
 from latents.shards import LatentDataset, latents_for_network
+from randomness import StepRandom
+from sampling.evaluator import Evaluator, metric_name
+from sampling.sampler import Diffusion, ImageSampler, labelled_grid
 from training import checkpoint as checkpoints
-from training.config import Diffusion, differences
 from training.ema import EMA
-from training.engine import attention_kernel, checkpoint_activations, compile_network, use_float8
-from training.evaluation import Evaluator, metric_name
-from training.randomness import StepRandom
-from training.run import RunFolder, naming
-from training.sampling import ImageSampler, labelled_grid
+from training.run import RunFolder, naming_file
 from training.sharding import all_parts, gathered, local, part_like, shard
-from training.signals import StopSignal
+from training.speed import attention_kernel, checkpoint_activations, compile_network, use_float8
+from training.stop import StopSignal
 
 log = logging.getLogger(__name__)
-
-# What a resumed run must share with the one that it continues. The data themselves are compared by their fingerprint.
-FIXED_KEYS = (
-    "model",
-    "diffusion.name",
-    "diffusion.sigma_data",
-    "diffusion.P_mean",
-    "diffusion.P_std",
-    "diffusion.timestep",
-    "diffusion.logit_mean",
-    "diffusion.logit_std",
-    "data.in_channels",
-    "data.input_size",
-    "data.num_classes",
-    "seed",
-    "train.batch_size",
-    "init_from",
-)
-# What may change, and is worth a line in the log.
-NOTED_KEYS = ("train.lr", "train.betas", "train.weight_decay", "train.grad_clip_norm", "train.ema_decay", "train.precision")
-
 
 _NEVER = 2**62  # the "first bad step" of a run that has none
 
 
-class TrainingDiverged(ValueError):
+class TrainingDiverged(UserError):
     """The loss or the weights are no longer finite."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What judges the EMA weights during training.
+
+    Attributes:
+        samplers: by guidance scale, each sampling from the EMA's network.
+    """
+
+    evaluator: Evaluator
+    samplers: dict[float, ImageSampler]
 
 
 def part_of_batch(batch_size: int, num_parts: int, part: int) -> slice:
@@ -75,30 +63,35 @@ class Trainer:
         net: the plain network, its weights sharded with train.parallel=fsdp; they are what a checkpoint holds.
         model: the same as accelerate wraps it.
         step: optimiser steps done.
-        sampler: makes the grids of training, from the EMA weights; None makes none.
-        evaluator, evaluation_sampler: what evaluates the EMA weights during training; None does not.
+
+    Args:
+        cfg: the checked configuration of the run (setup/schema.py: TrainConfig).
+        ema: of `net`, new.
+        sampler: makes the sample grids, from the EMA's network; None makes none.
+        evaluation: judges the EMA weights; None does not.
     """
 
     def __init__(
         self,
         accelerator: Accelerator,
-        cfg: DictConfig,
+        cfg,
         net: nn.Module,
+        ema: EMA,
         diffusion: Diffusion,
         dataset: LatentDataset,
         run: RunFolder,
+        sampler: ImageSampler | None = None,
+        evaluation: Evaluation | None = None,
     ):
         self.accelerator, self.cfg, self.diffusion, self.dataset, self.run = accelerator, cfg, diffusion, dataset, run
+        self.net, self.ema, self.sampler, self.evaluation = net.train(), ema, sampler, evaluation
         self.device = accelerator.device
         self.is_sharded = cfg.train.parallel == "fsdp"
-        # To be sharded, it stays where it was built: a block at a time goes to the device, and all but its part away again.
-        self.net = (net if self.is_sharded else net.to(self.device)).train()
-        self.ema = EMA(self.net, cfg.train.ema_decay)
-        self.sampler: ImageSampler | None = None
-        self.evaluator: Evaluator | None = None
-        self.evaluation_sampler: ImageSampler | None = None
+        if not self.is_sharded:  # `shard` moves one block at a time
+            self.net.to(self.device)
+            self.ema.net.to(self.device)
         if cfg.train.precision == "fp8":
-            use_float8(self.net)  # the average is made before: it is float32, and evaluated as such
+            use_float8(self.net)  # the EMA was copied before: it is float32, and evaluated as such
         compile_network(self.net, cfg.train.compile)
         checkpoint_activations(self.net, cfg.train.activation_checkpointing)
         if self.is_sharded:
@@ -191,7 +184,7 @@ class Trainer:
 
         Raises:
             TrainingDiverged: loss or weights are not finite.
-            ValueError: a step does not fit in the memory of the device.
+            UserError: a step does not fit in the memory of the device.
             SaveError: a checkpoint could not be written.
         """
         cfg, accelerator = self.cfg, self.accelerator
@@ -217,12 +210,13 @@ class Trainer:
     def _steps(self, batches: Iterator, stop: StopSignal, clock: _Clock, bar: tqdm) -> int:
         """The loop itself. Returns the step that was saved last."""
         cfg, saved_step = self.cfg, self.step
-        self._look_at_samples()  # what an interruption after the last checkpoint left undone
+        with clock.paused(self.device):
+            self._look_at_samples()  # what an interruption after the last checkpoint left undone
         while self.step < cfg.train.num_steps:
             try:
                 self.train_step(next(batches))
             except torch.OutOfMemoryError as e:
-                raise ValueError(self._out_of_memory()) from e
+                raise UserError(self._out_of_memory()) from e
             clock.num_steps += 1
             bar.update()
             is_last = self.step == cfg.train.num_steps
@@ -299,7 +293,7 @@ class Trainer:
         cfg, is_last = self.cfg, self.step == self.cfg.train.num_steps
         if self.sampler is not None and self.step > 0 and (self.step % cfg.sample.every == 0 or is_last):
             self._sample_grid()
-        if self.evaluator is not None and self.step > 0 and (self.step % cfg.eval.every == 0 or is_last):
+        if self.evaluation is not None and self.step > 0 and (self.step % cfg.eval.every == 0 or is_last):
             self._evaluate()
 
     def _sample_grid(self) -> None:
@@ -321,7 +315,7 @@ class Trainer:
         for i in range(0, len(seeds), cfg.batch_size):
             images.extend(self.sampler(seeds[i : i + cfg.batch_size], labels[i : i + cfg.batch_size]))
         grid = labelled_grid(images, labels)
-        with naming(file):
+        with naming_file(file):
             grid.save(file)
         for tracker in self.accelerator.trackers:
             if tracker.name == "wandb":
@@ -332,12 +326,13 @@ class Trainer:
         cfg = self.cfg.eval
         if broadcast_object_list([self.accelerator.is_main_process and self.run.has_evaluation(self.step)])[0]:
             return
+        is_last = self.step == self.cfg.train.num_steps
+        num_samples = cfg.final_num_samples if is_last and cfg.final_num_samples is not None else cfg.num_samples
         record, start_sec = {}, time.perf_counter()
         with self.ema.whole(here=True):
-            for cfg_scale in cfg.cfg_scales:
-                sampler = dataclasses.replace(self.evaluation_sampler, guide=partial(guidance.cfg, cfg_scale=cfg_scale))
-                result = self.evaluator.of_samples(sampler, cfg.num_samples)
-                record |= {metric_name(metric, cfg.num_samples, cfg_scale): value for metric, value in result.items()}
+            for cfg_scale, sampler in self.evaluation.samplers.items():
+                result = self.evaluation.evaluator.of_samples(sampler, num_samples)
+                record |= {metric_name(metric, num_samples, cfg_scale): value for metric, value in result.items()}
         if self.accelerator.is_main_process:
             self.run.log_metrics({"step": self.step, **record, "evaluation_sec": time.perf_counter() - start_sec})
             tqdm.write(
@@ -380,11 +375,11 @@ class Trainer:
                 "loss_sum": self.loss_sum.item(),
                 "loss_count": self.loss_count,
             },
-            config=self.cfg,
+            config=self.cfg.model_dump(),
         )
 
     def init_from(self, folder: Path, init_state: str) -> None:
-        """Start from the weights of another run, whose architecture `check_initial` has compared.
+        """Start from the weights of another run, whose architecture was compared.
 
         Args:
             folder: a verified checkpoint.
@@ -417,28 +412,25 @@ class Trainer:
             group["weight_decay"] = self.cfg.train.weight_decay
 
     def resume(self, folder: Path) -> None:
-        """Continue from a checkpoint.
+        """Continue from a checkpoint of the same run.
 
         Raises:
-            ValueError: it is not whole, or belongs to a run with another model, other data, seed or batch size.
+            UserError: it is not whole, or the latents are not those that it was trained on.
         """
         checkpoint = checkpoints.load(folder)
-        changed = differences(checkpoint.config, self.cfg, FIXED_KEYS)
         if checkpoint.state["data_fingerprint"] != self.data_fingerprint:
-            changed.append(f"data: other latents or labels: {checkpoint.config.data.path!r} -> {self.cfg.data.path!r}")
-        if changed:
-            raise ValueError(
-                f"resume: {folder} cannot go on under this configuration: {'; '.join(changed)}. "
-                "Restore these settings, or start another run with name=..."
+            trained_on = checkpoint.config["data"]["path"]
+            raise UserError(
+                f"resume: {folder} cannot go on: data: other latents or labels: {trained_on!r} -> {self.cfg.data.path!r}. "
+                "Restore the data, or start another run with name=..."
             )
-        for line in differences(checkpoint.config, self.cfg, NOTED_KEYS):
-            log.warning("resumed with another setting: %s", line)
         self._load_weights(checkpoint)
         self._load_optimizer(checkpoint)
         self.step = checkpoint.step
         self.ema.num_updates_before = ema_num_updates(checkpoint) - self.step
         self.loss_sum.fill_(checkpoint.state["loss_sum"])
         self.loss_count = checkpoint.state["loss_count"]
+        log.info("resumed from %s", folder)
 
 
 def ema_num_updates(checkpoint: checkpoints.Checkpoint) -> int:

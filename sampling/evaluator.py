@@ -4,38 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
-from omegaconf import DictConfig
 from tqdm import tqdm
 
-from evaluations.detector import InceptionDetector, fetch_weights
-from evaluations.digits_detector import DigitsDetector
 from evaluations.features import Detector, Features, extract
-from evaluations.images import ImageSet, open_images
+from evaluations.images import ImageSet
 from evaluations.reference import features_of_images, load_reference, stored_statistics
 from evaluations.suite import evaluate
-from training.randomness import class_of_seed
-from training.sampling import ImageSampler
-
-
-def build_detector(cfg: DictConfig, accelerator: Accelerator) -> Detector:
-    """What evaluation.* asks for, on this process's device.
-
-    Args:
-        cfg: evaluation.detector, weights, precision and compile.
-
-    Raises:
-        ValueError: weights that are missing or cannot be had.
-    """
-    if cfg.detector == DigitsDetector.name:
-        return DigitsDetector(accelerator.device)
-    with accelerator.local_main_process_first():  # one process of a machine downloads, the others find the file
-        weights = cfg.weights or fetch_weights(accelerator.is_local_main_process)
-    return InceptionDetector(weights, accelerator.device, cfg.precision, cfg.compile)
+from randomness import class_of_seed
+from sampling.sampler import ImageSampler
 
 
 def short_count(count: int) -> str:
@@ -142,23 +122,3 @@ def _gathered(accelerator: Accelerator, part: Features, indices: torch.Tensor) -
     indices = accelerator.gather(indices.to(accelerator.device)).cpu()
     tensors = {name: accelerator.gather(x.to(accelerator.device)).cpu() for name, x in part.tensors().items()}
     return Features(part.detector, **tensors).in_order(indices)
-
-
-def open_reference(path: str | None, key: str) -> ImageSet:
-    """The reference that `key` names.
-
-    Raises:
-        ValueError: there is none, or it cannot be used.
-    """
-    if path is None:
-        raise ValueError(
-            f"{key} is not set: give a reference batch, VIRTUAL_imagenet256_labeled.npz of ADM's evaluation suite, say, or a "
-            "folder of images"
-        )
-    if not Path(path).exists():
-        raise ValueError(
-            f"{key}={path} does not exist; reference batches are at "
-            "https://github.com/openai/guided-diffusion/tree/main/evaluations, "
-            "and `prepare_latents.py reference` makes one of images of your own"
-        )
-    return open_images(path)

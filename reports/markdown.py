@@ -5,8 +5,8 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
-from training.report.content import Table, equal_table, figures_table, origin_lines, results_table, speedup_table
-from training.report.experiments import Experiment
+from reports.content import Table, equal_table, figures_table, origin_lines, results_table, speedup_table
+from reports.experiments import Experiment
 
 
 def markdown_report(marker: str, title: str, tables: dict[str, list[Experiment]], problems: dict[str, list[str]]) -> str:

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from routing_module.adapters import Adapter, BlockList, Extent, TokenAxis, find_adapter
-from routing_module.presets import as_routes
-from routing_module.router import Route, TokenRouter, importance_scores, num_kept_tokens
+from attach.adapters import Adapter, BlockList, Extent, TokenAxis, find_adapter
+from attach.presets import as_routes
+from routing_module import Route, TokenRouter, importance_scores, num_kept_tokens
 
 SELECTIONS = ("uniform", "importance")
 NO_BACKWARD = -1  # what torch calls the backward pass that runs when none does

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from errors import UserError
 from latents import manifest
 from latents.manifest import hash_of
 from latents.shards import LatentDataset, ShardInfo, shard_bytes, shard_files, write_whole
@@ -95,7 +96,7 @@ class ShardWriter:
         dtype: `float16` or `float32`, in which latents are stored.
 
     Raises:
-        ValueError: the folder holds another data set, or shards that nothing is known about.
+        UserError: the folder holds another data set, or shards that nothing is known about.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class ShardWriter:
 
     def _check_folder(self) -> None:
         if self.output.exists() and not self.output.is_dir():
-            raise ValueError(f"output={self.output} is a file; give a folder")
+            raise UserError(f"output={self.output} is a file; give a folder")
         stated = manifest.read_manifest(self.output)
         if stated is not None:
             found = stated.get("settings") or {}
@@ -137,7 +138,7 @@ class ShardWriter:
         if records and not changed and all(source_of.get(record["number"]) != record.get("source") for record in records):
             changed = ["made of other items"]
         if changed:
-            raise ValueError(
+            raise UserError(
                 f"output={self.output} already holds another data set ({'; '.join(changed)}); choose another folder, "
                 "or restore these settings to go on with that one"
             )
@@ -145,9 +146,7 @@ class ShardWriter:
         strange = [file for file in shard_files(self.output) if file.name not in known]
         if strange or (stated is None and not self._settings_file.exists() and shard_files(self.output)):
             name = (strange or shard_files(self.output))[0].name
-            raise ValueError(
-                f"output={self.output} already holds {name}, which this command did not write; choose another folder"
-            )
+            raise UserError(f"output={self.output} already holds {name}, which this command did not write; choose another folder")
 
     @property
     def _settings_file(self) -> Path:
@@ -165,18 +164,18 @@ class ShardWriter:
         By one process, before any calls `todo`.
 
         Raises:
-            ValueError: the folder cannot be written to, or another process is writing to it.
+            UserError: the folder cannot be written to, or another process is writing to it.
         """
         stated = manifest.read_manifest(self.output)
         try:
             self._unfinished.mkdir(parents=True, exist_ok=True)
             self._lock = open(self._unfinished / "lock", "w")
         except OSError as e:
-            raise ValueError(f"output={self.output} cannot be written to ({e.strerror}); choose another folder") from e
+            raise UserError(f"output={self.output} cannot be written to ({e.strerror}); choose another folder") from e
         try:
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released by the system when this process ends
         except (BlockingIOError, PermissionError) as e:
-            raise ValueError(f"another process is writing to output={self.output}; wait for it, or choose another folder") from e
+            raise UserError(f"another process is writing to output={self.output}; wait for it, or choose another folder") from e
         if stated is not None:  # complete once; as good as records
             for entry in stated["shards"] + stated.get("empty_shards", []):
                 write_whole(self._unfinished / f"{entry['number']:05d}.json", json.dumps(entry).encode())
@@ -233,7 +232,7 @@ class ShardWriter:
             left_out: what is missing and why, {"name", "problem"} each.
 
         Raises:
-            ValueError: as `write_shard` does; values that the type cannot hold are not finite.
+            UserError: as `write_shard` does; values that the type cannot hold are not finite.
         """
         record = {"number": piece.number, "source": piece.source, "file": None, "num_items": len(latents)}
         record["left_out"] = left_out or []
@@ -242,7 +241,7 @@ class ShardWriter:
             stored_flip = None if latents_flip is None else latents_flip.to(self.dtype)
             for given, kept in ((latents, stored), (latents_flip, stored_flip)):
                 if given is not None and given.isfinite().all() and not kept.isfinite().all():
-                    raise ValueError(f"latents up to {given.abs().max():.3g} do not fit float16; use dtype=float32")
+                    raise UserError(f"latents up to {given.abs().max():.3g} do not fit float16; use dtype=float32")
             blob = shard_bytes(self._file(piece), stored, labels, info, stored_flip)
             exact, kept = (x.chunk(2, dim=1)[0] if info.kind == "moments" else x for x in (latents.double(), stored.double()))
             statistics, error = ChannelStatistics(), kept - exact
@@ -271,14 +270,14 @@ class ShardWriter:
             about: more to state (where the source was, how it was made).
 
         Raises:
-            ValueError: nothing was left of the source.
+            UserError: nothing was left of the source.
         """
         self._check_folder()  # nobody may have put shards of their own between ours
         records = [self._record(piece) for piece in self.pieces]
         shards = [record for record in records if record["file"] is not None]
         left_out = [entry for record in records for entry in record["left_out"]]
         if not shards:
-            raise ValueError(f"none of the {len(left_out)} items could be read; the first: {left_out[0]}")
+            raise UserError(f"none of the {len(left_out)} items could be read; the first: {left_out[0]}")
         statistics, largest, square_sum, total = ChannelStatistics(), 0.0, 0.0, 0.0
         for record in shards:
             statistics.merge(ChannelStatistics(**record["statistics"]))

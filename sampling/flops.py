@@ -8,19 +8,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import dit
-from routing_module import num_kept_tokens
+from routing_module import TokenRouter, num_kept_tokens
 
 
-def forward_flops(net: dit.DiT, selection_ratios: float | Sequence[float] | None = 0.0) -> int:
+def forward_flops(net: dit.DiT, selection_ratios: float | Sequence[float] | None = 0.0, router: TokenRouter | None = None) -> int:
     """FLOPs of one forward for one image.
 
     Args:
         selection_ratios: fraction of the tokens that skip, one for all routes or one for each; 0 is dense, as in sampling;
             None is the routes' own, as in training.
+        router: instead of the network's own.
     """
+    router = router or net.router
     N, D = net.num_tokens, net.pos_embed.shape[-1]
     tokens = [N] * len(net.blocks)  # that each block sees
-    for route, ratio in zip(net.router.routes, net.router.selection_ratios(selection_ratios)):
+    for route, ratio in zip(router.routes, router.selection_ratios(selection_ratios)):
         for i in range(route.start_layer_idx, route.end_layer_idx + 1):
             tokens[i] = num_kept_tokens(N, ratio)
 
@@ -48,9 +50,9 @@ def step_flops(net: dit.DiT, *, routed: bool) -> int:
     return 3 * forward_flops(net, None if routed else 0.0)
 
 
-def sparse_saving(net: dit.DiT, r_strong: float, r_weak: float) -> float:
+def sparse_saving(net: dit.DiT, r_strong: float, r_weak: float, router: TokenRouter | None = None) -> float:
     """The fraction of classifier-free guidance's FLOPs that sparse guidance saves where both guide.
 
     cfg is two dense forwards; sparse guidance one with r_strong and one with r_weak of the tokens skipping.
     """
-    return 1 - (forward_flops(net, r_strong) + forward_flops(net, r_weak)) / (2 * forward_flops(net))
+    return 1 - (forward_flops(net, r_strong, router) + forward_flops(net, r_weak, router)) / (2 * forward_flops(net))

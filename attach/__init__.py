@@ -4,10 +4,10 @@
 router. Nothing here imports diffusers, peft or timm: networks are recognised by the names of their classes.
 """
 
-from routing_module.adapters import Adapter, BlockList, Extent, TokenAxis
-from routing_module.attachment import Attachment, RouteStatistics, attach, attached
-from routing_module.presets import PRESETS, as_routes
-from routing_module.router import Route, TokenRouter, importance_scores, num_kept_tokens
+from attach.adapters import Adapter, BlockList, Extent, TokenAxis
+from attach.attachment import Attachment, RouteStatistics, attach, attached
+from attach.presets import PRESETS, as_routes
+from routing_module import Route, TokenRouter, importance_scores, num_kept_tokens
 
 __all__ = [
     "PRESETS",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from training.report.experiments import (
+from reports.experiments import (
     Comparison,
     Experiment,
     Figure,
@@ -17,7 +17,7 @@ from training.report.experiments import (
     speedup,
     starts_alike,
 )
-from training.report.runs import Run
+from reports.runs import Run
 
 NONE = "—"
 

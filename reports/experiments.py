@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from training.report.runs import Run, interpolate
+from reports.runs import Run, interpolate
 
 # What does not make two runs different experiments: the seed, where things are, and how a run is watched.
 NOT_IDENTITY = ("seed", "name", "output_dir", "resume", "wandb", "checkpoint", "sample", "data.path", "data.num_workers")

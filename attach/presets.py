@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 
-from routing_module.router import Route
+from routing_module import Route
 
 # `paper` is TREAD's own (section 4); the others are the settings that SimpleTuner's documentation recommends.
 PRESETS = {

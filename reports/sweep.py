@@ -1,10 +1,10 @@
 """Many runs from one command: every combination of the listed values becomes a run of train.py.
 
-    python -m training.sweep model=dit,tread seed=0,1,2                                      # one run after another
-    python -m training.sweep model=dit,tread seed=0,1,2 hydra/launcher=parallel              # two at a time
-    python -m training.sweep model=dit,tread seed=0,1,2 hydra/launcher=slurm hydra.launcher.partition=gpu
-    python -m training.sweep model=dit,tread --launch='--multi_gpu --num_processes 8'        # arguments for accelerate launch
-    python -m training.sweep model=dit,tread --fid='guidance=cfg cfg_scale=[1.0,1.5] num_samples=5000'
+    python -m reports.sweep model=dit,tread seed=0,1,2                                      # one run after another
+    python -m reports.sweep model=dit,tread seed=0,1,2 hydra/launcher=parallel              # two at a time
+    python -m reports.sweep model=dit,tread seed=0,1,2 hydra/launcher=slurm hydra.launcher.partition=gpu
+    python -m reports.sweep model=dit,tread --launch='--multi_gpu --num_processes 8'        # arguments for accelerate launch
+    python -m reports.sweep model=dit,tread --fid='guidance=cfg cfg_scale=[1.0,1.5] num_samples=5000'
 
 The configuration is train.py's, and the combinations are those of Hydra's multirun. Each job starts accelerate's launcher. Its
 name, the run's folder, is made of its overrides: digits_tread_seed-0. A run that is finished (its last checkpoint is at
@@ -34,6 +34,7 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
+from errors import UserError
 from training import checkpoint as checkpoints
 from training import cli, config
 from training.run import RunFolder
@@ -93,22 +94,22 @@ def parse_sweep_arguments(arguments: Sequence[str]) -> tuple[Options, list[str]]
     """Options, and the overrides for Hydra.
 
     Raises:
-        ValueError: the package of a launcher is not installed, or what is given is no override.
+        UserError: the package of a launcher is not installed, or what is given is no override.
     """
-    parser = argparse.ArgumentParser(prog="python -m training.sweep", add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="python -m reports.sweep", add_help=False, allow_abbrev=False)
     parser.add_argument("--launch", default="")
     parser.add_argument("--fid")
     parser.add_argument("-m", "--multirun", action="store_true")  # always; accepted because Hydra's users type it
     known, overrides = parser.parse_known_args(arguments)
     for override in overrides:
         if override.startswith("--") or ("=" not in override and not override.startswith("~")):
-            raise ValueError(
+            raise UserError(
                 f"{override!r} is not of the form key=value; beside overrides there are --launch='...' and --fid='...'"
             )
         key, _, value = override.partition("=")
         package = LAUNCHER_PACKAGES.get(value) if key == "hydra/launcher" else None
         if package and importlib.util.find_spec(f"hydra_plugins.{package.replace('-', '_')}") is None:
-            raise ValueError(f"hydra/launcher={value} needs a package that is not installed: pip install {package}")
+            raise UserError(f"hydra/launcher={value} needs a package that is not installed: pip install {package}")
     fid = None if known.fid is None else tuple(shlex.split(known.fid))
     return Options(tuple(shlex.split(known.launch)), fid, os.environ.get("HYDRA_FULL_ERROR", "0") == "1"), overrides
 
@@ -182,7 +183,7 @@ def train_and_judge(cfg: DictConfig, name: str, overrides: Sequence[str], option
     """(status, reason) with status one of finished, skipped, stopped and failed.
 
     Raises:
-        ValueError: the configuration is not accepted, or another run has this name.
+        UserError: the configuration is not accepted, or another run has this name.
     """
     cfg.name = name
     cfg = config.check(cfg, config.TRAIN_KEYS)
@@ -206,7 +207,7 @@ def is_finished(cfg: DictConfig, run: RunFolder) -> bool:
     """Whether the run's last checkpoint is at train.num_steps and the evaluation of that step is there.
 
     Raises:
-        ValueError: the run that is there has another configuration.
+        UserError: the run that is there has another configuration.
     """
     steps = checkpoints.list_steps(run.checkpoints)
     if not steps:
@@ -214,7 +215,7 @@ def is_finished(cfg: DictConfig, run: RunFolder) -> bool:
     newest = max(steps)
     changed = config.differences(checkpoints.load_config(steps[newest]), cfg, IDENTITY_KEYS)
     if changed:
-        raise ValueError(f"{run.path} is another run: {'; '.join(changed)}. Move it away, or use another output_dir=...")
+        raise UserError(f"{run.path} is another run: {'; '.join(changed)}. Move it away, or use another output_dir=...")
     if newest != cfg.train.num_steps:
         return newest > cfg.train.num_steps
     return not cfg.eval.every or (run.metrics.exists() and run.has_evaluation(newest))
@@ -229,7 +230,7 @@ def launch(script: str, overrides: Sequence[str], options: Options, log_file: Pa
     command = [sys.executable, "-m", "accelerate.commands.launch", *options.launch, path, *overrides]
     environment = dict(os.environ)
     if not options.full_errors:
-        environment.pop("HYDRA_FULL_ERROR", None)  # set by training.cli in this process
+        environment.pop("HYDRA_FULL_ERROR", None)  # set by setup.cli in this process
     with open(log_file, "a") as output:
         output.write(f"$ {shlex.join(['accelerate', 'launch', *options.launch, path, *overrides])}\n")
         output.flush()

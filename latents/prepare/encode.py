@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from errors import UserError
 from evaluations.images import adm_center_crop, read_rgb
 from latents.autoencoders import Autoencoder, from_uint8
-from latents.images import LabelledImages
+from latents.prepare.images import LabelledImages
+from latents.prepare.write import Piece, ShardWriter
 from latents.progress import progress_bar
 from latents.shards import ShardInfo
-from latents.writer import Piece, ShardWriter
-from training.randomness import SeedRandom
+from randomness import SeedRandom
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def encode_images(
         the part of the time that was spent in waiting for images to be read, 0 to 1.
 
     Raises:
-        ValueError: an image that cannot be read, under on_error=stop, by name.
+        UserError: an image that cannot be read, under on_error=stop, by name.
     """
     order = [range(i, min(i + batch_size, p.stop)) for p in pieces for i in range(p.start, p.stop, batch_size)]
     loader = DataLoader(
@@ -111,7 +112,7 @@ def encode_images(
                 batch = next(batches)
                 waited_sec += time.perf_counter() - wait_sec
                 if batch.left_out and on_error == "stop":
-                    raise ValueError(
+                    raise UserError(
                         f"{images.path}: {batch.left_out[0]['name']} cannot be read ({batch.left_out[0]['problem']}); "
                         "mend or remove it, or leave such images out: on_error=skip"
                     )

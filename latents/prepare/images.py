@@ -16,6 +16,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from errors import UserError
 from latents.shards import spread_items
 from latents.tars import COMPRESSED_SUFFIXES, LABEL_EXTENSIONS, MAX_LABEL, Member, find_tars, parse_label, walk_tar
 
@@ -40,7 +41,7 @@ class LabelledImages:
         self.path, self.names, self.class_names, self._sizes = path, names, class_names, sizes
         bad = next((i for i, label in enumerate(labels) if not 0 <= label <= MAX_LABEL), None)
         if bad is not None:
-            raise ValueError(f"{path}: {names[bad]} has the label {labels[bad]}; labels go from 0 to {MAX_LABEL}")
+            raise UserError(f"{path}: {names[bad]} has the label {labels[bad]}; labels go from 0 to {MAX_LABEL}")
         self.labels = np.array(labels, dtype=np.int64)
 
     def __len__(self) -> int:
@@ -73,25 +74,25 @@ def open_labelled_images(path: str | Path, labels: str = "auto") -> LabelledImag
         labels: `auto` (a file of labels in the folder, else class folders), `folders`, `none` (one class), or a CSV or JSON file.
 
     Raises:
-        ValueError: no images, images without labels where all need one, or a label for an image that is not there.
+        UserError: no images, images without labels where all need one, or a label for an image that is not there.
     """
     path = Path(path)
     if not path.exists():
-        raise ValueError(f"images={path} does not exist; give a folder of images or WebDataset tars")
+        raise UserError(f"images={path} does not exist; give a folder of images or WebDataset tars")
     if path.is_file() and path.suffix.lower() != ".tar":
-        raise ValueError(f"images={path} is a file; give a folder of images, or a tar")
+        raise UserError(f"images={path} is a file; give a folder of images, or a tar")
     names = [] if path.is_file() else sorted(find_images(path))
     tars = path.is_file() or any(f.suffix.lower() == ".tar" and not f.name.startswith(".") for f in path.iterdir())
     if tars and names:
-        raise ValueError(f"images={path} holds tars and images ({names[0]}, ...); put them into folders of their own")
+        raise UserError(f"images={path} holds tars and images ({names[0]}, ...); put them into folders of their own")
     if tars:
         if labels != "auto":
-            raise ValueError(f"labels={labels} is for folders of images; the labels of tars are in their .cls members")
+            raise UserError(f"labels={labels} is for folders of images; the labels of tars are in their .cls members")
         return TarImages(path)
     if not names:
         if any(f.name.lower().endswith(COMPRESSED_SUFFIXES) for f in path.iterdir()):
             find_tars(path)  # says what to do
-        raise ValueError(f"images={path} holds no images ({', '.join(SUFFIXES)}) and no tars")
+        raise UserError(f"images={path} holds no images ({', '.join(SUFFIXES)}) and no tars")
     if labels == "none":
         return LabelledImages(path, names, _sizes(path, names), [0] * len(names), None)
     if labels not in ("auto", "folders"):
@@ -106,7 +107,7 @@ def find_images(folder: Path) -> list[str]:
     """All images below a folder, relative to it; hidden files and folders are left out, links to folders followed.
 
     Raises:
-        ValueError: a link leads back to a folder that holds it.
+        UserError: a link leads back to a folder that holds it.
     """
     names = []
     for where, folders, files in os.walk(folder, followlinks=True):
@@ -114,7 +115,7 @@ def find_images(folder: Path) -> list[str]:
         for name in folders:
             linked = Path(where, name)
             if linked.is_symlink() and linked.resolve() in (Path(where).resolve(), *Path(where).resolve().parents):
-                raise ValueError(f"{linked} is a link to a folder that holds it; remove it")
+                raise UserError(f"{linked} is a link to a folder that holds it; remove it")
         inside = Path(where).relative_to(folder)
         names += [(inside / f).as_posix() for f in files if f.lower().endswith(SUFFIXES) and not _is_hidden(f)]
     return names
@@ -139,19 +140,19 @@ def _with_class_folders(path: Path, names: list[str]) -> LabelledImages:
     """The first folder below `path` is the class; classes are numbered in the order of their names, as everywhere."""
     loose = [name for name in names if "/" not in name]
     if loose:
-        raise ValueError(
+        raise UserError(
             f"images={path}: {loose[0]} lies in no class folder; put images into a folder per class, give "
             "labels=<CSV or JSON file>, or labels=none for a single class"
         )
     classes = sorted({name.partition("/")[0] for name in names})
     if len(classes) == 1:
-        raise ValueError(
+        raise UserError(
             f"images={path} holds the one class folder {classes[0]!r}; if the classes are inside it, give "
             f"images={path / classes[0]}; for a single class, labels=none"
         )
     empty = sorted({f.name for f in path.iterdir() if f.is_dir() and not _is_hidden(f.name)} - set(classes))
     if empty:
-        raise ValueError(
+        raise UserError(
             f"images={path}: the class folder {empty[0]!r} holds no images ({', '.join(SUFFIXES)}), and leaving it out "
             "would shift the labels of the classes after it; remove it, or convert what it holds"
         )
@@ -164,7 +165,7 @@ def _with_label_file(path: Path, names: list[str], file: Path) -> LabelledImages
     label_of = read_labels(file)
     missing = [name for name in label_of if not (path / name).is_file()]
     if missing:
-        raise ValueError(f"{file} lists {missing[0]}, which is not in {path} ({len(missing)} of {len(label_of)} are missing)")
+        raise UserError(f"{file} lists {missing[0]}, which is not in {path} ({len(missing)} of {len(label_of)} are missing)")
     unlabelled = [name for name in names if name not in label_of]
     if unlabelled:
         log.warning("%d images of %s have no label in %s and are left out: %s, ...", len(unlabelled), path, file, unlabelled[0])
@@ -174,11 +175,11 @@ def _with_label_file(path: Path, names: list[str], file: Path) -> LabelledImages
     if any(number is not None for number in numbers):
         odd = next((i for i, number in enumerate(numbers) if number is None), None)
         if odd is not None:
-            raise ValueError(f"{file}: {names[odd]} has the label {labels[odd]!r}, where others have whole numbers; mend it")
+            raise UserError(f"{file}: {names[odd]} has the label {labels[odd]!r}, where others have whole numbers; mend it")
     else:  # names of classes
         odd = next((i for i, label in enumerate(labels) if isinstance(label, (bool, float)) or _is_number(label)), None)
         if odd is not None:
-            raise ValueError(f"{file}: {names[odd]} has the label {labels[odd]!r}, which is neither a whole number nor a name")
+            raise UserError(f"{file}: {names[odd]} has the label {labels[odd]!r}, which is neither a whole number nor a name")
         class_names = sorted(set(labels))
         numbers = list(map({name: i for i, name in enumerate(class_names)}.get, labels))
     return LabelledImages(path, names, _sizes(path, names), numbers, class_names)
@@ -206,24 +207,24 @@ def read_labels(file: Path) -> dict[str, str | int]:
     JSON may be {"name": label}, [["name", label], ...], or either of them under the key "labels" (the dataset.json of EDM).
 
     Raises:
-        ValueError: another form; a name that comes twice with different labels.
+        UserError: another form; a name that comes twice with different labels.
     """
     try:
         text = file.read_text(encoding="utf-8-sig")  # spreadsheets begin their files with a mark of the byte order
     except (OSError, UnicodeDecodeError) as e:
-        raise ValueError(f"labels={file} cannot be read: {e}") from e
+        raise UserError(f"labels={file} cannot be read: {e}") from e
     if file.suffix.lower() == ".csv":
         pairs = _pairs_of_csv(file, text)
     elif file.suffix.lower() == ".json":
         pairs = _pairs_of_json(file, text)
     else:
-        raise ValueError(f"labels={file} must be auto, folders, none, or a .csv or .json file")
+        raise UserError(f"labels={file} must be auto, folders, none, or a .csv or .json file")
     label_of: dict[str, str | int] = {}
     for name, label in ((posixpath.normpath(name), label) for name, label in pairs):
         if label_of.setdefault(name, label) != label:
-            raise ValueError(f"{file}: {name} has the labels {label_of[name]!r} and {label!r}")
+            raise UserError(f"{file}: {name} has the labels {label_of[name]!r} and {label!r}")
     if not label_of:
-        raise ValueError(f"{file} lists no images")
+        raise UserError(f"{file} lists no images")
     return label_of
 
 
@@ -231,31 +232,31 @@ def _pairs_of_csv(file: Path, text: str) -> list[tuple[str, str]]:
     try:
         header, *rows = csv.reader(io.StringIO(text), skipinitialspace=True, strict=True)
     except csv.Error as e:
-        raise ValueError(f"{file} is not CSV: {e}") from e
+        raise UserError(f"{file} is not CSV: {e}") from e
     except ValueError as e:
-        raise ValueError(f"{file} is empty; it needs a header with the columns file_name,label") from e
+        raise UserError(f"{file} is empty; it needs a header with the columns file_name,label") from e
     columns = {name.strip().lower(): i for i, name in enumerate(header)}
     name_column = next((columns[c] for c in NAME_COLUMNS if c in columns), None)
     label_column = next((columns[c] for c in LABEL_COLUMNS if c in columns), None)
     if name_column is None or label_column is None:
-        raise ValueError(f"{file} needs a header with the columns file_name,label; found {', '.join(header)}")
+        raise UserError(f"{file} needs a header with the columns file_name,label; found {', '.join(header)}")
     pairs = []
     for number, row in enumerate(rows, start=2):
         if not row:
             continue
         entries = [row[column].strip() if column < len(row) else "" for column in (name_column, label_column)]
         if not all(entries):
-            raise ValueError(f"{file}, line {number}: the file name or the label is missing")
+            raise UserError(f"{file}, line {number}: the file name or the label is missing")
         pairs.append(tuple(entries))
     return pairs
 
 
 def _pairs_of_json(file: Path, text: str) -> list[tuple[str, str | int]]:
-    wrong = ValueError(f'{file} must hold {{"name": label, ...}} or [["name", label], ...], alone or under "labels"')
+    wrong = UserError(f'{file} must hold {{"name": label, ...}} or [["name", label], ...], alone or under "labels"')
     try:
         content = json.loads(text)
     except ValueError as e:
-        raise ValueError(f"{file} is not JSON: {e}") from e
+        raise UserError(f"{file} is not JSON: {e}") from e
     if isinstance(content, dict) and "labels" in content:
         content = content["labels"]
     pairs = list(content.items()) if isinstance(content, dict) else content
@@ -270,7 +271,7 @@ class TarImages(LabelledImages):
     """WebDataset tars: `<key>.jpg` (or another image) with `<key>.cls`, the label as text. Read in place, not unpacked.
 
     Raises:
-        ValueError: no tars, compressed or damaged ones; an image without a label or a label without an image, by name.
+        UserError: no tars, compressed or damaged ones; an image without a label or a label without an image, by name.
     """
 
     def __init__(self, path: Path):
@@ -282,7 +283,7 @@ class TarImages(LabelledImages):
             for member in walk_tar(tar, image_extensions + LABEL_EXTENSIONS):
                 is_image = member.extension in image_extensions
                 if member.key in (images if is_image else label_of):
-                    raise ValueError(f"{tar}: {member.name} is a second one of its key; keys must differ within a tar")
+                    raise UserError(f"{tar}: {member.name} is a second one of its key; keys must differ within a tar")
                 if is_image:
                     images[member.key] = member
                 else:
@@ -292,14 +293,14 @@ class TarImages(LabelledImages):
                 has, lacks = (
                     ("an image", "label (.cls)") if lacking[0] in images else ("a label", f"image ({', '.join(SUFFIXES)})")
                 )
-                raise ValueError(f"{tar}: {lacking[0]} has {has} but no {lacks}")
+                raise UserError(f"{tar}: {lacking[0]} has {has} but no {lacks}")
             for key, member in images.items():
                 names.append(f"{tar.name}/{member.name}")
                 sizes.append(len(member.payload))
                 labels.append(label_of[key])
                 self._where.append((tar, member.start, len(member.payload)))
         if not names:
-            raise ValueError(f"images={path}: the tars hold no images ({', '.join(SUFFIXES)})")
+            raise UserError(f"images={path}: the tars hold no images ({', '.join(SUFFIXES)})")
         super().__init__(path, names, sizes, labels, None)
 
     def open(self, index: int) -> BinaryIO:

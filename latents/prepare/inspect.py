@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from latents import manifest
+from latents.prepare.write import ChannelStatistics
 from latents.progress import progress_bar
 from latents.shards import LatentDataset, spread_items
 from latents.webdataset import TarLatents
-from latents.writer import ChannelStatistics
 
 # Outside of these, the network's input is far from what EDM's preconditioning assumes: SD-VAE latents at their scale come to
 # 1.5 to 2 times sigma_data = 0.5; unscaled ones to 10, those that were scaled twice to 0.3.

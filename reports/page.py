@@ -11,10 +11,10 @@ from pathlib import Path
 
 from PIL import Image
 
-from training.report.charts import Series, line_chart, swatch
-from training.report.content import Table, equal_table, figures_table, origin_lines, results_table, speedup_table
-from training.report.experiments import Experiment, Figure, curve_metric, leading_metric
-from training.report.runs import Point, Run, is_figure
+from reports.charts import Series, line_chart, swatch
+from reports.content import Table, equal_table, figures_table, origin_lines, results_table, speedup_table
+from reports.experiments import Experiment, Figure, curve_metric, leading_metric
+from reports.runs import Point, Run, is_figure
 
 # Grids above this size are embedded smaller, as JPEG.
 LARGEST_IMAGE_BYTES = 250_000

@@ -27,6 +27,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from errors import UserError
 from latents.detection import SD_SCALE
 from latents.progress import progress_bar
 from latents.shards import spread_items
@@ -58,7 +59,7 @@ class LatentSource(Protocol):
         """Items start .. stop - 1 as stored, float32 [b, *shape], and their mirror images where has_flips.
 
         Raises:
-            ValueError: an item that is missing, has another shape or type, or is not finite. The message names it.
+            UserError: an item that is missing, has another shape or type, or is not finite. The message names it.
         """
         ...
 
@@ -80,16 +81,16 @@ def _hash(*parts: object) -> str:
 
 
 def _check_finite_items(latents: np.ndarray, name_of: Callable[[int], str]) -> None:
-    """Raises ValueError where one of latents [b, C, h, w] holds NaN or Inf; name_of(number in the batch) names it."""
+    """Raises UserError where one of latents [b, C, h, w] holds NaN or Inf; name_of(number in the batch) names it."""
     # A sum is finite only if all values are, and cheap; float64 cannot overflow.
     if not np.isfinite(latents.sum(dtype=np.float64)):
         bad = int(np.flatnonzero(~np.isfinite(latents).all(axis=(1, 2, 3)))[0])
-        raise ValueError(f"{name_of(bad)} holds NaN or Inf; make it again, or leave it out")
+        raise UserError(f"{name_of(bad)} holds NaN or Inf; make it again, or leave it out")
 
 
 def _whole_numbers(where: str, labels: np.ndarray) -> np.ndarray:
     if not np.issubdtype(labels.dtype, np.integer):
-        raise ValueError(f"{where}: labels are {labels.dtype}, not whole numbers")
+        raise UserError(f"{where}: labels are {labels.dtype}, not whole numbers")
     return labels.astype(np.int64)
 
 
@@ -97,7 +98,7 @@ def _read_npy(where: str, payload: bytes) -> np.ndarray:
     """An .npy file, without pickles; only its header is parsed, and equal headers but once."""
     dtype, shape, offset = locate_npy(where, payload)
     if dtype.hasobject:
-        raise ValueError(f"{where} holds Python objects, not numbers")
+        raise UserError(f"{where} holds Python objects, not numbers")
     return np.frombuffer(payload, dtype=dtype, offset=offset).reshape(shape)
 
 
@@ -123,7 +124,7 @@ class MaskDiTLMDB:
         path: the folder of data.mdb, or an LMDB in a single file.
 
     Raises:
-        ValueError: not such an LMDB, a truncated one, one without `length`, or an item that is missing.
+        UserError: not such an LMDB, a truncated one, one without `length`, or an item that is missing.
     """
 
     describe = "MaskDiT LMDB"
@@ -137,17 +138,17 @@ class MaskDiTLMDB:
             inside = next(
                 (f"; use {name}: {self.path / name}" for name in ("train", "val") if (self.path / name / "data.mdb").exists()), ""
             )
-            raise ValueError(f"{self.path} holds no data.mdb{inside}")
+            raise UserError(f"{self.path} holds no data.mdb{inside}")
         self._check_not_truncated()
         with self._open() as env, env.begin(buffers=True) as txn:
             length = self._number(txn, "length", "the extraction was interrupted before it wrote it; run it again")
             if length == 0:
-                raise ValueError(f"{self.file} holds no items (length is 0)")
+                raise UserError(f"{self.file} holds no items (length is 0)")
             labels = np.array([self._number(txn, f"y-{i}", f"but length is {length}") for i in range(length)], dtype=np.int64)
             item_bytes = len(self._value(txn, "z-0", f"but length is {length}"))
             size = math.isqrt(item_bytes // (4 * self.CHANNELS))
             if item_bytes == 0 or item_bytes != 4 * self.CHANNELS * size**2:
-                raise ValueError(
+                raise UserError(
                     f"{self.file}: z-0 has {item_bytes} bytes, which are not float32 moments [8, h, h] of an SD-VAE for any h; "
                     "float64 or samples [4, h, h] are not what MaskDiT writes"
                 )
@@ -177,7 +178,7 @@ class MaskDiTLMDB:
             # Opened for every read, which takes microseconds: LMDB allows a process one handle, and none across a fork.
             return lmdb.open(str(self.path), subdir=self.path.is_dir(), readonly=True, lock=False, readahead=False, create=False)
         except lmdb.Error as e:
-            raise ValueError(f"{self.file} cannot be opened as an LMDB: {e}") from e
+            raise UserError(f"{self.file} cannot be opened as an LMDB: {e}") from e
 
     def _check_not_truncated(self) -> None:
         """Reading a page that is not there ends the process, so that another one tries first where the file is short."""
@@ -185,7 +186,7 @@ class MaskDiTLMDB:
             needed, found = (env.info()["last_pgno"] + 1) * env.stat()["psize"], self.file.stat().st_size
         # LMDB may leave last pages unwritten that nothing refers to.
         if found < needed and subprocess.run([sys.executable, "-c", _READ_ALL, str(self.path)], capture_output=True).returncode:
-            raise ValueError(f"{self.file} is truncated: {found} of {needed} bytes; copy it again")
+            raise UserError(f"{self.file} is truncated: {found} of {needed} bytes; copy it again")
 
     def _value(self, txn, key: str, hint: str):
         import lmdb
@@ -193,15 +194,15 @@ class MaskDiTLMDB:
         try:
             value = txn.get(key.encode())
         except lmdb.Error as e:
-            raise ValueError(f"{self.file} is damaged at {key} ({e}); copy it again") from e
+            raise UserError(f"{self.file} is damaged at {key} ({e}); copy it again") from e
         if value is None:
-            raise ValueError(f"{self.file} has no {key}: {hint}")
+            raise UserError(f"{self.file} has no {key}: {hint}")
         return value
 
     def _number(self, txn, key: str, hint: str) -> int:
         text = bytes(self._value(txn, key, hint))
         if not text.isdigit():
-            raise ValueError(f"{self.file}: {key} is {text[:24]!r}, not a whole number")
+            raise UserError(f"{self.file}: {key} is {text[:24]!r}, not a whole number")
         return int(text)
 
     def _items(self, txn, numbers: range) -> np.ndarray:
@@ -210,7 +211,7 @@ class MaskDiTLMDB:
             value = self._value(txn, f"z-{number}", "an item is missing; run the extraction again")
             if len(value) != row.nbytes:
                 hint = ", as many as float64 has" if len(value) == 2 * row.nbytes else ""
-                raise ValueError(
+                raise UserError(
                     f"{self.file}: z-{number} has {len(value)} bytes{hint}, but z-0 has {row.nbytes} (float32 {list(self.shape)})"
                 )
             row[:] = np.frombuffer(value, dtype="<f4").reshape(self.shape)
@@ -265,7 +266,7 @@ class FastDiTFolder:
         path: the folder of both, or the folder of features.
 
     Raises:
-        ValueError: no such folders or several; features and labels that differ in number; names that are not numbers.
+        UserError: no such folders or several; features and labels that differ in number; names that are not numbers.
     """
 
     describe = "fast-DiT features"
@@ -279,12 +280,12 @@ class FastDiTFolder:
         if lacking is not None:
             has, lacks = (self.features, self._labels_folder) if lacking in numbers else (self._labels_folder, self.features)
             name = numbers.get(lacking) or label_numbers[lacking]
-            raise ValueError(
+            raise UserError(
                 f"{self.features} holds {len(numbers)} files and {self._labels_folder.name} {len(label_numbers)}: "
                 f"{has.name}/{name} lacks its partner in {lacks}"
             )
         if not numbers:
-            raise ValueError(f"{self.features} holds no .npy files")
+            raise UserError(f"{self.features} holds no .npy files")
         self._names = [numbers[i] for i in sorted(numbers)]  # by number: 2 comes before 10
         label_names = [label_numbers[i] for i in sorted(numbers)]
         labels = [
@@ -303,10 +304,10 @@ class FastDiTFolder:
         found = [path] if path.name.endswith(ends) else sorted(f for f in path.glob(f"*{ends}") if f.is_dir())
         if len(found) != 1:
             names = ", ".join(f.name for f in found) or "none"
-            raise ValueError(f"{path} must hold one folder <name>_features, but there are: {names}; give the path of one of them")
+            raise UserError(f"{path} must hold one folder <name>_features, but there are: {names}; give the path of one of them")
         labels = found[0].with_name(found[0].name.removesuffix(ends) + "_labels")
         if not labels.is_dir():
-            raise ValueError(f"{found[0]} has no folder of labels beside it: {labels} does not exist")
+            raise UserError(f"{found[0]} has no folder of labels beside it: {labels} does not exist")
         return found[0], labels
 
     @staticmethod
@@ -315,17 +316,17 @@ class FastDiTFolder:
         names = [e.name for e in os.scandir(folder) if e.name.endswith(".npy") and not e.name.startswith(".")]
         for name in names:
             if not name.removesuffix(".npy").isdecimal():
-                raise ValueError(f"{folder / name} is not named by a number, as fast-DiT names its files; move it elsewhere")
+                raise UserError(f"{folder / name} is not named by a number, as fast-DiT names its files; move it elsewhere")
         numbers = {int(name.removesuffix(".npy")): name for name in names}
         if len(numbers) < len(names):
-            raise ValueError(f"{folder} holds files of the same number (as 1.npy and 01.npy are); keep one of each")
+            raise UserError(f"{folder} holds files of the same number (as 1.npy and 01.npy are); keep one of each")
         return numbers
 
     @staticmethod
     def _read_labels(file: Path) -> np.ndarray:
         labels = _read_npy(str(file), file.read_bytes())
         if labels.ndim != 1:
-            raise ValueError(f"{file} is {labels.dtype} {list(labels.shape)}; need labels int64 [B]")
+            raise UserError(f"{file} is {labels.dtype} {list(labels.shape)}; need labels int64 [B]")
         return _whole_numbers(str(file), labels)
 
     def _read_features(self, number: int) -> np.ndarray:
@@ -336,7 +337,7 @@ class FastDiTFolder:
         expected = (int(self._first_item[number + 1] - self._first_item[number]), *(self.shape or latents.shape[1:]))
         if latents.ndim != 4 or latents.shape != expected:
             need = "[B, C, h, w]" if latents.ndim != 4 else f"{list(expected)}, as its labels and {self._names[0]} say"
-            raise ValueError(f"{file} is {latents.dtype} {list(latents.shape)}; need {need}")
+            raise UserError(f"{file} is {latents.dtype} {list(latents.shape)}; need {need}")
         return latents
 
     def read(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
@@ -365,7 +366,7 @@ class REPAFolder:
         path: that folder, the one that holds `vae-sd/`, or a .zip of its content.
 
     Raises:
-        ValueError: no dataset.json, no labels in it, labels that are not whole numbers, or a file that is missing.
+        UserError: no dataset.json, no labels in it, labels that are not whole numbers, or a file that is missing.
     """
 
     describe = "REPA / EDM2 mean and std"
@@ -379,27 +380,27 @@ class REPAFolder:
         self._zip, self._prefix = None, ""
         names = self._list_zip() if self.path.is_file() else self._list_folder()
         if "dataset.json" not in names:
-            raise ValueError(f"{path} holds no dataset.json (nor vae-sd/dataset.json), which names the latents and their labels")
+            raise UserError(f"{path} holds no dataset.json (nor vae-sd/dataset.json), which names the latents and their labels")
         self._names, self.labels = self._read_labels()
         missing = next((name for name in self._names if name not in names), None)
         if missing is not None:
             hint = "" if missing.endswith(".npy") else "; it names images: encode them instead"
-            raise ValueError(f"{self.path}: dataset.json names {missing}, which is not there{hint}")
+            raise UserError(f"{self.path}: dataset.json names {missing}, which is not there{hint}")
         if not all(name.endswith(".npy") for name in self._names):
-            raise ValueError(f"{self.path}: dataset.json names images, not latents (.npy); encode them instead")
+            raise UserError(f"{self.path}: dataset.json names images, not latents (.npy); encode them instead")
         unnamed = sum(name.endswith(".npy") for name in names) - len(set(self._names))
         self.statements = [f"{unnamed} .npy files are not in dataset.json and are left out"] if unnamed else []
         first = self._load(self._names[0])
         self.shape = first.shape
         if len(self.shape) != 3 or self.shape[0] % 2:
-            raise ValueError(f"{self.path}: {self._names[0]} is {first.dtype} {list(self.shape)}; need [2C, h, w], mean and std")
+            raise UserError(f"{self.path}: {self._names[0]} is {first.dtype} {list(self.shape)}; need [2C, h, w], mean and std")
 
     def read(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
         latents = np.empty((stop - start, *self.shape), dtype=np.float32)
         for row, name in zip(latents, self._names[start:stop]):
             value = self._load(name)
             if value.shape != self.shape:
-                raise ValueError(
+                raise UserError(
                     f"{self.path}: {name} is {value.dtype} {list(value.shape)}, but {self._names[0]} is {list(self.shape)}"
                 )
             row[:] = value
@@ -407,7 +408,7 @@ class REPAFolder:
         std = latents[:, self.shape[0] // 2 :]
         if (std < 0).any():
             bad = int(np.flatnonzero((std < 0).any(axis=(1, 2, 3)))[0])
-            raise ValueError(
+            raise UserError(
                 f"{self.path}: {self._names[start + bad]} holds negative values where standard deviations are expected; "
                 "is it mean and log-variance?"
             )
@@ -423,7 +424,7 @@ class REPAFolder:
         try:
             self._zip = zipfile.ZipFile(self.path)
         except zipfile.BadZipFile as e:
-            raise ValueError(f"{self.path} is truncated or not a .zip: {e}") from e
+            raise UserError(f"{self.path} is truncated or not a .zip: {e}") from e
         names = self._zip.namelist()
         self._prefix = "vae-sd/" if "dataset.json" not in names and "vae-sd/dataset.json" in names else ""
         return {name.removeprefix(self._prefix) for name in names if name.startswith(self._prefix)}
@@ -435,7 +436,7 @@ class REPAFolder:
         try:
             return self._zip.read(self._prefix + name) if self._zip else (self.path / name).read_bytes()
         except (zipfile.BadZipFile, EOFError) as e:
-            raise ValueError(f"{self.path}: {name} is damaged: {e}") from e
+            raise UserError(f"{self.path}: {name} is damaged: {e}") from e
 
     def _load(self, name: str) -> np.ndarray:
         where = f"{self.path}: {name}"
@@ -448,15 +449,15 @@ class REPAFolder:
         try:
             entries = json.loads(self._bytes("dataset.json"))["labels"]
         except (ValueError, KeyError, TypeError) as e:
-            raise ValueError(f'{file} is not {{"labels": [[name, label], ...]}}: {e!r}') from e
+            raise UserError(f'{file} is not {{"labels": [[name, label], ...]}}: {e!r}') from e
         if not entries:
-            raise ValueError(
+            raise UserError(
                 f'{file}: "labels" is null or empty; encode a data set that has labels (class folders, or labels in the '
                 "dataset.json of its images)"
             )
         for entry in entries:
             if not (isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str) and type(entry[1]) is int):
-                raise ValueError(f"{file}: {str(entry)[:80]} is not [name, label] with a whole number as the label")
+                raise UserError(f"{file}: {str(entry)[:80]} is not [name, label] with a whole number as the label")
         return [name for name, _ in entries], np.array([label for _, label in entries], dtype=np.int64)
 
 
@@ -467,7 +468,7 @@ class LightningDiTFolder:
         path: the folder, or one file.
 
     Raises:
-        ValueError: no such files, truncated ones, native shards, other tensors, or shapes that differ among files.
+        UserError: no such files, truncated ones, native shards, other tensors, or shapes that differ among files.
     """
 
     describe = "LightningDiT safetensors"
@@ -478,14 +479,14 @@ class LightningDiTFolder:
         path = Path(path)
         self.files = [path] if path.is_file() else sorted(f for f in path.glob("*.safetensors") if not f.name.startswith("."))
         if not self.files:
-            raise ValueError(f"{path} holds no *.safetensors")
+            raise UserError(f"{path} holds no *.safetensors")
         labels, shapes = [], []
         for file in self.files:
             names, shape, of_file = self._open(file)
             labels.append(of_file)
             shapes.append((names, shape))
             if shapes[-1] != shapes[0]:
-                raise ValueError(
+                raise UserError(
                     f"{file} does not belong with {self.files[0]}: {', '.join(names)} {list(shape)} against "
                     f"{', '.join(shapes[0][0])} {list(shapes[0][1])}"
                 )
@@ -500,28 +501,28 @@ class LightningDiTFolder:
         try:
             with safe_open(file, framework="pt") as f:
                 if "kind" in (f.metadata() or {}):
-                    raise ValueError(f"{file} is a native shard: these are native shards already; train reads them as they are")
+                    raise UserError(f"{file} is a native shard: these are native shards already; train reads them as they are")
                 held = set(f.keys())
                 if not {"latents", "labels"} <= held:
-                    raise ValueError(
+                    raise UserError(
                         f"{file} holds {', '.join(sorted(held)) or 'nothing'}; need latents [M, C, h, w] and labels [M]"
                     )
                 names = tuple(name for name in self.NAMES if name in held)
                 shapes = {name: (f.get_slice(name).get_shape(), f.get_slice(name).get_dtype()) for name in names}
                 labels = f.get_tensor("labels").numpy()
         except (SafetensorError, OSError) as e:
-            raise ValueError(f"{file} is truncated or not a safetensors file: {e}") from e
+            raise UserError(f"{file} is truncated or not a safetensors file: {e}") from e
         for name, (shape, dtype) in shapes.items():
             where = f"{file}: {name}"
             if dtype == "F64":
                 check_float(where, np.dtype(np.float64))
             if dtype not in ("F32", "F16", "BF16") or len(shape) != 4 or 0 in shape:
-                raise ValueError(f"{where} is {dtype} {shape}; need float32, bfloat16 or float16 [M, C, h, w]")
+                raise UserError(f"{where} is {dtype} {shape}; need float32, bfloat16 or float16 [M, C, h, w]")
             if shape != shapes["latents"][0]:
-                raise ValueError(f"{where} is {shape}, but latents are {shapes['latents'][0]}")
+                raise UserError(f"{where} is {shape}, but latents are {shapes['latents'][0]}")
         shape = shapes["latents"][0]
         if labels.shape != (shape[0],):
-            raise ValueError(f"{file}: {shape[0]} latents, but labels are {list(labels.shape)}")
+            raise UserError(f"{file}: {shape[0]} latents, but labels are {list(labels.shape)}")
         return names, tuple(shape[1:]), _whole_numbers(str(file), labels)
 
     def read(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
@@ -559,13 +560,13 @@ def open_foreign(path: str | Path, format: str = "auto", allow_pickle: bool = Fa
         allow_pickle: read pickled arrays in tars, with an unpickler that admits nothing else.
 
     Raises:
-        ValueError: the path does not exist, no format or several fit, or what the class of the format raises.
+        UserError: the path does not exist, no format or several fit, or what the class of the format raises.
     """
     path = Path(path)
     if format not in ("auto", *FORMATS):
-        raise ValueError(f"format={format} is not accepted; use {' | '.join(('auto', *FORMATS))}")
+        raise UserError(f"format={format} is not accepted; use {' | '.join(('auto', *FORMATS))}")
     if not path.exists():
-        raise ValueError(f"{path} does not exist; give the folder (or file) that holds the latents")
+        raise UserError(f"{path} does not exist; give the folder (or file) that holds the latents")
     format = _format_of(path) if format == "auto" else format
     if format == "webdataset":
         return Tars(path, allow_pickle)
@@ -574,7 +575,7 @@ def open_foreign(path: str | Path, format: str = "auto", allow_pickle: bool = Fa
 
 
 def _format_of(path: Path) -> str:
-    """The format that fits what a path holds. Raises ValueError where none or several do."""
+    """The format that fits what a path holds. Raises UserError where none or several do."""
     if path.is_file():
         names, folders = [path.name], []
     else:
@@ -595,10 +596,10 @@ def _format_of(path: Path) -> str:
     if len(fitting) == 1:
         return fitting[0]
     if fitting:
-        raise ValueError(f"{path} may be {' or '.join(fitting)}; say which with format=")
+        raise UserError(f"{path} may be {' or '.join(fitting)}; say which with format=")
     held = [*names, *(f"{n}/" for n in folders)]
     more = f" and {len(held) - 8} more" if len(held) > 8 else ""
-    raise ValueError(
+    raise UserError(
         f"{path} holds no latents that are known: looked for data.mdb (MaskDiT), *.tar (WebDataset), <name>_features/ "
         "(fast-DiT), dataset.json or vae-sd/dataset.json or a .zip (REPA, EDM2), *.safetensors (LightningDiT); "
         f"found {', '.join(held[:8]) or 'nothing'}{more}"

@@ -6,19 +6,22 @@ Parameter names and the values of parameters stay; what is computed stays the sa
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import importlib.util
+import os
+import sys
 import warnings
 from collections.abc import Callable
 
 import torch
-from omegaconf import DictConfig
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import dit
+from errors import UserError
 
 # train.precision: what accelerate calls it. fp8 is bf16 with other products in the blocks.
 MIXED_PRECISION = {"fp32": "no", "bf16": "bf16", "fp8": "bf16"}
@@ -113,21 +116,21 @@ def use_float8(net: dit.DiT, *, emulate: bool = False) -> None:
 # What the machine can do.
 
 
-def check_machine(train: DictConfig, net: dit.DiT, device: torch.device) -> None:
+def check_machine(train, net: dit.DiT, device: torch.device) -> None:
     """Precision, attention kernel and compilation of the run, before any slow work.
 
     Args:
-        train: the checked `train` keys.
+        train: train.* of the configuration.
 
     Raises:
-        ValueError: the machine lacks what a key asks for; it names the key, and what there is.
+        UserError: the machine lacks what a key asks for; it names the key, and what there is.
     """
     _check_precision(train.precision, device)
     attn = net.blocks[0].attn
     _check_attention(train.attention, train.precision, attn.qkv.in_features // attn.num_heads, device)
     check_compile("train.compile", train.compile, device)
     if train.precision == "fp8" and train.compile == "none":
-        raise ValueError(
+        raise UserError(
             "train.precision=fp8 is slower than bf16 unless casts and scales are compiled into the products; "
             "add train.compile=blocks, or use train.precision=bf16"
         )
@@ -135,15 +138,15 @@ def check_machine(train: DictConfig, net: dit.DiT, device: torch.device) -> None
 
 def _check_precision(precision: str, device: torch.device) -> None:
     if device.type == "cuda" and precision != "fp32" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        raise ValueError(f"train.precision={precision}: {_name(device)} has no bfloat16; use train.precision=fp32")
+        raise UserError(f"train.precision={precision}: {_name(device)} has no bfloat16; use train.precision=fp32")
     if precision == "fp8":
         if device.type != "cuda" or torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
-            raise ValueError(
+            raise UserError(
                 f"train.precision=fp8 needs a GPU of compute capability {'.'.join(map(str, FP8_CAPABILITY))} or more (Ada, "
                 f"Hopper or newer); this run is on {_name(device)}, which has fp32 and bf16"
             )
         if importlib.util.find_spec("torchao") is None:
-            raise ValueError("train.precision=fp8 needs torchao, which is not installed: pip install torchao")
+            raise UserError("train.precision=fp8 needs torchao, which is not installed: pip install torchao")
 
 
 def _check_attention(name: str, precision: str, head_width: int, device: torch.device) -> None:
@@ -152,7 +155,7 @@ def _check_attention(name: str, precision: str, head_width: int, device: torch.d
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     usable = [kernel for kernel in ATTENTION_KERNELS if _runs(ATTENTION_KERNELS[kernel], head_width, dtype, device)]
     if name not in usable:
-        raise ValueError(
+        raise UserError(
             f"train.attention={name} is not there for {dtype} and heads of {head_width} on {_name(device)}, "
             f"which has {', '.join(usable)}; or leave the choice to torch: train.attention=auto"
         )
@@ -174,14 +177,14 @@ def check_compile(key: str, mode: str, device: torch.device) -> None:
     """The compiler that a mode of `compile_network` needs.
 
     Raises:
-        ValueError: it is not there; `key` is the setting that the message names.
+        UserError: it is not there; `key` is the setting that the message names.
     """
     if mode == "none":
         return
     if mode == "reduce-overhead" and device.type != "cuda":
-        raise ValueError(f"{key}=reduce-overhead records CUDA graphs, and this run is on {_name(device)}; use blocks or default")
+        raise UserError(f"{key}=reduce-overhead records CUDA graphs, and this run is on {_name(device)}; use blocks or default")
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
-        raise ValueError(f"{key}={mode} on a GPU needs triton, which is not installed; use {key}=none")
+        raise UserError(f"{key}={mode} on a GPU needs triton, which is not installed; use {key}=none")
     if device.type == "cpu":
         from torch._inductor.cpp_builder import get_cpp_compiler
         from torch._inductor.exc import InvalidCxxCompiler
@@ -189,7 +192,7 @@ def check_compile(key: str, mode: str, device: torch.device) -> None:
         try:
             get_cpp_compiler()
         except InvalidCxxCompiler as e:
-            raise ValueError(
+            raise UserError(
                 f"{key}={mode} on a CPU needs a C++ compiler, which is not installed; install g++, or use {key}=none"
             ) from e
 
@@ -199,3 +202,39 @@ def _name(device: torch.device) -> str:
         return f"the {device.type}"
     major, minor = torch.cuda.get_device_capability(device)
     return f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor})"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The machine's cores and memory.
+
+
+def use_cores(device: torch.device, cpu_threads: int | None) -> None:
+    """Let a process that computes on the CPU use its share of the cores, and the same memory in every step.
+
+    `accelerate launch` sets OMP_NUM_THREADS=1 unless told otherwise, which leaves the other cores idle.
+
+    Args:
+        cpu_threads: of this process; None: the machine's cores divided by the processes on it.
+    """
+    if device.type == "cpu":
+        torch.set_num_threads(cpu_threads or cores_per_process())
+        keep_freed_memory()
+
+
+def cores_per_process() -> int:
+    """The machine's cores divided by the processes that accelerate started on it, at least 1."""
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, num_cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def keep_freed_memory() -> None:
+    """Have the C library hand freed memory to the next allocation instead of back to the system.
+
+    Otherwise every large tensor of every step is mapped afresh, and the system clears it page by page: 4 to 12% of a step.
+    Only glibc has this setting; elsewhere nothing happens.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
+        mallopt(M_TRIM_THRESHOLD, -1)
+        mallopt(M_MMAP_MAX, 0)

@@ -19,8 +19,8 @@ from omegaconf.errors import OmegaConfBaseException
 from PIL import Image
 from yaml import YAMLError
 
-from training.config import flatten
-from training.evaluation import metric_name
+from sampling.evaluator import metric_name
+from setup.schema import flatten
 
 METRICS, STARTS, CONFIG, RESULTS = "metrics.jsonl", "starts.jsonl", "config.yaml", "results.jsonl"
 # Of a point of fid.py: what its figures depend on beside the checkpoint, the sample count and the guidance.

@@ -168,3 +168,6 @@ def importance_scores(x: Tensor, scores: Tensor, weight: float, *, inverse: bool
         if inverse:
             norm = 1 - norm
         return (1 - weight) * scores + weight * norm
+
+
+SELECTIONS = ("uniform", "importance")

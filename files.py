@@ -1,0 +1,102 @@
+"""Files as every part of the project reads and writes them: whole or not at all, hashed, as JSON lines, as Markdown tables."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from errors import UserError
+
+CHUNK_BYTES = 1 << 22
+
+
+def write_file(path: Path, content: bytes | str) -> None:
+    """Write a file that appears under its name only when it is complete and on the disk. Its folder is created.
+
+    Raises:
+        UserError: the disk is full, or the folder cannot be written to. An earlier file of that name is untouched.
+    """
+    temporary = path.with_name(f".tmp_{os.getpid()}_{path.name}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "wb") as f:
+            f.write(content.encode() if isinstance(content, str) else content)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    except OSError as e:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise UserError(f"cannot write {path}: {e.strerror}") from e
+
+
+def append_line(path: Path, record: dict) -> None:
+    """Append one JSON object to a file of JSON lines. A last line that was cut off is not joined to it.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    try:
+        with open(path, "a+b") as f:
+            f.seek(max(f.tell() - 1, 0))
+            is_torn = f.read(1) not in (b"", b"\n")
+            f.write((b"\n" if is_torn else b"") + json.dumps(record).encode() + b"\n")
+    except OSError as e:
+        raise UserError(f"cannot write {path}: {e.strerror}") from e
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, dict | None]]:
+    """(line number, object) of a file of JSON lines; None for a line that is cut off, damaged or no object.
+
+    A file that does not exist has no lines.
+    """
+    if not path.exists():
+        return
+    for number, line in enumerate(path.read_text(errors="replace").splitlines(), start=1):
+        try:
+            value = json.loads(line)
+        except ValueError:
+            value = None
+        yield number, value if isinstance(value, dict) else None
+
+
+def hash_bytes(blob: bytes) -> str:
+    """32 hexadecimal digits (blake2b)."""
+    return hashlib.blake2b(blob, digest_size=16).hexdigest()
+
+
+def hash_file(path: Path) -> str:
+    """`hash_bytes` of a file's content, read in chunks."""
+    digest = hashlib.blake2b(digest_size=16)
+    with open(path, "rb") as f:
+        while chunk := f.read(CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def list_images(folder: Path, suffixes: Sequence[str]) -> list[str]:
+    """Paths of the images below a folder, relative to it, sorted, with forward slashes. Hidden files and folders are left out."""
+    names = []
+    for root, folders, files in os.walk(folder, followlinks=True):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        inside = Path(root).relative_to(folder)
+        names += [(inside / n).as_posix() for n in files if not n.startswith(".") and n.lower().endswith(tuple(suffixes))]
+    return sorted(names)
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]], escape: Callable[[str], str] = str) -> str:
+    """A Markdown table, with a final newline. Bars and line breaks inside cells cannot break it.
+
+    Args:
+        rows: one cell for each column.
+        escape: applied to every cell first, for text that must not be taken for HTML, say.
+    """
+
+    def line(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(escape(cell).replace("|", "\\|").replace("\n", " ") for cell in cells) + " |\n"
+
+    return line(columns) + "|" + "---|" * len(columns) + "\n" + "".join(map(line, rows))

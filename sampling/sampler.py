@@ -1,0 +1,115 @@
+"""From a network to images: the same code for the grids of training, for sample.py and for evaluation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw
+from torch import Tensor, nn
+
+from edm import EDM
+from guidance import Guidance, GuidanceInputs
+from latents.autoencoders import Autoencoder, to_uint8
+from randomness import SeedRandom
+from routing_module import TokenRouter
+from sampling.flops import forward_flops, sparse_saving
+from sit import SiT
+
+Diffusion = EDM | SiT
+
+
+@dataclass
+class ImageSampler:
+    """Images by seed.
+
+    Attributes:
+        net: in evaluation mode, on the device to sample on.
+        diffusion: with its sampler.
+        router: which routes guidance=sparse forces.
+        guidance: from what a batch has to the denoiser of the sampler.
+        autoencoder: decodes latents / scale_factor.
+        latent_shape: (C, H, W).
+        weak: the second network of autoguidance and its diffusion.
+        evaluations_per_image, flops_per_image: of networks, counted during the last call.
+    """
+
+    net: nn.Module
+    diffusion: Diffusion
+    router: TokenRouter
+    guidance: Guidance
+    autoencoder: Autoencoder
+    latent_shape: tuple[int, int, int]
+    num_classes: int
+    scale_factor: float
+    device: torch.device
+    precision: str = "fp32"
+    weak: tuple[nn.Module, Diffusion] | None = None
+    evaluations_per_image: float = field(default=0.0, init=False)
+    flops_per_image: float = field(default=0.0, init=False)
+
+    @torch.no_grad()
+    def __call__(self, seeds: list[int], labels: list[int]) -> np.ndarray:
+        """uint8 [B, H, W, 3]; image i depends on seeds[i] and labels[i] alone."""
+        random = SeedRandom(seeds, self.device)
+        subsets = SeedRandom(seeds, self.device, stream="routes")
+        y = torch.tensor(labels, dtype=torch.int64, device=self.device)
+        self.evaluations_per_image = self.flops_per_image = 0.0
+
+        def denoise_by(net: nn.Module, diffusion: Diffusion):
+            def denoise(x: Tensor, level: Tensor, y: Tensor, **routing) -> Tensor:
+                if routing:
+                    routing["router"] = self.router
+                self.evaluations_per_image += len(x) / len(seeds)
+                flops = forward_flops(net, routing.get("selection_ratios", 0.0), routing.get("router"))
+                self.flops_per_image += len(x) / len(seeds) * flops
+                with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
+                    return diffusion.denoise(net, x, level, y, **routing)
+
+            return denoise
+
+        routes_shape = (len(self.router.routes), self.net.num_tokens)
+        inputs = GuidanceInputs(
+            denoise_by(self.net, self.diffusion),
+            self.num_classes,
+            routes_shape,
+            route_scores=lambda: subsets.rand(*routes_shape),
+            weak=denoise_by(*self.weak) if self.weak else None,
+        )
+        latents = self.diffusion.sample(self.guidance(inputs), random.randn(*self.latent_shape), y, random)
+        return to_uint8(self.autoencoder.decode(latents / self.scale_factor)).cpu().numpy()
+
+
+def describe_cost(sampler: ImageSampler, sparse_ratios: tuple[float, float] | None) -> str:
+    """What the last batch cost, in words.
+
+    Args:
+        sparse_ratios: (r_strong, r_weak) of sparse guidance, where it guides.
+    """
+    words = f"{sampler.evaluations_per_image:g} network evaluations and {sampler.flops_per_image / 1e9:.4g} GFLOPs per image"
+    if sparse_ratios is not None:
+        saving = sparse_saving(sampler.net, *sparse_ratios, sampler.router)
+        words += f"; where it guides, sparse guidance takes {saving:.1%} fewer FLOPs than classifier-free guidance"
+    return words
+
+
+def labelled_grid(images: list[np.ndarray], labels: list[int], num_columns: int = 10, min_pixels: int = 64) -> Image.Image:
+    """Images side by side, each with its label above it; small ones are enlarged (bicubic).
+
+    Args:
+        images: uint8 [H, W, 3], all of one size.
+        min_pixels: images smaller than this are enlarged to at least this.
+    """
+    height, width = images[0].shape[:2]
+    factor = -(-min_pixels // min(height, width))
+    height, width, gap, caption = height * factor, width * factor, 4, 14
+    num_columns = min(num_columns, len(images))
+    num_rows = -(-len(images) // num_columns)
+    grid = Image.new("RGB", (num_columns * (width + gap) + gap, num_rows * (height + caption + gap) + gap), "white")
+    draw = ImageDraw.Draw(grid)
+    for i, (image, label) in enumerate(zip(images, labels)):
+        x, y = gap + i % num_columns * (width + gap), gap + i // num_columns * (height + caption + gap)
+        draw.text((x + 1, y), str(label), fill="black")
+        grid.paste(Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC), (x, y + caption))
+    return grid

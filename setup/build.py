@@ -1,0 +1,339 @@
+"""From a checked configuration to the objects of a run: data, network, diffusion, guidance, autoencoder, detector."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+
+import dit
+import guidance
+from edm import EDM
+from edm.sampler import HeunSampler
+from errors import UserError
+from evaluations.detector import InceptionDetector, fetch_weights
+from evaluations.digits_detector import DigitsDetector
+from evaluations.features import Detector
+from evaluations.images import ImageSet, open_images
+from latents import autoencoders
+from latents.shards import LatentDataset
+from latents.webdataset import TarLatents
+from routing_module import Route, num_kept_tokens
+from setup import schema
+from sit import SiT
+from sit.sampler import FlowSampler
+
+log = logging.getLogger(__name__)
+
+Diffusion = EDM | SiT
+Dataset = LatentDataset | TarLatents
+
+# TREAD's (section 4), for sparse guidance of a network that was trained without routes.
+DEFAULT_ROUTE = Route(selection_ratio=0.5, start_layer_idx=2, end_layer_idx=-4)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Data.
+
+
+def open_data(cfg: schema.TrainConfig) -> tuple[schema.TrainConfig, Dataset]:
+    """Open the latents, compare them with data.*, and return a configuration that has what it left to them.
+
+    Raises:
+        UserError: no latents, a bad file, or other shapes, classes, kind or scale than data.* says.
+    """
+    data = cfg.data
+    if data.path is None:
+        raise UserError(f"data.path is not set: give the folder that holds the latent shards (*.safetensors) of {data.name}")
+    if not Path(data.path).exists():
+        raise UserError(f"data.path={data.path} does not exist; to make it: {command_for(data)}, or give another data.path=")
+    if data.format == "webdataset":
+        # What the shards of the native format say in their headers, tars leave to the reader.
+        told = ("kind", "stored_scale", "scale_factor", "autoencoder", "resolution", "num_classes", "allow_pickle")
+        dataset = TarLatents(data.path, **{key: getattr(data, key) for key in told}, key_prefix="data.")
+    else:
+        dataset = LatentDataset(data.path)
+        if data.stored_scale is not None:
+            raise UserError(
+                f"data.stored_scale={data.stored_scale} is for data.format=webdataset; native shards hold unscaled latents"
+            )
+    info = dataset.info
+    if dataset.height != dataset.width:
+        raise UserError(f"{dataset.path}: latents of {dataset.height}x{dataset.width} are not square")
+    if data.in_channels not in (None, dataset.channels):
+        hint = ""
+        if info.kind == "sample" and dataset.channels == 2 * data.in_channels:
+            hint = "; they look like moments (mean and log-variance) written as kind=sample: rewrite the shards with kind=moments"
+        raise UserError(
+            f"data.in_channels={data.in_channels}, but the latents of {dataset.path} have {dataset.channels} channels{hint}"
+        )
+    found = {"in_channels": dataset.channels, "input_size": dataset.height}
+    found |= {key: getattr(info, key) for key in ("num_classes", "kind", "scale_factor", "resolution")}
+    for key, value in found.items():
+        if getattr(data, key) not in (None, value):
+            raise UserError(
+                f"data.{key}={getattr(data, key)}, but the latents of {dataset.path} say {value}; "
+                f"set data.{key}={value} or choose other data"
+            )
+    found["resolution"] = data.resolution
+    found["autoencoder"] = data.autoencoder or info.autoencoder
+    return cfg.model_copy(update={"data": data.model_copy(update=found)}), dataset
+
+
+def command_for(data: schema.Data) -> str:
+    """The command that makes the latents of data.*."""
+    if data.name == "digits":
+        return f"python prepare_latents.py digits output={data.path}"
+    if data.autoencoder == "none":  # one that is not here: its project has made the latents
+        source = f"path=<latents as its project stores them> output={data.path} autoencoder=none"
+        return f"python prepare_latents.py convert {source} resolution={data.resolution or '<of the images>'}"
+    size = "" if data.input_size in (None, 32) else f" resolution={8 * data.input_size}"
+    return f"accelerate launch prepare_latents.py encode images=<folder of images> output={data.path}{size}"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Network, diffusion, guidance.
+
+
+def build_network(cfg: schema.TrainConfig) -> dit.DiT:
+    """The network of a configuration whose data.in_channels, input_size and num_classes are filled in.
+
+    Raises:
+        UserError: a patch size or routes that do not fit.
+    """
+    model, data = cfg.model, cfg.data
+    try:
+        return dit.build(
+            model.backbone,
+            input_size=data.input_size,
+            in_channels=data.in_channels,
+            num_classes=data.num_classes,
+            learn_sigma=model.learn_sigma,
+            class_dropout=model.class_dropout,
+            routes=[Route(**route) for route in model.routes],
+            selection=model.selection,
+            fp32_after_route=model.fp32_after_route,
+            init=model.init,
+        )
+    except ValueError as e:
+        raise UserError(f"model: {e}") from e
+
+
+def build_diffusion(settings: schema.Diffusion, **sampler_overrides) -> Diffusion:
+    """diffusion.* with its sampler; `sampler_overrides` that are None change nothing.
+
+    Raises:
+        UserError: an override that the sampler of this diffusion does not have; noise levels in the wrong order.
+    """
+    sampler = settings.sampler.model_dump()
+    given = {key: value for key, value in sampler_overrides.items() if value is not None}
+    for key, value in given.items():
+        if key not in sampler:
+            raise UserError(
+                f"{key}={value} is not a setting of the sampler of diffusion={settings.name}, with which the run was trained; "
+                f"leave it out. It has {', '.join(sampler)}"
+            )
+    sampler |= given
+    own = settings.model_dump(exclude={"name", "sampler"})
+    if settings.name == "sit":
+        return SiT(**own, sampler=FlowSampler(**sampler))
+    if not sampler["sigma_min"] < sampler["sigma_max"]:
+        raise UserError(f"diffusion.sampler.sigma_min={sampler['sigma_min']} must be below sigma_max={sampler['sigma_max']}")
+    return EDM(**own, sampler=HeunSampler(**sampler))
+
+
+def build_guidance(settings: schema.Guidance) -> guidance.Guidance:
+    """guidance.* as a function of what a batch has (`guidance.Sources`). The second network of autoguidance is among that."""
+    own = settings.model_dump(exclude={"name", "checkpoint", "weights"})
+    return partial(guidance.GUIDANCES[settings.name], **own)
+
+
+def check_guidance(settings: schema.Guidance, run_cfg: schema.TrainConfig, diffusion: Diffusion) -> None:
+    """Compare a guidance with the run that it is to guide.
+
+    Args:
+        settings: guidance.*
+        run_cfg: the configuration that the network was trained with.
+        diffusion: of that run, with the sampler that is to be used.
+
+    Raises:
+        UserError: the null class was never trained; an interval outside the sampler's noise levels, or between them; two
+            branches of sparse guidance that keep the same number of tokens.
+    """
+    scale = getattr(settings, "cfg_scale", 1.0)
+    if scale != 1 and run_cfg.model.class_dropout == 0:
+        raise UserError(
+            f"guidance={settings.name} with cfg_scale={scale:g} needs the null class, which was never trained: the run has "
+            "model.class_dropout=0. Use guidance=none, or guidance=sparse, which keeps the label"
+        )
+    if settings.name == "sparse":
+        _check_branches(settings, run_cfg)
+    levels = diffusion.sampler.evaluated_levels()
+    low, high = getattr(settings, "level_lo", None), getattr(settings, "level_hi", None)
+    symbol = {"edm": "sigma", "sit": "t"}[run_cfg.diffusion.name]
+    sampler = f"the sampler of diffusion={run_cfg.diffusion.name}, whose {symbol} goes from {levels[0]:g} to {levels[-1]:.3g}"
+    top = levels[0] * (1 + 1e-6)  # levels are rounded to float32 when they are compared
+    for key, value in (("level_lo", low), ("level_hi", high)):
+        if value is not None and value > top:
+            raise UserError(f"guidance.{key}={value:g} is outside {sampler}; give {symbol} within it")
+    if not any((low is None or low < level) and (high is None or level <= high * (1 + 1e-6)) for level in levels):
+        raise UserError(
+            f"guidance.level_lo={low} and guidance.level_hi={high} hold none of the {len(levels)} noise levels of {sampler}; "
+            "widen the interval, or raise num_steps"
+        )
+
+
+def _check_branches(settings: schema.Sparse, run_cfg: schema.TrainConfig) -> None:
+    patch_size = dit.BACKBONES[run_cfg.model.backbone][-1]
+    num_tokens = (run_cfg.data.input_size // patch_size) ** 2
+    strong, weak = (num_kept_tokens(num_tokens, ratio) for ratio in (settings.r_strong, settings.r_weak))
+    if strong == weak:
+        raise UserError(
+            f"guidance.r_strong={settings.r_strong} and guidance.r_weak={settings.r_weak} both keep {weak} of the "
+            f"{num_tokens} tokens of {run_cfg.model.backbone}, so that there is nothing to guide by; raise guidance.r_weak"
+        )
+
+
+def warn_of_guidance(settings: schema.Guidance, run_cfg: schema.TrainConfig) -> None:
+    """Say where a guidance is not likely to do what it is for."""
+    if settings.name == "sparse" and not any(route["selection_ratio"] > 0 for route in run_cfg.model.routes):
+        log.warning(
+            "guidance=sparse on a network that was trained without routes: it never saw a part of its tokens skip, so that the "
+            "branch of r_weak is not a weaker version of it but a broken one, and the images are likely to be worse than "
+            "with guidance=none or cfg. The tokens skip blocks %s to %s",
+            DEFAULT_ROUTE.start_layer_idx,
+            DEFAULT_ROUTE.end_layer_idx,
+        )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The run.
+
+
+def check_batch_size(cfg: schema.TrainConfig, num_processes: int) -> None:
+    """Raises UserError where the global batch cannot be cut into equal parts."""
+    parts = num_processes * cfg.train.grad_accum_steps
+    if cfg.train.batch_size % parts:
+        raise UserError(
+            f"train.batch_size={cfg.train.batch_size} does not divide by {num_processes} processes x "
+            f"train.grad_accum_steps={cfg.train.grad_accum_steps} = {parts} parts"
+        )
+
+
+def check_parallel(train: schema.Train, num_processes: int, launched_as: str) -> None:
+    """Whether train.parallel can be had with these processes and this torch.
+
+    Args:
+        launched_as: accelerate's distributed_type.
+
+    Raises:
+        UserError: naming the key and what is accepted.
+    """
+    if launched_as in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
+        raise UserError(
+            f"accelerate was launched with {launched_as}, which this trainer does not use; launch it without, and set "
+            "train.parallel=fsdp to shard weights and states"
+        )
+    if train.parallel == "ddp":
+        return
+    if num_processes == 1:
+        raise UserError(
+            "train.parallel=fsdp cuts weights and states into a part for each process, and there is one process; "
+            "start more (accelerate launch --multi_gpu --num_processes 2 train.py ...), or set train.parallel=ddp"
+        )
+    if train.compile not in ("none", "blocks"):
+        raise UserError(
+            f"train.compile={train.compile} is not accepted with train.parallel=fsdp, which gathers the weights of every "
+            "block between them; use none | blocks"
+        )
+    if not torch.distributed.is_available() or torch.__version__ < (2, 11):
+        raise UserError(
+            f"train.parallel=fsdp needs torch 2.11 or newer, built with torch.distributed; this is torch {torch.__version__}; "
+            "install it, or set train.parallel=ddp"
+        )
+
+
+def check_initial(stored: schema.TrainConfig, step: int, cfg: schema.TrainConfig) -> None:
+    """Compare the checkpoint that init_from names with the run that is to start from it. Routes may differ: they have no weights.
+
+    Args:
+        stored, step: of the checkpoint.
+        cfg: of the run, with data.* filled in.
+
+    Raises:
+        UserError: naming the keys that differ; with init_state=all, also when no step is left to do.
+    """
+    changed = schema.differences(stored, cfg, [schema.Role.ARCHITECTURE])
+    if changed:
+        raise UserError(
+            f"init_from={cfg.init_from}: its weights are of another architecture: {'; '.join(changed)}. Set these keys to the "
+            "first values, or start from another checkpoint"
+        )
+    if cfg.init_state == "all" and step >= cfg.train.num_steps:
+        raise UserError(
+            f"init_from={cfg.init_from} with init_state=all goes on from step {step}, which leaves nothing to do for "
+            f"train.num_steps={cfg.train.num_steps}; raise it, or set init_state=weights"
+        )
+
+
+def check_resume(stored: schema.TrainConfig, cfg: schema.TrainConfig, checkpoint: Path) -> None:
+    """Compare a checkpoint with the run that is to go on from it; log what may change and did.
+
+    Raises:
+        UserError: it is a checkpoint of another run, by the keys that differ.
+    """
+    changed = schema.differences(stored, cfg, schema.SAME_RUN)
+    if changed:
+        raise UserError(
+            f"resume: {checkpoint} cannot go on under this configuration: {'; '.join(changed)}. "
+            "Restore these settings, or start another run with name=..."
+        )
+    for line in schema.differences(stored, cfg, [schema.Role.NOTED]):
+        log.warning("resumed with another setting: %s", line)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Looking at samples.
+
+
+def build_autoencoder(cfg: schema.TrainConfig, device: torch.device) -> autoencoders.Autoencoder:
+    try:
+        return autoencoders.build(cfg.data.autoencoder, device, cfg.data.in_channels, "data.autoencoder")
+    except UserError as e:
+        raise UserError(f"{e}; or train without looking at samples: sample.every=0 eval.every=0") from e
+
+
+def build_detector(settings: schema.DetectorSettings, accelerator: Accelerator) -> Detector:
+    """What evaluation.* asks for, on this process's device.
+
+    Raises:
+        UserError: weights that are missing or cannot be had.
+    """
+    if settings.detector == DigitsDetector.name:
+        return DigitsDetector(accelerator.device)
+    with accelerator.local_main_process_first():  # one process of a machine downloads, the others find the file
+        weights = settings.weights or fetch_weights(accelerator.is_local_main_process)
+    return InceptionDetector(weights, accelerator.device, settings.precision, settings.compile)
+
+
+def open_reference(path: str | None, key: str) -> ImageSet:
+    """The reference that `key` names.
+
+    Raises:
+        UserError: there is none, or it cannot be used.
+    """
+    if path is None:
+        raise UserError(
+            f"{key} is not set: give a reference batch, VIRTUAL_imagenet256_labeled.npz of ADM's evaluation suite, say, or a "
+            "folder of images"
+        )
+    if not Path(path).exists():
+        raise UserError(
+            f"{key}={path} does not exist; reference batches are at "
+            "https://github.com/openai/guided-diffusion/tree/main/evaluations, "
+            "and `prepare_latents.py reference` makes one of images of your own"
+        )
+    return open_images(path)

@@ -1,0 +1,187 @@
+"""Command lines: Hydra for what has a configuration, `key=value` for the rest. A user's error becomes one line."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import inspect
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import hydra
+import torch
+import yaml
+from accelerate import Accelerator
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import TypeAdapter, ValidationError, create_model
+
+from configs import experiments
+from errors import UserError
+from setup.schema import Settings, accepted, keys_of, unknown_key, validate
+from training.speed import use_cores
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+CONFIGS = REPOSITORY / "configs"
+FULL_ERRORS = "HYDRA_FULL_ERROR"  # Hydra's own switch, for all of our commands
+OmegaConf.register_new_resolver("repository", lambda path: str(REPOSITORY / path), replace=True)
+
+S = TypeVar("S", bound=Settings)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Errors.
+
+
+def guard(action: Callable[[], None]) -> None:
+    """Do it; an error that a user can cause becomes one line, and exit code 1. HYDRA_FULL_ERROR=1 keeps its traceback."""
+    if _wants_tracebacks():
+        action()
+    else:
+        _one_line(action)
+
+
+def _one_line(action: Callable[[], None]) -> None:
+    try:
+        action()
+    except UserError as error:
+        _exit(str(error))
+
+
+def _wants_tracebacks() -> bool:
+    return os.environ.get(FULL_ERRORS, "0") == "1"
+
+
+def _exit(message: str) -> NoReturn:
+    rank = os.environ.get("RANK")
+    who = "" if rank is None else f" (process {rank})"
+    sys.stderr.write(f"error{who}: {message} [{FULL_ERRORS}=1 shows where]\n")
+    sys.exit(1)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Commands with a configuration.
+
+
+def run(main: Callable[[DictConfig], None], config_name: str, settings: type[Settings]) -> None:
+    """Compose the configuration from the command line and call `main`, guarded.
+
+    Args:
+        config_name: the file in configs/.
+        settings: the class that the script checks it by; its keys are known before anything is composed.
+    """
+    experiments.register()
+    compose = functools.partial(hydra.main, version_base="1.3", config_path=str(CONFIGS), config_name=config_name)
+    if _wants_tracebacks():
+        compose()(main)()
+        return
+
+    @functools.wraps(main)
+    def guarded(cfg: DictConfig) -> None:
+        _one_line(lambda: main(cfg))  # here and not around all: Hydra prints a line of its own for what leaves `main`
+
+    def start() -> None:
+        check_overrides(sys.argv[1:], settings)
+        os.environ[FULL_ERRORS] = "1"  # have Hydra raise its errors, and those of `main`, instead of printing them
+        try:
+            compose()(guarded)()
+        except HydraException as e:
+            raise UserError(f"{e} {e.__cause__ or ''}".strip()) from e
+
+    guard(start)
+
+
+def check_overrides(arguments: Sequence[str], settings: type[Settings]) -> None:
+    """Raises UserError for an override of a key, or a choice of a group, that does not exist, with those that do."""
+    parser, keys = OverridesParser.create(), keys_of(settings)
+    groups = {path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*") if path.is_dir()} | {"experiment"}
+    for argument in arguments:
+        if argument.startswith("-"):  # a flag of Hydra's
+            continue
+        override = parser.parse_override(argument)
+        key = override.get_key_element().lstrip("+~").partition("@")[0]
+        if key in groups and not override.is_delete():
+            values = override.sweep_string_iterator() if override.is_sweep_override() else [override.value()]
+            for value in values:
+                if isinstance(value, str) and not key.startswith("hydra/"):
+                    _check_choice(key, value)
+        elif not key.startswith("hydra") and key not in keys and not any(k.startswith(f"{key}.") for k in keys):
+            raise UserError(unknown_key(key, settings))
+
+
+def _check_choice(group: str, name: str) -> None:
+    rows = experiments.names() if group == "experiment" else []
+    choices = sorted(file.stem for file in (CONFIGS / group).glob("*.yaml")) if group != "experiment" else rows
+    if name not in choices:
+        near = difflib.get_close_matches(name, choices, n=5) if rows else []
+        raise UserError(f"{group}={name} is not a choice; accepted: {', '.join(near or choices)}")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Commands without one: `key=value`, or `--key=value`.
+
+
+def settings_of(function: Callable[..., Any]) -> type[Settings]:
+    """The arguments of a function as settings, by their annotations and defaults."""
+    parameters = inspect.signature(function, eval_str=True).parameters.values()
+    fields = {p.name: (p.annotation, ... if p.default is p.empty else p.default) for p in parameters}
+    return create_model(function.__name__, __base__=Settings, **fields)
+
+
+def parse_arguments(arguments: Sequence[str], settings: type[S], command: str = "") -> S:
+    """`key=value` arguments as checked settings. A value is what YAML reads where the key accepts that, else text.
+
+    Args:
+        command: named first in messages, where a program has several.
+
+    Raises:
+        UserError: an argument of another form, a key that is unknown, missing or given twice, a value that is not accepted.
+    """
+    prefix, fields, raw = f"{command}: " if command else "", settings.model_fields, {}
+    usage = ", ".join(f"{name}=" if field.is_required() else f"[{name}=]" for name, field in fields.items())
+    for argument in arguments:
+        key, _, text = argument.removeprefix("--").partition("=")
+        if key not in fields or not text:
+            raise UserError(f"{prefix}{key} is not a key or has no value; it takes {usage}")
+        if key in raw:
+            raise UserError(f"{prefix}{key} is given twice")
+        raw[key] = _read_value(text, TypeAdapter(fields[key].rebuild_annotation(), config=None))
+    for name, field in fields.items():
+        if field.is_required() and name not in raw:
+            raise UserError(f"{prefix}{name}= is missing; it accepts {accepted([field])}")
+    return validate(raw, settings)
+
+
+def _read_value(text: str, accepts: TypeAdapter) -> object:
+    try:
+        value = OmegaConf.to_container(OmegaConf.from_dotlist([f"key={text}"]))["key"]
+    except (yaml.YAMLError, OmegaConfBaseException):
+        return text
+    try:
+        accepts.validate_python(value, strict=True)
+    except ValidationError:
+        return text
+    return value
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Starting.
+
+
+def start_accelerator(cpu_threads: int | None, **settings) -> Accelerator:
+    """accelerate, with its settings; this process's share of the cores; messages from the main process only."""
+    if torch.distributed.is_available():
+        # AdamW imports torch's compiler, which imports this, whose functions hold the process group of that moment as a default
+        # argument: it would never be freed, and gloo's threads would meet the end of the interpreter, which then may abort.
+        importlib.import_module("torch.distributed.nn.functional")
+    accelerator = Accelerator(**settings)
+    logging.basicConfig(format="%(message)s", level=logging.INFO if accelerator.is_main_process else logging.ERROR)
+    use_cores(accelerator.device, cpu_threads)
+    return accelerator

@@ -1,0 +1,640 @@
+"""The configuration of every command: its keys, what each accepts, and which of them make a run another run.
+
+A class per Hydra group. The values stand in configs/, with a comment for every key; here stand their types. A checked
+configuration is a value: nobody writes to it, and `model_copy(update=...)` makes another one.
+
+To add a key: a line here, and one with its comment in configs/. Give it a default here too: checkpoints that were written
+before the key existed are read as if they held this default.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from enum import Enum
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+from omegaconf import DictConfig, OmegaConf
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    create_model,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
+
+import dit
+import guidance
+from errors import UserError
+from latents.shards import KINDS
+from routing_module import SELECTIONS, Route
+from sit.diffusion import TIMESTEPS
+from sit.sampler import DIFFUSION_FORMS, LAST_STEPS, SOLVERS
+
+T = TypeVar("T")
+
+
+class Settings(BaseModel):
+    """Checked settings. An unknown key, a missing one and a value of another type are errors; nothing is converted."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a value may be.
+
+
+@dataclass(frozen=True)
+class Accepts:
+    """A test that pydantic's own types cannot express, and how messages say it."""
+
+    test: Callable[[Any], bool]
+    words: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Callable) -> Any:
+        return handler(Annotated[source, AfterValidator(self._check)])
+
+    def _check(self, value: Any) -> Any:
+        if not self.test(value):
+            raise ValueError(self.words)
+        return value
+
+
+def one_of(choices: Iterable[str]) -> Accepts:
+    return Accepts(lambda value: value in choices, " | ".join(choices))
+
+
+def _is_folder_name(value: str) -> bool:
+    return value not in ("", ".", "..") and not set(value) & set("/\\")
+
+
+def _is_autoencoder(value: str) -> bool:
+    return value in ("identity", "none") or (value.startswith("sd-vae:") and value != "sd-vae:")
+
+
+def _is_routes(value: list) -> bool:
+    # The router, which knows the depth, checks the values inside.
+    names = {field.name for field in fields(Route)}
+    return all(isinstance(route, dict) and route.keys() == names for route in value)
+
+
+def _is_numbers(value: object) -> bool:
+    try:
+        return len(parse_numbers(value)) > 0
+    except UserError:
+        return False
+
+
+def parse_numbers(spec: str | int | list) -> list[int]:
+    """`0-3`, `[0-3,7]` -> [0, 1, 2, 3, 7].
+
+    Raises:
+        UserError: anything else, or a number that is named twice.
+    """
+    numbers = []
+    for part in ",".join(map(str, spec if isinstance(spec, list) else [spec])).split(","):
+        first, _, last = part.strip().partition("-")
+        is_range = first.isdecimal() and (last.isdecimal() or "-" not in part) and int(last or first) >= int(first)
+        if not is_range:
+            raise UserError(f"{spec!r} is not a list of numbers and ranges such as [0-3,7]")
+        numbers.extend(range(int(first), int(last or first) + 1))
+    if len(set(numbers)) < len(numbers):
+        raise UserError(f"{spec!r} names a number twice")
+    return numbers
+
+
+Whole = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=1)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, lt=math.inf)]
+NotNegative = Annotated[float, Field(ge=0, lt=math.inf)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Text = Annotated[str, Field(min_length=1)]
+FolderName = Annotated[
+    str,
+    BeforeValidator(lambda value: str(value) if type(value) is int else value),  # name=2024
+    Accepts(_is_folder_name, "the name of a folder, without slashes"),
+]
+Checkpoint = Annotated[str, Accepts(bool, "the folder of a checkpoint or of a run: checkpoint=runs/<name>")]
+Autoencoder = Annotated[str, Accepts(_is_autoencoder, "identity | none | sd-vae:<hub id or folder>")]
+Numbers = Annotated[Any, Accepts(_is_numbers, "numbers and ranges such as 0-49 or [3,7,100-199], none of them twice")]
+Bound = Annotated[
+    float,
+    Field(ge=0, lt=math.inf),
+    Accepts(lambda _: True, "a noise level: sigma for diffusion=edm (0.28 to 2.9, say), t for diffusion=sit (0.22 to 0.74, say)"),
+]
+OneOrMany = Union[T, Annotated[list[T], Field(min_length=1)]]  # noqa: UP007 (a generic alias)
+Weights = Literal["ema", "raw"]
+Precision = Literal["fp32", "bf16"]
+Detector = Literal["inception", "digits"]
+Compile = Literal["none", "blocks", "default", "reduce-overhead", "max-autotune"]  # training.speed.compile_network
+
+
+class Role(Enum):
+    """What another value of a key means for a run. A key without a role says where a run is, how it is watched or how fast."""
+
+    ARCHITECTURE = "weights of another value do not fit: init_from and autoguidance refuse them, and so does a resume"
+    FIXED = "another value is another run: a resume refuses it"
+    NOTED = "may change on a resume, which logs it; figures of another value are another experiment's"
+    COMPARED = "may change on a resume; figures of another value are another experiment's"
+
+
+Architecture = Annotated[T, Role.ARCHITECTURE]
+Fixed = Annotated[T, Role.FIXED]
+Noted = Annotated[T, Role.NOTED]
+Compared = Annotated[T, Role.COMPARED]
+SAME_RUN = (Role.ARCHITECTURE, Role.FIXED)
+SAME_EXPERIMENT = tuple(Role)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The groups.
+
+
+class Model(Settings):
+    name: Fixed[Literal["dit", "tread"]]
+    backbone: Architecture[Annotated[str, one_of(dit.BACKBONES)]]
+    routes: Fixed[Annotated[list, Accepts(_is_routes, f"a list of routes, each with {', '.join(f.name for f in fields(Route))}")]]
+    selection: Fixed[Annotated[str, one_of(SELECTIONS)]] = "uniform"
+    fp32_after_route: Fixed[bool]
+    class_dropout: Fixed[Fraction]
+    learn_sigma: Architecture[bool]
+    init: Fixed[Literal[dit.INITS]]
+
+
+class Data(Settings):
+    name: Compared[FolderName]
+    path: Text | None
+    format: Literal["native", "webdataset"]
+    kind: Compared[Literal[KINDS] | None]
+    stored_scale: Compared[Positive | None]
+    scale_factor: Architecture[Positive | None]
+    resolution: Compared[Count | None]
+    allow_pickle: bool
+    autoencoder: Compared[Autoencoder | None]
+    in_channels: Architecture[Count | None]
+    input_size: Architecture[Count | None]
+    num_classes: Architecture[Count | None]
+    num_workers: Whole
+
+
+class HeunSettings(Settings):
+    """Of `edm.sampler.HeunSampler`."""
+
+    num_steps: Compared[Count]
+    sigma_min: Compared[Annotated[float, Field(gt=0)]]
+    sigma_max: Compared[Positive]
+    rho: Compared[Positive]
+    S_churn: Compared[NotNegative]
+    S_min: Compared[Annotated[float, Field(ge=0)]]
+    S_max: Compared[Annotated[float, Field(ge=0)]]
+    S_noise: Compared[NotNegative]
+
+
+class FlowSettings(Settings):
+    """Of `sit.sampler.FlowSampler`."""
+
+    num_steps: Compared[Count]
+    solver: Compared[Literal[SOLVERS]]
+    diffusion_form: Compared[Literal[tuple(DIFFUSION_FORMS)]]
+    diffusion_norm: Compared[NotNegative]
+    last_step_size: Compared[Annotated[float, Field(gt=0, lt=1)]]
+    last_step: Compared[Literal[LAST_STEPS]]
+
+
+class EDMSettings(Settings):
+    name: Architecture[Literal["edm"]]
+    sigma_data: Architecture[Positive]
+    P_mean: Fixed[Number]
+    P_std: Fixed[Positive]
+    sampler: HeunSettings
+
+
+class SiTSettings(Settings):
+    name: Architecture[Literal["sit"]]
+    timestep: Fixed[Literal[TIMESTEPS]]
+    logit_mean: Fixed[Number]
+    logit_std: Fixed[Positive]
+    sampler: FlowSettings
+
+
+Diffusion = Annotated[EDMSettings | SiTSettings, Field(discriminator="name")]
+
+
+class NoGuidance(Settings):
+    name: Literal["none"]
+
+
+class CFG(Settings):
+    name: Literal["cfg"]
+    cfg_scale: Number
+
+
+class Interval(Settings):
+    name: Literal["interval"]
+    cfg_scale: Number
+    level_lo: Bound
+    level_hi: Bound
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Interval:
+        return _check_order(self, "level_lo", "level_hi", "")
+
+
+class Sparse(Settings):
+    name: Literal["sparse"]
+    w: Number
+    r_strong: Fraction
+    r_weak: Fraction
+    subset: Literal[guidance.SUBSETS]
+    level_lo: NotNegative | None
+    level_hi: NotNegative | None
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Sparse:
+        _check_order(self, "level_lo", "level_hi", "level_hi=null leaves it open")
+        return _check_order(self, "r_strong", "r_weak", "the strong branch skips fewer tokens; r_strong=0 is the dense network")
+
+
+class Autoguidance(Settings):
+    name: Literal["autoguidance"]
+    checkpoint: Annotated[str, Accepts(bool, "the folder of a checkpoint or of a run: guidance.checkpoint=runs/<name>")]
+    weights: Weights
+    w: Number
+    level_lo: NotNegative | None
+    level_hi: NotNegative | None
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Autoguidance:
+        return _check_order(self, "level_lo", "level_hi", "level_hi=null leaves it open")
+
+
+def _check_order(settings: T, low: str, high: str, hint: str) -> T:
+    lower, upper = getattr(settings, low), getattr(settings, high)
+    if lower is not None and upper is not None and not lower < upper:
+        raise UserError(f"guidance.{low}={lower} must be below guidance.{high}={upper}{f' ({hint})' if hint else ''}")
+    return settings
+
+
+Guidance = Annotated[NoGuidance | CFG | Interval | Sparse | Autoguidance, Field(discriminator="name")]
+
+
+class Train(Settings):
+    num_steps: Compared[Count]
+    batch_size: Fixed[Count]
+    grad_accum_steps: Count
+    lr: Noted[Positive]
+    betas: Noted[Annotated[list[Fraction], Field(min_length=2, max_length=2), Accepts(bool, "two numbers in [0, 1)")]]
+    weight_decay: Noted[NotNegative]
+    grad_clip_norm: Noted[Positive | None]
+    ema_decay: Noted[Fraction]
+    precision: Noted[Literal["fp32", "bf16", "fp8"]]
+    attention: Literal["auto", "flash", "cudnn", "efficient", "math"]
+    parallel: Literal["ddp", "fsdp"]
+    compile: Compile
+    activation_checkpointing: Literal["none", "blocks", "selective"]
+    cpu_threads: Count | None
+    log_every: Count
+
+
+class CheckpointSettings(Settings):
+    every: Count
+    keep_last: Count
+    keep_every: Whole
+
+
+class Sample(Settings):
+    every: Whole
+    num_samples: Count
+    batch_size: Count
+
+
+class Eval(Settings):
+    every: Whole
+    num_samples: Count
+    final_num_samples: Count | None = None
+    cfg_scales: Annotated[
+        list[Number],
+        Field(min_length=1),
+        Accepts(lambda v: len(set(v)) == len(v), "a list of different numbers, such as [1.0, 1.5]"),
+    ]
+    num_steps: Compared[Count | None]
+    batch_size: Count
+
+
+class DetectorSettings(Settings):
+    detector: Compared[Detector]
+    weights: Text | None
+    precision: Compared[Precision]
+    compile: bool
+
+
+class Evaluation(DetectorSettings):
+    reference: Text | None
+
+
+class Wandb(Settings):
+    mode: Literal["disabled", "offline", "online"]
+    project: Text
+
+
+class Experiment(Settings):
+    """What a row of the paper's tables is: see configs/experiments.py."""
+
+    name: Text
+    table: Text
+    paper: dict[str, Number]
+    source: Text
+    differs: Text | None
+    baseline: Text | None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The commands.
+
+
+class TrainConfig(Settings):
+    name: FolderName
+    output_dir: Text
+    experiment: Experiment | None
+    seed: Fixed[Whole]
+    resume: Text
+    init_from: Fixed[Text | None] = None
+    init_state: Compared[Literal["weights", "all"]] = "weights"
+    model: Model
+    data: Data
+    diffusion: Diffusion
+    guidance: Guidance
+    train: Train
+    checkpoint: CheckpointSettings
+    sample: Sample
+    eval: Eval
+    evaluation: Evaluation
+    wandb: Wandb
+
+
+# What sample.py may set on the sampler of a run. sigma_min, sigma_max and rho define EDM's schedule.
+SAMPLER_OVERRIDES = {
+    key: Annotated[(field.annotation, *field.metadata)]
+    for settings in (HeunSettings, FlowSettings)
+    for key, field in settings.model_fields.items()
+    if key not in ("sigma_min", "sigma_max", "rho")
+}
+
+
+SChurn, Solver = SAMPLER_OVERRIDES["S_churn"], SAMPLER_OVERRIDES["solver"]
+
+
+class _SampleConfig(Settings):
+    checkpoint: Checkpoint
+    output: Text | None
+    weights: Weights
+    autoencoder: Autoencoder | None
+    seeds: Numbers
+    classes: Numbers | None
+    guidance: Guidance
+    cfg_scale: Number | None
+    batch_size: Count
+    precision: Precision
+    compile: Compile
+    cpu_threads: Count | None
+    npz: bool
+
+
+SampleConfig = create_model(
+    "SampleConfig", __base__=_SampleConfig, **{key: (annotation | None, ...) for key, annotation in SAMPLER_OVERRIDES.items()}
+)
+
+
+class FidDetector(DetectorSettings):
+    detector: Detector | None
+
+
+class FidConfig(Settings):
+    checkpoint: OneOrMany[Text] | None
+    checkpoints: Text | None
+    images: Text | None
+    reference: Text | None
+    output: Text | None
+    num_samples: Count | None
+    weights: OneOrMany[Weights]
+    autoencoder: Autoencoder | None
+    guidance: Annotated[list[Guidance], Field(min_length=1)]  # one for every combination of the values that the command lists
+
+    @model_validator(mode="before")
+    @classmethod
+    def _combine(cls, raw: dict) -> dict:
+        return raw | {"guidance": combinations(raw["guidance"])} if isinstance(raw.get("guidance"), dict) else raw
+
+    cfg_scale: OneOrMany[Number] | None
+    num_steps: OneOrMany[Count] | None
+    S_churn: OneOrMany[SChurn] | None
+    solver: OneOrMany[Solver] | None
+    batch_size: Count
+    precision: Precision
+    compile: Compile
+    cpu_threads: Count | None
+    convert_to_rgb: bool
+    evaluation: FidDetector
+
+
+def combinations(settings: dict) -> list[dict]:
+    """{a: [1, 2], b: 3} -> [{a: 1, b: 3}, {a: 2, b: 3}]: every choice of one entry from each list."""
+    entries = [value if isinstance(value, list) else [value] for value in settings.values()]
+    return [dict(zip(settings, chosen)) for chosen in itertools.product(*entries)]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Checking, and messages that say what is accepted.
+
+S = TypeVar("S", bound=Settings)
+
+
+def check(cfg: DictConfig | dict, config: type[S]) -> S:
+    """The configuration as checked settings, with its interpolations resolved.
+
+    Args:
+        config: TrainConfig, SampleConfig or FidConfig.
+
+    Raises:
+        UserError: naming the key, the value and what is accepted.
+    """
+    raw = OmegaConf.to_container(cfg, resolve=True) if OmegaConf.is_config(cfg) else cfg
+    return validate(raw, config)
+
+
+def validate(raw: dict, settings: type[S]) -> S:
+    """`raw` as checked settings. Raises UserError as `check` does."""
+    try:
+        return settings.model_validate(raw)
+    except ValidationError as e:
+        raise UserError(_explain(e.errors()[0], raw, settings)) from e
+
+
+def read_guidance(raw: dict) -> Guidance:
+    """guidance.* of plain values that were checked before."""
+    return TypeAdapter(Guidance).validate_python(raw)
+
+
+def from_checkpoint(raw: dict) -> TrainConfig:
+    """The configuration that an earlier version stored: keys that it did not know yet have their defaults.
+
+    Raises:
+        UserError: it is not a configuration that this version can read.
+    """
+    try:
+        return TrainConfig.model_validate(raw)
+    except ValidationError as e:
+        raise UserError(f"config.yaml of another version: {_explain(e.errors()[0], raw, TrainConfig)}") from e
+
+
+def _explain(error: dict, raw: dict, settings: type[Settings]) -> str:
+    if isinstance(cause := error.get("ctx", {}).get("error"), UserError):  # of two keys together
+        return str(cause)
+    fields = keys_of(settings, raw)
+    path, value = [], raw
+    for part in error["loc"]:  # keys of the configuration, and what pydantic calls the branches in between
+        if isinstance(value, dict) and part in value:
+            value = value[part]
+        elif isinstance(value, list) and isinstance(part, int) and part < len(value) and ".".join(path) not in fields:
+            value = value[part]
+            continue
+        elif error["type"] != "missing" or part != error["loc"][-1]:
+            continue
+        path.append(part)
+    key = ".".join(map(str, path))
+    if error["type"] == "extra_forbidden":
+        return unknown_key(key, settings)
+    if error["type"] == "missing":
+        return f"{key} is missing; it accepts {accepted(fields[key])}"
+    if error["type"].startswith("union_tag"):
+        key, value, fields = f"{key}.name", value.get("name") if isinstance(value, dict) else value, keys_of(settings)
+    return f"{key}={value!r} is not accepted; use {accepted(fields[key]) if key in fields else 'keys and values'}"
+
+
+def keys_of(settings: type[Settings], raw: dict | None = None, prefix: str = "") -> dict[str, list[FieldInfo]]:
+    """{"train.lr": its field, ...} for every key; of a choice of groups, the keys of all of them.
+
+    Args:
+        raw: a configuration; of the groups, only those that it chooses by name.
+    """
+    keys: dict[str, list[FieldInfo]] = {}
+    for name, field in settings.model_fields.items():
+        groups = [one for one in _members(field.annotation) if isinstance(one, type) and issubclass(one, Settings)]
+        inside = raw.get(name) if isinstance(raw, dict) else None
+        chosen = inside.get("name") if isinstance(inside, dict) else None
+        for group in [one for one in groups if group_name(one) == chosen] or groups:
+            for key, found in keys_of(group, inside, f"{prefix}{name}.").items():
+                keys.setdefault(key, []).extend(found)
+        if not groups or NoneType in get_args(field.annotation):
+            keys[f"{prefix}{name}"] = [field]
+    return keys
+
+
+def group_name(settings: type[Settings]) -> str | None:
+    """`cfg` for the class of guidance=cfg; None where a group has no choices."""
+    field = settings.model_fields.get("name")
+    return get_args(field.annotation)[0] if field and get_origin(field.annotation) is Literal else None
+
+
+def _members(annotation: Any) -> list[Any]:
+    """The types that a union, an annotated type or a list of them is made of."""
+    if get_origin(annotation) in (Union, UnionType, list, Annotated):
+        parts = get_args(annotation)[:1] if get_origin(annotation) is Annotated else get_args(annotation)
+        return [member for part in parts for member in _members(part)]
+    return [annotation]
+
+
+def accepted(fields: Sequence[FieldInfo]) -> str:
+    """What a key accepts, in words; of a choice of groups, what all of them do together."""
+    return " | ".join(dict.fromkeys(_words(field.annotation, field.metadata) for field in fields))
+
+
+def _words(annotation: Any, metadata: Sequence = ()) -> str:
+    metadata = [part for one in metadata for part in (one.metadata if isinstance(one, FieldInfo) else [one])]
+    if said := [one.words for one in metadata if isinstance(one, Accepts)]:
+        return said[-1]
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _words(parts[0], [*parts[1:], *metadata])
+    if origin in (Union, UnionType):
+        single = [part for part in parts if part is not NoneType and get_origin(_bare(part)) is not list]
+        words = _words(single[0], metadata) if single else "a list"
+        words += ", or a list of them" if len(single) < len([part for part in parts if part is not NoneType]) else ""
+        return words + (", or null" if NoneType in parts else "")
+    if origin is Literal:
+        return " | ".join(map(str, parts))
+    limits = {name: getattr(one, name) for one in metadata for name in ("ge", "gt", "le", "lt") if hasattr(one, name)}
+    if annotation is bool:
+        return "true | false"
+    if annotation is int:
+        return f"a whole number of at least {limits['ge']}" if "ge" in limits else "a whole number"
+    if annotation is float:
+        if not limits:
+            return "a number"
+        low, high = limits.get("gt", limits.get("ge", "-inf")), limits.get("lt", limits.get("le", "inf"))
+        return f"a number in {'(' if 'gt' in limits else '['}{low}, {high}{']' if 'le' in limits else ')'}"
+    return "a list" if origin is list or annotation is list else "text"
+
+
+def _bare(annotation: Any) -> Any:
+    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+
+
+def unknown_key(key: str, settings: type[Settings]) -> str:
+    """The message for a key that does not exist: the nearest ones, or those beside it."""
+    group, _, own = key.partition(".")
+    field = settings.model_fields.get(group)
+    choices = [one for one in _members(field.annotation) if own in keys_of(one)] if field and own and field.discriminator else []
+    if choices:
+        owners = " and ".join(f"{group}={group_name(one)}" for one in choices)
+        return f"{key} is not a key of this {group}; it belongs to {owners}"
+    keys = list(keys_of(settings))
+    near = difflib.get_close_matches(key, keys, n=3, cutoff=0.75)
+    beside = near or [k for k in keys if k.rpartition(".")[0] == key.rpartition(".")[0]] or keys
+    return f"{key} is not a key of the configuration; accepted: {', '.join(beside)}"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Comparing configurations.
+
+
+def flatten(config: dict, prefix: str = "") -> dict[str, object]:
+    """Nested dictionaries -> {"train.lr": 1e-4, ...}; lists are values, and so is `experiment`, which only says what a run is."""
+    flat = {}
+    for key, value in config.items():
+        if isinstance(value, dict) and value and f"{prefix}{key}" != "experiment":
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def role_of(key: str) -> Role | None:
+    """What another value of a key of train.py means for a run."""
+    return _ROLES.get(key)
+
+
+_ROLES = {
+    key: next((one for field in fields for one in field.metadata if isinstance(one, Role)), None)
+    for key, fields in keys_of(TrainConfig).items()
+}
+
+
+def differences(stored: Settings | dict, current: Settings | dict, roles: Sequence[Role]) -> list[str]:
+    """`key: stored -> current` for every key of these roles that differs."""
+    old, new = (flatten(one.model_dump() if isinstance(one, Settings) else one) for one in (stored, current))
+    return [
+        f"{key}: {old.get(key, 'absent')!r} -> {new.get(key, 'absent')!r}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key) and role_of(key) in roles
+    ]
