@@ -281,7 +281,7 @@ class Autoguidance(Settings):
 def _check_order(settings: T, low: str, high: str, hint: str) -> T:
     lower, upper = getattr(settings, low), getattr(settings, high)
     if lower is not None and upper is not None and not lower < upper:
-        raise UserError(f"guidance.{low}={lower} must be below guidance.{high}={upper}{f' ({hint})' if hint else ''}")
+        raise UserError(f"guidance.{low}={lower:g} must be below guidance.{high}={upper:g}{f' ({hint})' if hint else ''}")
     return settings
 
 

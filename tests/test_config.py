@@ -7,8 +7,10 @@ import pytest
 import torch
 from conftest import REPOSITORY, composed, finish, make_shard, start
 
-from guidance import GUIDANCES, Offer
-from training import config
+from errors import UserError
+from guidance import GUIDANCES, GuidanceInputs
+from setup import build, schema
+from setup.cli import check_overrides
 
 SD = dict(channels=4, kind="moments", num_classes=1000, scale_factor=0.18215, autoencoder="sd-vae:some/vae")
 
@@ -21,16 +23,20 @@ def test_every_shipped_configuration_composes_and_builds(tmp_path, model, diffus
     if data != "digits":
         make_shard(tmp_path / "x.safetensors", size=64 if data == "imagenet512" else 32, num_items=2, **SD)
         overrides.append(f"data.path={tmp_path}")
-    cfg = config.check(composed(overrides), config.TRAIN_KEYS)
-    dataset = config.open_data(cfg)
+    cfg = schema.check(composed(overrides), schema.TrainConfig)
+    cfg, dataset = build.open_data(cfg)
     with torch.device("meta"):
-        net = config.build_network(cfg)
+        net = build.build_network(cfg)
     assert len(net.router.routes) == (model == "tread")
     assert net.num_tokens == {"digits": 16, "imagenet512": 1024}.get(data, 256)
-    assert type(config.build_diffusion(cfg)).__name__.lower() == diffusion
-    assert config.build_diffusion(cfg).sampler.num_steps == (20 if data == "digits" else 40)
+    assert type(build.build_diffusion(cfg.diffusion)).__name__.lower() == diffusion
+    assert build.build_diffusion(cfg.diffusion).sampler.num_steps == (20 if data == "digits" else 40)
     assert cfg.name == f"{data}_{model}"
     assert cfg.data.autoencoder == dataset.info.autoencoder and cfg.data.scale_factor == dataset.info.scale_factor
+
+
+def checked(*overrides):
+    return schema.check(composed(overrides), schema.TrainConfig)
 
 
 # What a guidance cannot know by itself.
@@ -43,16 +49,15 @@ TO_BE_SET = {
 @pytest.mark.parametrize("diffusion", ["edm", "sit"])
 @pytest.mark.parametrize("name", GUIDANCES)
 def test_every_shipped_guidance_composes_and_builds_for_every_diffusion(name, diffusion):
-    cfg = composed([f"guidance={name}", f"diffusion={diffusion}", *TO_BE_SET.get(name, [])])
-    cfg = config.check(cfg, config.TRAIN_KEYS)
-    config.check_guidance(cfg.guidance, cfg, config.build_diffusion(cfg))
+    cfg = checked(f"guidance={name}", f"diffusion={diffusion}", *TO_BE_SET.get(name, []))
+    build.check_guidance(cfg.guidance, cfg, build.build_diffusion(cfg.diffusion))
 
     def estimate(x, level, y, **routing):
         return x
 
-    offer = Offer(estimate, 10, (1, 16), route_scores=lambda: torch.rand(1, 1, 16), weak=estimate)
+    inputs = GuidanceInputs(estimate, 10, (1, 16), route_scores=lambda: torch.rand(1, 1, 16), weak=estimate)
     x, level, y = torch.ones(1, 1, 1, 1), torch.full((1,), 0.5), torch.ones(1, dtype=torch.int64)
-    assert config.build_guidance(cfg)(offer)(x, level, y).item() == 1
+    assert build.build_guidance(cfg.guidance)(inputs)(x, level, y).item() == 1
 
 
 @pytest.mark.parametrize(
@@ -88,7 +93,7 @@ def test_every_shipped_guidance_composes_and_builds_for_every_diffusion(name, di
 )
 def test_settings_that_do_not_go_together_are_refused(overrides, message):
     with pytest.raises(ValueError, match=message):
-        config.check(composed(overrides), config.TRAIN_KEYS)
+        schema.check(composed(overrides), schema.TrainConfig)
 
 
 @pytest.mark.parametrize(
@@ -109,28 +114,28 @@ def test_settings_that_do_not_go_together_are_refused(overrides, message):
     ],
 )
 def test_an_interval_outside_the_noise_levels_of_the_sampler_is_refused(overrides, message):
-    cfg = config.check(composed(["guidance=interval", *overrides]), config.TRAIN_KEYS)
+    cfg = schema.check(composed(["guidance=interval", *overrides]), schema.TrainConfig)
     with pytest.raises(ValueError, match=message):
-        config.check_guidance(cfg.guidance, cfg, config.build_diffusion(cfg))
+        build.check_guidance(cfg.guidance, cfg, build.build_diffusion(cfg.diffusion))
 
 
 def test_sparse_guidance_whose_branches_keep_the_same_tokens_is_refused():
-    cfg = config.check(composed(["guidance=sparse", "guidance.r_weak=0.05"]), config.TRAIN_KEYS)
+    cfg = schema.check(composed(["guidance=sparse", "guidance.r_weak=0.05"]), schema.TrainConfig)
     with pytest.raises(ValueError, match=r"r_strong=0.0 and guidance.r_weak=0.05 both keep 16 of the 16 tokens of DiT-XS/2"):
-        config.check_guidance(cfg.guidance, cfg, config.build_diffusion(cfg))
+        build.check_guidance(cfg.guidance, cfg, build.build_diffusion(cfg.diffusion))
 
 
 def test_an_interval_may_end_at_the_first_noise_level():
     for diffusion, top in (("edm", 80), ("sit", 1)):
         settings = ["guidance=interval", "guidance.level_lo=0", f"guidance.level_hi={top}"]
-        cfg = composed([f"diffusion={diffusion}", *settings])
-        config.check_guidance(cfg.guidance, cfg, config.build_diffusion(cfg))
+        cfg = checked(f"diffusion={diffusion}", *settings)
+        build.check_guidance(cfg.guidance, cfg, build.build_diffusion(cfg.diffusion))
 
 
 def test_sparse_guidance_of_a_network_without_routes_is_warned_of_with_the_reason(caplog):
     for model, num_warnings in (("tread", 0), ("dit", 1)):
-        cfg = composed([f"model={model}", "guidance=sparse"])
-        config.warn_of_guidance(cfg.guidance, cfg)
+        cfg = checked(f"model={model}", "guidance=sparse")
+        build.warn_of_guidance(cfg.guidance, cfg)
         assert len(caplog.records) == num_warnings
     assert "trained without routes: it never saw a part of its tokens skip" in caplog.text
 
@@ -139,14 +144,15 @@ def test_a_setting_of_another_diffusions_sampler_is_refused():
     with pytest.raises(
         ValueError, match=r"S_churn=2 is not a setting of the sampler of diffusion=sit, .*leave it out. It has num_steps"
     ):
-        config.build_diffusion(composed(["diffusion=sit"]), S_churn=2)
+        build.build_diffusion(checked("diffusion=sit").diffusion, S_churn=2)
     with pytest.raises(ValueError, match=r"solver=euler is not a setting of the sampler of diffusion=edm"):
-        config.build_diffusion(composed(), solver="euler")
-    assert config.build_diffusion(composed(["diffusion=sit"]), S_churn=None, num_steps=7, solver="euler").sampler.num_steps == 7
+        build.build_diffusion(checked().diffusion, solver="euler")
+    sit = checked("diffusion=sit").diffusion
+    assert build.build_diffusion(sit, S_churn=None, num_steps=7, solver="euler").sampler.num_steps == 7
 
 
 def test_the_paper_is_the_default_away_from_the_digits():
-    cfg = composed(["data=imagenet256"])
+    cfg = checked("data=imagenet256")
     assert cfg.model.routes == [{"selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": -4}]
     assert (cfg.train.lr, cfg.train.batch_size, cfg.train.num_steps) == (1e-4, 256, 400_000)
     assert (cfg.train.ema_decay, cfg.model.class_dropout, cfg.train.precision) == (0.9999, 0.1, "bf16")
@@ -155,8 +161,8 @@ def test_the_paper_is_the_default_away_from_the_digits():
 
 
 def test_dit_is_tread_without_routes():
-    dit, tread = (composed([f"model={model}"]) for model in ("dit", "tread"))
-    assert config.differences(dit, tread, ("model",)) == [
+    dit, tread = (checked(f"model={model}") for model in ("dit", "tread"))
+    assert schema.differences(dit, tread, schema.SAME_RUN) == [
         "model.name: 'dit' -> 'tread'",
         "model.routes: [] -> [{'selection_ratio': 0.5, 'start_layer_idx': 2, 'end_layer_idx': -4}]",
     ]
@@ -209,12 +215,12 @@ def test_every_key_has_a_comment():
 )
 def test_a_wrong_key_or_value_is_refused_with_what_is_accepted(override, message):
     with pytest.raises(ValueError, match=message):
-        config.check(composed([override]), config.TRAIN_KEYS)
+        schema.check(composed([override]), schema.TrainConfig)
 
 
 def test_noise_levels_in_the_wrong_order_are_refused():
     with pytest.raises(ValueError, match=r"sigma_min=90.0 must be below sigma_max=80.0"):
-        config.build_diffusion(composed(["diffusion.sampler.sigma_min=90.0"]))
+        build.build_diffusion(checked("diffusion.sampler.sigma_min=90.0").diffusion)
 
 
 @pytest.mark.parametrize(
@@ -229,60 +235,65 @@ def test_noise_levels_in_the_wrong_order_are_refused():
 )
 def test_data_that_do_not_fit_are_refused(override, message):
     with pytest.raises(ValueError, match=message):
-        config.open_data(config.check(composed([override]), config.TRAIN_KEYS))
+        build.open_data(schema.check(composed([override]), schema.TrainConfig))
 
 
 def test_moments_passed_off_as_samples_are_recognised(tmp_path):
     make_shard(tmp_path / "x.safetensors", channels=8, size=32, num_classes=1000, num_items=2)
     with pytest.raises(ValueError, match="have 8 channels; they look like moments"):
-        config.open_data(composed(["data=imagenet256", f"data.path={tmp_path}"]))
+        build.open_data(checked("data=imagenet256", f"data.path={tmp_path}"))
 
 
 def test_what_the_configuration_leaves_open_comes_from_the_shards(tmp_path):
     make_shard(tmp_path / "x.safetensors", channels=6, size=4, num_classes=7, num_items=2)
-    cfg = composed([f"data.path={tmp_path}", "data.in_channels=null", "data.input_size=null", "data.num_classes=null"])
-    cfg = config.check(cfg, config.TRAIN_KEYS)
-    config.open_data(cfg)
+    given = checked(f"data.path={tmp_path}", "data.in_channels=null", "data.input_size=null", "data.num_classes=null")
+    cfg, _ = build.open_data(given)
+    assert given.data.in_channels is None  # a checked configuration is never written to
     assert (cfg.data.in_channels, cfg.data.input_size, cfg.data.num_classes) == (6, 4, 7)
 
 
 def test_a_batch_that_does_not_divide_is_refused():
     with pytest.raises(ValueError, match=r"train.batch_size=64 does not divide by 3 processes x train.grad_accum_steps=2 = 6"):
-        config.check_batch_size(composed(["train.grad_accum_steps=2"]), num_processes=3)
+        build.check_batch_size(checked("train.grad_accum_steps=2"), num_processes=3)
 
 
 @pytest.mark.parametrize(
     ("spec", "numbers"), [("0-3,7", [0, 1, 2, 3, 7]), ("5", [5]), (12, [12]), ([3, "5-6"], [3, 5, 6]), (" 1, 3-4 ", [1, 3, 4])]
 )
 def test_numbers_and_ranges_are_parsed(spec, numbers):
-    assert config.parse_numbers(spec) == numbers
+    assert schema.parse_numbers(spec) == numbers
 
 
 @pytest.mark.parametrize("spec", ["", "a", "3-", "-3", "1,,2", "1-3,2", "1.5", "2-1-0", "5-2"])
 def test_other_lists_are_refused(spec):
     with pytest.raises(ValueError, match="is not a list of numbers|names a number twice"):
-        config.parse_numbers(spec)
+        schema.parse_numbers(spec)
 
 
 def test_a_typo_in_a_key_of_a_choice_is_answered_with_the_nearest_ones():
-    unknown = config.unknown_key("diffusion.P_meen", config.TRAIN_KEYS)
+    unknown = schema.unknown_key("diffusion.P_meen", schema.TrainConfig)
     assert unknown.startswith("diffusion.P_meen is not a key of the configuration; accepted: diffusion.P_mean")
-    assert "accepted: diffusion.sampler.solver" in config.unknown_key("diffusion.sampler.solvers", config.TRAIN_KEYS)
-    assert "accepted: guidance.cfg_scale" in config.unknown_key("guidance.cfg_scal", config.SAMPLE_KEYS)
+    assert "accepted: diffusion.sampler.solver" in schema.unknown_key("diffusion.sampler.solvers", schema.TrainConfig)
+    assert "accepted: guidance.cfg_scale" in schema.unknown_key("guidance.cfg_scal", schema.SampleConfig)
 
 
 def test_a_choice_that_does_not_exist_is_answered_with_the_nearest_ones_or_all():
-    near = config.unknown_choice("experiment/table2/dit_b2_treat", [])
+    def message(override):
+        with pytest.raises(UserError) as error:
+            check_overrides([override], schema.TrainConfig)
+        return str(error.value)
+
+    near = message("experiment=table2/dit_b2_treat")
     assert near.startswith("experiment=table2/dit_b2_treat is not a choice; accepted: table2/dit_b2_tread, ")
-    everything = config.unknown_choice("experiment/?", [])
+    everything = message("experiment=nothing_like_it")
     assert "final/xl2_dit, " in everything and "digits/table2/dit_xs2, " in everything and "base/" not in everything
-    assert config.unknown_choice("model/vit", ["dit", "tread"]) == "model=vit is not a choice; accepted: dit, tread"
+    assert message("model=vit") == "model=vit is not a choice; accepted: dit, tread"
 
 
 def test_weights_for_latents_of_another_scale_are_refused():
-    stored, cfg = (composed(["init_from=runs/other", f"data.scale_factor={scale}"]) for scale in (0.5, 0.25))
+    stored, cfg = (checked("init_from=runs/other", f"data.scale_factor={scale}") for scale in (0.5, 0.25))
     with pytest.raises(ValueError, match="init_from=runs/other: .*data.scale_factor: 0.5 -> 0.25"):
-        config.check_initial(stored, 1, cfg)
+        build.check_initial(stored, 1, cfg)
 
 
 @pytest.mark.parametrize(
