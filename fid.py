@@ -26,7 +26,6 @@ from omegaconf import DictConfig
 from errors import UserError
 from evaluations.images import open_images
 from files import append_line, markdown_table, read_lines
-from sample import with_scale
 from sampling.evaluator import Evaluator, short_count
 from sampling.sampler import ImageSampler
 from setup import build, cli, load, schema
@@ -47,7 +46,7 @@ def main(cfg: DictConfig) -> None:
     given = [key for key in ("checkpoint", "checkpoints", "images") if getattr(cfg, key) is not None]
     if len(given) != 1:
         raise UserError(f"give one of checkpoint=, checkpoints= and images=, not {' and '.join(given) or 'none of them'}")
-    guidances = [with_scale(guidance, scale) for guidance in cfg.guidance for scale in as_list(cfg.cfg_scale)]
+    guidances = [build.with_scale(guidance, scale) for guidance in cfg.guidance for scale in as_list(cfg.cfg_scale)]
     accelerator = cli.start_accelerator(cfg.cpu_threads)
     check_compile("compile", cfg.compile, accelerator.device)
     # One process chooses: in a run that goes on, another could find a newer one.

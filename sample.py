@@ -44,7 +44,7 @@ def main(cfg: DictConfig) -> None:
     checkpoint = checkpoints.find_checkpoint(Path(cfg.checkpoint), "checkpoint") if accelerator.is_main_process else None
     checkpoint = broadcast_object_list([checkpoint])[0]
     run_cfg = load.load_config(checkpoint)
-    guidance = with_scale(cfg.guidance, cfg.cfg_scale)
+    guidance = build.with_scale(cfg.guidance, cfg.cfg_scale)
     diffusion = build.build_diffusion(run_cfg.diffusion, **{key: getattr(cfg, key) for key in schema.SAMPLER_OVERRIDES})
     build.check_guidance(guidance, run_cfg, diffusion)
     build.warn_of_guidance(guidance, run_cfg)
@@ -93,18 +93,6 @@ def main(cfg: DictConfig) -> None:
     accelerator.end_training()
 
 
-def with_scale(guidance: schema.Guidance, cfg_scale: float | None) -> schema.Guidance:
-    """cfg_scale is guidance.cfg_scale by its short name."""
-    if cfg_scale is None:
-        return guidance
-    if not hasattr(guidance, "cfg_scale"):
-        raise UserError(
-            f"cfg_scale={cfg_scale:g} needs guidance=cfg or guidance=interval, not guidance={guidance.name}"
-            + (f"; its own scale is guidance.w={guidance.w:g}" if hasattr(guidance, "w") else "")
-        )
-    return guidance.model_copy(update={"cfg_scale": cfg_scale})
-
-
 def labels_of_seeds(cfg: schema.SampleConfig, num_classes: int) -> dict[int, int]:
     """The class of every seed: classes in turn, or a random class drawn from the seed."""
     seeds = schema.parse_numbers(cfg.seeds)
@@ -121,30 +109,30 @@ def default_output(checkpoint: Path, weights: str, settings: dict) -> Path:
     guidance = settings["guidance"]
     scale = guidance.get("cfg_scale", guidance.get("w"))
     scale = "" if scale is None else f"{scale:g}"
+    parent = (checkpoints.run_of(checkpoint) or checkpoint.resolve().parent) / "generated"
+    name = f"{checkpoint.name}_{weights}_{guidance['name']}{scale}_{settings['sampler']['num_steps']}steps"
+    # An earlier version hashed cfg_scale=2 and 2.0 differently: its folder is found by what it says.
+    same = [file.parent for file in parent.glob(f"{name}_*/settings.yaml") if not schema.differences(read_yaml(file), settings)]
     digest = hashlib.blake2b(repr(settings).encode(), digest_size=3).hexdigest()
-    name = f"{checkpoint.name}_{weights}_{guidance['name']}{scale}_{settings['sampler']['num_steps']}steps_{digest}"
-    return (checkpoints.run_of(checkpoint) or checkpoint.resolve().parent) / "generated" / name
+    return same[0] if same else parent / f"{name}_{digest}"
+
+
+def read_yaml(file: Path) -> dict:
+    return OmegaConf.to_container(OmegaConf.load(file))
 
 
 def open_output(output: Path, settings: dict) -> None:
     """Create the folder, or make sure that the images in it were made with the same settings."""
     file = output / "settings.yaml"
-    current = OmegaConf.create(settings)
     if file.exists():
-        stored = OmegaConf.to_container(OmegaConf.load(file))
-        flat = [schema.flatten(one) for one in (stored, OmegaConf.to_container(current))]
-        changed = [
-            f"{key}: {flat[0].get(key)!r} -> {flat[1].get(key)!r}"
-            for key in sorted(flat[0].keys() | flat[1].keys())
-            if flat[0].get(key) != flat[1].get(key)
-        ]
+        changed = schema.differences(read_yaml(file), settings)
         if changed:
             raise UserError(f"{output} holds images of other settings ({'; '.join(changed)}); choose another output=...")
         return
     if output.exists() and any(not path.name.startswith(".tmp_") for path in output.iterdir()):
         raise UserError(f"output={output} is not empty and not made by sample.py; choose another folder")
     try:
-        write_file(file, OmegaConf.to_yaml(current))
+        write_file(file, OmegaConf.to_yaml(OmegaConf.create(settings)))
     except UserError as e:
         raise UserError(f"{e}; choose another output=...") from e
 

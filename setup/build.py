@@ -133,8 +133,8 @@ def build_diffusion(settings: schema.Diffusion, **sampler_overrides) -> Diffusio
     for key, value in given.items():
         if key not in sampler:
             raise UserError(
-                f"{key}={value} is not a setting of the sampler of diffusion={settings.name}, with which the run was trained; "
-                f"leave it out. It has {', '.join(sampler)}"
+                f"{key}={value if isinstance(value, str) else f'{value:g}'} is not a setting of the sampler of "
+                f"diffusion={settings.name}, with which the run was trained; leave it out. It has {', '.join(sampler)}"
             )
     sampler |= given
     own = settings.model_dump(exclude={"name", "sampler"})
@@ -149,6 +149,18 @@ def build_guidance(settings: schema.Guidance) -> guidance.Guidance:
     """guidance.* as a function of what a batch has (`guidance.Sources`). The second network of autoguidance is among that."""
     own = settings.model_dump(exclude={"name", "checkpoint", "weights"})
     return partial(guidance.GUIDANCES[settings.name], **own)
+
+
+def with_scale(settings: schema.Guidance, cfg_scale: float | None) -> schema.Guidance:
+    """cfg_scale is guidance.cfg_scale by its short name."""
+    if cfg_scale is None:
+        return settings
+    if not hasattr(settings, "cfg_scale"):
+        raise UserError(
+            f"cfg_scale={cfg_scale:g} needs guidance=cfg or guidance=interval, not guidance={settings.name}"
+            + (f"; its own scale is guidance.w={settings.w:g}" if hasattr(settings, "w") else "")
+        )
+    return settings.model_copy(update={"cfg_scale": cfg_scale})
 
 
 def check_guidance(settings: schema.Guidance, run_cfg: schema.TrainConfig, diffusion: Diffusion) -> None:

@@ -153,7 +153,6 @@ Fixed = Annotated[T, Role.FIXED]
 Noted = Annotated[T, Role.NOTED]
 Compared = Annotated[T, Role.COMPARED]
 SAME_RUN = (Role.ARCHITECTURE, Role.FIXED)
-SAME_EXPERIMENT = tuple(Role)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -630,11 +629,11 @@ _ROLES = {
 }
 
 
-def differences(stored: Settings | dict, current: Settings | dict, roles: Sequence[Role]) -> list[str]:
-    """`key: stored -> current` for every key of these roles that differs."""
+def differences(stored: Settings | dict, current: Settings | dict, roles: Sequence[Role] | None = None) -> list[str]:
+    """`key: stored -> current` for every key that differs; with `roles`, for the keys of these roles alone."""
     old, new = (flatten(one.model_dump() if isinstance(one, Settings) else one) for one in (stored, current))
     return [
         f"{key}: {old.get(key, 'absent')!r} -> {new.get(key, 'absent')!r}"
         for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and role_of(key) in roles
+        if old.get(key) != new.get(key) and (roles is None or role_of(key) in roles)
     ]

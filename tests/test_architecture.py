@@ -1,0 +1,156 @@
+"""The layout of the project: who imports whom, and nothing that only tests use."""
+
+import ast
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY
+
+# From the top down. A room imports only from floors below its own; a file that is named here is a room.
+FLOORS = [
+    ["train", "sample", "fid", "prepare_latents"],
+    ["benchmarks", "examples"],
+    ["reports", "attach", "latents.prepare"],
+    ["setup"],
+    ["training"],
+    ["sampling"],
+    ["dit", "guidance", "edm", "sit"],
+    ["latents", "evaluations", "configs"],
+    ["routing_module", "randomness", "files"],
+    ["errors"],
+]
+EXTRAS = {"benchmarks", "examples", "reports", "attach", "latents.prepare"}
+# The commands of an extra, which import it; and two commands under their earlier names.
+MAY_IMPORT_EXTRAS = {"prepare_latents"}
+FORWARDERS = {"training.report", "training.sweep"}
+FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+
+
+@cache
+def sources() -> dict[str, ast.Module]:
+    """{"training.ema": its syntax tree, ...} for every module but tests."""
+    found = {}
+    for file in sorted(REPOSITORY.rglob("*.py")):
+        path = file.relative_to(REPOSITORY)
+        if not any(part in ("tests", "runs", "outputs") or part.startswith(".") for part in path.parts):
+            name = path.with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
+            found[name] = ast.parse(file.read_text())
+    return found
+
+
+def room_of(module: str) -> str | None:
+    """The room of a module of the project, the innermost one; None for a library."""
+    parts = module.split(".")
+    rooms = [".".join(parts[:i]) for i in range(len(parts), 0, -1)]
+    return next((room for room in rooms if room in FLOOR_OF), None)
+
+
+def imports_of(module: str) -> set[str]:
+    """The modules of the project that a module imports, anywhere in it."""
+    names = set()
+    for node in ast.walk(sources()[module]):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}: write the whole name of what is imported"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+            names.add(node.module)
+    return {name for name in names if name in sources() and name != module}
+
+
+def test_every_module_lies_in_a_room():
+    assert {module for module in sources() if room_of(module) is None} == set()
+
+
+@pytest.mark.parametrize("module", sources())
+def test_imports_run_downwards(module):
+    own = room_of(module)
+    up = [name for name in imports_of(module) if room_of(name) != own and FLOOR_OF[room_of(name)] <= FLOOR_OF[own]]
+    assert up == [], f"{module} imports {', '.join(up)}, beside or above it"
+
+
+def test_only_the_command_of_an_extra_imports_it():
+    wrong = {
+        f"{module} imports {name}"
+        for module in sources()
+        for name in imports_of(module)
+        if room_of(name) in EXTRAS and room_of(module) not in EXTRAS and room_of(module) not in MAY_IMPORT_EXTRAS
+    }
+    assert wrong == set()
+
+
+def test_no_module_imports_itself_in_a_circle():
+    def circle_from(module: str, path: tuple[str, ...]) -> tuple[str, ...] | None:
+        if module in path:
+            return (*path[path.index(module) :], module)
+        if module in done:
+            return None
+        found = next((c for name in imports_of(module) if (c := circle_from(name, (*path, module)))), None)
+        done.add(module)
+        return found
+
+    done: set[str] = set()
+    # A package's __init__ and its modules are one: what it exports may use each other.
+    assert [c for module in sources() if (c := circle_from(module, ()))] == []
+
+
+def test_routing_module_imports_nothing_of_the_project():
+    assert imports_of("routing_module") == set()
+
+
+def names_used(tree: ast.AST) -> Counter:
+    """How often each name stands in a piece of code, as a name, an attribute or in an import."""
+    used = Counter()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            used[node.id] += 1
+        elif isinstance(node, ast.Attribute):
+            used[node.attr] += 1
+        elif isinstance(node, ast.ImportFrom):
+            used.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
+            used[node.value] += 1  # annotations in quotes, getattr
+    return used
+
+
+def defined_in(node: ast.stmt) -> list[str]:
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return [node.name]
+    if isinstance(node, ast.Assign):
+        return [target.id for target in node.targets if isinstance(target, ast.Name)]
+    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+        return [node.target.id]
+    return []
+
+
+def test_every_definition_is_used_outside_of_tests():
+    everywhere = sum((names_used(tree) for tree in sources().values()), Counter())
+    # What is not called by name: entry points, and what a package offers to its users.
+    offered = {"main", "__all__", "script"}
+    for tree in sources().values():
+        for node in tree.body:
+            if defined_in(node) == ["__all__"]:
+                offered |= {element.value for element in node.value.elts}
+    unused = [
+        f"{module}.{name}"
+        for module, tree in sources().items()
+        for node in tree.body
+        for name in defined_in(node)
+        if name not in offered and everywhere[name] <= names_used(node)[name]
+    ]
+    assert unused == []
+
+
+def test_the_forwarders_of_earlier_commands_hold_nothing_else():
+    for module in FORWARDERS:
+        statements = [node for node in sources()[module].body if not isinstance(node, (ast.Import, ast.ImportFrom))]
+        assert len(statements) == 2, f"{module} forwards to its new place"  # the docstring and the call
+
+
+def test_the_users_own_names_are_where_they_were():
+    files = ["train.py", "fid.py", "sample.py", "dit.py", "routing_module.py", "requirements.txt"]
+    folders = ["configs", "edm", "evaluations", "tests"]
+    assert all((REPOSITORY / name).is_file() for name in files) and all((REPOSITORY / name).is_dir() for name in folders)
+    assert not Path(REPOSITORY / "routing_module").exists()
