@@ -9,9 +9,8 @@ import textwrap
 
 import pytest
 import torch
-from conftest import REPOSITORY
-from omegaconf import OmegaConf
 
+from setup.cli import REPOSITORY
 from training import checkpoint as checkpoints
 
 
@@ -23,7 +22,7 @@ def make(step, value=0.0):
         ema={"w": weights["w"] * 2},
         optimizer={"state": {0: {"exp_avg": torch.ones(3), "step": torch.tensor(4.0)}}, "param_groups": [{"lr": 0.1}]},
         state={"images_seen": 8 * step},
-        config=OmegaConf.create({"seed": 3}),
+        config={"seed": 3},
     )
 
 
@@ -196,7 +195,7 @@ def test_loading_runs_no_code_from_the_file(tmp_path):
 
     torch.save({"state": Evil()}, folder / "optimizer.pt")
     manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["optimizer.pt"] = checkpoints._size_and_hash(folder / "optimizer.pt")
+    manifest["optimizer.pt"] = checkpoints.size_and_hash(folder / "optimizer.pt")
     (folder / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(Exception, match="weights_only|Weights only"):
         checkpoints.load(folder)

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from latents.order import BatchOrder
 from latents.shards import ShardInfo, write_shard
 from routing_module import TokenRouter
+from setup.load import load_config
 from training import checkpoint as checkpoints
 from training.stop import StopSignal
 from training.trainer import Trainer, TrainingDiverged
@@ -134,7 +135,7 @@ def test_a_run_leaves_its_config_metrics_and_checkpoints(train):
     last = metrics(run)[-1]
     assert last["step"] == 6 and last["images_seen"] == 24 and last["lr"] == 2e-3
     assert last["images_per_sec"] > 0 and last["grad_norm"] > 0
-    stored = checkpoints.load_config(run / "checkpoints" / "step_0000006")
+    stored = load_config(run / "checkpoints" / "step_0000006")
     assert stored.data.scale_factor == pytest.approx(2 / 3) and stored.data.autoencoder == "identity"
     assert (run / "config.yaml").read_text() == (run / "checkpoints" / "step_0000006" / "config.yaml").read_text()
 
@@ -324,7 +325,7 @@ def test_a_run_of_a_version_without_init_from_resumes(train):
     for name, drop in (("config.yaml", "init_"), ("state.json", "ema_num_updates")):
         lines = [line for line in (folder / name).read_text().splitlines() if drop not in line]
         (folder / name).write_text("\n".join(lines).replace("1,\n}", "1\n}") + "\n")
-        manifest[name] = checkpoints._size_and_hash(folder / name)
+        manifest[name] = checkpoints.size_and_hash(folder / name)
     (folder / "manifest.json").write_text(json.dumps(manifest))
     train("run")
     assert losses(run) == losses(whole)
@@ -439,7 +440,7 @@ import time
 from pathlib import Path
 import torch
 import torch.distributed as dist
-from training import cli
+from setup import cli
 
 cli.start_accelerator(1, cpu=True)
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -476,8 +477,8 @@ def test_a_full_disk_during_a_save_stops_the_run_with_the_previous_checkpoint(tm
             "    if checkpoint.step == 2: resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))\n"
             "    return save(root, checkpoint, *args)\n"
             "c.save = limited\n"
-            "import train; from training import cli, config\n"
-            "cli.run(train.main, 'config', config.TRAIN_KEYS)",
+            "import train; from setup import cli, schema\n"
+            "cli.run(train.main, 'config', schema.TrainConfig)",
             *TINY, "name=run", f"output_dir={tmp_path}", "checkpoint.every=1",
         )
     )  # fmt: skip
