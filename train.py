@@ -18,6 +18,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from omegaconf import DictConfig
 
+from errors import UserError
 from sampling.evaluator import Evaluator
 from sampling.sampler import ImageSampler
 from setup import build, cli, load, schema
@@ -99,7 +100,10 @@ def build_sampler_and_evaluation(
         samplers = {}
         for scale in cfg.eval.cfg_scales:
             guidance = schema.CFG(name="cfg", cfg_scale=scale)
-            build.check_guidance(guidance, cfg, diffusion)
+            try:
+                build.check_guidance(guidance, cfg, diffusion)
+            except UserError as e:
+                raise UserError(f"eval.cfg_scales={scale:g}: {e}") from e
             samplers[scale] = replace(
                 sampler,
                 guidance=build.build_guidance(guidance),

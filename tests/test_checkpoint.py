@@ -6,12 +6,15 @@ import signal
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from setup.cli import REPOSITORY
 from training import checkpoint as checkpoints
+from training.resume import find_resume
+from training.run import RunFolder
 
 
 def make(step, value=0.0):
@@ -114,10 +117,11 @@ def test_a_second_bad_checkpoint_of_a_step_does_not_replace_the_first(tmp_path):
 
 
 def test_training_does_not_start_over_when_only_bad_checkpoints_remain(tmp_path):
-    truncate(save(tmp_path, 10))
+    run = RunFolder(tmp_path, "run")
+    truncate(save(run.checkpoints, 10))
     with pytest.raises(checkpoints.CheckpointError, match="does not silently start over.*name="):
-        checkpoints.find_newest(tmp_path)
-    assert names(tmp_path) == ["step_0000010"]
+        find_resume(run, "auto", SimpleNamespace(is_main_process=True))
+    assert names(run.checkpoints) == ["step_0000010"]
 
 
 def test_a_run_whose_checkpoints_are_all_bad_is_refused_under_the_key_that_named_it(tmp_path):

@@ -2,14 +2,17 @@
 
 import pytest
 import torch
+from conftest import composed
 
 import dit
 import guidance
 from edm import EDM
+from errors import UserError
 from guidance import GuidanceInputs
 from randomness import SeedRandom
 from routing_module import Route
 from sampling.flops import block_flops, forward_flops, sparse_saving
+from setup import build, schema
 from sit import SiT
 
 NUM_CLASSES = 7
@@ -236,3 +239,30 @@ def test_sparse_guidance_of_the_papers_network_saves_about_a_fifth():
         net = dit.build("DiT-XL/2", input_size=32, in_channels=4, num_classes=1000, routes=[Route(0.5, 2, -4)])
     assert forward_flops(net) / 2e9 == pytest.approx(118.6, rel=0.01)  # published in multiply-adds
     assert 0.19 < sparse_saving(net, 0.0, 0.5) < 0.22
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Of a run: what train.py, sample.py and fid.py check before any work.
+
+
+def run_settings(*overrides):
+    cfg = schema.check(composed(overrides), schema.TrainConfig)
+    return cfg, build.build_diffusion(cfg.diffusion)
+
+
+@pytest.mark.parametrize("name", ["cfg", "interval"])
+def test_guidance_by_a_null_class_that_was_never_trained_is_refused(name):
+    cfg, diffusion = run_settings("model.class_dropout=0.0", f"guidance={name}")
+    for scale in (0.0, 1.5):
+        message = rf"guidance={name} with cfg_scale={scale:g} needs the null class, .*class_dropout=0\. Use guidance=none"
+        with pytest.raises(UserError, match=message):
+            build.check_guidance(cfg.guidance.model_copy(update={"cfg_scale": scale}), cfg, diffusion)
+    build.check_guidance(cfg.guidance.model_copy(update={"cfg_scale": 1.0}), cfg, diffusion)  # off
+
+
+def test_guidance_that_keeps_the_label_needs_no_null_class():
+    for name in ("none", "sparse"):
+        cfg, diffusion = run_settings("model.class_dropout=0.0", f"guidance={name}")
+        build.check_guidance(cfg.guidance, cfg, diffusion)
+    cfg, diffusion = run_settings("guidance=cfg")  # trained with class_dropout=0.1
+    build.check_guidance(cfg.guidance, cfg, diffusion)

@@ -8,22 +8,31 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from conftest import LAUNCH_2, TINY, finish, losses, make_shard, metrics, start
 from PIL import Image
 from safetensors.torch import load_file
 
+from errors import UserError
 from latents.order import BatchOrder
 from latents.shards import ShardInfo, write_shard
 from routing_module import TokenRouter
 from setup.load import load_config
 from training import checkpoint as checkpoints
+from training import trainer as trainer_module
+from training.run import RunFolder
 from training.stop import StopSignal
 from training.trainer import Trainer, TrainingDiverged
 
 GRIDS = ["sample.every=2", "sample.num_samples=3", "diffusion.sampler.num_steps=2"]
+
+
+needs_dev_full = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="/dev/full stands in for a full disk")
 
 
 def weights(run, step, which="model"):
@@ -259,8 +268,60 @@ def test_bf16_trains_with_float32_weights(train):
 def test_wandb_offline_reads_the_same_numbers(train, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
     run = train("run", "wandb.mode=offline", "train.num_steps=2", *GRIDS)
-    assert list((run / "wandb").glob("offline-run-*/*.wandb"))
+    assert list((run / "wandb").glob(f"offline-run-*-{(run / 'wandb_id').read_text()}/*.wandb"))
     assert list(losses(run)) == [1, 2]
+
+
+def test_a_resume_continues_the_run_of_wandb_and_another_run_starts_its_own(train, monkeypatch):
+    started = []
+    monkeypatch.setattr(Accelerator, "init_trackers", lambda self, project, config, init_kwargs: started.append(init_kwargs))
+    for name, num_steps in (("run", 1), ("run", 2), ("other", 1)):
+        train(name, "wandb.mode=offline", f"train.num_steps={num_steps}")
+    first, resumed, other = (settings["wandb"] for settings in started)
+    assert first["id"] == resumed["id"] != other["id"]
+    assert {settings["resume"] for settings in (first, resumed, other)} == {"allow"}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Sample grids and evaluation on the way.
+
+
+def test_a_grid_that_is_made_up_for_at_a_resume_is_not_counted_as_training_time(train, monkeypatch):
+    run = train("run", "train.num_steps=2", *GRIDS)
+    (run / "samples" / "step_0000002.png").unlink()
+    seconds = [0.0]
+
+    def takes(method, sec):
+        original = getattr(Trainer, method)
+
+        def timed(self, *args):
+            original(self, *args)
+            seconds[0] += sec
+
+        monkeypatch.setattr(Trainer, method, timed)
+
+    takes("train_step", 1.0)
+    takes("_sample_grid", 1000.0)
+    monkeypatch.setattr(trainer_module, "time", SimpleNamespace(perf_counter=lambda: seconds[0]))
+    train("run", "train.num_steps=4", *GRIDS)
+    assert (run / "samples" / "step_0000002.png").exists()
+    assert [record["steps_per_sec"] for record in metrics(run) if record["step"] > 2] == pytest.approx([1.0, 1.0])
+
+
+def test_the_last_evaluation_has_a_number_of_samples_of_its_own(train):
+    evaluation = ["eval.every=1", "eval.num_samples=4", "eval.cfg_scales=[1.0]", "eval.num_steps=1"]
+    run = train("run", "train.num_steps=2", "eval.final_num_samples=6", *evaluation)
+    names = {record["step"]: set(record) for record in metrics(run) if "evaluation_sec" in record}
+    assert "fd_digits4/cfg1.0" in names[1] and "fd_digits6/cfg1.0" in names[2]
+    assert "fd_digits4/cfg1.0" not in names[2]
+
+
+def test_guidance_by_a_null_class_that_is_not_trained_is_refused_before_training(train, tmp_path):
+    with pytest.raises(UserError, match="cfg_scale=1.5 needs the null class, which was never trained: .*model.class_dropout=0"):
+        train("run", "model.class_dropout=0.0", "guidance=cfg", "guidance.cfg_scale=1.5", *GRIDS)
+    with pytest.raises(UserError, match="eval.cfg_scales=2: .*cfg_scale=2 needs the null class"):
+        train("run", "model.class_dropout=0.0", "guidance=none", "eval.every=2", "eval.cfg_scales=[1.0,2.0]")
+    assert not (tmp_path / "run").exists()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -334,6 +395,40 @@ def test_a_run_of_a_version_without_init_from_resumes(train):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # In processes of their own.
+
+
+def full_disk(file):
+    """Every write to `file` finds the disk full."""
+    file.unlink(missing_ok=True)
+    file.symlink_to("/dev/full")
+    return file
+
+
+@needs_dev_full
+def test_a_full_disk_is_named_with_the_file_alone_by_a_run_and_by_sample_py(tmp_path):
+    import sample
+
+    run = RunFolder(tmp_path, "run")
+    run.open()
+    for file, write in ((full_disk(run.metrics), run.log_metrics), (full_disk(run.starts), run.log_start)):
+        with pytest.raises(UserError, match=f"^cannot write {file}: No space left on device$"):
+            write({"step": 1})
+    image = tmp_path / "seed_000003_class_001.png"
+    full_disk(tmp_path / f".tmp_{image.name}")
+    with pytest.raises(UserError, match=f"^cannot write {image}: No space left on device$"):
+        sample.make_images(lambda seeds, labels: np.zeros((1, 64, 64, 3), np.uint8), [3], {3: 1}, {3: image}, 1, False)
+    Image.new("RGB", (8, 8)).save(image)
+    cfg = SimpleNamespace(seeds=3, npz=False)
+    with pytest.raises(UserError, match=f"^cannot write {full_disk(tmp_path / 'grid_3.png')}: No space left on device$"):
+        sample.write_grid_and_npz(tmp_path, cfg, {3: image}, {3: 1})
+
+
+@needs_dev_full
+def test_a_full_disk_while_a_grid_is_written_names_the_grid(train, monkeypatch):
+    original = Image.Image.save
+    monkeypatch.setattr(Image.Image, "save", lambda image, file: original(image, full_disk(file)))
+    with pytest.raises(UserError, match="^cannot write .*samples/step_0000002.png: No space left on device$"):
+        train("run", "train.num_steps=2", *GRIDS)
 
 
 def wait_for(condition, timeout_sec=120):

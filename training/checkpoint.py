@@ -34,22 +34,14 @@ _STEP = re.compile(r"step_(\d{7,})")
 
 @dataclass
 class Checkpoint:
-    """The content of a checkpoint. Tensors are on the CPU.
+    """The content of a checkpoint. Tensors are on the CPU."""
 
-    Attributes:
-        step: optimizer steps done.
-        model, ema: state dicts of the network.
-        optimizer: state dict of the optimizer.
-        state: plain values of the trainer (JSON).
-        config: the resolved configuration of the run, of plain values.
-    """
-
-    step: int
+    step: int  # optimizer steps done
     model: dict[str, Tensor]
     ema: dict[str, Tensor]
-    optimizer: dict
-    state: dict
-    config: dict
+    optimizer: dict  # its state dict
+    state: dict  # plain values of the trainer (JSON)
+    config: dict  # the resolved configuration of the run, of plain values
 
 
 class CheckpointError(UserError):
@@ -82,8 +74,7 @@ def size_and_hash(file: Path) -> dict[str, int | str]:
 def save(root: Path, checkpoint: Checkpoint, keep_last: int, keep_every: int) -> Path:
     """Write `checkpoint` below `root`, then delete old ones: all but the newest keep_last and the multiples of keep_every.
 
-    Raises:
-        SaveError: the disk is full, for example. The incomplete checkpoint is removed; earlier ones are untouched.
+    Raises SaveError if the disk is full, for example: the incomplete checkpoint is removed, earlier ones are untouched.
     """
     final = root / folder_name(checkpoint.step)
     temporary = root / f".tmp_{final.name}"
@@ -134,11 +125,7 @@ def _flush(path: Path) -> None:
 
 
 def verify(folder: Path) -> None:
-    """Compare every file with the manifest.
-
-    Raises:
-        CheckpointError: naming the file that is missing, truncated or altered.
-    """
+    """Compare every file with the manifest. Raises CheckpointError naming the one that is missing, truncated or altered."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder; give a checkpoint such as runs/<name>/checkpoints/{folder_name(400)}")
     try:
@@ -187,11 +174,7 @@ def load_weights(folder: Path, weights: str) -> dict[str, Tensor]:
 
 
 def load(folder: Path) -> Checkpoint:
-    """Verify a checkpoint and read it.
-
-    Raises:
-        CheckpointError: it is incomplete or altered.
-    """
+    """Verify a checkpoint and read it. Raises CheckpointError if it is incomplete or altered."""
     verify(folder)
     state = json.loads((folder / "state.json").read_text())
     return Checkpoint(
@@ -205,21 +188,7 @@ def load(folder: Path) -> Checkpoint:
 
 
 def find_newest(root: Path) -> tuple[Path | None, dict[Path, str]]:
-    """The newest checkpoint below `root` that verifies, and what is wrong with each newer one. Changes nothing.
-
-    Raises:
-        CheckpointError: there are checkpoints, and all of them are damaged.
-    """
-    newest, problems = _search(root)
-    if newest is None and problems:
-        raise CheckpointError(
-            f"no checkpoint below {root} is whole, and training does not silently start over: {'; '.join(problems.values())}. "
-            "Restore one, or start a run under another name=..."
-        )
-    return newest, problems
-
-
-def _search(root: Path) -> tuple[Path | None, dict[Path, str]]:
+    """The newest checkpoint below `root` that verifies (None: there is none), and what is wrong with each newer one."""
     problems: dict[Path, str] = {}
     for path in reversed(list_steps(root).values()):
         try:
@@ -232,21 +201,14 @@ def _search(root: Path) -> tuple[Path | None, dict[Path, str]]:
 
 
 def find_checkpoint(folder: Path, key: str) -> Path:
-    """A verified checkpoint: the folder itself, or the newest good one of a run.
-
-    Args:
-        key: of the configuration, for messages.
-
-    Raises:
-        CheckpointError: there is none.
-    """
+    """A verified checkpoint: the folder itself, or the newest good one of a run. CheckpointError names `key` if there is none."""
     if not (folder / "checkpoints").is_dir():
         try:
             verify(folder)
         except CheckpointError as e:
             raise CheckpointError(f"{key}: {e}") from e
         return folder
-    newest, problems = _search(folder / "checkpoints")
+    newest, problems = find_newest(folder / "checkpoints")
     if newest is None and problems:
         reasons = "; ".join(problems.values())
         raise CheckpointError(f"{key}={folder} is a run without a whole checkpoint: {reasons}. Give another run or checkpoint")

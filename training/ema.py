@@ -18,10 +18,6 @@ class EMA:
     After step s (counted from 0): ema += (1 - d) * (weights - ema), d = min(decay, (1 + s) / (10 + s)). The warm-up lets
     short runs forget their random start; with decay 0.9999 it is over after 90,000 steps.
 
-    Args:
-        net: the network, before anything wraps it.
-        decay: per step, in [0, 1).
-
     Attributes:
         net: the copy. After `shard_like` it has values only inside `full_weights`.
         averages: by parameter name; sharded after `shard_like`.

@@ -22,13 +22,19 @@ def find_resume(run: RunFolder, where: str, accelerator: Accelerator) -> Path | 
         where: auto (the newest good checkpoint of the run; damaged newer ones are renamed) | never | a checkpoint's folder.
 
     Raises:
-        UserError: resume=never in a run with checkpoints; a checkpoint that is missing, damaged or older than the newest.
+        UserError: all checkpoints are damaged; resume=never in a run with checkpoints; the named checkpoint is missing,
+            damaged or older than the run's newest.
     """
     found = None
     if accelerator.is_main_process:
         newest_step = max(checkpoints.list_steps(run.checkpoints), default=None)
         if where == "auto":
             found, problems = checkpoints.find_newest(run.checkpoints)
+            if found is None and problems:
+                raise checkpoints.CheckpointError(
+                    f"no checkpoint below {run.checkpoints} is whole, and training does not silently start over: "
+                    f"{'; '.join(problems.values())}. Restore one, or start a run under another name=..."
+                )
             for folder, problem in problems.items():
                 log.warning("%s; set aside as %s", problem, checkpoints.set_aside(folder))
         elif where != "never":
@@ -45,11 +51,7 @@ def find_resume(run: RunFolder, where: str, accelerator: Accelerator) -> Path | 
 
 
 def find_initial(run: RunFolder, init_from: str | None, resume: str, accelerator: Accelerator) -> Path | None:
-    """The verified checkpoint that `init_from=` names; None without one, and for a run that resumes from its own.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The verified checkpoint that `init_from=` names; None without that key, and for a run with checkpoints of its own."""
     found = None
     if init_from is not None and accelerator.is_main_process:
         if checkpoints.list_steps(run.checkpoints) or resume not in ("auto", "never"):

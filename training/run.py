@@ -36,11 +36,7 @@ class RunFolder:
         self._lock = None
 
     def open(self) -> None:
-        """Create the folders, and lock the run so that no second process trains in it.
-
-        Raises:
-            UserError: no permission to write, or another process trains in it.
-        """
+        """Create the folders and lock them. Raises UserError without permission to write, and if another process trains here."""
         try:
             for folder in (self.checkpoints, self.samples):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -70,11 +66,9 @@ class RunFolder:
         return file.read_text().strip()
 
     def log_metrics(self, record: dict) -> None:
-        """Append one line to metrics.jsonl."""
         append_line(self.metrics, record)
 
     def log_start(self, record: dict) -> None:
-        """Append one line to starts.jsonl."""
         append_line(self.starts, record)
 
     def has_evaluation(self, step: int) -> bool:

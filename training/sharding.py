@@ -58,12 +58,10 @@ def distribute_like(full: Tensor, like: Tensor) -> Tensor:
     """`full`, which every process has, sharded like `like`; unchanged if `like` is a plain tensor."""
     if not hasattr(like, "to_local"):
         return full
-    from torch.distributed.tensor import DTensor, distribute_tensor
+    from torch.distributed.tensor import distribute_tensor
 
-    # src_data_rank=None: no communication, every process cuts its own shard. It is a view that would keep `full` in memory.
-    sharded = distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
-    settings = {"run_check": False, "shape": sharded.shape, "stride": sharded.stride()}
-    return DTensor.from_local(sharded.to_local().clone(), sharded.device_mesh, sharded.placements, **settings)
+    # src_data_rank=None: no communication, every process cuts its own shard. It is a view; the clone lets `full` be freed.
+    return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None).clone()
 
 
 @torch.no_grad()

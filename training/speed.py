@@ -113,13 +113,9 @@ def use_float8(net: dit.DiT, *, emulate: bool = False) -> None:
 
 
 def check_machine(train, net: dit.DiT, device: torch.device) -> None:
-    """Check precision, attention kernel and compilation before any slow work.
+    """Check precision, attention kernel and compilation (train.* of the configuration) before any slow work.
 
-    Args:
-        train: train.* of the configuration.
-
-    Raises:
-        UserError: the machine lacks what a key asks for; it names the key, and what the machine has.
+    Raises UserError if the machine lacks what a key asks for, with the key and what the machine has.
     """
     _check_precision(train.precision, device)
     attn = net.blocks[0].attn
@@ -203,12 +199,9 @@ def _describe(device: torch.device) -> str:
 
 
 def use_cores(device: torch.device, cpu_threads: int | None) -> None:
-    """If a process computes on the CPU, let it use its share of the cores and reuse its memory.
+    """If this process computes on the CPU, let it use `cpu_threads` (None: its share of the cores) and keep freed memory.
 
-    Without it, `accelerate launch` sets OMP_NUM_THREADS=1, which leaves the other cores idle.
-
-    Args:
-        cpu_threads: of this process; None: `cores_per_process`.
+    `accelerate launch` sets OMP_NUM_THREADS=1, which would leave the other cores idle.
     """
     if device.type == "cpu":
         torch.set_num_threads(cpu_threads or cores_per_process())

@@ -55,22 +55,19 @@ class StopSignal:
         here = self._first_sec is not None
         if self._group is None:
             return here
-        answer = self._wait()
+        answer = self.finish()
         flag = torch.tensor([int(here)])
         self._pending = (dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True), flag)
         return answer
 
-    def _wait(self) -> bool:
+    def finish(self) -> bool:
+        """Wait for the all-reduce of the step before, and return its answer. Every process must call it after the last step."""
         if self._pending is None:
             return False
         work, flag = self._pending
         work.wait()
         self._pending = None
         return bool(flag.item())
-
-    def finish(self) -> None:
-        """Wait for the last all-reduce. Every process must call it after the last step."""
-        self._wait()
 
     def close(self) -> None:
         """Restore the handlers from before."""

@@ -40,14 +40,10 @@ class TrainingDiverged(UserError):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How the EMA is evaluated during training.
-
-    Attributes:
-        samplers: by guidance scale, each sampling from the EMA's network.
-    """
+    """How the EMA is evaluated during training."""
 
     evaluator: Evaluator
-    samplers: dict[float, ImageSampler]
+    samplers: dict[float, ImageSampler]  # by guidance scale, each sampling from the EMA's network
 
 
 class Trainer:
@@ -108,8 +104,8 @@ class Trainer:
 
         num_micro_batches = cfg.train.grad_accum_steps
         size = cfg.train.batch_size // (accelerator.num_processes * num_micro_batches)
-        first = accelerator.process_index * num_micro_batches
-        self.parts = [slice(i * size, (i + 1) * size) for i in range(first, first + num_micro_batches)]
+        start = accelerator.process_index * num_micro_batches * size
+        self.parts = [slice(start + m * size, start + (m + 1) * size) for m in range(num_micro_batches)]
         self.step = 0
         self.data_fingerprint = dataset.fingerprint()
         # Since the last line of metrics.jsonl; on the device, so that a step does not wait for it.
@@ -176,9 +172,7 @@ class Trainer:
         """Train from self.step to the end of the run, or until a signal; log, save, sample and evaluate when due.
 
         Raises:
-            TrainingDiverged: loss or weights are not finite.
-            UserError: a step does not fit in the memory of the device.
-            SaveError: a checkpoint could not be written.
+            UserError: TrainingDiverged; SaveError; a step does not fit in the memory of the device.
         """
         cfg, is_main = self.cfg, self.accelerator.is_main_process
         batches, clock = self.batches(), _Clock(self.device)
@@ -208,7 +202,7 @@ class Trainer:
             log.warning("stopped by a signal after step %d; the same command goes on from there", self.step)
 
     def _is_due(self, every: int) -> bool:
-        return self.step % every == 0 or self.step == self.cfg.train.num_steps
+        return self.step > 0 and (self.step % every == 0 or self.step == self.cfg.train.num_steps)
 
     def _out_of_memory(self) -> str:
         """The size of the step, and what lowers it."""
@@ -250,11 +244,7 @@ class Trainer:
         return {"loss": f"{loss:.4f}", "images/s": f"{record['images_per_sec']:.0f}"}
 
     def _mean_loss(self) -> float:
-        """The mean loss over all processes since the last line of metrics. Waits for the device.
-
-        Raises:
-            TrainingDiverged: the loss of a step was not finite.
-        """
+        """The mean loss over all processes since the last line of metrics. Raises TrainingDiverged if one was not finite."""
         first_bad = int(self.accelerator.gather(self.first_bad_step.reshape(1)).min())
         self.loss_sum = self.accelerator.reduce(self.loss_sum, reduction="mean")
         if first_bad < _NEVER:
@@ -273,14 +263,12 @@ class Trainer:
 
     def _sample_and_evaluate(self, clock: _Clock) -> None:
         """Make the grid and the evaluation that are due at this step, unless the run folder has them."""
-        grid = self.sampler is not None and self.step > 0 and self._is_due(self.cfg.sample.every)
-        evaluation = self.evaluation is not None and self.step > 0 and self._is_due(self.cfg.eval.every)
-        if grid or evaluation:
+        if self.sampler is not None and self._is_due(self.cfg.sample.every):
             with clock.paused():
-                if grid:
-                    self._sample_grid()
-                if evaluation:
-                    self._evaluate()
+                self._sample_grid()
+        if self.evaluation is not None and self._is_due(self.cfg.eval.every):
+            with clock.paused():
+                self._evaluate()
 
     def _sample_grid(self) -> None:
         """Write samples/step_N.png. Image i has seed i and class i mod num_classes."""
@@ -294,12 +282,11 @@ class Trainer:
         self.accelerator.wait_for_everyone()
 
     def _write_grid(self, file: Path) -> None:
-        cfg = self.cfg.sample
-        seeds = list(range(cfg.num_samples))
+        seeds, size = list(range(self.cfg.sample.num_samples)), self.cfg.sample.batch_size
         labels = [seed % self.sampler.num_classes for seed in seeds]
         images = []
-        for i in range(0, len(seeds), cfg.batch_size):
-            images.extend(self.sampler(seeds[i : i + cfg.batch_size], labels[i : i + cfg.batch_size]))
+        for i in range(0, len(seeds), size):
+            images.extend(self.sampler(seeds[i : i + size], labels[i : i + size]))
         grid = labelled_grid(images, labels)
         with name_file_in_errors(file):
             grid.save(file)
@@ -335,20 +322,9 @@ class Trainer:
         finite = torch.stack([local_shard(p).isfinite().all() for p in self.net.parameters()]).all()
         if not self.accelerator.gather(finite.reshape(1)).all().item():
             raise self._diverged(self.step)
-        checkpoint, error = self._checkpoint(), None
-        if self.accelerator.is_main_process:
-            try:
-                checkpoints.save(self.run.checkpoints, checkpoint, self.cfg.checkpoint.keep_last, self.cfg.checkpoint.keep_every)
-            except checkpoints.SaveError as e:
-                error = e
-        failed = self.accelerator.reduce(torch.tensor(float(error is not None), device=self.device)).item()
-        if failed:
-            raise error or checkpoints.SaveError("the main process could not write the checkpoint")
-
-    def _checkpoint(self) -> checkpoints.Checkpoint:
-        """What to write. Every process must call it; with FSDP, only the main process receives the gathered tensors."""
-        is_main = self.accelerator.is_main_process
-        return checkpoints.Checkpoint(
+        is_main, error = self.accelerator.is_main_process, None
+        # Every process helps to gather sharded tensors; the main process receives them.
+        checkpoint = checkpoints.Checkpoint(
             step=self.step,
             model=gather_state_dict(self.net.state_dict(), keep=is_main),
             ema=gather_state_dict(self.ema.averages, keep=is_main),
@@ -362,13 +338,17 @@ class Trainer:
             },
             config=self.cfg.model_dump(),
         )
+        if is_main:
+            try:
+                checkpoints.save(self.run.checkpoints, checkpoint, self.cfg.checkpoint.keep_last, self.cfg.checkpoint.keep_every)
+            except checkpoints.SaveError as e:
+                error = e
+        failed = self.accelerator.reduce(torch.tensor(float(error is not None), device=self.device)).item()
+        if failed:
+            raise error or checkpoints.SaveError("the main process could not write the checkpoint")
 
     def resume(self, folder: Path) -> None:
-        """Continue this run from one of its checkpoints.
-
-        Raises:
-            UserError: the checkpoint is damaged, or the run was trained on other latents.
-        """
+        """Continue this run from one of its checkpoints. Raises UserError if it was trained on other latents."""
         checkpoint = checkpoints.load(folder)
         if checkpoint.state["data_fingerprint"] != self.data_fingerprint:
             trained_on = checkpoint.config["data"]["path"]
@@ -382,11 +362,7 @@ class Trainer:
         log.info("resumed from %s", folder)
 
     def init_from(self, folder: Path, init_state: str) -> None:
-        """Start from a checkpoint of another run, of the same architecture.
-
-        Args:
-            init_state: `weights` loads weights and EMA, `all` the optimizer and the step too.
-        """
+        """Start from another run's weights and EMA, with init_state=all also from its optimizer and step."""
         self._load(checkpoints.load(folder), with_optimizer=init_state == "all")
         log.info("weights and EMA from %s%s", folder, f", with optimiser and step {self.step}" if init_state == "all" else "")
 
