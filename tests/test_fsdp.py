@@ -10,7 +10,6 @@ from conftest import LAUNCH_2, composed, finish, forget_accelerate, metrics, run
 from fsdp_runs import BATCH, DENSE, TREAD
 from PIL import Image, ImageChops
 
-from benchmarks.train_step import open_trainer
 from setup import build, schema
 from setup.load import load_config, load_network
 from training import checkpoint as checkpoints
@@ -179,6 +178,8 @@ def test_the_launchers_own_sharding_is_refused():
 
 
 def test_the_benchmark_of_steps_refuses_it():
+    from benchmarks.train_step import open_trainer
+
     forget_accelerate()
     with pytest.raises(ValueError, match="train.parallel=fsdp cannot be measured here.*use train.parallel=ddp"):
         open_trainer(None, ["train.parallel=fsdp"])

@@ -250,9 +250,9 @@ def run_settings(*overrides):
     return cfg, build.build_diffusion(cfg.diffusion)
 
 
-@pytest.mark.parametrize("name", ["cfg", "interval"])
-def test_guidance_by_a_null_class_that_was_never_trained_is_refused(name):
-    cfg, diffusion = run_settings("model.class_dropout=0.0", f"guidance={name}")
+@pytest.mark.parametrize(("name", "bounds"), [("cfg", []), ("interval", ["guidance.level_lo=0.3", "guidance.level_hi=3.0"])])
+def test_guidance_by_a_null_class_that_was_never_trained_is_refused(name, bounds):
+    cfg, diffusion = run_settings("model.class_dropout=0.0", f"guidance={name}", *bounds)
     for scale in (0.0, 1.5):
         message = rf"guidance={name} with cfg_scale={scale:g} needs the null class, .*class_dropout=0\. Use guidance=none"
         with pytest.raises(UserError, match=message):
