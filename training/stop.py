@@ -39,16 +39,14 @@ class StopSignal:
     def _listen(self) -> None:
         """Read one byte per signal, its number, until the writer is closed."""
         while received := self._reader.recv(1):
-            if (signum := received[0]) in (signal.SIGTERM, signal.SIGINT):
-                self._count(signum)
+            signum, now_sec = received[0], time.monotonic()
+            if signum not in (signal.SIGTERM, signal.SIGINT):
+                continue
+            if self._first_sec is None:
+                self._first_sec = now_sec
+            elif now_sec - self._first_sec > SAME_REQUEST_SEC:
+                os._exit(128 + signum)
         self._reader.close()
-
-    def _count(self, signum: int) -> None:
-        now_sec = time.monotonic()
-        if self._first_sec is None:
-            self._first_sec = now_sec
-        elif now_sec - self._first_sec > SAME_REQUEST_SEC:
-            os._exit(128 + signum)
 
     def requested(self) -> bool:
         """Whether to stop after this step. Every process must call it once per step."""
