@@ -18,7 +18,7 @@ from edm.sampler import HeunSampler
 class SampleRandom(Protocol):
     """A source of random numbers on the batch's device, one row per sample.
 
-    The caller can so tie the numbers of a sample to that sample, whatever its batch.
+    It lets the caller tie random numbers to a sample, whatever batch the sample is in.
     """
 
     def randn(self, *shape: int) -> Tensor: ...  # (B, *shape)
