@@ -1,11 +1,11 @@
 """Guidance: from a network's estimates to the denoiser that a sampler calls, (x, level, y) -> D_x.
 
-It combines denoised estimates and so works for every diffusion. `level` is the diffusion's noise level: sigma for EDM, t for SiT.
+It combines denoised estimates and so works for every diffusion. `level` is the noise level: sigma for EDM, t for SiT.
 Shapes: x (B, C, H, W); level (B,), the same number in every row, as samplers call it; y (B,) int64 labels, of which
 num_classes is the null class; R routes, N tokens.
 
-What takes bounds evaluates its second branch only at levels in (level_lo, level_hi] (arXiv 2404.07724) and is the first
-branch alone elsewhere; None leaves a side open.
+Guidance with bounds evaluates its second branch only at noise levels in (level_lo, level_hi] (arXiv 2404.07724), and returns
+the first branch elsewhere; None leaves a side open.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SUBSETS = ("redraw", "fixed")
 
 
 class RoutableDenoiser(Protocol):
-    """A network's estimate of the clean latents; dense, unless routing is forced by a selection ratio."""
+    """A network's estimate of the clean latents; dense, unless a selection ratio forces routing."""
 
     def __call__(
         self, x: Tensor, level: Tensor, y: Tensor, *, selection_ratios: float | None = None, route_scores: Tensor | None = None
@@ -31,7 +31,7 @@ class RoutableDenoiser(Protocol):
 
 @dataclass(frozen=True)
 class GuidanceInputs:
-    """What a guidance combines, for one batch of images.
+    """What guidance combines, for one batch of images.
 
     Attributes:
         denoise: the network. With selection_ratios, that fraction of the tokens skips its routes, chosen by
@@ -97,14 +97,13 @@ def sparse(
 ) -> Denoiser:
     """Sparse guidance (arXiv 2601.01608): D = D_weak + w * (D_strong - D_weak), both with the class label.
 
-    The same network twice, with a fraction r_strong and a larger one r_weak of the tokens skipping its routes. The tokens that
-    stay in the weak branch are among those that stay in the strong one.
+    Both branches are the same network; in the weak one, more tokens skip its routes (r_weak > r_strong). The tokens that the
+    weak branch keeps are among those that the strong one keeps.
 
     Args:
-        w: 1 is off and leaves the strong branch, which for r_strong = 0 is the dense network.
-        r_strong, r_weak: fractions of the tokens that SKIP; 0 is dense. 0 <= r_strong < r_weak < 1 is meant; equal ratios
-            under one subset give that branch.
-        subset: `redraw` chooses the tokens anew at every evaluation, `fixed` once for each image.
+        w: 1 is off: the strong branch alone, which for r_strong = 0 is the dense network.
+        r_strong, r_weak: fractions of the tokens that SKIP, 0 <= r_strong < r_weak < 1; 0 is dense.
+        subset: `redraw` draws the tokens at every evaluation, `fixed` once for each image.
         level_lo, level_hi: bounds.
 
     Raises:
@@ -138,7 +137,7 @@ def sparse(
 
 
 def autoguidance(inputs: GuidanceInputs, *, w: float, level_lo: float | None = None, level_hi: float | None = None) -> Denoiser:
-    """Autoguidance (arXiv 2406.02507): D = D_weak + w * (D - D_weak), D_weak by a smaller or less trained network.
+    """Autoguidance (arXiv 2406.02507): D = D_weak + w * (D - D_weak), where D_weak is of a smaller or less trained network.
 
     Args:
         w: 1 is off.
@@ -165,7 +164,7 @@ def _within(inside: Denoiser, outside: Denoiser, level_lo: float | None, level_h
         return inside
 
     def denoiser(x: Tensor, level: Tensor, y: Tensor) -> Tensor:
-        # Compared in the level's own precision: a bound that is one of the sampler's levels belongs. Waits for the device.
+        # In the precision of `level`, so that a bound equal to one of the sampler's noise levels counts. Waits for the device.
         first = level[:1]
         above = level_lo is None or (first > level_lo).item()
         chosen = inside if above and (level_hi is None or (first <= level_hi).item()) else outside

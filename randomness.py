@@ -1,4 +1,4 @@
-"""Random numbers that belong to samples, not to batches or processes. Both sources offer randn and rand, one row a sample."""
+"""Random numbers that belong to samples, not to batches or processes: `randn` and `rand` return one row per sample."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from torch import Tensor
 
 
 def _key(*parts: object) -> int:
-    """A 63-bit generator seed from what the numbers are to depend on."""
+    """A 63-bit seed for a generator, from everything that the numbers depend on."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 class StepRandom:
-    """The draws of one training step, a function of (seed, step, stream) for each sample of the global batch.
+    """Random numbers of one training step: a function of (seed, step, stream, row of the global batch).
 
-    The numbers of the whole global batch are drawn from one generator on the device, and this process keeps its part:
-    no state to save, and the same numbers for any number of processes and micro-batches.
+    Every process draws the numbers of the global batch from one generator on its device, and keeps its rows: there is no state
+    to save, and the numbers are the same for any number of processes and micro-batches.
 
     Args:
         seed, step: of the run.
-        stream: what the numbers are for; streams are independent, so that one more draw in one leaves the others alone.
+        stream: what the numbers are for. Streams are independent: one more draw in one does not change the others.
         batch_size: of the global batch.
         part: the rows of this process's micro-batch.
     """
@@ -41,10 +41,10 @@ class StepRandom:
 
 
 class SeedRandom:
-    """The draws of sampling: row i is a function of seeds[i] alone, on any device (drawn on the CPU).
+    """Random numbers of sampling: row i is a function of seeds[i] alone. They are drawn on the CPU, so any device gets the same.
 
     Args:
-        seeds: numbers, or tuples of them.
+        seeds: one per sample; numbers, or tuples of them.
         stream: what the numbers are for; streams are independent.
     """
 

@@ -28,7 +28,7 @@ from randomness import class_of_seed
 from sampling.sampler import ImageSampler, describe_cost, labelled_grid
 from setup import build, cli, load, schema
 from training import checkpoint as checkpoints
-from training.run import naming_file
+from training.run import name_file_in_errors
 from training.speed import check_compile
 
 log = logging.getLogger("sample")
@@ -146,7 +146,7 @@ def make_images(
             batch = seeds[start : start + batch_size]
             for seed, image in zip(batch, sampler(batch, [labels[seed] for seed in batch])):
                 temporary = files[seed].with_name(f".tmp_{files[seed].name}")
-                with naming_file(files[seed]):
+                with name_file_in_errors(files[seed]):
                     Image.fromarray(image).save(temporary, format="PNG")
                     os.replace(temporary, files[seed])
             bar.update(len(batch))
@@ -163,11 +163,13 @@ def write_grid_and_npz(output: Path, cfg: schema.SampleConfig, files: dict[int, 
 
     shown = list(files)[:MAX_GRID_IMAGES]
     grid_file = output / f"grid_{spec}.png"
-    labelled_grid([read(seed) for seed in shown], [labels[seed] for seed in shown]).save(grid_file)
+    grid = labelled_grid([read(seed) for seed in shown], [labels[seed] for seed in shown])
+    with name_file_in_errors(grid_file):
+        grid.save(grid_file)
     log.info("grid     %s", grid_file)
     if cfg.npz:
         npz_file = output / f"samples_{spec}.npz"
-        with naming_file(npz_file):
+        with name_file_in_errors(npz_file):
             write_npz(npz_file, map(read, files), (len(files), *read(shown[0]).shape), np.array(list(labels.values())))
         log.info("npz      %s", npz_file)
 

@@ -18,7 +18,9 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from omegaconf import DictConfig
 
+from errors import UserError
 from sampling.evaluator import Evaluator
+from sampling.sampler import ImageSampler
 from setup import build, cli, load, schema
 from training import checkpoint as checkpoints
 from training import speed
@@ -47,7 +49,7 @@ def main(cfg: DictConfig) -> None:
     net = build.build_network(cfg)
     speed.check_machine(cfg.train, net, accelerator.device)
     ema = EMA(net, cfg.train.ema_decay)
-    sampler, evaluation = build_looks(cfg, ema, accelerator)
+    sampler, evaluation = build_sampler_and_evaluation(cfg, ema, accelerator)
 
     run = RunFolder(cfg.output_dir, cfg.name)
     initial = find_initial(run, cfg.init_from, cfg.resume, accelerator)
@@ -78,8 +80,10 @@ def main(cfg: DictConfig) -> None:
     accelerator.end_training()
 
 
-def build_looks(cfg: schema.TrainConfig, ema: EMA, accelerator: Accelerator):
-    """(sampler of the grids, evaluation) of the EMA's network, each None where the configuration asks for none."""
+def build_sampler_and_evaluation(
+    cfg: schema.TrainConfig, ema: EMA, accelerator: Accelerator
+) -> tuple[ImageSampler | None, Evaluation | None]:
+    """(sampler of the grids, evaluation), both of the EMA's network; each None if the configuration asks for none."""
     if not (cfg.sample.every or cfg.eval.every):
         return None, None
     autoencoder = build.build_autoencoder(cfg, accelerator.device)
@@ -96,7 +100,10 @@ def build_looks(cfg: schema.TrainConfig, ema: EMA, accelerator: Accelerator):
         samplers = {}
         for scale in cfg.eval.cfg_scales:
             guidance = schema.CFG(name="cfg", cfg_scale=scale)
-            build.check_guidance(guidance, cfg, diffusion)
+            try:
+                build.check_guidance(guidance, cfg, diffusion)
+            except UserError as e:
+                raise UserError(f"eval.cfg_scales={scale:g}: {e}") from e
             samplers[scale] = replace(
                 sampler,
                 guidance=build.build_guidance(guidance),

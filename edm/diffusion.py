@@ -16,9 +16,9 @@ from edm.sampler import HeunSampler
 
 
 class SampleRandom(Protocol):
-    """A source of random numbers with one row per sample of the batch, on the batch's device.
+    """A source of random numbers on the batch's device, one row per sample.
 
-    It lets the caller tie the numbers of a sample to that sample, whatever batch it travels in.
+    It lets the caller tie random numbers to a sample, whatever batch the sample is in.
     """
 
     def randn(self, *shape: int) -> Tensor: ...  # (B, *shape)
@@ -28,7 +28,7 @@ class SampleRandom(Protocol):
 
 @dataclass(frozen=True)
 class EDM:
-    """The diffusion. It owns no parameters: a network is any callable net(x, c_noise, y, **kwargs).
+    """EDM's preconditioning, loss and sampler. It owns no parameters: a network is any callable net(x, c_noise, y, **kwargs).
 
     Attributes:
         sigma_data: standard deviation of the latents.
@@ -50,7 +50,7 @@ class EDM:
         """D_x = c_skip x + c_out F_x(c_in x; c_noise) (Eq. 7).
 
         Args:
-            x: (B, C, H, W) float32, latents plus noise of level sigma.
+            x: (B, C, H, W) float32, latents plus noise of standard deviation sigma.
             sigma: (B,) float32.
             y: (B,) int64 labels.
 
@@ -68,7 +68,7 @@ class EDM:
         Args:
             x: (B, C, H, W) float32, clean latents.
             y: (B,) int64 labels.
-            random: where sigma and the noise come from, in this order.
+            random: source of sigma, then of the noise.
         """
         sigma = (self.P_mean + self.P_std * random.randn()).exp()  # (B,)
         noisy = x + sigma.reshape(-1, 1, 1, 1) * random.randn(*x.shape[1:])

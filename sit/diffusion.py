@@ -5,9 +5,9 @@ and the network receives t itself, not 1000 t:
 
     x_t = (1 - t) x + t eps        v(x_t, t) = E[eps - x | x_t]        D_x = E[x | x_t] = x_t - t v
 
-SiT's published code runs its clock the other way (s = 1 - t, data at s = 1) and so predicts x - eps. A network of its published
-checkpoints is one of ours as net(x, t, y) = -published(x, 1 - t, y); it too receives its clock unscaled. REPA's published
-networks use the convention of this file as it is.
+SiT's published code reverses time (s = 1 - t, data at s = 1) and so predicts x - eps. A published SiT network becomes one of
+ours as net(x, t, y) = -published(x, 1 - t, y); it also receives s itself, not 1000 s. REPA's published networks use the
+convention of this file.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ TIMESTEPS = ("uniform", "logit_normal")
 
 @dataclass(frozen=True)
 class SiT:
-    """The diffusion, with the interface of `edm.EDM`. It owns no parameters: a network is any callable net(x_t, t, y, **kwargs).
+    """SiT's path, loss and sampler, with the interface of `edm.EDM`. It owns no parameters: a network is any callable
+    net(x_t, t, y, **kwargs).
 
     Attributes:
         timestep: how t is drawn in training: `uniform` in [0, 1), or `logit_normal`, logit(t) ~ N(logit_mean, logit_std^2)
             (arXiv 2403.03206, section 3.1).
-        logit_mean, logit_std: of `logit_normal`; above 0 is towards the noise.
+        logit_mean, logit_std: of `logit_normal`; a higher mean trains more at high noise.
         sampler: the settings of the sampler.
     """
 
@@ -48,7 +49,7 @@ class SiT:
         return net(x, t, y, **net_kwargs)[:, : x.shape[1]].float()
 
     def denoise(self, net: Callable[..., Tensor], x: Tensor, t: Tensor, y: Tensor, **net_kwargs) -> Tensor:
-        """D_x = x_t - t v: what x_t = x + t (eps - x) gives with the expected velocity.
+        """D_x = x_t - t v, from x_t = x + t (eps - x) with the expected velocity for eps - x.
 
         Args:
             x: (B, C, H, W) float32, x_t.
@@ -66,7 +67,7 @@ class SiT:
         Args:
             x: (B, C, H, W) float32, clean latents.
             y: (B,) int64 labels.
-            random: where t and the noise come from, in this order.
+            random: source of t, then of the noise.
         """
         t = random.rand() if self.timestep == "uniform" else (self.logit_mean + self.logit_std * random.randn()).sigmoid()  # (B,)
         eps = random.randn(*x.shape[1:])

@@ -1,7 +1,7 @@
 """Samplers of the linear path (SiT, arXiv 2401.08740, sections 2.2 and 2.4): Euler and Heun along the probability-flow ODE,
 Euler-Maruyama along the reverse SDE. t runs from 1 (noise) down to 0 (data).
 
-All that they need of the model is D_x = E[x | x_t], so that a guidance, which combines denoised estimates, works here as for EDM:
+They need only D_x = E[x | x_t] of the model, so guidance, which combines denoised estimates, works as for EDM:
 
     E[eps | x_t] = (x_t - (1 - t) D_x) / t        v = (x_t - D_x) / t        score = -E[eps | x_t] / t
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 
 SOLVERS = ("euler", "heun", "euler_maruyama")
 LAST_STEPS = ("mean", "tweedie")
-# Half of SiT's diffusion coefficient w(t), before diffusion_norm: the forms of the published code with its t turned round.
+# Half of SiT's diffusion coefficient w(t), before diffusion_norm: the forms of the published code with its time reversed.
 DIFFUSION_FORMS: dict[str, Callable[[float], float]] = {
     "sigma": lambda t: t,
     "linear": lambda t: t,  # the same on this path, whose sigma_t is t
@@ -40,12 +40,12 @@ class FlowSampler:
             Euler's, because the velocity of a denoiser does not exist at t = 0.
         solver: `euler` or `heun` (ODE, deterministic), or `euler_maruyama` (SDE).
 
-    Of the SDE alone:
+    For the SDE only:
         diffusion_form, diffusion_norm: w(t) = 2 * diffusion_norm * form(t), as in SiT's published code (its `sigma` with norm
             1 is w = 2 sigma_t). Differs: w/2 never exceeds t^2 / step, beyond which the score term, whose slope reaches
             1 / t^2, would overshoot.
-        last_step_size: where the last step starts; the others share the rest of the way evenly.
-        last_step: `mean` is a step without its noise, `tweedie` takes D_x (the same as a last step of the ODE).
+        last_step_size: the t at which the last step starts; the other steps divide the rest evenly.
+        last_step: `mean` is a step without its noise, `tweedie` returns D_x (the same as a last step of the ODE).
     """
 
     num_steps: int = 40
@@ -78,11 +78,11 @@ class FlowSampler:
         Args:
             denoiser: (x, t, y) -> D_x, for x (B, C, H, W) float32, t (B,) float32 and y (B,).
             noise: (B, C, H, W), unit normal.
-            y: (B,) int64 labels, handed on to the denoiser.
-            random: source of the noise of the SDE, `random.randn(C, H, W)` -> (B, C, H, W).
+            y: (B,) int64 labels, passed to the denoiser.
+            random: source of the SDE's noise, `random.randn(C, H, W)` -> (B, C, H, W).
 
         Returns:
-            (B, C, H, W) float32 latents. The state in between is float64 where the device has it.
+            (B, C, H, W) float32 latents. The solver's state is float64 if the device has it.
 
         Raises:
             ValueError: the SDE without random.

@@ -12,8 +12,8 @@ import torch
 from accelerate import Accelerator
 from conftest import run_train
 
-from training import engine
-from training.sharding import local
+from training import speed
+from training.sharding import local_shard
 from training.trainer import Trainer, TrainingDiverged
 
 BATCH = ["train.batch_size=8"]
@@ -29,7 +29,7 @@ def held_bytes(trainer: Trainer) -> int:
     parameters = list(trainer.net.parameters())
     gradients = [p.grad for p in parameters if p.grad is not None]
     states = [state[key] for state in trainer.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
-    return sum(local(t).nbytes for t in [*parameters, *gradients, *states, *trainer.ema.averages.values()])
+    return sum(local_shard(t).nbytes for t in [*parameters, *gradients, *states, *trainer.ema.averages.values()])
 
 
 def main(folder: Path) -> None:
@@ -51,7 +51,7 @@ def make_runs(folder: Path, records: dict) -> None:
     run("branch", *FSDP, *initial[:1], "init_state=all", "train.num_steps=12")
     run("tuned", *FSDP, *initial, "train.num_steps=1")
     # The code that inductor would write is not the matter here.
-    with mock.patch.object(engine.torch, "compile", functools.partial(torch.compile, backend="aot_eager")):
+    with mock.patch.object(speed.torch, "compile", functools.partial(torch.compile, backend="aot_eager")):
         settings = ["train.compile=blocks", "train.activation_checkpointing=blocks"]
         run("compiled", *FSDP, *DENSE, *settings, "train.num_steps=2")
     for parallel in ("ddp", "fsdp"):
@@ -82,7 +82,7 @@ def spoil_weights(trainer: Trainer, original, micro_batches) -> None:
     """After step 2 the second process's part of a weight is not finite."""
     original(trainer, micro_batches)
     if trainer.step == 2 and not trainer.accelerator.is_main_process:
-        local(trainer.net.blocks[0].mlp.fc1.weight.detach()).fill_(torch.nan)
+        local_shard(trainer.net.blocks[0].mlp.fc1.weight.detach()).fill_(torch.nan)
 
 
 def spoil_loss(trainer: Trainer, original, *args) -> torch.Tensor:

@@ -6,13 +6,15 @@ import signal
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import REPOSITORY
-from omegaconf import OmegaConf
 
+from setup.cli import REPOSITORY
 from training import checkpoint as checkpoints
+from training.resume import find_resume
+from training.run import RunFolder
 
 
 def make(step, value=0.0):
@@ -23,7 +25,7 @@ def make(step, value=0.0):
         ema={"w": weights["w"] * 2},
         optimizer={"state": {0: {"exp_avg": torch.ones(3), "step": torch.tensor(4.0)}}, "param_groups": [{"lr": 0.1}]},
         state={"images_seen": 8 * step},
-        config=OmegaConf.create({"seed": 3}),
+        config={"seed": 3},
     )
 
 
@@ -115,10 +117,11 @@ def test_a_second_bad_checkpoint_of_a_step_does_not_replace_the_first(tmp_path):
 
 
 def test_training_does_not_start_over_when_only_bad_checkpoints_remain(tmp_path):
-    truncate(save(tmp_path, 10))
+    run = RunFolder(tmp_path, "run")
+    truncate(save(run.checkpoints, 10))
     with pytest.raises(checkpoints.CheckpointError, match="does not silently start over.*name="):
-        checkpoints.find_newest(tmp_path)
-    assert names(tmp_path) == ["step_0000010"]
+        find_resume(run, "auto", SimpleNamespace(is_main_process=True))
+    assert names(run.checkpoints) == ["step_0000010"]
 
 
 def test_a_run_whose_checkpoints_are_all_bad_is_refused_under_the_key_that_named_it(tmp_path):
@@ -196,7 +199,7 @@ def test_loading_runs_no_code_from_the_file(tmp_path):
 
     torch.save({"state": Evil()}, folder / "optimizer.pt")
     manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["optimizer.pt"] = checkpoints._size_and_hash(folder / "optimizer.pt")
+    manifest["optimizer.pt"] = checkpoints.size_and_hash(folder / "optimizer.pt")
     (folder / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(Exception, match="weights_only|Weights only"):
         checkpoints.load(folder)

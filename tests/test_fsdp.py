@@ -10,10 +10,9 @@ from conftest import LAUNCH_2, composed, finish, forget_accelerate, metrics, run
 from fsdp_runs import BATCH, DENSE, TREAD
 from PIL import Image, ImageChops
 
-from benchmarks.train_step import open_trainer
-from sampling.sampler import load_network
+from setup import build, schema
+from setup.load import load_config, load_network
 from training import checkpoint as checkpoints
-from training import config
 from training.trainer import Trainer
 
 
@@ -99,7 +98,8 @@ def test_a_sharded_run_goes_on_in_one_process_and_is_sampled_from_as_any_other(r
     assert_same_checkpoint(runs / "one", runs / "back", 20)
     folder = runs / "tread" / "checkpoints" / "step_0000020"
     checkpoints.verify(folder)
-    net, average = load_network(folder, "ema", torch.device("cpu")), checkpoint(runs / "one", 20).ema
+    net = load_network(folder, load_config(folder), "ema", torch.device("cpu"))
+    average = checkpoint(runs / "one", 20).ema
     assert all(torch.allclose(p, average[name], atol=5e-5) for name, p in net.named_parameters())
 
 
@@ -152,28 +152,34 @@ def test_one_process_has_nothing_to_shard(train, tmp_path):
         train("run", "train.parallel=zero")
 
 
+def train_settings(overrides=()):
+    return schema.check(composed(overrides), schema.TrainConfig).train
+
+
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
 def test_a_network_compiled_as_a_whole_is_refused(mode):
-    cfg = composed(["train.parallel=fsdp", f"train.compile={mode}"])
+    train = train_settings(["train.parallel=fsdp", f"train.compile={mode}"])
     with pytest.raises(ValueError, match=rf"train.compile={mode} is not accepted with train.parallel=fsdp.*use none \| blocks"):
-        config.check_parallel(cfg, 2, "MULTI_GPU")
+        build.check_parallel(train, 2, "MULTI_GPU")
 
 
 def test_an_old_torch_is_named(monkeypatch):
-    cfg = composed(["train.parallel=fsdp"])
-    config.check_parallel(cfg, 2, "MULTI_GPU")
+    train = train_settings(["train.parallel=fsdp"])
+    build.check_parallel(train, 2, "MULTI_GPU")
     monkeypatch.setattr(torch, "__version__", type(torch.__version__)("2.6.0"))
     with pytest.raises(ValueError, match="train.parallel=fsdp needs torch 2.11 or newer.*this is torch 2.6.0"):
-        config.check_parallel(cfg, 2, "MULTI_GPU")
-    config.check_parallel(composed(), 2, "MULTI_GPU")
+        build.check_parallel(train, 2, "MULTI_GPU")
+    build.check_parallel(train_settings(), 2, "MULTI_GPU")
 
 
 def test_the_launchers_own_sharding_is_refused():
     with pytest.raises(ValueError, match="launched with FSDP.*set train.parallel=fsdp"):
-        config.check_parallel(composed(), 2, "FSDP")
+        build.check_parallel(train_settings(), 2, "FSDP")
 
 
 def test_the_benchmark_of_steps_refuses_it():
+    from benchmarks.train_step import open_trainer
+
     forget_accelerate()
     with pytest.raises(ValueError, match="train.parallel=fsdp cannot be measured here.*use train.parallel=ddp"):
         open_trainer(None, ["train.parallel=fsdp"])

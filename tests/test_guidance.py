@@ -2,14 +2,17 @@
 
 import pytest
 import torch
+from conftest import composed
 
 import dit
 import guidance
 from edm import EDM
-from guidance import Offer
+from errors import UserError
+from guidance import GuidanceInputs
 from randomness import SeedRandom
 from routing_module import Route
 from sampling.flops import block_flops, forward_flops, sparse_saving
+from setup import build, schema
 from sit import SiT
 
 NUM_CLASSES = 7
@@ -42,8 +45,8 @@ def arguments(level=2.0):
     return torch.randn(2, 1, 2, 2), torch.full((2,), level), torch.tensor([1, 4])
 
 
-def offer(denoise, **kwargs):
-    return Offer(denoise, NUM_CLASSES, (1, 4), route_scores=kwargs.pop("scores", Scores()), **kwargs)
+def make_inputs(denoise, **kwargs):
+    return GuidanceInputs(denoise, NUM_CLASSES, (1, 4), route_scores=kwargs.pop("scores", Scores()), **kwargs)
 
 
 SPARSE = dict(w=1.5, r_strong=0.25, r_weak=0.5, subset="redraw")
@@ -51,12 +54,12 @@ SPARSE = dict(w=1.5, r_strong=0.25, r_weak=0.5, subset="redraw")
 
 def test_no_guidance_is_the_conditional_estimate():
     denoise, (x, level, y) = Recorder(), arguments()
-    assert torch.equal(guidance.none(offer(denoise))(x, level, y), denoise(x, level, y))
+    assert torch.equal(guidance.none(make_inputs(denoise))(x, level, y), denoise(x, level, y))
 
 
 def test_cfg_extrapolates_from_the_null_class_in_one_batched_call():
     denoise, (x, level, y) = Recorder(), arguments()
-    D = guidance.cfg(offer(denoise), cfg_scale=1.5)(x, level, y)
+    D = guidance.cfg(make_inputs(denoise), cfg_scale=1.5)(x, level, y)
     assert len(denoise.calls) == 1
     assert denoise.calls[0]["y"] == [1, 4, NUM_CLASSES, NUM_CLASSES]
     null, label = Recorder()(x, level, torch.full((2,), NUM_CLASSES)), Recorder()(x, level, y)
@@ -66,31 +69,31 @@ def test_cfg_extrapolates_from_the_null_class_in_one_batched_call():
 def test_cfg_scale_1_equals_no_guidance_and_0_is_unconditional():
     x, level, y = arguments()
     off = Recorder()
-    assert torch.equal(guidance.cfg(offer(off), cfg_scale=1.0)(x, level, y), Recorder()(x, level, y))
+    assert torch.equal(guidance.cfg(make_inputs(off), cfg_scale=1.0)(x, level, y), Recorder()(x, level, y))
     assert len(off.calls[0]["x"]) == 2  # no second branch is paid for
     unconditional = Recorder()(x, level, torch.full((2,), NUM_CLASSES))
-    assert torch.allclose(guidance.cfg(offer(Recorder()), cfg_scale=0.0)(x, level, y), unconditional)
+    assert torch.allclose(guidance.cfg(make_inputs(Recorder()), cfg_scale=0.0)(x, level, y), unconditional)
 
 
 @pytest.mark.parametrize("bounds", [dict(level_lo=0, level_hi=80.0), dict(level_lo=None, level_hi=None)])
 @pytest.mark.parametrize("level", [0.002, 2.0, 80.0])
 def test_an_interval_over_everything_is_cfg(bounds, level):
     x, level, y = arguments(level)
-    everywhere = guidance.interval(offer(Recorder()), cfg_scale=1.5, **bounds)(x, level, y)
-    assert torch.equal(everywhere, guidance.cfg(offer(Recorder()), cfg_scale=1.5)(x, level, y))
+    everywhere = guidance.interval(make_inputs(Recorder()), cfg_scale=1.5, **bounds)(x, level, y)
+    assert torch.equal(everywhere, guidance.cfg(make_inputs(Recorder()), cfg_scale=1.5)(x, level, y))
 
 
 @pytest.mark.parametrize(("level", "num_rows"), [(0.1, 2), (0.3, 2), (0.31, 4), (0.7, 4), (0.71, 2), (5.0, 2)])
 def test_an_interval_pays_for_the_second_branch_inside_only_above_its_lower_bound_up_to_its_upper(level, num_rows):
     denoise, (x, level, y) = Recorder(), arguments(level)
-    D = guidance.interval(offer(denoise), cfg_scale=2.0, level_lo=0.3, level_hi=0.7)(x, level, y)
+    D = guidance.interval(make_inputs(denoise), cfg_scale=2.0, level_lo=0.3, level_hi=0.7)(x, level, y)
     assert [len(call["x"]) for call in denoise.calls] == [num_rows]
     assert torch.equal(D, Recorder()(x, level, y)) == (num_rows == 2)
 
 
 def test_sparse_guidance_extrapolates_from_the_weak_branch_with_the_label_in_both():
     denoise, (x, level, y) = Recorder(), arguments()
-    D = guidance.sparse(offer(denoise), **SPARSE)(x, level, y)
+    D = guidance.sparse(make_inputs(denoise), **SPARSE)(x, level, y)
     assert [call["y"] for call in denoise.calls] == [[1, 4], [1, 4]]
     assert [call["ratio"] for call in denoise.calls] == [0.25, 0.5]
     assert torch.equal(denoise.calls[0]["scores"], denoise.calls[1]["scores"])  # what stays in the weak stays in the strong
@@ -101,14 +104,14 @@ def test_sparse_guidance_extrapolates_from_the_weak_branch_with_the_label_in_bot
 
 def test_the_strong_branch_with_ratio_0_is_the_dense_network():
     denoise, (x, level, y) = Recorder(), arguments()
-    guidance.sparse(offer(denoise), **SPARSE | dict(r_strong=0.0))(x, level, y)
+    guidance.sparse(make_inputs(denoise), **SPARSE | dict(r_strong=0.0))(x, level, y)
     assert [call["ratio"] for call in denoise.calls] == [None, 0.5] and denoise.calls[0]["scores"] is None
 
 
 @pytest.mark.parametrize("r_strong", [0.0, 0.25])
 def test_w_1_switches_sparse_guidance_off_and_leaves_the_strong_branch(r_strong):
     denoise, (x, level, y) = Recorder(), arguments()
-    D = guidance.sparse(offer(denoise), **SPARSE | dict(w=1.0, r_strong=r_strong))(x, level, y)
+    D = guidance.sparse(make_inputs(denoise), **SPARSE | dict(w=1.0, r_strong=r_strong))(x, level, y)
     assert len(denoise.calls) == 1
     assert torch.allclose(D, Recorder()(x, level, y) - 10 * r_strong * 2)
 
@@ -116,14 +119,14 @@ def test_w_1_switches_sparse_guidance_off_and_leaves_the_strong_branch(r_strong)
 def test_equal_ratios_under_a_fixed_subset_are_that_branch():
     x, level, y = arguments()
     settings = dict(w=3.0, r_strong=0.5, r_weak=0.5, subset="fixed")
-    D = guidance.sparse(offer(Recorder()), **settings)(x, level, y)
+    D = guidance.sparse(make_inputs(Recorder()), **settings)(x, level, y)
     assert torch.allclose(D, Recorder()(x, level, y, selection_ratios=0.5, route_scores=torch.ones(2, 1, 4)))
 
 
 @pytest.mark.parametrize(("subset", "values"), [("redraw", [1, 2, 3]), ("fixed", [1, 1, 1])])
 def test_the_subset_is_redrawn_at_every_evaluation_or_fixed(subset, values):
     denoise = Recorder()
-    denoiser = guidance.sparse(offer(denoise), **SPARSE | dict(subset=subset, r_strong=0.0))
+    denoiser = guidance.sparse(make_inputs(denoise), **SPARSE | dict(subset=subset, r_strong=0.0))
     for _ in values:
         denoiser(*arguments())
     assert [call["scores"].mean().item() for call in denoise.calls if call["ratio"]] == values
@@ -133,33 +136,33 @@ def test_sparse_guidance_in_an_interval_is_the_strong_branch_elsewhere():
     settings = SPARSE | dict(r_strong=0.0, level_lo=0.3, level_hi=0.7)
     for level, num_calls in ((0.3, 1), (0.5, 2), (0.7, 2), (0.8, 1)):
         denoise = Recorder()
-        guidance.sparse(offer(denoise), **settings)(*arguments(level))
+        guidance.sparse(make_inputs(denoise), **settings)(*arguments(level))
         assert [call["ratio"] for call in denoise.calls] == [None, 0.5][:num_calls]
 
 
 def test_sparse_guidance_needs_routes():
     with pytest.raises(ValueError, match="guidance=sparse needs a network with routes; use guidance=cfg"):
-        guidance.sparse(Offer(Recorder(), NUM_CLASSES), **SPARSE)
+        guidance.sparse(GuidanceInputs(Recorder(), NUM_CLASSES), **SPARSE)
 
 
 def test_autoguidance_extrapolates_from_the_second_network():
     denoise, weak, (x, level, y) = Recorder(), Recorder(), arguments()
-    D = guidance.autoguidance(offer(denoise, weak=lambda x, level, y: weak(x, level, y) - 1), w=2.0)(x, level, y)
+    D = guidance.autoguidance(make_inputs(denoise, weak=lambda x, level, y: weak(x, level, y) - 1), w=2.0)(x, level, y)
     assert torch.allclose(D, Recorder()(x, level, y) + 1)
     assert denoise.calls[0]["y"] == weak.calls[0]["y"] == [1, 4]
 
 
 def test_autoguidance_by_the_network_itself_or_with_w_1_is_no_guidance():
     x, level, y = arguments()
-    itself = guidance.autoguidance(offer(Recorder(), weak=Recorder()), w=2.5)(x, level, y)
+    itself = guidance.autoguidance(make_inputs(Recorder(), weak=Recorder()), w=2.5)(x, level, y)
     assert torch.allclose(itself, Recorder()(x, level, y))
     weak = Recorder()
-    assert torch.equal(guidance.autoguidance(offer(Recorder(), weak=weak), w=1.0)(x, level, y), Recorder()(x, level, y))
+    assert torch.equal(guidance.autoguidance(make_inputs(Recorder(), weak=weak), w=1.0)(x, level, y), Recorder()(x, level, y))
     assert weak.calls == []  # not paid for
-    guidance.autoguidance(offer(Recorder(), weak=weak), w=2.0, level_lo=3.0)(x, level, y)
+    guidance.autoguidance(make_inputs(Recorder(), weak=weak), w=2.0, level_lo=3.0)(x, level, y)
     assert weak.calls == []
     with pytest.raises(ValueError, match="guidance=autoguidance needs a second network: guidance.checkpoint="):
-        guidance.autoguidance(offer(Recorder()), w=2.0)
+        guidance.autoguidance(make_inputs(Recorder()), w=2.0)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -184,9 +187,9 @@ def sampled(diffusion, name, seeds=(3, 5), net=None, **settings):
     def denoise(x, level, y, **routing):
         return diffusion.denoise(net, x, level, y, **routing)
 
-    offered = Offer(denoise, NUM_CLASSES, shape, route_scores=lambda: subsets.rand(*shape), weak=denoise)
+    inputs = GuidanceInputs(denoise, NUM_CLASSES, shape, route_scores=lambda: subsets.rand(*shape), weak=denoise)
     y = torch.tensor([seed % NUM_CLASSES for seed in seeds])
-    return diffusion.sample(guidance.GUIDANCES[name](offered, **settings), random.randn(1, 8, 8), y, random)
+    return diffusion.sample(guidance.GUIDANCES[name](inputs, **settings), random.randn(1, 8, 8), y, random)
 
 
 def diffusions():
@@ -236,3 +239,30 @@ def test_sparse_guidance_of_the_papers_network_saves_about_a_fifth():
         net = dit.build("DiT-XL/2", input_size=32, in_channels=4, num_classes=1000, routes=[Route(0.5, 2, -4)])
     assert forward_flops(net) / 2e9 == pytest.approx(118.6, rel=0.01)  # published in multiply-adds
     assert 0.19 < sparse_saving(net, 0.0, 0.5) < 0.22
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Of a run: what train.py, sample.py and fid.py check before any work.
+
+
+def run_settings(*overrides):
+    cfg = schema.check(composed(overrides), schema.TrainConfig)
+    return cfg, build.build_diffusion(cfg.diffusion)
+
+
+@pytest.mark.parametrize(("name", "bounds"), [("cfg", []), ("interval", ["guidance.level_lo=0.3", "guidance.level_hi=3.0"])])
+def test_guidance_by_a_null_class_that_was_never_trained_is_refused(name, bounds):
+    cfg, diffusion = run_settings("model.class_dropout=0.0", f"guidance={name}", *bounds)
+    for scale in (0.0, 1.5):
+        message = rf"guidance={name} with cfg_scale={scale:g} needs the null class, .*class_dropout=0\. Use guidance=none"
+        with pytest.raises(UserError, match=message):
+            build.check_guidance(cfg.guidance.model_copy(update={"cfg_scale": scale}), cfg, diffusion)
+    build.check_guidance(cfg.guidance.model_copy(update={"cfg_scale": 1.0}), cfg, diffusion)  # off
+
+
+def test_guidance_that_keeps_the_label_needs_no_null_class():
+    for name in ("none", "sparse"):
+        cfg, diffusion = run_settings("model.class_dropout=0.0", f"guidance={name}")
+        build.check_guidance(cfg.guidance, cfg, diffusion)
+    cfg, diffusion = run_settings("guidance=cfg")  # trained with class_dropout=0.1
+    build.check_guidance(cfg.guidance, cfg, diffusion)

@@ -2,8 +2,7 @@
 
 import json
 
-from conftest import REPOSITORY
-
+from setup.cli import REPOSITORY
 from training import provenance
 
 

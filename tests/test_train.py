@@ -8,21 +8,32 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from conftest import LAUNCH_2, TINY, finish, losses, make_shard, metrics, start
 from PIL import Image
 from safetensors.torch import load_file
 
+from errors import UserError
 from latents.order import BatchOrder
 from latents.shards import ShardInfo, write_shard
 from routing_module import TokenRouter
+from setup.load import load_config, load_network
 from training import checkpoint as checkpoints
+from training import trainer as trainer_module
+from training.run import RunFolder
 from training.stop import StopSignal
 from training.trainer import Trainer, TrainingDiverged
 
 GRIDS = ["sample.every=2", "sample.num_samples=3", "diffusion.sampler.num_steps=2"]
+
+
+needs_dev_full = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="/dev/full stands in for a full disk")
 
 
 def weights(run, step, which="model"):
@@ -134,7 +145,7 @@ def test_a_run_leaves_its_config_metrics_and_checkpoints(train):
     last = metrics(run)[-1]
     assert last["step"] == 6 and last["images_seen"] == 24 and last["lr"] == 2e-3
     assert last["images_per_sec"] > 0 and last["grad_norm"] > 0
-    stored = checkpoints.load_config(run / "checkpoints" / "step_0000006")
+    stored = load_config(run / "checkpoints" / "step_0000006")
     assert stored.data.scale_factor == pytest.approx(2 / 3) and stored.data.autoencoder == "identity"
     assert (run / "config.yaml").read_text() == (run / "checkpoints" / "step_0000006" / "config.yaml").read_text()
 
@@ -258,8 +269,67 @@ def test_bf16_trains_with_float32_weights(train):
 def test_wandb_offline_reads_the_same_numbers(train, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
     run = train("run", "wandb.mode=offline", "train.num_steps=2", *GRIDS)
-    assert list((run / "wandb").glob("offline-run-*/*.wandb"))
+    assert list((run / "wandb").glob(f"offline-run-*-{(run / 'wandb_id').read_text()}/*.wandb"))
     assert list(losses(run)) == [1, 2]
+
+
+def test_a_resume_continues_the_run_of_wandb_and_another_run_starts_its_own(train, monkeypatch):
+    started = []
+    monkeypatch.setattr(Accelerator, "init_trackers", lambda self, project, config, init_kwargs: started.append(init_kwargs))
+    for name, num_steps in (("run", 1), ("run", 2), ("other", 1)):
+        train(name, "wandb.mode=offline", f"train.num_steps={num_steps}")
+    first, resumed, other = (settings["wandb"] for settings in started)
+    assert first["id"] == resumed["id"] != other["id"]
+    assert {settings["resume"] for settings in (first, resumed, other)} == {"allow"}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Sample grids and evaluation on the way.
+
+
+def test_a_grid_that_is_made_up_for_at_a_resume_is_not_counted_as_training_time(train, monkeypatch):
+    run = train("run", "train.num_steps=2", *GRIDS)
+    (run / "samples" / "step_0000002.png").unlink()
+    seconds = [0.0]
+
+    def takes(method, sec):
+        original = getattr(Trainer, method)
+
+        def timed(self, *args):
+            original(self, *args)
+            seconds[0] += sec
+
+        monkeypatch.setattr(Trainer, method, timed)
+
+    takes("train_step", 1.0)
+    takes("_sample_grid", 1000.0)
+    monkeypatch.setattr(trainer_module, "time", SimpleNamespace(perf_counter=lambda: seconds[0]))
+    train("run", "train.num_steps=4", *GRIDS)
+    assert (run / "samples" / "step_0000002.png").exists()
+    assert [record["steps_per_sec"] for record in metrics(run) if record["step"] > 2] == pytest.approx([1.0, 1.0])
+
+
+def test_a_step_waits_for_the_device_only_where_something_is_due(train, monkeypatch):
+    pauses, paused = [], trainer_module._Clock.paused
+    monkeypatch.setattr(trainer_module._Clock, "paused", lambda clock: pauses.append(clock) or paused(clock))
+    train("run", "train.num_steps=4", *GRIDS)
+    assert len(pauses) == 3  # two grids and the last checkpoint
+
+
+def test_the_last_evaluation_has_a_number_of_samples_of_its_own(train):
+    evaluation = ["eval.every=1", "eval.num_samples=4", "eval.cfg_scales=[1.0]", "eval.num_steps=1"]
+    run = train("run", "train.num_steps=2", "eval.final_num_samples=6", *evaluation)
+    names = {record["step"]: set(record) for record in metrics(run) if "evaluation_sec" in record}
+    assert "fd_digits4/cfg1.0" in names[1] and "fd_digits6/cfg1.0" in names[2]
+    assert "fd_digits4/cfg1.0" not in names[2]
+
+
+def test_guidance_by_a_null_class_that_is_not_trained_is_refused_before_training(train, tmp_path):
+    with pytest.raises(UserError, match="cfg_scale=1.5 needs the null class, which was never trained: .*model.class_dropout=0"):
+        train("run", "model.class_dropout=0.0", "guidance=cfg", "guidance.cfg_scale=1.5", *GRIDS)
+    with pytest.raises(UserError, match="eval.cfg_scales=2: .*cfg_scale=2 needs the null class"):
+        train("run", "model.class_dropout=0.0", "guidance=none", "eval.every=2", "eval.cfg_scales=[1.0,2.0]")
+    assert not (tmp_path / "run").exists()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -324,8 +394,33 @@ def test_a_run_of_a_version_without_init_from_resumes(train):
     for name, drop in (("config.yaml", "init_"), ("state.json", "ema_num_updates")):
         lines = [line for line in (folder / name).read_text().splitlines() if drop not in line]
         (folder / name).write_text("\n".join(lines).replace("1,\n}", "1\n}") + "\n")
-        manifest[name] = checkpoints._size_and_hash(folder / name)
+        manifest[name] = checkpoints.size_and_hash(folder / name)
     (folder / "manifest.json").write_text(json.dumps(manifest))
+    train("run")
+    assert losses(run) == losses(whole)
+    assert_same_weights(whole, run, 6)
+
+
+def test_a_run_of_an_earlier_version_resumes_exactly_and_can_be_sampled(train):
+    """tests/earlier_run holds what commit 263cf31 wrote of this run at step 3, with the weights' shapes instead of 33 MB."""
+    whole, run = train("whole"), train("run", "train.num_steps=3")
+    (folder,) = checkpoints.list_steps(run / "checkpoints").values()
+    stored = Path(__file__).parent / "earlier_run"
+    shapes = json.loads((stored / "shapes.json").read_text())
+    for which in ("model", "ema"):
+        assert {name: list(value.shape) for name, value in weights(run, 3, which).items()} == shapes
+    states = torch.load(folder / "optimizer.pt", weights_only=True)["state"]
+    assert list(states) == list(range(131)) and {tuple(state) for state in states.values()} == {("step", "exp_avg", "exp_avg_sq")}
+    assert json.loads((folder / "state.json").read_text()) == json.loads((stored / "state.json").read_text())
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for name in ("config.yaml", "state.json"):
+        shutil.copy(stored / name, folder / name)
+        manifest[name] = checkpoints.size_and_hash(folder / name)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    shutil.copy(stored / "config.yaml", run / "config.yaml")
+
+    net = load_network(folder, load_config(folder), "ema", torch.device("cpu"))
+    assert all(torch.equal(value, net.state_dict()[name]) for name, value in weights(run, 3, "ema").items())
     train("run")
     assert losses(run) == losses(whole)
     assert_same_weights(whole, run, 6)
@@ -333,6 +428,40 @@ def test_a_run_of_a_version_without_init_from_resumes(train):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # In processes of their own.
+
+
+def full_disk(file):
+    """Every write to `file` finds the disk full."""
+    file.unlink(missing_ok=True)
+    file.symlink_to("/dev/full")
+    return file
+
+
+@needs_dev_full
+def test_a_full_disk_is_named_with_the_file_alone_by_a_run_and_by_sample_py(tmp_path):
+    import sample
+
+    run = RunFolder(tmp_path, "run")
+    run.open()
+    for file, write in ((full_disk(run.metrics), run.log_metrics), (full_disk(run.starts), run.log_start)):
+        with pytest.raises(UserError, match=f"^cannot write {file}: No space left on device$"):
+            write({"step": 1})
+    image = tmp_path / "seed_000003_class_001.png"
+    full_disk(tmp_path / f".tmp_{image.name}")
+    with pytest.raises(UserError, match=f"^cannot write {image}: No space left on device$"):
+        sample.make_images(lambda seeds, labels: np.zeros((1, 64, 64, 3), np.uint8), [3], {3: 1}, {3: image}, 1, False)
+    Image.new("RGB", (8, 8)).save(image)
+    cfg = SimpleNamespace(seeds=3, npz=False)
+    with pytest.raises(UserError, match=f"^cannot write {full_disk(tmp_path / 'grid_3.png')}: No space left on device$"):
+        sample.write_grid_and_npz(tmp_path, cfg, {3: image}, {3: 1})
+
+
+@needs_dev_full
+def test_a_full_disk_while_a_grid_is_written_names_the_grid(train, monkeypatch):
+    original = Image.Image.save
+    monkeypatch.setattr(Image.Image, "save", lambda image, file: original(image, full_disk(file)))
+    with pytest.raises(UserError, match="^cannot write .*samples/step_0000002.png: No space left on device$"):
+        train("run", "train.num_steps=2", *GRIDS)
 
 
 def wait_for(condition, timeout_sec=120):
@@ -439,7 +568,7 @@ import time
 from pathlib import Path
 import torch
 import torch.distributed as dist
-from training import cli
+from setup import cli
 
 cli.start_accelerator(1, cpu=True)
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -476,8 +605,8 @@ def test_a_full_disk_during_a_save_stops_the_run_with_the_previous_checkpoint(tm
             "    if checkpoint.step == 2: resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))\n"
             "    return save(root, checkpoint, *args)\n"
             "c.save = limited\n"
-            "import train; from training import cli, config\n"
-            "cli.run(train.main, 'config', config.TRAIN_KEYS)",
+            "import train; from setup import cli, schema\n"
+            "cli.run(train.main, 'config', schema.TrainConfig)",
             *TINY, "name=run", f"output_dir={tmp_path}", "checkpoint.every=1",
         )
     )  # fmt: skip

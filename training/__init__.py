@@ -1,1 +1,1 @@
-"""What the training loop leans on: configuration, randomness, EMA, checkpoints, run folders and sampling."""
+"""The trainer and what a run needs on disk. It knows nothing of how its objects were built."""

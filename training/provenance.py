@@ -1,4 +1,4 @@
-"""Where a run's numbers come from: the command, the commit and the machine of every start."""
+"""What produced a run's numbers: command, commit and machine of every start."""
 
 from __future__ import annotations
 
@@ -17,11 +17,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 def describe_start(accelerator: Accelerator, step: int) -> dict[str, object]:
-    """What a start adds to starts.jsonl.
-
-    Args:
-        step: the step that training goes on from.
-    """
+    """The record of a start at `step`, for starts.jsonl."""
     commit, modified = git_commit()
     return {
         "step": step,
@@ -46,24 +42,22 @@ def device_name(device: torch.device) -> str:
 
 
 def git_commit() -> tuple[str | None, bool | None]:
-    """(commit of this project's working tree, whether tracked files differ from it); (None, None) where that cannot be told."""
-    if not (REPOSITORY / ".git").exists():  # a repository further up would not be this project's
+    """(commit of this repository, whether tracked files were modified); (None, None) without a repository or git."""
+    if not (REPOSITORY / ".git").exists():  # git would take a repository further up
         return None, None
-    git = ["git", "-C", str(REPOSITORY)]
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(REPOSITORY), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
     try:
-        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        status = [*git, "status", "--porcelain", "--untracked-files=no"]
-        modified = bool(subprocess.run(status, capture_output=True, text=True, check=True).stdout.strip())
+        return git("rev-parse", "HEAD"), bool(git("status", "--porcelain", "--untracked-files=no"))
     except (OSError, subprocess.CalledProcessError):
         return None, None
-    return commit, modified
 
 
 def launch_command() -> str:
-    """The command that started this process, with accelerate's launcher and its arguments where there is one.
-
-    The launcher is the parent process, and Linux tells its arguments; elsewhere the command starts with the script.
-    """
+    """The command that started this process, on Linux with the arguments of accelerate's launcher, its parent process."""
     file = Path(f"/proc/{os.getppid()}/cmdline")
     parent = file.read_bytes().decode(errors="replace").rstrip("\0").split("\0") if file.exists() else []
     for i, argument in enumerate(parent):

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, the same answer on every process."""
+"""Which checkpoint a run starts or continues from. Every process gets the answer of the main process."""
 
 from __future__ import annotations
 
@@ -16,49 +16,42 @@ log = logging.getLogger(__name__)
 
 
 def find_resume(run: RunFolder, where: str, accelerator: Accelerator) -> Path | None:
-    """The verified checkpoint that `resume=` means; None: the run starts.
+    """The verified checkpoint that `resume=` names; None: the run starts at step 0.
 
     Args:
-        where: auto (the newest good one of the run; bad ones after it are set aside) | never | a checkpoint's folder.
+        where: auto (the newest good checkpoint of the run; damaged newer ones are renamed) | never | a checkpoint's folder.
 
     Raises:
-        UserError: resume=never in a run with checkpoints; a checkpoint that is missing, bad or older than the run's newest.
+        UserError: all checkpoints are damaged; resume=never in a run with checkpoints; the named checkpoint is missing,
+            damaged or older than the run's newest.
     """
     found = None
     if accelerator.is_main_process:
-        found = _newest(run) if where == "auto" else _named(run, where)
+        newest_step = max(checkpoints.list_steps(run.checkpoints), default=None)
+        if where == "auto":
+            found, problems = checkpoints.find_newest(run.checkpoints)
+            if found is None and problems:
+                raise checkpoints.CheckpointError(
+                    f"no checkpoint below {run.checkpoints} is whole, and training does not silently start over: "
+                    f"{'; '.join(problems.values())}. Restore one, or start a run under another name=..."
+                )
+            for folder, problem in problems.items():
+                log.warning("%s; set aside as %s", problem, checkpoints.set_aside(folder))
+        elif where != "never":
+            found = Path(where)
+            checkpoints.verify(found)
+            if newest_step is not None and newest_step > checkpoints.step_of(found):
+                raise UserError(
+                    f"resume={where}, but {run.checkpoints} already holds step {newest_step}, which going on from there would "
+                    "overwrite; choose another name=..."
+                )
+        elif newest_step is not None:
+            raise UserError(f"resume=never, but {run.checkpoints} holds checkpoints; choose another name=..., or resume=auto")
     return broadcast_object_list([found])[0]
 
 
-def _newest(run: RunFolder) -> Path | None:
-    folder, problems = checkpoints.find_newest(run.checkpoints)
-    for bad, problem in problems.items():
-        log.warning("%s; set aside as %s", problem, checkpoints.set_aside(bad))
-    return folder
-
-
-def _named(run: RunFolder, where: str) -> Path | None:
-    newest = max(checkpoints.list_steps(run.checkpoints), default=None)
-    if where == "never":
-        if newest is not None:
-            raise UserError(f"resume=never, but {run.checkpoints} holds checkpoints; choose another name=..., or resume=auto")
-        return None
-    folder = Path(where)
-    checkpoints.verify(folder)
-    if newest is not None and newest > checkpoints.step_of(folder):
-        raise UserError(
-            f"resume={where}, but {run.checkpoints} already holds step {newest}, which going on from there would overwrite; "
-            "choose another name=..."
-        )
-    return folder
-
-
 def find_initial(run: RunFolder, init_from: str | None, resume: str, accelerator: Accelerator) -> Path | None:
-    """The verified checkpoint that `init_from=` means, for a run that starts; a run that goes on has weights of its own.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The verified checkpoint that `init_from=` names; None without that key, and for a run with checkpoints of its own."""
     found = None
     if init_from is not None and accelerator.is_main_process:
         if checkpoints.list_steps(run.checkpoints) or resume not in ("auto", "never"):

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -15,8 +16,8 @@ from files import append_line, read_lines, write_file
 
 
 @contextlib.contextmanager
-def naming_file(file: Path):
-    """Name the file in the error of a full disk, which does not."""
+def name_file_in_errors(file: Path) -> Iterator[None]:
+    """An OSError inside becomes a UserError that names the file: the system's own for a full disk does not."""
     try:
         yield
     except OSError as e:
@@ -24,7 +25,7 @@ def naming_file(file: Path):
 
 
 class RunFolder:
-    """runs/<name>/ with checkpoints/, samples/, metrics.jsonl and starts.jsonl. Only the main process writes to it."""
+    """runs/<name>/, with checkpoints/, samples/, metrics.jsonl and starts.jsonl. Only the main process writes to it."""
 
     def __init__(self, output_dir: str, name: str | int):
         self.path = Path(output_dir) / str(name)
@@ -35,56 +36,49 @@ class RunFolder:
         self._lock = None
 
     def open(self) -> None:
-        """Create the folders and lock the run against a second training.
-
-        Raises:
-            UserError: no permission to write, or another process trains in it.
-        """
+        """Create the folders and lock them. Raises UserError without permission to write, and if another process trains here."""
         try:
             for folder in (self.checkpoints, self.samples):
                 folder.mkdir(parents=True, exist_ok=True)
             self._lock = open(self.path / ".lock", "w")
             self.metrics.touch()
-            # Whoever may write a file may not always make one: a checkpoint needs that.
+            # A checkpoint needs the permission to create a folder, too.
             probe = self.checkpoints / ".tmp_step_probe"
             probe.mkdir(exist_ok=True)
             probe.rmdir()
         except OSError as e:
             raise UserError(f"output_dir: cannot write to {self.path} ({e.strerror}); choose another output_dir=...") from e
         try:
-            # Released by the system when this process ends; not handed down to loader workers, which may outlive it.
+            # The system releases it when this process ends. Loader workers, which may outlive it, do not inherit it.
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as e:
             raise UserError(f"another process is training in {self.path}; wait for it, or choose another name=...") from e
 
     def write_config(self, config: dict) -> None:
-        """config.yaml: the resolved configuration of the run, of plain values."""
+        """Write config.yaml: the resolved configuration of the run, of plain values."""
         write_file(self.path / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(config)))
 
     def wandb_id(self) -> str:
-        """The same for every start of this run, so that Weights & Biases continues one run instead of opening another."""
+        """The same for every start of this run, so that Weights & Biases continues its run instead of starting another."""
         file = self.path / "wandb_id"
         if not file.exists():
             write_file(file, secrets.token_hex(4))
         return file.read_text().strip()
 
     def log_metrics(self, record: dict) -> None:
-        """Append one line to metrics.jsonl."""
         append_line(self.metrics, record)
 
     def log_start(self, record: dict) -> None:
-        """Append one line to starts.jsonl: how training started, or went on, at a step."""
         append_line(self.starts, record)
 
     def has_evaluation(self, step: int) -> bool:
         """Whether metrics.jsonl holds the evaluation of a step."""
         return any(line and line.get("step") == step and "evaluation_sec" in line for _, line in read_lines(self.metrics))
 
-    def keep_metrics_until(self, step: int) -> int:
-        """Drop the lines after `step` (and torn ones), which the run writes again. Returns how many."""
+    def keep_metrics_until(self, step: int) -> None:
+        """Drop the lines after `step`, which the run writes again, and incomplete ones."""
         lines = [line for _, line in read_lines(self.metrics)]
         kept = [line for line in lines if line and isinstance(line.get("step"), int) and line["step"] <= step]
         wanted = "".join(json.dumps(line) + "\n" for line in kept)
         if wanted != self.metrics.read_text(errors="replace"):
             write_file(self.metrics, wanted)
-        return len(lines) - len(kept)

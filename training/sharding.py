@@ -1,10 +1,10 @@
-"""FSDP2: weights, gradients, AdamW's states and the averages, of which every process holds its own part.
+"""FSDP2: every process holds a shard of weights, gradients, AdamW's states and EMA.
 
-Through torch's `fully_shard` and not through accelerate's plugin for it, which gives all units one precision (the block
-after a route has its own), builds its device mesh without looking at the accelerator's device and knows no averages.
+It uses torch's `fully_shard`, not accelerate's plugin, which gives all units one precision (the block after a route has
+its own), builds its device mesh without regard to the accelerator's device and knows no EMA.
 
-A sharded tensor is a DTensor, cut along its first dimension. torch.distributed.fsdp and .tensor are imported where they
-are used: that takes seconds, which train.parallel=ddp need not wait for.
+A sharded tensor is a DTensor, split along its first dimension. torch.distributed.fsdp and .tensor are imported where they
+are used: that takes seconds, which train.parallel=ddp need not spend.
 """
 
 from __future__ import annotations
@@ -15,22 +15,18 @@ from torch import Tensor
 import dit
 
 
-def shard(net: dit.DiT, device: torch.device, num_processes: int, precision: str) -> None:
-    """Keep this process's part of every trained parameter, on `device`. Each block is a unit of communication, the rest is one.
+def shard_network(net: dit.DiT, device: torch.device, num_processes: int, precision: str) -> None:
+    """Shard the trained parameters over all processes, on `device`: one FSDP unit per block, and one for the rest.
 
-    The weights are gathered before a unit computes, in the forward and again in the backward, and its gradients are averaged
-    and cut as soon as they are there, while the backward of the unit before it goes on.
-
-    It comes after `compile_network` and `checkpoint_activations`: the gathering is then outside of what is compiled or
-    computed again.
+    FSDP gathers the weights of a unit before it computes, and averages and shards its gradients while the backward of the
+    next unit runs. Call it after `compile_network` and `checkpoint_activations`, so that neither contains the communication.
 
     Args:
         net: with the same values on every process.
-        num_processes: all of the run.
-        precision: train.precision. The parts are float32, and autocast decides on the precision as it does without shards.
-            With bf16, what a block gathers is rounded before it travels: its parameters are those of linear layers alone,
-            which autocast would round to the same values, so that half of the communication gives the same numbers. Blocks
-            after a route (net.fp32_layers) and all outside the blocks travel in float32. Gradients are averaged in float32.
+        precision: train.precision. Shards are float32, and autocast works as without FSDP. With bf16, blocks are gathered in
+            bfloat16: their parameters belong to linear layers, which autocast would round to the same values, so half of the
+            communication gives the same numbers. Blocks after a route (net.fp32_layers) and everything outside the blocks
+            are gathered in float32. Gradients are averaged in float32.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -38,52 +34,48 @@ def shard(net: dit.DiT, device: torch.device, num_processes: int, precision: str
     mesh = init_device_mesh(device.type, (num_processes,))
     in_bf16 = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for i, block in enumerate(net.blocks):
-        rounded = precision == "bf16" and i not in net.fp32_layers
-        # The last block is the first that the backward needs.
-        keep_gathered = i == len(net.blocks) - 1
-        policy = in_bf16 if rounded else MixedPrecisionPolicy()
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep_gathered)
-    # What is not trained (the positions) is small, and its first dimension, 1, cannot be cut: whole everywhere.
+        policy = in_bf16 if precision == "bf16" and i not in net.fp32_layers else MixedPrecisionPolicy()
+        is_last = i == len(net.blocks) - 1  # the backward needs it first: it stays gathered
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not is_last)
+    # The positions are not trained and small, and their first dimension, 1, cannot be split: every process holds them.
     fixed = {p for p in net.parameters() if not p.requires_grad}
     fully_shard(net, mesh=mesh, ignored_params=fixed)
     for p in fixed:
         p.data = p.data.to(device)
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This process's part of a sharded tensor, any other as it is; memory is shared with it."""
+def local_shard(tensor: Tensor) -> Tensor:
+    """This process's shard, which shares memory with `tensor`; a plain tensor as it is."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def all_parts(tensor: Tensor) -> Tensor:
-    """A sharded tensor whole, on its device; any other as it is. All processes have to call it, to send their parts."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """A sharded tensor gathered on its device; a plain tensor as it is. Every process must call it."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def part_like(whole: Tensor, tensor: Tensor) -> Tensor:
-    """`whole`, which every process has, cut and placed like `tensor`; as it is, where that is not sharded."""
-    if not hasattr(tensor, "to_local"):
-        return whole
-    from torch.distributed.tensor import DTensor, distribute_tensor
+def distribute_like(full: Tensor, like: Tensor) -> Tensor:
+    """`full`, which every process has, sharded like `like`; unchanged if `like` is a plain tensor."""
+    if not hasattr(like, "to_local"):
+        return full
+    from torch.distributed.tensor import distribute_tensor
 
-    # None: no process sends, each cuts its own. The part is a view, which would keep all of `whole` in memory.
-    part = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
-    settings = {"run_check": False, "shape": part.shape, "stride": part.stride()}
-    return DTensor.from_local(part.to_local().clone(), part.device_mesh, part.placements, **settings)
+    # src_data_rank=None: no communication, every process cuts its own shard. It is a view; the clone lets `full` be freed.
+    return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None).clone()
 
 
 @torch.no_grad()
-def gathered(state: object, keep: bool) -> object:
-    """A state dict (of networks or optimisers) with every sharded tensor whole on the CPU; None in its place without `keep`.
+def gather_state_dict(state: object, keep: bool) -> object:
+    """A state dict of a network or optimizer with its sharded tensors gathered on the CPU; without `keep`, None in their place.
 
-    All processes have to call it. They gather one tensor after the other, so that none needs room for more than that one.
-    torch.distributed.checkpoint.state_dict does the same, but names an optimiser's states otherwise than the optimiser.
+    Every process must call it. Tensors are gathered one at a time, so that a device needs room for one only.
+    torch.distributed.checkpoint.state_dict does the same, but renames the states of the optimizer.
     """
     if isinstance(state, dict):
-        return {key: gathered(value, keep) for key, value in state.items()}
+        return {key: gather_state_dict(value, keep) for key, value in state.items()}
     if isinstance(state, list):
-        return [gathered(value, keep) for value in state]
+        return [gather_state_dict(value, keep) for value in state]
     if not hasattr(state, "full_tensor"):
         return state
-    whole = all_parts(state)
-    return whole.cpu() if keep else None
+    full = state.full_tensor()
+    return full.cpu() if keep else None

@@ -1,6 +1,6 @@
-"""What the training step does to be fast, and what of it the machine at hand can do.
+"""What makes a training step fast, and whether the machine can do it.
 
-Parameter names and the values of parameters stay; what is computed stays the same up to rounding.
+Nothing here changes the names or values of parameters; results change by rounding only.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import dit
 from errors import UserError
 
-# train.precision: what accelerate calls it. fp8 is bf16 with other products in the blocks.
+# train.precision -> accelerate's name. fp8 is bf16 with float8 products in the blocks.
 MIXED_PRECISION = {"fp32": "no", "bf16": "bf16", "fp8": "bf16"}
-# train.attention: what torch calls the kernel. `auto` leaves the choice to torch.
+# train.attention -> torch's name. `auto` leaves the choice to torch.
 ATTENTION_KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -34,48 +34,44 @@ ATTENTION_KERNELS = {
 }
 FP8_CAPABILITY = (8, 9)  # Ada and Hopper are the first to multiply float8
 
-# The results that `selective` keeps: matrix products and attention, which are slow to compute again. The rest (norms,
-# modulation, activations) is most of the memory and little of the time.
-_KEPT = (
+# What `selective` keeps: matrix products and attention, which are slow to recompute. The rest (norms, modulation,
+# activations) is most of the memory and little of the time.
+_KEPT = [
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-)
+]
 
 
 def checkpoint_activations(net: dit.DiT, what: str) -> None:
-    """Have the backward compute again what the forward then need not keep.
+    """Recompute activations in the backward to save memory.
 
     Args:
-        what: `none`; `blocks` keeps the input of every block alone, for about a third more time; `selective` keeps matrix
-            products and attention too (with compile=blocks, which hides them, it is the same as `blocks`).
+        what: `none`; `blocks` keeps only the input of every block, for about a third more time; `selective` also keeps matrix
+            products and attention (with compile=blocks, which hides them, it is the same as `blocks`).
     """
     if what == "none":
         return
-    # Nothing in a block is random, so that there is no generator to rewind.
-    settings = {"use_reentrant": False, "preserve_rng_state": False}
+    settings = {"use_reentrant": False, "preserve_rng_state": False}  # nothing in a block is random
     if what == "selective":
-        settings["context_fn"] = functools.partial(create_selective_checkpoint_contexts, list(_KEPT))
+        settings["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _KEPT)
     for block in net.blocks:
         block.forward = _checkpointed(block.forward, settings)
 
 
 def _checkpointed(forward: Callable[..., Tensor], settings: dict) -> Callable[..., Tensor]:
-    def checkpointed_forward(x: Tensor, c: Tensor) -> Tensor:
-        return checkpoint(forward, x, c, **settings)
-
-    return checkpointed_forward
+    return lambda x, c: checkpoint(forward, x, c, **settings)
 
 
 def compile_network(net: dit.DiT, mode: str) -> None:
-    """torch.compile, for the shapes of this run alone. It comes before `checkpoint_activations`.
+    """torch.compile for the shapes of this run. Call it before `checkpoint_activations`.
 
     Args:
-        mode: `none`; `blocks` compiles a block once for all that see as many tokens, soon done; any other is torch.compile's
-            own, for the network as a whole.
+        mode: `none`; `blocks` compiles once for all blocks that see the same number of tokens, which is quick; any other is a
+            mode of torch.compile, for the whole network.
     """
     if mode == "blocks":
         for block in net.blocks:
@@ -85,21 +81,21 @@ def compile_network(net: dit.DiT, mode: str) -> None:
 
 
 def attention_kernel(name: str) -> contextlib.AbstractContextManager:
-    """A context in which attention prefers this kernel; for tensors that it does not know, float32 say, torch chooses another."""
+    """A context in which attention prefers this kernel; torch takes another for tensors it does not support, such as float32."""
     if name == "auto":
         return contextlib.nullcontext()
     if name == "math":
-        return sdpa_kernel(SDPBackend.MATH)  # it knows all tensors; and a CPU has an order of its own
+        return sdpa_kernel(SDPBackend.MATH)  # it supports all tensors; and a CPU ignores the priority
     others = [kernel for kernel in ATTENTION_KERNELS.values() if kernel is not ATTENTION_KERNELS[name]]
     return sdpa_kernel([ATTENTION_KERNELS[name], *others], set_priority=True)
 
 
 def use_float8(net: dit.DiT, *, emulate: bool = False) -> None:
-    """Have the four linear layers of each block compute their products in float8, forward and backward.
+    """Compute the products of the four linear layers of each block in float8, forward and backward.
 
-    Weights stay as they are; inputs, weights and gradients are scaled by their largest element as they are cast (torchao's
-    `tensorwise` recipe). The block after a route, which is to run in float32, keeps its layers, and so do the small
-    modulation layers, for which casting costs more than the product.
+    Weights stay float32. Inputs, weights and gradients are scaled by their largest element when they are cast (torchao's
+    `tensorwise` recipe). Blocks after a route, which run in float32, are left out, and so are the small modulation layers,
+    where a cast costs more than the product.
 
     Args:
         emulate: multiply rounded numbers in float32, on hardware without float8.
@@ -117,13 +113,9 @@ def use_float8(net: dit.DiT, *, emulate: bool = False) -> None:
 
 
 def check_machine(train, net: dit.DiT, device: torch.device) -> None:
-    """Precision, attention kernel and compilation of the run, before any slow work.
+    """Check precision, attention kernel and compilation (train.* of the configuration) before any slow work.
 
-    Args:
-        train: train.* of the configuration.
-
-    Raises:
-        UserError: the machine lacks what a key asks for; it names the key, and what there is.
+    Raises UserError if the machine lacks what a key asks for, with the key and what the machine has.
     """
     _check_precision(train.precision, device)
     attn = net.blocks[0].attn
@@ -138,12 +130,12 @@ def check_machine(train, net: dit.DiT, device: torch.device) -> None:
 
 def _check_precision(precision: str, device: torch.device) -> None:
     if device.type == "cuda" and precision != "fp32" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        raise UserError(f"train.precision={precision}: {_name(device)} has no bfloat16; use train.precision=fp32")
+        raise UserError(f"train.precision={precision}: {_describe(device)} has no bfloat16; use train.precision=fp32")
     if precision == "fp8":
         if device.type != "cuda" or torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
             raise UserError(
                 f"train.precision=fp8 needs a GPU of compute capability {'.'.join(map(str, FP8_CAPABILITY))} or more (Ada, "
-                f"Hopper or newer); this run is on {_name(device)}, which has fp32 and bf16"
+                f"Hopper or newer); this run is on {_describe(device)}, which has fp32 and bf16"
             )
         if importlib.util.find_spec("torchao") is None:
             raise UserError("train.precision=fp8 needs torchao, which is not installed: pip install torchao")
@@ -153,18 +145,18 @@ def _check_attention(name: str, precision: str, head_width: int, device: torch.d
     if name == "auto":
         return
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
-    usable = [kernel for kernel in ATTENTION_KERNELS if _runs(ATTENTION_KERNELS[kernel], head_width, dtype, device)]
+    usable = [kernel for kernel in ATTENTION_KERNELS if _can_run(ATTENTION_KERNELS[kernel], head_width, dtype, device)]
     if name not in usable:
         raise UserError(
-            f"train.attention={name} is not there for {dtype} and heads of {head_width} on {_name(device)}, "
+            f"train.attention={name} is not there for {dtype} and heads of {head_width} on {_describe(device)}, "
             f"which has {', '.join(usable)}; or leave the choice to torch: train.attention=auto"
         )
 
 
-def _runs(kernel: SDPBackend, head_width: int, dtype: torch.dtype, device: torch.device) -> bool:
+def _can_run(kernel: SDPBackend, head_width: int, dtype: torch.dtype, device: torch.device) -> bool:
     x = torch.zeros(1, 1, 64, head_width, dtype=dtype, device=device, requires_grad=True)
     try:
-        # One kernel alone is an error where it is missing; torch warns of its reasons too, which nobody asked for.
+        # With one kernel allowed, torch raises if it cannot run. It also warns of the reasons, which would be noise.
         with sdpa_kernel(kernel), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             scaled_dot_product_attention(x, x, x)
@@ -174,15 +166,13 @@ def _runs(kernel: SDPBackend, head_width: int, dtype: torch.dtype, device: torch
 
 
 def check_compile(key: str, mode: str, device: torch.device) -> None:
-    """The compiler that a mode of `compile_network` needs.
-
-    Raises:
-        UserError: it is not there; `key` is the setting that the message names.
-    """
+    """Raise UserError if a mode of `compile_network` needs a compiler that is not installed; `key` is named in the message."""
     if mode == "none":
         return
     if mode == "reduce-overhead" and device.type != "cuda":
-        raise UserError(f"{key}=reduce-overhead records CUDA graphs, and this run is on {_name(device)}; use blocks or default")
+        raise UserError(
+            f"{key}=reduce-overhead records CUDA graphs, and this run is on {_describe(device)}; use blocks or default"
+        )
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
         raise UserError(f"{key}={mode} on a GPU needs triton, which is not installed; use {key}=none")
     if device.type == "cpu":
@@ -197,7 +187,7 @@ def check_compile(key: str, mode: str, device: torch.device) -> None:
             ) from e
 
 
-def _name(device: torch.device) -> str:
+def _describe(device: torch.device) -> str:
     if device.type != "cuda":
         return f"the {device.type}"
     major, minor = torch.cuda.get_device_capability(device)
@@ -209,12 +199,9 @@ def _name(device: torch.device) -> str:
 
 
 def use_cores(device: torch.device, cpu_threads: int | None) -> None:
-    """Let a process that computes on the CPU use its share of the cores, and the same memory in every step.
+    """If this process computes on the CPU, let it use `cpu_threads` (None: its share of the cores) and keep freed memory.
 
-    `accelerate launch` sets OMP_NUM_THREADS=1 unless told otherwise, which leaves the other cores idle.
-
-    Args:
-        cpu_threads: of this process; None: the machine's cores divided by the processes on it.
+    `accelerate launch` sets OMP_NUM_THREADS=1, which would leave the other cores idle.
     """
     if device.type == "cpu":
         torch.set_num_threads(cpu_threads or cores_per_process())
@@ -228,10 +215,9 @@ def cores_per_process() -> int:
 
 
 def keep_freed_memory() -> None:
-    """Have the C library hand freed memory to the next allocation instead of back to the system.
+    """Let the C library (glibc; others have no such setting) keep freed memory for the next allocation.
 
-    Otherwise every large tensor of every step is mapped afresh, and the system clears it page by page: 4 to 12% of a step.
-    Only glibc has this setting; elsewhere nothing happens.
+    Otherwise it maps every large tensor of every step anew, and the system clears each page: 4 to 12% of a step.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:

@@ -11,18 +11,18 @@ import time
 import torch
 import torch.distributed as dist
 
-# A terminal and a launcher both pass on one Ctrl-C: signals this close together are one request.
+# Terminal and launcher both forward a Ctrl-C: signals this close together are one request.
 SAME_REQUEST_SEC = 1.0
 
 
 class StopSignal:
-    """Whether to stop, the same answer in every process.
+    """Whether a signal asked this run to stop, with the same answer on every process.
 
-    The processes agree by an all-reduce on the CPU that is started at one step and read at the next: nobody waits for an
-    accelerator, and all of them stop after the same step.
+    The processes agree by an all-reduce on the CPU, started at one step and read at the next: none waits for an accelerator,
+    and all stop after the same step.
 
-    Signals are counted by a thread that the C-level handler wakes. Python's own handlers run between two bytecodes of the main
-    thread alone: two signals within one backward, which can take seconds on a CPU, would be one to them, and late.
+    A thread counts the signals; the C-level handler wakes it. Python's own handlers run only between bytecodes of the main
+    thread: two signals within one backward, which can take seconds on a CPU, would arrive late and as one.
     """
 
     def __init__(self):
@@ -33,34 +33,33 @@ class StopSignal:
         self._writer.setblocking(False)
         threading.Thread(target=self._listen, name="signals", daemon=True).start()
         self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        # Only against the default action.
+        # These handlers only replace the default action.
         self._previous = {s: signal.signal(s, lambda signum, frame: None) for s in (signal.SIGTERM, signal.SIGINT)}
 
     def _listen(self) -> None:
-        """A byte comes for every signal, with its number; nothing once the writer is closed."""
+        """Read one byte per signal, its number, until the writer is closed."""
         while received := self._reader.recv(1):
-            if (signum := received[0]) in (signal.SIGTERM, signal.SIGINT):
-                self._count(signum)
+            signum, now_sec = received[0], time.monotonic()
+            if signum not in (signal.SIGTERM, signal.SIGINT):
+                continue
+            if self._first_sec is None:
+                self._first_sec = now_sec
+            elif now_sec - self._first_sec > SAME_REQUEST_SEC:
+                os._exit(128 + signum)
         self._reader.close()
 
-    def _count(self, signum: int) -> None:
-        now_sec = time.monotonic()
-        if self._first_sec is None:
-            self._first_sec = now_sec
-        elif now_sec - self._first_sec > SAME_REQUEST_SEC:
-            os._exit(128 + signum)
-
     def requested(self) -> bool:
-        """To be called once per step by every process."""
+        """Whether to stop after this step. Every process must call it once per step."""
         here = self._first_sec is not None
         if self._group is None:
             return here
-        answer = self._wait()
+        answer = self.finish()
         flag = torch.tensor([int(here)])
         self._pending = (dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True), flag)
         return answer
 
-    def _wait(self) -> bool:
+    def finish(self) -> bool:
+        """Wait for the all-reduce of the step before, and return its answer. Every process must call it after the last step."""
         if self._pending is None:
             return False
         work, flag = self._pending
@@ -68,12 +67,8 @@ class StopSignal:
         self._pending = None
         return bool(flag.item())
 
-    def finish(self) -> None:
-        """To be called by every process after the last step: no answer may be under way when processes leave."""
-        self._wait()
-
     def close(self) -> None:
-        """Give the signals back to whoever had them."""
+        """Restore the handlers from before."""
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
         signal.set_wakeup_fd(self._previous_fd)

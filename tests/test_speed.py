@@ -9,7 +9,7 @@ from torch.profiler import profile
 
 import dit
 from routing_module import Route
-from training import engine
+from training import speed
 from training.speed import attention_kernel, check_machine, checkpoint_activations, compile_network, use_float8
 
 CPU = torch.device("cpu")
@@ -192,7 +192,7 @@ def test_what_a_gpu_lacks_is_said_at_the_start(net, monkeypatch, capability, has
 
 
 def test_float8_without_torchao_names_the_package(net, monkeypatch):
-    monkeypatch.setattr(engine.importlib.util, "find_spec", lambda name: None if name == "torchao" else object())
+    monkeypatch.setattr(speed.importlib.util, "find_spec", lambda name: None if name == "torchao" else object())
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     with pytest.raises(ValueError, match="pip install torchao"):
