@@ -4,10 +4,22 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+
+
+class SampleRandom(Protocol):
+    """A source of random numbers on the batch's device, one row per sample.
+
+    It lets the caller tie random numbers to a sample, whatever batch the sample is in.
+    """
+
+    def randn(self, *shape: int) -> Tensor: ...  # (B, *shape)
+
+    def rand(self, *shape: int) -> Tensor: ...  # (B, *shape), in [0, 1)
 
 
 def _key(*parts: object) -> int:

@@ -86,11 +86,11 @@ def build_sampler_and_evaluation(
     """(sampler of the grids, evaluation), both of the EMA's network; each None if the configuration asks for none."""
     if not (cfg.sample.every or cfg.eval.every):
         return None, None
-    autoencoder = build.build_autoencoder(cfg, accelerator.device)
     diffusion = build.build_diffusion(cfg.diffusion)
     build.check_guidance(cfg.guidance, cfg, diffusion)
     build.warn_of_guidance(cfg.guidance, cfg)
     settings = load.find_weak(cfg.guidance, cfg, accelerator)
+    autoencoder = build.build_autoencoder(cfg, accelerator.device)
     weak = load.load_weak(settings, accelerator.device)
     sampler = load.build_sampler(ema.net, cfg, settings, autoencoder, accelerator.device, diffusion=diffusion, weak=weak)
     evaluation = None

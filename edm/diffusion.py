@@ -7,23 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from edm.sampler import HeunSampler
-
-
-class SampleRandom(Protocol):
-    """A source of random numbers on the batch's device, one row per sample.
-
-    It lets the caller tie random numbers to a sample, whatever batch the sample is in.
-    """
-
-    def randn(self, *shape: int) -> Tensor: ...  # (B, *shape)
-
-    def rand(self, *shape: int) -> Tensor: ...  # (B, *shape), in [0, 1)
+from randomness import SampleRandom
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from edm.diffusion import SampleRandom
+from randomness import SampleRandom
 from sit.sampler import FlowSampler
 
 TIMESTEPS = ("uniform", "logit_normal")
