@@ -25,9 +25,10 @@ from omegaconf import DictConfig
 
 from errors import UserError
 from evaluations.images import open_images
+from evaluations.suite import format_metric, metrics_of, short_count
 from files import append_line, markdown_table, read_lines
 from sample import with_scale
-from sampling.evaluator import Evaluator, short_count
+from sampling.evaluator import Evaluator
 from sampling.sampler import ImageSampler
 from setup import build, cli, load, schema
 from training import checkpoint as checkpoints
@@ -38,8 +39,6 @@ log = logging.getLogger("fid")
 # The settings of the sampler that a sweep can go over, where the checkpoint's diffusion has them.
 SWEPT_OF_SAMPLER = ("num_steps", "S_churn", "solver")
 PAPER_NUM_SAMPLES = 50_000
-# The metric that is plotted, by detector.
-PLOTTED = {"inception": "fid", "digits": "fd_digits"}
 
 
 def main(cfg: DictConfig) -> None:
@@ -77,9 +76,13 @@ def main(cfg: DictConfig) -> None:
             cost = {"network_evaluations": sampler.evaluations_per_image, "gflops_per_image": sampler.flops_per_image / 1e9}
         if accelerator.is_main_process:
             results.add(point, metrics, cost)
-            log.info("%s: %s", point_name(shown(point)), ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+            log.info(
+                "%s: %s",
+                point_name(shown(point)),
+                ", ".join(f"{name} {format_metric(name, value)}" for name, value in metrics.items()),
+            )
     if accelerator.is_main_process:
-        table = results.write(points, PLOTTED[cfg.evaluation.detector])
+        table = results.write(points, metrics_of(cfg.evaluation.detector)[0].name)
         sys.stdout.write(table)
     accelerator.end_training()
 
@@ -242,8 +245,7 @@ class Results:
             writer = csv.DictWriter(f, names)
             writer.writeheader()
             writer.writerows(rows)
-        cells = [[row.get(name, "") for name in names] for row in rows]
-        table = markdown_table(names, [[f"{x:.4g}" if isinstance(x, float) else str(x) for x in row] for row in cells])
+        table = markdown_table(names, [[cell(name, row.get(name, "")) for name in names] for row in rows])
         (self.folder / "results.md").write_text(table)
         if len(points) > 1:
             plot(
@@ -253,6 +255,10 @@ class Results:
                 self.folder / "results.png",
             )
         return table
+
+
+def cell(name: str, value) -> str:
+    return format_metric(name, value) if isinstance(value, float) else str(value)
 
 
 def default_folder(cfg: schema.FidConfig, folders: list[Path]) -> Path:

@@ -18,16 +18,6 @@ from randomness import class_of_seed
 from sampling.sampler import ImageSampler
 
 
-def short_count(count: int) -> str:
-    """50000 -> 50k, 250 -> 250: the sample count as it stands in the names of metrics."""
-    return f"{count // 1000}k" if count % 1000 == 0 else str(count)
-
-
-def metric_name(metric: str, num_samples: int, cfg_scale: float) -> str:
-    """`fid5k/cfg1.5`; scale 1 is no guidance."""
-    return f"{metric}{short_count(num_samples)}/cfg{float(cfg_scale)}"
-
-
 @dataclass
 class Evaluator:
     """A detector and the features of the reference, ready for any number of evaluations.

@@ -16,7 +16,17 @@ from evaluations.features import Features, concatenate, extract
 from evaluations.images import open_images
 from evaluations.npz import NpzImages, write_npz
 from evaluations.statistics import Statistics, statistics_of
-from evaluations.suite import caveats, evaluate
+from evaluations.suite import (
+    METRICS,
+    MetricName,
+    caveats,
+    evaluate,
+    find_metric,
+    format_metric,
+    metric_name,
+    metrics_of,
+    read_metric_name,
+)
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +134,40 @@ def test_one_missing_class_lowers_recall_but_not_precision(detector, digits):
 def test_asking_for_other_classes_lowers_the_agreement(detector, digits):
     features, labels = detector.features(digits[0]), digits[1]
     assert evaluate(features, features, (labels + 1) % 10)["class_agreement"] < 0.05
+
+
+def test_the_first_metric_of_a_detector_is_its_primary_one_and_distances_are_better_when_lower():
+    assert [metrics_of(detector)[0].name for detector in ("inception", "digits")] == ["fid", "fd_digits"]
+    assert {name for name, metric in METRICS.items() if metric.direction == "lower"} == {"fid", "sfid", "fd_digits"}
+    assert {metric.direction for metric in METRICS.values()} == {"lower", "higher"}
+    assert metrics_of("another") == []
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("fid50k/cfg1.0", ("fid", 50_000, "cfg1.0")),
+        ("sfid5k/cfg1.25", ("sfid", 5_000, "cfg1.25")),
+        ("fd_digits250/sparse,0.0,0.5,1.5", ("fd_digits", 250, "sparse,0.0,0.5,1.5")),
+        ("precision_digits1500/guided", ("precision_digits", 1_500, "guided")),
+    ],
+)
+def test_full_names_are_read_as_they_are_made(name, parts):
+    assert read_metric_name(name) == MetricName(*parts)
+    assert metric_name(*parts) == name
+    assert find_metric(name) is METRICS[parts[0]]
+
+
+def test_a_name_without_guidance_and_a_plain_one_are_found_and_other_columns_are_no_metrics():
+    assert read_metric_name("fd_digits250") == MetricName("fd_digits", 250, "")
+    assert find_metric("fd_digits250") is find_metric("fd_digits") is METRICS["fd_digits"]
+    assert read_metric_name("fid_clip5k/cfg1.0") == MetricName("fid_clip", 5_000, "cfg1.0")  # of another table
+    for name in ("loss", "step", "images_per_sec", "fid_clip5k/cfg1.0", "fid/cfg1.0"):
+        assert find_metric(name) is None
+
+
+def test_values_are_formatted_as_the_table_says():
+    assert [format_metric(name, 12.34567) for name in ("fid50k/cfg1.0", "recall", "loss")] == ["12.35", "12.346", "12.35"]
 
 
 def inception_features(num: int, seed: int) -> Features:

@@ -8,7 +8,7 @@ import pytest
 from conftest import LAUNCH_2, REPOSITORY, composed, finish, forget_accelerate, losses, metrics, start
 from PIL import Image
 
-from sampling.evaluator import metric_name
+from evaluations.suite import metric_name
 from training import config
 
 NAMES = ["fd_digits", "precision_digits", "recall_digits", "class_agreement"]

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from errors import UserError
+from evaluations.suite import format_metric, metric_name
 from latents.order import BatchOrder, read_batches
 from latents.shards import LatentDataset, latents_for_network
 from randomness import StepRandom
-from sampling.evaluator import Evaluator, metric_name
+from sampling.evaluator import Evaluator
 from sampling.sampler import Diffusion, ImageSampler, labelled_grid
 from training import checkpoint as checkpoints
 from training.ema import EMA
@@ -336,7 +337,8 @@ class Trainer:
         if self.accelerator.is_main_process:
             self.run.log_metrics({"step": self.step, **record, "evaluation_sec": time.perf_counter() - start_sec})
             tqdm.write(
-                f"step {self.step}: " + ", ".join(f"{name} {value:.4g}" for name, value in record.items()), file=sys.stderr
+                f"step {self.step}: " + ", ".join(f"{name} {format_metric(name, value)}" for name, value in record.items()),
+                file=sys.stderr,
             )
         self.accelerator.log(record, step=self.step)
 
