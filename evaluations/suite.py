@@ -18,7 +18,6 @@ from torch import Tensor
 from errors import UserError
 from evaluations import metrics
 from evaluations.features import Features
-from evaluations.statistics import statistics_of
 
 log = logging.getLogger(__name__)
 
@@ -41,19 +40,9 @@ class FeaturePair:
     device: torch.device | str
 
     def frechet_distance(self, layer: str) -> float | None:
-        """By stored statistics where a side has them; None where a side has neither these nor features."""
-        sides = [(features.statistics.get(layer), getattr(features, layer)) for features in (self.reference, self.samples)]
-        if any(known is None and (x is None or len(x) == 0) for known, x in sides):
-            return None
-        (known1, x1), (known2, x2) = sides
-        if known1 is None and known2 is None:
-            return metrics.frechet_distance_of_features(x1, x2)
-        if known1 is not None and known2 is not None:
-            return metrics.frechet_distance(known1, known2)
-        known, x = (known1, x2) if known2 is None else (known2, x1)
-        if len(x) <= x.shape[1]:
-            return metrics.frechet_distance_to_statistics(x, known)
-        return metrics.frechet_distance(known, statistics_of(x))
+        """None where a side has neither images nor stored statistics of the layer."""
+        sides = [features.statistics_or_samples(layer) for features in (self.reference, self.samples)]
+        return None if any(side is None for side in sides) else metrics.frechet_distance(*sides)
 
     @functools.cached_property
     def precision_recall(self) -> tuple[float | None, float | None]:

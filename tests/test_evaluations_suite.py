@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from errors import UserError
 from evaluations import digits_detector, metrics, reference
 from evaluations.digits_detector import DigitsDetector
 from evaluations.features import Features, concatenate, extract
@@ -180,8 +181,8 @@ def test_inception_gets_the_five_names_with_warnings_about_too_few_samples(caplo
     with caplog.at_level(logging.WARNING):
         result = evaluate(first, second)
     assert list(result) == ["fid", "sfid", "inception_score", "precision", "recall"]
-    assert result["fid"] == pytest.approx(metrics.frechet_distance_of_features(first.pool, second.pool), rel=1e-12)
-    assert result["sfid"] == pytest.approx(metrics.frechet_distance_of_features(first.spatial, second.spatial), rel=1e-12)
+    assert result["fid"] == pytest.approx(metrics.frechet_distance(first.pool, second.pool), rel=1e-12)
+    assert result["sfid"] == pytest.approx(metrics.frechet_distance(first.spatial, second.spatial), rel=1e-12)
     assert result["fid"] != pytest.approx(result["sfid"])
     assert "FID and sFID from 50 samples, fewer than the 2048 features" in caplog.text
     assert "Inception Score from 50 samples, less than a split of 5000" in caplog.text
@@ -211,8 +212,8 @@ def teststored_statistics_are_used_and_those_without_images_have_no_precision(ca
     with caplog.at_level(logging.WARNING):
         result = evaluate(only, samples)
     assert list(result) == ["fid", "sfid", "inception_score"]
-    assert result["fid"] == pytest.approx(metrics.frechet_distance_of_features(other.pool, samples.pool), rel=1e-6)
-    assert result["sfid"] == pytest.approx(metrics.frechet_distance_of_features(other.spatial, samples.spatial), rel=1e-6)
+    assert result["fid"] == pytest.approx(metrics.frechet_distance(other.pool, samples.pool), rel=1e-6)
+    assert result["sfid"] == pytest.approx(metrics.frechet_distance(other.spatial, samples.spatial), rel=1e-6)
     assert "no precision and recall" in caplog.text
 
 
@@ -276,6 +277,19 @@ def test_a_folder_that_cannot_be_written_to_costs_only_the_cache(npz, caplog, mo
     assert list(npz.parent.iterdir()) == [npz]
 
 
+def test_two_writers_of_a_cache_with_one_process_id_use_two_temporary_files(npz, monkeypatch):
+    temporary = []
+    replace = os.replace
+    monkeypatch.setattr(os, "getpid", lambda: 7)  # as in two containers
+    monkeypatch.setattr(os, "replace", lambda source, target: temporary.append(source) or replace(source, target))
+    images, detector = NpzImages(npz), FakeInception()
+    features = reference.features_of_images(images, detector)
+    for _ in range(2):
+        reference.write_cache(images, detector, features)
+    assert len({*temporary}) == 2 and {file.parent for file in temporary} == {npz.parent}
+    assert torch.equal(reference.read_cache(images, detector).pool, features.pool)
+
+
 def test_statistics_of_a_large_reference_are_computed_once_and_cached(detector, digits, tmp_path, monkeypatch):
     images = digits[0][:200]
     write_npz(tmp_path / "digits.npz", iter(images), images.shape)
@@ -285,7 +299,7 @@ def test_statistics_of_a_large_reference_are_computed_once_and_cached(detector, 
     expected = np.cov(second.pool.double().numpy(), rowvar=False)
     np.testing.assert_allclose(second.statistics["pool"].sigma.numpy(), expected, rtol=1e-9, atol=1e-12)
     samples = detector.features(digits[0][200:500])
-    with_cache, without = evaluate(second, samples)["fd_digits"], metrics.frechet_distance_of_features(second.pool, samples.pool)
+    with_cache, without = evaluate(second, samples)["fd_digits"], metrics.frechet_distance(second.pool, samples.pool)
     assert with_cache == pytest.approx(without, rel=1e-9)
     assert torch.equal(first.statistics["pool"].mu, second.statistics["pool"].mu)
 
@@ -309,7 +323,7 @@ def teststored_statistics_of_a_reference_are_inceptions_only(tmp_path, detector,
     features = reference.load_reference(NpzImages(file), FakeInception())
     assert torch.equal(features.statistics["pool"].sigma, stored["pool"].sigma)
     assert reference.load_reference(NpzImages(file), detector).statistics == {}
-    with pytest.raises(FileExistsError, match=r"reference\.npz exists"):
+    with pytest.raises(UserError, match=r"reference\.npz exists"):
         reference.write_reference(NpzImages(file), file)
 
 

@@ -199,7 +199,8 @@ for stop in (1, 2, 7, 101):
     together = shared_features_of_images(accelerator, images, detector, 16, stop)
     alone = features_of_images(images, detector, 16, 0, stop)
     assert torch.allclose(together.pool, alone.pool, atol=1e-4), stop
-    rows = lambda indices: Features('x', torch.tensor(indices)[:, None].float(), torch.tensor(indices)[:, None].float())
+    column = lambda start, stop: torch.arange(start, stop)[:, None].float()
+    rows = lambda start, stop: Features('x', column(start, stop), column(start, stop))
     assert shared_features(accelerator, stop, rows).pool[:, 0].tolist() == list(range(stop)), stop
 accelerator.end_training()
 """
