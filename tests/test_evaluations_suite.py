@@ -8,6 +8,7 @@ import os
 import numpy as np
 import pytest
 import torch
+from conftest import REPOSITORY
 from safetensors.torch import load_file
 
 from errors import UserError
@@ -28,6 +29,7 @@ from evaluations.suite import (
     metrics_of,
     read_metric_name,
 )
+from latents.autoencoders import to_uint8
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +68,13 @@ def test_the_detector_classifies_digits_it_was_not_trained_on(detector, digits):
     agreement = metrics.class_agreement(detector.features(images[held_out.numpy()]).logits, labels[held_out])
     assert agreement >= 0.97
     assert agreement == pytest.approx(digits_detector.stored_accuracy(), abs=0.003)
+
+
+def test_the_reference_of_the_digits_holds_what_training_decodes():
+    images, labels = digits_detector.load_digits()
+    shard = load_file(REPOSITORY / "latents" / "digits.safetensors")
+    assert torch.equal(images, to_uint8(shard["latents"].float()))
+    assert torch.equal(labels, shard["labels"])
 
 
 def test_training_the_detector_again_gives_an_equally_good_one_every_time():
