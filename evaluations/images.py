@@ -99,9 +99,10 @@ class ImageFolder:
         (usual, count), *others = Counter(sizes).most_common()
         if others:
             odd = next(i for i, size in enumerate(sizes) if size != usual)
+            pixels = ["x".join(map(str, size)) for size in (sizes[odd], usual)]
             raise UserError(
-                f"{self.files[odd]} is {'x'.join(map(str, sizes[odd]))} pixels, but {count} of {len(sizes)} images in {self.path} "
-                f"are {'x'.join(map(str, usual))}; all must be of one size: resize them or move it elsewhere"
+                f"{self.files[odd]} is {pixels[0]} pixels, but {count} of {len(sizes)} images in {self.path} are {pixels[1]}; "
+                "all must be of one size: resize them or move it elsewhere"
             )
         self.shape = (len(sizes), usual[1], usual[0], 3)
         self.labels, self.statistics = None, {}  # an .npz may hold both

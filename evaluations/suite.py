@@ -205,6 +205,11 @@ def find_metric(name: str) -> Metric | None:
 
 
 def format_metric(name: str, value: float) -> str:
-    """A value as people read it: by the table, else four significant digits."""
+    """A value as people read it: in the table's format, four significant digits for other names."""
     metric = find_metric(name)
     return f"{value:{metric.format if metric else '.4g'}}"
+
+
+def format_metrics(values: dict[str, float]) -> str:
+    """`fid 2.27, sfid 4.60`: values by full or plain name as one line."""
+    return ", ".join(f"{name} {format_metric(name, value)}" for name, value in values.items())

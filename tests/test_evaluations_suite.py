@@ -214,7 +214,7 @@ def small_statistics(features: Features) -> dict[str, Statistics]:
     return {"pool": statistics_of(features.pool), "spatial": statistics_of(features.spatial)}
 
 
-def teststored_statistics_are_used_and_those_without_images_have_no_precision(caplog):
+def test_stored_statistics_are_used_and_those_without_images_have_no_precision(caplog):
     samples, other = inception_features(30, 1), inception_features(40, 2)
     known = small_statistics(other)
     only = Features("inception", pool=samples.pool[:0], logits=samples.logits[:0], spatial=samples.spatial[:0], statistics=known)
@@ -323,7 +323,7 @@ def test_features_can_be_computed_by_several_processes(npz):
     torch.testing.assert_close(features.pool, alone.pool)
 
 
-def teststored_statistics_of_a_reference_are_inceptions_only(tmp_path, detector, digits):
+def test_stored_statistics_of_a_reference_are_inceptions_only(tmp_path, detector, digits):
     images = digits[0][:20]
     file = tmp_path / "reference.npz"
     reference.write_reference(open_written(tmp_path, images), file, FakeInception())
@@ -341,7 +341,7 @@ def open_written(folder, images: np.ndarray) -> NpzImages:
     return NpzImages(folder / "images.npz")
 
 
-def teststored_statistics_of_another_size_are_refused(tmp_path):
+def test_stored_statistics_of_another_size_are_refused(tmp_path):
     images = np.random.default_rng(4).integers(0, 256, (9, 2, 2, 3), dtype=np.uint8)
     known = {"pool": Statistics(torch.zeros(64), torch.eye(64))}
     write_npz(tmp_path / "a.npz", iter(images), images.shape, statistics=known)

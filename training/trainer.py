@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from errors import UserError
-from evaluations.suite import format_metric, metric_name
+from evaluations.suite import format_metrics, metric_name
 from latents.order import BatchOrder, read_batches
 from latents.shards import LatentDataset, latents_for_network
 from randomness import StepRandom
@@ -336,10 +336,7 @@ class Trainer:
                 record |= {metric_name(metric, num_samples, cfg_scale): value for metric, value in result.items()}
         if self.accelerator.is_main_process:
             self.run.log_metrics({"step": self.step, **record, "evaluation_sec": time.perf_counter() - start_sec})
-            tqdm.write(
-                f"step {self.step}: " + ", ".join(f"{name} {format_metric(name, value)}" for name, value in record.items()),
-                file=sys.stderr,
-            )
+            tqdm.write(f"step {self.step}: {format_metrics(record)}", file=sys.stderr)
         self.accelerator.log(record, step=self.step)
 
     # ------------------------------------------------------------------------------------------------------------------
