@@ -132,8 +132,9 @@ def build_diffusion(settings: schema.Diffusion, **sampler_overrides) -> Diffusio
     given = {key: value for key, value in sampler_overrides.items() if value is not None}
     for key, value in given.items():
         if key not in sampler:
+            shown = f"{value:g}" if isinstance(value, float) else value
             raise UserError(
-                f"{key}={value} is not a setting of the sampler of diffusion={settings.name}, with which the run was trained; "
+                f"{key}={shown} is not a setting of the sampler of diffusion={settings.name}, with which the run was trained; "
                 f"leave it out. It has {', '.join(sampler)}"
             )
     sampler |= given
