@@ -18,7 +18,9 @@ import itertools
 import json
 import logging
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -32,7 +34,7 @@ from evaluations.suite import format_metric, format_metrics, metrics_of, short_c
 from files import append_line, markdown_table, read_lines, write_file
 from sample import with_scale
 from sampling.evaluator import Evaluator
-from sampling.sampler import Diffusion
+from sampling.sampler import ImageSampler
 from setup import build, cli, load, schema
 from training import checkpoint as checkpoints
 from training.speed import check_compile
@@ -84,17 +86,7 @@ def main(cfg: DictConfig) -> None:
         if images:
             metrics = evaluator.of_images(images, num_samples)
         else:
-            sampler = load.load_sampler(
-                point.checkpoint,
-                point.run_cfg,
-                point.guidance,
-                accelerator.device,
-                weights=point.settings["weights"],
-                diffusion=point.diffusion,
-                autoencoder=cfg.autoencoder,
-                compile_mode=cfg.compile,
-                precision=cfg.precision,
-            )
+            sampler = point.load_sampler()
             metrics = evaluator.of_samples(sampler, num_samples)
             cost = {"network_evaluations": sampler.evaluations_per_image, "gflops_per_image": sampler.flops_per_image / 1e9}
         if accelerator.is_main_process:
@@ -114,9 +106,7 @@ def find_checkpoints(cfg: schema.FidConfig) -> list[Path]:
         for folder in folders:
             checkpoints.verify(folder)
         return folders
-    if cfg.checkpoint is None:
-        return []
-    return [checkpoints.find_checkpoint(Path(folder), "checkpoint") for folder in as_list(cfg.checkpoint)]
+    return [checkpoints.find_checkpoint(Path(folder), "checkpoint") for folder in as_list(cfg.checkpoint) if folder]
 
 
 def as_list(value) -> list:
@@ -125,9 +115,7 @@ def as_list(value) -> list:
 
 def with_settings_of_run(cfg: schema.FidConfig, run_cfg: schema.TrainConfig | None) -> schema.FidConfig:
     """Take from the run what the command leaves open."""
-    stored = {"reference": None, "detector": "inception", "weights": None}
-    if run_cfg is not None:
-        stored = run_cfg.evaluation.model_dump()
+    stored = run_cfg.evaluation.model_dump() if run_cfg else {"reference": None, "detector": "inception", "weights": None}
     own = {key: getattr(cfg.evaluation, key) or stored[key] for key in ("detector", "weights")}
     update = {"evaluation": cfg.evaluation.model_copy(update=own), "reference": cfg.reference or stored["reference"]}
     return cfg.model_copy(update=update)
@@ -135,18 +123,10 @@ def with_settings_of_run(cfg: schema.FidConfig, run_cfg: schema.TrainConfig | No
 
 @dataclass(frozen=True)
 class Point:
-    """One evaluation of a sweep.
-
-    Attributes:
-        settings: what tells it from other points, as results.jsonl holds it.
-        checkpoint, run_cfg, guidance, diffusion: what its images are sampled with; None for images on disk.
-    """
+    """One evaluation: its settings as results.jsonl holds them, and what loads its sampler (None for images on disk)."""
 
     settings: dict
-    checkpoint: Path | None = None
-    run_cfg: schema.TrainConfig | None = None
-    guidance: schema.Guidance | None = None
-    diffusion: Diffusion | None = None
+    load_sampler: Callable[[], ImageSampler] | None = None
 
 
 def sweep(
@@ -171,7 +151,9 @@ def sweep(
             build.check_guidance(guidance, run_cfg, diffusion)
             sampler = {key: getattr(diffusion.sampler, key) for key in SWEPT_OF_SAMPLER if hasattr(diffusion.sampler, key)}
             settings = {"checkpoint": str(folder), "weights": weights, **guidance_settings(guidance), **sampler}
-            points.append(Point(settings, folder, run_cfg, guidance, diffusion))
+            own = {"weights": weights, "diffusion": diffusion, "autoencoder": cfg.autoencoder}
+            own |= {"compile_mode": cfg.compile, "precision": cfg.precision}
+            points.append(Point(settings, partial(load.load_sampler, folder, run_cfg, guidance, accelerator.device, **own)))
     return points
 
 
@@ -240,9 +222,9 @@ class Results:
             points: their settings.
             plotted: the metric of the plot.
         """
-        lines, rows, num_samples = list(map(self.find, points)), [], self.conditions["num_samples"]
-        for settings, line in zip(points, lines):
-            rows.append({**shown(settings), "num_samples": num_samples, **line["metrics"], **line.get("cost", {})})
+        lines, settings = list(map(self.find, points)), list(map(shown, points))
+        count = {"num_samples": self.conditions["num_samples"]}
+        rows = [{**own, **count, **line["metrics"], **line.get("cost", {})} for own, line in zip(settings, lines)]
         names = list(dict.fromkeys(name for row in rows for name in row))
         text = io.StringIO()
         writer = csv.DictWriter(text, names)
@@ -252,10 +234,8 @@ class Results:
         table = markdown_table(names, [[cell(name, row.get(name, "")) for name in names] for row in rows])
         write_file(self.folder / "results.md", table)
         if len(points) > 1:
-            values = [line["metrics"][plotted] for line in lines]
-            write_file(
-                self.folder / "results.png", plot(list(map(shown, points)), values, f"{plotted}{short_count(num_samples)}")
-            )
+            png = plot(settings, [line["metrics"][plotted] for line in lines], f"{plotted}{short_count(count['num_samples'])}")
+            write_file(self.folder / "results.png", png)
         return table
 
 

@@ -149,5 +149,5 @@ def _build_extractor(file: Path) -> nn.Module:
     try:
         return FeatureExtractorInceptionV3("inception", ["2048", "logits_unbiased"], feature_extractor_weights_path=copy)
     except (RuntimeError, TypeError, AttributeError) as e:
-        reason = " ".join(str(e).split())[:200]
+        reason = " ".join(str(e).split())[:200]  # RuntimeError lists every key
         raise UserError(f"{file} holds the weights of another network ({reason}...); download {WEIGHTS_URL}") from e

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from errors import UserError
 from evaluations.features import Features, check_images
-from evaluations.metrics import full_float32
+from evaluations.metrics import class_agreement, full_float32
 from evaluations.npz import NpzImages
 from files import write_file
 
@@ -125,18 +125,8 @@ def _train(num_epochs: int, batch_size: int, lr: float) -> tuple[DigitsNet, floa
             loss.backward()
             optimizer.step()
             schedule.step()
-    return net.eval(), accuracy(net, x[held_out], labels[held_out])
-
-
-@torch.no_grad()
-def accuracy(net: DigitsNet, x: Tensor, labels: Tensor) -> float:
-    return (net(x)[1].argmax(1) == labels).double().mean().item()
-
-
-def stored_accuracy(weights: Path = WEIGHTS_FILE) -> float:
-    """Accuracy on the images held out, measured when the file was made."""
-    with safe_open(weights, framework="pt") as f:
-        return float(f.metadata()["held_out_accuracy"])
+    with torch.no_grad():
+        return net.eval(), class_agreement(net(x[held_out])[1], labels[held_out])
 
 
 def main() -> None:

@@ -142,14 +142,13 @@ class ImageFolder:
         return size
 
     def _read(self, file: Path) -> np.ndarray:
-        if self.crop is not None:
-            try:
-                return adm_center_crop(read_rgb(file), self.crop)
-            except ValueError as e:
-                raise UserError(f"{file} cannot be used ({e}); mend or remove it") from e
         try:
+            if self.crop is not None:
+                return adm_center_crop(read_rgb(file), self.crop)
             with Image.open(file) as image:
                 pixels = np.array(image.convert("RGB"))
+        except UserError as e:
+            raise UserError(f"{file} cannot be used ({e}); mend or remove it") from e
         except DECODE_ERRORS as e:
             raise UserError(f"{file} is broken ({e}); make or copy it again") from e
         if pixels.shape != self.shape[1:]:

@@ -125,20 +125,19 @@ class NpzImages:
         with archive.open("arr_0.npy") as f:
             shape, fortran_order, dtype = _read_header(f)
         what = f"{self.path}: arr_0 is {dtype} {list(shape)}"
-        if dtype != np.uint8:
-            raise UserError(f"{what}; need uint8 images of 0 to 255 (scale floats to 0..255, round, and cast)")
-        if len(shape) == 3 or len(shape) == 4 and shape[3] == 1:
-            raise UserError(f"{what}: grey images; need [N, H, W, 3] (repeat the channel three times)")
-        if len(shape) == 4 and shape[3] == 4:
-            raise UserError(f"{what}: RGBA images; need [N, H, W, 3] (drop the alpha channel: arr[..., :3])")
-        if len(shape) == 4 and shape[1] == 3 and shape[3] != 3:
-            raise UserError(f"{what}: channels first; need [N, H, W, 3] (arr.transpose(0, 2, 3, 1))")
-        if len(shape) != 4 or shape[3] != 3 or min(shape[1:3]) < 1:
-            raise UserError(f"{what}; need uint8 [N, H, W, 3]")
-        if shape[0] == 0:
-            raise UserError(f"{what}: it holds no images")
-        if fortran_order:
-            raise UserError(f"{what} in Fortran order, which cannot be streamed; save np.ascontiguousarray(arr)")
+        H, W, C = shape[1:] if len(shape) == 4 else (0, 0, 0)
+        problems = {
+            "; need uint8 images of 0 to 255 (scale floats to 0..255, round, and cast)": dtype != np.uint8,
+            ": grey images; need [N, H, W, 3] (repeat the channel three times)": len(shape) == 3 or C == 1,
+            ": RGBA images; need [N, H, W, 3] (drop the alpha channel: arr[..., :3])": C == 4,
+            ": channels first; need [N, H, W, 3] (arr.transpose(0, 2, 3, 1))": H == 3 and C != 3,
+            "; need uint8 [N, H, W, 3]": C != 3 or min(H, W) < 1,
+            ": it holds no images": 0 in shape,
+            " in Fortran order, which cannot be streamed; save np.ascontiguousarray(arr)": fortran_order,
+        }
+        for problem, is_there in problems.items():
+            if is_there:
+                raise UserError(what + problem)
         return shape
 
     def _read_labels(self, archive: zipfile.ZipFile, keys: set[str]) -> np.ndarray | None:

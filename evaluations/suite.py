@@ -10,7 +10,7 @@ import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,12 +27,7 @@ INCEPTION_SPLIT = 5000
 
 @dataclass
 class FeaturePair:
-    """What a metric is computed from.
-
-    Attributes:
-        labels: [N] int64, the classes that were asked for, in the order of the samples; None: not known.
-        device: for the neighbour search.
-    """
+    """What a metric is computed from; see `evaluate`."""
 
     reference: Features
     samples: Features
@@ -140,37 +135,31 @@ def caveats(reference: Features, samples: Features) -> list[str]:
             )
         if len(features) <= NUM_NEIGHBOURS:
             found.append(f"no precision and recall: they need more than {NUM_NEIGHBOURS} images a side; {name}: {len(features)}")
-    if has_inception and len(samples):
-        last = len(samples) % INCEPTION_SPLIT
-        if len(samples) < INCEPTION_SPLIT:
-            found.append(
-                f"Inception Score from {len(samples)} samples, less than a split of {INCEPTION_SPLIT}: lower than from a full one"
-            )
-        elif last:
-            found.append(
-                f"Inception Score: the last split holds {last} of {INCEPTION_SPLIT} samples and counts like a full one, as in ADM"
-            )
+    last_split = len(samples) % INCEPTION_SPLIT
+    if has_inception and 0 < len(samples) < INCEPTION_SPLIT:
+        found.append(
+            f"Inception Score from {len(samples)} samples, less than a split of {INCEPTION_SPLIT}: lower than from a full one"
+        )
+    elif has_inception and last_split:
+        found.append(
+            f"Inception Score: the last split holds {last_split} of {INCEPTION_SPLIT} samples and counts like a full one, "
+            "as in ADM"
+        )
     return found
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Full names: `fid50k/cfg1.5` is FID of 50,000 samples under guidance scale 1.5; `fd_digits250` names no guidance.
 
-_FULL_NAME = re.compile(r"(?P<metric>[a-z]\w*?[a-z_])(?P<count>\d+k?)(?:/(?P<guidance>.+))?")
+_FULL_NAME = re.compile(r"(?P<metric>[a-z]\w*?[a-z_])(?P<count>\d+)(?P<thousands>k?)(?:/(?P<guidance>.+))?")
 
 
-@dataclass(frozen=True)
-class MetricName:
-    """The parts of a full name.
+class MetricName(NamedTuple):
+    """The parts of a full name."""
 
-    Attributes:
-        metric: a key of METRICS, or of an older or newer table.
-        guidance: `cfg1.5` or other words; empty where the name has none.
-    """
-
-    metric: str
+    metric: str  # a key of METRICS, or of an older or newer table
     num_samples: int
-    guidance: str
+    guidance: str  # `cfg1.5` or other words; empty if the name has none
 
 
 def metric_name(metric: str, num_samples: int, guidance: float | str) -> str:
@@ -193,8 +182,7 @@ def read_metric_name(name: str) -> MetricName | None:
     match = _FULL_NAME.fullmatch(name)
     if match is None:
         return None
-    count = match["count"]
-    num_samples = 1000 * int(count.removesuffix("k")) if count.endswith("k") else int(count)
+    num_samples = int(match["count"]) * (1000 if match["thousands"] else 1)
     return MetricName(match["metric"], num_samples, match["guidance"] or "")
 
 
