@@ -13,20 +13,26 @@ again computes those that are missing.
 from __future__ import annotations
 
 import csv
+import io
 import itertools
 import json
 import logging
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from omegaconf import DictConfig
 
+import evaluations
 from errors import UserError
 from evaluations.images import open_images
-from files import append_line, markdown_table, read_lines
-from sampling.evaluator import Evaluator, short_count
+from evaluations.suite import format_metric, format_metrics, metrics_of, short_count
+from files import append_line, markdown_table, read_lines, write_file
+from sampling.evaluator import Evaluator
 from sampling.sampler import ImageSampler
 from setup import build, cli, load, schema
 from training import checkpoint as checkpoints
@@ -34,11 +40,9 @@ from training.speed import check_compile
 
 log = logging.getLogger("fid")
 
-# The settings of the sampler that a sweep can go over, where the checkpoint's diffusion has them.
+# The settings of the sampler that a sweep can go over, if the checkpoint's diffusion has them.
 SWEPT_OF_SAMPLER = ("num_steps", "S_churn", "solver")
 PAPER_NUM_SAMPLES = 50_000
-# The metric that is plotted, by detector.
-PLOTTED = {"inception": "fid", "digits": "fd_digits"}
 
 
 def main(cfg: DictConfig) -> None:
@@ -49,37 +53,46 @@ def main(cfg: DictConfig) -> None:
     guidances = [build.with_scale(guidance, scale) for guidance in cfg.guidance for scale in as_list(cfg.cfg_scale)]
     accelerator = cli.start_accelerator(cfg.cpu_threads)
     check_compile("compile", cfg.compile, accelerator.device)
-    # One process chooses: in a run that goes on, another could find a newer one.
+    # One process chooses: while a run trains, another could find a newer checkpoint.
     folders = broadcast_object_list([find_checkpoints(cfg) if accelerator.is_main_process else None])[0]
     runs = {folder: load.load_config(folder) for folder in folders}
     cfg = with_settings_of_run(cfg, runs[folders[0]] if folders else None)
     reference = build.open_reference(cfg.reference, "reference")
     images = open_images(cfg.images, cfg.convert_to_rgb) if cfg.images else None
-
     num_samples = cfg.num_samples or (PAPER_NUM_SAMPLES if images is None else len(images))
     if images and num_samples > len(images):
         raise UserError(f"num_samples={num_samples}, but {cfg.images} holds {len(images)} images; make more or lower it")
-    points = [{"images": cfg.images}] if images else sweep(cfg, runs, guidances, accelerator)
-    results = Results(cfg, num_samples, folders, reference.fingerprint(), images.fingerprint() if images else None)
-    missing = broadcast_object_list([[point for point in points if not results.has(point)]])[0]
-    log.info("%d of %d evaluations to do, in %s", len(missing), len(points), results.folder)
+    points = [Point({"images": cfg.images})] if images else sweep(cfg, runs, guidances, accelerator)
+
+    conditions = {
+        "num_samples": num_samples,
+        "precision": cfg.precision,
+        "autoencoder": cfg.autoencoder,
+        "detector": cfg.evaluation.detector,
+        "detector_weights": cfg.evaluation.weights,
+        "detector_precision": cfg.evaluation.precision,
+        "reference": reference.fingerprint(),
+    }
+    output = Path(cfg.output) if cfg.output else default_folder(cfg, folders)
+    results = Results(output, conditions, images.fingerprint() if images else None)
+    missing = broadcast_object_list([[i for i, point in enumerate(points) if not results.find(point.settings)]])[0]
+    log.info("%d of %d evaluations to do, in %s", len(missing), len(points), output)
     if missing:
         detector = build.build_detector(cfg.evaluation, accelerator)
         evaluator = Evaluator.open(accelerator, detector, reference, cfg.batch_size)
-    for point in missing:
+    for point in (points[i] for i in missing):
         cost = {}
         if images:
             metrics = evaluator.of_images(images, num_samples)
         else:
-            sampler = sampler_of_point(cfg, runs, point, accelerator.device)
+            sampler = point.load_sampler()
             metrics = evaluator.of_samples(sampler, num_samples)
             cost = {"network_evaluations": sampler.evaluations_per_image, "gflops_per_image": sampler.flops_per_image / 1e9}
         if accelerator.is_main_process:
-            results.add(point, metrics, cost)
-            log.info("%s: %s", point_name(shown(point)), ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+            results.add(point.settings, metrics, cost)
+            log.info("%s: %s", in_words(shown(point.settings)), format_metrics(metrics))
     if accelerator.is_main_process:
-        table = results.write(points, PLOTTED[cfg.evaluation.detector])
-        sys.stdout.write(table)
+        sys.stdout.write(results.write([point.settings for point in points], metrics_of(cfg.evaluation.detector)[0].name))
     accelerator.end_training()
 
 
@@ -92,9 +105,7 @@ def find_checkpoints(cfg: schema.FidConfig) -> list[Path]:
         for folder in folders:
             checkpoints.verify(folder)
         return folders
-    if cfg.checkpoint is None:
-        return []
-    return [checkpoints.find_checkpoint(Path(folder), "checkpoint") for folder in as_list(cfg.checkpoint)]
+    return [checkpoints.find_checkpoint(Path(folder), "checkpoint") for folder in as_list(cfg.checkpoint) if folder]
 
 
 def as_list(value) -> list:
@@ -103,25 +114,31 @@ def as_list(value) -> list:
 
 def with_settings_of_run(cfg: schema.FidConfig, run_cfg: schema.TrainConfig | None) -> schema.FidConfig:
     """Take from the run what the command leaves open."""
-    stored = {"reference": None, "detector": "inception", "weights": None}
-    if run_cfg is not None:
-        stored = run_cfg.evaluation.model_dump()
+    stored = run_cfg.evaluation.model_dump() if run_cfg else {"reference": None, "detector": "inception", "weights": None}
     own = {key: getattr(cfg.evaluation, key) or stored[key] for key in ("detector", "weights")}
     update = {"evaluation": cfg.evaluation.model_copy(update=own), "reference": cfg.reference or stored["reference"]}
     return cfg.model_copy(update=update)
 
 
+@dataclass(frozen=True)
+class Point:
+    """One evaluation: its settings as results.jsonl holds them, and what loads its sampler (None for images on disk)."""
+
+    settings: dict
+    load_sampler: Callable[[], ImageSampler] | None = None
+
+
 def sweep(
     cfg: schema.FidConfig, runs: dict[Path, schema.TrainConfig], guidances: list[schema.Guidance], accelerator: Accelerator
-) -> list[dict]:
+) -> list[Point]:
     """All combinations of what the command lists, each checked against its checkpoint.
 
     Raises:
         UserError: a setting that the checkpoint's diffusion does not have, or a guidance that it cannot have.
     """
-    points, found = [], {}
     for run_cfg in runs.values():
         build.warn_of_guidance(guidances[0], run_cfg)
+    points, found = [], {}
     for (folder, run_cfg), weights, guidance in itertools.product(runs.items(), as_list(cfg.weights), guidances):
         if guidance.name == "autoguidance":
             pair = (folder, guidance.checkpoint)
@@ -132,12 +149,15 @@ def sweep(
             diffusion = build.build_diffusion(run_cfg.diffusion, **overrides)
             build.check_guidance(guidance, run_cfg, diffusion)
             sampler = {key: getattr(diffusion.sampler, key) for key in SWEPT_OF_SAMPLER if hasattr(diffusion.sampler, key)}
-            points.append({"checkpoint": str(folder), "weights": weights, **guidance_of_point(guidance), **sampler})
+            settings = {"checkpoint": str(folder), "weights": weights, **guidance_settings(guidance), **sampler}
+            own = {"weights": weights, "diffusion": diffusion, "autoencoder": cfg.autoencoder}
+            own |= {"compile_mode": cfg.compile, "precision": cfg.precision}
+            points.append(Point(settings, partial(load.load_sampler, folder, run_cfg, guidance, accelerator.device, **own)))
     return points
 
 
-def guidance_of_point(guidance: schema.Guidance) -> dict:
-    """The guidance as a point holds it: cfg_scale alone says none and cfg, `guidance` and its keys anything else."""
+def guidance_settings(guidance: schema.Guidance) -> dict:
+    """Guidance in the settings of a point: cfg_scale alone means none or cfg; others have `guidance` and `guidance.*`."""
     if guidance.name in ("none", "cfg"):
         return {"cfg_scale": getattr(guidance, "cfg_scale", 1.0)}
     own = guidance.model_dump(exclude={"name"})
@@ -145,141 +165,112 @@ def guidance_of_point(guidance: schema.Guidance) -> dict:
     return {"guidance": guidance.name, **scale, **{f"guidance.{key}": value for key, value in own.items()}}
 
 
-def settings_of_point(point: dict) -> schema.Guidance:
-    """The guidance of a point, back."""
-    own = {key.removeprefix("guidance."): value for key, value in point.items() if key.startswith("guidance.")}
-    scale = {"cfg_scale": point["cfg_scale"]} if "cfg_scale" in point else {}
-    return schema.read_guidance({"name": point.get("guidance", "cfg"), **scale, **own})
-
-
-def sampler_of_point(cfg: schema.FidConfig, runs: dict[Path, schema.TrainConfig], point: dict, device) -> ImageSampler:
-    folder = Path(point["checkpoint"])
-    overrides = {key: point[key] for key in SWEPT_OF_SAMPLER if key in point}
-    return load.load_sampler(
-        folder,
-        runs[folder],
-        settings_of_point(point),
-        device,
-        weights=point["weights"],
-        diffusion=build.build_diffusion(runs[folder].diffusion, **overrides),
-        autoencoder=cfg.autoencoder,
-        compile_mode=cfg.compile,
-        precision=cfg.precision,
-    )
-
-
-def shown(point: dict) -> dict:
-    """A point as tables and plots show it: a checkpoint as run and step, images by their name."""
-    if "images" in point:
-        return {"images": Path(point["images"]).name}
-    return run_and_step(Path(point["checkpoint"])) | {name: value for name, value in point.items() if name != "checkpoint"}
-
-
-def run_and_step(checkpoint: Path) -> dict:
+def shown(settings: dict) -> dict:
+    """A point's settings as tables and plots show them: run and step of a checkpoint, the name of images."""
+    if "images" in settings:
+        return {"images": Path(settings["images"]).name}
+    checkpoint = Path(settings["checkpoint"])
     run = checkpoints.run_of(checkpoint) or checkpoint.resolve().parent
-    return {"run": run.name, "step": checkpoints.step_of(checkpoint)}
+    others = {name: value for name, value in settings.items() if name != "checkpoint"}
+    return {"run": run.name, "step": checkpoints.step_of(checkpoint), **others}
 
 
-def point_name(settings: dict) -> str:
+def in_words(settings: dict) -> str:
     return ", ".join(f"{name} {value}" for name, value in settings.items())
 
 
 class Results:
     """The finished points of a folder: results.jsonl, and the table and plot made of them.
 
-    A point is the same one when its settings, the content of its checkpoint or images, the reference and the detector are.
+    Two points are the same if their settings, the content of their checkpoint or images, and the conditions are.
+
+    Args:
+        conditions: what all points share: the number of samples, the detector, the reference and so on.
+        images: the fingerprint of images on disk; None for checkpoints.
     """
 
-    def __init__(
-        self, cfg: schema.FidConfig, num_samples: int, folders: list[Path], reference: str, images_fingerprint: str | None
-    ):
-        self.folder = Path(cfg.output) if cfg.output else default_folder(cfg, folders)
-        self.file = self.folder / "results.jsonl"
-        self.num_samples, self.images_fingerprint = num_samples, images_fingerprint
-        self.conditions = {
-            "num_samples": num_samples,
-            "precision": cfg.precision,
-            "autoencoder": cfg.autoencoder,
-            "detector": cfg.evaluation.detector,
-            "detector_weights": cfg.evaluation.weights,
-            "detector_precision": cfg.evaluation.precision,
-            "reference": reference,
-        }
+    def __init__(self, folder: Path, conditions: dict, images: str | None):
+        self.folder, self.conditions, self.images = folder, conditions, images
+        self.file = folder / "results.jsonl"
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
+            self.lines = [line for _, line in read_lines(self.file) if line and "point" in line and "metrics" in line]
         except OSError as e:
-            raise UserError(f"cannot write to {self.folder} ({e.strerror}); choose another output=...") from e
-        self.lines = [line for _, line in read_lines(self.file) if line and "point" in line and "metrics" in line]
+            raise UserError(f"cannot write to {folder} ({e.strerror}); choose another output=...") from e
 
-    def _key(self, point: dict) -> dict:
-        is_checkpoint = "checkpoint" in point
-        content = checkpoints.identity(Path(point["checkpoint"])) if is_checkpoint else self.images_fingerprint
-        if "guidance.checkpoint" in point:
-            content += checkpoints.identity(Path(point["guidance.checkpoint"]))
-        return json.loads(json.dumps({**point, **self.conditions, "content": content}))
+    def _key(self, settings: dict) -> dict:
+        content = checkpoints.identity(Path(settings["checkpoint"])) if "checkpoint" in settings else self.images
+        if "guidance.checkpoint" in settings:
+            content += checkpoints.identity(Path(settings["guidance.checkpoint"]))
+        return json.loads(json.dumps({**settings, **self.conditions, "content": content}))
 
-    def _find(self, point: dict) -> dict | None:
-        key = self._key(point)
+    def find(self, settings: dict) -> dict | None:
+        """The line of results.jsonl; None if the point of these settings is not finished."""
+        key = self._key(settings)
         return next((line for line in self.lines if line["point"] == key), None)
 
-    def has(self, point: dict) -> bool:
-        return self._find(point) is not None
-
-    def add(self, point: dict, metrics: dict[str, float], cost: dict[str, float]) -> None:
-        line = {"point": self._key(point), "metrics": metrics} | ({"cost": cost} if cost else {})
-        self.lines.append(line)
+    def add(self, settings: dict, metrics: dict[str, float], cost: dict[str, float]) -> None:
+        line = {"point": self._key(settings), "metrics": metrics} | ({"cost": cost} if cost else {})
         append_line(self.file, line)
+        self.lines.append(line)
 
     def write(self, points: list[dict], plotted: str) -> str:
-        """results.csv, results.md and, for a sweep, results.png of these points; returns the Markdown."""
-        found = [self._find(point) for point in points]
-        rows = []
-        for point, line in zip(points, found):
-            rows.append({**shown(point), "num_samples": self.num_samples, **line["metrics"], **line.get("cost", {})})
+        """Write results.csv, results.md and, for a sweep, results.png of finished points; returns the Markdown.
+
+        Args:
+            points: their settings.
+            plotted: the metric of the plot.
+        """
+        lines, settings = list(map(self.find, points)), list(map(shown, points))
+        count = {"num_samples": self.conditions["num_samples"]}
+        rows = [{**own, **count, **line["metrics"], **line.get("cost", {})} for own, line in zip(settings, lines)]
         names = list(dict.fromkeys(name for row in rows for name in row))
-        with open(self.folder / "results.csv", "w", newline="") as f:
-            writer = csv.DictWriter(f, names)
-            writer.writeheader()
-            writer.writerows(rows)
-        cells = [[row.get(name, "") for name in names] for row in rows]
-        table = markdown_table(names, [[f"{x:.4g}" if isinstance(x, float) else str(x) for x in row] for row in cells])
-        (self.folder / "results.md").write_text(table)
+        text = io.StringIO()
+        writer = csv.DictWriter(text, names)
+        writer.writeheader()
+        writer.writerows(rows)
+        write_file(self.folder / "results.csv", text.getvalue())
+        table = markdown_table(names, [[cell(name, row.get(name, "")) for name in names] for row in rows])
+        write_file(self.folder / "results.md", table)
         if len(points) > 1:
-            plot(
-                points,
-                [line["metrics"][plotted] for line in found],
-                f"{plotted}{short_count(self.num_samples)}",
-                self.folder / "results.png",
-            )
+            png = plot(settings, [line["metrics"][plotted] for line in lines], f"{plotted}{short_count(count['num_samples'])}")
+            write_file(self.folder / "results.png", png)
         return table
 
 
+def cell(name: str, value: object) -> str:
+    return format_metric(name, value) if isinstance(value, float) else str(value)
+
+
 def default_folder(cfg: schema.FidConfig, folders: list[Path]) -> Path:
-    """<run>/evaluations; beside a checkpoint that is in no run, and beside images."""
-    if folders:
-        return (checkpoints.run_of(folders[0]) or folders[0].resolve().parent) / "evaluations"
-    images = Path(cfg.images).resolve()
-    return images.with_name(f"{images.name}_evaluations")
+    """<run>/evaluations; beside a checkpoint that lies in no run; <images>_evaluations beside images."""
+    if not folders:
+        images = Path(cfg.images).resolve()
+        return images.with_name(f"{images.name}_evaluations")
+    checkpoint = folders[0].resolve()
+    folder = (checkpoints.run_of(checkpoint) or checkpoint.parent) / "evaluations"
+    if folder == Path(evaluations.__file__).parent:  # a checkpoint in the repository's own folder: never among the source files
+        return checkpoint.with_name(f"{checkpoint.name}_evaluations")
+    return folder
 
 
-def plot(points: list[dict], values: list[float], label: str, file: Path) -> None:
-    """The metric against the setting with the most values; a line for each combination of the others."""
+def plot(settings: list[dict], values: list[float], label: str) -> bytes:
+    """PNG of the metric against the setting with the most values, with a line for each combination of the others."""
     import matplotlib
 
     matplotlib.use("Agg")
     logging.getLogger("matplotlib").setLevel(logging.WARNING)
     from matplotlib import pyplot
 
-    settings = [shown(point) for point in points]
     names = dict.fromkeys(name for row in settings for name in row)  # checkpoints of two diffusions differ in some
-    choices = {name: list(dict.fromkeys(row.get(name) for row in settings)) for name in names}
-    numbers = [name for name, values in choices.items() if all(isinstance(value, (int, float)) for value in values)]
+    choices = {name: {row.get(name) for row in settings} for name in names}
+    numbers = [name for name, chosen in choices.items() if all(isinstance(value, (int, float)) for value in chosen)]
     axis = max(numbers, key=lambda name: len(choices[name]))
     others = [name for name in choices if name != axis and len(choices[name]) > 1]
     figure, axes = pyplot.subplots(figsize=(6, 4))
     curves: dict[str, list[tuple]] = {}
     for row, value in zip(settings, values):
-        curves.setdefault(point_name({name: row[name] for name in others if name in row}), []).append((row[axis], value))
+        curves.setdefault(in_words({name: row[name] for name in others if name in row}), []).append((row[axis], value))
     for name, curve in curves.items():
         axes.plot(*zip(*sorted(curve)), marker="o", label=name or None)
     axes.set_xlabel(axis)
@@ -287,8 +278,10 @@ def plot(points: list[dict], values: list[float], label: str, file: Path) -> Non
     axes.grid(alpha=0.3)
     if others:
         axes.legend()
-    figure.savefig(file, dpi=150, bbox_inches="tight")
+    png = io.BytesIO()
+    figure.savefig(png, dpi=150, bbox_inches="tight")
     pyplot.close(figure)
+    return png.getvalue()
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -20,7 +21,7 @@ def write_file(path: Path, content: bytes | str) -> None:
     Raises:
         UserError: the disk is full, or the folder cannot be written to. An earlier file of that name is untouched.
     """
-    temporary = path.with_name(f".tmp_{os.getpid()}_{path.name}")
+    temporary = path.with_name(f".tmp_{secrets.token_hex(8)}_{path.name}")  # process ids repeat: containers share folders
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "wb") as f:

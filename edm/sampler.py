@@ -38,15 +38,15 @@ class HeunSampler:
         high, low = self.sigma_max ** (1 / self.rho), self.sigma_min ** (1 / self.rho)
         return [(high + i / last * (low - high)) ** self.rho for i in range(self.num_steps)] + [0.0]
 
-    def raised(self, sigma: float) -> float:
-        """The level that noise is added up to before the step from sigma: sigma * (1 + gamma) (Algorithm 2)."""
+    def sigma_hat(self, sigma: float) -> float:
+        """The noise level that a step from sigma starts at, after noise is added: sigma * (1 + gamma) (Algorithm 2)."""
         gamma_max = min(self.S_churn / self.num_steps, math.sqrt(2) - 1)
         return sigma * (1 + (gamma_max if self.S_min <= sigma <= self.S_max else 0.0))
 
     def evaluated_levels(self) -> list[float]:
         """The noise levels that the denoiser is called with, highest first."""
         levels = self.noise_levels()[:-1]
-        return sorted({*levels[1:], *map(self.raised, levels)}, reverse=True)
+        return sorted({*levels[1:], *map(self.sigma_hat, levels)}, reverse=True)
 
     def __call__(
         self,
@@ -77,8 +77,8 @@ class HeunSampler:
 
         x = noise.to(dtype) * levels[0]
         for sigma_cur, sigma_next in zip(levels[:-1], levels[1:]):
-            # Raise the noise level for a moment.
-            sigma_hat = self.raised(sigma_cur)
+            # Add noise: from sigma to sigma_hat.
+            sigma_hat = self.sigma_hat(sigma_cur)
             if sigma_hat > sigma_cur:
                 added = math.sqrt(sigma_hat**2 - sigma_cur**2) * self.S_noise
                 x = x + added * random.randn(*x.shape[1:]).to(dtype)

@@ -20,24 +20,24 @@ log = logging.getLogger(__name__)
 
 WEIGHTS_NAME = "weights-inception-2015-12-05-6726825d.pth"
 WEIGHTS_URL = f"https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/{WEIGHTS_NAME}"
-WEIGHTS_SHA256 = "6726825d"  # the first digits, which torch.hub's file names end in
-SPATIAL_CHANNELS = 7  # ADM keeps so many of mixed_6's 192, to have about as many features as pool3
+WEIGHTS_SHA256 = "6726825d"  # its first digits, as in the file's name
+SPATIAL_CHANNELS = 7  # of mixed_6's 192: ADM keeps these, to have about as many features as pool3
 LAYER_SIZES = {"pool": 2048, "spatial": 17 * 17 * SPATIAL_CHANNELS}
 PRECISIONS = ("fp32", "bf16")
 
 
 def cached_weights_file() -> Path:
-    """Where the weights are downloaded to: torch.hub's folder, $TORCH_HOME/hub/checkpoints."""
+    """Where the weights are downloaded to: $TORCH_HOME/hub/checkpoints."""
     return Path(torch.hub.get_dir()) / "checkpoints" / WEIGHTS_NAME
 
 
 def fetch_weights(show_progress: bool = True) -> Path:
-    """The published weights (96 MB) in torch.hub's folder, downloaded if they are not there.
+    """The file of the published weights (96 MB), downloaded to torch.hub's folder if it is not there.
 
-    With several processes on a machine, call it in one first.
+    With several processes on a machine, call it in one of them first.
 
     Raises:
-        UserError: no network, or what arrived is not the file; the message says which file to put where.
+        UserError: no network, or another file arrived; the message says which file to put where.
     """
     file = cached_weights_file()
     if not file.exists():
@@ -65,9 +65,9 @@ class InceptionDetector:
 
     Args:
         weights: a local file, torch-fidelity's or pytorch-fid's; None: fetch_weights().
-        device: to run on; in channels_last where that is a GPU.
-        precision: `fp32`, or `bf16` (mixed), which is faster and gives other features: the pooled ones move by 2 to 12%
-            under random weights. Scores of bf16 are comparable only with each other.
+        device: to run on; a GPU gets channels_last.
+        precision: `fp32`, or `bf16` (mixed). bf16 is faster and gives other features (the pooled ones move by 2 to 12% under
+            random weights), so its scores compare only with each other.
         compile: torch.compile the network; the first batch of every shape takes a minute.
 
     Raises:
@@ -149,5 +149,5 @@ def _build_extractor(file: Path) -> nn.Module:
     try:
         return FeatureExtractorInceptionV3("inception", ["2048", "logits_unbiased"], feature_extractor_weights_path=copy)
     except (RuntimeError, TypeError, AttributeError) as e:
-        reason = " ".join(str(e).split())[:200]
+        reason = " ".join(str(e).split())[:200]  # RuntimeError lists every key
         raise UserError(f"{file} holds the weights of another network ({reason}...); download {WEIGHTS_URL}") from e

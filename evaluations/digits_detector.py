@@ -1,34 +1,33 @@
-"""A small classifier as the detector for the embedded digits, so that evaluation runs offline on a CPU, in seconds.
+"""A small classifier as the detector of the embedded digits: evaluation runs offline on a CPU, in seconds.
 
-    python -m evaluations.digits_detector     # train it again and write digits_detector.safetensors and digits_reference.npz
+    python -m evaluations.digits_detector     # train it again on digits_reference.npz and write digits_detector.safetensors
 
-Its distance is `fd_digits`: the Frechet formula on other features, on another scale than FID.
+Its distance is `fd_digits`: the Frechet distance of other features than Inception's, on another scale than FID.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-import os
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from errors import UserError
 from evaluations.features import Features, check_images
-from evaluations.metrics import full_float32
-from evaluations.npz import write_npz
+from evaluations.metrics import class_agreement, full_float32
+from evaluations.npz import NpzImages
+from files import write_file
 
 log = logging.getLogger(__name__)
 
 WEIGHTS_FILE = Path(__file__).with_name("digits_detector.safetensors")
-REFERENCE_FILE = Path(__file__).with_name("digits_reference.npz")  # the digits as a reference batch in ADM's form
-DIGITS_FILE = Path(__file__).parent.parent / "latents" / "digits.safetensors"
+REFERENCE_FILE = Path(__file__).with_name("digits_reference.npz")  # the images of latents/digits.safetensors, in ADM's format
 NUM_FEATURES = 64
 NUM_CLASSES = 10
 
@@ -44,7 +43,7 @@ class DigitsNet(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[N, 1, 8, 8], -1 to 1 -> features [N, 64], logits [N, 10]."""
         x = F.relu(self.conv2(F.relu(self.conv1(x))))
-        # Features are taken before the ReLU: after it some are zero for all images, and the covariance is singular.
+        # Features are taken before the ReLU: after it, some are zero for all images and the covariance is singular.
         features = self.pool(x.flatten(1))
         return features, self.head(F.relu(features))
 
@@ -87,11 +86,9 @@ class DigitsDetector:
 
 
 def load_digits() -> tuple[Tensor, Tensor]:
-    """The embedded digits as a sampler would make them: uint8 [1797, 8, 8, 3], labels [1797]."""
-    from latents.autoencoders import to_uint8  # only training needs the data, not the detector
-
-    shard = load_file(DIGITS_FILE)
-    return to_uint8(shard["latents"].float()), shard["labels"]
+    """The embedded digits: uint8 [1797, 8, 8, 3], labels [1797]."""
+    reference = NpzImages(REFERENCE_FILE)
+    return torch.from_numpy(next(reference.batches(len(reference)))), torch.from_numpy(reference.labels)
 
 
 def split(num_images: int) -> tuple[Tensor, Tensor]:
@@ -102,12 +99,9 @@ def split(num_images: int) -> tuple[Tensor, Tensor]:
 
 
 def train(num_epochs: int = 40, batch_size: int = 64, lr: float = 2e-3) -> tuple[DigitsNet, float]:
-    """The classifier and its accuracy on the images held out; the same on every run on one machine.
-
-    Runs on one thread: the order of sums depends on how many there are, and the network is too small to use more.
-    """
+    """The classifier and its accuracy on the images held out; the same on every run on one machine."""
     num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # the order of sums depends on the number, and the network is too small to use more
     try:
         return _train(num_epochs, batch_size, lr)
     finally:
@@ -131,27 +125,13 @@ def _train(num_epochs: int, batch_size: int, lr: float) -> tuple[DigitsNet, floa
             loss.backward()
             optimizer.step()
             schedule.step()
-    return net.eval(), accuracy(net, x[held_out], labels[held_out])
-
-
-@torch.no_grad()
-def accuracy(net: DigitsNet, x: Tensor, labels: Tensor) -> float:
-    return (net(x)[1].argmax(1) == labels).double().mean().item()
-
-
-def stored_accuracy(weights: Path = WEIGHTS_FILE) -> float:
-    """Held-out accuracy as measured when the file was made."""
-    with safe_open(weights, framework="pt") as f:
-        return float(f.metadata()["held_out_accuracy"])
+    with torch.no_grad():
+        return net.eval(), class_agreement(net(x[held_out])[1], labels[held_out])
 
 
 def main() -> None:
     net, held_out_accuracy = train()
-    temporary = WEIGHTS_FILE.with_name(f".tmp_{WEIGHTS_FILE.name}")
-    temporary.write_bytes(save(net.state_dict(), metadata={"held_out_accuracy": f"{held_out_accuracy:.4f}"}))
-    os.replace(temporary, WEIGHTS_FILE)
-    images, labels = load_digits()
-    write_npz(REFERENCE_FILE, images.numpy(), tuple(images.shape), labels.numpy())
+    write_file(WEIGHTS_FILE, save(net.state_dict(), metadata={"held_out_accuracy": f"{held_out_accuracy:.4f}"}))
     log.info("%s: %.2f%% of the held-out digits are classified correctly", WEIGHTS_FILE, 100 * held_out_accuracy)
 
 

@@ -1,12 +1,12 @@
-"""What a detector makes of images, and how the features of many batches and processes become those of one set.
-
-N images, D pooled features, S spatial features, C classes.
+"""Features of images, the interface of a detector, and the features of a whole set. N images, D pooled features, S spatial
+features, C classes.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -26,8 +26,8 @@ class Features:
         pool: [N, D] float32.
         logits: [N, C] float32; their softmax gives the class probabilities.
         spatial: [N, S] float32, where the detector has them.
-        statistics: `pool` and `spatial`, known already: stored in a file, or computed once for a reference. Metrics use
-            them instead of computing their own.
+        statistics: of `pool` and `spatial`, stored in a file or computed once for a reference. Metrics use them instead of
+            computing their own.
     """
 
     detector: str
@@ -44,35 +44,20 @@ class Features:
         return {name: x for name in ("pool", "logits", "spatial") if (x := getattr(self, name)) is not None}
 
     def to(self, device: torch.device | str) -> Features:
-        return Features(self.detector, statistics=self.statistics, **{name: x.to(device) for name, x in self.tensors().items()})
+        return replace(self, **{name: x.to(device) for name, x in self.tensors().items()})
 
-    def first(self, count: int) -> Features:
-        """The first `count` images, without stored statistics, which are of all."""
-        return Features(self.detector, **{name: x[:count] for name, x in self.tensors().items()})
-
-    def in_order(self, indices: Tensor) -> Features:
-        """Undo a gather over processes: row i is of image indices[i]; padding appears twice and is dropped.
-
-        Args:
-            indices: [rows] int64, each of 0 .. N-1 at least once.
-
-        Raises:
-            UserError: an image is missing.
-        """
-        unique, inverse = torch.unique(indices.cpu(), return_inverse=True)
-        if len(indices) != len(self) or not torch.equal(unique, torch.arange(len(unique))):
-            raise UserError(f"{len(self)} rows with {len(indices)} indices are not images 0, 1, ... each at least once")
-        row_of = torch.empty(len(unique), dtype=torch.int64)
-        row_of[inverse] = torch.arange(len(indices))  # of two copies, either
-        return Features(self.detector, **{name: x[row_of.to(x.device)] for name, x in self.tensors().items()})
+    def statistics_or_samples(self, layer: str) -> Statistics | Tensor | None:
+        """The known statistics of `pool` or `spatial`, else its features [N, D]; None where there are neither."""
+        samples = getattr(self, layer)
+        return self.statistics.get(layer, samples if samples is not None and len(samples) else None)
 
 
 class Detector(Protocol):
-    """Turns images into features.
+    """What turns images into features.
 
     Attributes:
         name: short, part of file names.
-        weights_hash: of the weights and of whatever else changes the features: the key of caches.
+        weights_hash: of the weights and of all else that changes the features; caches are keyed by it.
     """
 
     name: str
@@ -104,8 +89,8 @@ def concatenate(parts: Iterable[Features]) -> Features:
         raise UserError("there are no images")
     if len({part.detector for part in parts}) > 1:
         raise UserError(f"features of different detectors: {sorted({part.detector for part in parts})}")
-    names = parts[0].tensors()
-    return Features(parts[0].detector, **{name: torch.cat([part.tensors()[name] for part in parts]) for name in names})
+    tensors = {name: torch.cat([part.tensors()[name] for part in parts]) for name in parts[0].tensors()}
+    return Features(parts[0].detector, **tensors)
 
 
 def extract(detector: Detector, batches: Iterable[np.ndarray]) -> Features:
@@ -117,24 +102,21 @@ def extract(detector: Detector, batches: Iterable[np.ndarray]) -> Features:
     Raises:
         UserError: no images; features that are not finite.
     """
-    done, running, count = [], None, 0
-    for images in batches:
-        # Copying to the CPU waits for the device, so a batch is fetched when the next one is under way.
-        following = detector.features(images)
-        if running is not None:
-            done.append(_fetch(running, count))
-            count += len(running)
-        running = following
-    if running is not None:
-        done.append(_fetch(running, count))
-    return concatenate(done)
+    parts: list[Features] = []
+    computing = None
+    for images in itertools.chain(batches, [None]):
+        following = None if images is None else detector.features(images)
+        if computing is not None:
+            # Copying to the CPU waits for the device, so a batch is copied while the device computes the next one.
+            parts.append(computing.to("cpu"))
+            _check_finite(parts[-1], first_image=sum(map(len, parts[:-1])))
+        computing = following
+    return concatenate(parts)
 
 
-def _fetch(features: Features, first: int) -> Features:
-    features = features.to("cpu")
+def _check_finite(features: Features, first_image: int) -> None:
     for name, x in features.tensors().items():
         bad = (~x.isfinite().all(dim=1)).nonzero()
         if len(bad):
-            image = first + bad[0].item()
+            image = first_image + bad[0].item()
             raise UserError(f"the {features.detector} detector gives NaN or infinite {name} features for image {image}")
-    return features

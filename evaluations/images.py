@@ -1,8 +1,7 @@
-"""Sets of uint8 images on disk: a folder of PNG and JPEG files, or an .npz. Both are read in batches, in a fixed order."""
+"""Sets of uint8 images on disk, read in batches in a fixed order: a folder of PNG and JPEG files, or an .npz."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import struct
 import zlib
@@ -17,6 +16,7 @@ from PIL import Image, ImageOps
 
 from errors import UserError
 from evaluations.npz import NpzImages
+from files import hash_bytes, list_images
 
 SUFFIXES = (".png", ".jpg", ".jpeg")
 CONVERTIBLE_MODES = ("1", "L", "LA", "P", "PA", "RGBA", "CMYK", "YCbCr")  # 8 bits or fewer: converting loses no range
@@ -29,8 +29,8 @@ DECODE_ERRORS = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.
 def adm_center_crop(image: Image.Image, resolution: int) -> np.ndarray:
     """The square crop that ADM trains on and takes its reference batches from (arXiv 2105.05233), as DiT and SiT do.
 
-    Halve with a box filter as long as the shorter side has 2 * resolution or more; scale the shorter side to the resolution with
-    a bicubic filter; cut out the centre.
+    A box filter halves the image while its shorter side has 2 * resolution pixels or more. A bicubic filter then scales the
+    shorter side to the resolution, and the centre is cut out.
 
     Args:
         image: RGB.
@@ -71,32 +71,27 @@ def read_rgb(file: str | Path | BinaryIO) -> Image.Image:
 class ImageFolder:
     """PNG and JPEG files of one size below a folder, sorted by their path relative to it. Hidden files are left out.
 
-    All headers are read at once, so that a wrong file is found before the work starts.
+    All headers are read first, so that a wrong file is found before any work.
 
     Args:
         convert_to_rgb: convert grey, palette, CMYK and RGBA images (dropping alpha) instead of refusing them.
-        crop: cut the images, of any size, to this resolution as ADM does.
+        crop: crop images of any size to this resolution, as ADM does.
 
     Attributes:
         shape: (N, H, W, 3).
         files: in order.
 
     Raises:
-        UserError: no such folder; no images in it; a broken file, a file that is not RGB or of another size, by name.
+        UserError: no such folder, no images, or a file (by name) that is broken, not RGB or of another size.
     """
 
     def __init__(self, path: str | Path, convert_to_rgb: bool = False, crop: int | None = None):
         self.path, self.convert_to_rgb, self.crop = Path(path), convert_to_rgb, crop
         if not self.path.is_dir():
             raise UserError(f"{self.path} is not a folder; give a folder of PNG or JPEG images, or an .npz")
-        names = sorted(
-            file.relative_to(self.path).as_posix()
-            for file in self.path.rglob("*")
-            if file.suffix.lower() in SUFFIXES and not file.name.startswith(".") and file.is_file()
-        )
-        if not names:
+        self.files = [self.path / name for name in list_images(self.path, SUFFIXES)]
+        if not self.files:
             raise UserError(f"{self.path} holds no images ({', '.join(SUFFIXES)})")
-        self.files = [self.path / name for name in names]
         with ThreadPoolExecutor(MAX_THREADS) as pool:
             sizes = list(pool.map(self._check, self.files))
         if crop is not None:
@@ -104,12 +99,13 @@ class ImageFolder:
         (usual, count), *others = Counter(sizes).most_common()
         if others:
             odd = next(i for i, size in enumerate(sizes) if size != usual)
+            pixels = ["x".join(map(str, size)) for size in (sizes[odd], usual)]
             raise UserError(
-                f"{self.files[odd]} is {_pixels(sizes[odd])} pixels, but {count} of {len(sizes)} images in {self.path} are "
-                f"{_pixels(usual)}; all must be of one size: resize them or move it elsewhere"
+                f"{self.files[odd]} is {pixels[0]} pixels, but {count} of {len(sizes)} images in {self.path} are {pixels[1]}; "
+                "all must be of one size: resize them or move it elsewhere"
             )
-        self.shape = (len(names), usual[1], usual[0], 3)
-        self.labels, self.statistics = None, {}  # what an .npz may hold as well
+        self.shape = (len(sizes), usual[1], usual[0], 3)
+        self.labels, self.statistics = None, {}  # an .npz may hold both
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -128,12 +124,10 @@ class ImageFolder:
                 yield np.stack(list(pool.map(self._read, self.files[i : min(i + batch_size, stop)])))
 
     def fingerprint(self) -> str:
-        """Number of files and a hash of their names, sizes and times of change: reading them all would cost as much as work."""
-        digest = hashlib.blake2b(digest_size=16)
-        for file in self.files:
-            stat = file.stat()
-            digest.update(repr((file.relative_to(self.path).as_posix(), stat.st_size, stat.st_mtime_ns)).encode())
-        return f"{len(self)}-{digest.hexdigest()}{'-rgb' if self.convert_to_rgb else ''}{f'-{self.crop}' if self.crop else ''}"
+        """Number of files and a hash of their names, sizes and times of change; reading them would take as long as their use."""
+        stats = ((file.relative_to(self.path).as_posix(), file.stat()) for file in self.files)
+        digest = hash_bytes("".join(repr((name, stat.st_size, stat.st_mtime_ns)) for name, stat in stats).encode())
+        return f"{len(self)}-{digest}{'-rgb' if self.convert_to_rgb else ''}{f'-{self.crop}' if self.crop else ''}"
 
     def _check(self, file: Path) -> tuple[int, int]:
         """(width, height), from the header."""
@@ -148,23 +142,18 @@ class ImageFolder:
         return size
 
     def _read(self, file: Path) -> np.ndarray:
-        if self.crop is not None:
-            try:
-                return adm_center_crop(read_rgb(file), self.crop)
-            except ValueError as e:
-                raise UserError(f"{file} cannot be used ({e}); mend or remove it") from e
         try:
+            if self.crop is not None:
+                return adm_center_crop(read_rgb(file), self.crop)
             with Image.open(file) as image:
                 pixels = np.array(image.convert("RGB"))
+        except UserError as e:
+            raise UserError(f"{file} cannot be used ({e}); mend or remove it") from e
         except DECODE_ERRORS as e:
             raise UserError(f"{file} is broken ({e}); make or copy it again") from e
         if pixels.shape != self.shape[1:]:
             raise UserError(f"{file} changed while it was in use: it is now {pixels.shape[1]}x{pixels.shape[0]} pixels")
         return pixels
-
-
-def _pixels(size: tuple[int, int]) -> str:
-    return f"{size[0]}x{size[1]}"
 
 
 ImageSet = NpzImages | ImageFolder

@@ -1,7 +1,7 @@
-"""The numbers, as pure functions of features: Frechet distance, Inception Score, precision and recall.
+"""Metrics as pure functions of features: Frechet distance, Inception Score, precision and recall.
 
-N samples, D features, C classes. Distances between distributions and scores are computed in float64; the neighbour search in
-the precision of the features it is given.
+N samples, D features, C classes. Distances between distributions and scores are computed in float64, the neighbour search in
+the precision of its features.
 """
 
 from __future__ import annotations
@@ -12,62 +12,45 @@ import torch
 from torch import Tensor
 
 from errors import UserError
-from evaluations.statistics import Statistics, statistics_of
+from evaluations.statistics import Statistics, check_finite, check_samples, statistics_of
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Frechet distance (Heusel et al. 2017, eq. 6): |mu1 - mu2|^2 + tr sigma1 + tr sigma2 - 2 tr (sigma1 sigma2)^(1/2).
 
 
-def frechet_distance(first: Statistics, second: Statistics) -> float:
-    """Distance between two Gaussians.
+def frechet_distance(first: Statistics | Tensor, second: Statistics | Tensor) -> float:
+    """Distance between two Gaussians, each given by its statistics or by the samples [N, D] that it is fitted to.
 
-    sigma1 sigma2 has the eigenvalues of the symmetric A^T sigma2 A with sigma1 = A A^T, and the trace of its root is the sum
-    of their roots: no root of a non-symmetric matrix, no complex numbers. Where a covariance is singular (fewer samples
-    than features), the rounding of its zero eigenvalues moves the result by some 1e-5; see frechet_distance_of_features.
+    The trace of the root needs no root of a non-symmetric matrix and no complex numbers:
 
-    Raises:
-        UserError: statistics of different sizes.
-    """
-    _check_same_size(len(first.mu), len(second.mu))
-    values, vectors = torch.linalg.eigh(_symmetric(first.sigma))
-    a = vectors * values.clamp(min=0).sqrt()  # a covariance has no negative eigenvalues but by rounding
-    values = torch.linalg.eigvalsh(_symmetric(a.T @ second.sigma.double() @ a))
-    return _combine(first.mu, first.sigma.trace(), second.mu, second.sigma.trace(), values.clamp(min=0).sqrt().sum())
-
-
-def frechet_distance_to_statistics(features: Tensor, statistics: Statistics) -> float:
-    """Distance from samples [N, D], N <= D, to a Gaussian, free of the rounding of sigma's null space.
-
-    With X the centred samples, sigma1 sigma2 has the N - 1 nonzero eigenvalues of X sigma2 X^T / (N - 1).
-    """
-    _check_same_size(features.shape[1], len(statistics.mu))
-    mu, x = _centred(features)
-    values = torch.linalg.eigvalsh(_symmetric(x @ statistics.sigma.double() @ x.T))
-    root = values[1:].clamp(min=0).sqrt().sum()  # centring makes the smallest one zero
-    return _combine(mu, x.square().sum(), statistics.mu, statistics.sigma.trace(), root)
-
-
-def frechet_distance_of_features(first: Tensor, second: Tensor) -> float:
-    """Distance between the Gaussians fitted to two sets of samples, [N1, D] and [N2, D].
-
-    Where both have at most D samples, tr (sigma1 sigma2)^(1/2) is the nuclear norm of X1 X2^T / sqrt((N1 - 1)(N2 - 1)) of the
-    centred samples, which is exact; where one has, frechet_distance_to_statistics is; otherwise frechet_distance.
+    - With sigma1 = A A^T, sigma1 sigma2 has the eigenvalues of the symmetric A^T sigma2 A.
+    - Of N <= D samples the covariance is singular, and the rounding of its zero eigenvalues would move the result by some
+      1e-5. With X1 the centred samples over sqrt(N - 1), sigma1 sigma2 has the nonzero eigenvalues of X1 sigma2 X1^T.
+    - Where both sides are such samples, the trace is the nuclear norm of X1 X2^T.
 
     Raises:
         UserError: different D, fewer than 2 samples, NaN or infinite features.
     """
-    _check_same_size(first.shape[1], second.shape[1])
-    small_first, small_second = (len(x) <= x.shape[1] for x in (first, second))
-    if small_first and small_second:
-        mu1, x1 = _centred(first)
-        mu2, x2 = _centred(second)
-        root = torch.linalg.svdvals(x1 @ x2.T).sum()
-        return _combine(mu1, x1.square().sum(), mu2, x2.square().sum(), root)
-    if small_first:
-        return frechet_distance_to_statistics(first, statistics_of(second))
-    if small_second:
-        return frechet_distance_to_statistics(second, statistics_of(first))
-    return frechet_distance(statistics_of(first), statistics_of(second))
+    _check_same_size(*(x.shape[1] if isinstance(x, Tensor) else len(x.mu) for x in (first, second)))
+    first, second = (statistics_of(x) if isinstance(x, Tensor) and len(x) > x.shape[1] else x for x in (first, second))
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        (mu1, x1), (mu2, x2) = _centred(first), _centred(second)
+        return _combine(mu1, x1.square().sum(), mu2, x2.square().sum(), torch.linalg.svdvals(x1 @ x2.T).sum())
+    samples, gaussian = (first, second) if isinstance(first, Tensor) else (second, first)
+    if isinstance(samples, Tensor):
+        mu, x = _centred(samples)
+        values = torch.linalg.eigvalsh(_symmetric(x @ gaussian.sigma.double() @ x.T))[1:]  # centring makes the smallest one zero
+        trace_of_root = values.clamp(min=0).sqrt().sum()
+        return _combine(mu, x.square().sum(), gaussian.mu, gaussian.sigma.trace(), trace_of_root)
+    values, vectors = torch.linalg.eigh(_symmetric(first.sigma))
+    a = vectors * values.clamp(min=0).sqrt()  # a covariance has no negative eigenvalues but by rounding
+    trace_of_root = torch.linalg.eigvalsh(_symmetric(a.T @ second.sigma.double() @ a)).clamp(min=0).sqrt().sum()
+    return _combine(first.mu, first.sigma.trace(), second.mu, second.sigma.trace(), trace_of_root)
+
+
+def _combine(mu1: Tensor, trace1: Tensor, mu2: Tensor, trace2: Tensor, trace_of_root: Tensor) -> float:
+    distance = (mu1.double() - mu2.double()).square().sum() + trace1 + trace2 - 2 * trace_of_root
+    return max(distance.item(), 0.0)  # of equal distributions, rounding leaves a little more or less than zero
 
 
 def _check_same_size(first: int, second: int) -> None:
@@ -82,24 +65,10 @@ def _symmetric(x: Tensor) -> Tensor:
 
 def _centred(features: Tensor) -> tuple[Tensor, Tensor]:
     """mean [D] and X [N, D], both float64, with X^T X the covariance."""
-    if len(features) < 2:
-        raise UserError(f"a covariance needs at least 2 samples, not {len(features)}")
-    _check_finite(features)
+    check_samples(features)
     x = features.cpu().double()
     mu = x.mean(0)
     return mu, (x - mu) / (len(x) - 1) ** 0.5
-
-
-def _combine(mu1: Tensor, trace1: Tensor, mu2: Tensor, trace2: Tensor, trace_of_root: Tensor) -> float:
-    distance = (mu1.double() - mu2.double()).square().sum() + trace1 + trace2 - 2 * trace_of_root
-    return max(distance.item(), 0.0)  # of equal distributions, rounding leaves a little more or less than zero
-
-
-def _check_finite(features: Tensor) -> None:
-    bad = (~features.isfinite().all(dim=1)).nonzero()
-    if len(bad):
-        count = f"{len(bad)} of {len(features)} samples"
-        raise UserError(f"features hold NaN or infinity, first in sample {bad[0].item()} ({count})")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -120,7 +89,7 @@ def inception_score(logits: Tensor, split_size: int = 5000) -> float:
     """
     if len(logits) == 0:
         raise UserError("the Inception Score needs samples; there are none")
-    _check_finite(logits)
+    check_finite(logits)
     scores = []
     for split in logits.split(split_size):
         log_p = split.double().log_softmax(dim=1)  # finite where log(softmax) is not
@@ -167,7 +136,7 @@ def precision_recall(reference: Tensor, samples: Tensor, num_neighbours: int = 3
     for name, x in (("reference", reference), ("samples", samples)):
         if len(x) <= num_neighbours:
             raise UserError(f"precision and recall need more than {num_neighbours} images on each side; {name}: {len(x)}")
-        _check_finite(x)
+        check_finite(x)
     # |a|^2 + |b|^2 - 2ab loses the digits that the norms have beyond the distance; about a common centre they are small.
     centre = _mean(reference)
     reference, samples = reference - centre, samples - centre

@@ -1,4 +1,4 @@
-"""ADM's files: an .npz whose `arr_0` is uint8 [N, H, W, 3], optionally with Inception statistics.
+"""ADM's file format: an .npz whose `arr_0` is uint8 [N, H, W, 3], optionally with Inception statistics.
 
 `mu` [2048] and `sigma` are of the pooled features, `mu_s` [2023] and `sigma_s` of the spatial ones. Labels are `labels` (as
 written here) or `arr_1` (as ADM's samplers write them).
@@ -7,7 +7,6 @@ written here) or `arr_1` (as ADM's samplers write them).
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import zipfile
 import zlib
@@ -19,6 +18,7 @@ import torch
 
 from errors import UserError
 from evaluations.statistics import Statistics
+from files import hash_file
 
 STATISTICS_KEYS = {"pool": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}
 
@@ -30,7 +30,7 @@ def write_npz(
     labels: np.ndarray | None = None,
     statistics: dict[str, Statistics] | None = None,
 ) -> None:
-    """Write images one by one, so that 50,000 of them need no memory; the file appears when it is complete.
+    """Write images one by one, so that 50,000 of them need no memory. The file appears when it is complete.
 
     Args:
         images: N arrays, uint8 [H, W, 3].
@@ -74,7 +74,7 @@ class NpzImages:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        with _naming(self.path), self._open_zip() as archive:
+        with _errors_of(self.path), self._open_zip() as archive:
             keys = {name.removesuffix(".npy") for name in archive.namelist()}
             self.statistics = self._read_statistics(archive, keys)
             if "arr_0" in keys:
@@ -100,7 +100,7 @@ class NpzImages:
             raise UserError(f"{self.path} holds {len(self)} images, but {stop} were asked for; ask for fewer or make more")
         image_shape, brightest = self.shape[1:], 0
         image_bytes = int(np.prod(image_shape))
-        with _naming(self.path), self._open_zip() as archive, archive.open("arr_0.npy") as f:
+        with _errors_of(self.path), self._open_zip() as archive, archive.open("arr_0.npy") as f:
             _read_header(f)
             f.seek(start * image_bytes, os.SEEK_CUR)
             for i in range(start, stop, batch_size):
@@ -114,11 +114,7 @@ class NpzImages:
 
     def fingerprint(self) -> str:
         """Size and hash of the file."""
-        digest = hashlib.blake2b(digest_size=16)
-        with self.path.open("rb") as f:
-            while block := f.read(2**22):
-                digest.update(block)
-        return f"{self.path.stat().st_size}-{digest.hexdigest()}"
+        return f"{self.path.stat().st_size}-{hash_file(self.path)}"
 
     def _open_zip(self) -> zipfile.ZipFile:
         if not self.path.exists():
@@ -129,20 +125,19 @@ class NpzImages:
         with archive.open("arr_0.npy") as f:
             shape, fortran_order, dtype = _read_header(f)
         what = f"{self.path}: arr_0 is {dtype} {list(shape)}"
-        if dtype != np.uint8:
-            raise UserError(f"{what}; need uint8 images of 0 to 255 (scale floats to 0..255, round, and cast)")
-        if len(shape) == 3 or len(shape) == 4 and shape[3] == 1:
-            raise UserError(f"{what}: grey images; need [N, H, W, 3] (repeat the channel three times)")
-        if len(shape) == 4 and shape[3] == 4:
-            raise UserError(f"{what}: RGBA images; need [N, H, W, 3] (drop the alpha channel: arr[..., :3])")
-        if len(shape) == 4 and shape[1] == 3 and shape[3] != 3:
-            raise UserError(f"{what}: channels first; need [N, H, W, 3] (arr.transpose(0, 2, 3, 1))")
-        if len(shape) != 4 or shape[3] != 3 or min(shape[1:3]) < 1:
-            raise UserError(f"{what}; need uint8 [N, H, W, 3]")
-        if shape[0] == 0:
-            raise UserError(f"{what}: it holds no images")
-        if fortran_order:
-            raise UserError(f"{what} in Fortran order, which cannot be streamed; save np.ascontiguousarray(arr)")
+        H, W, C = shape[1:] if len(shape) == 4 else (0, 0, 0)
+        problems = {
+            "; need uint8 images of 0 to 255 (scale floats to 0..255, round, and cast)": dtype != np.uint8,
+            ": grey images; need [N, H, W, 3] (repeat the channel three times)": len(shape) == 3 or C == 1,
+            ": RGBA images; need [N, H, W, 3] (drop the alpha channel: arr[..., :3])": C == 4,
+            ": channels first; need [N, H, W, 3] (arr.transpose(0, 2, 3, 1))": H == 3 and C != 3,
+            "; need uint8 [N, H, W, 3]": C != 3 or min(H, W) < 1,
+            ": it holds no images": 0 in shape,
+            " in Fortran order, which cannot be streamed; save np.ascontiguousarray(arr)": fortran_order,
+        }
+        for problem, is_there in problems.items():
+            if is_there:
+                raise UserError(what + problem)
         return shape
 
     def _read_labels(self, archive: zipfile.ZipFile, keys: set[str]) -> np.ndarray | None:
@@ -178,23 +173,22 @@ class NpzImages:
 
 
 @contextlib.contextmanager
-def _naming(path: Path):
-    """Turns what zipfile and NumPy say of a damaged file into a ValueError that names it."""
+def _errors_of(path: Path):
+    """Turn the errors of zipfile and NumPy about a damaged file into a UserError that names the file."""
     try:
         yield
+    except UserError:
+        raise
     except (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError) as e:
         raise UserError(f"{path} is damaged or not an .npz file ({e}); copy or download it again") from e
-    except ValueError as e:
-        if str(e).startswith(str(path)):
-            raise
-        raise UserError(f"{path}: {e}") from e  # NumPy's
+    except ValueError as e:  # NumPy's
+        raise UserError(f"{path}: {e}") from e
 
 
 def _read_header(f) -> tuple[tuple[int, ...], bool, np.dtype]:
     """shape, fortran_order, dtype of an array in .npy format; leaves the file at the first value."""
     version = np.lib.format.read_magic(f)
-    if version == (1, 0):
-        return np.lib.format.read_array_header_1_0(f)
-    if version == (2, 0):
-        return np.lib.format.read_array_header_2_0(f)
-    raise UserError(f"arr_0 is in .npy format {version}; save it again with np.savez")
+    readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+    if version not in readers:
+        raise ValueError(f"arr_0 is in .npy format {version}; save it again with np.savez")
+    return readers[version](f)

@@ -1,9 +1,8 @@
-"""Features of the images in a file or folder, kept beside it: a reference of 10,000 images is put through Inception once."""
+"""Features of a reference batch, cached beside it, so that its images go through the detector once."""
 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from evaluations.features import Detector, Features, extract
 from evaluations.images import ImageSet, read_ahead
 from evaluations.npz import STATISTICS_KEYS, write_npz
 from evaluations.statistics import Statistics, statistics_of
+from files import write_file
 
 log = logging.getLogger(__name__)
 
@@ -32,12 +32,12 @@ def load_reference(
 ) -> Features:
     """Features of all images, from the cache or computed and cached, with the statistics that the metrics need.
 
-    Statistics are those stored in the file (ADM's, for Inception), else computed here once. A layer with no more images than
-    features gets none: its distance is computed exactly, from the features.
+    Statistics that the file stores are used (ADM's, for Inception); others are computed here once. A layer that has no more
+    images than features gets none: `frechet_distance` is exact on the features themselves.
 
     Args:
-        compute: how to get features that are not cached, (images, detector, batch_size) -> Features; None: features_of_images
-            in this process. With several processes: one that shares the work and returns all features everywhere.
+        compute: (images, detector, batch_size) -> Features, for features that are not cached; None: `features_of_images`.
+            With several processes, one that shares the work and returns all features everywhere.
 
     Raises:
         UserError: images the detector cannot take; stored statistics of another size than its features.
@@ -57,15 +57,15 @@ def load_reference(
 def features_of_images(
     images: ImageSet, detector: Detector, batch_size: int = 64, start: int = 0, stop: int | None = None
 ) -> Features:
-    """Features of images start .. stop - 1, computed in this process; of an .npz without images, those of none."""
-    if len(images) == 0:  # the sizes are the detector's to know
+    """Features of images start .. stop - 1, computed in this process; none for an .npz that holds statistics only."""
+    if len(images) == 0:  # only the detector knows the sizes of its features
         blank = detector.features(torch.zeros(1, 8, 8, 3, dtype=torch.uint8)).to("cpu")
-        return blank.first(0)
+        return replace(blank, **{name: x[:0] for name, x in blank.tensors().items()})
     return extract(detector, read_ahead(images.batches(batch_size, start, stop)))
 
 
 def stored_statistics(images: ImageSet, detector: Detector) -> dict[str, Statistics]:
-    """The file's own, as ADM's evaluator uses them; they are Inception's and nobody else's."""
+    """The statistics in the file, as ADM's evaluator uses them. They are Inception's, so other detectors get none."""
     if not images.statistics:
         return {}
     if detector.name != InceptionDetector.name:
@@ -96,7 +96,7 @@ def _cache_key(images: ImageSet, detector: Detector) -> dict[str, str]:
 
 
 def read_cache(images: ImageSet, detector: Detector) -> Features | None:
-    """The cached features, or None where there are none, or those of other images or another detector."""
+    """The cached features; None if there is no cache or it belongs to other images or another detector."""
     file = cache_file(images, detector)
     if not file.exists():
         return None
@@ -117,18 +117,14 @@ def read_cache(images: ImageSet, detector: Detector) -> Features | None:
 
 
 def write_cache(images: ImageSet, detector: Detector, features: Features) -> None:
-    """Write the cache, whole or not at all; a folder that cannot be written to is no error, only slower next time."""
-    file = cache_file(images, detector)
+    """Write the cache, whole or not at all. If the folder cannot be written to, warn: only later starts become slower."""
     tensors = {name: x.contiguous() for name, x in features.tensors().items()}
     for layer, known in features.statistics.items():
         tensors.update(zip(STATISTICS_KEYS[layer], (known.mu, known.sigma)))
-    temporary = file.with_name(f".tmp_{os.getpid()}_{file.name}")
     try:
-        temporary.write_bytes(save(tensors, metadata=_cache_key(images, detector)))
-        os.replace(temporary, file)
-    except OSError as e:
-        temporary.unlink(missing_ok=True)
-        log.warning("%s cannot be written (%s); the features will be computed at every start", file, e)
+        write_file(cache_file(images, detector), save(tensors, metadata=_cache_key(images, detector)))
+    except UserError as e:
+        log.warning("%s; the features will be computed at every start", e)
 
 
 def write_reference(images: ImageSet, output: Path, detector: InceptionDetector | None = None, batch_size: int = 64) -> None:
@@ -139,10 +135,10 @@ def write_reference(images: ImageSet, output: Path, detector: InceptionDetector 
         detector: Inception, to store mu, sigma, mu_s and sigma_s as well; other evaluators then need not compute them.
 
     Raises:
-        FileExistsError: the output exists.
+        UserError: the output exists.
     """
     if output.exists():
-        raise FileExistsError(f"{output} exists; nothing was written")
+        raise UserError(f"{output} exists; nothing was written")
     statistics = None
     if detector is not None:
         features = features_of_images(images, detector, batch_size)

@@ -1,8 +1,4 @@
-"""Mean and covariance of features in one pass, in float64, mergeable across processes.
-
-N samples, D features. Sums are kept about the running mean (Chan, Golub and LeVeque 1983), so that features with a mean far
-larger than their spread lose no digits, which the plain sum of x x^T does.
-"""
+"""Mean and covariance of features in one pass, in float64. N samples, D features."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ from errors import UserError
 
 @dataclass(frozen=True)
 class Statistics:
-    """What a Gaussian fitted to features needs.
+    """The Gaussian that is fitted to features.
 
     Attributes:
         mu: [D] float64, the mean.
@@ -33,82 +29,41 @@ class Statistics:
             raise UserError("mu or sigma holds NaN or infinity")
 
 
-class RunningStatistics:
-    """Accumulates batches; the result does not depend on how the samples were cut into batches and shards.
-
-    Args:
-        dim: D.
-        device: where the sums are kept; it must know float64.
-    """
-
-    def __init__(self, dim: int, device: torch.device | str = "cpu"):
-        self.count = 0
-        self.mean = torch.zeros(dim, dtype=torch.float64, device=device)
-        self.scatter = torch.zeros(dim, dim, dtype=torch.float64, device=device)  # sum of (x - mean)(x - mean)^T
-
-    def update(self, features: Tensor) -> None:
-        """Add a batch [b, D], without padded or duplicated samples.
-
-        Raises:
-            UserError: another D, or NaN or infinite features.
-        """
-        if features.ndim != 2 or features.shape[1] != len(self.mean):
-            raise UserError(f"features are {list(features.shape)}, not [b, {len(self.mean)}]")
-        if not features.isfinite().all():
-            raise UserError("features hold NaN or infinity")
-        if len(features):
-            x = features.to(self.mean)
-            mean = x.mean(0)
-            self._add(len(x), mean, x - mean)
-
-    def merge(self, other: RunningStatistics) -> None:
-        """Add what another shard or process accumulated."""
-        if len(other.mean) != len(self.mean):
-            raise UserError(f"cannot merge statistics of {len(other.mean)} features into {len(self.mean)}")
-        if other.count:
-            self._add(other.count, other.mean.to(self.mean), None)
-            self.scatter += other.scatter.to(self.scatter)
-
-    def _add(self, count: int, mean: Tensor, centred: Tensor | None) -> None:
-        total = self.count + count
-        shift = mean - self.mean
-        rows = (shift * (self.count * count / total) ** 0.5)[None]  # the scatter between the two means, as one more sample
-        if centred is not None:
-            rows = torch.cat([centred, rows])
-        self.scatter.addmm_(rows.T, rows)
-        self.mean += shift * (count / total)
-        self.count = total
-
-    def pack(self) -> Tensor:
-        """[1 + D + D * D] float64: one tensor to send to another process."""
-        count = torch.tensor([self.count], dtype=torch.float64, device=self.mean.device)  # exact below 2^53
-        return torch.cat([count, self.mean, self.scatter.flatten()])
-
-    @classmethod
-    def unpack(cls, packed: Tensor, dim: int) -> RunningStatistics:
-        if packed.shape != (1 + dim + dim * dim,):
-            raise UserError(f"packed statistics are {list(packed.shape)}, not [{1 + dim + dim * dim}] for {dim} features")
-        result = cls(dim, packed.device)
-        result.count = int(packed[0].item())
-        result.mean = packed[1 : 1 + dim].clone()
-        result.scatter = packed[1 + dim :].reshape(dim, dim).clone()
-        return result
-
-    def result(self) -> Statistics:
-        """The statistics so far, on the CPU.
-
-        Raises:
-            UserError: fewer than 2 samples.
-        """
-        if self.count < 2:
-            raise UserError(f"a covariance needs at least 2 samples, not {self.count}")
-        sigma = self.scatter / (self.count - 1)
-        return Statistics(self.mean.cpu(), ((sigma + sigma.T) / 2).cpu())
-
-
 def statistics_of(features: Tensor, chunk_size: int = 4096) -> Statistics:
-    """Statistics of features [N, D] of any precision; needs memory for one float64 chunk only."""
-    running = RunningStatistics(features.shape[1])
+    """Statistics of features [N, D] of any precision, on the CPU; only one chunk at a time is copied to float64.
+
+    Sums are kept about the running mean (Chan, Golub and LeVeque 1983). The plain sum of x x^T loses digits where the mean is
+    far larger than the spread.
+
+    Raises:
+        UserError: fewer than 2 samples, NaN or infinite features.
+    """
+    check_samples(features)
+    count, dim = 0, features.shape[1]
+    mean = torch.zeros(dim, dtype=torch.float64)
+    scatter = torch.zeros(dim, dim, dtype=torch.float64)  # sum of (x - mean)(x - mean)^T
     for chunk in features.split(chunk_size):
-        running.update(chunk)
-    return running.result()
+        x = chunk.to(mean)
+        chunk_mean, total = x.mean(0), count + len(x)
+        shift = chunk_mean - mean
+        between = shift * (count * len(x) / total) ** 0.5  # the scatter between the two means, as one more sample
+        rows = torch.cat([x - chunk_mean, between[None]])
+        scatter.addmm_(rows.T, rows)
+        mean += shift * (len(x) / total)
+        count = total
+    sigma = scatter / (count - 1)
+    return Statistics(mean, (sigma + sigma.T) / 2)
+
+
+def check_samples(features: Tensor) -> None:
+    """Raise UserError unless there are 2 samples or more, all of them finite."""
+    if len(features) < 2:
+        raise UserError(f"a covariance needs at least 2 samples, not {len(features)}")
+    check_finite(features)
+
+
+def check_finite(features: Tensor) -> None:
+    """Raise UserError for NaN or infinity in features [N, D]."""
+    bad = (~features.isfinite().all(dim=1)).nonzero()
+    if len(bad):
+        raise UserError(f"features hold NaN or infinity, first in sample {bad[0].item()} ({len(bad)} of {len(features)} samples)")

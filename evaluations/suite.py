@@ -1,18 +1,23 @@
-"""All numbers of one evaluation, from two sets of features."""
+"""The table of metrics, all metrics of two sets of features, and the names that figures are kept under.
+
+A metric is one entry of METRICS: evaluation, fid.py, training and reports take its name, direction and format from there.
+"""
 
 from __future__ import annotations
 
+import functools
 import logging
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from errors import UserError
 from evaluations import metrics
-from evaluations.detector import InceptionDetector
-from evaluations.digits_detector import DigitsDetector
 from evaluations.features import Features
-from evaluations.statistics import statistics_of
 
 log = logging.getLogger(__name__)
 
@@ -20,14 +25,85 @@ NUM_NEIGHBOURS = 3
 INCEPTION_SPLIT = 5000
 
 
+@dataclass
+class FeaturePair:
+    """What a metric is computed from; see `evaluate`."""
+
+    reference: Features
+    samples: Features
+    labels: Tensor | None
+    device: torch.device | str
+
+    def frechet_distance(self, layer: str) -> float | None:
+        """None where a side has neither images nor stored statistics of the layer."""
+        sides = [features.statistics_or_samples(layer) for features in (self.reference, self.samples)]
+        return None if any(side is None for side in sides) else metrics.frechet_distance(*sides)
+
+    @functools.cached_property
+    def precision_recall(self) -> tuple[float | None, float | None]:
+        """Both at once, as they share the neighbour search; None where a side has too few images."""
+        if min(len(self.reference), len(self.samples)) <= NUM_NEIGHBOURS:
+            return None, None
+        return metrics.precision_recall(self.reference.pool.to(self.device), self.samples.pool.to(self.device), NUM_NEIGHBOURS)
+
+    def inception_score(self) -> float | None:
+        return metrics.inception_score(self.samples.logits, INCEPTION_SPLIT) if len(self.samples) else None
+
+    def class_agreement(self) -> float | None:
+        return None if self.labels is None else metrics.class_agreement(self.samples.logits, self.labels)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The table.
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric of the features of one detector.
+
+    Attributes:
+        name: as in results; must not end in a digit.
+        direction: whether a lower or a higher value is better.
+        format: how people read it, a format specification; files keep full precision.
+        compute: the value, or None where there is too little to compute it from.
+    """
+
+    name: str
+    detector: str
+    direction: Literal["lower", "higher"]
+    format: str
+    compute: Callable[[FeaturePair], float | None]
+
+
+# The first one of a detector is its primary metric. Each detector has its own names, because its features give other numbers.
+METRICS: dict[str, Metric] = {
+    metric.name: metric
+    for metric in (
+        Metric("fid", "inception", "lower", ".2f", lambda pair: pair.frechet_distance("pool")),
+        Metric("sfid", "inception", "lower", ".2f", lambda pair: pair.frechet_distance("spatial")),
+        Metric("inception_score", "inception", "higher", ".2f", FeaturePair.inception_score),
+        Metric("precision", "inception", "higher", ".3f", lambda pair: pair.precision_recall[0]),
+        Metric("recall", "inception", "higher", ".3f", lambda pair: pair.precision_recall[1]),
+        Metric("fd_digits", "digits", "lower", ".2f", lambda pair: pair.frechet_distance("pool")),
+        Metric("precision_digits", "digits", "higher", ".3f", lambda pair: pair.precision_recall[0]),
+        Metric("recall_digits", "digits", "higher", ".3f", lambda pair: pair.precision_recall[1]),
+        Metric("class_agreement", "digits", "higher", ".3f", FeaturePair.class_agreement),
+    )
+}
+
+
+def metrics_of(detector: str) -> list[Metric]:
+    """The metrics of a detector, the primary one first."""
+    return [metric for metric in METRICS.values() if metric.detector == detector]
+
+
 def evaluate(
     reference: Features, samples: Features, labels: Tensor | None = None, device: torch.device | str = "cpu"
 ) -> dict[str, float]:
-    """The metrics by name, lowest-is-best distances first.
+    """The metrics of the detector by name, in the order of the table, without those that cannot be computed.
 
-    Inception gives `fid`, `sfid`, `inception_score`, `precision` and `recall`. The digits' detector gives `fd_digits`,
-    `precision_digits`, `recall_digits` and, with labels, `class_agreement`: other features, so other names. A set with
-    stored statistics but no images has no precision and recall. What to beware of (see `caveats`) is logged as warnings.
+    `class_agreement` needs labels; precision and recall need images on both sides, not only stored statistics. Warnings say
+    what to beware of (see `caveats`).
 
     Args:
         labels: [N] int64, the classes that were asked for, in the order of the samples.
@@ -40,33 +116,16 @@ def evaluate(
         raise UserError(f"the reference has features of {reference.detector}, the samples of {samples.detector}")
     for caveat in caveats(reference, samples):
         log.warning("%s", caveat)
-    pool = reference.pool.to(device), samples.pool.to(device)
-    has_neighbours = min(len(reference), len(samples)) > NUM_NEIGHBOURS
-    precision, recall = metrics.precision_recall(*pool, NUM_NEIGHBOURS) if has_neighbours else (None, None)
-    if reference.detector == DigitsDetector.name:
-        result = {
-            "fd_digits": _frechet_distance(reference, samples, "pool"),
-            "precision_digits": precision,
-            "recall_digits": recall,
-            "class_agreement": None if labels is None else metrics.class_agreement(samples.logits, labels),
-        }
-    elif reference.detector == InceptionDetector.name:
-        result = {
-            "fid": _frechet_distance(reference, samples, "pool"),
-            "sfid": _frechet_distance(reference, samples, "spatial"),
-            "inception_score": metrics.inception_score(samples.logits, INCEPTION_SPLIT) if len(samples) else None,
-            "precision": precision,
-            "recall": recall,
-        }
-    else:
-        raise UserError(f"no names for the metrics of detector {reference.detector!r}")
-    return {name: value for name, value in result.items() if value is not None}
+    pair = FeaturePair(reference, samples, labels, device)
+    values = {metric.name: metric.compute(pair) for metric in metrics_of(samples.detector)}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def caveats(reference: Features, samples: Features) -> list[str]:
     """What a reader of the numbers must know: too few images for what the metric usually means."""
     found = []
-    distance = "FID and sFID" if samples.detector == InceptionDetector.name else f"fd_{samples.detector}"
+    has_inception = samples.detector == "inception"
+    distance = "FID and sFID" if has_inception else f"fd_{samples.detector}"
     dim = samples.pool.shape[1]
     for name, features in (("samples", samples), ("reference images", reference)):
         if len(features) < dim and "pool" not in features.statistics:
@@ -76,30 +135,69 @@ def caveats(reference: Features, samples: Features) -> list[str]:
             )
         if len(features) <= NUM_NEIGHBOURS:
             found.append(f"no precision and recall: they need more than {NUM_NEIGHBOURS} images a side; {name}: {len(features)}")
-    if samples.detector == InceptionDetector.name and len(samples):
-        last = len(samples) % INCEPTION_SPLIT
-        if len(samples) < INCEPTION_SPLIT:
-            found.append(
-                f"Inception Score from {len(samples)} samples, less than a split of {INCEPTION_SPLIT}: lower than from a full one"
-            )
-        elif last:
-            found.append(
-                f"Inception Score: the last split holds {last} of {INCEPTION_SPLIT} samples and counts like a full one, as in ADM"
-            )
+    last_split = len(samples) % INCEPTION_SPLIT
+    if has_inception and 0 < len(samples) < INCEPTION_SPLIT:
+        found.append(
+            f"Inception Score from {len(samples)} samples, less than a split of {INCEPTION_SPLIT}: lower than from a full one"
+        )
+    elif has_inception and last_split:
+        found.append(
+            f"Inception Score: the last split holds {last_split} of {INCEPTION_SPLIT} samples and counts like a full one, "
+            "as in ADM"
+        )
     return found
 
 
-def _frechet_distance(reference: Features, samples: Features, layer: str) -> float | None:
-    """By stored statistics where a side has them; None where a side has neither these nor features."""
-    sides = [(features.statistics.get(layer), getattr(features, layer)) for features in (reference, samples)]
-    if any(known is None and (x is None or len(x) == 0) for known, x in sides):
+# ----------------------------------------------------------------------------------------------------------------------
+# Full names: `fid50k/cfg1.5` is FID of 50,000 samples under guidance scale 1.5; `fd_digits250` names no guidance.
+
+_FULL_NAME = re.compile(r"(?P<metric>[a-z]\w*?[a-z_])(?P<count>\d+)(?P<thousands>k?)(?:/(?P<guidance>.+))?")
+
+
+class MetricName(NamedTuple):
+    """The parts of a full name."""
+
+    metric: str  # a key of METRICS, or of an older or newer table
+    num_samples: int
+    guidance: str  # `cfg1.5` or other words; empty if the name has none
+
+
+def metric_name(metric: str, num_samples: int, guidance: float | str) -> str:
+    """`fid5k/cfg1.5`; scale 1 is no guidance.
+
+    Args:
+        guidance: the scale of classifier-free guidance, or words for any other.
+    """
+    words = guidance if isinstance(guidance, str) else f"cfg{float(guidance)}"
+    return f"{metric}{short_count(num_samples)}/{words}"
+
+
+def short_count(count: int) -> str:
+    """50000 -> 50k, 250 -> 250: the sample count as it stands in the names of metrics."""
+    return f"{count // 1000}k" if count % 1000 == 0 else str(count)
+
+
+def read_metric_name(name: str) -> MetricName | None:
+    """The parts of a full name; None where it is none (`loss`)."""
+    match = _FULL_NAME.fullmatch(name)
+    if match is None:
         return None
-    (known1, x1), (known2, x2) = sides
-    if known1 is None and known2 is None:
-        return metrics.frechet_distance_of_features(x1, x2)
-    if known1 is not None and known2 is not None:
-        return metrics.frechet_distance(known1, known2)
-    known, x = (known1, x2) if known2 is None else (known2, x1)
-    if len(x) <= x.shape[1]:
-        return metrics.frechet_distance_to_statistics(x, known)
-    return metrics.frechet_distance(known, statistics_of(x))
+    num_samples = int(match["count"]) * (1000 if match["thousands"] else 1)
+    return MetricName(match["metric"], num_samples, match["guidance"] or "")
+
+
+def find_metric(name: str) -> Metric | None:
+    """The metric of a full name or a plain one; None where the table has none."""
+    parts = read_metric_name(name)
+    return METRICS.get(parts.metric if parts else name)
+
+
+def format_metric(name: str, value: float) -> str:
+    """A value as people read it: in the table's format, four significant digits for other names."""
+    metric = find_metric(name)
+    return f"{value:{metric.format if metric else '.4g'}}"
+
+
+def format_metrics(values: dict[str, float]) -> str:
+    """`fid 2.27, sfid 4.60`: values by full or plain name as one line."""
+    return ", ".join(f"{name} {format_metric(name, value)}" for name, value in values.items())

@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from PIL import Image
 from yaml import YAMLError
 
-from sampling.evaluator import metric_name
+from evaluations.suite import metric_name
 from setup.schema import flatten
 
 METRICS, STARTS, CONFIG, RESULTS = "metrics.jsonl", "starts.jsonl", "config.yaml", "results.jsonl"

@@ -1,9 +1,9 @@
-"""Evaluation of a network: samples by seed -> features -> metrics, shared between the processes, without files in between."""
+"""Metrics of a sampler or of images on disk. All processes share the work; no files lie in between."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from accelerate import Accelerator
@@ -18,21 +18,11 @@ from randomness import class_of_seed
 from sampling.sampler import ImageSampler
 
 
-def short_count(count: int) -> str:
-    """50000 -> 50k, 250 -> 250: the sample count as it stands in the names of metrics."""
-    return f"{count // 1000}k" if count % 1000 == 0 else str(count)
-
-
-def metric_name(metric: str, num_samples: int, cfg_scale: float) -> str:
-    """`fid5k/cfg1.5`; scale 1 is no guidance."""
-    return f"{metric}{short_count(num_samples)}/cfg{float(cfg_scale)}"
-
-
 @dataclass
 class Evaluator:
-    """A detector and the features of the reference, ready for any number of evaluations.
+    """A detector and the features of the reference, for any number of evaluations.
 
-    Every process calls it; the work is shared, and every process gets the result.
+    Every process calls it; they share the work, and each of them gets the result.
     """
 
     accelerator: Accelerator
@@ -42,7 +32,7 @@ class Evaluator:
 
     @classmethod
     def open(cls, accelerator: Accelerator, detector: Detector, reference: ImageSet, batch_size: int) -> Evaluator:
-        """Load the reference, from its cache or by computing its features together."""
+        """Load the features of the reference from its cache, or compute them together."""
 
         def compute(images: ImageSet, detector: Detector, batch_size: int) -> Features:
             return shared_features_of_images(accelerator, images, detector, batch_size, len(images))
@@ -54,31 +44,22 @@ class Evaluator:
         """Metrics of the images of seeds 0 .. num_samples - 1, each of a random class drawn from its seed."""
         labels = [class_of_seed(seed, sampler.num_classes) for seed in range(num_samples)]
 
-        def compute(seeds: list[int]) -> Features:
-            def batches():
-                for start in range(0, len(seeds), self.batch_size):
-                    batch = seeds[start : start + self.batch_size]
-                    yield sampler(batch, [labels[seed] for seed in batch])
-
-            num_batches = -(-len(seeds) // self.batch_size)
-            bar = tqdm(
-                batches(), "evaluation", num_batches, unit="batch", leave=False, disable=not self.accelerator.is_main_process
-            )
-            return extract(self.detector, bar)
+        def compute(start: int, stop: int) -> Features:
+            batches = [range(i, min(i + self.batch_size, stop)) for i in range(start, stop, self.batch_size)]
+            bar = tqdm(batches, "evaluation", unit="batch", leave=False, disable=not self.accelerator.is_main_process)
+            return extract(self.detector, (sampler(list(seeds), [labels[seed] for seed in seeds]) for seeds in bar))
 
         return self._metrics(shared_features(self.accelerator, num_samples, compute), torch.tensor(labels))
 
     def of_images(self, images: ImageSet, num_samples: int) -> dict[str, float]:
-        """Metrics of the first num_samples images on disk; class_agreement where the file holds labels.
+        """Metrics of the first num_samples images on disk; class_agreement needs labels in the file.
 
-        As in ADM's evaluator, statistics that the file stores are used, where it is about all of its images.
+        As in ADM's evaluator, statistics that the file stores are used, if all of its images are evaluated.
         """
         features = shared_features_of_images(self.accelerator, images, self.detector, self.batch_size, num_samples)
         if num_samples == len(images):
-            features = Features(
-                features.detector, features.pool, features.logits, features.spatial, stored_statistics(images, self.detector)
-            )
-        labels = None if images.labels is None else torch.from_numpy(images.labels[: len(features)])
+            features = replace(features, statistics=stored_statistics(images, self.detector))
+        labels = None if images.labels is None else torch.from_numpy(images.labels[:num_samples])
         return self._metrics(features, labels)
 
     def _metrics(self, samples: Features, labels: torch.Tensor | None) -> dict[str, float]:
@@ -88,37 +69,28 @@ class Evaluator:
         return broadcast_object_list([result])[0]
 
 
-def shared_features(accelerator: Accelerator, count: int, compute: Callable[[list[int]], Features]) -> Features:
-    """Features of items 0 .. count - 1 in order, each computed by one process and gathered by all.
+def shared_features(accelerator: Accelerator, count: int, compute: Callable[[int, int], Features]) -> Features:
+    """Features of items 0 .. count - 1 in order, on every process; each process computes one stretch of them.
 
     Args:
-        compute: the features of the listed items, in the order of the list.
+        compute: (start, stop) -> the features of items start .. stop - 1.
     """
     num_processes = accelerator.num_processes
-    if num_processes == 1:
-        return compute(list(range(count)))
-    # Gathering needs equally many rows everywhere: the last round is filled up with items that then appear twice.
-    num_rounds = -(-count // num_processes)
-    mine = [(k * num_processes + accelerator.process_index) % count for k in range(num_rounds)]
-    return _gathered(accelerator, compute(mine), torch.tensor(mine))
+    if num_processes == 1 or count < num_processes:
+        return compute(0, count)
+    # Gathering needs stretches of one length: the last ones start earlier, and items that appear twice are dropped.
+    length = -(-count // num_processes)
+    starts = [min(rank * length, count - length) for rank in range(num_processes)]
+    own = compute(starts[accelerator.process_index], starts[accelerator.process_index] + length)
+    rows = torch.empty(count, dtype=torch.int64)  # of the items in what is gathered
+    for rank, start in enumerate(starts):
+        rows[start : start + length] = torch.arange(rank * length, (rank + 1) * length)
+    tensors = {name: accelerator.gather(x.to(accelerator.device)).cpu()[rows] for name, x in own.tensors().items()}
+    return Features(own.detector, **tensors)
 
 
 def shared_features_of_images(
     accelerator: Accelerator, images: ImageSet, detector: Detector, batch_size: int, count: int
 ) -> Features:
-    """Features of images 0 .. count - 1 on disk. Every process reads one stretch of them."""
-    num_processes = accelerator.num_processes
-    if num_processes == 1 or count < num_processes:
-        return features_of_images(images, detector, batch_size, 0, count)
-    per_process = -(-count // num_processes)
-    # The last stretches start earlier, so that all are equally long; images that appear twice are dropped.
-    start = min(accelerator.process_index * per_process, count - per_process)
-    part = features_of_images(images, detector, batch_size, start, start + per_process)
-    return _gathered(accelerator, part, torch.arange(start, start + per_process))
-
-
-def _gathered(accelerator: Accelerator, part: Features, indices: torch.Tensor) -> Features:
-    """The features of all processes in order; row i of `part` is of item indices[i]."""
-    indices = accelerator.gather(indices.to(accelerator.device)).cpu()
-    tensors = {name: accelerator.gather(x.to(accelerator.device)).cpu() for name, x in part.tensors().items()}
-    return Features(part.detector, **tensors).in_order(indices)
+    """Features of the first `count` images on disk, shared between the processes."""
+    return shared_features(accelerator, count, lambda start, stop: features_of_images(images, detector, batch_size, start, stop))

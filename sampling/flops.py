@@ -1,6 +1,6 @@
-"""Arithmetic of a DiT, from its sizes: multiplications and additions of matrix products, counted separately.
+"""FLOPs of a DiT's matrix products, from its sizes. A multiply-add is 2 FLOPs.
 
-A multiply-add is 2 FLOPs. Norms, activations, modulation and softmax are left out, as is usual.
+Norms, activations, modulation and softmax are not counted, as is usual.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ def forward_flops(net: dit.DiT, selection_ratios: float | Sequence[float] | None
     """FLOPs of one forward for one image.
 
     Args:
-        selection_ratios: fraction of the tokens that skip, one for all routes or one for each; 0 is dense, as in sampling;
-            None is the routes' own, as in training.
-        router: instead of the network's own.
+        selection_ratios: fraction of the tokens that SKIP, one for all routes or one for each. 0 is dense, as in sampling;
+            None takes the routes' own, as in training.
+        router: instead of the network's.
     """
     router = router or net.router
     N, D = net.num_tokens, net.pos_embed.shape[-1]
@@ -35,7 +35,7 @@ def forward_flops(net: dit.DiT, selection_ratios: float | Sequence[float] | None
 
 
 def block_flops(block: dit.DiTBlock, num_tokens: int) -> int:
-    """FLOPs of one block for one image of which it sees `num_tokens` tokens."""
+    """FLOPs of one block for `num_tokens` tokens of one image."""
     per_token = (block.attn.qkv, block.attn.proj, block.mlp.fc1, block.mlp.fc2)
     linear = 2 * num_tokens * sum(layer.weight.numel() for layer in per_token)
     attention = 2 * 2 * num_tokens**2 * block.attn.proj.in_features  # Q K^T, and its product with V
@@ -43,16 +43,19 @@ def block_flops(block: dit.DiTBlock, num_tokens: int) -> int:
 
 
 def step_flops(net: dit.DiT, *, routed: bool) -> int:
-    """FLOPs of one image in training, forward and backward; `routed`: with the network's own routes, else dense.
+    """FLOPs of one image in training, forward and backward.
 
-    The backward computes two products (with respect to input and weight) for each one of the forward.
+    For each product of the forward, the backward computes two: for the gradients of the input and of the weight.
+
+    Args:
+        routed: with the network's own routes; else dense.
     """
     return 3 * forward_flops(net, None if routed else 0.0)
 
 
 def sparse_saving(net: dit.DiT, r_strong: float, r_weak: float, router: TokenRouter | None = None) -> float:
-    """The fraction of classifier-free guidance's FLOPs that sparse guidance saves where both guide.
+    """The fraction of FLOPs that sparse guidance saves against classifier-free guidance, at noise levels where both guide.
 
-    cfg is two dense forwards; sparse guidance one with r_strong and one with r_weak of the tokens skipping.
+    Classifier-free guidance is two dense forwards. Of sparse guidance's two, one skips r_strong of the tokens and one r_weak.
     """
     return 1 - (forward_flops(net, r_strong, router) + forward_flops(net, r_weak, router)) / (2 * forward_flops(net))

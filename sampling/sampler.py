@@ -1,8 +1,9 @@
-"""From a network to images: the same code for the grids of training, for sample.py and for evaluation."""
+"""Images from a network: one sampler for the grids of training, for sample.py and for evaluation."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -22,17 +23,18 @@ Diffusion = EDM | SiT
 
 @dataclass
 class ImageSampler:
-    """Images by seed.
+    """Makes images by seed.
 
     Attributes:
         net: in evaluation mode, on the device to sample on.
         diffusion: with its sampler.
-        router: which routes guidance=sparse forces.
-        guidance: from what a batch has to the denoiser of the sampler.
+        router: with the routes that sparse guidance forces.
+        guidance: see guidance.py.
         autoencoder: decodes latents / scale_factor.
         latent_shape: (C, H, W).
+        precision: of the networks, fp32 | bf16.
         weak: the second network of autoguidance and its diffusion.
-        evaluations_per_image, flops_per_image: of networks, counted during the last call.
+        evaluations_per_image, flops_per_image: of both networks, counted in the last call.
     """
 
     net: nn.Module
@@ -53,29 +55,26 @@ class ImageSampler:
     def __call__(self, seeds: list[int], labels: list[int]) -> np.ndarray:
         """uint8 [B, H, W, 3]; image i depends on seeds[i] and labels[i] alone."""
         random = SeedRandom(seeds, self.device)
-        subsets = SeedRandom(seeds, self.device, stream="routes")
+        random_routes = SeedRandom(seeds, self.device, stream="routes")
         y = torch.tensor(labels, dtype=torch.int64, device=self.device)
         self.evaluations_per_image = self.flops_per_image = 0.0
 
-        def denoise_by(net: nn.Module, diffusion: Diffusion):
-            def denoise(x: Tensor, level: Tensor, y: Tensor, **routing) -> Tensor:
-                if routing:
-                    routing["router"] = self.router
-                self.evaluations_per_image += len(x) / len(seeds)
-                flops = forward_flops(net, routing.get("selection_ratios", 0.0), routing.get("router"))
-                self.flops_per_image += len(x) / len(seeds) * flops
-                with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
-                    return diffusion.denoise(net, x, level, y, **routing)
-
-            return denoise
+        def denoise(net: nn.Module, diffusion: Diffusion, x: Tensor, level: Tensor, y: Tensor, **routing) -> Tensor:
+            if routing:
+                routing["router"] = self.router
+            evaluations = len(x) / len(seeds)
+            self.evaluations_per_image += evaluations
+            self.flops_per_image += evaluations * forward_flops(net, routing.get("selection_ratios", 0.0), routing.get("router"))
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
+                return diffusion.denoise(net, x, level, y, **routing)
 
         routes_shape = (len(self.router.routes), self.net.num_tokens)
         inputs = GuidanceInputs(
-            denoise_by(self.net, self.diffusion),
+            partial(denoise, self.net, self.diffusion),
             self.num_classes,
             routes_shape,
-            route_scores=lambda: subsets.rand(*routes_shape),
-            weak=denoise_by(*self.weak) if self.weak else None,
+            route_scores=lambda: random_routes.rand(*routes_shape),
+            weak=partial(denoise, *self.weak) if self.weak else None,
         )
         latents = self.diffusion.sample(self.guidance(inputs), random.randn(*self.latent_shape), y, random)
         return to_uint8(self.autoencoder.decode(latents / self.scale_factor)).cpu().numpy()
@@ -85,7 +84,7 @@ def describe_cost(sampler: ImageSampler, sparse_ratios: tuple[float, float] | No
     """What the last batch cost, in words.
 
     Args:
-        sparse_ratios: (r_strong, r_weak) of sparse guidance, where it guides.
+        sparse_ratios: (r_strong, r_weak) of sparse guidance; None for other guidance.
     """
     words = f"{sampler.evaluations_per_image:g} network evaluations and {sampler.flops_per_image / 1e9:.4g} GFLOPs per image"
     if sparse_ratios is not None:
@@ -95,11 +94,11 @@ def describe_cost(sampler: ImageSampler, sparse_ratios: tuple[float, float] | No
 
 
 def labelled_grid(images: list[np.ndarray], labels: list[int], num_columns: int = 10, min_pixels: int = 64) -> Image.Image:
-    """Images side by side, each with its label above it; small ones are enlarged (bicubic).
+    """Images side by side, each below its label.
 
     Args:
         images: uint8 [H, W, 3], all of one size.
-        min_pixels: images smaller than this are enlarged to at least this.
+        min_pixels: smaller images are enlarged (bicubic) to at least this side.
     """
     height, width = images[0].shape[:2]
     factor = -(-min_pixels // min(height, width))

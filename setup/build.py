@@ -132,9 +132,10 @@ def build_diffusion(settings: schema.Diffusion, **sampler_overrides) -> Diffusio
     given = {key: value for key, value in sampler_overrides.items() if value is not None}
     for key, value in given.items():
         if key not in sampler:
+            shown = f"{value:g}" if isinstance(value, float) else value
             raise UserError(
-                f"{key}={value if isinstance(value, str) else f'{value:g}'} is not a setting of the sampler of "
-                f"diffusion={settings.name}, with which the run was trained; leave it out. It has {', '.join(sampler)}"
+                f"{key}={shown} is not a setting of the sampler of diffusion={settings.name}, with which the run was trained; "
+                f"leave it out. It has {', '.join(sampler)}"
             )
     sampler |= given
     own = settings.model_dump(exclude={"name", "sampler"})

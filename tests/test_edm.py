@@ -145,6 +145,26 @@ def test_churn_adds_noise_only_between_s_min_and_s_max():
         sampler(gaussian_denoiser, torch.randn(2, 1, 2, 2), torch.zeros(2, dtype=torch.int64))
 
 
+def test_every_step_gets_its_share_of_the_churn_below_the_limit():
+    # Algorithm 2: gamma = S_churn / num_steps, here 2 / 8, below its limit of sqrt(2) - 1 and S_churn itself above it.
+    sampler = HeunSampler(num_steps=8, S_churn=2.0, S_noise=1.5)
+    calls = []
+
+    def denoiser(x, sigma, y):
+        calls.append((x[0].item(), sigma[0].item()))
+        return torch.zeros_like(x)
+
+    class Ones:
+        def randn(self, *shape):
+            return torch.ones(1, *shape)
+
+    sampler(denoiser, torch.full((1, 1, 1, 1), 3.0), torch.zeros(1, dtype=torch.int64), Ones())
+    euler_steps = [sigma for _, sigma in calls[::2]]  # every second call is the correction's
+    assert euler_steps == pytest.approx([1.25 * sigma for sigma in sampler.noise_levels()[:-1]])
+    assert calls[0][0] == pytest.approx(3.0 * 80 + 1.5 * math.sqrt((1.25 * 80) ** 2 - 80**2))
+    assert sampler.sigma_hat(80.0) == pytest.approx(100.0)
+
+
 @pytest.mark.parametrize("churn", [0.0, 4.0])
 def test_the_denoiser_is_called_at_the_levels_that_the_sampler_names(churn):
     sampler = HeunSampler(num_steps=8, S_churn=churn, S_min=0.05, S_max=20.0)

@@ -172,16 +172,6 @@ def numbered(numbers: list[int]) -> Features:
     return Features("test", pool=x, logits=-x, spatial=x * 2)
 
 
-def test_a_gather_over_processes_is_put_in_order_and_its_padding_dropped():
-    # Three processes took every third of seven images; the last batch was padded from the front.
-    indices = [0, 3, 6, 1, 4, 0, 2, 5, 1]
-    ordered = numbered(indices).in_order(torch.tensor(indices))
-    for name, x in numbered(list(range(7))).tensors().items():
-        assert torch.equal(ordered.tensors()[name], x)
-    with pytest.raises(ValueError, match="each at least once"):
-        numbered([0, 2]).in_order(torch.tensor([0, 2]))
-
-
 def test_features_of_no_images_or_of_two_detectors_do_not_make_a_set():
     with pytest.raises(ValueError, match="no images"):
         concatenate([])

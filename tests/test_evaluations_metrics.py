@@ -8,7 +8,7 @@ import scipy.linalg
 import torch
 
 from evaluations import metrics
-from evaluations.statistics import RunningStatistics, Statistics, statistics_of
+from evaluations.statistics import Statistics, statistics_of
 
 
 def normal(seed: int, *shape: int) -> torch.Tensor:
@@ -19,38 +19,17 @@ def normal(seed: int, *shape: int) -> torch.Tensor:
 # Statistics.
 
 
-@pytest.mark.parametrize("num_shards", [1, 2, 3])
+@pytest.mark.parametrize("chunk_size", [1, 7, 60, 1008, 5000])
 @pytest.mark.parametrize("offset", [0.0, 1e6])
-def test_random_chunks_over_shards_give_the_mean_and_covariance_of_numpy(num_shards, offset):
-    random = np.random.default_rng(num_shards)
+def test_any_chunks_give_the_mean_and_covariance_of_numpy(chunk_size, offset):
+    random = np.random.default_rng(chunk_size)
     x = random.standard_normal((1009, 17)) @ random.standard_normal((17, 17)) + offset
-    shards = [RunningStatistics(17) for _ in range(num_shards)]
-    start = 0
-    while start < len(x):
-        size = int(random.integers(1, 60))
-        shards[random.integers(num_shards)].update(torch.from_numpy(x[start : start + size]))
-        start += size
-    total = RunningStatistics(17)
-    for shard in shards:
-        total.merge(RunningStatistics.unpack(shard.pack(), 17))
-    result = total.result()
-    assert total.count == len(x)
+    result = statistics_of(torch.from_numpy(x), chunk_size)
     np.testing.assert_allclose(result.mu.numpy(), x.mean(0), rtol=1e-12, atol=1e-13)
     reference = np.cov(x - offset, rowvar=False)
     # At an offset of 1e6 the input itself carries rounding of 1e-10; a plain sum of x x^T would be wrong by 1e-3.
     tolerance = 1e-8 if offset else 1e-13
     np.testing.assert_allclose(result.sigma.numpy(), reference, rtol=0, atol=tolerance * np.abs(reference).max())
-
-
-def test_an_empty_shard_changes_nothing():
-    full, empty = RunningStatistics(3), RunningStatistics(3)
-    full.update(normal(0, 10, 3))
-    before = full.pack()
-    full.merge(empty)
-    full.update(torch.zeros(0, 3))
-    assert torch.equal(full.pack(), before)
-    empty.merge(full)
-    torch.testing.assert_close(empty.pack(), before, rtol=1e-14, atol=0)
 
 
 def test_statistics_of_float32_features_are_those_of_their_float64_values():
@@ -59,17 +38,11 @@ def test_statistics_of_float32_features_are_those_of_their_float64_values():
     np.testing.assert_allclose(result.sigma.numpy(), np.cov(x.double().numpy(), rowvar=False), rtol=1e-12, atol=1e-10)
 
 
-def test_statistics_refuse_one_sample_other_sizes_and_nan():
-    one = RunningStatistics(2)
-    one.update(torch.ones(1, 2))
+def test_statistics_refuse_one_sample_and_nan():
     with pytest.raises(ValueError, match="at least 2 samples, not 1"):
-        one.result()
-    with pytest.raises(ValueError, match=r"not \[b, 2\]"):
-        one.update(torch.ones(1, 3))
+        statistics_of(torch.ones(1, 2))
     with pytest.raises(ValueError, match="NaN"):
-        one.update(torch.tensor([[1.0, float("nan")]]))
-    with pytest.raises(ValueError, match="cannot merge"):
-        one.merge(RunningStatistics(3))
+        statistics_of(torch.tensor([[1.0, 2.0], [1.0, float("nan")]]))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -105,7 +78,7 @@ def test_the_distance_agrees_with_the_root_of_scipy():
     s, t = np.cov(x.numpy(), rowvar=False), np.cov(y.numpy(), rowvar=False)
     shift = (x.mean(0) - y.mean(0)).square().sum().item()
     expected = shift + np.trace(s) + np.trace(t) - 2 * np.trace(scipy.linalg.sqrtm(s @ t)).real
-    assert metrics.frechet_distance_of_features(x, y) == pytest.approx(expected, rel=1e-9)
+    assert metrics.frechet_distance(x, y) == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize(("n1", "n2"), [(500, 600), (20, 30), (20, 600), (500, 30)])
@@ -115,32 +88,32 @@ def test_every_route_gives_the_same_distance(n1, n2):
     xc, yc = (x - x.mean(0)) / (n1 - 1) ** 0.5, (y - y.mean(0)) / (n2 - 1) ** 0.5
     nuclear = np.linalg.norm((xc @ yc.T).numpy(), "nuc")
     expected = ((x.mean(0) - y.mean(0)).square().sum() + xc.square().sum() + yc.square().sum()).item() - 2 * nuclear
-    assert metrics.frechet_distance_of_features(x, y) == pytest.approx(expected, rel=1e-9)
+    assert metrics.frechet_distance(x, y) == pytest.approx(expected, rel=1e-9)
     assert metrics.frechet_distance(statistics_of(x), statistics_of(y)) == pytest.approx(expected, rel=1e-5)
     if n1 <= 40:
-        assert metrics.frechet_distance_to_statistics(x, statistics_of(y)) == pytest.approx(expected, rel=1e-6)
+        assert metrics.frechet_distance(x, statistics_of(y)) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("n", [30, 500])
 def test_a_set_is_at_distance_zero_from_itself(n):
     x = normal(7, n, 40).float()
-    assert metrics.frechet_distance_of_features(x, x) == pytest.approx(0, abs=1e-10)
+    assert metrics.frechet_distance(x, x) == pytest.approx(0, abs=1e-10)
 
 
 def test_covariances_of_rank_one_give_a_finite_distance():
     x = torch.outer(torch.arange(100.0), torch.ones(5))
-    assert metrics.frechet_distance_of_features(x, x + 3) == pytest.approx(45, rel=1e-6)
+    assert metrics.frechet_distance(x, x + 3) == pytest.approx(45, rel=1e-6)
 
 
 def test_the_distance_refuses_other_sizes_and_nan():
     with pytest.raises(ValueError, match="cannot compare 3 features with 4"):
-        metrics.frechet_distance_of_features(normal(0, 9, 3), normal(0, 9, 4))
+        metrics.frechet_distance(normal(0, 9, 3), normal(0, 9, 4))
     broken = normal(0, 5, 9)
     broken[3, 2] = float("nan")
     with pytest.raises(ValueError, match="NaN or infinity, first in sample 3"):
-        metrics.frechet_distance_of_features(broken, normal(0, 5, 9))
+        metrics.frechet_distance(broken, normal(0, 5, 9))
     with pytest.raises(ValueError, match="at least 2 samples, not 1"):
-        metrics.frechet_distance_of_features(normal(0, 1, 9), normal(0, 5, 9))
+        metrics.frechet_distance(normal(0, 1, 9), normal(0, 5, 9))
     with pytest.raises(ValueError, match="must be"):
         Statistics(torch.zeros(3), torch.zeros(2, 2))
 

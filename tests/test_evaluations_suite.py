@@ -8,15 +8,29 @@ import os
 import numpy as np
 import pytest
 import torch
+from conftest import REPOSITORY
+from safetensors import safe_open
 from safetensors.torch import load_file
 
+from errors import UserError
 from evaluations import digits_detector, metrics, reference
 from evaluations.digits_detector import DigitsDetector
 from evaluations.features import Features, concatenate, extract
 from evaluations.images import open_images
 from evaluations.npz import NpzImages, write_npz
 from evaluations.statistics import Statistics, statistics_of
-from evaluations.suite import caveats, evaluate
+from evaluations.suite import (
+    METRICS,
+    MetricName,
+    caveats,
+    evaluate,
+    find_metric,
+    format_metric,
+    metric_name,
+    metrics_of,
+    read_metric_name,
+)
+from latents.autoencoders import to_uint8
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +68,15 @@ def test_the_detector_classifies_digits_it_was_not_trained_on(detector, digits):
     _, held_out = digits_detector.split(len(images))
     agreement = metrics.class_agreement(detector.features(images[held_out.numpy()]).logits, labels[held_out])
     assert agreement >= 0.97
-    assert agreement == pytest.approx(digits_detector.stored_accuracy(), abs=0.003)
+    with safe_open(digits_detector.WEIGHTS_FILE, framework="pt") as f:
+        assert agreement == pytest.approx(float(f.metadata()["held_out_accuracy"]), abs=0.003)  # as measured when it was made
+
+
+def test_the_reference_of_the_digits_holds_what_training_decodes():
+    images, labels = digits_detector.load_digits()
+    shard = load_file(REPOSITORY / "latents" / "digits.safetensors")
+    assert torch.equal(images, to_uint8(shard["latents"].float()))
+    assert torch.equal(labels, shard["labels"])
 
 
 def test_training_the_detector_again_gives_an_equally_good_one_every_time():
@@ -126,6 +148,41 @@ def test_asking_for_other_classes_lowers_the_agreement(detector, digits):
     assert evaluate(features, features, (labels + 1) % 10)["class_agreement"] < 0.05
 
 
+def test_the_first_metric_of_a_detector_is_its_primary_one_and_distances_are_better_when_lower():
+    assert [metrics_of(detector)[0].name for detector in ("inception", "digits")] == ["fid", "fd_digits"]
+    assert {METRICS[name].direction for name in ("fid", "sfid", "fd_digits")} == {"lower"}
+    others = ("inception_score", "precision", "recall", "precision_digits", "recall_digits", "class_agreement")
+    assert {METRICS[name].direction for name in others} == {"higher"}
+    assert metrics_of("another") == []
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("fid50k/cfg1.0", ("fid", 50_000, "cfg1.0")),
+        ("sfid5k/cfg1.25", ("sfid", 5_000, "cfg1.25")),
+        ("fd_digits250/sparse,0.0,0.5,1.5", ("fd_digits", 250, "sparse,0.0,0.5,1.5")),
+        ("precision_digits1500/guided", ("precision_digits", 1_500, "guided")),
+    ],
+)
+def test_full_names_are_read_as_they_are_made(name, parts):
+    assert read_metric_name(name) == MetricName(*parts)
+    assert metric_name(*parts) == name
+    assert find_metric(name) is METRICS[parts[0]]
+
+
+def test_a_name_without_guidance_and_a_plain_one_are_found_and_other_columns_are_no_metrics():
+    assert read_metric_name("fd_digits250") == MetricName("fd_digits", 250, "")
+    assert find_metric("fd_digits250") is find_metric("fd_digits") is METRICS["fd_digits"]
+    assert read_metric_name("fid_clip5k/cfg1.0") == MetricName("fid_clip", 5_000, "cfg1.0")  # of another table
+    for name in ("loss", "step", "images_per_sec", "fid_clip5k/cfg1.0", "fid/cfg1.0"):
+        assert find_metric(name) is None
+
+
+def test_values_are_formatted_as_the_table_says():
+    assert [format_metric(name, 12.34567) for name in ("fid50k/cfg1.0", "recall", "loss")] == ["12.35", "12.346", "12.35"]
+
+
 def inception_features(num: int, seed: int) -> Features:
     images = np.random.default_rng(seed).integers(0, 256, (num, 2, 2, 3), dtype=np.uint8)
     return FakeInception().features(images)
@@ -136,8 +193,8 @@ def test_inception_gets_the_five_names_with_warnings_about_too_few_samples(caplo
     with caplog.at_level(logging.WARNING):
         result = evaluate(first, second)
     assert list(result) == ["fid", "sfid", "inception_score", "precision", "recall"]
-    assert result["fid"] == pytest.approx(metrics.frechet_distance_of_features(first.pool, second.pool), rel=1e-12)
-    assert result["sfid"] == pytest.approx(metrics.frechet_distance_of_features(first.spatial, second.spatial), rel=1e-12)
+    assert result["fid"] == pytest.approx(metrics.frechet_distance(first.pool, second.pool), rel=1e-12)
+    assert result["sfid"] == pytest.approx(metrics.frechet_distance(first.spatial, second.spatial), rel=1e-12)
     assert result["fid"] != pytest.approx(result["sfid"])
     assert "FID and sFID from 50 samples, fewer than the 2048 features" in caplog.text
     assert "Inception Score from 50 samples, less than a split of 5000" in caplog.text
@@ -160,15 +217,15 @@ def small_statistics(features: Features) -> dict[str, Statistics]:
     return {"pool": statistics_of(features.pool), "spatial": statistics_of(features.spatial)}
 
 
-def teststored_statistics_are_used_and_those_without_images_have_no_precision(caplog):
+def test_stored_statistics_are_used_and_those_without_images_have_no_precision(caplog):
     samples, other = inception_features(30, 1), inception_features(40, 2)
     known = small_statistics(other)
     only = Features("inception", pool=samples.pool[:0], logits=samples.logits[:0], spatial=samples.spatial[:0], statistics=known)
     with caplog.at_level(logging.WARNING):
         result = evaluate(only, samples)
     assert list(result) == ["fid", "sfid", "inception_score"]
-    assert result["fid"] == pytest.approx(metrics.frechet_distance_of_features(other.pool, samples.pool), rel=1e-6)
-    assert result["sfid"] == pytest.approx(metrics.frechet_distance_of_features(other.spatial, samples.spatial), rel=1e-6)
+    assert result["fid"] == pytest.approx(metrics.frechet_distance(other.pool, samples.pool), rel=1e-6)
+    assert result["sfid"] == pytest.approx(metrics.frechet_distance(other.spatial, samples.spatial), rel=1e-6)
     assert "no precision and recall" in caplog.text
 
 
@@ -232,6 +289,19 @@ def test_a_folder_that_cannot_be_written_to_costs_only_the_cache(npz, caplog, mo
     assert list(npz.parent.iterdir()) == [npz]
 
 
+def test_two_writers_of_a_cache_with_one_process_id_use_two_temporary_files(npz, monkeypatch):
+    temporary = []
+    replace = os.replace
+    monkeypatch.setattr(os, "getpid", lambda: 7)  # as in two containers
+    monkeypatch.setattr(os, "replace", lambda source, target: temporary.append(source) or replace(source, target))
+    images, detector = NpzImages(npz), FakeInception()
+    features = reference.features_of_images(images, detector)
+    for _ in range(2):
+        reference.write_cache(images, detector, features)
+    assert len({*temporary}) == 2 and {file.parent for file in temporary} == {npz.parent}
+    assert torch.equal(reference.read_cache(images, detector).pool, features.pool)
+
+
 def test_statistics_of_a_large_reference_are_computed_once_and_cached(detector, digits, tmp_path, monkeypatch):
     images = digits[0][:200]
     write_npz(tmp_path / "digits.npz", iter(images), images.shape)
@@ -241,7 +311,7 @@ def test_statistics_of_a_large_reference_are_computed_once_and_cached(detector, 
     expected = np.cov(second.pool.double().numpy(), rowvar=False)
     np.testing.assert_allclose(second.statistics["pool"].sigma.numpy(), expected, rtol=1e-9, atol=1e-12)
     samples = detector.features(digits[0][200:500])
-    with_cache, without = evaluate(second, samples)["fd_digits"], metrics.frechet_distance_of_features(second.pool, samples.pool)
+    with_cache, without = evaluate(second, samples)["fd_digits"], metrics.frechet_distance(second.pool, samples.pool)
     assert with_cache == pytest.approx(without, rel=1e-9)
     assert torch.equal(first.statistics["pool"].mu, second.statistics["pool"].mu)
 
@@ -256,7 +326,7 @@ def test_features_can_be_computed_by_several_processes(npz):
     torch.testing.assert_close(features.pool, alone.pool)
 
 
-def teststored_statistics_of_a_reference_are_inceptions_only(tmp_path, detector, digits):
+def test_stored_statistics_of_a_reference_are_inceptions_only(tmp_path, detector, digits):
     images = digits[0][:20]
     file = tmp_path / "reference.npz"
     reference.write_reference(open_written(tmp_path, images), file, FakeInception())
@@ -265,7 +335,7 @@ def teststored_statistics_of_a_reference_are_inceptions_only(tmp_path, detector,
     features = reference.load_reference(NpzImages(file), FakeInception())
     assert torch.equal(features.statistics["pool"].sigma, stored["pool"].sigma)
     assert reference.load_reference(NpzImages(file), detector).statistics == {}
-    with pytest.raises(FileExistsError, match=r"reference\.npz exists"):
+    with pytest.raises(UserError, match=r"reference\.npz exists"):
         reference.write_reference(NpzImages(file), file)
 
 
@@ -274,7 +344,7 @@ def open_written(folder, images: np.ndarray) -> NpzImages:
     return NpzImages(folder / "images.npz")
 
 
-def teststored_statistics_of_another_size_are_refused(tmp_path):
+def test_stored_statistics_of_another_size_are_refused(tmp_path):
     images = np.random.default_rng(4).integers(0, 256, (9, 2, 2, 3), dtype=np.uint8)
     known = {"pool": Statistics(torch.zeros(64), torch.eye(64))}
     write_npz(tmp_path / "a.npz", iter(images), images.shape, statistics=known)

@@ -2,16 +2,17 @@
 
 import csv
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import LAUNCH_2, REPOSITORY, composed, finish, forget_accelerate, losses, metrics, start
 from PIL import Image
 
-from sampling.evaluator import metric_name
-from training import config
+from evaluations.suite import metric_name, metrics_of
+from setup import schema
 
-NAMES = ["fd_digits", "precision_digits", "recall_digits", "class_agreement"]
+NAMES = [metric.name for metric in metrics_of("digits")]
 EVAL = ["eval.every=2", "eval.num_samples=70", "eval.num_steps=2", "eval.batch_size=35", "train.num_steps=4", "train.lr=1e-2"]
 FID = ["num_samples=70", "num_steps=2", "batch_size=35", "cpu_threads=1"]
 
@@ -114,16 +115,56 @@ def test_fid_gives_the_figures_of_training_and_sweeps_keep_what_is_done(train, f
 def test_a_point_that_was_cut_off_while_it_was_written_is_left_out_and_joined_to_nothing(tmp_path):
     import fid as fid_script
 
-    cfg = composed([f"output={tmp_path}"], "fid")
+    conditions = {"num_samples": 70, "reference": "reference"}
     first, second = {"images": "a.npz"}, {"images": "b.npz"}
-    fid_script.Results(cfg, [], "reference", "images").add(first, {"fid": 1.0}, {})
+    fid_script.Results(tmp_path, conditions, "images").add(first, {"fid": 1.0}, {})
     with open(tmp_path / "results.jsonl", "a") as f:
         f.write('{"point": {"images": "b.npz"}')
-    results = fid_script.Results(cfg, [], "reference", "images")
-    assert results.has(first) and not results.has(second)
+    results = fid_script.Results(tmp_path, conditions, "images")
+    assert results.find(first) and not results.find(second)
     results.add(second, {"fid": 2.0}, {})
-    results = fid_script.Results(cfg, [], "reference", "images")
-    assert results.has(first) and results.has(second)
+    results = fid_script.Results(tmp_path, conditions, "images")
+    assert results.find(first) and results.find(second)
+
+
+def test_points_of_earlier_versions_are_found_again_whatever_they_were_measured_with(tmp_path):
+    import fid as fid_script
+
+    settings = {"images": "a.npz"}
+    conditions = {
+        "num_samples": 70,
+        "precision": "fp32",
+        "autoencoder": None,
+        "detector": "digits",
+        "detector_weights": None,
+        "detector_precision": "fp32",
+        "reference": "12-ab",
+    }
+    line = {"point": settings | conditions | {"content": "34-cd"}, "metrics": {"fd_digits": 1.5}}  # as they are on disk
+    (tmp_path / "results.jsonl").write_text(json.dumps(line) + "\n")
+    assert fid_script.Results(tmp_path, conditions, "34-cd").find(settings) == line
+    assert fid_script.Results(tmp_path, conditions | {"num_samples": 71}, "34-cd").find(settings) is None
+    assert fid_script.Results(tmp_path, conditions, "34-ce").find(settings) is None
+
+
+def test_results_without_an_output_lie_in_the_run_or_beside_what_was_judged_never_among_the_source_files(tmp_path, monkeypatch):
+    import fid as script
+
+    monkeypatch.chdir(REPOSITORY)
+    source = {file.name for file in (REPOSITORY / "evaluations").iterdir()}
+    (tmp_path / "samples.npz").write_bytes((REPOSITORY / "evaluations" / "digits_reference.npz").read_bytes())
+    reference = f"reference={tmp_path / 'samples.npz'}"
+    forget_accelerate()
+    script.main(composed([f"images={tmp_path / 'samples.npz'}", reference, "evaluation.detector=digits", "cpu_threads=1"], "fid"))
+    assert (tmp_path / "samples.npz_evaluations" / "results.jsonl").exists()
+    assert {file.name for file in (REPOSITORY / "evaluations").iterdir()} == source
+
+    cfg = schema.check(composed([], "fid"), schema.FidConfig)
+    in_run, copied = tmp_path / "run" / "checkpoints" / "step_0000004", tmp_path / "copies" / "step_0000004"
+    assert script.default_folder(cfg, [in_run]) == tmp_path / "run" / "evaluations"
+    assert script.default_folder(cfg, [copied]) == tmp_path / "copies" / "evaluations"
+    for folder in (Path("step_0000004"), Path("checkpoints/step_0000004")):
+        assert script.default_folder(cfg, [folder]) == REPOSITORY / folder.parent / "step_0000004_evaluations"
 
 
 def test_a_sit_run_is_evaluated_in_training_and_swept_over_solvers_and_guidance(train, fid, tmp_path):
@@ -171,7 +212,7 @@ def test_images_on_disk_are_judged_like_the_samples_they_are(train, fid, tmp_pat
     assert from_npz == pytest.approx(from_checkpoint, rel=1e-4)
     (tmp_path / "samples" / "grid_0-69.png").unlink()
     from_folder = fid("c", f"images={tmp_path / 'samples'}", *digits)[0]["metrics"]
-    assert from_folder == {name: from_npz[name] for name in NAMES[:3]}  # a folder holds no labels
+    assert from_folder == {name: from_npz[name] for name in NAMES if name != "class_agreement"}  # a folder holds no labels
 
 
 def test_two_processes_give_the_figures_of_one(train, fid, tmp_path):
@@ -199,7 +240,8 @@ for stop in (1, 2, 7, 101):
     together = shared_features_of_images(accelerator, images, detector, 16, stop)
     alone = features_of_images(images, detector, 16, 0, stop)
     assert torch.allclose(together.pool, alone.pool, atol=1e-4), stop
-    rows = lambda indices: Features('x', torch.tensor(indices)[:, None].float(), torch.tensor(indices)[:, None].float())
+    column = lambda start, stop: torch.arange(start, stop)[:, None].float()
+    rows = lambda start, stop: Features('x', column(start, stop), column(start, stop))
     assert shared_features(accelerator, stop, rows).pool[:, 0].tolist() == list(range(stop)), stop
 accelerator.end_training()
 """
@@ -234,7 +276,7 @@ def test_wrong_settings_are_refused_before_any_work(fid, tmp_path, monkeypatch, 
 
 
 def test_evaluation_of_the_shipped_configurations_is_complete():
-    cfg = config.check(composed(), config.TRAIN_KEYS)
+    cfg = schema.check(composed(), schema.TrainConfig)
     assert cfg.evaluation.detector == "digits" and cfg.eval.every == cfg.train.num_steps
     assert composed(["data=imagenet256"]).evaluation.detector == "inception"
     reference = np.load(REPOSITORY / "evaluations" / "digits_reference.npz")

@@ -10,6 +10,7 @@ from conftest import REPOSITORY, finish, start
 from PIL import Image
 
 import prepare_latents
+from errors import UserError
 from latents.shards import LatentDataset, latents_for_network
 
 MODULES = sorted(
@@ -83,7 +84,7 @@ def test_a_reference_is_made_of_a_folder_of_images(tmp_path):
     prepare_latents.main(arguments)
     with np.load(output) as file:
         assert np.array_equal(file["arr_0"], pixels)
-    with pytest.raises(FileExistsError, match="ref.npz exists; nothing was written"):
+    with pytest.raises(UserError, match="ref.npz exists; nothing was written"):
         prepare_latents.main(arguments)
     with pytest.raises(ValueError, match=r"evaluation.weights=.*nowhere.pth does not exist"):
         prepare_latents.main([*arguments[:2], f"output={tmp_path / 'b.npz'}", f"weights={tmp_path / 'nowhere.pth'}"])

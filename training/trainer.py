@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from errors import UserError
+from evaluations.suite import format_metrics, metric_name
 from latents.order import BatchOrder, read_batches
 from latents.shards import LatentDataset, latents_for_network
 from randomness import StepRandom
-from sampling.evaluator import Evaluator, metric_name
+from sampling.evaluator import Evaluator
 from sampling.sampler import Diffusion, ImageSampler, labelled_grid
 from training import checkpoint as checkpoints
 from training.ema import EMA
@@ -309,8 +310,7 @@ class Trainer:
                 record |= {metric_name(metric, num_samples, cfg_scale): value for metric, value in scores.items()}
         if is_main:
             self.run.log_metrics({"step": self.step, **record, "evaluation_sec": time.perf_counter() - start_sec})
-            summary = ", ".join(f"{name} {value:.4g}" for name, value in record.items())
-            tqdm.write(f"step {self.step}: {summary}", file=sys.stderr)
+            tqdm.write(f"step {self.step}: {format_metrics(record)}", file=sys.stderr)
         self.accelerator.log(record, step=self.step)
 
     # ------------------------------------------------------------------------------------------------------------------
