@@ -25,7 +25,6 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    TypeAdapter,
     ValidationError,
     create_model,
     model_validator,
@@ -477,11 +476,6 @@ def validate(raw: dict, settings: type[S]) -> S:
         return settings.model_validate(raw)
     except ValidationError as e:
         raise UserError(_explain(e.errors()[0], raw, settings)) from e
-
-
-def read_guidance(raw: dict) -> Guidance:
-    """guidance.* of plain values that were checked before."""
-    return TypeAdapter(Guidance).validate_python(raw)
 
 
 def from_checkpoint(raw: dict) -> TrainConfig:
