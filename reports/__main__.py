@@ -17,9 +17,8 @@ from pathlib import Path
 from errors import UserError
 from files import write_file
 from reports.experiments import group
-from reports.page import html_report
+from reports.page import render_report
 from reports.runs import read_runs
-from reports.tables import markdown_report
 from setup import cli
 from setup.schema import Settings, Text
 
@@ -53,8 +52,8 @@ def main(arguments: Sequence[str]) -> None:
     date = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
     names = " ".join(folder.name or str(folder) for folder in folders)
     subtitle = f"{counted(len(runs), 'run')}, {counted(sum(map(len, tables.values())), 'experiment')}, from {names}; {date}"
-    write_file(files[0], html_report(MARKER, settings.title, subtitle, tables, problems))
-    write_file(files[1], markdown_report(MARKER, settings.title, tables, problems))
+    for file, text in zip(files, render_report(MARKER, settings.title, subtitle, tables, problems)):
+        write_file(file, text)
     sys.stdout.write(f"{counted(len(runs), 'run')} in {page} and {files[1].name}\n")
     for path, reasons in problems.items():
         sys.stdout.write(f"incomplete or left out: {path}: {'; '.join(reasons)}\n")

@@ -43,38 +43,54 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Line:
-    """A drawn series: text coordinates of SVG.
-
-    Attributes:
-        markers: coordinates of the points that are marked.
-    """
-
-    series: Series
-    path: str
-    band: str
-    markers: list[tuple[float, float]]
-
-
-@dataclass(frozen=True)
 class Chart:
-    """A chart with coordinates in a box of WIDTH x HEIGHT.
+    """Lines in a box of WIDTH x HEIGHT, and where their points are in it.
 
     Attributes:
-        description: the chart in words, for screen readers.
-        x_ticks, y_ticks: (coordinate, text).
+        identifier: unique in the page.
+        x_range, y_range: values at the edges of the plot.
+        markers: the points of the lines are marked.
     """
 
     identifier: str
     title: str
-    description: str
     x_label: str
     y_label: str
-    x_ticks: list[tuple[float, str]]
-    y_ticks: list[tuple[float, str]]
-    lines: list[Line]
+    series: list[Series]
+    x_ticks: list[float]
+    y_ticks: list[float]
+    x_range: tuple[float, float]
+    y_range: tuple[float, float]
+    logarithmic: bool
+    markers: bool
     left, right, top, bottom = LEFT, WIDTH - RIGHT, TOP, HEIGHT - BOTTOM
     width, height = WIDTH, HEIGHT
+
+    @property
+    def description(self) -> str:
+        """Where each line starts and ends, for screen readers."""
+        words = []
+        for one in self.series:
+            (x0, y0), (x1, y1) = one.points[0], one.points[-1]
+            words.append(f"{one.label}: from {y0:.4g} at {short(x0)} to {y1:.4g} at {short(x1)} {self.x_label}.")
+        return " ".join(words)
+
+    def x(self, value: float) -> float:
+        low, high = self.x_range
+        return self.left + (value - low) / ((high - low) or 1) * (self.right - self.left)
+
+    def y(self, value: float) -> float:
+        low, high, value = (math.log(v) if self.logarithmic else v for v in (*self.y_range, value))
+        return self.bottom - (value - low) / ((high - low) or 1) * (self.bottom - self.top)
+
+    def path(self, points: Sequence[tuple[float, float]]) -> str:
+        """Points as SVG's coordinates."""
+        return " ".join(f"{self.x(x):.1f},{self.y(y):.1f}" for x, y in points)
+
+    def outline(self, one: Series) -> str:
+        """The path around a line's band."""
+        lower, upper = ([(x, pair[side]) for (x, _), pair in zip(one.points, one.band)] for side in (0, 1))
+        return self.path(upper + lower[::-1])
 
 
 @dataclass(frozen=True)
@@ -91,7 +107,7 @@ class ChartGroup:
 # What is drawn.
 
 
-def curves(identifier: str, experiments: Sequence[Experiment]) -> ChartGroup:
+def draw_curves(identifier: str, experiments: Sequence[Experiment]) -> ChartGroup:
     """The metric and the loss, against steps and against hours.
 
     Args:
@@ -125,7 +141,7 @@ def curve_series(experiment: Experiment, style: int, metric: str, axis: str) -> 
     return Series(experiment.label, tuple((x, f.mean) for x, f in known), style, not experiment.is_routed, tuple(band))
 
 
-def sweeps(identifier: str, experiments: Sequence[Experiment]) -> list[ChartGroup]:
+def draw_sweeps(identifier: str, experiments: Sequence[Experiment]) -> list[ChartGroup]:
     """The leading metric against what fid.py swept, and against the guidance scales of training's own evaluations."""
     metric = (leading_metric(experiments) or "").partition("/")[0]
     axes: dict[str, list[Series]] = {}
@@ -222,41 +238,10 @@ def line_chart(
     logarithmic = min(ys) > 0 and max(ys) / min(ys) > LOG_FROM
     x_ticks = linear_ticks(0.0 if from_zero else min(xs), max(xs))
     y_ticks = log_ticks(min(ys), max(ys)) if logarithmic else linear_ticks(min(ys), max(ys))
-    x_low, x_high = min(x_ticks[0], min(xs)), max(x_ticks[-1], max(xs))
-    y_low, y_high = min(y_ticks[0], min(ys)), max(y_ticks[-1], max(ys))
-
-    def px(x: float) -> float:
-        return LEFT + (x - x_low) / ((x_high - x_low) or 1) * (WIDTH - LEFT - RIGHT)
-
-    def py(y: float) -> float:
-        low, high, y = (math.log(v) if logarithmic else v for v in (y_low, y_high, y))
-        return HEIGHT - BOTTOM - (y - low) / ((high - low) or 1) * (HEIGHT - TOP - BOTTOM)
-
-    def path(points: Sequence[tuple[float, float]]) -> str:
-        return " ".join(f"{px(x):.1f},{py(y):.1f}" for x, y in points)
-
-    lines = []
-    for one in series:
-        upper = [(x, high) for (x, _), (_, high) in zip(one.points, one.band)]
-        lower = [(x, low) for (x, _), (low, _) in zip(one.points, one.band)]
-        marked = one.points if markers or len(one.points) == 1 else ()
-        lines.append(Line(one, path(one.points), path(upper + lower[::-1]), [(px(x), py(y)) for x, y in marked]))
-    return Chart(
-        identifier,
-        title,
-        " ".join(describe(one, x_label) for one in series),
-        x_label,
-        f"{y_label} (log scale)" if logarithmic else y_label,
-        [(px(tick), short(tick)) for tick in x_ticks],
-        [(py(tick), short(tick)) for tick in y_ticks],
-        lines,
-    )
-
-
-def describe(one: Series, x_label: str) -> str:
-    """Where a line starts and ends."""
-    (x0, y0), (x1, y1) = one.points[0], one.points[-1]
-    return f"{one.label}: from {y0:.4g} at {short(x0)} to {y1:.4g} at {short(x1)} {x_label}."
+    x_range = min(x_ticks[0], *xs), max(x_ticks[-1], *xs)
+    y_range = min(y_ticks[0], *ys), max(y_ticks[-1], *ys)
+    y_label += " (log scale)" if logarithmic else ""
+    return Chart(identifier, title, x_label, y_label, series, x_ticks, y_ticks, x_range, y_range, logarithmic, markers)
 
 
 def thin(one: Series) -> Series:

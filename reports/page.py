@@ -1,97 +1,61 @@
-"""The report as one HTML file: no script, no network, nothing beside it. page.html.j2 is its text, page.css its style."""
+"""The report as text: one HTML page without scripts or files beside it, and the same tables as Markdown.
+
+The templates beside this file hold the layout and most words: page.html.j2 with page.css and chart.svg.j2, and report.md.j2.
+"""
 
 from __future__ import annotations
 
 import base64
 import functools
+import html
 import io
-from collections.abc import Sequence
 from pathlib import Path
 
 import jinja2
-from markupsafe import Markup, escape
 from PIL import Image
 
-from reports.charts import curves, sweeps
+from files import markdown_table
+from reports.charts import draw_curves, draw_sweeps, short
 from reports.experiments import Experiment
-from reports.tables import (
-    about_lines,
-    equal_table,
-    figures_table,
-    is_command,
-    origin_lines,
-    problems_table,
-    results_table,
-    speedup_table,
-)
+from reports.tables import describe_origin, equal_table, figures_table, problems_table, results_table, speedup_table
 
 # Larger grids are embedded smaller, as JPEG.
 MAX_IMAGE_BYTES = 250_000
 MAX_IMAGE_PIXELS = 900
 
 
-def html_report(
+def render_report(
     marker: str, title: str, subtitle: str, tables: dict[str, list[Experiment]], problems: dict[str, list[str]]
-) -> str:
-    return load_template().render(
-        marker=marker,
-        title=title,
-        subtitle=subtitle,
-        sections=[describe_section(f"t{i}", name, experiments) for i, (name, experiments) in enumerate(tables.items())],
-        problems=problems_table(problems) if problems else None,
-    )
+) -> tuple[str, str]:
+    """(the page, the Markdown file)."""
+    sections = []
+    for i, (name, experiments) in enumerate(tables.items()):
+        section = {"identifier": f"t{i}", "title": name, "experiments": experiments, "figures": figures_table(experiments)}
+        section["comparisons"] = [t for make in (results_table, speedup_table, equal_table) if (t := make(experiments))]
+        groups = [draw_curves(f"t{i}", experiments), *draw_sweeps(f"t{i}", experiments)]
+        section["charts"] = [group for group in groups if group.charts]
+        sections.append(section)
+    context = {"marker": marker, "title": title, "subtitle": subtitle, "sections": sections, "problems": problems}
+    context["problems_table"] = problems_table(problems)
+    templates = load_templates()
+    return tuple(templates.get_template(name).render(context) for name in ("page.html.j2", "report.md.j2"))
 
 
 @functools.cache
-def load_template() -> jinja2.Template:
+def load_templates() -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,  # names, settings and commands come from files of others
+        autoescape=jinja2.select_autoescape(["html.j2", "svg.j2"]),  # names, settings and commands come from files of others
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"breakable": breakable, "tenths": "{:.1f}".format}
-    environment.tests["command"] = is_command
-    return environment.get_template("page.html.j2")
-
-
-def breakable(text: str) -> Markup:
-    """Long names may break after a slash or an underscore."""
-    return Markup(escape(text).replace("/", Markup("/<wbr>")).replace("_", Markup("_<wbr>")))
-
-
-def describe_section(identifier: str, title: str, experiments: Sequence[Experiment]) -> dict:
-    """One of the paper's tables, or the runs that belong to none, as the template shows it."""
-    comparisons = [make(experiments) for make in (results_table, speedup_table, equal_table)]
-    charts = [curves(identifier, experiments), *sweeps(identifier, experiments)]
-    origins = [
-        {
-            "label": experiment.label,
-            "about_lines": about_lines(experiment),
-            "runs": [(run.name, origin_lines(run)) for run in experiment.runs],
-        }
-        for experiment in experiments
-    ]
-    return {
-        "identifier": identifier,
-        "title": title,
-        "comparisons": [table for table in comparisons if table],
-        "charts": [group for group in charts if group.charts],
-        "grids": [describe_grid(experiment) for experiment in experiments if experiment.runs[0].grid],
-        "figures": figures_table(experiments),
-        "experiments": origins,
-    }
-
-
-def describe_grid(experiment: Experiment) -> dict:
-    """The last grid of the first run."""
-    run = experiment.runs[0]
-    step, file = run.grid
-    scale = run.config.get("guidance.cfg_scale")
-    caption = f"{experiment.label}, step {step:,}" + ("" if scale is None else f", cfg {scale}")
-    return {"run": run.name, "step": step, "caption": caption, "source": embed_image(file)}
+    # Markdown passes HTML on.
+    environment.filters["plain"] = plain = functools.partial(html.escape, quote=False)
+    environment.globals["markdown_table"] = lambda table: markdown_table(table.columns, table.rows, plain)
+    environment.globals |= {"describe_origin": describe_origin, "embed_image": embed_image, "short": short}
+    return environment
 
 
 def embed_image(file: Path) -> str:

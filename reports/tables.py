@@ -1,13 +1,11 @@
-"""What the report says, as tables of text that the page and the Markdown file share; and the Markdown file."""
+"""What the report says, as tables of text that the page and the Markdown file share."""
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from evaluations.suite import find_metric, format_metric
-from files import markdown_table
 from reports.experiments import (
     Comparison,
     Experiment,
@@ -309,61 +307,18 @@ def problems_table(problems: dict[str, list[str]]) -> Table:
     return Table("What could not be read, or not wholly", ("File or folder", "Reason"), rows)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Where the runs come from.
-
-
-def about_lines(experiment: Experiment) -> list[tuple[str, str]]:
-    """(what, text): where the paper reports the row, and what differs from it."""
-    return [(key, str(experiment.about[key])) for key in ("source", "differs") if experiment.about.get(key)]
-
-
-def origin_lines(run: Run) -> list[tuple[str, str]]:
-    """(what, text) for a run: its state, and every start with its command, machine and commit."""
+def describe_origin(run: Run) -> list[tuple[str, str, bool]]:
+    """(what, text, whether it is a command): the run's state, and every start with its command, machine and commit."""
     planned = "" if run.num_steps is None else f" of {run.num_steps:,}"
-    lines = [("State", f"{'finished' if run.is_finished else 'unfinished'}, step {run.step:,}{planned}")]
+    lines = [("State", f"{'finished' if run.is_finished else 'unfinished'}, step {run.step:,}{planned}", False)]
     if not run.starts:
-        lines.append(("Command", "not recorded (a run of an earlier version)"))
+        lines.append(("Command", "not recorded (a run of an earlier version)", False))
     for start in run.starts:
         if "command" in start:
-            lines.append(("Command" if start["step"] == 0 else f"Resumed at step {start['step']:,}", str(start["command"])))
+            what = "Command" if start["step"] == 0 else f"Resumed at step {start['step']:,}"
+            lines.append((what, str(start["command"]), True))
         commit = str(start.get("commit") or "")
         code = f"commit {commit[:12]}{' with local changes' if start.get('modified') else ''}" if commit else "commit unknown"
         when = start.get("time", "time unknown")
-        lines.append(("On", f"{machine_text(start)}, torch {start.get('torch', '?')}, {code}, {when}"))
+        lines.append(("On", f"{machine_text(start)}, torch {start.get('torch', '?')}, {code}, {when}", False))
     return lines
-
-
-def is_command(text: str) -> bool:
-    return text.startswith(("accelerate", "python "))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Markdown.
-
-
-def markdown_report(marker: str, title: str, tables: dict[str, list[Experiment]], problems: dict[str, list[str]]) -> str:
-    lines = [f"<!-- {marker} -->", f"# {plain(title)}", ""]
-    for name, experiments in tables.items():
-        lines += [f"## {plain(name)}", ""]
-        for make in (results_table, speedup_table, equal_table, figures_table):
-            if table := make(experiments):
-                lines += [f"**{plain(table.caption)}**", "", markdown_table(table.columns, table.rows, plain)]
-                lines += [*(f"- {plain(note)}" for note in table.notes), *([""] if table.notes else [])]
-        lines += ["### How these runs were made", ""]
-        for experiment in experiments:
-            about = [plain(f"{key}: {text}") for key, text in about_lines(experiment)]
-            lines.append(f"- **{plain(experiment.label)}**{'; '.join(['', *about])}")
-            for run in experiment.runs:
-                origin = [(what, f"`{text}`" if is_command(text) else plain(text)) for what, text in origin_lines(run)]
-                lines += [f"  - {plain(run.name)}", *(f"    - {what}: {text}" for what, text in origin)]
-        lines.append("")
-    if problems:
-        lines += ["## Incomplete or left out", ""]
-        lines += [f"- `{path}`: {plain('; '.join(reasons))}" for path, reasons in problems.items()]
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def plain(text: str) -> str:
-    """Text that Markdown does not take for HTML: names and settings come from files of others."""
-    return html.escape(text, quote=False)

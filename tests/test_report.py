@@ -485,7 +485,7 @@ def test_large_grids_are_embedded_smaller(runs, tmp_path):
 
 def test_a_chart_has_the_points_where_they_belong():
     chart = line_chart([Series("a", ((0, 1.0), (100, 2.0)))], "c", "title", "steps", "fid", markers=True)
-    assert chart.lines[0].path == "52.0,228.0 420.0,12.0"  # the corners of the plot: ticks are 0 .. 100 and 1 .. 2
+    assert chart.path(chart.series[0].points) == "52.0,228.0 420.0,12.0"  # the corners of the plot: ticks are 0 .. 100 and 1 .. 2
     assert "a: from 1 at 0 to 2 at 100 steps." in chart.description
     assert line_chart([Series("a", ())], "c", "t", "x", "y", markers=True) is None
 
