@@ -7,6 +7,7 @@ its text stays text.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -193,9 +194,8 @@ def swept_values(run: Run, metric: str) -> dict[tuple, dict[float, float]]:
     points = list(run.points)
     last = max(run.evaluations, default=None)
     for name, value in run.evaluations.get(last, {}).items():
-        scale = name.removeprefix(f"{metric}/cfg")
-        if scale != name and is_number(scale):
-            own = {"cfg_scale": float(scale), "weights": "ema", "num_steps": run.eval_num_steps}
+        if match := re.fullmatch(rf"{re.escape(metric)}/cfg(-?\d+\.\d+)", name):
+            own = {"cfg_scale": float(match.group(1)), "weights": "ema", "num_steps": run.eval_num_steps}
             own["S_churn"] = run.config.get("diffusion.sampler.S_churn", 0.0)
             points.append(Point(last, own, {name: value}))
     found: dict[tuple, dict[float, float]] = {}
@@ -207,13 +207,6 @@ def swept_values(run: Run, metric: str) -> dict[tuple, dict[float, float]]:
                 rest = tuple((key, other if is_figure(other) else str(other)) for key, other in others)
                 found.setdefault((axis, rest), {}).setdefault(float(setting), value)
     return found
-
-
-def is_number(text: str) -> bool:
-    try:
-        return math.isfinite(float(text))
-    except ValueError:
-        return False
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -210,23 +210,6 @@ class Speedup:
         return self.target_hours / self.hours if self.hours and self.target_hours else None
 
 
-@dataclass(frozen=True)
-class EqualCost:
-    """A routed experiment and its dense one after equally many steps, and after equally many hours.
-
-    Attributes:
-        hours: the routed runs' mean hours of training.
-        routed, dense: at the last step that both have; over all seeds that have it.
-        dense_in_time: the dense figure at the step that the dense runs reach in `hours` on average, each seed's linear between
-            its evaluations; None outside them.
-    """
-
-    hours: float | None
-    routed: Figure
-    dense: Figure
-    dense_in_time: Figure | None
-
-
 def compared_metric(routed: Experiment) -> str | None:
     """The metric of the curves, if the experiment and its dense one have it."""
     metric = curve_metric([routed, routed.baseline]) if routed.baseline else None
@@ -274,8 +257,13 @@ def first_reached(
     return None, ()
 
 
-def compare_at_equal_cost(routed: Experiment, metric: str) -> EqualCost | None:
-    """Figures at the last common step, and at the same hours of training; None without a common step."""
+def compare_at_equal_cost(routed: Experiment, metric: str) -> tuple[Figure, Figure, float | None, Figure | None] | None:
+    """Routed against dense after equally many steps, and after equally many hours; None without a common step.
+
+    Returns:
+        Both figures at the last common step, over all seeds that have it; the routed runs' mean hours of training until there;
+        the dense figure at the step that the dense runs reach in these hours, each seed's linear between its evaluations.
+    """
     own, dense = ([run for run in one.runs if series_of(run, metric)] for one in (routed, routed.baseline))
     steps = [{step for run in runs for step in series_of(run, metric)} for runs in (own, dense)]
     step = max(set.intersection(*steps), default=None)
@@ -288,11 +276,8 @@ def compare_at_equal_cost(routed: Experiment, metric: str) -> EqualCost | None:
     if time_step is not None:
         in_time = [interpolate(sorted(series_of(run, metric).items()), time_step) for run in dense]
         in_time = [value for value in in_time if value is not None]
-    return EqualCost(
-        hours,
-        *(Figure.of(metric, step, [series_of(run, metric)[step] for run in runs]) for runs in (own, dense)),
-        Figure.of(metric, time_step, in_time) if in_time else None,
-    )
+    figures = (Figure.of(metric, step, [series_of(run, metric)[step] for run in runs]) for runs in (own, dense))
+    return *figures, hours, Figure.of(metric, time_step, in_time) if in_time else None
 
 
 def step_after(runs: Sequence[Run], hours: float) -> float | None:

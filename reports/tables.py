@@ -165,7 +165,7 @@ def device_hours_text(runs: Sequence[Run]) -> str:
     if None not in known:
         return range_text(known)
     hours = [max(run.hours.values()) for run in runs if run.hours]
-    return f"{range_text(hours)}*" if hours else NONE
+    return range_text(hours) + ("*" if hours else "")
 
 
 def commit_text(runs: Sequence[Run]) -> str:
@@ -267,7 +267,8 @@ def equal_table(experiments: Sequence[Experiment]) -> Table | None:
         if result is None:
             rows.append((experiment.label, metric or NONE, *[NONE] * 8))
             continue
-        routed, dense, in_time = result.routed, result.dense, result.dense_in_time
+        routed, dense, hours, in_time = result
+        num_routed, num_dense = len(routed.values), len(dense.values)
         rows.append(
             (
                 experiment.label,
@@ -276,15 +277,15 @@ def equal_table(experiments: Sequence[Experiment]) -> Table | None:
                 figure_text(routed),
                 figure_text(dense),
                 difference_text(metric, routed.mean, dense.mean),
-                NONE if result.hours is None else range_text([result.hours]),
+                range_text([] if hours is None else [hours]),
                 f"{figure_text(in_time)} (step {in_time.step:,.0f})" if in_time else NONE,
                 difference_text(metric, routed.mean, in_time.mean) if in_time else NONE,
-                seeds_text(len(routed.values), len(dense.values)),
+                str(num_routed) if num_routed == num_dense else f"{num_routed} routed, {num_dense} dense",
             )
         )
         notes += notes_on_dense(experiment, metric)
-        if in_time and len(in_time.values) < len(dense.values):
-            notes.append(f"{experiment.label}: at equal time of {len(in_time.values)} of {len(dense.values)} dense runs")
+        if in_time and len(in_time.values) < num_dense:
+            notes.append(f"{experiment.label}: at equal time of {len(in_time.values)} of {num_dense} dense runs")
     if not rows and not notes:
         return None
     notes.append(
@@ -296,10 +297,6 @@ def equal_table(experiments: Sequence[Experiment]) -> Table | None:
     columns = ("Routed", "Metric", "Step", "Routed figure", "Dense, equal steps", "Difference", "Routed hours")
     columns += ("Dense, equal time", "Difference in time", "Seeds")
     return Table("Routed against dense at equal steps and at equal time", columns, rows, list(dict.fromkeys(notes)))
-
-
-def seeds_text(routed: int, dense: int) -> str:
-    return str(routed) if routed == dense else f"{routed} routed, {dense} dense"
 
 
 def problems_table(problems: dict[str, list[str]]) -> Table:

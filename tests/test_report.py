@@ -471,6 +471,18 @@ def test_the_page_is_balanced_accessible_and_needs_nothing_beside_it(runs):
     assert sum(tag == "img" for tag, _ in page.tags) == 2 and sum(a.get("class") == "chart" for _, a in page.tags) == 4
 
 
+def test_names_and_settings_of_others_stay_text(tmp_path):
+    name = """<b>'"&"""
+    make_run(tmp_path, name, experiment=about(f"{name}<i>", {"fid5k": 1.0}, table="<u>"), fid={200: 3.0, 400: 2.0})
+    (make_run(tmp_path, "<s>") / "config.yaml").unlink()
+    main([str(tmp_path), "title=<h6>"])
+    for file in ("report.html", "report.md"):
+        text = (tmp_path / file).read_text()
+        assert not re.search("<(b|i|u|s|h6)>", re.sub("`[^`]*`", "", text))  # between backticks, Markdown is text as well
+        assert "&lt;b&gt;" in text and "&lt;i&gt;" in text and "&lt;u&gt;" in text and "&lt;h6&gt;" in text
+    Page((tmp_path / "report.html").read_text())
+
+
 def test_large_grids_are_embedded_smaller(runs, tmp_path):
     noise = Image.frombytes("RGB", (1500, 400), os.urandom(1500 * 400 * 3))
     noise.save(runs / "dense_seed-0" / "samples" / "step_0000400.png")
