@@ -136,7 +136,8 @@ def draw_curves(identifier: str, experiments: Sequence[Experiment]) -> ChartGrou
 
 def curve_series(experiment: Experiment, style: int, metric: str, axis: str) -> Series:
     """The curve of a metric against steps or hours, with a band where there are several seeds."""
-    curve = [(experiment.hours_at(f.step, metric) if axis == "hours" else f.step, f) for f in experiment.curve(metric)]
+    runs = experiment.furthest(metric)
+    curve = [(f.step if axis == "steps" else mean_of(r.hours_at(f.step) for r in runs), f) for f in experiment.curve(metric)]
     known = [(float(x), figure) for x, figure in curve if x is not None]
     band = [(min(figure.values), max(figure.values)) for _, figure in known if len(figure.values) > 1]
     return Series(experiment.label, tuple((x, f.mean) for x, f in known), style, not experiment.is_routed, tuple(band))

@@ -9,10 +9,12 @@ import math
 import os
 import re
 import statistics
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -136,15 +138,20 @@ class Run:
 
     def hours_at(self, step: float) -> float | None:
         """Interpolated linearly between the training lines."""
-        return interpolate(sorted(({0: 0.0} | self.hours).items()), step)
+        return interpolate(self._hour_points, step)
+
+    @cached_property
+    def _hour_points(self) -> list[tuple[int, float]]:
+        return sorted(({0: 0.0} | self.hours).items())
 
 
 def interpolate(points: Sequence[tuple[float, float]], x: float) -> float | None:
     """y at x, linear between points sorted by x; None outside them."""
-    for (x0, y0), (x1, y1) in zip(points, points[1:]):
-        if x0 <= x <= x1:
-            return y0 + (y1 - y0) * (x - x0) / (x1 - x0) if x1 > x0 else y1
-    return points[0][1] if len(points) == 1 and points[0][0] == x else None
+    i = bisect_left(points, x, key=itemgetter(0))
+    if i == len(points) or (i == 0 and points[0][0] != x):
+        return None
+    (x0, y0), (x1, y1) = points[i - 1], points[i]
+    return y1 if x == x1 else y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
