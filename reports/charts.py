@@ -1,7 +1,7 @@
 """Line charts: which lines the report draws, and where their points are. chart.svg.j2 turns them into SVG.
 
-The charts are drawn here and not by a library: an SVG in the page takes its colours from the page, in the dark as well, and
-its text stays text.
+They are drawn here and not by a library: these take their colours from the page, in the dark as well, and describe themselves
+to screen readers. matplotlib's SVG of the same lines has fixed colours and three to four times as many bytes.
 """
 
 from __future__ import annotations
