@@ -1,16 +1,23 @@
-"""Line charts as SVG text: small, sharp at any size, and in the colours of the page that they stand in."""
+"""Line charts: which lines the report draws, and where their points are. chart.svg.j2 turns them into SVG.
+
+They are drawn here and not by a library: these take their colours from the page, in the dark as well, and describe themselves
+to screen readers. matplotlib's SVG of the same lines has fixed colours and three to four times as many bytes.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from html import escape
+from dataclasses import dataclass, replace
+
+from reports.experiments import Experiment, curve_metric, leading_metric, mean_of
+from reports.runs import Point, Run, is_figure
 
 WIDTH, HEIGHT = 440, 270
 LEFT, RIGHT, TOP, BOTTOM = 52, 20, 12, 42
 NUM_COLOURS = 8
-MOST_POINTS = 160  # of a line; more are averaged, since nobody sees them and every reader loads them
+MAX_POINTS = 160  # of a line; neighbours are averaged beyond that, since nobody sees them and every reader loads them
 LOG_FROM = 8  # the ratio of largest to smallest value from which the vertical axis is logarithmic
 
 
@@ -20,9 +27,9 @@ class Series:
 
     Attributes:
         points: (x, y) sorted by x.
-        band: (low, high) at each point, or empty.
         style: number of its colour and marker.
         dashed: dense runs are, so that colour is not all that tells lines apart.
+        band: (low, high) at each point, or empty.
     """
 
     label: str
@@ -31,91 +38,209 @@ class Series:
     dashed: bool = False
     band: tuple[tuple[float, float], ...] = ()
 
+    @property
+    def colour(self) -> int:
+        return self.style % NUM_COLOURS
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Lines in a box of WIDTH x HEIGHT, and where their points are in it.
+
+    Attributes:
+        identifier: unique in the page.
+        x_range, y_range: values at the edges of the plot.
+        markers: the points of the lines are marked.
+    """
+
+    identifier: str
+    title: str
+    x_label: str
+    y_label: str
+    series: list[Series]
+    x_ticks: list[float]
+    y_ticks: list[float]
+    x_range: tuple[float, float]
+    y_range: tuple[float, float]
+    logarithmic: bool
+    markers: bool
+    left, right, top, bottom = LEFT, WIDTH - RIGHT, TOP, HEIGHT - BOTTOM
+    width, height = WIDTH, HEIGHT
+
+    @property
+    def description(self) -> str:
+        """Where each line starts and ends, for screen readers."""
+        words = []
+        for one in self.series:
+            (x0, y0), (x1, y1) = one.points[0], one.points[-1]
+            words.append(f"{one.label}: from {y0:.4g} at {short(x0)} to {y1:.4g} at {short(x1)} {self.x_label}.")
+        return " ".join(words)
+
+    def x(self, value: float) -> float:
+        low, high = self.x_range
+        return self.left + (value - low) / ((high - low) or 1) * (self.right - self.left)
+
+    def y(self, value: float) -> float:
+        low, high, value = (math.log(v) if self.logarithmic else v for v in (*self.y_range, value))
+        return self.bottom - (value - low) / ((high - low) or 1) * (self.bottom - self.top)
+
+    def path(self, points: Sequence[tuple[float, float]]) -> str:
+        """Points as SVG's coordinates."""
+        return " ".join(f"{self.x(x):.1f},{self.y(y):.1f}" for x, y in points)
+
+    def outline(self, one: Series) -> str:
+        """The path around a line's band."""
+        lower, upper = ([(x, pair[side]) for (x, _), pair in zip(one.points, one.band)] for side in (0, 1))
+        return self.path(upper + lower[::-1])
+
+
+@dataclass(frozen=True)
+class ChartGroup:
+    """Charts under one legend."""
+
+    title: str
+    legend: list[Series]
+    charts: list[Chart]
+    note: str = ""
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What is drawn.
+
+
+def draw_curves(identifier: str, experiments: Sequence[Experiment]) -> ChartGroup:
+    """The metric and the loss, against steps and against hours.
+
+    Args:
+        identifier: begins those of its charts.
+    """
+    metric = curve_metric(experiments)
+    styles = styles_of(experiments)
+    charts = []
+    for name, words in ((metric, metric), ("loss", "training loss")) if metric else (("loss", "training loss"),):
+        for axis, x_label in (("steps", "steps"), ("hours", "hours of training")):
+            series = [curve_series(one, style, name, axis) for one, style in zip(experiments, styles)]
+            title = f"{words} against {x_label}"
+            chart_id = f"{identifier}-{axis}-{len(charts)}"
+            charts.append(line_chart(series, chart_id, title, x_label, words, markers=name == metric))
+    notes = ["Dense runs are dashed."]
+    if any(len(experiment.runs) > 1 for experiment in experiments):
+        notes.append("Lines are means over seeds; bands reach from the lowest to the highest.")
+    if any(experiment.is_routed for experiment in experiments):
+        notes.append(
+            "The loss of a routed run is measured with its tokens skipping: compare it only between runs of the same routes."
+        )
+    legend = [Series(one.label, (), style, not one.is_routed) for one, style in zip(experiments, styles)]
+    return ChartGroup("Curves", legend, [chart for chart in charts if chart], " ".join(notes))
+
+
+def curve_series(experiment: Experiment, style: int, metric: str, axis: str) -> Series:
+    """The curve of a metric against steps or hours, with a band where there are several seeds."""
+    runs = experiment.furthest(metric)
+    curve = [(f.step if axis == "steps" else mean_of(r.hours_at(f.step) for r in runs), f) for f in experiment.curve(metric)]
+    known = [(float(x), figure) for x, figure in curve if x is not None]
+    band = [(min(figure.values), max(figure.values)) for _, figure in known if len(figure.values) > 1]
+    return Series(experiment.label, tuple((x, f.mean) for x, f in known), style, not experiment.is_routed, tuple(band))
+
+
+def draw_sweeps(identifier: str, experiments: Sequence[Experiment]) -> list[ChartGroup]:
+    """The leading metric against what fid.py swept, and against the guidance scales of training's own evaluations."""
+    metric = (leading_metric(experiments) or "").partition("/")[0]
+    axes: dict[str, list[Series]] = {}
+    for style, experiment in zip(styles_of(experiments), experiments):
+        for axis, curve, words in swept_curves(experiment.runs, metric):
+            label = experiment.label + (f", {words}" if words else "")
+            axes.setdefault(axis, []).append(Series(label, tuple(curve), style, not experiment.is_routed))
+    groups = []
+    for axis, series in axes.items():
+        if len({(one.style, one.dashed) for one in series}) < len(series):  # several lines of one experiment: a style for each
+            series = [replace(one, style=style) for style, one in enumerate(series)]
+        chart_id, title = f"{identifier}-sweep-{axis.replace('.', '-')}", f"{metric} against {axis}"
+        chart = line_chart(series, chart_id, title, axis, metric, markers=True, from_zero=False)
+        groups.append(ChartGroup(f"Sweep of {axis}", series, [chart]))
+    return groups
+
+
+def styles_of(experiments: Sequence[Experiment]) -> list[int]:
+    """A colour and marker for each. A dense experiment and its only routed one share theirs, and differ in the dashes."""
+    numbers: dict[int, int] = {}
+    for experiment in experiments:
+        dense = experiment.baseline
+        alone = dense is not None and sum(other.baseline is dense for other in experiments) == 1
+        numbers[id(experiment)] = numbers[id(dense)] if alone and id(dense) in numbers else len(set(numbers.values()))
+    return list(numbers.values())
+
+
+def swept_curves(runs: Sequence[Run], metric: str) -> list[tuple[str, list[tuple[float, float]], str]]:
+    """(axis, (value, metric) points, the other settings in words) for each setting that varies while the rest stays the same.
+
+    Of several seeds the mean, where all of them have a point.
+    """
+    by_run = [swept_values(run, metric) for run in runs]
+    curves: dict[tuple, dict[float, float]] = {}
+    for key in set.intersection(*map(set, by_run)):
+        shared = set.intersection(*(set(found[key]) for found in by_run))
+        if len(shared) > 1:
+            curves[key] = {x: mean_of(found[key][x] for found in by_run) for x in shared}
+    result = []
+    for axis, rest in (key for key in by_run[0] if key in curves):
+        others = [dict(other) for other_axis, other in curves if other_axis == axis]
+        words = ", ".join(f"{key} {value}" for key, value in rest if len({str(other.get(key)) for other in others}) > 1)
+        result.append((axis, sorted(curves[axis, rest].items()), words))
+    return result
+
+
+def swept_values(run: Run, metric: str) -> dict[tuple, dict[float, float]]:
+    """{(axis, the other settings): {value of the axis: metric}}, of fid.py and of training's last evaluation."""
+    points = list(run.points)
+    last = max(run.evaluations, default=None)
+    for name, value in run.evaluations.get(last, {}).items():
+        if match := re.fullmatch(rf"{re.escape(metric)}/cfg(-?\d+\.\d+)", name):
+            own = {"cfg_scale": float(match.group(1)), "weights": "ema", "num_steps": run.eval_num_steps}
+            own["S_churn"] = run.config.get("diffusion.sampler.S_churn", 0.0)
+            points.append(Point(last, own, {name: value}))
+    found: dict[tuple, dict[float, float]] = {}
+    for point in points:
+        value = next((value for name, value in point.values.items() if name.partition("/")[0] == metric), None)
+        for axis, setting in point.settings.items():
+            if value is not None and is_figure(setting):
+                others = sorted((key, other) for key, other in {**point.settings, "step": point.step}.items() if key != axis)
+                rest = tuple((key, other if is_figure(other) else str(other)) for key, other in others)
+                found.setdefault((axis, rest), {}).setdefault(float(setting), value)
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Where it is drawn.
+
 
 def line_chart(
     series: Sequence[Series], identifier: str, title: str, x_label: str, y_label: str, markers: bool, from_zero: bool = True
-) -> str:
-    """An <svg> with title and description; "" where there is nothing to draw.
+) -> Chart | None:
+    """None if there is nothing to draw.
 
     Args:
         identifier: unique in the page.
-        markers: for few points; without them, a line's points are averaged to MOST_POINTS.
+        markers: for few points; without them, a line's points are averaged to MAX_POINTS.
         from_zero: the horizontal axis starts there.
     """
-    series = [one if markers else thinned(one) for one in series if one.points]
+    series = [one if markers else thin(one) for one in series if one.points]
     if not series:
-        return ""
+        return None
     xs = [x for one in series for x, _ in one.points]
     ys = [y for one in series for _, y in one.points] + [y for one in series for pair in one.band for y in pair]
     logarithmic = min(ys) > 0 and max(ys) / min(ys) > LOG_FROM
     x_ticks = linear_ticks(0.0 if from_zero else min(xs), max(xs))
     y_ticks = log_ticks(min(ys), max(ys)) if logarithmic else linear_ticks(min(ys), max(ys))
-    x_low, x_high = min(x_ticks[0], min(xs)), max(x_ticks[-1], max(xs))
-    y_low, y_high = min(y_ticks[0], min(ys)), max(y_ticks[-1], max(ys))
-
-    def px(x: float) -> float:
-        return LEFT + (x - x_low) / ((x_high - x_low) or 1) * (WIDTH - LEFT - RIGHT)
-
-    def py(y: float) -> float:
-        low, high, y = (math.log(v) if logarithmic else v for v in (y_low, y_high, y))
-        return HEIGHT - BOTTOM - (y - low) / ((high - low) or 1) * (HEIGHT - TOP - BOTTOM)
-
-    parts = [
-        f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-labelledby="{identifier}-t {identifier}-d">',
-        f'<title id="{identifier}-t">{escape(title)}</title>',
-        f'<desc id="{identifier}-d">{escape(described(series, x_label))}</desc>',
-    ]
-    for tick in x_ticks:
-        parts.append(f'<line class="grid" x1="{px(tick):.1f}" x2="{px(tick):.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>')
-        parts.append(
-            f'<text class="tick" x="{px(tick):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{short(tick)}</text>'
-        )
-    for tick in y_ticks:
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{py(tick):.1f}" y2="{py(tick):.1f}"/>')
-        parts.append(f'<text class="tick" x="{LEFT - 6}" y="{py(tick) + 4:.1f}" text-anchor="end">{short(tick)}</text>')
-    middle = (LEFT + WIDTH - RIGHT) / 2
-    parts.append(f'<text class="axis" x="{middle:.0f}" y="{HEIGHT - 6}" text-anchor="middle">{escape(x_label)}</text>')
-    height = (TOP + HEIGHT - BOTTOM) / 2
-    y_words = f"{y_label} (log scale)" if logarithmic else y_label
-    turned = f'transform="rotate(-90 12 {height:.0f})"'
-    parts.append(f'<text class="axis" x="12" y="{height:.0f}" text-anchor="middle" {turned}>{escape(y_words)}</text>')
-    for one in series:
-        if one.band:
-            there = [f"{px(x):.1f},{py(high):.1f}" for (x, _), (_, high) in zip(one.points, one.band)]
-            back = [f"{px(x):.1f},{py(low):.1f}" for (x, _), (low, _) in zip(one.points, one.band)]
-            parts.append(f'<polygon class="band c{one.style % NUM_COLOURS}" points="{" ".join(there + back[::-1])}"/>')
-    for one in series:
-        path = " ".join(f"{px(x):.1f},{py(y):.1f}" for x, y in one.points)
-        parts.append(f'<polyline class="{line_class(one)}" points="{path}"/>')
-        if markers or len(one.points) == 1:
-            parts += [marker(px(x), py(y), one.style) for x, y in one.points]
-    return "".join([*parts, "</svg>"])
+    x_range = min(x_ticks[0], *xs), max(x_ticks[-1], *xs)
+    y_range = min(y_ticks[0], *ys), max(y_ticks[-1], *ys)
+    y_label += " (log scale)" if logarithmic else ""
+    return Chart(identifier, title, x_label, y_label, series, x_ticks, y_ticks, x_range, y_range, logarithmic, markers)
 
 
-def swatch(one: Series) -> str:
-    """The line as a legend shows it."""
-    line = f'<line class="{line_class(one)}" x1="1" x2="35" y1="7" y2="7"/>'
-    return f'<svg class="swatch" viewBox="0 0 36 14" aria-hidden="true">{line}{marker(18, 7, one.style)}</svg>'
-
-
-def line_class(one: Series) -> str:
-    return f"line c{one.style % NUM_COLOURS}{' dashed' if one.dashed else ''}"
-
-
-def marker(x: float, y: float, style: int) -> str:
-    """Circle, square, triangle or diamond."""
-    kind = f'class="mark c{style % NUM_COLOURS}"'
-    if style % 4 == 0:
-        return f'<circle {kind} cx="{x:.1f}" cy="{y:.1f}" r="3.4"/>'
-    if style % 4 == 1:
-        return f'<rect {kind} x="{x - 3.1:.1f}" y="{y - 3.1:.1f}" width="6.2" height="6.2"/>'
-    corners = [(0, -4), (4, 3.2), (-4, 3.2)] if style % 4 == 2 else [(0, -4.4), (4.4, 0), (0, 4.4), (-4.4, 0)]
-    return f'<polygon {kind} points="{" ".join(f"{x + dx:.1f},{y + dy:.1f}" for dx, dy in corners)}"/>'
-
-
-def thinned(one: Series) -> Series:
-    """At most MOST_POINTS, each the mean of equally many neighbours."""
-    size = -(-len(one.points) // MOST_POINTS)
+def thin(one: Series) -> Series:
+    """At most MAX_POINTS, each the mean of equally many neighbours."""
+    size = -(-len(one.points) // MAX_POINTS)
     if size <= 1:
         return one
 
@@ -123,22 +248,12 @@ def thinned(one: Series) -> Series:
         chunks = [rows[i : i + size] for i in range(0, len(rows), size)]
         return tuple((sum(a for a, _ in chunk) / len(chunk), sum(b for _, b in chunk) / len(chunk)) for chunk in chunks)
 
-    return Series(one.label, means(one.points), one.style, one.dashed, means(one.band))
+    return replace(one, points=means(one.points), band=means(one.band))
 
 
-def described(series: Sequence[Series], x_label: str) -> str:
-    """For those who do not see the chart: where each line starts and ends."""
-    words = []
-    for one in series:
-        (x0, y0), (x1, y1) = one.points[0], one.points[-1]
-        words.append(f"{one.label}: from {y0:.4g} at {short(x0)} to {y1:.4g} at {short(x1)} {x_label}.")
-    return " ".join(words)
-
-
-def linear_ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """Round numbers with steps of 1, 2 or 5 times a power of ten, that enclose [low, high] from below."""
-    span = (high - low) or abs(high) or 1.0
-    raw = span / (most - 1)
+def linear_ticks(low: float, high: float) -> list[float]:
+    """Round numbers that enclose [low, high], with steps of 1, 2 or 5 times a power of ten."""
+    raw = ((high - low) or abs(high) or 1.0) / 5
     power = 10 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * (1 - 1e-9))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
@@ -159,7 +274,7 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def short(value: float) -> str:
-    """400000 -> 400k: as it stands at a tick."""
+    """400000 -> 400k."""
     for size, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:.4g}{suffix}"

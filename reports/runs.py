@@ -1,17 +1,20 @@
-"""Reading runs as they are on disk: unfinished, torn or written by another version, as far as they can be read.
+"""Run folders as they are on disk: unfinished, damaged or of another version, as far as they can be read.
 
-Nothing here raises for what a file holds; what cannot be read is said in words, beside what can.
+No content of a file raises an error here. What cannot be read is listed in words, beside what can.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+import statistics
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -20,13 +23,13 @@ from PIL import Image
 from yaml import YAMLError
 
 from evaluations.suite import metric_name
-from setup.schema import flatten
+from files import read_lines
+from setup.schema import TrainConfig, flatten, keys_of
 
 METRICS, STARTS, CONFIG, RESULTS = "metrics.jsonl", "starts.jsonl", "config.yaml", "results.jsonl"
-# Of a point of fid.py: what its figures depend on beside the checkpoint, the sample count and the guidance.
+# What the figures of fid.py depend on, beside the checkpoint, the sample count and the guidance.
 SAMPLER_SETTINGS = ("weights", "num_steps", "S_churn", "solver")
-# Numbers beyond this are damage: float and JSON readers of other languages do not hold them.
-LARGEST_COUNT = 2**53
+LARGEST_COUNT = 2**53  # larger numbers are damage: a float does not hold them exactly
 _STEP_IN_NAME = re.compile(r"step_(\d+)$")
 
 
@@ -35,8 +38,8 @@ class Point:
     """One evaluation by fid.py.
 
     Attributes:
-        settings: what it was sampled with, cfg_scale among them.
-        values: figures under their full names, fid5k/cfg1.5.
+        settings: of the sampler and the guidance, cfg_scale among them.
+        values: figures by full name, fid5k/cfg1.5.
     """
 
     step: int
@@ -46,24 +49,24 @@ class Point:
 
 @dataclass
 class Run:
-    """A run's folder.
+    """What a run's folder holds.
 
     Attributes:
-        config: its keys with dots, without experiment.*.
-        experiment: name, table, paper, source, differs and baseline, as far as they are there.
+        config: values by dotted key, without experiment.*; keys that are younger than the run have their defaults.
+        experiment: experiment.*, as far as it can be read.
         lines: training lines of metrics.jsonl by step.
-        evaluations: figures by step, of training itself and of fid.py with the run's own sampler.
-        points: all of fid.py.
-        starts: how training started, and went on.
-        grid: the last sample grid, with its step.
+        evaluations: figures by step, of training and of fid.py with the run's own sampler.
+        points: all evaluations by fid.py.
+        starts: how training started and was resumed.
+        grid: step and file of the last sample grid.
         problems: what could not be read.
     """
 
     path: Path
     config: dict[str, object]
-    experiment: dict[str, object]
-    lines: dict[int, dict]
-    evaluations: dict[int, dict[str, float]]
+    experiment: dict[str, object] = field(default_factory=dict)
+    lines: dict[int, dict] = field(default_factory=dict)
+    evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
     points: list[Point] = field(default_factory=list)
     starts: list[dict] = field(default_factory=list)
     grid: tuple[int, Path] | None = None
@@ -75,7 +78,7 @@ class Run:
 
     @property
     def step(self) -> int:
-        """The last step that is on record."""
+        """The last recorded step."""
         return max([*self.lines, *self.evaluations], default=0)
 
     @property
@@ -99,24 +102,29 @@ class Run:
 
     @property
     def images_per_sec(self) -> float | None:
-        """Median over the lines."""
-        speeds = sorted(line["images_per_sec"] for line in self.lines.values() if "images_per_sec" in line)
-        return (speeds[len(speeds) // 2] + speeds[(len(speeds) - 1) // 2]) / 2 if speeds else None
+        """Median over the training lines."""
+        speeds = [line["images_per_sec"] for line in self.lines.values() if "images_per_sec" in line]
+        return statistics.median(speeds) if speeds else None
+
+    @property
+    def eval_num_steps(self) -> object:
+        """Sampler steps of training's own evaluations."""
+        return self.config.get("eval.num_steps") or self.config.get("diffusion.sampler.num_steps")
 
     @cached_property
     def hours(self) -> dict[int, float]:
         """Hours of training until each step, without checkpoints, grids and evaluations (steps_per_sec leaves those out)."""
-        return self._accumulated(lambda step: 1)
+        return self._sum_hours(lambda step: 1)
 
     @cached_property
     def device_hours(self) -> float | None:
-        """Hours times processes; None where a start is not on record."""
+        """Hours times processes; None where a start does not say how many processes it had."""
         if not self.starts or not self.hours or any("num_processes" not in start for start in self.starts):
             return None
-        return max(self._accumulated(self._num_processes).values(), default=None)
+        return max(self._sum_hours(self._num_processes).values())
 
-    def _accumulated(self, num_devices) -> dict[int, float]:
-        total, previous, hours = 0.0, self.starts[0].get("step", 0) if self.starts else 0, {}
+    def _sum_hours(self, num_devices: Callable[[int], int]) -> dict[int, float]:
+        total, previous, hours = 0.0, self.starts[0]["step"] if self.starts else 0, {}
         for step, line in sorted(self.lines.items()):
             if line.get("steps_per_sec", 0) > 0:
                 total += num_devices(step) * max(step - previous, 0) / line["steps_per_sec"] / 3600
@@ -125,20 +133,25 @@ class Run:
         return hours
 
     def _num_processes(self, step: int) -> int:
-        """Of the start that made this step: the last one from an earlier step, since a resume writes later steps again."""
-        return [start["num_processes"] for start in self.starts if start.get("step", 0) < step or start is self.starts[0]][-1]
+        """Of the last start before this step: a resume writes the later steps again."""
+        return [start["num_processes"] for start in self.starts if start["step"] < step or start is self.starts[0]][-1]
 
-    def hours_at(self, step: int) -> float | None:
-        """Linear between the lines of metrics.jsonl."""
-        return interpolate([(0, 0.0), *self.hours.items()] if 0 not in self.hours else list(self.hours.items()), step)
+    def hours_at(self, step: float) -> float | None:
+        """Interpolated linearly between the training lines."""
+        return interpolate(self._hour_points, step)
+
+    @cached_property
+    def _hour_points(self) -> list[tuple[int, float]]:
+        return sorted(({0: 0.0} | self.hours).items())
 
 
 def interpolate(points: Sequence[tuple[float, float]], x: float) -> float | None:
     """y at x, linear between points sorted by x; None outside them."""
-    for (x0, y0), (x1, y1) in zip(points, points[1:]):
-        if x0 <= x <= x1:
-            return y0 + (y1 - y0) * (x - x0) / (x1 - x0) if x1 > x0 else y1
-    return points[0][1] if len(points) == 1 and points[0][0] == x else None
+    i = bisect_left(points, x, key=itemgetter(0))
+    if i == len(points) or (i == 0 and points[0][0] != x):
+        return None
+    (x0, y0), (x1, y1) = points[i - 1], points[i]
+    return y1 if x == x1 else y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -146,36 +159,32 @@ def interpolate(points: Sequence[tuple[float, float]], x: float) -> float | None
 
 
 def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[str, list[str]]]:
-    """All runs below the folders, and by path what could not be read.
+    """All runs below the folders, and what could not be read, by path.
 
-    A folder is a run when it holds config.yaml or metrics.jsonl. Results of fid.py count for the run whose checkpoint they
-    name, wherever below the folders they are.
+    A folder is a run if it holds config.yaml or metrics.jsonl. Results of fid.py, wherever they are below the folders, count
+    for the run whose checkpoint they name.
     """
     runs, problems, results = [], {}, []
     for path, files in _walk(folders):
         if RESULTS in files:
             results.append(path / RESULTS)
-        if METRICS not in files and CONFIG not in files:
-            continue
-        run, reason = read_run(path)
-        if run is None:
-            problems[str(path)] = [reason]
-        else:
-            runs.append(run)
+        if METRICS in files or CONFIG in files:
+            run, reason = read_run(path)
+            if run is None:
+                problems[str(path)] = [reason]
+            else:
+                runs.append(run)
     for file in results:
-        for problem in _add_points(file, runs):
-            problems.setdefault(str(file), []).append(problem)
-    for run in runs:
-        if run.problems:
-            problems[str(run.path)] = run.problems
-    return runs, problems
+        if found := _add_points(file, runs):
+            problems[str(file)] = found
+    return runs, problems | {str(run.path): run.problems for run in runs if run.problems}
 
 
 def _walk(folders: Sequence[Path]) -> Iterator[tuple[Path, list[str]]]:
     seen = set()
     for root in folders:
         for path, inner, files in os.walk(root):
-            if METRICS in files or CONFIG in files:  # of a run only the evaluations; its images and checkpoints can be many
+            if METRICS in files or CONFIG in files:  # of a run only the evaluations: its images and checkpoints can be many
                 inner[:] = [name for name in inner if name == "evaluations"]
             inner[:] = sorted(name for name in inner if not name.startswith("."))
             resolved = Path(path).resolve()
@@ -195,9 +204,11 @@ def read_run(path: Path) -> tuple[Run | None, str]:
     if not isinstance(stored, dict) or not isinstance(stored.get("train"), dict):
         return None, f"{CONFIG} is not a configuration of train.py: it has no train.*"
     experiment = stored.pop("experiment", None)
-    run = Run(path, flatten(stored), {}, {}, {})
+    fields = {key: found[0] for key, found in keys_of(TrainConfig, stored).items()}
+    defaults = {key: field.default for key, field in fields.items() if not field.is_required()}
+    run = Run(path, defaults | flatten(stored))
     if isinstance(experiment, dict):
-        run.experiment = _known_experiment(experiment, run.problems)
+        run.experiment = _read_experiment(experiment, run.problems)
     for key in ("train.num_steps", "train.batch_size", "seed"):
         if not _is_count(run.config.get(key)):
             run.config.pop(key, None)
@@ -206,8 +217,7 @@ def read_run(path: Path) -> tuple[Run | None, str]:
         if "num_processes" in start and not (_is_count(start["num_processes"]) and start["num_processes"] > 0):
             run.problems.append(f"{STARTS}: num_processes={str(start.pop('num_processes'))[:40]} is not a number of processes")
         run.starts.append(start)
-    lines = list(_json_lines(path / METRICS, run.problems, {"step": int}))
-    for line in lines:
+    for line in _json_lines(path / METRICS, run.problems, {"step": int}):
         numbers = {key: value for key, value in line.items() if is_figure(value)}
         if len(numbers) < len(line):
             run.problems.append(f"{METRICS}, step {line['step']}: {', '.join(line.keys() - numbers)} not a finite number")
@@ -218,12 +228,12 @@ def read_run(path: Path) -> tuple[Run | None, str]:
             run.evaluations.setdefault(line["step"], {}).update(figures)
     if not run.lines and not run.evaluations:
         return None, "; ".join([f"{METRICS} holds no figures yet", *run.problems])
-    run.grid = newest_grid(path / "samples", run.problems)
+    run.grid = _find_grid(path / "samples", run.problems)
     return run, ""
 
 
-def _known_experiment(stored: dict, problems: list[str]) -> dict[str, object]:
-    """experiment.*: texts, and the paper's figures; anything else is left out."""
+def _read_experiment(stored: dict, problems: list[str]) -> dict[str, object]:
+    """experiment.*: texts, and the paper's figures. Anything else is left out."""
     known = {}
     for key, value in stored.items():
         if isinstance(value, str) and key != "paper":
@@ -236,8 +246,8 @@ def _known_experiment(stored: dict, problems: list[str]) -> dict[str, object]:
     return known
 
 
-def newest_grid(folder: Path, problems: list[str]) -> tuple[int, Path] | None:
-    """The last grid that is an image; what is wrong with later ones goes to `problems`."""
+def _find_grid(folder: Path, problems: list[str]) -> tuple[int, Path] | None:
+    """The last grid that is an image. Later ones that are not go to `problems`."""
     grids = {int(match.group(1)): file for file in folder.glob("step_*.png") if (match := _STEP_IN_NAME.search(file.stem))}
     for step, file in sorted(grids.items(), reverse=True):
         try:
@@ -250,7 +260,7 @@ def newest_grid(folder: Path, problems: list[str]) -> tuple[int, Path] | None:
 
 
 def is_figure(value: object) -> bool:
-    return type(value) is float and math.isfinite(value) or type(value) is int and abs(value) < LARGEST_COUNT
+    return type(value) is float and math.isfinite(value) or _is_count(value)
 
 
 def _is_count(value: object) -> bool:
@@ -258,60 +268,52 @@ def _is_count(value: object) -> bool:
 
 
 def _json_lines(file: Path, problems: list[str], required: dict[str, type]) -> Iterator[dict]:
-    """The objects of a .jsonl file that have the required values; what is wrong with the others goes to `problems`."""
-    if not file.exists():
-        return
+    """The lines of a .jsonl file that have the required values. The others go to `problems`, by number."""
     bad = []
     try:
-        text = file.read_text(errors="replace")
+        for number, line in read_lines(file):
+            if line is None:
+                bad.append(f"{number} (cut off or damaged)")
+            elif all(type(line.get(key)) is kind for key, kind in required.items()) and _is_count(line.get("step", 0)):
+                yield line
+            else:
+                bad.append(f"{number} (of another version)")
     except OSError as e:
         problems.append(f"{file.name} cannot be read: {e.strerror}")
-        return
-    for number, line in enumerate(text.splitlines(), start=1):
-        try:
-            value = json.loads(line)
-        except ValueError:
-            bad.append(f"{number} (cut off or damaged)")
-            continue
-        fits = isinstance(value, dict) and all(type(value.get(key)) is kind for key, kind in required.items())
-        if fits and ("step" not in required or _is_count(value["step"])):
-            yield value
-        else:
-            bad.append(f"{number} (of another version)")
     if bad:
         more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
         problems.append(f"{file.name}: left out line {', '.join(bad[:3])}{more}")
 
 
 def _add_points(file: Path, runs: Sequence[Run]) -> list[str]:
-    """Give the results of fid.py to the runs whose checkpoints they name; returns what is wrong with the others."""
+    """Add the results of fid.py in a file to their runs; returns what cannot be read."""
     problems: list[str] = []
-    orphans: dict[str, int] = {}
+    orphans: Counter[str] = Counter()
     for line in _json_lines(file, problems, {"point": dict, "metrics": dict}):
         point, metrics = line["point"], {name: value for name, value in line["metrics"].items() if is_figure(value)}
         if not isinstance(point.get("checkpoint"), str):
-            orphans["images on disk"] = orphans.get("images on disk", 0) + 1
+            orphans["images on disk"] += 1
             continue
         folder = Path(point["checkpoint"])
         run, match = _run_of(folder, runs), _STEP_IN_NAME.search(folder.name)
-        readable = _is_count(point.get("num_samples")) and is_figure(point.get("cfg_scale", 1.0))
-        if run is None or match is None or not readable:
-            orphans[str(folder)] = orphans.get(str(folder), 0) + 1
+        num_samples, cfg_scale = point.get("num_samples"), point.get("cfg_scale", 1.0)
+        if run is None or match is None or not _is_count(num_samples) or not is_figure(cfg_scale):
+            orphans[str(folder)] += 1
             continue
-        step, cfg_scale = int(match.group(1)), point.get("cfg_scale", 1.0)
-        guided = {key: value for key, value in point.items() if key == "guidance" or key.startswith("guidance.")}
-        settings = {"cfg_scale": cfg_scale, **guided, **{key: point[key] for key in SAMPLER_SETTINGS if key in point}}
-        values = {metric_name(metric, point["num_samples"], cfg_scale): value for metric, value in metrics.items()}
-        if guided:  # interval, sparse, ...: cfg_scale alone does not say which
-            words = ",".join(
-                str(value) for value in {**guided, "cfg_scale": point.get("cfg_scale")}.values() if value is not None
-            )
-            values = {f"{name.partition('/')[0]}/{words}": value for name, value in values.items()}
-        run.points.append(Point(step, settings, values))
-        if _is_runs_own_sampler(point, run):
+        step, other_guidance = (
+            int(match.group(1)),
+            {k: v for k, v in point.items() if k == "guidance" or k.startswith("guidance.")},
+        )
+        guidance = cfg_scale
+        if other_guidance:  # interval, sparse, ...: cfg_scale alone does not say which
+            settings = {**other_guidance, "cfg_scale": point.get("cfg_scale")}
+            guidance = ",".join(str(value) for value in settings.values() if value is not None)
+        values = {metric_name(metric, num_samples, guidance): value for metric, value in metrics.items()}
+        sampler = {key: point[key] for key in SAMPLER_SETTINGS if key in point}
+        run.points.append(Point(step, {"cfg_scale": cfg_scale, **other_guidance, **sampler}, values))
+        if _is_own_sampler(point, run):
             run.evaluations[step] = values | run.evaluations.get(step, {})
-    problems += [f"{count} results of {what}, which is no run here" for what, count in orphans.items()]
-    return problems
+    return problems + [f"{count} results of {what}, which is no run here" for what, count in orphans.items()]
 
 
 def _run_of(checkpoint: Path, runs: Sequence[Run]) -> Run | None:
@@ -323,11 +325,10 @@ def _run_of(checkpoint: Path, runs: Sequence[Run]) -> Run | None:
     return named[0] if len(named) == 1 else None
 
 
-def _is_runs_own_sampler(point: dict, run: Run) -> bool:
-    """Whether the figures are those that training itself would have: EMA weights, its sampler, float32 detector and network."""
-    num_steps = run.config.get("eval.num_steps") or run.config.get("diffusion.sampler.num_steps")
-    own = {"weights": "ema", "num_steps": num_steps, "precision": "fp32", "detector_precision": "fp32"}
-    for key in ("S_churn", "solver"):  # of those that the run's sampler has
+def _is_own_sampler(point: dict, run: Run) -> bool:
+    """Whether training itself would measure these figures: EMA weights, its sampler, float32 detector and network."""
+    own = {"weights": "ema", "num_steps": run.eval_num_steps, "precision": "fp32", "detector_precision": "fp32"}
+    for key in ("S_churn", "solver"):
         if f"diffusion.sampler.{key}" in run.config:
             own[key] = run.config[f"diffusion.sampler.{key}"]
     return all(point.get(key, value) == value for key, value in own.items())

@@ -6,16 +6,15 @@
     python -m reports.sweep model=dit,tread --launch='--multi_gpu --num_processes 8'        # arguments for accelerate launch
     python -m reports.sweep model=dit,tread --fid='guidance=cfg cfg_scale=[1.0,1.5] num_samples=5000'
 
-The configuration is train.py's, and the combinations are those of Hydra's multirun. Each job starts accelerate's launcher. Its
-name, the run's folder, is made of its overrides: digits_tread_seed-0. A run that is finished (its last checkpoint is at
-train.num_steps, and the last evaluation is there) is skipped, one that was cut off goes on, and one that fails does not end
-the sweep. With --fid each finished run is judged by fid.py, which keeps the points that it has: settings of evaluation are swept
-there, without training again. Logs and outcomes are in <output_dir>/sweeps/<time>/; the exit code is 1 if a job failed.
+The configuration is train.py's, and the combinations are those of Hydra's multirun. Each job starts accelerate's launcher. The
+name of a job, which is its run's folder, comes from its overrides: digits_tread_seed-0. A finished run (its last checkpoint is at
+train.num_steps, and the last evaluation is there) is skipped, an interrupted one continues, and a failed one does not end the
+sweep. With --fid, fid.py evaluates each finished run and keeps the points that it has: settings of evaluation are swept there,
+without training again. Logs and outcomes are in <output_dir>/sweeps/<time>/. The exit code is 1 if a job failed.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import importlib.util
 import json
@@ -27,7 +26,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
@@ -35,8 +33,10 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from errors import UserError
+from files import write_file
+from setup import cli, load
+from setup.schema import SAME_RUN, Role, Settings, Text, TrainConfig, check, differences, keys_of
 from training import checkpoint as checkpoints
-from training import cli, config
 from training.run import RunFolder
 
 log = logging.getLogger("sweep")
@@ -49,27 +49,18 @@ LAUNCHER_PACKAGES = {
     "submitit_slurm": "hydra-submitit-launcher",
     "slurm": "hydra-submitit-launcher",
 }
-# Overrides that say where or how a run is made, and not which one it is.
+# Overrides that do not say which run it is. Other keys without a role in the schema (data.path, guidance, ...) are in the name:
+# jobs that differ in one of them must not share a folder.
 NOT_IN_NAMES = ("name", "output_dir", "resume", "wandb.mode", "wandb.project", "train.cpu_threads", "data.num_workers")
-LONGEST_NAME = 120
-# What must be the same in a finished run, or it is another run of the same name.
-IDENTITY_KEYS = ("model", "diffusion.name", "diffusion.sigma_data", "diffusion.P_mean", "diffusion.P_std", "seed")
-IDENTITY_KEYS += ("train.batch_size", "train.lr")
+MAX_NAME_LENGTH = 120
 
 
-@dataclass(frozen=True)
-class Options:
-    """What the command says beside the overrides.
+class Options(Settings):
+    """What a command says beside the overrides: arguments of `accelerate launch`, and overrides of fid.py, if it is to run."""
 
-    Attributes:
-        launch: arguments of `accelerate launch`.
-        fid: overrides of fid.py, which then judges each finished run; None does not.
-        full_errors: HYDRA_FULL_ERROR=1 was set.
-    """
-
-    launch: tuple[str, ...]
-    fid: tuple[str, ...] | None
-    full_errors: bool
+    launch: Text = ""
+    fid: Text | None = None
+    full_errors: bool = False  # HYDRA_FULL_ERROR=1 was set
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -78,11 +69,11 @@ def main(arguments: Sequence[str]) -> int:
     folder = sweep_folder(overrides)
 
     def job(cfg: DictConfig) -> None:
-        run_one(cfg, options)
+        run_job(cfg, options)
 
     sys.argv = [sys.argv[0], "--multirun", *overrides, f"hydra.sweep.dir={folder}", "hydra.sweep.subdir=."]
     try:
-        cli.run(job, "config", config.TRAIN_KEYS)
+        cli.run(job, "config", TrainConfig)
     finally:
         outcomes = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
         if outcomes:
@@ -94,13 +85,12 @@ def parse_sweep_arguments(arguments: Sequence[str]) -> tuple[Options, list[str]]
     """Options, and the overrides for Hydra.
 
     Raises:
-        UserError: the package of a launcher is not installed, or what is given is no override.
+        UserError: the package of a launcher is not installed, or an argument is no override.
     """
-    parser = argparse.ArgumentParser(prog="python -m reports.sweep", add_help=False, allow_abbrev=False)
-    parser.add_argument("--launch", default="")
-    parser.add_argument("--fid")
-    parser.add_argument("-m", "--multirun", action="store_true")  # always; accepted because Hydra's users type it
-    known, overrides = parser.parse_known_args(arguments)
+    own = [argument for argument in arguments if argument.startswith(("--launch=", "--fid="))]
+    options = cli.parse_arguments(own, Options).model_copy(update={"full_errors": os.environ.get(cli.FULL_ERRORS, "0") == "1"})
+    # A sweep is always a multirun: its switch is accepted because users of Hydra type it.
+    overrides = [argument for argument in arguments if argument not in (*own, "-m", "--multirun")]
     for override in overrides:
         if override.startswith("--") or ("=" not in override and not override.startswith("~")):
             raise UserError(
@@ -110,24 +100,22 @@ def parse_sweep_arguments(arguments: Sequence[str]) -> tuple[Options, list[str]]
         package = LAUNCHER_PACKAGES.get(value) if key == "hydra/launcher" else None
         if package and importlib.util.find_spec(f"hydra_plugins.{package.replace('-', '_')}") is None:
             raise UserError(f"hydra/launcher={value} needs a package that is not installed: pip install {package}")
-    fid = None if known.fid is None else tuple(shlex.split(known.fid))
-    return Options(tuple(shlex.split(known.launch)), fid, os.environ.get("HYDRA_FULL_ERROR", "0") == "1"), overrides
+    return options, overrides
 
 
 def sweep_folder(overrides: Sequence[str]) -> Path:
-    """<output_dir>/sweeps/<time>, where no other sweep is."""
+    """A new folder <output_dir>/sweeps/<time>."""
     given = [override.partition("=")[2] for override in overrides if override.lstrip("+").startswith("output_dir=")]
-    root = Path(given[-1] if given else "runs") / "sweeps"
-    stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    folder, number = root / stamp, 1
+    folder = root = Path(given[-1] if given else "runs") / "sweeps" / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    number = 1
     while folder.exists():
         number += 1
-        folder = root / f"{stamp}_{number}"
+        folder = root.with_name(f"{root.name}_{number}")
     return folder
 
 
 def run_name(overrides: Sequence[str], default: str) -> str:
-    """A folder's name that says what a job's overrides set: the same overrides always give the same, others another.
+    """A folder's name that says what a job's overrides set: equal for equal overrides, different for different ones.
 
     Args:
         overrides: `key=value`, as Hydra gives them to a job.
@@ -135,32 +123,32 @@ def run_name(overrides: Sequence[str], default: str) -> str:
     """
     settings = dict(override.lstrip("+").partition("=")[::2] for override in overrides)
     if "name" in settings:
-        base, said = settings["name"], ()
+        base, in_base = settings["name"], ()
     elif "experiment" in settings:
-        base, said = settings["experiment"].replace("/", "_"), ("experiment",)
+        base, in_base = settings["experiment"].replace("/", "_"), ("experiment",)
     else:
-        base, said = default, ("data", "model")
-    last_parts = [key.rpartition(".")[2] for key in config.TRAIN_KEYS]
+        base, in_base = default, ("data", "model")
+    last_parts = [key.rpartition(".")[2] for key in keys_of(TrainConfig)]
     words = []
     for key, value in sorted(settings.items()):
-        if key not in NOT_IN_NAMES and key not in said:
+        if key not in NOT_IN_NAMES and key not in in_base:
             short = key.rpartition(".")[2]
-            plain = re.fullmatch(r"[\w.+-]{1,24}", value) is not None
-            words.append(f"{key if last_parts.count(short) > 1 else short}-{value if plain else _digest(value)}")
+            is_plain = re.fullmatch(r"[\w.+-]{1,24}", value) is not None
+            words.append(f"{key if last_parts.count(short) > 1 else short}-{value if is_plain else hash_text(value)}")
     name = "_".join([re.sub(r"[^\w.+-]", "-", base), *words])
-    return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 9]}_{_digest(name)}"
+    return name if len(name) <= MAX_NAME_LENGTH else f"{name[: MAX_NAME_LENGTH - 9]}_{hash_text(name)}"
 
 
-def _digest(value: str) -> str:
-    return hashlib.blake2b(value.encode(), digest_size=4).hexdigest()
+def hash_text(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # One job.
 
 
-def run_one(cfg: DictConfig, options: Options) -> None:
-    """One combination: train unless that is done, judge if asked for, and leave a file with the outcome."""
+def run_job(cfg: DictConfig, options: Options) -> None:
+    """One combination: train unless that is done, evaluate if asked for, and write the outcome to a file."""
     logging.basicConfig(format="%(message)s", level=logging.INFO)
     logging.getLogger("hydra").setLevel(logging.WARNING)  # it would repeat the overrides of every job
     job = HydraConfig.get()
@@ -169,71 +157,74 @@ def run_one(cfg: DictConfig, options: Options) -> None:
     log_file = folder / f"{name}.log"
     start_sec = time.monotonic()
     log.info("job %d  %s: started", job.job.num, name)
-    outcome = {"job": job.job.num, "name": name, "overrides": overrides, "log": str(log_file)}
     try:
-        status, reason = train_and_judge(cfg, name, overrides, options, log_file)
-    except (ValueError, OSError) as error:
+        status, reason = train_and_evaluate(cfg, name, overrides, options, log_file)
+    except (UserError, OSError) as error:
         status, reason = "failed", str(error)
-    outcome |= {"status": status, "reason": reason, "wall_sec": round(time.monotonic() - start_sec, 1)}
-    (folder / f"{job.job.num:04d}_{name}.json").write_text(json.dumps(outcome))
+    outcome = {"job": job.job.num, "name": name, "overrides": overrides, "log": str(log_file), "status": status}
+    outcome |= {"reason": reason, "wall_sec": round(time.monotonic() - start_sec, 1)}
+    write_file(folder / f"{job.job.num:04d}_{name}.json", json.dumps(outcome))
     log.info("job %d  %s: %s", job.job.num, name, f"{status}; {reason}" if reason else status)
 
 
-def train_and_judge(cfg: DictConfig, name: str, overrides: Sequence[str], options: Options, log_file: Path) -> tuple[str, str]:
+def train_and_evaluate(cfg: DictConfig, name: str, overrides: Sequence[str], options: Options, log_file: Path) -> tuple[str, str]:
     """(status, reason) with status one of finished, skipped, stopped and failed.
 
     Raises:
         UserError: the configuration is not accepted, or another run has this name.
     """
-    cfg.name = name
-    cfg = config.check(cfg, config.TRAIN_KEYS)
-    run = RunFolder(cfg.output_dir, name)
-    status = "skipped" if is_finished(cfg, run) else "finished"
+    settings = check(cfg, TrainConfig)
+    run = RunFolder(settings.output_dir, name)
+    status = "skipped" if is_finished(settings, run) else "finished"
     if status == "finished":
         kept = [override for override in overrides if not override.lstrip("+").startswith("name=")]
         code = launch("train.py", [*kept, f"name={name}"], options, log_file)
         if code != 0:
             return "failed", reason_in(log_file, code)
-        if not is_finished(cfg, run):
-            return "stopped", "it ended before train.num_steps; the same sweep goes on from there"
+        if not is_finished(settings, run):
+            return "stopped", "it ended before train.num_steps; the same sweep continues it"
     if options.fid is not None:
-        code = launch("fid.py", [f"checkpoint={run.path}", *options.fid], options, log_file)
+        code = launch("fid.py", [f"checkpoint={run.path}", *shlex.split(options.fid)], options, log_file)
         if code != 0:
             return "failed", f"fid.py: {reason_in(log_file, code)}"
     return status, ""
 
 
-def is_finished(cfg: DictConfig, run: RunFolder) -> bool:
+def is_finished(cfg: TrainConfig, run: RunFolder) -> bool:
     """Whether the run's last checkpoint is at train.num_steps and the evaluation of that step is there.
 
     Raises:
-        UserError: the run that is there has another configuration.
+        UserError: the run in this folder has another configuration.
     """
     steps = checkpoints.list_steps(run.checkpoints)
     if not steps:
         return False
     newest = max(steps)
-    changed = config.differences(checkpoints.load_config(steps[newest]), cfg, IDENTITY_KEYS)
+    stored = load.load_config(steps[newest])
+    from_data = {key: value for key, value in stored.data if getattr(cfg.data, key) is None}  # training fills these in
+    wanted = cfg.model_copy(update={"data": cfg.data.model_copy(update=from_data)})
+    changed = differences(stored, wanted, (*SAME_RUN, Role.NOTED))
     if changed:
         raise UserError(f"{run.path} is another run: {'; '.join(changed)}. Move it away, or use another output_dir=...")
     if newest != cfg.train.num_steps:
         return newest > cfg.train.num_steps
-    return not cfg.eval.every or (run.metrics.exists() and run.has_evaluation(newest))
+    return not cfg.eval.every or run.has_evaluation(newest)
 
 
 def launch(script: str, overrides: Sequence[str], options: Options, log_file: Path) -> int:
     """Start a script under accelerate's launcher, with its output in the log; returns its exit code.
 
-    Ctrl-C in a terminal reaches the script as well: it finishes its step and saves, and is waited for.
+    Ctrl-C in a terminal reaches the script as well: it finishes its step and saves, and this function waits for it.
     """
-    path = os.path.relpath(config.REPOSITORY / script)
-    command = [sys.executable, "-m", "accelerate.commands.launch", *options.launch, path, *overrides]
+    path = os.path.relpath(cli.REPOSITORY / script)
+    arguments = [*shlex.split(options.launch), path, *overrides]
     environment = dict(os.environ)
     if not options.full_errors:
-        environment.pop("HYDRA_FULL_ERROR", None)  # set by setup.cli in this process
+        environment.pop(cli.FULL_ERRORS, None)  # setup.cli has set it in this process
     with open(log_file, "a") as output:
-        output.write(f"$ {shlex.join(['accelerate', 'launch', *options.launch, path, *overrides])}\n")
+        output.write(f"$ {shlex.join(['accelerate', 'launch', *arguments])}\n")
         output.flush()
+        command = [sys.executable, "-m", "accelerate.commands.launch", *arguments]
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
         try:
             return process.wait()
@@ -250,17 +241,10 @@ def reason_in(log_file: Path, code: int) -> str:
 
 def summary(outcomes: Sequence[dict], folder: Path) -> str:
     lines = [f"{outcome['status']:9s} {outcome['name']}  {outcome['reason']}".rstrip() for outcome in outcomes]
-    counts = {
-        status: sum(outcome["status"] == status for outcome in outcomes)
-        for status in ("finished", "skipped", "stopped", "failed")
-    }
-    lines.append(f"{', '.join(f'{count} {status}' for status, count in counts.items() if count)}; logs in {folder}")
-    return "\n".join(lines) + "\n"
-
-
-def script() -> None:
-    sys.exit(main(sys.argv[1:]))
+    statuses = [outcome["status"] for outcome in outcomes]
+    counts = [f"{statuses.count(one)} {one}" for one in ("finished", "skipped", "stopped", "failed") if one in statuses]
+    return "\n".join([*lines, f"{', '.join(counts)}; logs in {folder}"]) + "\n"
 
 
 if __name__ == "__main__":
-    cli.guard(script)
+    cli.guard(lambda: sys.exit(main(sys.argv[1:])))

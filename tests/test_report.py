@@ -13,10 +13,10 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 from reports.__main__ import main
-from reports.charts import MOST_POINTS, Series, line_chart, linear_ticks, log_ticks, thinned
-from reports.content import equal_table, results_table, speedup_table
+from reports.charts import MAX_POINTS, Series, line_chart, linear_ticks, log_ticks, thin
 from reports.experiments import by_number, curve_metric, first_reached, group, metric_order
 from reports.runs import read_runs
+from reports.tables import equal_table, results_table, speedup_table
 
 ROUTE = {"selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": -4}
 TABLE = "Table 2: backbones"
@@ -223,6 +223,31 @@ def test_curves_and_speedups_are_of_the_sample_count_that_was_evaluated_often(ru
     assert curve_metric(table) == "fid5k/cfg1.0" and cells(speedup_table(table), "table2/tread")["Reached"] == "step 150"
 
 
+def test_the_table_of_metrics_says_which_direction_is_better(runs):
+    def rename(old, new):
+        for file in runs.glob("*/metrics.jsonl"):
+            file.write_text(file.read_text().replace(old, new))
+
+    rename('"fid5k/cfg1.0"', '"no_metric"')
+    rename('"is5k/cfg1.0"', '"inception_score5k/cfg1.0"')
+    # Scores of 40 at 100 steps and 80 at 200; the dense runs' best is 60, at 400.
+    assert cells(speedup_table(table_of(runs)), "table2/tread")["Reached"] == "step 150"
+    rename("inception_score5k", "unknown5k")
+    table = speedup_table(table_of(runs))
+    assert table.rows == [] and any("does not say which direction of unknown5k/cfg1.0 is better" in note for note in table.notes)
+
+
+def test_keys_with_a_role_make_another_experiment_and_younger_ones_have_their_default(tmp_path):
+    old = {"name": "dit", "backbone": "DiT-B/2", "routes": []}
+    make_run(tmp_path, "old_seed-0", fid={400: 30.0}, model=old)
+    watched = {"num_steps": 400, "batch_size": 256, "compile": "blocks", "grad_accum_steps": 4}
+    make_run(tmp_path, "new_seed-1", seed=1, fid={400: 40.0}, model=old | {"selection": "uniform"}, init_from=None, train=watched)
+    (experiment,) = table_of(tmp_path)
+    assert [run.name for run in experiment.runs] == ["new_seed-1", "old_seed-0"]
+    make_run(tmp_path, "other_seed-2", seed=2, fid={400: 50.0}, model=old | {"selection": "importance"})
+    assert [len(experiment.runs) for experiment in table_of(tmp_path)] in ([2, 1], [1, 2])
+
+
 def test_a_paper_figure_of_another_sample_count_is_shown_and_not_compared(tmp_path):
     make_run(tmp_path, "a", experiment=about("a", {"fid50k": 21.34}), fid={400: 30.0})
     row = cells(results_table(table_of(tmp_path)), "a")
@@ -363,6 +388,8 @@ def test_a_report_replaces_its_own_and_nothing_else(runs, tmp_path, capsys):
     assert "\n# One &amp; &lt;two&gt;\n" in page.with_suffix(".md").read_text()
     main([str(runs), f"output={page}"])
     assert page.read_text() != first and sorted(p.name for p in page.parent.iterdir()) == ["a.html", "a.md"]
+    page.write_text(page.read_text().replace("python -m reports", "python -m training.report"))  # by its earlier name
+    main([str(runs), f"output={page}"])
     (page.parent / "a.md").write_text("my notes")
     before = page.read_text()
     with pytest.raises(ValueError, match=r"a\.md was not written by this program"):
@@ -375,7 +402,7 @@ def test_a_report_replaces_its_own_and_nothing_else(runs, tmp_path, capsys):
     [
         ([], "give the folder of runs"),
         (["nowhere"], "nowhere is not a folder"),
-        (["{runs}", "outptu=a.html"], "outptu is not a setting of the report"),
+        (["{runs}", "outptu=a.html"], "report: outptu is not a key"),
         (["{runs}", "output=a.pdf"], "use output=a.html"),
         (["{empty}"], "no run can be read below .*empty"),
     ],
@@ -444,6 +471,18 @@ def test_the_page_is_balanced_accessible_and_needs_nothing_beside_it(runs):
     assert sum(tag == "img" for tag, _ in page.tags) == 2 and sum(a.get("class") == "chart" for _, a in page.tags) == 4
 
 
+def test_names_and_settings_of_others_stay_text(tmp_path):
+    name = """<b>'"&"""
+    make_run(tmp_path, name, experiment=about(f"{name}<i>", {"fid5k": 1.0}, table="<u>"), fid={200: 3.0, 400: 2.0})
+    (make_run(tmp_path, "<s>") / "config.yaml").unlink()
+    main([str(tmp_path), "title=<h6>"])
+    for file in ("report.html", "report.md"):
+        text = (tmp_path / file).read_text()
+        assert not re.search("<(b|i|u|s|h6)>", re.sub("`[^`]*`", "", text))  # between backticks, Markdown is text as well
+        assert "&lt;b&gt;" in text and "&lt;i&gt;" in text and "&lt;u&gt;" in text and "&lt;h6&gt;" in text
+    Page((tmp_path / "report.html").read_text())
+
+
 def test_large_grids_are_embedded_smaller(runs, tmp_path):
     noise = Image.frombytes("RGB", (1500, 400), os.urandom(1500 * 400 * 3))
     noise.save(runs / "dense_seed-0" / "samples" / "step_0000400.png")
@@ -458,10 +497,20 @@ def test_large_grids_are_embedded_smaller(runs, tmp_path):
 
 def test_a_chart_has_the_points_where_they_belong():
     chart = line_chart([Series("a", ((0, 1.0), (100, 2.0)))], "c", "title", "steps", "fid", markers=True)
-    line = re.search(r'class="line c0" points="([^"]+)"', chart).group(1)
-    assert line == "52.0,228.0 420.0,12.0"  # the corners of the plot: ticks are 0 .. 100 and 1 .. 2
-    assert "a: from 1 at 0 to 2 at 100 steps." in chart
-    assert line_chart([Series("a", ())], "c", "t", "x", "y", markers=True) == ""
+    assert chart.path(chart.series[0].points) == "52.0,228.0 420.0,12.0"  # the corners of the plot: ticks are 0 .. 100 and 1 .. 2
+    assert "a: from 1 at 0 to 2 at 100 steps." in chart.description
+    assert line_chart([Series("a", ())], "c", "t", "x", "y", markers=True) is None
+
+
+def test_the_page_draws_a_line_through_its_points(tmp_path):
+    make_run(tmp_path, "a", fid={100: 40.0, 200: 30.0, 300: 20.0, 400: 20.0}, log_every=50)
+    main([str(tmp_path)])
+    charts = re.findall(r"<svg class=\"chart\".*?</svg>", (tmp_path / "report.html").read_text(), re.DOTALL)
+    lines = [re.search(r'<polyline class="line c0 dashed" points="([^"]+)"', chart).group(1).split() for chart in charts]
+    assert [len(line) for line in lines] == [4, 4, 8, 8]
+    # 368 units are 400 steps and 216 are 40 .. 20, from the corner at 52, 228.
+    assert lines[0] == ["144.0,12.0", "236.0,120.0", "328.0,228.0", "420.0,228.0"]
+    assert charts[0].count("<circle") == 4 and "<circle" not in charts[2]
 
 
 @pytest.mark.parametrize(("low", "high", "ticks"), [(0, 100, [0, 20, 40, 60, 80, 100]), (3, 3, [3, 4]), (0.31, 0.58, None)])
@@ -477,8 +526,8 @@ def test_logarithmic_ticks_enclose_the_values():
 
 
 def test_long_lines_are_averaged():
-    one = thinned(Series("a", tuple((float(i), float(i)) for i in range(1000))))
-    assert len(one.points) <= MOST_POINTS and one.points[0] == (3.0, 3.0)  # the mean of 0 .. 6
+    one = thin(Series("a", tuple((float(i), float(i)) for i in range(1000))))
+    assert len(one.points) <= MAX_POINTS and one.points[0] == (3.0, 3.0)  # the mean of 0 .. 6
 
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -8,9 +8,12 @@ import pytest
 from conftest import REPOSITORY, TINY, composed, finish, forget_accelerate, start
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
 
 import reports.sweep as sweep
-from reports.sweep import main, parse_sweep_arguments, run_name
+from reports.sweep import NOT_IN_NAMES, is_finished, main, parse_sweep_arguments, run_name
+from setup.schema import TrainConfig, check, keys_of, role_of
+from training.run import RunFolder
 
 LAUNCH = "--launch=--num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no"
 SHORT = [*TINY, "train.num_steps=2"]
@@ -22,7 +25,7 @@ def run_sweep(tmp_path, monkeypatch, capsys):
     import train as script
 
     monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
-    monkeypatch.setattr(sys, "argv", ["training/sweep.py"])
+    monkeypatch.setattr(sys, "argv", ["reports/sweep.py"])
     launched = []
 
     def launch(name, overrides, options, log_file):
@@ -109,6 +112,52 @@ def test_another_run_under_the_same_name_is_left_alone(run_sweep, tmp_path):
     code, outcomes, launched = run_sweep("model=dit", "seed=0")
     status, reason, _ = outcomes["model=dit", "seed=0"]
     assert code == 1 and status == "failed" and "is another run: seed: 5 -> 0" in reason and launched == []
+
+
+def finished_run(tmp_path, overrides, **stored):
+    """(configuration, run): its last checkpoint holds the configuration, what the data filled in, and `stored`."""
+    cfg = check(composed([*SHORT, *overrides, f"output_dir={tmp_path}"]), TrainConfig)
+    run = RunFolder(tmp_path, cfg.name)
+    folder = run.checkpoints / "step_0000002"
+    folder.mkdir(parents=True)
+    config = OmegaConf.create(cfg.model_dump())
+    for key, value in ({"data.scale_factor": 0.66, "data.kind": "sample", "data.autoencoder": "identity"} | stored).items():
+        OmegaConf.update(config, key, value)
+    OmegaConf.save(config, folder / "config.yaml")
+    return cfg, run
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "value"),
+    [
+        (["diffusion=sit"], "diffusion.timestep", "logit_normal"),
+        (["diffusion=sit"], "diffusion.logit_mean", 0.5),
+        (["diffusion=sit"], "diffusion.logit_std", 0.5),
+        (["diffusion=edm"], "diffusion.P_mean", 0.5),
+        ([], "model.init", "official_tread"),
+        ([], "model.selection", "importance"),
+        ([], "train.ema_decay", 0.5),
+        ([], "data.num_classes", 11),
+    ],
+)
+def test_every_key_that_makes_another_run_or_other_figures_is_compared(tmp_path, overrides, key, value):
+    cfg, run = finished_run(tmp_path, overrides, **{key: value})
+    with pytest.raises(ValueError, match=f"is another run: {key}: "):
+        is_finished(cfg, run)
+
+
+def test_a_run_of_an_earlier_version_that_was_logged_otherwise_is_finished(tmp_path):
+    cfg, run = finished_run(tmp_path, [], **{"train.log_every": 7, "train.compile": "blocks"})
+    config = run.checkpoints / "step_0000002" / "config.yaml"
+    stored = OmegaConf.load(config)
+    del stored.init_state, stored.init_from  # an earlier version did not know these keys
+    stored.model.pop("selection", None)
+    OmegaConf.save(stored, config)
+    assert is_finished(cfg, run)
+
+
+def test_only_keys_without_a_role_are_left_out_of_names():
+    assert set(NOT_IN_NAMES) <= set(keys_of(TrainConfig)) and not any(role_of(key) for key in NOT_IN_NAMES)
 
 
 @pytest.mark.parametrize(
