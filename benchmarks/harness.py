@@ -177,11 +177,13 @@ class Report:
             raise UserError(f"output={self.output}: {e}; choose another output=...") from e
 
 
-def table(rows: Sequence[dict[str, object]]) -> str:
+def table(rows: Sequence[dict[str, object]], left_out: Sequence[str] = ()) -> str:
     """A Markdown table with a column for every key of any row; numbers with four digits, absent values empty."""
-    columns = list(dict.fromkeys(key for row in rows for key in row))
+    columns = list(dict.fromkeys(key for row in rows for key in row if key not in left_out))
 
     def cell(value: object) -> str:
+        if isinstance(value, list):
+            return " to ".join(map(cell, value))
         if isinstance(value, float):
             return f"{value:.4g}" if abs(value) < 1000 else f"{value:.0f}"
         return "" if value is None else str(value)

@@ -5,14 +5,8 @@
     python -m benchmarks.loss_curves backbone=DiT-B/2 resolution=256 batch_size=64 'variants=[bf16/blocks,fp8/blocks]'
 
 A variant is <train.precision>/<train.compile>. The reference is the plain step (benchmarks/plain.py) in float32. All start with
-the same weights and see the same images, noise, labels and routes. Compared are:
-
-- the curves: the root mean square, over steps and seeds, of the difference to the plain curve of the same seed, against the
-  same between plain curves of different seeds. Curves are smoothed by means over `window` steps.
-- one step at the weights where the plain run of the first seed ended: the relative error of its loss, and of its gradient as
-  one vector, against plain float32.
-
-<output>.jsonl holds every loss. One process.
+the same weights and see the same images, noise, labels and routes. NOTES says what is compared; curves are smoothed by means
+over `window` steps. <output>.jsonl holds every loss. One process.
 """
 
 from __future__ import annotations
@@ -86,7 +80,9 @@ class Runs:
     def _open(self, variant: str, seed: int) -> Trainer:
         plain = variant == "plain"
         precision, mode = ("fp32", "none") if plain else variant.split("/")
-        overrides = step_overrides(self.settings, self.data, self.settings.backbone, self.model, precision, mode)
+        overrides = step_overrides(
+            self.settings, self.data, self.settings.backbone, self.model, precision=precision, compile=mode
+        )
         trainer = open_trainer(self.accelerator, [*overrides, f"seed={seed}"], plain=plain)
         if precision == "fp32":  # accelerate has one precision for all; this takes its autocast off again
             trainer.model = self.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)

@@ -53,7 +53,9 @@ def main(arguments: Sequence[str]) -> None:
     accelerator = open_accelerator(settings.device, settings.cpu_threads, settings.precision)
     report = Report("Where a training step's time goes", settings, accelerator.device)
     with data_overrides(settings) as data:
-        overrides = step_overrides(settings, data, settings.backbone, settings.model, settings.precision, "none")
+        overrides = step_overrides(
+            settings, data, settings.backbone, settings.model, precision=settings.precision, compile="none"
+        )
         rows, step_ms = profile_steps(open_trainer(accelerator, overrides), settings)
     routing = [row for row in rows if row["name"].startswith("routing: ")]
     share = sum(row["share"] for row in routing)

@@ -61,7 +61,9 @@ def main(arguments: Sequence[str]) -> None:
     settings = settings.model_copy(update={"batch_size": settings.batch_size or 8 * num_processes})
     report = Report("Scaling", settings, accelerator.device, accelerator.is_main_process, num_processes=num_processes)
     with data_overrides(settings) as data:
-        overrides = step_overrides(settings, data, settings.backbone, settings.model, settings.precision, settings.compile)
+        overrides = step_overrides(
+            settings, data, settings.backbone, settings.model, precision=settings.precision, compile=settings.compile
+        )
         trainer = open_trainer(accelerator, overrides)
         rounds = [measure_round(accelerator, trainer, settings) for _ in range(settings.rounds)]
     summary = sum_up(rounds, settings.batch_size, num_processes)

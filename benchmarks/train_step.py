@@ -38,6 +38,8 @@ from setup import cli
 from setup.schema import Compile, Count, Text, Whole
 from training.trainer import Trainer
 
+# Left out of the Markdown table.
+SHARED = ("backbone", "precision", "batch_size", "resolution", "ms_lowest", "num_timed", "ceiling_tflops_per_sec")
 PARTS = ("data", "forward", "backward", "optimiser", "ema")
 
 
@@ -71,10 +73,11 @@ def main(arguments: Sequence[str]) -> None:
     )
     lines, sections, summary = [], [NOTES], []
     with data_overrides(settings) as data:
+        data.append(f"data.num_workers={settings.num_workers}")
         for backbone in settings.backbones:
             rows, compared = measure_backbone(accelerator, backbone, data, settings)
             lines += [*rows, *compared]
-            sections += [f"## {backbone}\n", table([shorten(row) for row in rows]), table(compared)]
+            sections += [f"## {backbone}\n", table(rows, SHARED), table(compared)]
             summary += map(ratios_in_words, compared)
     report.save_and_print(lines, sections, "; ".join(summary))
     accelerator.end_training()
@@ -85,9 +88,9 @@ def measure_backbone(accelerator: Accelerator, backbone: str, data: Sequence[str
     variants, rows = [*(["plain"] if settings.plain else []), *settings.compile], []
     for variant, model in itertools.product(variants, settings.models):
         plain = variant == "plain"
-        # float8 belongs to the engine that the plain step is compared with.
-        precision = "bf16" if plain and settings.precision == "fp8" else settings.precision
-        overrides = step_overrides(settings, data, backbone, model, precision, "none" if plain else variant)
+        precision = "bf16" if plain and settings.precision == "fp8" else settings.precision  # plain knows no float8
+        mode = "none" if plain else variant
+        overrides = step_overrides(settings, data, backbone, model, precision=precision, compile=mode)
         rows.append(Row(open_trainer(accelerator, overrides, plain=plain), backbone, model, variant))
     shapes = product_shapes(rows[0].trainer)
     for _ in range(settings.rounds):
@@ -283,15 +286,6 @@ def ratios_in_words(line: dict[str, object]) -> str:
         if f"{model}_speed_over_plain" in line:
             words.append(f"{model} {line[f'{model}_speed_over_plain']:.2f} times as fast as plain")
     return f"{line['backbone']} {line['variant']}: {', '.join(words) or 'nothing to compare'}"
-
-
-def shorten(row: dict[str, object]) -> dict[str, object]:
-    """A row of the Markdown table: without what the whole run shares."""
-    shared = ("backbone", "precision", "batch_size", "resolution", "ms_lowest", "num_timed", "ceiling_tflops_per_sec")
-    short = {name: value for name, value in row.items() if name not in shared}
-    if "ms_quartiles" in short:
-        short["ms_quartiles"] = " to ".join(f"{ms:.4g}" for ms in row["ms_quartiles"])
-    return short
 
 
 if __name__ == "__main__":

@@ -70,11 +70,11 @@ def write_random_latents(folder: Path, num_items: int, resolution: int, kind: st
 def data_overrides(settings: StepSettings) -> Iterator[list[str]]:
     """The overrides that name the data. Random latents exist inside the context only."""
     if settings.resolution == 8:
-        yield ["data=digits"]
+        yield ["data=digits", "data.num_workers=0"]
         return
     with TemporaryDirectory() as folder:
         write_random_latents(Path(folder), max(2 * settings.batch_size, 64), settings.resolution, "moments")
-        yield [f"data=imagenet{settings.resolution}", f"data.path={folder}"]
+        yield [f"data=imagenet{settings.resolution}", f"data.path={folder}", "data.num_workers=0"]
 
 
 def open_trainer(accelerator: Accelerator, overrides: Sequence[str], *, plain: bool = False) -> Trainer:
@@ -105,16 +105,7 @@ def open_trainer(accelerator: Accelerator, overrides: Sequence[str], *, plain: b
     return trainer
 
 
-def step_overrides(
-    settings: StepSettings, data: Sequence[str], backbone: str, model: str, precision: str, compile_mode: str
-) -> list[str]:
-    """The overrides of one trainer; `settings.overrides` come last."""
-    own = {
-        "model": model,
-        "model.backbone": backbone,
-        "data.num_workers": getattr(settings, "num_workers", 0),
-        "train.batch_size": settings.batch_size,
-        "train.precision": precision,
-        "train.compile": compile_mode,
-    }
-    return [*data, *(f"{key}={value}" for key, value in own.items()), *settings.overrides]
+def step_overrides(settings: StepSettings, data: Sequence[str], backbone: str, model: str, **train: str) -> list[str]:
+    """The overrides of one trainer, with more of train.*; `settings.overrides` come last."""
+    own = [f"model={model}", f"model.backbone={backbone}", f"train.batch_size={settings.batch_size}"]
+    return [*data, *own, *(f"train.{key}={value}" for key, value in train.items()), *settings.overrides]
