@@ -15,7 +15,7 @@ from training.trainer import Trainer
 
 
 class PlainBlock(nn.Module):
-    """A block as DiT's own code writes it, with the weights of ours: timm's attention and MLP, one operation at a time."""
+    """A DiT block as DiT's own code writes it, with the weights of ours: timm's attention and MLP, one operation at a time."""
 
     def __init__(self, block: dit.DiTBlock):
         super().__init__()
@@ -50,22 +50,19 @@ class PlainEMA(EMA):
             average.mul_(decay).add_(parameter, alpha=1 - decay)
 
 
-def make_trainer_plain(trainer: Trainer) -> None:
-    """Give a new trainer, which must not be compiled, the loop EMA and an AdamW that is neither fused nor batched."""
-    cfg = trainer.cfg.train
-    trainer.ema = PlainEMA(trainer.net, cfg.ema_decay)
-    optimizer = torch.optim.AdamW(
-        [p for p in trainer.net.parameters() if p.requires_grad],
-        lr=cfg.lr,
-        betas=tuple(cfg.betas),
-        weight_decay=cfg.weight_decay,
+def plain_optimizer(net: nn.Module, train) -> torch.optim.AdamW:
+    """The AdamW of train.* that is neither fused nor batched."""
+    return torch.optim.AdamW(
+        [p for p in net.parameters() if p.requires_grad],
+        lr=train.lr,
+        betas=tuple(train.betas),
+        weight_decay=train.weight_decay,
         foreach=False,
         fused=False,
     )
-    trainer.optimizer = trainer.accelerator.prepare(optimizer)
 
 
 def plain_step(trainer: Trainer, micro_batches) -> float:
-    """The trainer's step, and the wait for its loss that a progress bar costs."""
+    """The trainer's step, then the wait for its loss that a progress bar costs."""
     trainer.train_step(micro_batches)
     return trainer.loss_sum.item()

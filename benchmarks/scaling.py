@@ -12,120 +12,87 @@ Three kinds of step take turns, round by round, each with the same images per pr
 Efficiency is the time of `alone` over that of `together`: 1 if N processes do N times the work. The exchange is also timed by
 itself (as many bytes as there are gradients, in pieces of the size that DDP sends); hidden is the share of it that
 `together` does not take longer than `apart`.
-
-It writes <output>.jsonl and <output>.md; the last line sums up.
 """
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from typing import Literal
 
 import torch
 from accelerate import Accelerator
 from torch import distributed
 
-import dit
-from benchmarks.report import describe_machine, emit, markdown_table, parse_settings, prepare_output, say, write_report
-from benchmarks.train_step import KEYS as TRAIN_STEP_KEYS
-from benchmarks.train_step import MODELS, StepClock, open_accelerator, open_trainer, random_latents, training_overrides
+from benchmarks.harness import Backbone, Report, open_accelerator, table, time_ms
+from benchmarks.trainers import MODELS, StepSettings, data_overrides, open_trainer, step_overrides
 from errors import UserError
-from setup.schema import TRAIN_KEYS, choice, or_null, whole
+from setup import cli
+from setup.schema import Compile, Count, Text
 from training.trainer import Trainer
 
-DEFAULTS = {
-    "backbone": "DiT-S/2",
-    "model": "tread",
-    "precision": "fp32",  # fp32 | bf16
-    "compile": "none",  # as train.compile
-    "batch_size": None,  # over all processes; null: 8 in each
-    "resolution": 256,  # 256 | 512 | 8, as for benchmarks.train_step
-    "rounds": 5,
-    "steps": 3,  # timed in each turn
-    "warmup": 1,  # untimed steps in every turn
-    "device": None,  # cpu | cuda; null: what accelerate chooses
-    "cpu_threads": None,  # as train.cpu_threads
-    "overrides": [],  # more of the training configuration
-    "output": "runs/benchmarks/scaling",  # the files' name, without its ending
-}
-KEYS = {
-    **{name: TRAIN_STEP_KEYS[name] for name in DEFAULTS if name in TRAIN_STEP_KEYS},
-    "backbone": choice(*dit.BACKBONES),
-    "model": choice(*MODELS),
-    "compile": TRAIN_KEYS["train.compile"],
-    "batch_size": or_null(whole(1)),
-}
+
+class ScalingSettings(StepSettings):
+    backbone: Backbone = "DiT-S/2"
+    model: Literal[MODELS] = "tread"
+    precision: Literal["fp32", "bf16", "fp8"] = "fp32"
+    compile: Compile = "none"  # as train.compile
+    batch_size: Count | None = None  # over all processes; null: 8 in each
+    rounds: Count = 5
+    steps: Count = 3  # timed in each turn
+    warmup: Count = 1  # untimed steps in every turn
+    output: Text = "runs/benchmarks/scaling"  # the files' name, without its ending
+
+
 DDP_BUCKET_BYTES = 25 * 2**20  # DistributedDataParallel's default
 KINDS = ("alone", "apart", "together")
 
 
 def main(arguments: Sequence[str]) -> None:
-    settings = parse_settings(arguments, DEFAULTS, KEYS)
-    accelerator = open_accelerator(settings)
-    if accelerator.num_processes == 1:
+    settings = cli.parse_arguments(arguments, ScalingSettings)
+    accelerator = open_accelerator(settings.device, settings.cpu_threads, settings.precision)
+    num_processes = accelerator.num_processes
+    if num_processes == 1:
         raise UserError(
             "benchmarks.scaling compares one process with several: "
             "accelerate launch --multi_gpu --num_processes 2 -m benchmarks.scaling"
         )
-    settings["batch_size"] = settings["batch_size"] or 8 * accelerator.num_processes
-    if accelerator.is_main_process:
-        prepare_output(settings["output"])
-    machine = describe_machine(accelerator.device) | {"num_processes": accelerator.num_processes, "settings": settings}
-    with tempfile.TemporaryDirectory() as folder:
-        data = random_latents(Path(folder), settings)
-        of_run = settings | {"num_workers": 0}
-        overrides = training_overrides(of_run, data, settings["backbone"], settings["model"], settings["compile"])
+    settings = settings.model_copy(update={"batch_size": settings.batch_size or 8 * num_processes})
+    report = Report("Scaling", settings, accelerator.device, accelerator.is_main_process, num_processes=num_processes)
+    with data_overrides(settings) as data:
+        overrides = step_overrides(
+            settings, data, settings.backbone, settings.model, precision=settings.precision, compile=settings.compile
+        )
         trainer = open_trainer(accelerator, overrides)
-        rounds = [measure_round(accelerator, trainer, settings) for _ in range(settings["rounds"])]
-    summary = sum_up(rounds, settings["batch_size"], accelerator.num_processes)
-    if accelerator.is_main_process:
-        rows = [{"what": kind, "ms": statistics.median(r[kind] for r in rounds)} for kind in (*KINDS, "exchange")]
-        last_line = scaling_in_words(summary, accelerator.num_processes)
-        lines = [*({"round": i, **r} for i, r in enumerate(rounds)), summary]
-        sections = [markdown_table(rows), markdown_table([summary]), last_line + "\n"]
-        write_report(settings["output"], "Scaling", machine, lines, sections)
-        emit(**machine)
-        emit(**summary)
-        say(last_line)
+        rounds = [measure_round(accelerator, trainer, settings) for _ in range(settings.rounds)]
+    summary = sum_up(rounds, settings.batch_size, num_processes)
+    rows = [{"what": kind, "ms": statistics.median(r[kind] for r in rounds)} for kind in (*KINDS, "exchange")]
+    lines = [*({"round": i, **r} for i, r in enumerate(rounds)), summary]
+    report.save_and_print(lines, [table(rows), table([summary])], in_words(summary, num_processes), printed=[summary])
     accelerator.end_training()
 
 
-def measure_round(accelerator: Accelerator, trainer: Trainer, settings: dict) -> dict[str, float]:
+def measure_round(accelerator: Accelerator, trainer: Trainer, settings: ScalingSettings) -> dict[str, float]:
     """Milliseconds per step of each kind, and of the exchange by itself, as the first process sees them."""
-    batches = trainer.batches()
+    batches, gradients = trainer.batches(), exchange_buffers(trainer)
 
     def step() -> None:
         trainer.train_step(next(batches))
 
-    def alone() -> None:
-        if accelerator.is_main_process:
-            step()
+    def median_ms(action: Callable[[], None]) -> float:
+        for _ in range(settings.warmup):
+            action()
+        accelerator.wait_for_everyone()
+        milliseconds = statistics.median(time_ms(action, settings.steps, accelerator.device))
+        accelerator.wait_for_everyone()
+        return milliseconds
 
-    contexts = {"alone": accelerator.no_sync, "apart": accelerator.no_sync, "together": lambda model: contextlib.nullcontext()}
-    found = {}
-    for kind in KINDS:
-        with contexts[kind](trainer.model):
-            found[kind] = median_step_ms(accelerator, alone if kind == "alone" else step, settings)
-    gradients = exchange_buffers(trainer)
-    found["exchange"] = median_step_ms(accelerator, lambda: exchange(gradients), settings)
-    return found
-
-
-def median_step_ms(accelerator: Accelerator, action: Callable[[], None], settings: dict) -> float:
-    for _ in range(settings["warmup"]):
-        action()
-    accelerator.wait_for_everyone()
-    clock = StepClock(accelerator.device)
-    for _ in range(settings["steps"]):
-        action()
-        clock.lap()
-    milliseconds = statistics.median(clock.laps_ms())
-    accelerator.wait_for_everyone()
-    return milliseconds
+    with accelerator.no_sync(trainer.model):
+        alone = median_ms(step if accelerator.is_main_process else lambda: None)
+        apart = median_ms(step)
+    together = median_ms(step)
+    return {"alone": alone, "apart": apart, "together": together, "exchange": median_ms(lambda: exchange(gradients))}
 
 
 def exchange_buffers(trainer: Trainer) -> list[torch.Tensor]:
@@ -159,7 +126,7 @@ def sum_up(rounds: Sequence[dict[str, float]], batch_size: int, num_processes: i
     }
 
 
-def scaling_in_words(summary: dict[str, float], num_processes: int) -> str:
+def in_words(summary: dict[str, float], num_processes: int) -> str:
     return (
         f"{num_processes} processes: efficiency {summary['efficiency']:.3f} "
         f"({summary['efficiency_without_exchange']:.3f} without exchange); of {summary['exchange_ms']:.3g} ms of exchange "
@@ -168,4 +135,4 @@ def scaling_in_words(summary: dict[str, float], num_processes: int) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    cli.guard(lambda: main(sys.argv[1:]))

@@ -144,7 +144,8 @@ def parse_arguments(arguments: Sequence[str], settings: type[S], command: str = 
     Raises:
         UserError: an argument of another form, a key that is unknown, missing or given twice, a value that is not accepted.
     """
-    prefix, fields, raw = f"{command}: " if command else "", settings.model_fields, {}
+    prefix, raw = f"{command}: " if command else "", {}
+    fields = {key: found[0] for key, found in keys_of(settings).items()}
     usage = ", ".join(f"{name}=" if field.is_required() else f"[{name}=]" for name, field in fields.items())
     for argument in arguments:
         key, _, text = argument.removeprefix("--").partition("=")
@@ -156,7 +157,16 @@ def parse_arguments(arguments: Sequence[str], settings: type[S], command: str = 
     for name, field in fields.items():
         if field.is_required() and name not in raw:
             raise UserError(f"{prefix}{name}= is missing; it accepts {accepted([field])}")
-    return validate(raw, settings)
+    return validate(_nested(raw), settings)
+
+
+def _nested(flat: dict[str, object]) -> dict:
+    """{"model.backbone": "DiT-B/2"} -> {"model": {"backbone": "DiT-B/2"}}."""
+    nested: dict = {}
+    for key, value in flat.items():
+        *groups, name = key.split(".")
+        functools.reduce(lambda inside, group: inside.setdefault(group, {}), groups, nested)[name] = value
+    return nested
 
 
 def _read_value(text: str, accepts: TypeAdapter) -> object:

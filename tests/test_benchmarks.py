@@ -9,12 +9,13 @@ from conftest import LAUNCH_2, finish, forget_accelerate, start
 from torch.utils.flop_counter import FlopCounterMode
 
 import dit
-from benchmarks import loader, loss_curves, profile, report, sampling, scaling, train_step
+from benchmarks import harness, loader, loss_curves, profile, sampling, scaling, train_step
 from benchmarks.memory import saved_for_backward
 from benchmarks.plain import PlainEMA
 from routing_module import Route, TokenRouter
-from setup.schema import whole
-from training import flops
+from sampling import flops
+from setup import cli
+from setup.schema import Count, Settings
 from training.ema import EMA
 
 TINY_STEP = ["backbones=DiT-XS/2", "resolution=8", "batch_size=4", "rounds=2", "steps=1", "warmup=1", "cpu_threads=1"]
@@ -95,17 +96,17 @@ def test_the_loop_ema_is_the_same_average():
 @pytest.mark.parametrize(
     ("module", "argument", "message"),
     [
-        (train_step, "backbone=DiT-S/2", "backbone is not a key of the configuration; accepted: backbones"),
-        (train_step, "backbones=[DiT-S/3]", r"backbones=\['DiT-S/3'\] is not accepted; use DiT-XS/1 .*, or a list of them"),
+        (train_step, "backbone=DiT-S/2", r"backbone is not a key or has no value; it takes .*\[backbones=\]"),
+        (train_step, "backbones=[DiT-S/3]", r"backbones='\[DiT-S/3\]' is not accepted; use DiT-XS/1 .*, or a list of them"),
         (train_step, "precision=fp16", r"precision='fp16' is not accepted; use fp32 \| bf16 \| fp8"),
         (loss_curves, "variants=bf16", r"variants='bf16' is not accepted; use .*<train.precision>/<train.compile>"),
         (train_step, "compile=fast", r"compile='fast' is not accepted; use none \| blocks \| default"),
-        (train_step, "resolution=128", r"resolution=128 is not accepted; use 8 \| 256 \| 512"),
-        (train_step, "batch_size", "'batch_size' is not of the form key=value; the keys are backbones, "),
+        (train_step, "resolution=128", r"resolution='128' is not accepted; use 8 \| 256 \| 512"),
+        (train_step, "batch_size", r"batch_size is not a key or has no value; it takes .*\[backbones=\]"),
         (profile, "model=vit", r"model='vit' is not accepted; use dit \| tread"),
         (sampling, "guidance=free", r"guidance='free' is not accepted; use none \| cfg"),
         (sampling, "overrides=[guidance.scale=2]", "guidance.scale is not a key of guidance=.*; accepted: .*guidance.cfg_scale"),
-        (sampling, "num_steps=0", "num_steps=0 is not accepted"),
+        (sampling, "num_steps=0", "num_steps='0' is not accepted; use a whole number of at least 1, or a list of them"),
     ],
 )
 def test_a_wrong_argument_is_refused_with_what_is_accepted(module, argument, message):
@@ -121,8 +122,11 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch):
 
 
 def test_a_lone_value_stands_for_a_list_of_one():
-    keys = {"sizes": train_step.one_or_list(whole(1)), "n": whole(1)}
-    assert report.parse_settings(["sizes=3"], {"sizes": [1, 2], "n": 5}, keys) == {"sizes": [3], "n": 5}
+    class Sizes(Settings):
+        sizes: harness.Several[Count] = [1, 2]
+        n: Count = 5
+
+    assert cli.parse_arguments(["sizes=3"], Sizes).model_dump() == {"sizes": [3], "n": 5}
 
 
 def test_train_step_writes_rows_ratios_and_a_last_line_that_sums_them_up(run):
@@ -221,7 +225,7 @@ def test_scaling_of_one_process_is_refused(run):
 def test_an_output_that_cannot_be_written_is_named_before_the_measurement(module, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     forget_accelerate()
-    monkeypatch.setattr(module, "describe_machine", None)
+    monkeypatch.setattr(harness, "describe_machine", None)
     with pytest.raises(ValueError, match="output=.*file/result: cannot write"):
         module.main(["device=cpu", f"output={tmp_path / 'file' / 'result'}"])
 
@@ -235,7 +239,7 @@ def test_the_standard_profile_modules_are_untouched_by_the_one_here():
 def test_a_step_on_the_cpu_uses_the_memory_of_the_one_before():
     code = """
 import resource, torch
-from training import cli
+from training import speed
 
 def page_faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -245,7 +249,7 @@ def page_faults():
 for _ in range(3):
     page_faults()
 afresh = page_faults()
-cli.use_cores(torch.device("cpu"), 1)
+speed.use_cores(torch.device("cpu"), 1)
 # Where on the heap the two tensors lie settles within a few calls.
 print(afresh, min(page_faults() for _ in range(8)))
 """

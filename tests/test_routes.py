@@ -6,15 +6,16 @@ import pytest
 
 from benchmarks.routes import (
     Parts,
+    RouteSettings,
     candidates,
     default_route,
     guidelines,
     main,
-    parse_planner_settings,
     predict,
     tokens_of_blocks,
 )
 from routing_module import Route, TokenRouter
+from setup import cli
 
 
 @pytest.fixture
@@ -100,17 +101,17 @@ def test_too_shallow_a_network_is_advised_to_stay_dense(plan):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["model.backbon=DiT-B/2"], "model.backbon is not a key of the configuration; accepted: model.backbone"),
+        (["model.backbon=DiT-B/2"], r"model.backbon is not a key or has no value; it takes \[model.backbone=\]"),
         (["model.backbone=DiT-M/2"], "model.backbone='DiT-M/2' is not accepted"),
         (["block_ms=1:2:3"], "block_ms='1:2:3' is not accepted; use tokens:milliseconds"),
         (["block_ms=256:-1"], "block_ms='256:-1' is not accepted"),
-        (["DiT-B/2"], "is not of the form key=value"),
+        (["DiT-B/2"], "DiT-B/2 is not a key or has no value; it takes"),
         (["model.routes=[{selection_ratio:0.5}]"], "model.routes=.*is not accepted"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        parse_planner_settings(arguments)
+        cli.parse_arguments(arguments, RouteSettings)
 
 
 def test_routes_and_times_that_do_not_fit_are_refused(plan):

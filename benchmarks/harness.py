@@ -1,0 +1,214 @@
+"""What all benchmarks share: their settings, the clock, and files that say how a number came about.
+
+A benchmark is a Settings class, which setup.cli.parse_arguments reads, and a function that measures. `Report` describes the
+machine before the measurement; after it, it writes <output>.jsonl and <output>.md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import torch
+from accelerate import Accelerator
+from pydantic import AfterValidator
+
+import dit
+from errors import UserError
+from files import markdown_table, write_file
+from setup import cli
+from setup.schema import OneOrMany, Settings, flatten, one_of
+from training.provenance import device_name, git_commit, launch_command
+from training.speed import MIXED_PRECISION
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Settings and start.
+
+T = TypeVar("T")
+Several = Annotated[OneOrMany[T], AfterValidator(lambda value: value if isinstance(value, list) else [value])]
+Backbone = Annotated[str, one_of(dit.BACKBONES)]
+
+
+def choose_device(name: str | None) -> torch.device:
+    """cpu | cuda; None: what there is."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("device=cuda, but this machine has no CUDA device; use device=cpu")
+    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def open_accelerator(device: str | None, cpu_threads: int | None, precision: str) -> Accelerator:
+    """accelerate on the device that was asked for; None: on what it chooses."""
+    choose_device(device)
+    return cli.start_accelerator(cpu_threads, mixed_precision=MIXED_PRECISION[precision], cpu=device == "cpu")
+
+
+def describe_machine(device: torch.device, settings: Settings) -> dict[str, object]:
+    """Machine, versions, command, date and settings: the first line of every result."""
+    commit, modified = git_commit()
+    return {
+        "machine": device_name(device),
+        "num_cores": os.cpu_count(),
+        "num_threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda if device.type == "cuda" else None,
+        "python": platform.python_version(),
+        "revision": commit and commit[:7] + "+" * modified,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": re.sub(r"^python benchmarks/(\w+)\.py", r"python -m benchmarks.\1", launch_command()),
+        "settings": flatten(settings.model_dump()),
+    }
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The clock.
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def time_ms(action: Callable[[], object], repeats: int, device: torch.device, warmup: int = 0) -> list[float]:
+    """Milliseconds of each of `repeats` calls, after `warmup` calls that do not count.
+
+    On a CUDA device its own clock measures, and nobody waits for the device between the calls.
+    """
+
+    def now():
+        if device.type != "cuda":
+            synchronise(device)
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    for _ in range(warmup):
+        action()
+    synchronise(device)
+    marks = [now()]
+    for _ in range(repeats):
+        action()
+        marks.append(now())
+    synchronise(device)
+    if device.type == "cuda":
+        return [start.elapsed_time(end) for start, end in zip(marks, marks[1:])]
+    return [1000 * (end - start) for start, end in zip(marks, marks[1:])]
+
+
+def timed(function: Callable, device: torch.device, spent_ms: list[float]) -> Callable:
+    """The same function; every call adds its milliseconds to the last entry of `spent_ms`, and waits for the device."""
+
+    def timed_function(*args, **kwargs):
+        results = []
+        spent_ms[-1] += time_ms(lambda: results.append(function(*args, **kwargs)), 1, device)[0]
+        return results[0]
+
+    return timed_function
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """(lower quartile, median, upper quartile)."""
+    return tuple(statistics.quantiles(values, n=4, method="inclusive")) if len(values) > 1 else (values[0],) * 3
+
+
+def spread(values: Sequence[float]) -> list[float]:
+    """[median, lowest, highest]."""
+    return [statistics.median(values), min(values), max(values)]
+
+
+def ratios(first: Sequence[float], second: Sequence[float]) -> list[float]:
+    """Round by round: within a round both met the same machine."""
+    return [a / b for a, b in zip(first, second)]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Results.
+
+
+class Report:
+    """<output>.jsonl and <output>.md, and the lines on stdout.
+
+    Args:
+        settings: with a key `output`, the files' name without its ending.
+        is_main: of several processes.
+        about: more about the machine.
+
+    Raises:
+        UserError: the files cannot be written.
+    """
+
+    def __init__(self, title: str, settings: Settings, device: torch.device, is_main: bool = True, **about: object):
+        self.title, self.output, self.is_main = title, settings.output, is_main
+        self._write("", "")
+        machine = describe_machine(device, settings)
+        self.machine = machine | about | {"settings": machine.pop("settings")}
+
+    def save(self, lines: Sequence[dict], sections: Sequence[str]) -> None:
+        """Write the files: JSON lines, and sections of Markdown, each after the machine."""
+        header = "".join(f"- {key}: {f'`{value}`' if key == 'command' else value}\n" for key, value in self.machine.items())
+        markdown = "\n".join([f"# {self.title}\n", header, *sections])
+        self._write("".join(as_json(line) + "\n" for line in [self.machine, *lines]), markdown)
+
+    def save_and_print(
+        self, lines: Sequence[dict], sections: Sequence[str], summary: str = "", printed: Sequence[dict] | None = None
+    ) -> None:
+        """Write the files and print the lines, or those in `printed`. The summary comes last, in Markdown and on stdout."""
+        self.save(lines, [*sections, *([summary + "\n"] if summary else [])])
+        if self.is_main:
+            for line in [self.machine, *(lines if printed is None else printed)]:
+                emit(**line)
+            if summary:
+                say(summary)
+
+    def _write(self, json_lines: str, markdown: str) -> None:
+        try:
+            for ending, text in ((".jsonl", json_lines), (".md", markdown)) if self.is_main else ():
+                write_file(Path(self.output + ending), text)
+        except UserError as e:
+            raise UserError(f"output={self.output}: {e}; choose another output=...") from e
+
+
+def table(rows: Sequence[dict[str, object]], left_out: Sequence[str] = ()) -> str:
+    """A Markdown table with a column for every key of any row; numbers with four digits, absent values empty."""
+    columns = list(dict.fromkeys(key for row in rows for key in row if key not in left_out))
+
+    def cell(value: object) -> str:
+        if isinstance(value, list):
+            return " to ".join(map(cell, value))
+        if isinstance(value, float):
+            return f"{value:.4g}" if abs(value) < 1000 else f"{value:.0f}"
+        return "" if value is None else str(value)
+
+    return markdown_table(columns, [[cell(row.get(column)) for column in columns] for row in rows])
+
+
+def emit(**line: object) -> None:
+    """One JSON line on stdout."""
+    say(as_json(line))
+
+
+def say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def as_json(line: dict[str, object]) -> str:
+    """Numbers with five digits: no clock here is better than that."""
+
+    def rounded(value):
+        if isinstance(value, dict):
+            return {key: rounded(v) for key, v in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [rounded(v) for v in value]
+        return float(f"{value:.5g}") if isinstance(value, float) else value
+
+    return json.dumps(rounded(line))

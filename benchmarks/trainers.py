@@ -1,0 +1,111 @@
+"""Trainers of the project's own configuration, for the benchmarks of a training step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Literal
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+
+from benchmarks.plain import PlainEMA, make_blocks_plain, plain_optimizer
+from configs import experiments
+from errors import UserError
+from latents.shards import ShardInfo, write_shard
+from setup import build, cli, schema
+from setup.schema import Count, Settings
+from training import speed
+from training.ema import EMA
+from training.run import RunFolder
+from training.trainer import Trainer
+
+MODELS = ("dit", "tread")
+SHARD_SIZE = 4096
+
+
+class StepSettings(Settings):
+    """The keys of every benchmark of a training step."""
+
+    batch_size: Count = 8  # over all processes
+    resolution: Literal[8, 256, 512] = 256  # of the images: random latents of an SD-VAE, 1,000 classes; 8: the embedded digits
+    device: Literal["cpu", "cuda"] | None = None  # null: what accelerate chooses
+    cpu_threads: Count | None = None  # as train.cpu_threads
+    overrides: list[str] = []  # more of the training configuration: [train.grad_clip_norm=1]
+
+
+def compose_config(overrides: Sequence[str]) -> schema.TrainConfig:
+    """The checked configuration of train.py with these overrides.
+
+    Raises:
+        UserError: an override that does not exist or is not accepted.
+    """
+    experiments.register()
+    try:
+        cli.check_overrides(overrides, schema.TrainConfig)
+        with initialize_config_dir(str(cli.CONFIGS), version_base="1.3"):
+            return schema.check(compose("config", list(overrides)), schema.TrainConfig)
+    except HydraException as e:
+        raise UserError(f"overrides: {e}") from e
+
+
+def write_random_latents(folder: Path, num_items: int, resolution: int, kind: str) -> None:
+    """Shards of random latents, as SD-VAE's of images of this resolution, of 1,000 classes."""
+    channels, size = 8 if kind == "moments" else 4, resolution // 8
+    generator = torch.Generator().manual_seed(0)
+    info = ShardInfo(kind, 0.18215, "sd-vae:none", resolution, num_classes=1000)
+    for start in range(0, num_items, SHARD_SIZE):
+        count = min(SHARD_SIZE, num_items - start)
+        latents = torch.randn(count, channels, size, size, generator=generator).half()
+        labels = torch.randint(0, 1000, (count,), generator=generator)
+        write_shard(folder / f"{start // SHARD_SIZE:05d}.safetensors", latents, labels, info)
+
+
+@contextmanager
+def data_overrides(settings: StepSettings) -> Iterator[list[str]]:
+    """The overrides that name the data. Random latents exist inside the context only."""
+    if settings.resolution == 8:
+        yield ["data=digits", "data.num_workers=0"]
+        return
+    with TemporaryDirectory() as folder:
+        write_random_latents(Path(folder), max(2 * settings.batch_size, 64), settings.resolution, "moments")
+        yield [f"data=imagenet{settings.resolution}", f"data.path={folder}", "data.num_workers=0"]
+
+
+def open_trainer(accelerator: Accelerator, overrides: Sequence[str], *, plain: bool = False) -> Trainer:
+    """A trainer as train.py opens it, without samples and evaluations.
+
+    Args:
+        plain: with the blocks, the EMA and the optimiser of benchmarks/plain.py.
+    """
+    quiet = ["name=benchmark", "sample.every=0", "eval.every=0", f"train.num_steps={10**9}"]
+    cfg = compose_config([*overrides, *quiet])
+    if cfg.train.parallel != "ddp":
+        raise UserError(
+            f"train.parallel={cfg.train.parallel} cannot be measured here: rows take turns on the device, and a sharded trainer "
+            "cannot leave it; use train.parallel=ddp"
+        )
+    cfg, dataset = build.open_data(cfg)
+    build.check_batch_size(cfg, accelerator.num_processes)
+    set_seed(cfg.seed)
+    net = build.build_network(cfg)
+    speed.check_machine(cfg.train, net, accelerator.device)
+    if plain:
+        make_blocks_plain(net)
+    ema = (PlainEMA if plain else EMA)(net, cfg.train.ema_decay)
+    diffusion, run = build.build_diffusion(cfg.diffusion), RunFolder(cfg.output_dir, cfg.name)
+    trainer = Trainer(accelerator, cfg, net, ema, diffusion, dataset, run)
+    if plain:
+        trainer.optimizer = accelerator.prepare(plain_optimizer(net, cfg.train))
+    return trainer
+
+
+def step_overrides(settings: StepSettings, data: Sequence[str], backbone: str, model: str, **train: str) -> list[str]:
+    """The overrides of one trainer, with more of train.*; `settings.overrides` come last."""
+    own = [f"model={model}", f"model.backbone={backbone}", f"train.batch_size={settings.batch_size}"]
+    return [*data, *own, *(f"train.{key}={value}" for key, value in train.items()), *settings.overrides]
