@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from routing_module import Route, TokenRouter
+from routing_module import SELECTIONS, Route, TokenRouter
 
 # name: (depth, width, heads). S to XL are DiT's, Table 1 of arXiv 2212.09748; XS is ours, for the embedded digits.
 SIZES = {"XS": (12, 96, 3), "S": (12, 384, 6), "B": (12, 768, 12), "L": (24, 1024, 16), "XL": (28, 1152, 16)}
@@ -202,6 +202,7 @@ class DiT(nn.Module):
         learn_sigma: twice the output channels, as in published DiT checkpoints (the caller drops what it does not use).
         class_dropout: probability that a label is replaced by the null class in training.
         routes: windows that a part of the tokens skips; none is the plain DiT.
+        selection: the rule that chooses the tokens that stay, a name in `routing_module.SELECTIONS`.
         fp32_after_route: under autocast, run the block right after each route in float32 (TREAD, section 4); when
             a route ends with the last block, that is the final layer.
         init: `adaln_zero` is DiT's (every block starts as the identity and the output as zero); `official_tread` is what
@@ -236,6 +237,8 @@ class DiT(nn.Module):
             )
         if init not in INITS:
             raise ValueError(f"model.init={init!r} is unknown; choose one of {', '.join(INITS)}")
+        if selection not in SELECTIONS:
+            raise ValueError(f"model.selection={selection!r} is unknown; choose one of {', '.join(SELECTIONS)}")
         if not 0 <= class_dropout < 1:
             raise ValueError(f"model.class_dropout={class_dropout} must be in [0, 1)")
         self.num_classes = num_classes
@@ -251,7 +254,8 @@ class DiT(nn.Module):
         self.blocks = nn.ModuleList(DiTBlock(width, num_heads, mlp_ratio) for _ in range(depth))
         self.final_layer = FinalLayer(width, patch_size, self.out_channels)
 
-        self.router = TokenRouter(routes, depth, self.num_tokens)
+        self.router = TokenRouter(routes, depth)
+        self.selection_rule = SELECTIONS[selection]
         self.fp32_layers = {r.end_layer_idx + 1 for r in self.router.routes} if fp32_after_route else set()
         self.initialize_weights(init)
 
@@ -291,7 +295,7 @@ class DiT(nn.Module):
             y: (B,) int64 labels; num_classes is the null class.
             drop_labels: (B,) bool, labels to replace by the null class; drawn at rate class_dropout when absent.
                 Training mode only.
-            route_scores: (B, R, N) uniform numbers that choose the routed tokens; drawn when absent.
+            route_scores: (B, R, N) uniform numbers for the selection rule; drawn when absent.
             selection_ratios: routing with these ratios (one, or one per route) instead of the routes' own, in
                 evaluation mode too. The default is the routes' own in training mode and none in evaluation mode.
             router: which routes, instead of the network's own.
@@ -314,23 +318,21 @@ class DiT(nn.Module):
         c = self.t_embedder(t) + self.y_embedder(y, drop_labels)  # (B, D)
 
         router = router or self.router
-        starts, ends = {}, {}  # block index -> ids_keep (B, K) of the route that starts or ends there
-        if self.training or selection_ratios is not None:
-            for i, ratio in enumerate(router.selection_ratios(selection_ratios)):
-                if ratio > 0:
-                    scores = None if route_scores is None else route_scores[:, i]
-                    ids_keep = router.get_mask(h, ratio, scores=scores, generator=generator)
-                    route = router.routes[i]
-                    starts[route.start_layer_idx] = ends[route.end_layer_idx] = ids_keep
+        ratios = router.selection_ratios(selection_ratios) if self.training or selection_ratios is not None else ()
+        active = [i for i, ratio in enumerate(ratios) if ratio > 0]
+        starts = {router.routes[i].start_layer_idx: i for i in active}  # block index -> route
+        ends = {router.routes[i].end_layer_idx for i in active}
 
-        skipped = h
+        skipped = ids_keep = None
         for i, block in enumerate(self.blocks):
             if i in starts:
-                skipped = h
-                h = router.start_route(h, starts[i])  # (B, K, D)
+                scores = None if route_scores is None else route_scores[:, starts[i]]
+                ratio = ratios[starts[i]]
+                ids_keep = router.choose_ids_keep(h, ratio, scores=scores, generator=generator, rule=self.selection_rule)
+                skipped, h = h, router.start_route(h, ids_keep)  # (B, N, D), (B, K, D)
             h = self._in_fp32(block, h, c) if i - 1 in ends and i in self.fp32_layers else block(h, c)
             if i in ends:
-                h = router.end_route(h, skipped, ends[i])  # (B, N, D)
+                h = router.end_route(h, skipped, ids_keep)  # (B, N, D)
 
         last = len(self.blocks)
         in_fp32 = last - 1 in ends and last in self.fp32_layers

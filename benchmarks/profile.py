@@ -63,7 +63,7 @@ KEYS = {
     **{name: TRAIN_STEP_KEYS[name] for name in DEFAULTS if name in TRAIN_STEP_KEYS},
 }
 # What the router's methods are called in the table.
-ROUTING = {"get_mask": "routing: select", "start_route": "routing: gather", "end_route": "routing: scatter"}
+ROUTING = {"choose_ids_keep": "routing: select", "start_route": "routing: gather", "end_route": "routing: scatter"}
 
 
 def main(arguments: Sequence[str]) -> None:

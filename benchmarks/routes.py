@@ -121,7 +121,7 @@ def main(arguments: Sequence[str]) -> None:
     default = default_route(depth)
     options = candidates(depth, default)
     if settings["model.routes"]:
-        routes = TokenRouter([Route(**route) for route in settings["model.routes"]], depth, num_tokens).routes
+        routes = TokenRouter([Route(**route) for route in settings["model.routes"]], depth).routes
         options.append(Candidate("yours", routes))
     prepare_output(settings["output"])
     batch_size = settings["batch_size"] or (32 if device.type == "cuda" else 2)
@@ -375,7 +375,7 @@ def measure_parts(settings: dict, options: Sequence[Candidate], batch_size: int,
         whole_x = torch.randn(batch_size, num_tokens, width, device=device, requires_grad=True)
 
         def one_route(tokens=tokens, whole_x=whole_x) -> None:
-            ids_keep = TokenRouter.get_mask(whole_x, 0.0, scores=torch.rand(batch_size, num_tokens, device=device))[:, :tokens]
+            ids_keep = TokenRouter.choose_ids_keep(whole_x, 0.0, scores=torch.rand(batch_size, num_tokens, device=device))[:, :tokens]
             TokenRouter.end_route(TokenRouter.start_route(whole_x, ids_keep), whole_x, ids_keep).sum().backward()
 
         route_ms[tokens] = median_ms(one_route, repeats, device) if tokens < num_tokens else 0.0

@@ -18,13 +18,13 @@ def test_lowest_number_of_tokens_skips_is_the_integer_part():
 
 def test_mask_keeps_the_highest_scores_of_each_sample_in_ascending_positions():
     scores = torch.tensor([[0.1, 0.9, 0.2, 0.8, 0.3, 0.7], [0.6, 0.1, 0.5, 0.2, 0.9, 0.3]])
-    ids_keep = TokenRouter.get_mask(tokens(), 0.5, scores=scores)
+    ids_keep = TokenRouter.choose_ids_keep(tokens(), 0.5, scores=scores)
     assert ids_keep.tolist() == [[1, 3, 5], [0, 2, 4]]
 
 
 def test_mask_is_uniform_over_positions_and_differs_between_samples():
     x = torch.zeros(4000, 8, 1)
-    ids_keep = TokenRouter.get_mask(x, 0.25, generator=torch.Generator().manual_seed(0))
+    ids_keep = TokenRouter.choose_ids_keep(x, 0.25, generator=torch.Generator().manual_seed(0))
     assert ids_keep.shape == (4000, 6)
     counts = torch.bincount(ids_keep.flatten(), minlength=8) / 4000
     assert (counts - 0.75).abs().max() < 0.03  # four standard deviations of a share of 4,000 draws
@@ -33,7 +33,7 @@ def test_mask_is_uniform_over_positions_and_differs_between_samples():
 
 def test_mask_follows_its_generator():
     first, second, other = (
-        TokenRouter.get_mask(tokens(), 0.5, generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)
+        TokenRouter.choose_ids_keep(tokens(), 0.5, generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)
     )
     assert torch.equal(first, second) and not torch.equal(first, other)
 
@@ -68,8 +68,8 @@ def test_anything_with_a_token_axis_can_be_gathered():
 
 
 def test_negative_indices_count_from_the_end():
-    assert TokenRouter([Route(0.5, 2, -4)], depth=12, num_tokens=16).routes == (Route(0.5, 2, 8),)
-    assert TokenRouter([Route(0.5, -10, -1)], depth=12, num_tokens=16).routes == (Route(0.5, 2, 11),)
+    assert TokenRouter([Route(0.5, 2, -4)], depth=12).routes == (Route(0.5, 2, 8),)
+    assert TokenRouter([Route(0.5, -10, -1)], depth=12).routes == (Route(0.5, 2, 11),)
 
 
 @pytest.mark.parametrize(
@@ -89,11 +89,11 @@ def test_negative_indices_count_from_the_end():
 )
 def test_a_route_that_does_not_fit_is_refused_by_name(routes, message):
     with pytest.raises(ValueError, match=message):
-        TokenRouter(routes, depth=12, num_tokens=16)
+        TokenRouter(routes, depth=12)
 
 
 def test_ratios_can_be_replaced_for_all_routes_or_one_by_one():
-    router = TokenRouter([Route(0.5, 1, 2), Route(0.25, 4, 5)], depth=8, num_tokens=16)
+    router = TokenRouter([Route(0.5, 1, 2), Route(0.25, 4, 5)], depth=8)
     assert router.selection_ratios() == (0.5, 0.25)
     assert router.selection_ratios(0.75) == (0.75, 0.75)
     assert router.selection_ratios([0.0, 0.5]) == (0.0, 0.5)
@@ -105,4 +105,4 @@ def test_ratios_can_be_replaced_for_all_routes_or_one_by_one():
 
 def test_scores_of_another_shape_are_refused():
     with pytest.raises(ValueError, match=r"scores have shape \(2, 5\), the tokens need \(2, 6\)"):
-        TokenRouter.get_mask(tokens(), 0.5, scores=torch.zeros(2, 5))
+        TokenRouter.choose_ids_keep(tokens(), 0.5, scores=torch.zeros(2, 5))
