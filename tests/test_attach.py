@@ -22,7 +22,7 @@ from networks import (
 import dit
 from attach import PRESETS, Adapter, BlockList, TokenAxis, attach, attached
 from attach import hooks as hooks_module
-from routing_module import SELECTIONS, Route, TokenRouter, importance_scores
+from routing_module import SELECTIONS, Route
 
 ONE = [Route(0.5, 1, 4)]  # crosses from one list of blocks to the next where there are two
 TWO = [Route(0.25, 0, 2), Route(0.5, 3, 4)]
@@ -329,27 +329,6 @@ def test_a_network_of_ones_own_is_routed_by_describing_it():
 
 
 # ---- selection -------------------------------------------------------------------------------------------------------
-
-
-def test_importance_with_full_weight_keeps_exactly_the_largest_l1_norms_and_inverse_the_smallest():
-    norms = torch.tensor([[5.0, 1.0, 9.0, 3.0, 7.0, 2.0], [0.6, 0.1, 0.2, 0.5, 0.4, 0.3]])
-    signs = torch.tensor([1.0, -1.0, 1.0])
-    x = norms[..., None] / 3 * signs  # (2, 6, 3) tokens with these L1-norms
-    chance = torch.rand(2, 6, generator=torch.Generator().manual_seed(0))
-    largest = TokenRouter.keep_highest(importance_scores(x, chance, 1.0), 3)
-    assert largest.tolist() == [[0, 2, 4], [0, 3, 4]]
-    smallest = TokenRouter.keep_highest(importance_scores(x, chance, 1.0, inverse=True), 3)
-    assert smallest.tolist() == [[1, 3, 5], [1, 2, 5]]
-
-
-def test_importance_is_normalised_per_sample_and_mixed_with_chance():
-    x = torch.tensor([[[2.0], [-4.0], [3.0]], [[200.0], [400.0], [300.0]]])
-    chance = torch.tensor([[0.1, 0.2, 0.3], [0.1, 0.2, 0.3]])
-    expected = 0.75 * chance + 0.25 * torch.tensor([[0.0, 1.0, 0.5]])
-    assert torch.allclose(importance_scores(x, chance, 0.25), expected)
-    assert torch.equal(importance_scores(x, chance, 0.0), chance)
-    equal = importance_scores(torch.ones(1, 3, 2), chance[:1], 0.5)  # equal norms leave the choice to chance
-    assert torch.allclose(equal, 0.5 * chance[:1])
 
 
 @pytest.mark.parametrize("name", ["PixArt", "Flux2", "Lumina2", "ZImage", "timm"])
