@@ -28,7 +28,7 @@ NO_BACKWARD = -1  # what torch calls the backward pass that runs when none does
 
 
 def current_backward() -> int:
-    """The number of the backward pass that is running, NO_BACKWARD outside of one and in compiled code."""
+    """The number of the backward pass that is running; NO_BACKWARD outside of one and in compiled code."""
     return NO_BACKWARD if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
 
 

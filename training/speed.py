@@ -248,16 +248,18 @@ def keep_freed_memory() -> None:
 
 
 def use_sigmoid_gelu(net: dit.DiT) -> None:
-    """Replace every GELU of the blocks by one that is faster once it is compiled for a CPU. No parameter changes."""
-    for block in net.blocks:
-        block.mlp.act = SigmoidGELU()
+    """Replace every tanh GELU of the blocks by one that is faster once it is compiled for a CPU. No parameter changes."""
+    for module in list(net.blocks.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, nn.GELU) and child.approximate == "tanh":
+                setattr(module, name, SigmoidGELU())
 
 
 class SigmoidGELU(nn.Module):
     """GELU in its tanh approximation, 0.5 x (1 + tanh u) with u = sqrt(2/pi) (x + 0.044715 x^3), written as x sigmoid(2u).
 
-    Compiled for a CPU, the sigmoid saves 6% (DiT-S/2, batch 8) to 13% (DiT-XS/2, batch 64) of a training step in float32.
-    Uncompiled it would be several operations instead of one.
+    Compiled for a CPU, it saves 6% (DiT-S/2, batch 8) to 11% (DiT-XS/2, batch 64) of a step's CPU time in float32; uncompiled
+    it costs more than torch's GELU.
     """
 
     def forward(self, x: Tensor) -> Tensor:
