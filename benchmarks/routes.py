@@ -375,7 +375,9 @@ def measure_parts(settings: dict, options: Sequence[Candidate], batch_size: int,
         whole_x = torch.randn(batch_size, num_tokens, width, device=device, requires_grad=True)
 
         def one_route(tokens=tokens, whole_x=whole_x) -> None:
-            ids_keep = TokenRouter.choose_ids_keep(whole_x, 0.0, scores=torch.rand(batch_size, num_tokens, device=device))[:, :tokens]
+            ids_keep = TokenRouter.choose_ids_keep(whole_x, 0.0, scores=torch.rand(batch_size, num_tokens, device=device))[
+                :, :tokens
+            ]
             TokenRouter.end_route(TokenRouter.start_route(whole_x, ids_keep), whole_x, ids_keep).sum().backward()
 
         route_ms[tokens] = median_ms(one_route, repeats, device) if tokens < num_tokens else 0.0
