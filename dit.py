@@ -14,10 +14,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from routing_module import Route, TokenRouter
+from routing_module import SELECTIONS, Route, TokenRouter
 
 # name: (depth, width, heads). S to XL are DiT's, Table 1 of arXiv 2212.09748; XS is ours, for the embedded digits.
 SIZES = {"XS": (12, 96, 3), "S": (12, 384, 6), "B": (12, 768, 12), "L": (24, 1024, 16), "XL": (28, 1152, 16)}
@@ -68,8 +67,7 @@ def sincos_2d(grid_size: int, width: int) -> Tensor:
 class PatchEmbed(nn.Module):
     """Patches -> tokens, row-major. The parameters are those of a convolution, as DiT names them.
 
-    It is computed as the matrix product that it is: the tokens lie one after the other in memory, which a convolution's
-    channels do not, and every block would pay for it.
+    It is computed as a matrix product, whose tokens are contiguous in memory. A convolution's are not, which slows every block.
     """
 
     def __init__(self, patch_size: int, in_channels: int, width: int):
@@ -121,44 +119,9 @@ class Attention(nn.Module):
         self.proj = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:  # (B, N, D) -> (B, N, D)
-        # Views of one product, cut so that the backward needs a single copy to join their gradients.
+        # Views of one product, chunked so that the backward joins their gradients with a single copy.
         q, k, v = (part.unflatten(2, (self.num_heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=2))
         return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))  # heads (B, H, N, D/H)
-
-
-class TanhGELU(nn.Module):
-    """GELU in its tanh approximation, 0.5 x (1 + tanh u), u = sqrt(2/pi) (x + 0.044715 x^3) (arXiv 1606.08415)."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.device.type == "cpu" and x.dtype == torch.float32:
-            return _GELUBySigmoid.apply(x)
-        return F.gelu(x, approximate="tanh")
-
-
-_A = 2 * math.sqrt(2 / math.pi)  # 2u = x (A + B x^2)
-_B = 0.044715 * _A
-
-
-class _GELUBySigmoid(torch.autograd.Function):
-    """The same as x sigmoid(2u): on a CPU exponentials take a third of the time of tangents."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return _GELUBySigmoid._sigmoid(x).mul_(x)
-
-    @staticmethod
-    def _sigmoid(x: Tensor) -> Tensor:
-        return torch.addcmul(x.new_full((), _A), x, x, value=_B).mul_(x).sigmoid_()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_output: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        s = _GELUBySigmoid._sigmoid(x)
-        # d/dx x s = s + s (1 - s) x (A + 3 B x^2)
-        slope = torch.addcmul(x.new_full((), _A), x, x, value=3 * _B).mul_(x)
-        return torch.ops.aten.sigmoid_backward(slope, s).add_(s).mul_(grad_output)
 
 
 class DiTBlock(nn.Module):
@@ -170,8 +133,8 @@ class DiTBlock(nn.Module):
         self.attn = Attention(width, num_heads)
         self.norm2 = nn.LayerNorm(width, elementwise_affine=False, eps=1e-6)
         hidden = int(width * mlp_ratio)
-        # timm's Mlp, without two thirds of the time that a command takes to start: importing timm.
-        self.mlp = nn.Sequential(OrderedDict(fc1=nn.Linear(width, hidden), act=TanhGELU(), fc2=nn.Linear(hidden, width)))
+        # timm's Mlp by its names; importing timm would take two thirds of the time that a command takes to start.
+        self.mlp = nn.Sequential(OrderedDict(fc1=nn.Linear(width, hidden), act=nn.GELU("tanh"), fc2=nn.Linear(hidden, width)))
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
 
     def forward(self, x: Tensor, c: Tensor) -> Tensor:  # (B, N, D), (B, D) -> (B, N, D)
@@ -202,10 +165,11 @@ class DiT(nn.Module):
         learn_sigma: twice the output channels, as in published DiT checkpoints (the caller drops what it does not use).
         class_dropout: probability that a label is replaced by the null class in training.
         routes: windows that a part of the tokens skips; none is the plain DiT.
+        selection: the rule that chooses the tokens that stay, a name in `routing_module.SELECTIONS`.
         fp32_after_route: under autocast, run the block right after each route in float32 (TREAD, section 4); when
             a route ends with the last block, that is the final layer.
-        init: `adaln_zero` is DiT's (every block starts as the identity and the output as zero); `official_tread` is what
-            the official TREAD code ends up with: modulation and final layers Xavier-uniform like all others.
+        init: `adaln_zero` is DiT's (every block starts as the identity and the output as zero); `official_tread` is that of
+            the official TREAD code: modulation and final layers Xavier-uniform like all others.
 
     Raises:
         ValueError: settings that do not fit together, naming the key.
@@ -234,8 +198,9 @@ class DiT(nn.Module):
             raise ValueError(
                 f"latents of size {input_size} cannot be cut into patches of {patch_size}; choose another model.backbone"
             )
-        if init not in INITS:
-            raise ValueError(f"model.init={init!r} is unknown; choose one of {', '.join(INITS)}")
+        for key, value, choices in (("init", init, INITS), ("selection", selection, SELECTIONS)):
+            if value not in choices:
+                raise ValueError(f"model.{key}={value!r} is unknown; choose one of {', '.join(choices)}")
         if not 0 <= class_dropout < 1:
             raise ValueError(f"model.class_dropout={class_dropout} must be in [0, 1)")
         self.num_classes = num_classes
@@ -251,7 +216,8 @@ class DiT(nn.Module):
         self.blocks = nn.ModuleList(DiTBlock(width, num_heads, mlp_ratio) for _ in range(depth))
         self.final_layer = FinalLayer(width, patch_size, self.out_channels)
 
-        self.router = TokenRouter(routes, depth, self.num_tokens)
+        self.router = TokenRouter(routes, depth)
+        self.selection_rule = SELECTIONS[selection]
         self.fp32_layers = {r.end_layer_idx + 1 for r in self.router.routes} if fp32_after_route else set()
         self.initialize_weights(init)
 
@@ -268,8 +234,8 @@ class DiT(nn.Module):
         nn.init.normal_(self.t_embedder.mlp[0].weight, std=0.02)
         nn.init.normal_(self.t_embedder.mlp[2].weight, std=0.02)
         if init == "adaln_zero":
-            for layer in [block.adaLN_modulation[1] for block in self.blocks]:
-                nn.init.zeros_(layer.weight)
+            for block in self.blocks:
+                nn.init.zeros_(block.adaLN_modulation[1].weight)
             nn.init.zeros_(self.final_layer.adaLN_modulation[1].weight)
             nn.init.zeros_(self.final_layer.linear.weight)
 
@@ -289,13 +255,12 @@ class DiT(nn.Module):
             x: (B, C, H, W) latents.
             t: (B,) noise level, as the diffusion conditions on it (EDM: c_noise).
             y: (B,) int64 labels; num_classes is the null class.
-            drop_labels: (B,) bool, labels to replace by the null class; drawn at rate class_dropout when absent.
-                Training mode only.
-            route_scores: (B, R, N) uniform numbers that choose the routed tokens; drawn when absent.
-            selection_ratios: routing with these ratios (one, or one per route) instead of the routes' own, in
-                evaluation mode too. The default is the routes' own in training mode and none in evaluation mode.
-            router: which routes, instead of the network's own.
-            generator: source of whatever is drawn here.
+            drop_labels: (B,) bool, labels to replace by the null class; drawn when absent. Training mode only.
+            route_scores: (B, R, N) uniform numbers for the selection rule; drawn when absent.
+            selection_ratios: route with these ratios (one, or one per route), in evaluation mode too. By default the routes'
+                own in training mode, and no routing in evaluation mode.
+            router: routes to use instead of the network's own.
+            generator: source of what is drawn here.
 
         Returns:
             (B, out_channels, H, W).
@@ -314,27 +279,24 @@ class DiT(nn.Module):
         c = self.t_embedder(t) + self.y_embedder(y, drop_labels)  # (B, D)
 
         router = router or self.router
-        starts, ends = {}, {}  # block index -> ids_keep (B, K) of the route that starts or ends there
-        if self.training or selection_ratios is not None:
-            for i, ratio in enumerate(router.selection_ratios(selection_ratios)):
-                if ratio > 0:
-                    scores = None if route_scores is None else route_scores[:, i]
-                    ids_keep = router.get_mask(h, ratio, scores=scores, generator=generator)
-                    route = router.routes[i]
-                    starts[route.start_layer_idx] = ends[route.end_layer_idx] = ids_keep
+        ratios = router.selection_ratios(selection_ratios) if self.training or selection_ratios is not None else ()
+        active = [i for i, ratio in enumerate(ratios) if ratio > 0]
+        starts = {router.routes[i].start_layer_idx: i for i in active}  # block index -> route
+        ends = {router.routes[i].end_layer_idx for i in active}
+        in_fp32 = {i for i in self.fp32_layers if i - 1 in ends}
 
-        skipped = h
+        skipped = ids_keep = None
         for i, block in enumerate(self.blocks):
             if i in starts:
-                skipped = h
-                h = router.start_route(h, starts[i])  # (B, K, D)
-            h = self._in_fp32(block, h, c) if i - 1 in ends and i in self.fp32_layers else block(h, c)
+                scores = None if route_scores is None else route_scores[:, starts[i]]
+                ratio = ratios[starts[i]]
+                ids_keep = router.choose_ids_keep(h, ratio, scores=scores, generator=generator, rule=self.selection_rule)
+                skipped, h = h, router.start_route(h, ids_keep)  # (B, N, D), (B, K, D)
+            h = self._in_fp32(block, h, c) if i in in_fp32 else block(h, c)
             if i in ends:
-                h = router.end_route(h, skipped, ends[i])  # (B, N, D)
+                h = router.end_route(h, skipped, ids_keep)  # (B, N, D)
 
-        last = len(self.blocks)
-        in_fp32 = last - 1 in ends and last in self.fp32_layers
-        out = self._in_fp32(self.final_layer, h, c) if in_fp32 else self.final_layer(h, c)  # (B, N, p*p*C)
+        out = self._in_fp32(self.final_layer, h, c) if len(self.blocks) in in_fp32 else self.final_layer(h, c)  # (B, N, p*p*C)
         return self.unpatchify(out)
 
     @staticmethod

@@ -6,7 +6,7 @@ This file works on tensors with a token axis and knows no network.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,8 +28,39 @@ class Route:
     end_layer_idx: int
 
 
+# Selection rules: (tokens (B, N, D), uniform random numbers (B, N)) -> scores (B, N). The highest scores stay in the route.
+SelectionRule = Callable[[Tensor, Tensor], Tensor]
+
+
+def uniform_scores(x: Tensor, uniform: Tensor) -> Tensor:
+    """Every subset is equally likely (TREAD, section 3)."""
+    return uniform
+
+
+def importance_scores(x: Tensor, uniform: Tensor, weight: float = 0.5, *, inverse: bool = False) -> Tensor:
+    """Tokens with a large L1-norm stay more often: (1 - weight) * uniform + weight * norm, in float32, without a gradient.
+
+    The norms of each sample are scaled to [0, 1], so that they weigh the same at every depth and in every sample.
+
+    Args:
+        weight: 0 is uniform, 1 keeps exactly the tokens with the largest norms.
+        inverse: keep the smallest norms instead.
+    """
+    with torch.no_grad():
+        norm = x.detach().abs().sum(dim=-1, dtype=torch.float32)  # (B, N)
+        low, high = norm.amin(dim=1, keepdim=True), norm.amax(dim=1, keepdim=True)
+        norm = (norm - low) / (high - low).clamp(min=torch.finfo(torch.float32).tiny)
+        if inverse:
+            norm = 1 - norm
+        return (1 - weight) * uniform + weight * norm
+
+
+# By the names that `model.selection` and `attach(selection=...)` take.
+SELECTIONS: dict[str, SelectionRule] = {"uniform": uniform_scores, "importance": importance_scores}
+
+
 def num_kept_tokens(num_tokens: int, selection_ratio: float) -> int:
-    """K, the number of tokens that stay in the window: N - int(N * selection_ratio)."""
+    """K, the number of tokens that stay in the window: N - int(N * selection_ratio), at least 1."""
     return num_tokens - int(num_tokens * selection_ratio)
 
 
@@ -39,17 +70,14 @@ class TokenRouter:
     Args:
         routes: in the order in which the tokens meet them; they must not overlap.
         depth: number of transformer blocks.
-        num_tokens: N; every route must keep at least one token. None where N is known only when the network is called:
-            a ratio below 1 keeps at least one token of any number.
 
     Raises:
         ValueError: a route that does not fit, naming the route, the value and what is accepted.
     """
 
-    def __init__(self, routes: Sequence[Route], depth: int, num_tokens: int | None = None):
+    def __init__(self, routes: Sequence[Route], depth: int):
         self.depth = depth
-        self.num_tokens = num_tokens
-        self.routes: tuple[Route, ...] = ()
+        self.routes: tuple[Route, ...] = ()  # with indices that are not negative
         for i, route in enumerate(routes):
             start, end = (self._absolute(i, name, getattr(route, name)) for name in ("start_layer_idx", "end_layer_idx"))
             self._check_ratio(f"routes[{i}].selection_ratio", route.selection_ratio)
@@ -75,11 +103,10 @@ class TokenRouter:
             )
         return layer_idx % self.depth
 
-    def _check_ratio(self, name: str, ratio: float) -> None:
+    @staticmethod
+    def _check_ratio(name: str, ratio: float) -> None:
         if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 <= ratio < 1:
             raise ValueError(f"{name}={ratio!r} must be a number in [0, 1): the fraction of tokens that skip the route")
-        if self.num_tokens is not None and num_kept_tokens(self.num_tokens, ratio) < 1:
-            raise ValueError(f"{name}={ratio} leaves none of the {self.num_tokens} tokens in the route; lower it")
 
     def selection_ratios(self, overrides: float | Sequence[float] | None = None) -> tuple[float, ...]:
         """The ratio of every route: its own, or `overrides` (one number for all routes, or one per route)."""
@@ -94,20 +121,21 @@ class TokenRouter:
         return tuple(float(ratio) for ratio in overrides)
 
     @staticmethod
-    def get_mask(
+    def choose_ids_keep(
         x: Tensor,
         selection_ratio: float,
         *,
         scores: Tensor | None = None,
         generator: torch.Generator | None = None,
+        rule: SelectionRule = uniform_scores,
     ) -> Tensor:
-        """Choose, for every sample separately, which tokens stay: a uniformly random subset.
+        """Choose, for every sample separately, which tokens stay: a uniformly random subset, or by another rule.
 
         Args:
-            x: (B, N, D); only its shape and device are used.
+            x: (B, N, D), the tokens where the route starts.
             selection_ratio: fraction of the tokens that skip.
-            scores: (B, N) independent uniform numbers that decide; drawn here when absent.
-            generator: source of the scores when they are drawn here.
+            scores: (B, N) independent uniform numbers in [0, 1) for the rule; drawn from `generator` when absent.
+            rule: one of `SELECTIONS`.
 
         Returns:
             ids_keep: (B, K) int64, the positions that stay, ascending (so that memory is read in order).
@@ -117,10 +145,10 @@ class TokenRouter:
             scores = torch.rand(B, N, device=x.device, generator=generator)
         elif scores.shape != (B, N):
             raise ValueError(f"scores have shape {tuple(scores.shape)}, the tokens need {(B, N)}")
-        return TokenRouter.select(scores, num_kept_tokens(N, selection_ratio))
+        return TokenRouter.keep_highest(rule(x, scores), num_kept_tokens(N, selection_ratio))
 
     @staticmethod
-    def select(scores: Tensor, num_kept: int) -> Tensor:
+    def keep_highest(scores: Tensor, num_kept: int) -> Tensor:
         """(B, N) -> (B, K) int64: the positions of the `num_kept` highest scores of each sample, ascending."""
         return scores.topk(num_kept, dim=1, sorted=False).indices.sort(dim=1).values
 
@@ -132,42 +160,15 @@ class TokenRouter:
 
     @staticmethod
     def end_route(x: Tensor, skipped: Tensor, ids_keep: Tensor) -> Tensor:
-        """Put the tokens that were kept back among those that skipped, at their own positions.
+        """Put the kept tokens back among those that skipped, at their own positions.
 
         Args:
             x: (B, K, D), the kept tokens after the window.
             skipped: (B, N, D), all tokens as they were before the window; not written to.
-            ids_keep: (B, K), what `get_mask` returned.
+            ids_keep: (B, K), from `choose_ids_keep`.
 
         Returns:
             (B, N, D). Tokens that skipped are bit-identical to `skipped`; gradients reach both inputs.
         """
         index = ids_keep.unsqueeze(-1).expand_as(x)
         return skipped.scatter(1, index, x.to(skipped.dtype))  # (B, N, D)
-
-
-def importance_scores(x: Tensor, scores: Tensor, weight: float, *, inverse: bool = False) -> Tensor:
-    """Scores that mix chance with the L1-norm of the tokens; the router keeps the highest.
-
-    The norms of each sample are brought to [0, 1] (its smallest and its largest), so that they weigh the same at every
-    depth and in every sample: score = (1 - weight) * random + weight * norm.
-
-    Args:
-        x: (B, N, D) tokens where the route starts; no gradient flows through the choice.
-        scores: (B, N) uniform numbers in [0, 1).
-        weight: 0 is uniform, 1 keeps exactly the tokens with the largest norms.
-        inverse: keep the smallest norms instead.
-
-    Returns:
-        (B, N) float32.
-    """
-    with torch.no_grad():
-        norm = x.detach().abs().sum(dim=-1, dtype=torch.float32)  # (B, N)
-        low, high = norm.amin(dim=1, keepdim=True), norm.amax(dim=1, keepdim=True)
-        norm = (norm - low) / (high - low).clamp(min=torch.finfo(torch.float32).tiny)
-        if inverse:
-            norm = 1 - norm
-        return (1 - weight) * scores + weight * norm
-
-
-SELECTIONS = ("uniform", "importance")

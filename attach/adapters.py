@@ -1,7 +1,8 @@
 """What `attach` must know of a network: its lists of blocks, and what in a block's arguments has a token axis.
 
-Shapes: B batch, N image tokens, T text tokens, L = T + N tokens of a joint sequence, D width.
 No network is imported; `find_adapter` goes by the names of classes and their packages.
+
+Shapes: B batch, N image tokens, L tokens of a joint sequence of text and image, D width.
 """
 
 from __future__ import annotations
@@ -61,15 +62,15 @@ class BlockList:
 
 
 @dataclass(frozen=True)
-class Extent:
-    """The image tokens of one forward pass.
+class ImageTokens:
+    """Where the image tokens of one forward pass are.
 
     Attributes:
         batch: B.
         num_tokens: N.
-        device: where the tokens are.
-        first_token: in a joint sequence whose text has a length per sample: where each sample's image begins, (B,)
-            int64 on that device. None: text and image fill the sequence, in the order of the layout.
+        device: of the tokens.
+        first_token: in a joint sequence whose texts differ in length: where each sample's image begins, (B,) int64 on that
+            device. None: text and image fill the sequence, in the order of the layout.
     """
 
     batch: int
@@ -78,10 +79,10 @@ class Extent:
     first_token: Tensor | None = None
 
 
-def embedded_tokens(network: nn.Module, arguments: Mapping[str, Any], output: Tensor) -> Extent:
-    """Extent from the output of an embedding layer: (B, N, D), or (B, D, ...) with the grid at the end."""
+def count_embedded(network: nn.Module, arguments: Mapping[str, Any], output: Tensor) -> ImageTokens:
+    """From the output of an embedding layer: (B, N, D), or (B, D, ...) with the grid at the end."""
     num_tokens = output.shape[1] if output.ndim == 3 else prod(output.shape[2:])
-    return Extent(output.shape[0], num_tokens, output.device)
+    return ImageTokens(output.shape[0], num_tokens, output.device)
 
 
 @dataclass(frozen=True)
@@ -93,17 +94,15 @@ class Adapter:
         tokens_from: the submodule whose output tells the number of image tokens; it must run once per forward pass,
             before the blocks. "" is the network itself, before it runs.
         blocks: the lists of blocks, in the order in which they run. Layer indices of routes count through them all.
-        extent: (submodule, its arguments by name, its output) -> Extent.
+        count_tokens: (submodule, its arguments by name, its output) -> ImageTokens.
         obstacle: (network) -> why this instance cannot be routed, or None.
-        package: the package that the class must come from; None is any.
     """
 
     network: str
     tokens_from: str
     blocks: tuple[BlockList, ...]
-    extent: Callable[[nn.Module, Mapping[str, Any], Any], Extent] = embedded_tokens
+    count_tokens: Callable[[nn.Module, Mapping[str, Any], Any], ImageTokens] = count_embedded
     obstacle: Callable[[nn.Module], str | None] | None = None
-    package: str | None = None
 
     def __post_init__(self):
         for i, spec in enumerate(self.blocks):
@@ -112,20 +111,12 @@ class Adapter:
                     raise ValueError(f"blocks[{i}] of the adapter for {self.network}: layout={layout!r}; use {LAYOUTS}")
 
 
-# ---- our own network -------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------------------
+# What networks need beyond the table below.
 
 
 def own_routes(network: nn.Module) -> str | None:
     return "it has routes of its own; build it with routes=() or leave attach() out" if network.router.routes else None
-
-
-# ---- timm ------------------------------------------------------------------------------------------------------------
-
-
-def patch_tokens(network: nn.Module, arguments: Mapping[str, Any], output: Tensor) -> Extent:
-    """From timm's patch embedding: (B, N, D), or (B, H, W, D) with dynamic image sizes."""
-    num_tokens = output.shape[1] if output.ndim == 3 else output.shape[1] * output.shape[2]
-    return Extent(output.shape[0], num_tokens, output.device)
 
 
 def patch_dropout(network: nn.Module) -> str | None:
@@ -134,19 +125,19 @@ def patch_dropout(network: nn.Module) -> str | None:
     return "patch_drop_rate > 0 throws tokens away before the blocks; build it with patch_drop_rate=0"
 
 
-# ---- diffusers -------------------------------------------------------------------------------------------------------
+def count_timm(network: nn.Module, arguments: Mapping[str, Any], output: Tensor) -> ImageTokens:
+    """From timm's patch embedding: (B, N, D), or (B, H, W, D) with dynamic image sizes."""
+    return ImageTokens(output.shape[0], prod(output.shape[1:-1]), output.device)
 
 
-def lumina2_tokens(network: nn.Module, arguments: Mapping[str, Any], output: tuple) -> Extent:
+def count_lumina2(network: nn.Module, arguments: Mapping[str, Any], output: tuple) -> ImageTokens:
     """From its rope_embedder, whose fifth output is the length of every text: the joint sequence is text, image, padding."""
     image, text_lengths = output[0], output[4]
-    first_token = None
-    if len(set(text_lengths)) > 1:
-        first_token = torch.tensor(text_lengths, device=image.device)
-    return Extent(image.shape[0], image.shape[1], image.device, first_token)
+    first_token = torch.tensor(text_lengths, device=image.device) if len(set(text_lengths)) > 1 else None
+    return ImageTokens(image.shape[0], image.shape[1], image.device, first_token)
 
 
-def z_image_tokens(network: nn.Module, arguments: Mapping[str, Any], output: None) -> Extent:
+def count_z_image(network: nn.Module, arguments: Mapping[str, Any], output: None) -> ImageTokens:
     """From the call: x is a list of images (C, F, H, W). The padding of the image to 32 tokens is never routed."""
     images = arguments["x"]
     if isinstance(images[0], (list, tuple)):
@@ -156,153 +147,105 @@ def z_image_tokens(network: nn.Module, arguments: Mapping[str, Any], output: Non
         raise ValueError(f"x holds images of shapes {sorted(shapes)}; a routed batch needs one size, so make batches by size")
     _, frames, height, width = images[0].shape
     p, f = arguments.get("patch_size", 2), arguments.get("f_patch_size", 1)
-    return Extent(len(images), (frames // f) * (height // p) * (width // p), images[0].device)
+    return ImageTokens(len(images), (frames // f) * (height // p) * (width // p), images[0].device)
 
 
-# One table for text and image, for the whole batch.
-FLUX_POSITIONS = TokenAxis("image_rotary_emb", dim=0, layout="text_image")  # (cos, sin), each (L, D_head)
-# Users mask padded text with it; no block takes a mask by itself.
-FLUX_MASK = TokenAxis("joint_attention_kwargs", dim=-1, layout="text_image", key="attention_mask", mask=True)
+# ----------------------------------------------------------------------------------------------------------------------
+# The networks, by the package that their class must come from.
 
-ADAPTERS = (
-    Adapter("DiT", "x_embedder", (BlockList("blocks", "x"),), obstacle=own_routes, package="dit"),
-    Adapter(
-        "FluxTransformer2DModel",
-        "x_embedder",
-        (
-            BlockList("transformer_blocks", output=1, axes=(FLUX_POSITIONS, FLUX_MASK)),
-            BlockList("single_transformer_blocks", output=1, axes=(FLUX_POSITIONS, FLUX_MASK)),
-        ),
-        package="diffusers",
-    ),
-    Adapter("SD3Transformer2DModel", "pos_embed", (BlockList("transformer_blocks", output=1),), package="diffusers"),
-    Adapter(
-        "PixArtTransformer2DModel",
-        "pos_embed",
-        (BlockList("transformer_blocks", axes=(TokenAxis("attention_mask", dim=2, ndim=3),)),),
-        package="diffusers",
-    ),
-    Adapter("DiTTransformer2DModel", "pos_embed", (BlockList("transformer_blocks"),), package="diffusers"),
-    Adapter(
-        "Flux2Transformer2DModel",
-        "x_embedder",
-        (
-            BlockList("transformer_blocks", output=1, axes=(FLUX_POSITIONS, FLUX_MASK)),
-            BlockList("single_transformer_blocks", layout="text_image", axes=(FLUX_POSITIONS, FLUX_MASK)),
-        ),
-        package="diffusers",
-    ),
-    Adapter(
-        "WanTransformer3DModel",
-        "patch_embedding",
-        (
-            BlockList(
-                "blocks",
-                axes=(
-                    TokenAxis("rotary_emb", dim=1),  # (cos, sin), each (1, N, 1, D_head)
-                    TokenAxis("temb", dim=1, ndim=4),  # (B, N, 6, D) for timesteps per token
-                ),
-            ),
-        ),
-        package="diffusers",
-    ),
-    Adapter(
-        "AuraFlowTransformer2DModel",
-        "pos_embed",
-        (
-            BlockList("joint_transformer_blocks", output=1),
-            BlockList("single_transformer_blocks", layout="text_image"),
-        ),
-        package="diffusers",
-    ),
-    Adapter(
-        "QwenImageTransformer2DModel",
-        "img_in",
-        (
-            BlockList(
-                "transformer_blocks",
-                output=1,
-                axes=(
-                    TokenAxis("image_rotary_emb", dim=0, items=(0,)),  # (image (N, D_head/2), text), complex
-                    TokenAxis("modulate_index", dim=1),  # (B, N), when reference images have a timestep of their own
-                ),
-            ),
-        ),
-        package="diffusers",
-    ),
-    Adapter(
-        "HunyuanDiT2DModel",
-        "pos_embed",
-        (
-            BlockList(
-                "blocks",
-                axes=(
-                    TokenAxis("image_rotary_emb", dim=0),  # (cos, sin), each (N, D_head)
-                    TokenAxis("skip", dim=1),  # (B, N, D), from a block of the first half
-                ),
-            ),
-        ),
-        package="diffusers",
-    ),
-    Adapter(
-        "Lumina2Transformer2DModel",
-        "rope_embedder",
-        (
-            BlockList(
-                "layers",
-                layout="text_image",
-                axes=(
-                    TokenAxis("image_rotary_emb", dim=1, layout="text_image"),  # (B, L, D_head/2) complex
-                    TokenAxis("attention_mask", dim=1, layout="text_image"),  # (B, L), for padded text
-                ),
-            ),
-        ),
-        extent=lumina2_tokens,
-        package="diffusers",
-    ),
-    Adapter(
-        "ZImageTransformer2DModel",
-        "",
-        (
-            BlockList(
-                "layers",
-                argument="x",
-                layout="image_text",
-                axes=(
-                    TokenAxis("freqs_cis", dim=1, layout="image_text"),  # (B, L, D_head/2) complex
-                    TokenAxis("attn_mask", dim=1, layout="image_text", ndim=2),  # (B, L), for padded text
-                ),
-            ),
-        ),
-        extent=z_image_tokens,
-        package="diffusers",
-    ),
-    Adapter(
-        "VisionTransformer",
-        "patch_embed",
-        (
-            BlockList(
-                "blocks",
-                argument="x",
-                layout="text_image",  # class and register tokens come first
-                axes=(TokenAxis("attn_mask", dim=-1, layout="text_image", mask=True),),
-            ),
-        ),
-        extent=patch_tokens,
-        obstacle=patch_dropout,
-        package="timm",
-    ),
+FLUX_AXES = (
+    # (cos, sin), each (L, D_head): one table for text and image, for the whole batch.
+    TokenAxis("image_rotary_emb", dim=0, layout="text_image"),
+    # Users mask padded text with it; no block takes a mask by itself.
+    TokenAxis("joint_attention_kwargs", dim=-1, layout="text_image", key="attention_mask", mask=True),
 )
-
-SANA = (
-    "the feed-forward of its blocks is a convolution over the full grid of height x width tokens, "
-    "and the tokens that stay in a route form no grid"
+WAN_AXES = (
+    TokenAxis("rotary_emb", dim=1),  # (cos, sin), each (1, N, 1, D_head)
+    TokenAxis("temb", dim=1, ndim=4),  # (B, N, 6, D) for timesteps per token
 )
-# Networks whose blocks need every token, with the reason.
-REFUSED = {
-    "SanaTransformer2DModel": SANA,
-    "SanaVideoTransformer3DModel": SANA,
+QWEN_AXES = (
+    TokenAxis("image_rotary_emb", dim=0, items=(0,)),  # (image (N, D_head/2), text), complex
+    TokenAxis("modulate_index", dim=1),  # (B, N), when reference images have a timestep of their own
+)
+HUNYUAN_AXES = (
+    TokenAxis("image_rotary_emb", dim=0),  # (cos, sin), each (N, D_head)
+    TokenAxis("skip", dim=1),  # (B, N, D), from a block of the first half
+)
+LUMINA2_AXES = (
+    TokenAxis("image_rotary_emb", dim=1, layout="text_image"),  # (B, L, D_head/2) complex
+    TokenAxis("attention_mask", dim=1, layout="text_image"),  # (B, L), for padded text
+)
+Z_IMAGE_AXES = (
+    TokenAxis("freqs_cis", dim=1, layout="image_text"),  # (B, L, D_head/2) complex
+    TokenAxis("attn_mask", dim=1, layout="image_text", ndim=2),  # (B, L), for padded text
+)
+TIMM_AXES = (TokenAxis("attn_mask", dim=-1, layout="text_image", mask=True),)
+
+ADAPTERS = {
+    "dit": (Adapter("DiT", "x_embedder", (BlockList("blocks", "x"),), obstacle=own_routes),),
+    "diffusers": (
+        Adapter(
+            "FluxTransformer2DModel",
+            "x_embedder",
+            (
+                BlockList("transformer_blocks", output=1, axes=FLUX_AXES),
+                BlockList("single_transformer_blocks", output=1, axes=FLUX_AXES),
+            ),
+        ),
+        Adapter(
+            "Flux2Transformer2DModel",
+            "x_embedder",
+            (
+                BlockList("transformer_blocks", output=1, axes=FLUX_AXES),
+                BlockList("single_transformer_blocks", layout="text_image", axes=FLUX_AXES),
+            ),
+        ),
+        Adapter("SD3Transformer2DModel", "pos_embed", (BlockList("transformer_blocks", output=1),)),
+        Adapter(
+            "PixArtTransformer2DModel",
+            "pos_embed",
+            (BlockList("transformer_blocks", axes=(TokenAxis("attention_mask", dim=2, ndim=3),)),),
+        ),
+        Adapter("DiTTransformer2DModel", "pos_embed", (BlockList("transformer_blocks"),)),
+        Adapter("WanTransformer3DModel", "patch_embedding", (BlockList("blocks", axes=WAN_AXES),)),
+        Adapter(
+            "AuraFlowTransformer2DModel",
+            "pos_embed",
+            (
+                BlockList("joint_transformer_blocks", output=1),
+                BlockList("single_transformer_blocks", layout="text_image"),
+            ),
+        ),
+        Adapter("QwenImageTransformer2DModel", "img_in", (BlockList("transformer_blocks", output=1, axes=QWEN_AXES),)),
+        Adapter("HunyuanDiT2DModel", "pos_embed", (BlockList("blocks", axes=HUNYUAN_AXES),)),
+        Adapter(
+            "Lumina2Transformer2DModel",
+            "rope_embedder",
+            (BlockList("layers", layout="text_image", axes=LUMINA2_AXES),),
+            count_lumina2,
+        ),
+        Adapter(
+            "ZImageTransformer2DModel", "", (BlockList("layers", "x", layout="image_text", axes=Z_IMAGE_AXES),), count_z_image
+        ),
+    ),
+    "timm": (
+        # Class and register tokens come first.
+        Adapter(
+            "VisionTransformer",
+            "patch_embed",
+            (BlockList("blocks", "x", layout="text_image", axes=TIMM_AXES),),
+            count_timm,
+            patch_dropout,
+        ),
+    ),
 }
+
+# Networks whose blocks need every token, with the reason.
+REFUSED = dict.fromkeys(
+    ("SanaTransformer2DModel", "SanaVideoTransformer3DModel"),
+    "the feed-forward of its blocks is a convolution over the full grid of height x width tokens, "
+    "and the tokens that stay in a route form no grid",
+)
 
 
 def find_adapter(network: nn.Module) -> Adapter:
@@ -314,10 +257,10 @@ def find_adapter(network: nn.Module) -> Adapter:
     for cls in type(network).__mro__:
         if cls.__name__ in REFUSED:
             raise ValueError(f"{cls.__name__} cannot be routed: {REFUSED[cls.__name__]}")
-        for adapter in ADAPTERS:
-            if cls.__name__ == adapter.network and adapter.package in (None, cls.__module__.partition(".")[0]):
+        for adapter in ADAPTERS.get(cls.__module__.partition(".")[0], ()):
+            if cls.__name__ == adapter.network:
                 return adapter
+    known = ", ".join(adapter.network for adapters in ADAPTERS.values() for adapter in adapters)
     raise ValueError(
-        f"{type(network).__name__} is not known; known are {', '.join(adapter.network for adapter in ADAPTERS)}. "
-        "Describe it with an Adapter and pass attach(..., adapter=...)"
+        f"{type(network).__name__} is not known; known are {known}. Describe it with an Adapter and pass attach(..., adapter=...)"
     )

@@ -28,7 +28,7 @@ from setup.schema import Count, Text
 from training.trainer import Trainer
 
 # The names in the table of the router's methods, and of their gradients: nothing else in the step gathers or scatters.
-ROUTING = {"get_mask": "routing: select", "start_route": "routing: gather", "end_route": "routing: scatter"}
+ROUTING = {"choose_ids_keep": "routing: select", "start_route": "routing: gather", "end_route": "routing: scatter"}
 ROUTING_BACKWARD = {"GatherBackward0": "routing: gather, backward", "ScatterBackward0": "routing: scatter, backward"}
 
 

@@ -124,7 +124,7 @@ def main(arguments: Sequence[str]) -> None:
     options = candidates(depth, default)
     if settings.model.routes:
         try:
-            own = TokenRouter([Route(**route) for route in settings.model.routes], depth, num_tokens)
+            own = TokenRouter([Route(**route) for route in settings.model.routes], depth)
         except ValueError as e:
             raise UserError(f"model.{e}") from e
         options.append(Candidate("yours", own.routes))
@@ -324,7 +324,7 @@ def measure_parts(settings: RouteSettings, options: Sequence[Candidate], device:
         return torch.randn(settings.batch_size, *shape, device=device, requires_grad=True)
 
     def route(x: Tensor, scores: Tensor) -> Tensor:
-        ids_keep = TokenRouter.select(scores, tokens)
+        ids_keep = TokenRouter.keep_highest(scores, tokens)
         return TokenRouter.end_route(TokenRouter.start_route(x, ids_keep), x, ids_keep)
 
     block_ms, route_ms = {}, {num_tokens: 0.0}

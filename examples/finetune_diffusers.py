@@ -4,7 +4,7 @@
     python -m examples.finetune_diffusers --model ... --data ... --output ... --routes fastest --steps 2000
     python -m examples.finetune_diffusers --model ... --data ... --output ... --routes none       # the same, dense
 
---data holds *.safetensors files with, for every item,
+More flags: `FinetuneSettings`, below. --data holds *.safetensors files with, for every item,
     latents               [M, C, H, W]  as the network sees them: shifted and scaled
     prompt_embeds         [M, T, D]     of the text encoder
     pooled_prompt_embeds  [M, P]        Flux only
@@ -17,25 +17,42 @@ Shapes: B batch, N image tokens, T text tokens.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import logging
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from attach.masked_loss import mask_to_tokens, masked_mse
 from attach import PRESETS, attach
+from attach.masked_loss import mask_to_tokens, masked_mse
+from errors import UserError
+from setup.cli import guard, parse_arguments
+from setup.schema import Count, Positive, Settings, Text, Whole, one_of
 
 LORA_TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "proj_out")
 PATCH_SIZE = 2
 
 logger = logging.getLogger(__name__)
+
+
+class FinetuneSettings(Settings):
+    model: Text  # folder or hub id of the transformer (with `transformer/` inside, or not)
+    data: Text
+    output: Text
+    routes: Annotated[str, one_of(("none", *PRESETS))] = "lora"
+    steps: Count = 1000  # of the optimizer
+    batch_size: Count = 1
+    learning_rate: Positive = 1e-4  # of AdamW, constant
+    rank: Count = 16  # of LoRA
+    seed: Whole = 0  # items, noise and noise levels are functions of it
+    device: Text = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @dataclass(frozen=True)
@@ -48,14 +65,14 @@ def read_items(folder: str | Path) -> dict[str, Tensor]:
     """Every tensor of every file of the folder, joined along the items, in the order of the files' names."""
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
-        raise ValueError(f"--data={folder} holds no *.safetensors files")
+        raise UserError(f"--data={folder} holds no *.safetensors files")
     parts = [load_file(file) for file in files]
     for name in ("latents", "prompt_embeds"):
         if name not in parts[0]:
-            raise ValueError(f"{files[0]} has no {name!r}; it has {', '.join(sorted(parts[0]))}")
+            raise UserError(f"{files[0]} has no {name!r}; it has {', '.join(sorted(parts[0]))}")
     for file, part in zip(files, parts):
         if part.keys() != parts[0].keys():
-            raise ValueError(f"{file} has {', '.join(sorted(part))}, but {files[0]} has {', '.join(sorted(parts[0]))}")
+            raise UserError(f"{file} has {', '.join(sorted(part))}, but {files[0]} has {', '.join(sorted(parts[0]))}")
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
@@ -81,7 +98,7 @@ def predict_flux(network: nn.Module, batch: dict[str, Tensor], generator: torch.
     x_t = torch.lerp(x, noise, t[:, None, None, None])
     rows, columns = torch.meshgrid(torch.arange(H // 2), torch.arange(W // 2), indexing="ij")
     image_ids = torch.stack([torch.zeros_like(rows), rows, columns], dim=-1).reshape(-1, 3)  # (N, 3)
-    guided = base_config(network).guidance_embeds
+    guided = network.get_base_model().config.guidance_embeds
     tokens = network(
         hidden_states=pack(x_t),
         encoder_hidden_states=batch["prompt_embeds"],
@@ -104,7 +121,7 @@ def predict_pixart(network: nn.Module, batch: dict[str, Tensor], generator: torc
     alphas_cumprod = torch.cumprod(1 - torch.linspace(1e-4, 0.02, 1000, device=x.device), dim=0)[t][:, None, None, None]
     x_t = alphas_cumprod.sqrt() * x + (1 - alphas_cumprod).sqrt() * noise
     sizes = {"resolution": None, "aspect_ratio": None}
-    if base_config(network).sample_size == 128:  # PixArt at 1024 pixels is conditioned on the image's size
+    if network.get_base_model().config.sample_size == 128:  # PixArt at 1024 pixels is conditioned on the image's size
         sizes = {
             "resolution": torch.tensor([[8.0 * H, 8.0 * W]], device=x.device).expand(B, -1),
             "aspect_ratio": torch.full((B, 1), H / W, device=x.device),
@@ -121,10 +138,6 @@ def predict_pixart(network: nn.Module, batch: dict[str, Tensor], generator: torc
 
 
 PREDICT = {"FluxTransformer2DModel": predict_flux, "PixArtTransformer2DModel": predict_pixart}
-
-
-def base_config(network: nn.Module):
-    return network.get_base_model().config
 
 
 def finetune(
@@ -144,20 +157,20 @@ def finetune(
         network: a transformer of diffusers; frozen here.
         items: as `read_items` returns them, on the device of the network.
         routes: anything that `attach` takes; None is dense.
-        num_steps: optimizer steps, each on `batch_size` items drawn at random.
-        learning_rate: of AdamW, constant.
-        rank: of LoRA.
-        seed: items, noise and noise levels are functions of it.
+        others: see `FinetuneSettings`.
     """
     from peft import LoraConfig, get_peft_model
 
     if type(network).__name__ not in PREDICT:
-        raise ValueError(f"{type(network).__name__} cannot be fine-tuned here; use one of {', '.join(PREDICT)}")
+        raise UserError(f"{type(network).__name__} cannot be fine-tuned here; use one of {', '.join(PREDICT)}")
     predict = PREDICT[type(network).__name__]
     if predict is predict_flux and "pooled_prompt_embeds" not in items:
-        raise ValueError(f"Flux needs 'pooled_prompt_embeds' in the data; it has {', '.join(sorted(items))}")
+        raise UserError(f"Flux needs 'pooled_prompt_embeds' in the data; it has {', '.join(sorted(items))}")
     network = get_peft_model(network, LoraConfig(r=rank, lora_alpha=rank, target_modules=list(LORA_TARGETS)))
-    attachment = attach(network, routes) if routes is not None else None
+    try:
+        attachment = attach(network, routes) if routes is not None else None
+    except ValueError as e:  # routes that do not fit the network's depth
+        raise UserError(str(e)) from e
     network.train()  # from_pretrained leaves networks in evaluation mode, in which nothing is routed
     parameters = [p for p in network.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.0)
@@ -170,10 +183,8 @@ def finetune(
             ids = torch.randint(0, len(items["latents"]), (batch_size,), generator=generator, device=device)
             batch = {name: tensor[ids] for name, tensor in items.items()}
             mask = batch.get("loss_mask")
-            keep = contextlib.nullcontext()
-            if attachment is not None and mask is not None:
-                keep = attachment.force_keep(mask_to_tokens(mask, PATCH_SIZE))
-            with keep:
+            keep = None if mask is None else mask_to_tokens(mask, PATCH_SIZE)
+            with attachment.force_keep(keep) if attachment is not None else contextlib.nullcontext():
                 prediction, target = predict(network, batch, generator)
             loss = masked_mse(prediction, target, mask).mean()
             optimizer.zero_grad(set_to_none=True)
@@ -187,41 +198,30 @@ def finetune(
     return network, steps()
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="folder or hub id of the transformer (with `transformer/` inside, or not)")
-    parser.add_argument("--data", required=True)
-    parser.add_argument("--output", required=True)
-    parser.add_argument("--routes", default="lora", choices=("none", *PRESETS))
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--batch-size", type=int, default=1)
-    parser.add_argument("--learning-rate", type=float, default=1e-4)
-    parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    args = parser.parse_args(arguments)
+def main(arguments: list[str]) -> None:
+    settings = parse_arguments(arguments, FinetuneSettings)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
 
     from diffusers import AutoModel
 
-    items = {name: tensor.to(args.device) for name, tensor in read_items(args.data).items()}
-    subfolder = "transformer" if (Path(args.model) / "transformer").is_dir() or not Path(args.model).exists() else None
-    network = AutoModel.from_pretrained(args.model, subfolder=subfolder).to(args.device)
+    items = {name: tensor.to(settings.device) for name, tensor in read_items(settings.data).items()}
+    is_pipeline = (Path(settings.model) / "transformer").is_dir() or not Path(settings.model).exists()
+    network = AutoModel.from_pretrained(settings.model, subfolder="transformer" if is_pipeline else None)
     network, steps = finetune(
-        network,
+        network.to(settings.device),
         items,
-        routes=None if args.routes == "none" else args.routes,
-        num_steps=args.steps,
-        batch_size=args.batch_size,
-        learning_rate=args.learning_rate,
-        rank=args.rank,
-        seed=args.seed,
+        routes=None if settings.routes == "none" else settings.routes,
+        num_steps=settings.steps,
+        batch_size=settings.batch_size,
+        learning_rate=settings.learning_rate,
+        rank=settings.rank,
+        seed=settings.seed,
     )
     for i, record in enumerate(steps, start=1):
-        if i == 1 or i % 50 == 0 or i == args.steps:
+        if i == 1 or i % 50 == 0 or i == settings.steps:
             logger.info("step %d  loss %.4f  %.3f s", i, record.loss, record.step_sec)
-    network.save_pretrained(args.output)
+    network.save_pretrained(settings.output)
 
 
 if __name__ == "__main__":
-    main()
+    guard(lambda: main(sys.argv[1:]))

@@ -125,7 +125,7 @@ def _check_choice(group: str, name: str) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Commands without one: `key=value`, or `--key=value`.
+# Commands without one: `key=value`, `--key=value` or `--key value`.
 
 
 def settings_of(function: Callable[..., Any]) -> type[Settings]:
@@ -136,7 +136,9 @@ def settings_of(function: Callable[..., Any]) -> type[Settings]:
 
 
 def parse_arguments(arguments: Sequence[str], settings: type[S], command: str = "") -> S:
-    """`key=value` arguments as checked settings. A value is what YAML reads where the key accepts that, else text.
+    """`key=value` (or `--key value`) arguments as checked settings.
+
+    A value is what YAML reads where the key accepts that, else text.
 
     Args:
         command: named first in messages, where a program has several.
@@ -147,8 +149,11 @@ def parse_arguments(arguments: Sequence[str], settings: type[S], command: str = 
     prefix, raw = f"{command}: " if command else "", {}
     fields = {key: found[0] for key, found in keys_of(settings).items()}
     usage = ", ".join(f"{name}=" if field.is_required() else f"[{name}=]" for name, field in fields.items())
-    for argument in arguments:
-        key, _, text = argument.removeprefix("--").partition("=")
+    rest = iter(arguments)
+    for argument in rest:
+        key, equals, text = argument.removeprefix("--").partition("=")
+        if argument.startswith("--"):  # as argparse has it: dashes, and the value may be the next argument
+            key, text = key.replace("-", "_"), text if equals else next(rest, "")
         if key not in fields or not text:
             raise UserError(f"{prefix}{key} is not a key or has no value; it takes {usage}")
         if key in raw:

@@ -103,7 +103,7 @@ def build_sampler(
     data = cfg.data
     return ImageSampler(
         net=net,
-        router=net.router if net.router.routes else TokenRouter([DEFAULT_ROUTE], len(net.blocks), net.num_tokens),
+        router=net.router if net.router.routes else TokenRouter([DEFAULT_ROUTE], len(net.blocks)),
         diffusion=diffusion,
         guidance=build_guidance(settings),
         autoencoder=autoencoder,

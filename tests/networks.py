@@ -2,7 +2,7 @@
 
 The reference runs every block at full length, with the skipping tokens barred as attention keys and restored afterwards
 (the meaning of a route), by replacing torch's attention and by hooks that it writes for itself. It shares nothing with
-routing_module: neither the adapters, nor the gathering of tokens and positions.
+attach: neither the adapters, nor the gathering of tokens and positions.
 """
 
 from __future__ import annotations

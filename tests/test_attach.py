@@ -19,9 +19,10 @@ from networks import (
     worst_difference,
 )
 
-import attach.attachment as attachment_module
 import dit
-from routing_module import PRESETS, Adapter, BlockList, Route, TokenAxis, TokenRouter, attach, attached, importance_scores
+from attach import PRESETS, Adapter, BlockList, TokenAxis, attach, attached
+from attach import hooks as hooks_module
+from routing_module import SELECTIONS, Route
 
 ONE = [Route(0.5, 1, 4)]  # crosses from one list of blocks to the next where there are two
 TWO = [Route(0.25, 0, 2), Route(0.5, 3, 4)]
@@ -93,7 +94,7 @@ def test_what_is_added_masked_or_left_out_is_so_for_the_right_tokens(name, extra
 
 
 def test_routing_imports_none_of_the_libraries_whose_networks_it_routes():
-    code = "import sys, routing_module; assert not {'diffusers', 'peft', 'timm', 'torchao'} & set(sys.modules)"
+    code = "import sys, attach; assert not {'diffusers', 'peft', 'timm', 'torchao'} & set(sys.modules)"
     code, output = finish(start("-c", code))
     assert code == 0, output
 
@@ -155,7 +156,7 @@ def test_evaluation_and_passes_without_gradients_are_bit_identical_to_the_plain_
 def test_the_reference_notices_rotary_positions_of_other_tokens(name, wrong, monkeypatch):
     case, network = NETWORKS[name], cached_network(name)
     inputs = case.inputs(False)
-    gather = attachment_module.gather_axis
+    gather = hooks_module.gather_axis
 
     def gather_others(x, index, dim, shared):
         if not (torch.is_tensor(x) and (x.is_complex() or x.shape[-1] == 16)):  # not a table of positions
@@ -170,7 +171,7 @@ def test_the_reference_notices_rotary_positions_of_other_tokens(name, wrong, mon
                 index[b, -len(ids) :] = torch.tensor(ids)[:num_kept]
         return gather(x, index, dim, shared)
 
-    monkeypatch.setattr(attachment_module, "gather_axis", gather_others)
+    monkeypatch.setattr(hooks_module, "gather_axis", gather_others)
     attachment = attach(network, ONE)
     output, _ = run(network, inputs)
     windows = windows_of(attachment, case.num_tokens)
@@ -330,27 +331,6 @@ def test_a_network_of_ones_own_is_routed_by_describing_it():
 # ---- selection -------------------------------------------------------------------------------------------------------
 
 
-def test_importance_with_full_weight_keeps_exactly_the_largest_l1_norms_and_inverse_the_smallest():
-    norms = torch.tensor([[5.0, 1.0, 9.0, 3.0, 7.0, 2.0], [0.6, 0.1, 0.2, 0.5, 0.4, 0.3]])
-    signs = torch.tensor([1.0, -1.0, 1.0])
-    x = norms[..., None] / 3 * signs  # (2, 6, 3) tokens with these L1-norms
-    chance = torch.rand(2, 6, generator=torch.Generator().manual_seed(0))
-    largest = TokenRouter.select(importance_scores(x, chance, 1.0), 3)
-    assert largest.tolist() == [[0, 2, 4], [0, 3, 4]]
-    smallest = TokenRouter.select(importance_scores(x, chance, 1.0, inverse=True), 3)
-    assert smallest.tolist() == [[1, 3, 5], [1, 2, 5]]
-
-
-def test_importance_is_normalised_per_sample_and_mixed_with_chance():
-    x = torch.tensor([[[2.0], [-4.0], [3.0]], [[200.0], [400.0], [300.0]]])
-    chance = torch.tensor([[0.1, 0.2, 0.3], [0.1, 0.2, 0.3]])
-    expected = 0.75 * chance + 0.25 * torch.tensor([[0.0, 1.0, 0.5]])
-    assert torch.allclose(importance_scores(x, chance, 0.25), expected)
-    assert torch.equal(importance_scores(x, chance, 0.0), chance)
-    equal = importance_scores(torch.ones(1, 3, 2), chance[:1], 0.5)  # equal norms leave the choice to chance
-    assert torch.allclose(equal, 0.5 * chance[:1])
-
-
 @pytest.mark.parametrize("name", ["PixArt", "Flux2", "Lumina2", "ZImage", "timm"])
 @pytest.mark.parametrize("inverse", [False, True])
 def test_importance_selects_by_the_image_tokens_that_arrive_at_the_route(name, inverse):
@@ -483,14 +463,15 @@ def test_routing_can_be_forced_in_evaluation_for_sparse_guidance(name):
     attachment.detach()
 
 
-def test_our_own_network_routes_itself_as_attach_routes_it():
+@pytest.mark.parametrize("selection", SELECTIONS)
+def test_our_own_network_routes_itself_as_attach_routes_it(selection):
     settings = dict(input_size=8, patch_size=2, in_channels=4, num_classes=3, depth=6, width=32, num_heads=2, class_dropout=0.0)
-    own = dit.DiT(**settings, routes=TWO)
+    own = dit.DiT(**settings, routes=TWO, selection=selection)
     plain = dit.DiT(**settings)
     plain.load_state_dict(cached_network("DiT").state_dict())
     own.load_state_dict(plain.state_dict())
     inputs = NETWORKS["DiT"].inputs(False)
-    attach(plain, TWO, generator=torch.Generator().manual_seed(4))
+    attach(plain, TWO, selection=selection, generator=torch.Generator().manual_seed(4))
     g = torch.Generator().manual_seed(4)
     expected, expected_grads = run(own, inputs | {"generator": g})
     output, grads = run(plain, inputs)
@@ -509,7 +490,7 @@ def test_z_image_refuses_what_has_no_one_grid_of_tokens():
 
 
 def test_positions_of_a_routed_block_answer_only_what_attention_asks():
-    table = attachment_module.PerSampleTable(normal(2, 5, 4))
+    table = hooks_module.PositionsPerSample(normal(2, 5, 4))
     assert table.shape == (5, 4) and table.ndim == 2 and table.dtype == torch.float32 and table.device.type == "cpu"
     assert table[None, :, None, :].shape == (2, 5, 1, 4) and table[None, None].shape == (2, 1, 5, 4)
     assert table.unsqueeze(1).shape == (2, 5, 1, 4) and table.float().to("cpu")[None].shape == (2, 5, 4)

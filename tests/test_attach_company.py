@@ -25,8 +25,9 @@ from networks import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from attach.attachment import Plan
-from routing_module import Adapter, BlockList, Route, attach, attached
+from attach import Adapter, BlockList, attach, attached
+from attach.hooks import Plan
+from routing_module import Route
 
 ROUTES = [Route(0.5, 1, 2), Route(0.25, 3, 4)]
 

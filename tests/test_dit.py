@@ -9,6 +9,7 @@ import dit
 from benchmarks.plain import make_blocks_plain
 from edm import EDM
 from routing_module import Route, TokenRouter
+from training.speed import SigmoidGELU, compile_network
 
 
 def small(**kwargs):
@@ -214,7 +215,7 @@ def test_a_route_shortens_its_window_only_and_skipping_tokens_leave_it_bit_ident
     scores = torch.rand(2, 1, 16, generator=torch.Generator().manual_seed(3))
     _, seen = block_inputs(net, x, t, y, drop_labels=torch.zeros(2, dtype=torch.bool), route_scores=scores)
     assert [h.shape[1] for h, *_ in seen] == [16, 16, 12, 12, 16, 16, 16]
-    kept = TokenRouter.get_mask(seen[0][0], 0.25, scores=scores[:, 0])
+    kept = TokenRouter.choose_ids_keep(seen[0][0], 0.25, scores=scores[:, 0])
     for sample in range(2):
         skipping = [i for i in range(16) if i not in kept[sample].tolist()]
         # Before the window the tokens are what block 1 made of its input; block 4 must meet them unchanged.
@@ -246,6 +247,27 @@ def test_two_routes_follow_one_another_with_their_own_scores():
     x, t, y = inputs()
     _, seen = block_inputs(net, x, t, y, route_scores=torch.rand(2, 2, 16))
     assert [h.shape[1] for h, *_ in seen] == [8, 8, 12, 12, 12, 16, 16]
+
+
+def test_importance_is_judged_by_the_tokens_that_arrive_at_the_route_half_by_chance_and_half_by_norm():
+    x, t, y = inputs()
+    scores = torch.rand(2, 2, 16, generator=torch.Generator().manual_seed(3))
+    kept = {}
+    for selection in ("uniform", "importance"):
+        net = randomized(small(depth=6, routes=[Route(0.5, 0, 1), Route(0.25, 3, 4)], selection=selection)).train()
+        _, seen = block_inputs(net, x, t, y, drop_labels=torch.zeros(2, dtype=torch.bool), route_scores=scores)
+        arrived = net.blocks[2](seen[2][0], net.t_embedder(t) + net.y_embedder(y, None))  # all tokens, before block 3
+        kept[selection] = [[i for i in range(16) if (arrived[b, i] == seen[3][0][b]).all(-1).any()] for b in range(2)]
+    expected = []
+    for b in range(2):
+        norm = arrived[b].abs().sum(-1)
+        score = 0.5 * scores[b, 1] + 0.5 * (norm - norm.min()) / (norm.max() - norm.min())
+        expected.append(sorted(score.argsort(descending=True)[:12].tolist()))
+    assert kept["importance"] == expected
+    assert kept["uniform"] == [sorted(scores[b, 1].argsort(descending=True)[:12].tolist()) for b in range(2)]
+    assert kept["importance"] != kept["uniform"]
+    with pytest.raises(ValueError, match="model.selection='largest' is unknown; choose one of uniform, importance"):
+        small(selection="largest")
 
 
 def test_every_parameter_gets_a_gradient_through_a_route():
@@ -308,12 +330,21 @@ def test_blocks_compute_what_the_plain_ones_compute_and_so_do_their_gradients(ro
 def test_the_gelu_is_the_tanh_approximation_for_every_type_and_size_of_number():
     x = torch.cat([torch.linspace(-12, 12, 4801), torch.tensor([-1e4, -1e-30, 0.0, 1e-30, 1e4])]).requires_grad_()
     exact = x.detach().double().requires_grad_()
-    y, y_exact = dit.TanhGELU()(x), torch.nn.functional.gelu(exact, approximate="tanh")
+    y, y_exact = SigmoidGELU()(x), torch.nn.functional.gelu(exact, approximate="tanh")
     assert torch.allclose(y.double(), y_exact, rtol=1e-6, atol=1e-6)
     slope, slope_exact = torch.autograd.grad(y.sum(), x)[0], torch.autograd.grad(y_exact.sum(), exact)[0]
     assert torch.allclose(slope.double(), slope_exact, rtol=1e-6, atol=2e-6)
     half = x.detach().bfloat16()
-    assert torch.equal(dit.TanhGELU()(half), torch.nn.functional.gelu(half, approximate="tanh"))
+    assert torch.equal(SigmoidGELU()(half), torch.nn.functional.gelu(half, approximate="tanh"))
+
+
+def test_compiled_networks_alone_get_the_gelu_that_compiles_well():
+    net, plain = small(), small()
+    compile_network(plain, "none")
+    compile_network(net, "blocks")
+    assert {type(block.mlp.act) for block in plain.blocks} == {torch.nn.GELU}
+    assert {type(block.mlp.act) for block in net.blocks} == {SigmoidGELU}
+    assert list(net.state_dict()) == list(plain.state_dict())
 
 
 def test_patches_are_embedded_as_the_convolution_would_and_lie_in_order():

@@ -7,8 +7,10 @@ import torch
 from networks import flux, normal, pixart
 from safetensors.torch import save_file
 
-from examples.finetune_diffusers import finetune, main, pack, read_items, unpack
+from errors import UserError
+from examples.finetune_diffusers import FinetuneSettings, finetune, main, pack, read_items, unpack
 from routing_module import Route
+from setup.cli import parse_arguments
 
 peft = pytest.importorskip("peft")
 
@@ -85,6 +87,23 @@ def test_the_command_reads_a_folder_and_writes_lora_weights_that_load(tmp_path, 
     loaded = peft.PeftModel.from_pretrained(network, tmp_path / "lora")
     trained = [p for name, p in loaded.named_parameters() if "lora_B" in name]
     assert trained and all(p.abs().max() > 0 for p in trained)
+
+
+def test_flags_may_be_written_in_both_ways_and_mistakes_are_named():
+    needed = ["--model", "m", "--data=d", "output=o"]
+    settings = parse_arguments([*needed, "--batch-size", "4", "--learning-rate=0.5"], FinetuneSettings)
+    assert (settings.model, settings.data, settings.output) == ("m", "d", "o")
+    assert (settings.batch_size, settings.learning_rate, settings.routes) == (4, 0.5, "lora")
+    for arguments, message in (
+        (needed[1:], "m is not a key or has no value"),
+        (needed[2:], "model= is missing"),
+        ([*needed, "--routes"], "routes is not a key or has no value"),
+        ([*needed, "--routes", "quickest"], "routes='quickest' is not accepted; use none | paper | balanced"),
+        ([*needed, "--batch-size", "none"], "batch_size='none' is not accepted"),
+        ([*needed, "--data", "e"], "data is given twice"),
+    ):
+        with pytest.raises(UserError, match=message.replace("|", r"\|")):
+            parse_arguments(arguments, FinetuneSettings)
 
 
 def test_data_and_networks_that_do_not_fit_are_refused(tmp_path):

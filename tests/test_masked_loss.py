@@ -4,8 +4,9 @@ import pytest
 import torch
 from networks import NETWORKS, B, N, cached_network, call, normal
 
+from attach import attach
 from attach.masked_loss import latent_mask, mask_to_tokens, masked_mse
-from routing_module import Route, attach
+from routing_module import Route
 
 
 def test_tokens_that_touch_the_mask_are_found_row_by_row():

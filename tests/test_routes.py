@@ -43,7 +43,7 @@ def test_every_candidate_is_a_valid_route_and_none_is_there_twice(depth):
     options = candidates(depth, default_route(depth))
     assert options[0].routes == () and len({option.routes for option in options}) == len(options)
     for option in options:
-        TokenRouter(option.routes, depth, 64)
+        TokenRouter(option.routes, depth)
 
 
 @pytest.mark.parametrize(
