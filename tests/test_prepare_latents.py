@@ -513,10 +513,10 @@ def test_what_encode_does_not_accept_is_refused(images, vae, tmp_path):
     for settings, message in (
         (["num_classes=2"], "num_classes=2, but cow/.* has the label 2; set num_classes=3 or more"),
         (["resolution=33"], "resolution=33 is not a multiple of 2"),
-        (["kind=mean"], r"kind=mean is not accepted; use sample \| moments"),
-        (["resolution=big"], "resolution=big is not accepted; use a whole number of at least 1"),
-        (["on_error=ignore"], r"on_error=ignore is not accepted; use stop \| skip"),
-        (["autoencoder=vqgan"], "autoencoder=vqgan is not accepted"),
+        (["kind=mean"], r"kind='mean' is not accepted; use sample \| moments"),
+        (["resolution=big"], "resolution='big' is not accepted; use a whole number of at least 1"),
+        (["on_error=ignore"], r"on_error='ignore' is not accepted; use stop \| skip"),
+        (["autoencoder=vqgan"], "autoencoder='vqgan' is not accepted"),
         (["autoencoder=identity"], "kind=moments: pixels have no log-variance"),
         (["autoencoder=none"], "autoencoder=none: nothing is known that decodes these latents"),
         ([f"images={tmp_path / 'nowhere'}"], "nowhere does not exist"),
@@ -645,4 +645,5 @@ def test_synthetic_latents_are_as_the_network_expects_them(tmp_path, kind):
 
 def test_the_command_line_ends_with_one_line_and_exit_code_1(tmp_path):
     code, text = finish(start("prepare_latents.py", "inspect", f"path={tmp_path}"))
-    assert code == 1 and text.strip() == f"error: path={tmp_path} holds no latent shards (*.safetensors)"
+    error = f"error: path={tmp_path} holds no latent shards (*.safetensors)"
+    assert code == 1 and text.strip() == f"{error} [HYDRA_FULL_ERROR=1 shows where]"

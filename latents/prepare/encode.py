@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -16,9 +15,9 @@ from errors import UserError
 from evaluations.images import adm_center_crop, read_rgb
 from latents.autoencoders import Autoencoder, from_uint8
 from latents.prepare.images import LabelledImages
-from latents.prepare.write import Piece, ShardWriter
+from latents.prepare.write import PlannedShard, ShardWriter
 from latents.progress import progress_bar
-from latents.shards import ShardInfo
+from latents.shards import ShardInfo, draw_latents
 from randomness import SeedRandom
 
 
@@ -42,7 +41,7 @@ class _Batch:
 
 
 class _CroppedImages(Dataset):
-    """What a DataLoader with batch_size=None asks for: one item is one batch."""
+    """For a DataLoader with batch_size=None: one item is one batch."""
 
     def __init__(self, images: LabelledImages, resolution: int):
         self.images, self.resolution = images, resolution
@@ -63,7 +62,7 @@ def encode_images(
     images: LabelledImages,
     autoencoder: Autoencoder,
     writer: ShardWriter,
-    pieces: list[Piece],
+    shards: list[PlannedShard],
     info: ShardInfo,
     *,
     device: torch.device,
@@ -76,23 +75,22 @@ def encode_images(
 ) -> float:
     """Encode the images of some shards and write these.
 
-    Batches never reach over the end of a shard, and the noise of `sample` belongs to the image: a shard is the same whichever
-    process makes it.
+    Batches end where a shard ends, and noise is drawn per image: a shard is the same whichever process makes it.
 
     Args:
-        pieces: the shards to make.
+        shards: those to make.
         flips: encode the mirrored images as well.
         seed: of the noise with which kind=sample is drawn.
         on_error: `stop` or `skip` at an image that cannot be read.
         describe: stands before the progress bar.
 
     Returns:
-        the part of the time that was spent in waiting for images to be read, 0 to 1.
+        The fraction of the time that was spent waiting for images to be read.
 
     Raises:
         UserError: an image that cannot be read, under on_error=stop, by name.
     """
-    order = [range(i, min(i + batch_size, p.stop)) for p in pieces for i in range(p.start, p.stop, batch_size)]
+    order = [range(i, min(i + batch_size, s.stop)) for s in shards for i in range(s.start, s.stop, batch_size)]
     loader = DataLoader(
         _CroppedImages(images, info.resolution),
         batch_size=None,
@@ -102,12 +100,12 @@ def encode_images(
     )
     batches = iter(loader)
     waited_sec, start_sec = 0.0, time.perf_counter()
-    bar = progress_bar(total=sum(p.stop - p.start for p in pieces), unit="images", desc=describe or None)
+    bar = progress_bar(total=sum(s.stop - s.start for s in shards), unit="images", desc=describe or None)
     written: Future | None = None
     with bar, ThreadPoolExecutor(1) as pool:
-        for piece in pieces:
-            kept, left_out, done = [], [], []
-            for _ in range(piece.start, piece.stop, batch_size):
+        for shard in shards:
+            kept, left_out, encoded = [], [], []
+            for _ in range(shard.start, shard.stop, batch_size):
                 wait_sec = time.perf_counter()
                 batch = next(batches)
                 waited_sec += time.perf_counter() - wait_sec
@@ -118,15 +116,15 @@ def encode_images(
                     )
                 kept, left_out = kept + batch.kept, left_out + batch.left_out
                 if batch.kept:
-                    done.append(_encode(batch, autoencoder, info.kind, device, flips, seed))
-                if len(done) > 1:  # fetched while the device works on the batch after it
-                    done[-2] = [latents.cpu() for latents in done[-2]]
+                    encoded.append(_encode(batch, autoencoder, info.kind, device, flips, seed))
+                if len(encoded) > 1:  # fetched while the device works on the batch after it
+                    encoded[-2] = [latents.cpu() for latents in encoded[-2]]
                 bar.update(len(batch.kept) + len(batch.left_out))
-            latents = [torch.cat([part[i].cpu() for part in done]) if done else torch.empty(0) for i in range(1 + flips)]
+            latents = [torch.cat([part[i].cpu() for part in encoded]) if encoded else torch.empty(0) for i in range(1 + flips)]
             if written is not None:
                 written.result()  # at most one shard waits to be written
             labels = torch.from_numpy(images.labels[kept])
-            written = pool.submit(writer.write, piece, latents[0], labels, info, latents[1] if flips else None, left_out)
+            written = pool.submit(writer.write, shard, latents[0], labels, info, latents[1] if flips else None, left_out)
         if written is not None:
             written.result()
     return waited_sec / max(time.perf_counter() - start_sec, 1e-9)
@@ -135,20 +133,10 @@ def encode_images(
 def _encode(batch: _Batch, autoencoder: Autoencoder, kind: str, device: torch.device, flips: bool, seed: int) -> list[Tensor]:
     """Latents [b, C or 2C, h, w] of the images, and of the mirrored ones, still on the device."""
     pixels = from_uint8(batch.images.to(device, non_blocking=True))
-    return [
-        _stored(autoencoder.encode_moments(version), kind, [(seed, number, flip) for number in batch.kept])
-        for flip, version in enumerate(_versions(pixels, flips))
-    ]
-
-
-def _versions(pixels: Tensor, flips: bool) -> Iterator[Tensor]:
-    yield pixels
-    if flips:
-        yield pixels.flip(-1)
-
-
-def _stored(moments: Tensor, kind: str, seeds: list[tuple[int, int, int]]) -> Tensor:
-    if kind == "moments":
-        return moments
-    mean, log_variance = moments.chunk(2, dim=1)
-    return mean + (log_variance / 2).exp() * SeedRandom(seeds, moments.device).randn(*mean.shape[1:])
+    latents = []
+    for flip in range(1 + flips):
+        moments = autoencoder.encode_moments(pixels.flip(-1) if flip else pixels)
+        if kind == "sample":
+            moments = draw_latents(moments, "moments", SeedRandom([(seed, number, flip) for number in batch.kept], device))
+        latents.append(moments)
+    return latents
