@@ -89,7 +89,6 @@ def encode(
     # A process that is done waits for the slowest one, however long that takes.
     patience = InitProcessGroupKwargs(timeout=timedelta(days=7))
     accelerator = cli.start_accelerator(cpu_threads, kwargs_handlers=[patience])
-    rank, num_processes = accelerator.process_index, accelerator.num_processes
     vae = autoencoders.build(autoencoder, accelerator.device, None, "autoencoder", precision)
     if resolution % vae.factor:
         raise UserError(f"resolution={resolution} is not a multiple of {vae.factor}, the pixels along one side of a latent")
@@ -109,32 +108,11 @@ def encode(
         "seed": seed if kind == "sample" else None,
     }
     writer = ShardWriter(output, settings, source.fingerprint, len(source), shard_size, dtype)
-    accelerator.wait_for_everyone()  # all have checked the folder before one changes it
-    if accelerator.is_main_process:
-        writer.open()
-    accelerator.wait_for_everyone()
-    shards, num_missing = writer.missing(rank, num_processes), len(writer.missing())
-    accelerator.wait_for_everyone()
-    log.info("%d images in %d classes", len(source), info.num_classes)
-    log.info("%d of %d shards to make", num_missing, len(writer.shards))
-    waited = encode_images(
-        source,
-        vae,
-        writer,
-        shards,
-        info,
-        device=accelerator.device,
-        batch_size=batch_size,
-        num_workers=cores_per_process() if num_workers is None else num_workers,
-        flips=flips,
-        seed=seed,
-        on_error=on_error,
-        describe=f"process {rank + 1} of {num_processes}" if num_processes > 1 else "",
-    )
+    num_workers = cores_per_process() if num_workers is None else num_workers
+    how = dict(batch_size=batch_size, num_workers=num_workers, flips=flips, seed=seed, on_error=on_error)
+    encode_images(source, vae, writer, info, accelerator, **how)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        if shards:
-            log.info("waiting for images took %.0f%% of the time", 100 * waited)
         writer.finish(source.class_names, source=images, crop=settings["crop"], precision=precision)
     accelerator.end_training()
 
@@ -266,7 +244,7 @@ def synthetic(
     shard_size: Count = SHARD_SIZE,
     seed: Whole = 0,
 ) -> None:
-    """Random latents for benchmarks: the network sees normal numbers of standard deviation 0.5; labels go round the classes."""
+    """Write random latents for benchmarks: the network sees normal numbers of standard deviation 0.5."""
     shape = dict(channels=channels, size=size, num_classes=num_classes, kind=kind, flips=flips)
     write_synthetic(output, num_items, **shape, dtype=dtype, shard_size=shard_size, seed=seed)
 

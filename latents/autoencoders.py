@@ -16,7 +16,8 @@ SD_VAES = ("stabilityai/sd-vae-ft-ema", "stabilityai/sd-vae-ft-mse")
 
 
 class Autoencoder(Protocol):
-    """
+    """What encodes images and decodes latents.
+
     Attributes:
         scale_factor: what its latents are multiplied by for the network.
         factor: pixels of an image along one side of a latent.

@@ -56,34 +56,29 @@ def detect(
     if height != width:
         raise UserError(f"latents of {height}x{width} are not square; encode square images")
     kind, statements = _detect_kind(latents, kind, known_kind, key_prefix)
-
     mean, log_variance = mean_and_log_variance(latents, kind)
-    if autoencoder is not None:
-        statements.append(f"autoencoder={autoencoder}: as given")
-    elif mean.shape[1] == 4:
+    std = mean.double().std(correction=0).item()
+
+    reason = "as given"
+    if autoencoder is None and mean.shape[1] == 4:
         autoencoder = SD_VAE
-        statements.append(
-            f"autoencoder={autoencoder}: assumed, as latents have 4 channels (-ft-ema and -ft-mse share one encoder); "
-            f"{key_prefix}autoencoder= names another"
+        reason = (
+            f"assumed, as latents have 4 channels (-ft-ema and -ft-mse share one encoder); {key_prefix}autoencoder= names another"
         )
-    else:
+    elif autoencoder is None:
         raise UserError(
             f"latents have {mean.shape[1]} channels, which is not SD-VAE's 4; name what made them with "
             f"{key_prefix}autoencoder=sd-vae:<hub id or folder>, or {key_prefix}autoencoder=none where nothing decodes them"
         )
+    statements.append(f"autoencoder={autoencoder}: {reason}")
     known = known_scale_and_factor(autoencoder)
 
-    std = mean.double().std(correction=0).item()
     is_sd_vae = autoencoder.removeprefix("sd-vae:") in SD_VAES
     stored_scale, reasons = _detect_stored_scale(std, kind, is_sd_vae, stored_scale, known_stored_scale, key_prefix)
     statements += reasons
 
-    if scale_factor is not None:
-        statements.append(f"scale_factor={scale_factor:g}: as given")
-    elif known is not None:
-        scale_factor = known[0]
-        statements.append(f"scale_factor={scale_factor:g}: that of {autoencoder}")
-    else:
+    reason = "as given" if scale_factor is not None else f"that of {autoencoder}"
+    if scale_factor is None and known is None:
         variance = 0.0 if log_variance is None else log_variance.double().exp().mean().item()
         drawn_std = math.sqrt(std**2 + variance) / stored_scale  # of mean + sqrt(variance) * noise, which training draws
         advice = (
@@ -93,20 +88,20 @@ def detect(
             f"{key_prefix}scale_factor= is missing: the network sees latents x scale_factor, and that of "
             f"autoencoder={autoencoder} is not known; {advice or 'these latents are constant'}"
         )
+    scale_factor = known[0] if scale_factor is None else scale_factor
+    statements.append(f"scale_factor={scale_factor:g}: {reason}")
 
-    if resolution is not None:
-        statements.append(f"resolution={resolution}: as given")
-    elif known is not None:
-        resolution = known[1] * height
-        statements.append(f"resolution={resolution}: {height} latents of {known[1]} pixels along a side")
-    else:
+    if resolution is None and known is None:
         raise UserError(
             f"{key_prefix}resolution= is missing: the size of the images in pixels cannot be told from latents of "
             f"{height}x{width} and autoencoder={autoencoder}"
         )
+    reason = "as given" if resolution is not None else f"{height} latents of {known[1]} pixels along a side"
+    resolution = known[1] * height if resolution is None else resolution
+    statements.append(f"resolution={resolution}: {reason}")
 
     num_classes, reason = _detect_num_classes(labels, num_classes, key_prefix)
-    statements.append(reason)
+    statements.append(f"num_classes={num_classes}: {reason}")
     return ShardInfo(kind, float(scale_factor), autoencoder, int(resolution), num_classes), stored_scale, statements
 
 
@@ -198,10 +193,10 @@ def _detect_num_classes(labels: np.ndarray, num_classes: int | None, key_prefix:
     if labels[lowest] < 0:
         raise UserError(f"the label of item {lowest} is {labels[lowest]}; labels are 0 .. num_classes - 1")
     if num_classes is None:
-        return int(labels[highest]) + 1, f"num_classes={labels[highest] + 1}: the largest label + 1"
+        return int(labels[highest]) + 1, "the largest label + 1"
     if labels[highest] >= num_classes:
         raise UserError(
             f"the label of item {highest} is {labels[highest]}, outside {key_prefix}num_classes={num_classes}; "
             f"set {key_prefix}num_classes={labels[highest] + 1} or correct the labels"
         )
-    return int(num_classes), f"num_classes={num_classes}: as given"
+    return int(num_classes), "as given"

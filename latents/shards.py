@@ -60,13 +60,8 @@ class ShardInfo:
         missing = [name for name in cls.__dataclass_fields__ if name not in (metadata or {})]
         if missing:
             raise UserError(f"its header lacks {', '.join(missing)}")
-        return cls(
-            kind=metadata["kind"],
-            scale_factor=float(metadata["scale_factor"]),
-            autoencoder=metadata["autoencoder"],
-            resolution=int(metadata["resolution"]),
-            num_classes=int(metadata["num_classes"]),
-        )
+        types = {"scale_factor": float, "resolution": int, "num_classes": int}
+        return cls(**{name: types.get(name, str)(metadata[name]) for name in cls.__dataclass_fields__})
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -15,10 +17,12 @@ from errors import UserError
 from evaluations.images import adm_center_crop, read_rgb
 from latents.autoencoders import Autoencoder, from_uint8
 from latents.prepare.images import LabelledImages
-from latents.prepare.write import PlannedShard, ShardWriter
+from latents.prepare.write import ShardWriter
 from latents.progress import progress_bar
 from latents.shards import ShardInfo, draw_latents
 from randomness import SeedRandom
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -62,45 +66,42 @@ def encode_images(
     images: LabelledImages,
     autoencoder: Autoencoder,
     writer: ShardWriter,
-    shards: list[PlannedShard],
     info: ShardInfo,
+    accelerator: Accelerator,
     *,
-    device: torch.device,
     batch_size: int,
     num_workers: int,
     flips: bool,
     seed: int,
     on_error: str,
-    describe: str = "",
-) -> float:
-    """Encode the images of some shards and write these.
+) -> None:
+    """Encode the images of the shards that are missing and write these, each process its share.
 
     Batches end where a shard ends, and noise is drawn per image: a shard is the same whichever process makes it.
 
     Args:
-        shards: those to make.
         flips: encode the mirrored images as well.
         seed: of the noise with which kind=sample is drawn.
         on_error: `stop` or `skip` at an image that cannot be read.
-        describe: stands before the progress bar.
-
-    Returns:
-        The fraction of the time that was spent waiting for images to be read.
 
     Raises:
         UserError: an image that cannot be read, under on_error=stop, by name.
     """
+    rank, num_processes, device = accelerator.process_index, accelerator.num_processes, accelerator.device
+    accelerator.wait_for_everyone()  # all have checked the folder before one changes it
+    if accelerator.is_main_process:
+        writer.open()
+    accelerator.wait_for_everyone()
+    shards, num_missing = writer.missing(rank, num_processes), len(writer.missing())
+    accelerator.wait_for_everyone()  # all have listed what is missing before one writes
+    log.info("%d images in %d classes", len(images), info.num_classes)
+    log.info("%d of %d shards to make", num_missing, len(writer.shards))
     order = [range(i, min(i + batch_size, s.stop)) for s in shards for i in range(s.start, s.stop, batch_size)]
-    loader = DataLoader(
-        _CroppedImages(images, info.resolution),
-        batch_size=None,
-        sampler=order,
-        num_workers=num_workers,
-        pin_memory=device.type == "cuda",
-    )
-    batches = iter(loader)
+    cropped, pin_memory = _CroppedImages(images, info.resolution), device.type == "cuda"
+    batches = iter(DataLoader(cropped, batch_size=None, sampler=order, num_workers=num_workers, pin_memory=pin_memory))
     waited_sec, start_sec = 0.0, time.perf_counter()
-    bar = progress_bar(total=sum(s.stop - s.start for s in shards), unit="images", desc=describe or None)
+    title = f"process {rank + 1} of {num_processes}" if num_processes > 1 else None
+    bar = progress_bar(total=sum(s.stop - s.start for s in shards), unit="images", desc=title)
     written: Future | None = None
     with bar, ThreadPoolExecutor(1) as pool:
         for shard in shards:
@@ -127,7 +128,8 @@ def encode_images(
             written = pool.submit(writer.write, shard, latents[0], labels, info, latents[1] if flips else None, left_out)
         if written is not None:
             written.result()
-    return waited_sec / max(time.perf_counter() - start_sec, 1e-9)
+    if shards and accelerator.is_main_process:
+        log.info("waiting for images took %.0f%% of the time", 100 * waited_sec / max(time.perf_counter() - start_sec, 1e-9))
 
 
 def _encode(batch: _Batch, autoencoder: Autoencoder, kind: str, device: torch.device, flips: bool, seed: int) -> list[Tensor]:
