@@ -35,10 +35,11 @@ def write_file(path: Path, content: bytes | str) -> None:
         raise UserError(f"cannot write {path}: {e.strerror}") from e
 
 
-def read_file(path: Path) -> bytes:
-    """The content of a file. Raises UserError where it cannot be read."""
+def read_file(path: Path, size: int = -1) -> bytes:
+    """The content of a file, or its first `size` bytes. Raises UserError where it cannot be read."""
     try:
-        return path.read_bytes()
+        with open(path, "rb") as f:
+            return f.read(size)
     except OSError as e:
         raise UserError(f"cannot read {path}: {e.strerror}") from e
 

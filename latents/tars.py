@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from errors import UserError
+from files import read_file
 
 # First bytes. A tar begins with the name of a member, which may be BZh...: bzip2's letters alone do not tell.
 COMPRESSED = re.compile(rb"(?P<gzip>\x1f\x8b)|(?P<bzip2>BZh[1-9]1AY&SY)|(?P<xz>\xfd7zXZ\x00)|(?P<zstd>\x28\xb5\x2f\xfd)")
@@ -49,8 +50,7 @@ def find_tars(path: Path) -> list[Path]:
     compressed = [f for f in entries if f.name.lower().endswith(COMPRESSED_SUFFIXES)]
     tars = [f for f in entries if f.suffix.lower() == ".tar" or f == path]
     for file in compressed + tars:
-        with open(file, "rb") as f:
-            found = COMPRESSED.match(f.read(10))
+        found = COMPRESSED.match(read_file(file, 10))
         if found or file in compressed:
             kind = f" ({found.lastgroup})" if found else ""
             raise UserError(f"{file} is compressed{kind}, so that items cannot be read by offset; decompress it first")

@@ -81,8 +81,8 @@ def test_every_item_of_another_projects_format_is_converted(tmp_path, make, kind
     info = dataset.info
     assert (info.kind, info.scale_factor, info.resolution, info.num_classes) == (kind, SD_SCALE, 64, 10)
     assert info.autoencoder == "sd-vae:stabilityai/sd-vae-ft-ema" and len(dataset.files) == 3
-    stated = json.loads((tmp_path / "ours" / "manifest.json").read_text())
-    assert any(line.startswith(f"kind={kind}") for line in stated["detected"]) and f"kind={kind}" in caplog.text
+    manifest = json.loads((tmp_path / "ours" / "manifest.json").read_text())
+    assert any(line.startswith(f"kind={kind}") for line in manifest["detected"]) and f"kind={kind}" in caplog.text
     convert(tmp_path / "theirs", tmp_path / "ours", *settings, f"dtype={dtype}")  # again: finds everything done
 
 

@@ -352,7 +352,7 @@ def test_bad_means_and_stds_are_refused_by_name(tmp_path, damage, message):
         open_latents(tmp_path, format="repa").read(0, 3)
 
 
-def test_files_that_dataset_json_leaves_out_are_stated(tmp_path):
+def test_files_that_dataset_json_leaves_out_are_logged(tmp_path):
     write_repa(tmp_path, as_mean_and_std(sd_moments(3)), [0, 1, 2])
     put(3, as_mean_and_std(sd_moments(1))[0])(tmp_path)
     assert open_latents(tmp_path).statements == ["1 .npy files are not in dataset.json and are left out"]

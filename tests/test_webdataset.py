@@ -155,7 +155,7 @@ def test_more_tars_than_are_kept_open_are_read(tmp_path, monkeypatch):
 # What is detected.
 
 
-def test_moments_are_detected_and_stated(tmp_path):
+def test_moments_are_detected_and_logged(tmp_path):
     two_tars(tmp_path)
     dataset = TarLatents(tmp_path)
     assert vars(dataset.info) == dict(kind="moments", scale_factor=SD_SCALE, autoencoder=SD_VAE, resolution=32, num_classes=5)
