@@ -80,7 +80,7 @@ def _hash(*parts: object) -> str:
     return digest.hexdigest()
 
 
-def _check_finite(latents: np.ndarray, name_of: Callable[[int], str]) -> None:
+def _refuse_nan(latents: np.ndarray, name_of: Callable[[int], str]) -> None:
     """Raises UserError where one of latents [b, C, h, w] holds NaN or Inf; name_of(number in the batch) names it."""
     # A sum is finite only if all values are, and cheap; float64 cannot overflow.
     if not np.isfinite(latents.sum(dtype=np.float64)):
@@ -215,7 +215,7 @@ class MaskDiTLMDB(LatentSource):
                     f"{self.file}: z-{number} has {len(value)} bytes{hint}, but z-0 has {row.nbytes} (float32 {list(self.shape)})"
                 )
             row[:] = np.frombuffer(value, dtype="<f4").reshape(self.shape)
-        _check_finite(latents, lambda i: f"{self.file}: z-{numbers[i]}")
+        _refuse_nan(latents, lambda i: f"{self.file}: z-{numbers[i]}")
         return latents
 
     def _mirror_correlation(self, txn, labels: np.ndarray) -> float:
@@ -249,7 +249,7 @@ class Tars(LatentSource):
 
     def read(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
         latents = self._index.read(np.arange(start, stop)).astype(np.float32, copy=False)
-        _check_finite(latents, lambda i: self._index.name_of(start + i))
+        _refuse_nan(latents, lambda i: self._index.name_of(start + i))
         return torch.from_numpy(latents), None
 
     def fingerprint(self) -> str:
@@ -334,7 +334,7 @@ class FastDiTFolder(LatentSource):
         parts = []
         for number, rows in _locate(self._first_item, start, stop):
             parts.append(self._read_features(number)[rows])
-            _check_finite(parts[-1], lambda i, name=self._names[number]: str(self.features / name))
+            _refuse_nan(parts[-1], lambda i, name=self._names[number]: str(self.features / name))
         return torch.from_numpy(np.concatenate(parts).astype(np.float32, copy=False)), None
 
     def fingerprint(self) -> str:
@@ -384,7 +384,7 @@ class REPAFolder(LatentSource):
                     f"{self.path}: {name} is {value.dtype} {list(value.shape)}, but {self._names[0]} is {list(self.shape)}"
                 )
             row[:] = value
-        _check_finite(latents, lambda i: f"{self.path}: {self._names[start + i]}")
+        _refuse_nan(latents, lambda i: f"{self.path}: {self._names[start + i]}")
         std = latents[:, self.shape[0] // 2 :]
         if (std < 0).any():
             bad = int(np.flatnonzero((std < 0).any(axis=(1, 2, 3)))[0])
@@ -503,7 +503,7 @@ class LightningDiTFolder(LatentSource):
                 for name in self._names:
                     part = f.get_slice(name)[rows.start : rows.stop].float()
                     where = f"{self.files[number]}: {name} of item "
-                    _check_finite(part.numpy(), lambda i, where=where, rows=rows: f"{where}{rows.start + i}")
+                    _refuse_nan(part.numpy(), lambda i, where=where, rows=rows: f"{where}{rows.start + i}")
                     parts[name].append(part)
         latents, *flips = (torch.cat(parts[name]) for name in self._names)
         return latents, flips[0] if flips else None
