@@ -9,6 +9,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from errors import UserError
 
@@ -33,6 +34,15 @@ def write_file(path: Path, content: bytes | str) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise UserError(f"cannot write {path}: {e.strerror}") from e
+
+
+def read_file(path: Path, size: int = -1) -> bytes:
+    """The content of a file, or its first `size` bytes. Raises UserError where it cannot be read."""
+    try:
+        with open(path, "rb") as f:
+            return f.read(size)
+    except OSError as e:
+        raise UserError(f"cannot read {path}: {e.strerror}") from e
 
 
 def append_line(path: Path, record: dict) -> None:
@@ -65,6 +75,19 @@ def read_lines(path: Path) -> Iterator[tuple[int, dict | None]]:
         yield number, value if isinstance(value, dict) else None
 
 
+def read_json(path: Path) -> Any:
+    """The content of a JSON file.
+
+    Raises:
+        UserError: it cannot be read, or is not JSON.
+    """
+    content = read_file(path)
+    try:
+        return json.loads(content)
+    except ValueError as e:
+        raise UserError(f"{path} is not JSON: {e}") from e
+
+
 def hash_bytes(blob: bytes) -> str:
     """32 hexadecimal digits (blake2b)."""
     return hashlib.blake2b(blob, digest_size=16).hexdigest()
@@ -80,13 +103,25 @@ def hash_file(path: Path) -> str:
 
 
 def list_images(folder: Path, suffixes: Sequence[str]) -> list[str]:
-    """Paths of the images below a folder, relative to it, sorted, with forward slashes. Hidden files and folders are left out."""
+    """Paths of the images below a folder, relative to it, sorted, with forward slashes. Links to folders are followed.
+
+    Raises:
+        UserError: a link leads back to a folder that holds it.
+    """
     names = []
     for root, folders, files in os.walk(folder, followlinks=True):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        folders[:] = sorted(name for name in folders if not is_hidden(name))
+        for link in (Path(root, name) for name in folders if os.path.islink(os.path.join(root, name))):
+            if link.resolve() in (Path(root).resolve(), *Path(root).resolve().parents):
+                raise UserError(f"{link} is a link to a folder that holds it; remove it")
         inside = Path(root).relative_to(folder)
-        names += [(inside / n).as_posix() for n in files if not n.startswith(".") and n.lower().endswith(tuple(suffixes))]
+        names += [(inside / n).as_posix() for n in files if not is_hidden(n) and n.lower().endswith(tuple(suffixes))]
     return sorted(names)
+
+
+def is_hidden(name: str) -> bool:
+    """Of a file or folder: hidden, or what macOS adds to a .zip. `list_images` leaves these out."""
+    return name.startswith(".") or name == "__MACOSX"
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]], escape: Callable[[str], str] = str) -> str:

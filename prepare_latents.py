@@ -8,67 +8,67 @@
     python prepare_latents.py digits output=<folder>     # the embedded digits, bit for bit as the repository ships them
     python prepare_latents.py reference images=<folder> output=<file.npz>       # for fid.py
 
-`encode` and `convert` go on where they were stopped when the same command is given again.
+`encode` and `convert` continue where they were stopped when the same command is given again.
 """
 
 from __future__ import annotations
 
-import inspect as introspection
 import logging
 import sys
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
+from typing import Literal
 
-import numpy as np
 import torch
-import yaml
 from accelerate.utils import InitProcessGroupKwargs
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from errors import UserError
 from evaluations.detector import InceptionDetector
 from evaluations.images import open_images
 from evaluations.reference import write_reference
+from files import hash_bytes
 from latents import autoencoders
-from latents.detection import detect
-from latents.manifest import hash_of
-from latents.prepare.convert import FORMATS, open_foreign, sample_of
+from latents.detection import SD_VAE, detect
 from latents.prepare.encode import encode_images
+from latents.prepare.formats import FORMATS, open_latents
+from latents.prepare.generate import write_digits, write_synthetic
 from latents.prepare.images import open_labelled_images
-from latents.prepare.inspect import inspect_latents, items_to_draw
+from latents.prepare.inspect import fetch_spread, inspect_latents
 from latents.prepare.write import DTYPES, ShardWriter
 from latents.progress import progress_bar
-from latents.shards import KINDS, LatentDataset, ShardInfo, write_shard
+from latents.shards import KINDS, LatentDataset, ShardInfo
 from latents.webdataset import TarLatents
 from sampling.sampler import labelled_grid
-from setup.schema import AUTOENCODER, TRAIN_KEYS, Accepts, choice, number, or_null, text, true_or_false, whole
 from setup import cli
+from setup.schema import Autoencoder, Count, Positive, Precision, Text, Whole
+from training.speed import cores_per_process
 
 log = logging.getLogger("prepare_latents")
 
 SHARD_SIZE = 4096  # items of the source that make one shard: 64 MiB of moments at 256 pixels
 
+Kind = Literal[KINDS]
+Dtype = Literal[tuple(DTYPES)]
+
 
 def encode(
-    images: str,
-    output: str,
-    labels: str = "auto",
-    resolution: int = 256,
-    autoencoder: str = "sd-vae:stabilityai/sd-vae-ft-ema",
-    kind: str = "moments",
+    images: Text,
+    output: Text,
+    labels: Text = "auto",
+    resolution: Count = 256,
+    autoencoder: Autoencoder = SD_VAE,
+    kind: Kind = "moments",
     flips: bool = False,
-    num_classes: int | None = None,
-    precision: str = "fp32",
-    dtype: str = "float16",
-    batch_size: int = 64,
-    num_workers: int | None = None,
-    shard_size: int = SHARD_SIZE,
-    on_error: str = "stop",
-    seed: int = 0,
-    cpu_threads: int | None = None,
+    num_classes: Count | None = None,
+    precision: Precision = "fp32",
+    dtype: Dtype = "float16",
+    batch_size: Count = 64,
+    num_workers: Whole | None = None,
+    shard_size: Count = SHARD_SIZE,
+    on_error: Literal["stop", "skip"] = "stop",
+    seed: Whole = 0,
+    cpu_threads: Count | None = None,
 ) -> None:
     """Encode images into a folder of shards, with as many processes as accelerate starts.
 
@@ -97,7 +97,7 @@ def encode(
     source = open_labelled_images(images, labels)
     if Path(images).resolve() in (Path(output).resolve(), *Path(output).resolve().parents):
         raise UserError(f"output={output} lies in images={images}; give a folder elsewhere")
-    info = ShardInfo(kind, vae.scale_factor, autoencoder, resolution, count_classes(source, num_classes))
+    info = ShardInfo(kind, vae.scale_factor, autoencoder, resolution, source.count_classes(num_classes))
     settings = {
         "command": "encode",
         **asdict(info),
@@ -108,65 +108,30 @@ def encode(
         "seed": seed if kind == "sample" else None,
     }
     writer = ShardWriter(output, settings, source.fingerprint, len(source), shard_size, dtype)
-    accelerator.wait_for_everyone()  # all have looked before one changes the folder
-    if accelerator.is_main_process:
-        writer.open()
-    accelerator.wait_for_everyone()
-    pieces, num_missing = writer.todo(accelerator.process_index, accelerator.num_processes), len(writer.todo())
-    accelerator.wait_for_everyone()
-    log.info("%d images in %d classes", len(source), info.num_classes)
-    log.info("%d of %d shards to make", num_missing, len(writer.pieces))
-    waited = encode_images(
-        source,
-        vae,
-        writer,
-        pieces,
-        info,
-        device=accelerator.device,
-        batch_size=batch_size,
-        num_workers=cli.cores_per_process() if num_workers is None else num_workers,
-        flips=flips,
-        seed=seed,
-        on_error=on_error,
-        describe=f"process {accelerator.process_index + 1} of {accelerator.num_processes}"
-        if accelerator.num_processes > 1
-        else "",
-    )
+    num_workers = cores_per_process() if num_workers is None else num_workers
+    how = dict(batch_size=batch_size, num_workers=num_workers, flips=flips, seed=seed, on_error=on_error)
+    encode_images(source, vae, writer, info, accelerator, **how)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        if pieces:
-            log.info("waiting for images took %.0f%% of the time", 100 * waited)
-        summarise(output, writer.finish(source.class_names, source=str(images), crop="adm_center_crop", precision=precision))
+        writer.finish(source.class_names, source=images, crop=settings["crop"], precision=precision)
     accelerator.end_training()
 
 
-def count_classes(source, num_classes: int | None) -> int:
-    """The number of classes, checked against the labels."""
-    found = len(source.class_names) if source.class_names else int(source.labels.max()) + 1
-    if num_classes is not None and num_classes < found:
-        worst = int(source.labels.argmax())
-        raise UserError(
-            f"num_classes={num_classes}, but {source.names[worst]} has the label {source.labels[worst]}; "
-            f"set num_classes={found} or more"
-        )
-    return num_classes or found
-
-
 def convert(
-    path: str,
-    output: str,
-    format: str = "auto",
-    kind: str | None = None,
-    stored_scale: float | None = None,
-    scale_factor: float | None = None,
-    autoencoder: str | None = None,
-    resolution: int | None = None,
-    num_classes: int | None = None,
-    dtype: str = "float16",
-    shard_size: int = SHARD_SIZE,
+    path: Text,
+    output: Text,
+    format: Literal[("auto", *FORMATS)] = "auto",
+    kind: Kind | None = None,
+    stored_scale: Positive | None = None,
+    scale_factor: Positive | None = None,
+    autoencoder: Autoencoder | None = None,
+    resolution: Count | None = None,
+    num_classes: Count | None = None,
+    dtype: Dtype = "float16",
+    shard_size: Count = SHARD_SIZE,
     allow_pickle: bool = False,
 ) -> None:
-    """Rewrite the latents of another project as shards. What is not given is detected, and said; or asked for.
+    """Rewrite the latents of another project as shards. What is not given is detected and logged, or asked for.
 
     Args:
         path: where they are.
@@ -179,51 +144,43 @@ def convert(
         dtype: of the stored latents.
         allow_pickle: read pickled items; a restricted reader admits NumPy arrays and nothing else.
     """
-    source = open_foreign(path, format, allow_pickle)
-    sample = sample_of(source)
-    info, stored_scale, statements = detect(
-        sample,
-        labels=source.labels,
-        kind=kind,
-        stored_scale=stored_scale,
-        scale_factor=scale_factor,
-        autoencoder=autoencoder,
-        resolution=resolution,
-        num_classes=num_classes,
-        fixed_kind=source.fixed_kind,
-        known_stored_scale=source.known_stored_scale,
-    )
+    source = open_latents(path, format, allow_pickle)
+    spread = source.read_spread()
+    given = dict(kind=kind, stored_scale=stored_scale, scale_factor=scale_factor, autoencoder=autoencoder)
+    given |= dict(resolution=resolution, num_classes=num_classes)
+    known = dict(known_kind=source.known_kind, known_stored_scale=source.known_stored_scale)
+    info, stored_scale, statements = detect(spread, labels=source.labels, **given, **known)
     statements = [*source.statements, *statements]
-    for line in (f"{path}: {len(source.labels)} items, {source.describe}", *statements):
+    for line in (f"{path}: {len(source.labels)} items, {source.name}", *statements):
         log.info("%s", line)
-    settings = {"command": "convert", "format": source.describe, **asdict(info), "stored_scale": stored_scale}
-    # Names, sizes and labels are the same for other values of them: a look at the values as well.
-    of_all = hash_of(f"{source.fingerprint()} {hash_of(sample.numpy().tobytes())}".encode())
-    writer = ShardWriter(output, settings, lambda start, stop: of_all, len(source.labels), shard_size, dtype)
+    settings = {"command": "convert", "format": source.name, **asdict(info), "stored_scale": stored_scale}
+    # Names, sizes and labels can be equal where values differ, so some values are hashed as well.
+    fingerprint = hash_bytes(f"{source.fingerprint()} {hash_bytes(spread.numpy().tobytes())}".encode())
+    writer = ShardWriter(output, settings, lambda start, stop: fingerprint, len(source.labels), shard_size, dtype)
     writer.open()
-    log.info("%d of %d shards to make", len(writer.todo()), len(writer.pieces))
-    for piece in progress_bar(writer.todo(), unit="shards"):
-        latents, latents_flip = source.read(piece.start, piece.stop)
+    log.info("%d of %d shards to make", len(writer.missing()), len(writer.shards))
+    for shard in progress_bar(writer.missing(), unit="shards"):
+        latents, latents_flip = source.read(shard.start, shard.stop)
         if stored_scale != 1:
             latents, latents_flip = (None if x is None else x / stored_scale for x in (latents, latents_flip))
-        writer.write(piece, latents, torch.from_numpy(source.labels[piece.start : piece.stop]), info, latents_flip)
-    summarise(output, writer.finish(source=str(path), detected=statements))
+        writer.write(shard, latents, torch.from_numpy(source.labels[shard.start : shard.stop]), info, latents_flip)
+    writer.finish(source=path, detected=statements)
 
 
 def inspect(
-    path: str,
-    format: str = "native",
-    autoencoder: str | None = None,
-    grid: str = "auto",
-    sigma_data: float = 0.5,
-    min_items_per_class: int = 1,
-    kind: str | None = None,
-    stored_scale: float | None = None,
-    scale_factor: float | None = None,
-    resolution: int | None = None,
-    num_classes: int | None = None,
+    path: Text,
+    format: Literal["native", "webdataset"] = "native",
+    autoencoder: Autoencoder | None = None,
+    grid: Text = "auto",
+    sigma_data: Positive = 0.5,
+    min_items_per_class: Whole = 1,
+    kind: Kind | None = None,
+    stored_scale: Positive | None = None,
+    scale_factor: Positive | None = None,
+    resolution: Count | None = None,
+    num_classes: Count | None = None,
     allow_pickle: bool = False,
-    cpu_threads: int | None = None,
+    cpu_threads: Count | None = None,
 ) -> None:
     """Read all latents once, print what is there, draw 16 of them; the exit code is not 0 when something is wrong.
 
@@ -235,15 +192,15 @@ def inspect(
         min_items_per_class: fewer are a problem.
         kind, stored_scale, scale_factor, resolution, num_classes, allow_pickle: of tars, as for convert.
     """
-    settings = dict(kind=kind, stored_scale=stored_scale, scale_factor=scale_factor, resolution=resolution)
-    settings |= dict(num_classes=num_classes, allow_pickle=allow_pickle or None)
+    of_tars = dict(kind=kind, stored_scale=stored_scale, scale_factor=scale_factor, resolution=resolution)
+    of_tars |= dict(num_classes=num_classes, allow_pickle=allow_pickle)
     if format == "native":
-        given = [key for key, value in settings.items() if value is not None]
+        given = [key for key, value in of_tars.items() if value not in (None, False)]
         if given:
-            raise UserError(f"{given[0]}={settings[given[0]]} is for format=webdataset; native shards say it themselves")
+            raise UserError(f"{given[0]}={of_tars[given[0]]} is for format=webdataset; native shards say it themselves")
         dataset = LatentDataset(path, check_folder=False, key="path")
     else:
-        dataset = TarLatents(path, autoencoder=autoencoder, **settings | dict(allow_pickle=allow_pickle))
+        dataset = TarLatents(path, autoencoder=autoencoder, **of_tars)
         for line in dataset.statements:
             log.info("%s", line)
     autoencoder = autoencoder or dataset.info.autoencoder
@@ -257,13 +214,13 @@ def inspect(
         device = cli.start_accelerator(cpu_threads).device
         try:
             decoder = autoencoders.build(autoencoder, device, dataset.channels, "autoencoder")
-        except ValueError as e:
+        except UserError as e:
             raise UserError(f"{e}; or leave the picture out: grid=none") from e
     found = inspect_latents(dataset, sigma_data, min_items_per_class)
     for line in found.lines:
         log.info("%s", line)
     if file is not None:
-        latents, labels = items_to_draw(dataset)
+        latents, labels = fetch_spread(dataset)
         images = autoencoders.to_uint8(decoder.decode(latents.to(device)).cpu()).numpy()
         try:
             labelled_grid(list(images), labels, num_columns=4).save(file)
@@ -276,65 +233,29 @@ def inspect(
 
 
 def synthetic(
-    output: str,
-    num_items: int,
-    channels: int = 4,
-    size: int = 32,
-    num_classes: int = 1000,
-    kind: str = "sample",
+    output: Text,
+    num_items: Count,
+    channels: Count = 4,
+    size: Count = 32,
+    num_classes: Count = 1000,
+    kind: Kind = "sample",
     flips: bool = False,
-    dtype: str = "float16",
-    shard_size: int = SHARD_SIZE,
-    seed: int = 0,
+    dtype: Dtype = "float16",
+    shard_size: Count = SHARD_SIZE,
+    seed: Whole = 0,
 ) -> None:
-    """Random latents for benchmarks: the network sees normal numbers of standard deviation 0.5; labels go round the classes."""
-    info = ShardInfo(kind, 0.5, "none", 8 * size, min(num_classes, num_items))
-    settings = {"command": "synthetic", **asdict(info), "channels": channels, "flips": flips, "seed": seed}
-    writer = ShardWriter(output, settings, lambda start, stop: f"{start}-{stop}", num_items, shard_size, dtype)
-    writer.open()
-    for piece in progress_bar(writer.todo(), unit="shards"):
-        generator = torch.Generator().manual_seed(int(np.random.SeedSequence([seed, piece.number]).generate_state(1)[0]))
-        latents = torch.randn(piece.stop - piece.start, channels, size, size, generator=generator)
-        if kind == "moments":
-            latents = torch.cat([latents, torch.full_like(latents, -12.0)], dim=1)
-        labels = torch.arange(piece.start, piece.stop) % info.num_classes
-        writer.write(piece, latents, labels, info, latents.flip(-1) if flips else None)
-    summarise(output, writer.finish())
+    """Write random latents for benchmarks: the network sees normal numbers of standard deviation 0.5."""
+    shape = dict(channels=channels, size=size, num_classes=num_classes, kind=kind, flips=flips)
+    write_synthetic(output, num_items, **shape, dtype=dtype, shard_size=shard_size, seed=seed)
 
 
-def summarise(output: str, stated: dict) -> None:
-    """What was written, in a few lines."""
-    error = stated["storage_error"]
-    log.info("%d latents %s are in %d shards in %s", stated["num_items"], stated["shape"], len(stated["shards"]), output)
-    if stated["left_out"]:
-        first = stated["left_out"][0]
-        log.info("left out %d, first %s (%s); manifest.json lists them", len(stated["left_out"]), first["name"], first["problem"])
-    log.info("mean per channel %s, std %s", *(", ".join(f"{value:.3f}" for value in stated[name]) for name in ("mean", "std")))
-    moved = f"{error['relative_rms']:.2g} of their size (rms), at most {error['max']:.2g}"
-    log.info("rounding to %s moved values by %s", error["dtype"], moved)
-
-
-def digits(output: str) -> None:
-    """Write the handwritten digits of scikit-learn (UCI, CC BY 4.0; 1,797 images of 8x8 pixels, 0 to 16) as one shard.
-
-    Latents are the pixels, mapped to [-1, 1]; a scale factor of 2/3 brings their standard deviation (0.75) to EDM's 0.5.
-    """
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as e:
-        raise UserError("the digits come with scikit-learn: pip install scikit-learn") from e
-
-    data = load_digits()
-    latents = torch.from_numpy(data.images / 8 - 1).to(torch.float16)[:, None]  # [1797, 1, 8, 8], exact in float16
-    labels = torch.from_numpy(data.target).to(torch.int64)
-    info = ShardInfo(kind="sample", scale_factor=2 / 3, autoencoder="identity", resolution=8, num_classes=10)
-    file = Path(output) / "digits.safetensors"
-    write_shard(file, latents, labels, info)
-    log.info("wrote %s", file)
+def digits(output: Text) -> None:
+    """Write the embedded handwritten digits as one shard, bit for bit as the repository ships them."""
+    write_digits(Path(output) / "digits.safetensors")
 
 
 def reference(
-    images: str, output: str, resolution: int | None = None, weights: str | None = None, statistics: bool = True
+    images: Text, output: Text, resolution: Count | None = None, weights: Text | None = None, statistics: bool = True
 ) -> None:
     """Write the images of a folder (or an .npz) as a reference batch: arr_0 and Inception's mu, sigma, mu_s, sigma_s.
 
@@ -355,93 +276,7 @@ def reference(
     log.info("wrote %s", output)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The command line.
-
-
-@dataclass(frozen=True)
-class Command:
-    """A function, and what each of its arguments accepts."""
-
-    run: Callable[..., None]
-    keys: dict[str, Accepts]
-
-
-_THREADS = {"cpu_threads": or_null(whole(1))}
-_STORED = {"dtype": choice(*DTYPES), "shard_size": whole(1)}
-_DETECTED = {
-    key: TRAIN_KEYS[f"data.{key}"]
-    for key in ("kind", "stored_scale", "scale_factor", "autoencoder", "resolution", "num_classes", "allow_pickle")
-}
-COMMANDS = {
-    "encode": Command(
-        encode,
-        {
-            "images": text(),
-            "output": text(),
-            "labels": text(),
-            "resolution": whole(1),
-            "autoencoder": AUTOENCODER,
-            "kind": choice(*KINDS),
-            "flips": true_or_false(),
-            "num_classes": or_null(whole(1)),
-            "precision": choice("fp32", "bf16"),
-            "batch_size": whole(1),
-            "num_workers": or_null(whole(0)),
-            "on_error": choice("stop", "skip"),
-            "seed": whole(0),
-            **_STORED,
-            **_THREADS,
-        },
-    ),
-    "convert": Command(
-        convert,
-        {
-            "path": text(),
-            "output": text(),
-            "format": choice("auto", *FORMATS),
-            **_DETECTED,
-            **_STORED,
-        },
-    ),
-    "inspect": Command(
-        inspect,
-        {
-            "path": text(),
-            "format": choice("native", "webdataset"),
-            "grid": text(),
-            "sigma_data": number(0, above=True, below=True),
-            "min_items_per_class": whole(0),
-            **_DETECTED,
-            **_THREADS,
-        },
-    ),
-    "synthetic": Command(
-        synthetic,
-        {
-            "output": text(),
-            "num_items": whole(1),
-            "channels": whole(1),
-            "size": whole(1),
-            "num_classes": whole(1),
-            "kind": choice(*KINDS),
-            "flips": true_or_false(),
-            "seed": whole(0),
-            **_STORED,
-        },
-    ),
-    "digits": Command(digits, {"output": text()}),
-    "reference": Command(
-        reference,
-        {
-            "images": text(),
-            "output": text(),
-            "resolution": or_null(whole(1)),
-            "weights": or_null(text()),
-            "statistics": true_or_false(),
-        },
-    ),
-}
+COMMANDS = {command.__name__: command for command in (encode, convert, inspect, synthetic, digits, reference)}
 
 
 def main(arguments: list[str]) -> None:
@@ -452,32 +287,7 @@ def main(arguments: list[str]) -> None:
     if name not in COMMANDS:
         raise UserError(f"unknown command {name!r}; use one of {', '.join(COMMANDS)}")
     command = COMMANDS[name]
-    defaults = {p.name: p.default for p in introspection.signature(command.run).parameters.values()}
-    values = {}
-    for setting in settings:
-        key, _, value = setting.partition("=")
-        if key not in command.keys or not value:
-            usage = ", ".join(f"{k}=" if d is introspection.Parameter.empty else f"[{k}=]" for k, d in defaults.items())
-            raise UserError(f"{name}: {key} is not a key or has no value; it takes {usage}")
-        if key in values:
-            raise UserError(f"{name}: {key} is given twice")
-        values[key] = parse(key, value, command.keys[key])
-    missing = [key for key, default in defaults.items() if default is introspection.Parameter.empty and key not in values]
-    if missing:
-        raise UserError(f"{name}: {missing[0]}= is missing; it accepts {command.keys[missing[0]].words}")
-    command.run(**values)
-
-
-def parse(key: str, value: str, accepts: Accepts) -> object:
-    """The value of a key: as YAML reads it where that is accepted, else as the text that it is."""
-    try:
-        read = OmegaConf.to_container(OmegaConf.from_dotlist([f"key={value}"]))["key"]
-    except (yaml.YAMLError, OmegaConfBaseException):
-        read = value
-    for candidate in (read, value):
-        if accepts.test(candidate):
-            return candidate
-    raise UserError(f"{key}={value} is not accepted; use {accepts.words}")
+    command(**dict(cli.parse_arguments(settings, cli.settings_of(command), command=name)))
 
 
 if __name__ == "__main__":
@@ -485,4 +295,4 @@ if __name__ == "__main__":
     try:
         cli.guard(lambda: main(sys.argv[1:]))
     except KeyboardInterrupt:
-        sys.exit("stopped; the same command goes on where it was")
+        sys.exit("stopped; the same command continues where it was")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 from typing import Protocol
 
@@ -11,12 +10,14 @@ import torch
 from torch import Tensor
 
 from errors import UserError
+from files import read_json
 
 SD_VAES = ("stabilityai/sd-vae-ft-ema", "stabilityai/sd-vae-ft-mse")
 
 
 class Autoencoder(Protocol):
-    """
+    """What encodes images and decodes latents.
+
     Attributes:
         scale_factor: what its latents are multiplied by for the network.
         factor: pixels of an image along one side of a latent.
@@ -39,7 +40,7 @@ class Autoencoder(Protocol):
 
 
 class Identity:
-    """For data whose latents are the pixels themselves."""
+    """For data whose latents are the pixels."""
 
     scale_factor, factor = 1.0, 1  # pixels in [-1, 1] have about EDM's standard deviation, 0.5
 
@@ -76,7 +77,6 @@ class SDVAE:
             raise UserError(
                 f"{key}: sd-vae:{source} decodes {self.vae.config.latent_channels} channels, but the latents have {channels}"
             )
-
         if getattr(self.vae.config, "shift_factor", None):
             raise UserError(f"{key}: sd-vae:{source} shifts its latents (shift_factor), which shards have no place for")
         self.scale_factor, self.factor = _scale_and_factor(self.vae.config)
@@ -115,14 +115,14 @@ def known_scale_and_factor(spec: str) -> tuple[float, int] | None:
         return 0.18215, 8
     if kind == "sd-vae" and Path(source).is_dir():
         try:
-            return _scale_and_factor(json.loads((Path(source) / "config.json").read_text()))
-        except (OSError, ValueError, KeyError) as e:
+            return _scale_and_factor(read_json(Path(source) / "config.json"))
+        except (ValueError, KeyError) as e:
             raise UserError(f"autoencoder={spec}: {Path(source) / 'config.json'} is not that of an AutoencoderKL ({e!r})") from e
     return None
 
 
 def build(spec: str, device: torch.device, channels: int | None, key: str, precision: str = "fp32") -> Autoencoder:
-    """`identity`, `sd-vae:<hub id or folder>`, or `none` where nothing decodes the latents: as shards and data.autoencoder say.
+    """The autoencoder that shards and data.autoencoder name: `identity` or `sd-vae:<hub id or folder>`.
 
     Args:
         channels: of the latents to decode; None: whatever it makes.
@@ -130,7 +130,7 @@ def build(spec: str, device: torch.device, channels: int | None, key: str, preci
         precision: of encoding, fp32 | bf16.
 
     Raises:
-        UserError: it is none, unknown, cannot be loaded, or decodes other latents.
+        UserError: it is `none` or unknown, cannot be loaded, or decodes other latents.
     """
     kind, _, source = spec.partition(":")
     if spec == "none":

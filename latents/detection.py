@@ -1,16 +1,15 @@
-"""What latents of unknown origin are: told from their shape and statistics, each decision stated, never guessed."""
+"""What latents of unknown origin are: told from their shape and statistics. Every decision is logged; none is a guess."""
 
 from __future__ import annotations
 
 import math
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from errors import UserError
 from latents.autoencoders import SD_VAES, known_scale_and_factor
-from latents.shards import KINDS, ShardInfo
+from latents.shards import KINDS, ShardInfo, mean_and_log_variance
 
 SD_VAE = "sd-vae:stabilityai/sd-vae-ft-ema"
 SD_SCALE = 0.18215  # brings SD-VAE latents, whose standard deviation is about 5.5, to about 1
@@ -18,7 +17,7 @@ SIGMA_DATA = 0.5  # EDM, Table 1: the standard deviation that the network is bui
 
 
 def detect(
-    sample_latents: Tensor,
+    latents: Tensor,
     *,
     labels: np.ndarray,
     kind: str | None = None,
@@ -27,19 +26,19 @@ def detect(
     autoencoder: str | None = None,
     resolution: int | None = None,
     num_classes: int | None = None,
-    fixed_kind: str | None = None,
+    known_kind: str | None = None,
     known_stored_scale: float | None = None,
     key_prefix: str = "",
 ) -> tuple[ShardInfo, float, list[str]]:
-    """Settle what a header of native shards says, for latents that come without one.
+    """Find what a header of native shards says, for latents that come without one.
 
     Args:
-        sample_latents: [n, C, h, w] float32 (2C channels where they are moments), stored values of items spread over the
-            data; a few hundred are plenty.
+        latents: [n, C, h, w] (2C channels where they are moments), stored values of items spread over the data; a few
+            hundred are plenty.
         labels: [N] int64, of all items.
         kind, scale_factor, autoencoder, resolution, num_classes: as in ShardInfo; None is detected.
         stored_scale: what the stored values were multiplied by after the autoencoder made them; None is detected.
-        fixed_kind, known_stored_scale: what the format says; an explicit `kind` or `stored_scale` goes before it.
+        known_kind, known_stored_scale: what the format says; `kind` and `stored_scale` override it.
         key_prefix: goes before the keys in messages (`data.` in training).
 
     Returns:
@@ -50,77 +49,75 @@ def detect(
         UserError: the statistics leave it open (the message asks for the key), keys contradict the data, or a label is
             outside num_classes.
     """
-    sample_latents = sample_latents.float()
-    _, channels, height, width = sample_latents.shape
-    if not sample_latents.isfinite().all():
+    latents = latents.float()
+    height, width = latents.shape[2:]
+    if not latents.isfinite().all():
         raise UserError("the latents hold NaN or Inf; make them again in float32 or bfloat16, or leave those items out")
     if height != width:
         raise UserError(f"latents of {height}x{width} are not square; encode square images")
+    kind, statements = _detect_kind(latents, kind, known_kind, key_prefix)
+    mean, log_variance = mean_and_log_variance(latents, kind)
+    std = mean.double().std(correction=0).item()
 
-    kind, statements = _settle_kind(sample_latents, kind, fixed_kind, key_prefix)
-    values = sample_latents.chunk(2, dim=1)[0] if kind == "moments" else sample_latents
-    latent_channels, std = values.shape[1], values.double().std(correction=0).item()
-
-    if autoencoder is not None:
-        statements.append(f"autoencoder={autoencoder}: as given")
-    elif latent_channels == 4:
+    reason = "as given"
+    if autoencoder is None and mean.shape[1] == 4:
         autoencoder = SD_VAE
-        statements.append(
-            f"autoencoder={autoencoder}: assumed, as latents have 4 channels (-ft-ema and -ft-mse share one encoder); "
-            f"{key_prefix}autoencoder= names another"
+        reason = (
+            f"assumed, as latents have 4 channels (-ft-ema and -ft-mse share one encoder); {key_prefix}autoencoder= names another"
         )
-    else:
+    elif autoencoder is None:
         raise UserError(
-            f"latents have {latent_channels} channels, which is not SD-VAE's 4; name what made them with "
+            f"latents have {mean.shape[1]} channels, which is not SD-VAE's 4; name what made them with "
             f"{key_prefix}autoencoder=sd-vae:<hub id or folder>, or {key_prefix}autoencoder=none where nothing decodes them"
         )
-    is_sd_vae = autoencoder.removeprefix("sd-vae:") in SD_VAES
+    statements.append(f"autoencoder={autoencoder}: {reason}")
     known = known_scale_and_factor(autoencoder)
 
-    stored_scale, said = _settle_stored_scale(std, kind, is_sd_vae, stored_scale, known_stored_scale, key_prefix)
-    statements += said
-    if scale_factor is not None:
-        statements.append(f"scale_factor={scale_factor:g}: as given")
-    elif known is not None:
-        scale_factor = known[0]
-        statements.append(f"scale_factor={scale_factor:g}: that of {autoencoder}")
-    else:
-        spread = _sampled_std(sample_latents, kind) / stored_scale
-        advice = f"{SIGMA_DATA / spread:.4g} gives it the standard deviation {SIGMA_DATA} that EDM assumes" if spread > 0 else ""
+    is_sd_vae = autoencoder.removeprefix("sd-vae:") in SD_VAES
+    stored_scale, reasons = _detect_stored_scale(std, kind, is_sd_vae, stored_scale, known_stored_scale, key_prefix)
+    statements += reasons
+
+    reason = "as given" if scale_factor is not None else f"that of {autoencoder}"
+    if scale_factor is None and known is None:
+        variance = 0.0 if log_variance is None else log_variance.double().exp().mean().item()
+        drawn_std = math.sqrt(std**2 + variance) / stored_scale  # of mean + sqrt(variance) * noise, which training draws
+        advice = (
+            f"{SIGMA_DATA / drawn_std:.4g} gives it the standard deviation {SIGMA_DATA} that EDM assumes" if drawn_std else ""
+        )
         raise UserError(
             f"{key_prefix}scale_factor= is missing: the network sees latents x scale_factor, and that of "
             f"autoencoder={autoencoder} is not known; {advice or 'these latents are constant'}"
         )
+    scale_factor = known[0] if scale_factor is None else scale_factor
+    statements.append(f"scale_factor={scale_factor:g}: {reason}")
 
-    if resolution is not None:
-        statements.append(f"resolution={resolution}: as given")
-    elif known is not None:
-        resolution = known[1] * height
-        statements.append(f"resolution={resolution}: {height} latents of {known[1]} pixels along a side")
-    else:
+    if resolution is None and known is None:
         raise UserError(
             f"{key_prefix}resolution= is missing: the size of the images in pixels cannot be told from latents of "
             f"{height}x{width} and autoencoder={autoencoder}"
         )
+    reason = "as given" if resolution is not None else f"{height} latents of {known[1]} pixels along a side"
+    resolution = known[1] * height if resolution is None else resolution
+    statements.append(f"resolution={resolution}: {reason}")
 
-    num_classes, said = _settle_num_classes(labels, num_classes, key_prefix)
-    statements.append(said)
+    num_classes, reason = _detect_num_classes(labels, num_classes, key_prefix)
+    statements.append(f"num_classes={num_classes}: {reason}")
     return ShardInfo(kind, float(scale_factor), autoencoder, int(resolution), num_classes), stored_scale, statements
 
 
-def _settle_kind(latents: Tensor, kind: str | None, fixed_kind: str | None, key_prefix: str) -> tuple[str, list[str]]:
+def _detect_kind(latents: Tensor, kind: str | None, known_kind: str | None, key_prefix: str) -> tuple[str, list[str]]:
     channels = latents.shape[1]
-    found, reason = _kind_by_statistics(latents)
+    likely, reason = _likely_kind(latents)
     if kind is not None:
         if kind not in KINDS:
             raise UserError(f"{key_prefix}kind={kind} is not accepted; use {' | '.join(KINDS)}")
         statements = [f"kind={kind}: as given"]
-        if fixed_kind not in (None, kind):
-            statements.append(f"warning: {key_prefix}kind={kind}, but this format holds kind={fixed_kind}")
-    elif fixed_kind is not None:
-        kind, statements = fixed_kind, [f"kind={fixed_kind}: the format says so"]
-    elif found is not None:
-        kind, statements = found, [f"kind={found}: {reason}"]
+        if known_kind not in (None, kind):
+            statements.append(f"warning: {key_prefix}kind={kind}, but this format holds kind={known_kind}")
+    elif known_kind is not None:
+        kind, statements = known_kind, [f"kind={known_kind}: the format says so"]
+    elif likely is not None:
+        kind, statements = likely, [f"kind={likely}: {reason}"]
     else:
         raise UserError(
             f"cannot tell whether the {channels} channels are a sample, or mean and log-variance: {reason}; "
@@ -128,23 +125,22 @@ def _settle_kind(latents: Tensor, kind: str | None, fixed_kind: str | None, key_
         )
     if kind == "moments" and channels % 2:
         raise UserError(f"{key_prefix}kind=moments needs an even number of channels (mean and log-variance), not {channels}")
-    if found not in (None, kind):
-        statements.append(f"warning: kind={kind}, but the values look like kind={found}: {reason}")
+    if likely not in (None, kind):
+        statements.append(f"warning: kind={kind}, but the values look like kind={likely}: {reason}")
     return kind, statements
 
 
-def _kind_by_statistics(latents: Tensor) -> tuple[str | None, str]:
-    """(kind, or None where it cannot be told; the reason)."""
+def _likely_kind(latents: Tensor) -> tuple[str | None, str]:
+    """(kind, or None where the values leave it open; the reason)."""
     channels = latents.shape[1]
     if channels % 2:
         return "sample", f"{channels} channels are an odd number"
     first, second = (half.double() for half in latents.chunk(2, dim=1))
-    first_mean, first_std = first.mean().item(), first.std(correction=0).item()
-    second_mean, second_std = second.mean().item(), second.std(correction=0).item()
-    low, high = second.min().item(), second.max().item()
+    (first_mean, first_std), (second_mean, second_std) = ((x.mean().item(), x.std(correction=0).item()) for x in (first, second))
     # The log-variances of a KL autoencoder that is trained mainly to reconstruct are far below 0: SD-VAE's are about -20 to
     # -8, and clamped at -30. Means are centred.
     if (second < 0).double().mean() >= 0.99 and second_mean < -6 and abs(first_mean) < 2 * first_std:
+        low, high = second.min().item(), second.max().item()
         return "moments", f"{channels} channels, the last {channels // 2} between {low:.1f} and {high:.1f}, as log-variances are"
     halves = f"mean {first_mean:.2f} and std {first_std:.2f}, the last mean {second_mean:.2f} and std {second_std:.2f}"
     halves = f"the first {channels // 2} of {channels} channels have {halves}"
@@ -153,7 +149,7 @@ def _kind_by_statistics(latents: Tensor) -> tuple[str | None, str]:
     return None, halves
 
 
-def _settle_stored_scale(
+def _detect_stored_scale(
     std: float, kind: str, is_sd_vae: bool, stored_scale: float | None, known: float | None, key_prefix: str
 ) -> tuple[float, list[str]]:
     """`std`: of the stored values, of the means alone where they are moments."""
@@ -190,25 +186,17 @@ def _settle_stored_scale(
     return float(stored_scale), statements
 
 
-def _sampled_std(latents: Tensor, kind: str) -> float:
-    """Standard deviation of what training draws: of the latents, or of mean + std * noise."""
-    if kind == "sample":
-        return latents.double().std(correction=0).item()
-    mean, log_variance = latents.double().chunk(2, dim=1)
-    return torch.sqrt(mean.var(correction=0) + log_variance.clamp(-30, 20).exp().mean()).item()
-
-
-def _settle_num_classes(labels: np.ndarray, num_classes: int | None, key_prefix: str) -> tuple[int, str]:
+def _detect_num_classes(labels: np.ndarray, num_classes: int | None, key_prefix: str) -> tuple[int, str]:
     if len(labels) == 0:
         raise UserError("there are no items")
     lowest, highest = int(labels.argmin()), int(labels.argmax())
     if labels[lowest] < 0:
         raise UserError(f"the label of item {lowest} is {labels[lowest]}; labels are 0 .. num_classes - 1")
     if num_classes is None:
-        return int(labels[highest]) + 1, f"num_classes={labels[highest] + 1}: the largest label + 1"
+        return int(labels[highest]) + 1, "the largest label + 1"
     if labels[highest] >= num_classes:
         raise UserError(
             f"the label of item {highest} is {labels[highest]}, outside {key_prefix}num_classes={num_classes}; "
             f"set {key_prefix}num_classes={labels[highest] + 1} or correct the labels"
         )
-    return int(num_classes), f"num_classes={num_classes}: as given"
+    return int(num_classes), "as given"

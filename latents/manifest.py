@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from pathlib import Path
 
 from errors import UserError
+from files import hash_file, read_json
 
 MANIFEST = "manifest.json"
 UNFINISHED = ".unfinished"  # a folder beside the shards, as long as some of them are missing
@@ -22,18 +21,18 @@ def read_manifest(folder: Path) -> dict | None:
     if not file.exists():
         return None
     try:
-        stated = json.loads(file.read_text())
-        for entry in stated["shards"]:
+        manifest = read_json(file)
+        for entry in manifest["shards"]:
             entry["file"], entry["bytes"], entry["hash"], entry["num_items"]
-        stated["fingerprint"]
+        manifest["fingerprint"]
     except (ValueError, KeyError, TypeError) as e:
         raise UserError(f"{file} is not a manifest of latent shards ({e!r}); make the folder again, or remove this file") from e
-    return stated
+    return manifest
 
 
-def check_files(folder: Path, files: list[Path], stated: dict) -> None:
+def check_files(folder: Path, files: list[Path], manifest: dict) -> None:
     """Raises UserError where names or sizes of the shards are not those of the manifest. Reads no data."""
-    sizes = {entry["file"]: entry["bytes"] for entry in stated["shards"]}
+    sizes = {entry["file"]: entry["bytes"] for entry in manifest["shards"]}
     for name, size in sizes.items():
         file = folder / name
         if not file.exists():
@@ -48,14 +47,7 @@ def check_files(folder: Path, files: list[Path], stated: dict) -> None:
         raise UserError(f"{extra[0]} is not in {folder / MANIFEST}; move it to a folder of its own")
 
 
-def changed_files(folder: Path, stated: dict) -> list[Path]:
+def find_changed_files(folder: Path, manifest: dict) -> list[Path]:
     """The shards whose contents are no longer those of the manifest; reads them all."""
-    return [
-        file
-        for file, entry in ((folder / entry["file"], entry) for entry in stated["shards"])
-        if not file.exists() or hash_of(file.read_bytes()) != entry["hash"]
-    ]
-
-
-def hash_of(blob: bytes) -> str:
-    return hashlib.blake2b(blob, digest_size=16).hexdigest()
+    hashes = {folder / entry["file"]: entry["hash"] for entry in manifest["shards"]}
+    return [file for file, expected in hashes.items() if not file.exists() or hash_file(file) != expected]

@@ -26,7 +26,7 @@ class BatchOrder:
         seed: of the run.
         start_step, num_steps: the steps to yield are start_step .. num_steps - 1.
         slices: the parts of each global batch that this process reads, one per micro-batch.
-        with_flips: toss a coin for every item of every epoch; otherwise never flip.
+        with_flips: flip every item of every epoch with probability 1/2; otherwise never.
     """
 
     def __init__(

@@ -11,12 +11,7 @@ LOG_EVERY_SEC = 30
 
 
 def progress_bar(items: Iterable | None = None, **settings) -> tqdm:
-    """A bar on stderr with the speed and the remaining time; where stderr is no terminal, a line now and then.
-
-    Args:
-        items: to go through; None: `update` is called.
-        settings: of tqdm (total, unit, desc, ...).
-    """
+    """tqdm on stderr. Where stderr is no terminal, a line every LOG_EVERY_SEC. `settings` are tqdm's (total, unit, desc, ...)."""
     in_terminal = sys.stderr.isatty()
     every = {} if in_terminal else {"mininterval": LOG_EVERY_SEC, "maxinterval": LOG_EVERY_SEC}
     return tqdm(items, file=sys.stderr, dynamic_ncols=in_terminal, smoothing=0.05, **every, **settings)

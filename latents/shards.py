@@ -7,11 +7,9 @@ latents of the mirrored images, same shape), and in its header `kind`, `scale_fa
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +20,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from errors import UserError
-from latents import manifest
+from files import write_file
+from latents.manifest import MANIFEST, UNFINISHED, check_files, read_manifest
 
 KINDS = ("sample", "moments")
 
@@ -34,7 +33,7 @@ class ShardInfo:
     Attributes:
         kind: `sample` (C channels) or `moments` (2C channels: mean, then log-variance; sampled afresh at every read).
         scale_factor: multiplies a stored latent to give what the network sees.
-        autoencoder: `identity`, or `sd-vae:<hub id or folder>`.
+        autoencoder: `identity`, `none`, or `sd-vae:<hub id or folder>`.
         resolution: height = width of the images, in pixels.
         num_classes: labels are 0 .. num_classes - 1.
     """
@@ -61,13 +60,12 @@ class ShardInfo:
         missing = [name for name in cls.__dataclass_fields__ if name not in (metadata or {})]
         if missing:
             raise UserError(f"its header lacks {', '.join(missing)}")
-        return cls(
-            kind=metadata["kind"],
-            scale_factor=float(metadata["scale_factor"]),
-            autoencoder=metadata["autoencoder"],
-            resolution=int(metadata["resolution"]),
-            num_classes=int(metadata["num_classes"]),
-        )
+        types = {"scale_factor": float, "resolution": int, "num_classes": int}
+        return cls(**{name: types.get(name, str)(metadata[name]) for name in cls.__dataclass_fields__})
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Writing.
 
 
 def write_shard(path: str | Path, latents: Tensor, labels: Tensor, info: ShardInfo, latents_flip: Tensor | None = None) -> None:
@@ -79,19 +77,16 @@ def write_shard(path: str | Path, latents: Tensor, labels: Tensor, info: ShardIn
         latents_flip: the same for the mirrored images.
 
     Raises:
-        FileExistsError: the file is there already.
-        UserError: other shapes or types, labels outside num_classes, values that are not finite.
+        UserError: the file exists; other shapes or types, labels outside num_classes, values that are not finite.
     """
     path = Path(path)
     if path.exists():
-        raise FileExistsError(f"{path} exists; nothing was written")
-    blob = shard_bytes(path, latents, labels, info, latents_flip)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, blob)
+        raise UserError(f"{path} exists; nothing was written: remove it, or write elsewhere")
+    write_file(path, serialize_shard(path, latents, labels, info, latents_flip))
 
 
-def shard_bytes(path: Path, latents: Tensor, labels: Tensor, info: ShardInfo, latents_flip: Tensor | None = None) -> bytes:
-    """The contents of the file that `write_shard` writes: the same for the same data, byte for byte. Raises as it does."""
+def serialize_shard(path: Path, latents: Tensor, labels: Tensor, info: ShardInfo, latents_flip: Tensor | None = None) -> bytes:
+    """The bytes of the file that `write_shard` writes: equal data give equal bytes. Raises as `write_shard` does."""
     tensors = {"latents": latents.contiguous(), "labels": labels.contiguous()}
     if latents_flip is not None:
         tensors["latents_flip"] = latents_flip.contiguous()
@@ -100,30 +95,11 @@ def shard_bytes(path: Path, latents: Tensor, labels: Tensor, info: ShardInfo, la
         bad = (~tensors[name].flatten(1).isfinite().all(dim=1)).nonzero()
         if len(bad):
             raise UserError(f"{path}: {name} of item {bad[0].item()} are not finite; nothing was written")
-    return _sorted_metadata(save(tensors, metadata=info.to_metadata()))
-
-
-def write_whole(path: Path, blob: bytes) -> None:
-    """Write a file that appears under its name only when it is complete and on the disk."""
-    temporary = path.with_name(f".tmp_{path.name}")
-    try:
-        with open(temporary, "wb") as f:
-            f.write(blob)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(temporary, path)
-    except OSError as e:  # a full disk does not say which file it was
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise OSError(e.errno, f"cannot write {path}: {e.strerror}") from e
-
-
-def _sorted_metadata(blob: bytes) -> bytes:
-    """The same file with the keys of its JSON header in a fixed order: safetensors' own order changes from run to run."""
+    blob = save(tensors, metadata=info.to_metadata())
+    # safetensors orders the keys of the JSON header differently from run to run.
     size = int.from_bytes(blob[:8], "little")
-    header = json.loads(blob[8 : 8 + size])
-    text = json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
-    return blob[:8] + text.ljust(size) + blob[8 + size :]
+    header = json.dumps(json.loads(blob[8 : 8 + size]), sort_keys=True, separators=(",", ":"))
+    return blob[:8] + header.encode().ljust(size) + blob[8 + size :]
 
 
 def _check_tensors(file: Path, info: ShardInfo, shard: dict[str, Tensor]) -> None:
@@ -145,6 +121,10 @@ def _check_tensors(file: Path, info: ShardInfo, shard: dict[str, Tensor]) -> Non
         raise UserError(f"{file}: labels run from {low} to {high}, outside num_classes={info.num_classes}")
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# Reading.
+
+
 def spread_items(num_items: int, at_most: int) -> np.ndarray:
     """[n] int64: item numbers spread evenly over the data, first and last among them."""
     return np.unique(np.linspace(0, num_items - 1, num=min(at_most, num_items)).astype(np.int64))
@@ -160,11 +140,12 @@ class LatentDataset:
 
     Attributes:
         info: what the headers say.
+        files: the shards.
         labels: [N] int64.
         channels, height, width: of the latents that the network sees (half the stored channels for `moments`).
         has_flips: whether there are latents of the mirrored images.
         class_names: from the manifest, where there is one that knows them.
-        statements: what was found out on opening, for the log: nothing, as the headers say it all.
+        statements: what was detected on opening, for the log: nothing, as the headers say it all.
 
     Args:
         path: a folder of shards, or one shard.
@@ -183,61 +164,38 @@ class LatentDataset:
         self.path = Path(path)
         if not self.path.exists():
             raise UserError(f"{key}={self.path} does not exist; give a folder of latent shards (*.safetensors)")
-        files = [self.path] if self.path.is_file() else shard_files(self.path)
-        stated = manifest.read_manifest(self.path) if self.path.is_dir() else None
-        if (self.path / manifest.UNFINISHED).exists() and stated is None and check_folder:
+        self.files = shard_files(self.path) if self.path.is_dir() else [self.path]
+        manifest = read_manifest(self.path) if self.path.is_dir() else None
+        if check_folder and manifest is None and (self.path / UNFINISHED).exists():
             raise UserError(
                 f"{self.path} is not finished: prepare_latents.py was stopped; run the same command again, which goes on there"
             )
-        if not files:
+        if not self.files:
             raise UserError(f"{key}={self.path} holds no latent shards (*.safetensors)")
-        self.files = files
-        if stated is not None and check_folder:
-            manifest.check_files(self.path, files, stated)
+        if check_folder and manifest is not None:
+            check_files(self.path, self.files, manifest)
         self._shards: list[dict[str, np.ndarray]] = []
-        infos, labels = [], []
-        for file in files:
-            info, shard = self._open(file)
+        infos, labels, layouts = [], [], []
+        for file in self.files:
+            info, shard = _open_shard(file)
             infos.append(info)
-            labels.append(shard.pop("labels").numpy().copy())
-            self._shards.append({name: tensor.numpy() for name, tensor in shard.items()})  # still the mapped file
-            first = self._shards[0]
-            if info != infos[0] or self._describe(self._shards[-1]) != self._describe(first):
-                raise UserError(
-                    f"{file} does not belong with {files[0]}: {info}, {self._describe(self._shards[-1])} "
-                    f"against {infos[0]}, {self._describe(first)}"
-                )
+            labels.append(shard.pop("labels").copy())
+            self._shards.append(shard)
+            layouts.append(", ".join([str(info), *(f"{name} {x.dtype} {list(x.shape[1:])}" for name, x in shard.items())]))
+            if layouts[-1] != layouts[0]:
+                raise UserError(f"{file} does not belong with {self.files[0]}: {layouts[-1]} against {layouts[0]}")
         self.info: ShardInfo = infos[0]
         self.labels: np.ndarray = np.concatenate(labels)
         self._first_item = np.cumsum([0] + [len(shard["latents"]) for shard in self._shards])
         channels, self.height, self.width = self._shards[0]["latents"].shape[1:]
         self.channels = channels // 2 if self.info.kind == "moments" else channels
         self.has_flips = "latents_flip" in self._shards[0]
-        self.class_names: list[str] | None = stated.get("class_names") if stated else None
-        if stated is not None and check_folder and stated["fingerprint"] != self.fingerprint():
+        self.class_names: list[str] | None = manifest.get("class_names") if manifest else None
+        if check_folder and manifest is not None and manifest["fingerprint"] != self.fingerprint():
             raise UserError(
-                f"{self.path}: the shards have changed since {manifest.MANIFEST} was written; "
+                f"{self.path}: the shards have changed since {MANIFEST} was written; "
                 f"`prepare_latents.py inspect path={self.path}` names the file"
             )
-
-    @staticmethod
-    def _describe(shard: dict[str, np.ndarray]) -> str:
-        return ", ".join(f"{name} {array.dtype} {list(array.shape[1:])}" for name, array in shard.items())
-
-    @staticmethod
-    def _open(file: Path) -> tuple[ShardInfo, dict[str, Tensor]]:
-        try:
-            with safe_open(file, framework="pt") as f:  # maps the file; nothing is read until it is indexed
-                metadata = f.metadata()
-                shard = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 (not a dict)
-        except (SafetensorError, OSError) as e:
-            raise UserError(f"{file} is truncated or not a safetensors file: {e}") from e
-        try:
-            info = ShardInfo.from_metadata(metadata)
-        except ValueError as e:
-            raise UserError(f"{file} is not a latent shard: {e}") from e
-        _check_tensors(file, info, shard)
-        return info, shard
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -272,15 +230,44 @@ class LatentDataset:
         return digest.hexdigest()
 
 
-def latents_for_network(stored: Tensor, info: ShardInfo, random=None) -> Tensor:
-    """Stored latents [b, C or 2C, H, W] -> float32 [b, C, H, W] as the network sees them.
+def _open_shard(file: Path) -> tuple[ShardInfo, dict[str, np.ndarray]]:
+    """The header and the arrays, which stay the mapped file: nothing is read until it is indexed."""
+    try:
+        with safe_open(file, framework="pt") as f:
+            metadata = f.metadata()
+            shard = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 (not a dict)
+    except (SafetensorError, OSError) as e:
+        raise UserError(f"{file} is truncated or not a safetensors file: {e}") from e
+    try:
+        info = ShardInfo.from_metadata(metadata)
+    except ValueError as e:
+        raise UserError(f"{file} is not a latent shard: {e}") from e
+    _check_tensors(file, info, shard)
+    return info, {name: tensor.numpy() for name, tensor in shard.items()}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# From what is stored to latents.
+
+
+def mean_and_log_variance(stored: Tensor, kind: str) -> tuple[Tensor, Tensor | None]:
+    """[b, C or 2C, H, W] -> [b, C, H, W] each: the latents (the mean, of `moments`) and the log-variance, None for `sample`."""
+    if kind == "sample":
+        return stored, None
+    mean, log_variance = stored.chunk(2, dim=1)
+    return mean, log_variance.clamp(-30, 20)  # the autoencoder's own clamp (diffusers, DiagonalGaussianDistribution)
+
+
+def draw_latents(stored: Tensor, kind: str, random=None) -> Tensor:
+    """[b, C or 2C, H, W] -> [b, C, H, W]: stored samples as they are, `moments` sampled.
 
     Args:
         random: source of the noise with which `moments` are sampled, `random.randn(C, H, W)` -> [b, C, H, W].
     """
-    stored = stored.float()
-    if info.kind == "moments":
-        mean, log_variance = stored.chunk(2, dim=1)
-        # The clamp is the autoencoder's own (diffusers, DiagonalGaussianDistribution).
-        stored = mean + (log_variance.clamp(-30, 20) / 2).exp() * random.randn(*mean.shape[1:])
-    return stored * info.scale_factor
+    mean, log_variance = mean_and_log_variance(stored, kind)
+    return mean if log_variance is None else mean + (log_variance / 2).exp() * random.randn(*mean.shape[1:])
+
+
+def latents_for_network(stored: Tensor, info: ShardInfo, random=None) -> Tensor:
+    """Stored latents [b, C or 2C, H, W] -> float32 [b, C, H, W] as the network sees them; `random` as for `draw_latents`."""
+    return draw_latents(stored.float(), info.kind, random) * info.scale_factor

@@ -1,8 +1,9 @@
-"""Tars in WebDataset's manner: members that share a key belong together. What is damaged or would be left out is named."""
+"""WebDataset tars: members that share a key form a sample. Damaged tars, and tars that would be left out, are errors."""
 
 from __future__ import annotations
 
 import mmap
+import re
 import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,8 +12,10 @@ from pathlib import Path
 import numpy as np
 
 from errors import UserError
+from files import read_file
 
-COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+# First bytes. A tar begins with the name of a member, which may be BZh...: bzip2's letters alone do not tell.
+COMPRESSED = re.compile(rb"(?P<gzip>\x1f\x8b)|(?P<bzip2>BZh[1-9]1AY&SY)|(?P<xz>\xfd7zXZ\x00)|(?P<zstd>\x28\xb5\x2f\xfd)")
 COMPRESSED_SUFFIXES = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 LABEL_EXTENSIONS = ("cls", "cls.txt")
 MAX_LABEL = 10**7  # what is larger is no class number; tables over all classes would not fit into memory
@@ -20,7 +23,8 @@ MAX_LABEL = 10**7  # what is larger is no class number; tables over all classes 
 
 @dataclass(frozen=True)
 class Member:
-    """
+    """A file in a tar.
+
     Attributes:
         name: in the tar.
         key: folder and name up to the first dot.
@@ -46,13 +50,10 @@ def find_tars(path: Path) -> list[Path]:
     compressed = [f for f in entries if f.name.lower().endswith(COMPRESSED_SUFFIXES)]
     tars = [f for f in entries if f.suffix.lower() == ".tar" or f == path]
     for file in compressed + tars:
-        with open(file, "rb") as f:
-            start = f.read(6)
-        kind = next((name for magic, name in COMPRESSED.items() if start.startswith(magic)), None)
-        if kind or file in compressed:
-            raise UserError(
-                f"{file} is compressed{f' ({kind})' if kind else ''}, so that items cannot be read by offset; decompress it first"
-            )
+        found = COMPRESSED.match(read_file(file, 10))
+        if found or file in compressed:
+            kind = f" ({found.lastgroup})" if found else ""
+            raise UserError(f"{file} is compressed{kind}, so that items cannot be read by offset; decompress it first")
     if path.is_dir():
         below = next((f for f in path.glob("*/*") if f.suffix.lower() == ".tar" and not f.name.startswith(".")), None)
         if below is not None:
@@ -63,7 +64,7 @@ def find_tars(path: Path) -> list[Path]:
 
 
 def map_file(file: Path) -> np.ndarray:
-    """The bytes of a file, mapped: uint8 [size]."""
+    """The bytes of a file, memory-mapped: uint8 [size]."""
     with open(file, "rb") as f:
         return np.frombuffer(mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
 
@@ -72,7 +73,7 @@ def walk_tar(file: Path, known: tuple[str, ...], ignored: Callable[[str], None] 
     """The members whose extension is one of `known`, in order.
 
     Args:
-        ignored: is told the extensions of all others.
+        ignored: called with the extension of every other member.
 
     Raises:
         UserError: the tar is truncated, damaged or followed by another; a member is a link, or has a dot in its key.
@@ -116,11 +117,7 @@ def walk_tar(file: Path, known: tuple[str, ...], ignored: Callable[[str], None] 
 
 
 def parse_label(where: str, text: bytes) -> int:
-    """The label that a .cls member holds.
-
-    Raises:
-        UserError: it is no whole number from 0 to MAX_LABEL. The message begins with `where`.
-    """
+    """The label that a .cls member holds. Raises UserError, beginning with `where`, for anything but a label."""
     stripped = text.strip()
     if len(text) > 64 or not stripped.isdigit() or int(stripped) > MAX_LABEL:
         raise UserError(f"{where} holds {text[:24]!r}, not a label (a whole number from 0 to {MAX_LABEL})")

@@ -11,12 +11,9 @@ import contextlib
 import fcntl
 import functools
 import hashlib
-import io
 import json
 import logging
 import os
-import pickle
-import struct
 import tarfile
 from array import array
 from pathlib import Path
@@ -29,6 +26,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from errors import UserError
+from files import write_file
+from latents.arrays import check_float, locate_in_pickle, locate_npy, unpickle_array
 from latents.detection import detect
 from latents.progress import progress_bar
 from latents.shards import spread_items
@@ -36,202 +35,14 @@ from latents.tars import LABEL_EXTENSIONS, find_tars, map_file, parse_label, wal
 
 log = logging.getLogger(__name__)
 
-# First bytes; bzip2 is left out, as a tar begins with the name of a member, which may be the letters BZh.
 LATENT_EXTENSIONS = ("latent", "latent.npy")
 INDEX_FORMAT = "1"  # goes up with every change of what an index file holds
+INDEX_ARRAYS = ("labels", "tar_of", "offsets", "pickle_bytes")
 MAX_OPEN_TARS = 256  # a mapping keeps a file descriptor, of which a process has 1,024 by default
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Single arrays.
-
-
-def check_float(where: str, dtype: np.dtype) -> np.dtype:
-    """Raises UserError, naming `where`, for anything but float16 and float32 of this machine's byte order."""
-    if dtype == np.float64:
-        raise UserError(f"{where} is float64; latents are float32 or float16: save it again with .astype(np.float32)")
-    if dtype not in (np.float16, np.float32) or not dtype.isnative:
-        raise UserError(f"{where} is {dtype}; latents are float32 or float16 in little-endian byte order")
-    return dtype
-
-
-@functools.lru_cache(maxsize=1024)
-def _parse_npy_header(head: bytes) -> tuple[np.dtype, tuple[int, ...], bool]:
-    stream = io.BytesIO(head)
-    read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-    shape, fortran_order, dtype = read[np.lib.format.read_magic(stream)](stream)
-    return dtype, shape, fortran_order
-
-
-def locate_npy(where: str, payload: bytes) -> tuple[np.dtype, tuple[int, ...], int]:
-    """(dtype, shape, offset of the values) of a file in .npy format.
-
-    Raises:
-        UserError: it is not one, is truncated, or is in Fortran order. The message begins with `where`.
-    """
-    try:
-        offset = 10 + int.from_bytes(payload[8:10], "little")
-        if payload[6:8] == b"\x02\x00":
-            offset = 12 + int.from_bytes(payload[8:12], "little")
-        dtype, shape, fortran_order = _parse_npy_header(payload[:offset])
-    except (ValueError, KeyError, SyntaxError, TypeError) as e:
-        raise UserError(f"{where} is not in .npy format, or is truncated: {e}") from e
-    if fortran_order:
-        raise UserError(f"{where} is in Fortran order; save it again with np.ascontiguousarray")
-    if not dtype.hasobject and len(payload) != offset + dtype.itemsize * int(np.prod(shape)):
-        raise UserError(f"{where} is truncated: {len(payload) - offset} bytes are not {dtype} {list(shape)}")
-    return dtype, shape, offset
-
-
-class _PickledDtype:
-    """Takes the place of numpy.dtype while a pickle is read."""
-
-    def __init__(self, code: str, align: bool = False, copy: bool = False):
-        self.code, self.byte_order = code, "|"
-
-    def __setstate__(self, state: tuple):
-        self.byte_order = state[1]
-
-
-class _PickledArray:
-    """Takes the place of an array while a pickle is read: what it says, not yet believed."""
-
-    def __init__(self, data=None, dtype=None, shape=None, order="C", *unknown):
-        self.data, self.dtype, self.shape, self.order = data, dtype, shape, order
-
-    def __setstate__(self, state: tuple):
-        *_, self.shape, self.dtype, is_fortran, self.data = state  # an old NumPy's has no version in front
-        self.order = "F" if is_fortran else "C"
-
-
-def _reconstruct(subtype, shape, typecode) -> _PickledArray:
-    return _PickledArray()
-
-
-def _latin1(text: str, encoding: str) -> bytes:
-    """Protocol 2 has no bytes: it writes them as text."""
-    if encoding != "latin1":
-        raise pickle.UnpicklingError(f"encoding {encoding!r}")
-    return text.encode("latin1")
-
-
-# Everything that a pickled array names, under the names of old and new NumPy, and what is called in its place. No code
-# that a pickle chooses runs: not even NumPy's own, whose __setstate__ trusts its input.
-_ADMITTED = {
-    ("numpy", "ndarray"): "numpy.ndarray",  # only ever an argument of _reconstruct
-    ("numpy", "dtype"): _PickledDtype,
-    ("_codecs", "encode"): _latin1,
-    ("numpy.core.multiarray", "_reconstruct"): _reconstruct,
-    ("numpy._core.multiarray", "_reconstruct"): _reconstruct,
-    ("numpy.core.numeric", "_frombuffer"): _PickledArray,
-    ("numpy._core.numeric", "_frombuffer"): _PickledArray,
-}
-
-
-class ArrayUnpickler(pickle.Unpickler):
-    """Reads pickles that hold one NumPy array, and nothing else; `load` gives what the pickle says of it."""
-
-    def find_class(self, module: str, name: str):
-        if (module, name) not in _ADMITTED:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, and only NumPy arrays are admitted")
-        return _ADMITTED[module, name]
-
-
-def unpickle_array(where: str, payload: bytes) -> np.ndarray:
-    """The array of a pickle of any protocol, read without running code that it names.
-
-    Raises:
-        UserError: it names anything else, or does not hold a float16 or float32 array in C order. The message begins
-            with `where`.
-    """
-    try:
-        pickled = ArrayUnpickler(io.BytesIO(payload)).load()
-    # The documentation of pickle: damaged data may raise other exceptions, "not necessarily limited to" these.
-    except (
-        pickle.UnpicklingError, AttributeError, EOFError, ImportError, IndexError, KeyError, MemoryError, OverflowError,
-        TypeError, ValueError,
-    ) as e:  # fmt: skip
-        raise UserError(f"{where} is refused, as a pickle of more than one array or a damaged one: {e}") from e
-    if not (isinstance(pickled, _PickledArray) and isinstance(pickled.dtype, _PickledDtype)):
-        raise UserError(f"{where} is a pickle, but not of a NumPy array")
-    code, byte_order = pickled.dtype.code, pickled.dtype.byte_order
-    if code not in ("f2", "f4", "f8") or byte_order not in ("<", "=", "|"):
-        raise UserError(
-            f"{where} is an array of type {byte_order}{code}; latents are float32 or float16 in little-endian byte order"
-        )
-    dtype = check_float(where, np.dtype(code))
-    if pickled.order != "C":
-        raise UserError(f"{where} is in Fortran order; save it again with np.ascontiguousarray")
-    try:
-        return np.frombuffer(pickled.data, dtype=dtype).reshape(pickled.shape)
-    except (ValueError, TypeError) as e:
-        raise UserError(f"{where} does not hold an array of the shape that it names: {e}") from e
-
-
-def _locate_in_pickle(payload: bytes, values: bytes) -> int | None:
-    """Offset of an array's values in its pickle; None where they are not there as they are (protocol 2 writes text)."""
-    # The instructions that push bytes: BINBYTES, BINBYTES8, SHORT_BINBYTES, BYTEARRAY8.
-    size = len(values)
-    pushes = [b"\x8e" + struct.pack("<Q", size), b"\x96" + struct.pack("<Q", size)]
-    pushes += [b"B" + struct.pack("<I", size)] if size < 2**32 else []
-    pushes += [b"C" + struct.pack("<B", size)] if size < 2**8 else []
-    places = [payload.find(push + values) + len(push) for push in pushes if push + values in payload]
-    return places[0] if len(places) == 1 else None
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # The index.
-
-
-class _Layouts:
-    """Where values lie in members. Members differ in their values alone, so that all but the first few are not parsed."""
-
-    def __init__(self, allow_pickle: bool, flag: str):
-        self.allow_pickle, self.flag = allow_pickle, flag
-        self.dtype: np.dtype | None = None
-        self.shape: tuple[int, ...] = ()
-        self.first_member = self.first_pickle = ""
-        self._known: dict[int, tuple[bytes, bytes, int]] = {}  # size of a member -> its head, its tail, offset of the values
-
-    def locate(self, where: str, extension: str, member: np.ndarray) -> int | None:
-        """Offset of the values in a member, uint8 [size]; None where they have to be unpickled.
-
-        Raises:
-            UserError: as `unpickle_array`; another shape or type than the members before; a pickle that is not allowed.
-        """
-        head, tail, offset = self._known.get(len(member), (b"", b"", 0))
-        if offset and member[: len(head)].tobytes() == head and member[len(member) - len(tail) :].tobytes() == tail:
-            return offset
-        payload = member.tobytes()
-        if extension.endswith(".npy") or payload.startswith(b"\x93NUMPY"):
-            dtype, shape, offset = locate_npy(where, payload)
-            check_float(where, dtype)
-        else:
-            self.first_pickle = self.first_pickle or where
-            if not self.allow_pickle:
-                raise UserError(_pickle_refused(where, self.flag))
-            values = unpickle_array(where, payload)
-            dtype, shape, offset = values.dtype, values.shape, _locate_in_pickle(payload, values.tobytes())
-        if self.dtype is None:
-            self.dtype, self.shape, self.first_member = dtype, tuple(shape), where
-            if len(shape) != 3 or 0 in shape:
-                raise UserError(f"{where} is {dtype} {list(shape)}; need [C, h, w]")
-        if (dtype, shape) != (self.dtype, self.shape):
-            raise UserError(
-                f"{where} is {dtype} {list(shape)}, but {self.first_member} is {self.dtype} {list(self.shape)}; "
-                "keep latents of one shape and type in a folder"
-            )
-        if offset is not None:
-            end = offset + dtype.itemsize * int(np.prod(shape))
-            self._known[len(member)] = payload[:offset], payload[end:], offset
-        return offset
-
-
-def _pickle_refused(where: str, flag: str) -> str:
-    return (
-        f"{where} is a pickle, and unpickling can run code that a file names; {flag}=true reads it with an unpickler that "
-        "admits NumPy arrays alone and runs no code"
-    )
 
 
 class TarIndex:
@@ -243,14 +54,13 @@ class TarIndex:
         labels: [N] int64.
         tar_of: [N] int32, number in `files`.
         offsets: [N] int64, of the first value, in bytes.
-        pickle_bytes: [N] int64, 0; or the size of a pickle at that offset, of a protocol that does not keep values as they are.
+        pickle_bytes: [N] int64, 0; or the size of a pickle at that offset, of a protocol that does not store values as bytes.
         first_pickle: names the first member that is a pickle; empty where there is none.
     """
 
     def __init__(self, files: list[Path], arrays: dict[str, np.ndarray], dtype: np.dtype, shape: tuple, first_pickle: str):
         self.files, self.dtype, self.shape, self.first_pickle = files, np.dtype(dtype), tuple(shape), first_pickle
-        self.labels, self.tar_of = arrays["labels"], arrays["tar_of"]
-        self.offsets, self.pickle_bytes = arrays["offsets"], arrays["pickle_bytes"]
+        self.labels, self.tar_of, self.offsets, self.pickle_bytes = (arrays[name] for name in INDEX_ARRAYS)
         self._item_bytes = self.dtype.itemsize * int(np.prod(self.shape))
         self._map = functools.lru_cache(maxsize=MAX_OPEN_TARS)(lambda tar: map_file(self.files[tar]))
 
@@ -270,9 +80,8 @@ class TarIndex:
         path = Path(path)
         files = find_tars(path)
         # Hidden, so that it is not taken for a shard.
-        index_file = (
-            path.parent / f".{path.name}.latents-index.safetensors" if path.is_file() else path / ".latents-index.safetensors"
-        )
+        index_file = path.parent / f".{path.name}.latents-index" if path.is_file() else path / ".latents-index"
+        index_file = index_file.with_name(f"{index_file.name}.safetensors")
         state = json.dumps([[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files])  # what an index belongs to
         index = cls._load(index_file, files, state)
         if index is None:
@@ -313,13 +122,13 @@ class TarIndex:
 
     @classmethod
     def _scan(cls, files: list[Path], allow_pickle: bool, flag: str) -> TarIndex:
-        layouts, parts, extensions = _Layouts(allow_pickle, flag), [], set()
+        locator, parts, extensions = _ValueLocator(allow_pickle, flag), [], set()
         sizes = [file.stat().st_size for file in files]
         with progress_bar(total=sum(sizes), desc="indexing tars", unit="B", unit_scale=True, delay=1, leave=False) as bar:
             for tar, file in enumerate(files):
-                part = _scan_tar(file, layouts, extensions, bar)
+                part = _scan_tar(file, locator, extensions, bar)
                 parts.append(part | {"tar_of": np.full(len(part["labels"]), tar, dtype=np.int32)})
-        arrays = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        arrays = {name: np.concatenate([part[name] for part in parts]) for name in INDEX_ARRAYS}
         if len(arrays["labels"]) == 0:
             held = ", ".join(f".{e}" for e in sorted(extensions)[:8]) or "nothing"
             raise UserError(
@@ -327,8 +136,8 @@ class TarIndex:
                 f"these hold {held}"
             )
         # Without the folder, which may be moved with the index in it.
-        first_pickle = layouts.first_pickle.removeprefix(f"{files[0].parent}{os.sep}")
-        return cls(files, arrays, layouts.dtype, layouts.shape, first_pickle)
+        first_pickle = locator.first_pickle.removeprefix(f"{files[0].parent}{os.sep}")
+        return cls(files, arrays, locator.dtype, locator.shape, first_pickle)
 
     @classmethod
     def _load(cls, index_file: Path, files: list[Path], state: str) -> TarIndex | None:
@@ -338,27 +147,72 @@ class TarIndex:
                 metadata = f.metadata() or {}
                 if (metadata.get("index_format"), metadata.get("tars")) != (INDEX_FORMAT, state):
                     return None
-                arrays = {name: f.get_tensor(name) for name in ("labels", "tar_of", "offsets", "pickle_bytes")}
+                arrays = {name: f.get_tensor(name) for name in INDEX_ARRAYS}
             return cls(files, arrays, np.dtype(metadata["dtype"]), json.loads(metadata["shape"]), metadata["first_pickle"])
         except (SafetensorError, OSError, KeyError, ValueError):
             return None
 
     def _save(self, index_file: Path, state: str) -> None:
-        arrays = {n: getattr(self, n) for n in ("labels", "tar_of", "offsets", "pickle_bytes")}
         metadata = {"index_format": INDEX_FORMAT, "tars": state, "dtype": self.dtype.str}
         metadata |= {"shape": json.dumps(self.shape), "first_pickle": self.first_pickle}
-        temporary = index_file.with_name(f"{index_file.name}.tmp{os.getpid()}")
         try:
-            try:
-                temporary.write_bytes(save(arrays, metadata=metadata))
-                os.replace(temporary, index_file)
-            finally:
-                temporary.unlink(missing_ok=True)
-        except OSError as e:
-            log.warning("cannot keep the index of the tars in %s (%s): every start scans them anew", index_file, e.strerror)
+            write_file(index_file, save({name: getattr(self, name) for name in INDEX_ARRAYS}, metadata=metadata))
+        except UserError as e:
+            log.warning("cannot keep the index of the tars in %s (%s): every start scans them anew", index_file.parent, e)
 
 
-def _scan_tar(file: Path, layouts: _Layouts, extensions: set[str], bar: tqdm) -> dict[str, np.ndarray]:
+class _ValueLocator:
+    """Finds the values in members. Members of one size differ in their values alone, so all but the first few are not parsed."""
+
+    def __init__(self, allow_pickle: bool, flag: str):
+        self.allow_pickle, self.flag = allow_pickle, flag
+        self.dtype: np.dtype | None = None
+        self.shape: tuple[int, ...] = ()
+        self.first_member = self.first_pickle = ""
+        self._known: dict[int, tuple[bytes, bytes, int]] = {}  # size of a member -> its head, its tail, offset of the values
+
+    def locate(self, where: str, extension: str, member: np.ndarray) -> int | None:
+        """Offset of the values in a member, uint8 [size]; None where they have to be unpickled.
+
+        Raises:
+            UserError: as `unpickle_array`; another shape or type than the members before; a pickle that is not allowed.
+        """
+        head, tail, offset = self._known.get(len(member), (b"", b"", 0))
+        if offset and member[: len(head)].tobytes() == head and member[len(member) - len(tail) :].tobytes() == tail:
+            return offset
+        payload = member.tobytes()
+        if extension.endswith(".npy") or payload.startswith(b"\x93NUMPY"):
+            dtype, shape, offset = locate_npy(where, payload)
+            check_float(where, dtype)
+        else:
+            self.first_pickle = self.first_pickle or where
+            if not self.allow_pickle:
+                raise UserError(_pickle_refused(where, self.flag))
+            values = unpickle_array(where, payload)
+            dtype, shape, offset = values.dtype, values.shape, locate_in_pickle(payload, values.tobytes())
+        if self.dtype is None:
+            self.dtype, self.shape, self.first_member = dtype, tuple(shape), where
+            if len(shape) != 3 or 0 in shape:
+                raise UserError(f"{where} is {dtype} {list(shape)}; need [C, h, w]")
+        if (dtype, shape) != (self.dtype, self.shape):
+            raise UserError(
+                f"{where} is {dtype} {list(shape)}, but {self.first_member} is {self.dtype} {list(self.shape)}; "
+                "keep latents of one shape and type in a folder"
+            )
+        if offset is not None:
+            end = offset + dtype.itemsize * int(np.prod(shape))
+            self._known[len(member)] = payload[:offset], payload[end:], offset
+        return offset
+
+
+def _pickle_refused(where: str, flag: str) -> str:
+    return (
+        f"{where} is a pickle, and unpickling can run code that a file names; {flag}=true reads it with an unpickler that "
+        "admits NumPy arrays alone and runs no code"
+    )
+
+
+def _scan_tar(file: Path, locator: _ValueLocator, extensions: set[str], bar: tqdm) -> dict[str, np.ndarray]:
     """labels, offsets and pickle_bytes of the samples of a tar, in the order in which their first members stand."""
     rows: dict[str, int] = {}
     labels, offsets, pickle_bytes = array("q"), array("q"), array("q")
@@ -377,7 +231,7 @@ def _scan_tar(file: Path, layouts: _Layouts, extensions: set[str], bar: tqdm) ->
         if filled is labels:
             labels[row] = parse_label(where, payload[:65].tobytes())
             continue
-        offset = layouts.locate(where, member.extension, payload)
+        offset = locator.locate(where, member.extension, payload)
         offsets[row] = member.start + (offset or 0)
         pickle_bytes[row] = 0 if offset is not None else len(payload)
     bar.update(file.stat().st_size - at)
@@ -398,36 +252,23 @@ class TarLatents:
 
     Args:
         path: a folder of uncompressed tars, or one tar.
-        kind, scale_factor, autoencoder, resolution, num_classes: as in ShardInfo; None is detected.
-        stored_scale: what the stored values were multiplied by (SD-VAE latents: 1 or 0.18215); None is detected.
         allow_pickle: read pickled arrays, with an unpickler that admits nothing else.
         key_prefix: goes before the keys in messages (`data.` in training).
+        given: kind, stored_scale, scale_factor, autoencoder, resolution, num_classes, as for `detect`.
 
     Attributes:
+        info, labels, channels, height, width: as of LatentDataset.
+        stored_scale: what the stored values were multiplied by.
         statements: what was detected, and why; for the log.
 
     Raises:
         UserError: as `TarIndex.open` and `detect`.
     """
 
-    has_flips = False
+    has_flips, class_names = False, None
 
-    def __init__(
-        self,
-        path: str | Path,
-        *,
-        kind: str | None = None,
-        stored_scale: float | None = None,
-        scale_factor: float | None = None,
-        autoencoder: str | None = None,
-        resolution: int | None = None,
-        num_classes: int | None = None,
-        allow_pickle: bool = False,
-        key_prefix: str = "",
-    ):
+    def __init__(self, path: str | Path, *, allow_pickle: bool = False, key_prefix: str = "", **given):
         self.path = Path(path)
-        given = dict(kind=kind, stored_scale=stored_scale, scale_factor=scale_factor, autoencoder=autoencoder)
-        given |= dict(resolution=resolution, num_classes=num_classes, key_prefix=key_prefix)
         if not self.path.exists():
             raise UserError(f"{key_prefix}path={self.path} does not exist; give a folder of uncompressed tars (*.tar)")
         index = TarIndex.open(self.path, allow_pickle, f"{key_prefix}allow_pickle")
@@ -442,7 +283,8 @@ class TarLatents:
         bad = np.flatnonzero(~np.isfinite(sample).all(axis=(1, 2, 3)))
         if len(bad):
             raise UserError(f"{index.name_of(int(spread[bad[0]]))} holds NaN or Inf; make it again, or leave it out")
-        self.info, self.stored_scale, self.statements = detect(torch.from_numpy(sample).float(), labels=index.labels, **given)
+        detected = detect(torch.from_numpy(sample), labels=index.labels, key_prefix=key_prefix, **given)
+        self.info, self.stored_scale, self.statements = detected
         self._index, self.files, self.labels = index, index.files, index.labels
         channels, self.height, self.width = index.shape
         self.channels = channels // 2 if self.info.kind == "moments" else channels

@@ -1,4 +1,4 @@
-"""Every foreign format becomes shards that hold the same items, and the official trainer's tars train as they are."""
+"""Every format of another project becomes shards that hold the same items, and the official trainer's tars train as they are."""
 
 import json
 import logging
@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 from conftest import losses
-from test_foreign import as_mean_and_std, write_fast_dit, write_lightningdit, write_lmdb, write_repa
+from test_formats import as_mean_and_std, write_fast_dit, write_lightningdit, write_lmdb, write_repa
 from test_webdataset import npy_members, pickle_members, sd_moments, two_tars, write_tar
 
 import prepare_latents
 from latents.detection import SD_SCALE
-from latents.prepare.convert import MaskDiTLMDB
+from latents.prepare.formats import MaskDiTLMDB
 from latents.shards import LatentDataset
 
 NUM_ITEMS = 23
@@ -65,7 +65,7 @@ def lightningdit_of(folder, moments):
     ids=lambda value: getattr(value, "__name__", None),
 )
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_every_item_of_a_foreign_format_is_converted(tmp_path, make, kind, flips, settings, dtype, caplog):
+def test_every_item_of_another_projects_format_is_converted(tmp_path, make, kind, flips, settings, dtype, caplog):
     moments = sd_moments(NUM_ITEMS, size=8)
     (tmp_path / "theirs").mkdir()
     make(tmp_path / "theirs", moments)
@@ -81,8 +81,8 @@ def test_every_item_of_a_foreign_format_is_converted(tmp_path, make, kind, flips
     info = dataset.info
     assert (info.kind, info.scale_factor, info.resolution, info.num_classes) == (kind, SD_SCALE, 64, 10)
     assert info.autoencoder == "sd-vae:stabilityai/sd-vae-ft-ema" and len(dataset.files) == 3
-    stated = json.loads((tmp_path / "ours" / "manifest.json").read_text())
-    assert any(line.startswith(f"kind={kind}") for line in stated["detected"]) and f"kind={kind}" in caplog.text
+    manifest = json.loads((tmp_path / "ours" / "manifest.json").read_text())
+    assert any(line.startswith(f"kind={kind}") for line in manifest["detected"]) and f"kind={kind}" in caplog.text
     convert(tmp_path / "theirs", tmp_path / "ours", *settings, f"dtype={dtype}")  # again: finds everything done
 
 
@@ -118,7 +118,7 @@ def test_what_cannot_be_stored_or_known_is_refused_before_anything_is_written(tm
         ([], "is a pickle, and unpickling can run code .* allow_pickle=true"),
         (["allow_pickle=true", "num_classes=9"], "num_classes=9"),
         (["allow_pickle=true", "format=fast_dit"], "features"),
-        (["allow_pickle=yes please"], r"allow_pickle=yes please is not accepted; use true \| false"),
+        (["allow_pickle=yes please"], r"allow_pickle='yes please' is not accepted; use true \| false"),
         (["allow_pickle=true", "autoencoder=none"], "scale_factor= is missing"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -164,8 +164,8 @@ def test_native_shards_disagree_with_other_settings_by_name(tmp_path, train):
     data = ["data=custom", f"data.path={tmp_path / 'ours'}", "model.backbone=DiT-XS/2"]
     for setting, message in (
         ("data.kind=sample", "data.kind=sample, but the latents of .*ours say moments; set data.kind=moments"),
-        ("data.scale_factor=1", "data.scale_factor=1, but the latents of .*ours say 0.18215"),
-        ("data.stored_scale=1", "data.stored_scale=1 is for data.format=webdataset"),
+        ("data.scale_factor=1", "data.scale_factor=1.0, but the latents of .*ours say 0.18215"),
+        ("data.stored_scale=1", "data.stored_scale=1.0 is for data.format=webdataset"),
         ("data.resolution=256", "data.resolution=256, but .* say 64"),
         ("data.format=lmdb", r"data.format='lmdb' is not accepted; use native \| webdataset"),
         ("data.format=webdataset", "holds no tars"),

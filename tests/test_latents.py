@@ -10,6 +10,7 @@ from conftest import make_shard
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from errors import UserError
 from latents import autoencoders
 from latents.order import BatchOrder, read_batches
 from latents.shards import LatentDataset, ShardInfo, latents_for_network, write_shard
@@ -80,7 +81,7 @@ def test_moments_count_as_half_their_channels(tmp_path):
 def test_an_existing_shard_is_not_overwritten(tmp_path):
     latents, labels = make_shard(tmp_path / "a.safetensors")
     before = (tmp_path / "a.safetensors").read_bytes()
-    with pytest.raises(FileExistsError, match="a.safetensors exists; nothing was written"):
+    with pytest.raises(UserError, match="a.safetensors exists; nothing was written"):
         write_shard(tmp_path / "a.safetensors", latents * 2, labels, INFO)
     assert (tmp_path / "a.safetensors").read_bytes() == before
 

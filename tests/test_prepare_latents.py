@@ -101,23 +101,23 @@ def test_latents_are_those_of_the_autoencoder(images, vae, tmp_path):
 
 def test_the_manifest_states_what_was_made_and_how(images, vae, tmp_path):
     folder = encode(images, tmp_path / "out", vae)
-    stated = json.loads((folder / "manifest.json").read_text())
-    assert (stated["num_items"], stated["kind"], stated["autoencoder"]) == (40, "moments", vae)
-    assert stated["class_names"] == ["ant", "bee", "cow"] and stated["class_counts"] == [14, 13, 13]
-    assert stated["crop"] == "adm_center_crop" and stated["source"] == str(images) and stated["shape"] == [4, 16, 16]
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert (manifest["num_items"], manifest["kind"], manifest["autoencoder"]) == (40, "moments", vae)
+    assert manifest["class_names"] == ["ant", "bee", "cow"] and manifest["class_counts"] == [14, 13, 13]
+    assert manifest["crop"] == "adm_center_crop" and manifest["source"] == str(images) and manifest["shape"] == [4, 16, 16]
     dataset = LatentDataset(folder)
     stored = dataset.fetch(np.arange(40), np.zeros(40, dtype=bool))[0].double()
     mean, log_variance = stored.chunk(2, dim=1)
     samples = mean + (log_variance / 2).exp() * torch.randn(200, *mean.shape, generator=torch.Generator().manual_seed(0))
-    assert np.allclose(stated["mean"], mean.mean(dim=(0, 2, 3)), atol=1e-6)
-    assert np.allclose(stated["std"], samples.std(dim=(0, 1, 3, 4)), rtol=0.01)
-    assert 0 < stated["storage_error"]["relative_rms"] < 5e-4  # half of float16's last place, at most
+    assert np.allclose(manifest["mean"], mean.mean(dim=(0, 2, 3)), atol=1e-6)
+    assert np.allclose(manifest["std"], samples.std(dim=(0, 1, 3, 4)), rtol=0.01)
+    assert 0 < manifest["storage_error"]["relative_rms"] < 5e-4  # half of float16's last place, at most
     assert not (folder / ".unfinished").exists()
 
 
 def test_float32_is_stored_without_an_error(images, vae, tmp_path):
-    stated = json.loads((encode(images, tmp_path / "out", vae, "dtype=float32") / "manifest.json").read_text())
-    assert stated["storage_error"] == {"dtype": "float32", "max": 0.0, "relative_rms": 0.0}
+    manifest = json.loads((encode(images, tmp_path / "out", vae, "dtype=float32") / "manifest.json").read_text())
+    assert manifest["storage_error"] == {"dtype": "float32", "max": 0.0, "relative_rms": 0.0}
 
 
 def test_samples_are_drawn_once_from_the_seed_and_the_image(images, vae, tmp_path):
@@ -275,9 +275,9 @@ def test_an_unreadable_image_stops_the_command_by_name(bad_images, vae, tmp_path
 def test_unreadable_images_can_be_skipped_and_are_counted(bad_images, images, vae, tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         folder = encode(bad_images, tmp_path / "out", vae, "on_error=skip")
-    stated = json.loads((folder / "manifest.json").read_text())
-    assert [entry["name"] for entry in stated["left_out"]] == ["ant/narrow.png", "bee/cut.jpg", "bee/deep.png", "cow/text.png"]
-    assert "left out 4, first ant/narrow.png (1x50 pixels" in caplog.text and stated["num_items"] == 40
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert [entry["name"] for entry in manifest["left_out"]] == ["ant/narrow.png", "bee/cut.jpg", "bee/deep.png", "cow/text.png"]
+    assert "left out 4, first ant/narrow.png (1x50 pixels" in caplog.text and manifest["num_items"] == 40
     good = LatentDataset(encode(images, tmp_path / "good", vae))
     every = np.arange(40), np.zeros(40, dtype=bool)
     assert torch.allclose(LatentDataset(folder).fetch(*every)[0].float(), good.fetch(*every)[0].float(), atol=2e-3)
@@ -513,10 +513,10 @@ def test_what_encode_does_not_accept_is_refused(images, vae, tmp_path):
     for settings, message in (
         (["num_classes=2"], "num_classes=2, but cow/.* has the label 2; set num_classes=3 or more"),
         (["resolution=33"], "resolution=33 is not a multiple of 2"),
-        (["kind=mean"], r"kind=mean is not accepted; use sample \| moments"),
-        (["resolution=big"], "resolution=big is not accepted; use a whole number of at least 1"),
-        (["on_error=ignore"], r"on_error=ignore is not accepted; use stop \| skip"),
-        (["autoencoder=vqgan"], "autoencoder=vqgan is not accepted"),
+        (["kind=mean"], r"kind='mean' is not accepted; use sample \| moments"),
+        (["resolution=big"], "resolution='big' is not accepted; use a whole number of at least 1"),
+        (["on_error=ignore"], r"on_error='ignore' is not accepted; use stop \| skip"),
+        (["autoencoder=vqgan"], "autoencoder='vqgan' is not accepted"),
         (["autoencoder=identity"], "kind=moments: pixels have no log-variance"),
         (["autoencoder=none"], "autoencoder=none: nothing is known that decodes these latents"),
         ([f"images={tmp_path / 'nowhere'}"], "nowhere does not exist"),
@@ -638,11 +638,12 @@ def test_synthetic_latents_are_as_the_network_expects_them(tmp_path, kind):
     prepare_latents.main(["synthetic", f"output={tmp_path}", *settings])
     dataset = LatentDataset(tmp_path)
     assert len(dataset) == 300 and dataset.channels == 4 and dataset.has_flips and dataset.info.num_classes == 7
-    stated = json.loads((tmp_path / "manifest.json").read_text())
-    assert np.allclose(np.array(stated["std"]) * dataset.info.scale_factor, 0.5, rtol=0.02)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert np.allclose(np.array(manifest["std"]) * dataset.info.scale_factor, 0.5, rtol=0.02)
     inspect(tmp_path)
 
 
 def test_the_command_line_ends_with_one_line_and_exit_code_1(tmp_path):
     code, text = finish(start("prepare_latents.py", "inspect", f"path={tmp_path}"))
-    assert code == 1 and text.strip() == f"error: path={tmp_path} holds no latent shards (*.safetensors)"
+    error = f"error: path={tmp_path} holds no latent shards (*.safetensors)"
+    assert code == 1 and text.strip() == f"{error} [HYDRA_FULL_ERROR=1 shows where]"

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from latents import webdataset
+from latents.arrays import unpickle_array
 from latents.detection import SD_SCALE, SD_VAE, detect
 from latents.order import BatchOrder, read_batches
-from latents.webdataset import TarIndex, TarLatents, unpickle_array
+from latents.webdataset import TarIndex, TarLatents
 
 
 def sd_moments(num_items, size=4, seed=0):
@@ -154,7 +155,7 @@ def test_more_tars_than_are_kept_open_are_read(tmp_path, monkeypatch):
 # What is detected.
 
 
-def test_moments_are_detected_and_stated(tmp_path):
+def test_moments_are_detected_and_logged(tmp_path):
     two_tars(tmp_path)
     dataset = TarLatents(tmp_path)
     assert vars(dataset.info) == dict(kind="moments", scale_factor=SD_SCALE, autoencoder=SD_VAE, resolution=32, num_classes=5)
@@ -390,6 +391,18 @@ def test_compressed_tars_are_refused_with_the_fix(tmp_path):
             tar.addfile(tarfile.TarInfo("x"))
         with pytest.raises(ValueError, match=rf"{name} is compressed \(gzip\).*decompress it first"):
             TarIndex.open(folder)
+
+
+def test_a_tar_whose_first_member_begins_like_bzip2_is_read(tmp_path):
+    latents = sd_moments(2)
+    members = [(name.replace("000000", "BZh"), payload) for name, payload in npy_members(latents, [0, 1])]
+    write_tar(tmp_path / "a.tar", members, tarfile.USTAR_FORMAT)
+    assert (tmp_path / "a.tar").read_bytes().startswith(b"BZh0.cls")
+    assert np.array_equal(TarIndex.open(tmp_path).read(np.arange(2)), latents)
+    with tarfile.open(tmp_path / "b.tar", "w:bz2") as tar:
+        tar.addfile(tarfile.TarInfo("x"))
+    with pytest.raises(ValueError, match=r"b.tar is compressed \(bzip2\)"):
+        TarIndex.open(tmp_path)
 
 
 def test_folders_without_tars_are_refused(tmp_path):

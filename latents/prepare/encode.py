@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -16,10 +17,12 @@ from errors import UserError
 from evaluations.images import adm_center_crop, read_rgb
 from latents.autoencoders import Autoencoder, from_uint8
 from latents.prepare.images import LabelledImages
-from latents.prepare.write import Piece, ShardWriter
+from latents.prepare.write import ShardWriter
 from latents.progress import progress_bar
-from latents.shards import ShardInfo
+from latents.shards import ShardInfo, draw_latents
 from randomness import SeedRandom
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class _Batch:
 
 
 class _CroppedImages(Dataset):
-    """What a DataLoader with batch_size=None asks for: one item is one batch."""
+    """For a DataLoader with batch_size=None: one item is one batch."""
 
     def __init__(self, images: LabelledImages, resolution: int):
         self.images, self.resolution = images, resolution
@@ -63,51 +66,47 @@ def encode_images(
     images: LabelledImages,
     autoencoder: Autoencoder,
     writer: ShardWriter,
-    pieces: list[Piece],
     info: ShardInfo,
+    accelerator: Accelerator,
     *,
-    device: torch.device,
     batch_size: int,
     num_workers: int,
     flips: bool,
     seed: int,
     on_error: str,
-    describe: str = "",
-) -> float:
-    """Encode the images of some shards and write these.
+) -> None:
+    """Encode the images of the shards that are missing and write these, each process its share.
 
-    Batches never reach over the end of a shard, and the noise of `sample` belongs to the image: a shard is the same whichever
-    process makes it.
+    Batches end where a shard ends, and noise is drawn per image: a shard is the same whichever process makes it.
 
     Args:
-        pieces: the shards to make.
         flips: encode the mirrored images as well.
         seed: of the noise with which kind=sample is drawn.
         on_error: `stop` or `skip` at an image that cannot be read.
-        describe: stands before the progress bar.
-
-    Returns:
-        the part of the time that was spent in waiting for images to be read, 0 to 1.
 
     Raises:
         UserError: an image that cannot be read, under on_error=stop, by name.
     """
-    order = [range(i, min(i + batch_size, p.stop)) for p in pieces for i in range(p.start, p.stop, batch_size)]
-    loader = DataLoader(
-        _CroppedImages(images, info.resolution),
-        batch_size=None,
-        sampler=order,
-        num_workers=num_workers,
-        pin_memory=device.type == "cuda",
-    )
-    batches = iter(loader)
+    rank, num_processes, device = accelerator.process_index, accelerator.num_processes, accelerator.device
+    accelerator.wait_for_everyone()  # all have checked the folder before one changes it
+    if accelerator.is_main_process:
+        writer.open()
+    accelerator.wait_for_everyone()
+    shards, num_missing = writer.missing(rank, num_processes), len(writer.missing())
+    accelerator.wait_for_everyone()  # all have listed what is missing before one writes
+    log.info("%d images in %d classes", len(images), info.num_classes)
+    log.info("%d of %d shards to make", num_missing, len(writer.shards))
+    order = [range(i, min(i + batch_size, s.stop)) for s in shards for i in range(s.start, s.stop, batch_size)]
+    cropped, pin_memory = _CroppedImages(images, info.resolution), device.type == "cuda"
+    batches = iter(DataLoader(cropped, batch_size=None, sampler=order, num_workers=num_workers, pin_memory=pin_memory))
     waited_sec, start_sec = 0.0, time.perf_counter()
-    bar = progress_bar(total=sum(p.stop - p.start for p in pieces), unit="images", desc=describe or None)
+    title = f"process {rank + 1} of {num_processes}" if num_processes > 1 else None
+    bar = progress_bar(total=sum(s.stop - s.start for s in shards), unit="images", desc=title)
     written: Future | None = None
     with bar, ThreadPoolExecutor(1) as pool:
-        for piece in pieces:
-            kept, left_out, done = [], [], []
-            for _ in range(piece.start, piece.stop, batch_size):
+        for shard in shards:
+            kept, left_out, encoded = [], [], []
+            for _ in range(shard.start, shard.stop, batch_size):
                 wait_sec = time.perf_counter()
                 batch = next(batches)
                 waited_sec += time.perf_counter() - wait_sec
@@ -118,37 +117,28 @@ def encode_images(
                     )
                 kept, left_out = kept + batch.kept, left_out + batch.left_out
                 if batch.kept:
-                    done.append(_encode(batch, autoencoder, info.kind, device, flips, seed))
-                if len(done) > 1:  # fetched while the device works on the batch after it
-                    done[-2] = [latents.cpu() for latents in done[-2]]
+                    encoded.append(_encode(batch, autoencoder, info.kind, device, flips, seed))
+                if len(encoded) > 1:  # fetched while the device works on the batch after it
+                    encoded[-2] = [latents.cpu() for latents in encoded[-2]]
                 bar.update(len(batch.kept) + len(batch.left_out))
-            latents = [torch.cat([part[i].cpu() for part in done]) if done else torch.empty(0) for i in range(1 + flips)]
+            latents = [torch.cat([part[i].cpu() for part in encoded]) if encoded else torch.empty(0) for i in range(1 + flips)]
             if written is not None:
                 written.result()  # at most one shard waits to be written
             labels = torch.from_numpy(images.labels[kept])
-            written = pool.submit(writer.write, piece, latents[0], labels, info, latents[1] if flips else None, left_out)
+            written = pool.submit(writer.write, shard, latents[0], labels, info, latents[1] if flips else None, left_out)
         if written is not None:
             written.result()
-    return waited_sec / max(time.perf_counter() - start_sec, 1e-9)
+    if shards and accelerator.is_main_process:
+        log.info("waiting for images took %.0f%% of the time", 100 * waited_sec / max(time.perf_counter() - start_sec, 1e-9))
 
 
 def _encode(batch: _Batch, autoencoder: Autoencoder, kind: str, device: torch.device, flips: bool, seed: int) -> list[Tensor]:
     """Latents [b, C or 2C, h, w] of the images, and of the mirrored ones, still on the device."""
     pixels = from_uint8(batch.images.to(device, non_blocking=True))
-    return [
-        _stored(autoencoder.encode_moments(version), kind, [(seed, number, flip) for number in batch.kept])
-        for flip, version in enumerate(_versions(pixels, flips))
-    ]
-
-
-def _versions(pixels: Tensor, flips: bool) -> Iterator[Tensor]:
-    yield pixels
-    if flips:
-        yield pixels.flip(-1)
-
-
-def _stored(moments: Tensor, kind: str, seeds: list[tuple[int, int, int]]) -> Tensor:
-    if kind == "moments":
-        return moments
-    mean, log_variance = moments.chunk(2, dim=1)
-    return mean + (log_variance / 2).exp() * SeedRandom(seeds, moments.device).randn(*mean.shape[1:])
+    latents = []
+    for flip in range(1 + flips):
+        moments = autoencoder.encode_moments(pixels.flip(-1) if flip else pixels)
+        if kind == "sample":
+            moments = draw_latents(moments, "moments", SeedRandom([(seed, number, flip) for number in batch.kept], device))
+        latents.append(moments)
+    return latents

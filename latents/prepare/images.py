@@ -8,7 +8,6 @@ import hashlib
 import io
 import json
 import logging
-import os
 import posixpath
 import re
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import BinaryIO
 import numpy as np
 
 from errors import UserError
+from files import is_hidden, list_images
 from latents.shards import spread_items
 from latents.tars import COMPRESSED_SUFFIXES, LABEL_EXTENSIONS, MAX_LABEL, Member, find_tars, parse_label, walk_tar
 
@@ -37,8 +37,8 @@ class LabelledImages:
         class_names: by label, or None where classes have no names.
     """
 
-    def __init__(self, path: Path, names: list[str], sizes: list[int], labels: list[int], class_names: list[str] | None):
-        self.path, self.names, self.class_names, self._sizes = path, names, class_names, sizes
+    def __init__(self, path: Path, names: list[str], labels: list[int], class_names: list[str] | None):
+        self.path, self.names, self.class_names = path, names, class_names
         bad = next((i for i, label in enumerate(labels) if not 0 <= label <= MAX_LABEL), None)
         if bad is not None:
             raise UserError(f"{path}: {names[bad]} has the label {labels[bad]}; labels go from 0 to {MAX_LABEL}")
@@ -51,14 +51,32 @@ class LabelledImages:
         """What `read_rgb` reads."""
         return self.path / self.names[index]
 
+    def size(self, index: int) -> int:
+        """In bytes; -1 for a file that cannot be opened, which encoding then names."""
+        try:
+            return (self.path / self.names[index]).stat().st_size
+        except OSError:
+            return -1
+
+    def count_classes(self, num_classes: int | None) -> int:
+        """`num_classes`, or as many as the class names or the labels need. Raises UserError where it is too small for them."""
+        needed = len(self.class_names) if self.class_names else int(self.labels.max()) + 1
+        if num_classes is not None and num_classes < needed:
+            worst = int(self.labels.argmax())
+            raise UserError(
+                f"num_classes={num_classes}, but {self.names[worst]} has the label {self.labels[worst]}; "
+                f"set num_classes={needed} or more"
+            )
+        return num_classes or needed
+
     def fingerprint(self, start: int, stop: int) -> str:
         """A hash of names, sizes in bytes and labels of images start .. stop - 1, and of the bytes of a few of them.
 
         Reading them all would take as long as encoding them.
         """
         digest = hashlib.blake2b(self.labels[start:stop].tobytes(), digest_size=16)
-        for name, size in zip(self.names[start:stop], self._sizes[start:stop]):
-            digest.update(f"{name}\0{size}\0".encode(errors="surrogateescape"))
+        for index in range(start, stop):
+            digest.update(f"{self.names[index]}\0{self.size(index)}\0".encode(errors="surrogateescape"))
         for index in (start + spread_items(stop - start, 4)).tolist():
             with contextlib.suppress(OSError):  # encoding names what cannot be read
                 image = self.open(index)
@@ -81,7 +99,7 @@ def open_labelled_images(path: str | Path, labels: str = "auto") -> LabelledImag
         raise UserError(f"images={path} does not exist; give a folder of images or WebDataset tars")
     if path.is_file() and path.suffix.lower() != ".tar":
         raise UserError(f"images={path} is a file; give a folder of images, or a tar")
-    names = [] if path.is_file() else sorted(find_images(path))
+    names = [] if path.is_file() else list_images(path, SUFFIXES)
     tars = path.is_file() or any(f.suffix.lower() == ".tar" and not f.name.startswith(".") for f in path.iterdir())
     if tars and names:
         raise UserError(f"images={path} holds tars and images ({names[0]}, ...); put them into folders of their own")
@@ -91,52 +109,18 @@ def open_labelled_images(path: str | Path, labels: str = "auto") -> LabelledImag
         return TarImages(path)
     if not names:
         if any(f.name.lower().endswith(COMPRESSED_SUFFIXES) for f in path.iterdir()):
-            find_tars(path)  # says what to do
+            find_tars(path)  # raises an error that says what to do
         raise UserError(f"images={path} holds no images ({', '.join(SUFFIXES)}) and no tars")
     if labels == "none":
-        return LabelledImages(path, names, _sizes(path, names), [0] * len(names), None)
-    if labels not in ("auto", "folders"):
-        return _with_label_file(path, names, Path(labels))
-    label_file = next((path / name for name in LABEL_FILES if (path / name).is_file()), None)
-    if labels == "auto" and label_file is not None:
-        return _with_label_file(path, names, label_file)
-    return _with_class_folders(path, names)
+        return LabelledImages(path, names, [0] * len(names), None)
+    if labels == "auto":
+        label_file = next((path / name for name in LABEL_FILES if (path / name).is_file()), None)
+    else:
+        label_file = Path(labels) if labels != "folders" else None
+    return _label_by_folder(path, names) if label_file is None else _label_by_file(path, names, label_file)
 
 
-def find_images(folder: Path) -> list[str]:
-    """All images below a folder, relative to it; hidden files and folders are left out, links to folders followed.
-
-    Raises:
-        UserError: a link leads back to a folder that holds it.
-    """
-    names = []
-    for where, folders, files in os.walk(folder, followlinks=True):
-        folders[:] = [name for name in folders if not _is_hidden(name)]
-        for name in folders:
-            linked = Path(where, name)
-            if linked.is_symlink() and linked.resolve() in (Path(where).resolve(), *Path(where).resolve().parents):
-                raise UserError(f"{linked} is a link to a folder that holds it; remove it")
-        inside = Path(where).relative_to(folder)
-        names += [(inside / f).as_posix() for f in files if f.lower().endswith(SUFFIXES) and not _is_hidden(f)]
-    return names
-
-
-def _is_hidden(name: str) -> bool:
-    return name.startswith(".") or name == "__MACOSX"
-
-
-def _sizes(path: Path, names: list[str]) -> list[int]:
-    """In bytes; -1 for what cannot be opened, which encoding then names."""
-    sizes = []
-    for name in names:
-        try:
-            sizes.append((path / name).stat().st_size)
-        except OSError:
-            sizes.append(-1)
-    return sizes
-
-
-def _with_class_folders(path: Path, names: list[str]) -> LabelledImages:
+def _label_by_folder(path: Path, names: list[str]) -> LabelledImages:
     """The first folder below `path` is the class; classes are numbered in the order of their names, as everywhere."""
     loose = [name for name in names if "/" not in name]
     if loose:
@@ -150,17 +134,17 @@ def _with_class_folders(path: Path, names: list[str]) -> LabelledImages:
             f"images={path} holds the one class folder {classes[0]!r}; if the classes are inside it, give "
             f"images={path / classes[0]}; for a single class, labels=none"
         )
-    empty = sorted({f.name for f in path.iterdir() if f.is_dir() and not _is_hidden(f.name)} - set(classes))
+    empty = sorted({f.name for f in path.iterdir() if f.is_dir() and not is_hidden(f.name)} - set(classes))
     if empty:
         raise UserError(
             f"images={path}: the class folder {empty[0]!r} holds no images ({', '.join(SUFFIXES)}), and leaving it out "
             "would shift the labels of the classes after it; remove it, or convert what it holds"
         )
     number = {name: i for i, name in enumerate(classes)}
-    return LabelledImages(path, names, _sizes(path, names), [number[name.partition("/")[0]] for name in names], classes)
+    return LabelledImages(path, names, [number[name.partition("/")[0]] for name in names], classes)
 
 
-def _with_label_file(path: Path, names: list[str], file: Path) -> LabelledImages:
+def _label_by_file(path: Path, names: list[str], file: Path) -> LabelledImages:
     """Only images that the file lists are taken."""
     label_of = read_labels(file)
     missing = [name for name in label_of if not (path / name).is_file()]
@@ -173,8 +157,8 @@ def _with_label_file(path: Path, names: list[str], file: Path) -> LabelledImages
     labels, class_names = [label_of[name] for name in names], None
     numbers = [_whole_number(label) for label in labels]
     if any(number is not None for number in numbers):
-        odd = next((i for i, number in enumerate(numbers) if number is None), None)
-        if odd is not None:
+        if None in numbers:
+            odd = numbers.index(None)
             raise UserError(f"{file}: {names[odd]} has the label {labels[odd]!r}, where others have whole numbers; mend it")
     else:  # names of classes
         odd = next((i for i, label in enumerate(labels) if isinstance(label, (bool, float)) or _is_number(label)), None)
@@ -182,14 +166,12 @@ def _with_label_file(path: Path, names: list[str], file: Path) -> LabelledImages
             raise UserError(f"{file}: {names[odd]} has the label {labels[odd]!r}, which is neither a whole number nor a name")
         class_names = sorted(set(labels))
         numbers = list(map({name: i for i, name in enumerate(class_names)}.get, labels))
-    return LabelledImages(path, names, _sizes(path, names), numbers, class_names)
+    return LabelledImages(path, names, numbers, class_names)
 
 
 def _whole_number(label: str | int | float) -> int | None:
     """3, "3" and the "3.0" of tables with missing values; None for anything else."""
-    if isinstance(label, bool):
-        return None
-    match = re.fullmatch(r"(-?\d+)(\.0*)?", str(label))
+    match = None if isinstance(label, bool) else re.fullmatch(r"(-?\d+)(\.0*)?", str(label))
     return int(match.group(1)) if match else None
 
 
@@ -209,18 +191,16 @@ def read_labels(file: Path) -> dict[str, str | int]:
     Raises:
         UserError: another form; a name that comes twice with different labels.
     """
+    parsers = {".csv": _parse_csv, ".json": _parse_json}
     try:
         text = file.read_text(encoding="utf-8-sig")  # spreadsheets begin their files with a mark of the byte order
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"labels={file} cannot be read: {e}") from e
-    if file.suffix.lower() == ".csv":
-        pairs = _pairs_of_csv(file, text)
-    elif file.suffix.lower() == ".json":
-        pairs = _pairs_of_json(file, text)
-    else:
+    if file.suffix.lower() not in parsers:
         raise UserError(f"labels={file} must be auto, folders, none, or a .csv or .json file")
     label_of: dict[str, str | int] = {}
-    for name, label in ((posixpath.normpath(name), label) for name, label in pairs):
+    for name, label in parsers[file.suffix.lower()](file, text):
+        name = posixpath.normpath(name)
         if label_of.setdefault(name, label) != label:
             raise UserError(f"{file}: {name} has the labels {label_of[name]!r} and {label!r}")
     if not label_of:
@@ -228,7 +208,7 @@ def read_labels(file: Path) -> dict[str, str | int]:
     return label_of
 
 
-def _pairs_of_csv(file: Path, text: str) -> list[tuple[str, str]]:
+def _parse_csv(file: Path, text: str) -> list[tuple[str, str]]:
     try:
         header, *rows = csv.reader(io.StringIO(text), skipinitialspace=True, strict=True)
     except csv.Error as e:
@@ -242,17 +222,14 @@ def _pairs_of_csv(file: Path, text: str) -> list[tuple[str, str]]:
         raise UserError(f"{file} needs a header with the columns file_name,label; found {', '.join(header)}")
     pairs = []
     for number, row in enumerate(rows, start=2):
-        if not row:
-            continue
-        entries = [row[column].strip() if column < len(row) else "" for column in (name_column, label_column)]
-        if not all(entries):
-            raise UserError(f"{file}, line {number}: the file name or the label is missing")
-        pairs.append(tuple(entries))
+        if row:
+            pairs.append(tuple(row[column].strip() if column < len(row) else "" for column in (name_column, label_column)))
+            if not all(pairs[-1]):
+                raise UserError(f"{file}, line {number}: the file name or the label is missing")
     return pairs
 
 
-def _pairs_of_json(file: Path, text: str) -> list[tuple[str, str | int]]:
-    wrong = UserError(f'{file} must hold {{"name": label, ...}} or [["name", label], ...], alone or under "labels"')
+def _parse_json(file: Path, text: str) -> list[tuple[str, str | int]]:
     try:
         content = json.loads(text)
     except ValueError as e:
@@ -260,11 +237,10 @@ def _pairs_of_json(file: Path, text: str) -> list[tuple[str, str | int]]:
     if isinstance(content, dict) and "labels" in content:
         content = content["labels"]
     pairs = list(content.items()) if isinstance(content, dict) else content
-    if not isinstance(pairs, list) or not all(isinstance(p, (list, tuple)) and len(p) == 2 for p in pairs):
-        raise wrong
-    if not all(isinstance(name, str) and isinstance(label, (str, int, float)) for name, label in pairs):
-        raise wrong
-    return [(name, label) for name, label in pairs]
+    is_pairs = isinstance(pairs, list) and all(isinstance(p, (list, tuple)) and len(p) == 2 for p in pairs)
+    if not (is_pairs and all(isinstance(name, str) and isinstance(label, (str, int, float)) for name, label in pairs)):
+        raise UserError(f'{file} must hold {{"name": label, ...}} or [["name", label], ...], alone or under "labels"')
+    return pairs
 
 
 class TarImages(LabelledImages):
@@ -275,7 +251,7 @@ class TarImages(LabelledImages):
     """
 
     def __init__(self, path: Path):
-        names, sizes, labels, self._where = [], [], [], []
+        names, labels, self._where = [], [], []
         image_extensions = tuple(suffix[1:] for suffix in SUFFIXES)
         for tar in find_tars(path):
             images: dict[str, Member] = {}
@@ -288,20 +264,20 @@ class TarImages(LabelledImages):
                     images[member.key] = member
                 else:
                     label_of[member.key] = parse_label(f"{tar}: {member.name}", member.payload[:65].tobytes())
-            lacking = sorted(images.keys() ^ label_of.keys())
-            if lacking:
-                has, lacks = (
-                    ("an image", "label (.cls)") if lacking[0] in images else ("a label", f"image ({', '.join(SUFFIXES)})")
-                )
-                raise UserError(f"{tar}: {lacking[0]} has {has} but no {lacks}")
+            key = min(images.keys() ^ label_of.keys(), default=None)
+            if key is not None:
+                has, lacks = ("an image", "label (.cls)") if key in images else ("a label", f"image ({', '.join(SUFFIXES)})")
+                raise UserError(f"{tar}: {key} has {has} but no {lacks}")
             for key, member in images.items():
                 names.append(f"{tar.name}/{member.name}")
-                sizes.append(len(member.payload))
                 labels.append(label_of[key])
                 self._where.append((tar, member.start, len(member.payload)))
         if not names:
             raise UserError(f"images={path}: the tars hold no images ({', '.join(SUFFIXES)})")
-        super().__init__(path, names, sizes, labels, None)
+        super().__init__(path, names, labels, None)
+
+    def size(self, index: int) -> int:
+        return self._where[index][2]
 
     def open(self, index: int) -> BinaryIO:
         tar, offset, size = self._where[index]

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from latents import manifest
+from files import hash_bytes
+from latents.manifest import MANIFEST, UNFINISHED, check_files, find_changed_files, read_manifest
 from latents.prepare.write import ChannelStatistics
 from latents.progress import progress_bar
-from latents.shards import LatentDataset, spread_items
+from latents.shards import LatentDataset, mean_and_log_variance, spread_items
 from latents.webdataset import TarLatents
 
 # Outside of these, the network's input is far from what EDM's preconditioning assumes: SD-VAE latents at their scale come to
@@ -21,10 +21,13 @@ USUAL_STD = (0.5, 4.0)  # times sigma_data
 MANY_DUPLICATES = 0.01  # of all items; large collections of photographs hold some twice
 CHUNK = 1024
 
+Dataset = LatentDataset | TarLatents
+
 
 @dataclass
 class Findings:
-    """
+    """What an inspection found.
+
     Attributes:
         lines: what is there.
         problems: what is wrong with it.
@@ -34,79 +37,69 @@ class Findings:
     problems: list[str] = field(default_factory=list)
 
 
-def inspect_latents(dataset: LatentDataset | TarLatents, sigma_data: float = 0.5, min_items_per_class: int = 1) -> Findings:
+def inspect_latents(dataset: Dataset, sigma_data: float = 0.5, min_items_per_class: int = 1) -> Findings:
     """Read everything once, and say what is there and what is wrong.
 
     Args:
         sigma_data: standard deviation that the diffusion assumes of the network's input.
         min_items_per_class: fewer are a problem.
     """
-    found = Findings()
     info = dataset.info
-    found.lines += [
-        f"{dataset.path}: {len(dataset)} latents in {len(dataset.files)} files",
-        f"kind {info.kind}, {dataset.channels}x{dataset.height}x{dataset.width}, for images of {info.resolution} pixels, "
-        f"{'with' if dataset.has_flips else 'no'} latents of mirrored images",
-        f"autoencoder {info.autoencoder}, scale factor {info.scale_factor:g}",
-    ]
-    _look_at_files(dataset, found)
-    _look_at_classes(dataset, min_items_per_class, found)
-    _look_at_values(dataset, sigma_data, found)
+    found = Findings(
+        lines=[
+            f"{dataset.path}: {len(dataset)} latents in {len(dataset.files)} files",
+            f"kind {info.kind}, {dataset.channels}x{dataset.height}x{dataset.width}, for images of {info.resolution} pixels, "
+            f"{'with' if dataset.has_flips else 'no'} latents of mirrored images",
+            f"autoencoder {info.autoencoder}, scale factor {info.scale_factor:g}",
+        ]
+    )
+    if isinstance(dataset, LatentDataset) and dataset.path.is_dir():
+        _inspect_files(dataset, found)
+    _inspect_classes(dataset, min_items_per_class, found)
+    _inspect_values(dataset, sigma_data, found)
     if dataset.has_flips:
-        _look_at_flips(dataset, found)
+        _inspect_flips(dataset, found)
     return found
 
 
-def _look_at_files(dataset: LatentDataset | TarLatents, found: Findings) -> None:
+def _inspect_files(dataset: LatentDataset, found: Findings) -> None:
     folder = dataset.path
-    if not isinstance(dataset, LatentDataset) or not folder.is_dir():
-        return
-    stated = manifest.read_manifest(folder)
-    if stated is None:
-        if (folder / manifest.UNFINISHED).exists():
+    manifest = read_manifest(folder)
+    if manifest is None:
+        if (folder / UNFINISHED).exists():
             found.problems.append("not finished: run the command that makes it again")
-        found.lines.append(f"no {manifest.MANIFEST}: nothing says how these latents were made, or whether they are all there")
+        found.lines.append(f"no {MANIFEST}: nothing says how these latents were made, or whether they are all there")
         return
     try:
-        manifest.check_files(folder, dataset.files, stated)
+        check_files(folder, dataset.files, manifest)
     except ValueError as e:
         found.problems.append(str(e))
-    changed = manifest.changed_files(folder, stated)
-    found.problems += [f"{file} is not the file that {manifest.MANIFEST} describes: its checksum differs" for file in changed]
+    changed = find_changed_files(folder, manifest)
+    found.problems += [f"{file} is not the file that {MANIFEST} describes: its checksum differs" for file in changed]
     if not changed:
-        found.lines.append(f"{len(stated['shards'])} checksums agree with {manifest.MANIFEST}")
-    if stated["left_out"]:
-        found.lines.append(
-            f"{len(stated['left_out'])} items were left out when it was made, {stated['left_out'][0]['name']} first"
-        )
+        found.lines.append(f"{len(manifest['shards'])} checksums agree with {MANIFEST}")
+    if left_out := manifest["left_out"]:
+        found.lines.append(f"{len(left_out)} items were left out when it was made, {left_out[0]['name']} first")
 
 
-def _look_at_classes(dataset: LatentDataset | TarLatents, min_items_per_class: int, found: Findings) -> None:
+def _inspect_classes(dataset: Dataset, min_items_per_class: int, found: Findings) -> None:
     counts = np.bincount(dataset.labels, minlength=dataset.info.num_classes)
-    fewest = np.argsort(counts, kind="stable")
+    names = [f" ({name})" for name in dataset.class_names] if dataset.class_names else [""] * len(counts)
+    smallest = [f"{label}{names[label]} {counts[label]}" for label in np.argsort(counts, kind="stable")]
+    num_short = int((counts < min_items_per_class).sum())
     found.lines.append(
-        f"{len(counts)} classes of {counts.min()} to {counts.max()} items; the smallest: "
-        + ", ".join(f"{_class_name(dataset, label)} {counts[label]}" for label in fewest[:3])
+        f"{len(counts)} classes of {counts.min()} to {counts.max()} items; the smallest: {', '.join(smallest[:3])}"
     )
-    short = [int(label) for label in fewest if counts[label] < min_items_per_class]
-    if short:
-        found.problems.append(
-            f"{len(short)} of {len(counts)} classes have fewer than {min_items_per_class} items: "
-            + ", ".join(f"{_class_name(dataset, label)} {counts[label]}" for label in short[:5])
-            + (", ..." if len(short) > 5 else "")
-        )
+    if num_short:
+        short = _first(smallest[:num_short])
+        found.problems.append(f"{num_short} of {len(counts)} classes have fewer than {min_items_per_class} items: {short}")
 
 
-def _class_name(dataset: LatentDataset | TarLatents, label: int) -> str:
-    names = getattr(dataset, "class_names", None)
-    return f"{label} ({names[label]})" if names else str(label)
-
-
-def _look_at_values(dataset: LatentDataset | TarLatents, sigma_data: float, found: Findings) -> None:
+def _inspect_values(dataset: Dataset, sigma_data: float, found: Findings) -> None:
     statistics = ChannelStatistics()
-    seen: dict[bytes, int] = {}
+    seen: dict[str, int] = {}
     not_finite: list[int] = []
-    duplicates: list[tuple[int, int]] = []
+    duplicates: list[str] = []
     with progress_bar(total=len(dataset), unit="latents", desc="reading") as bar:
         for start in range(0, len(dataset), CHUNK):
             indices = np.arange(start, min(start + CHUNK, len(dataset)))
@@ -119,14 +112,14 @@ def _look_at_values(dataset: LatentDataset | TarLatents, sigma_data: float, foun
             if finite.any():
                 statistics.add(latents[finite], dataset.info.kind)
             for index, latent in zip(indices.tolist(), latents.numpy()):
-                first = seen.setdefault(hashlib.blake2b(latent.tobytes(), digest_size=16).digest(), index)
+                first = seen.setdefault(hash_bytes(latent.tobytes()), index)
                 if first != index:
-                    duplicates.append((first, index))
+                    duplicates.append(f"{index} = {first}")
             bar.update(len(indices))
     if not_finite:
-        found.problems.append(f"{len(not_finite)} items hold NaN or Inf: {_some(not_finite)}")
+        found.problems.append(f"{len(not_finite)} items hold NaN or Inf: {_first(not_finite)}")
     if duplicates:
-        line = f"{len(duplicates)} items repeat an earlier one, bit for bit: " + _some([f"{b} = {a}" for a, b in duplicates])
+        line = f"{len(duplicates)} items repeat an earlier one, bit for bit: {_first(duplicates)}"
         (found.problems if len(duplicates) > MANY_DUPLICATES * len(dataset) else found.lines).append(line)
     if statistics.count == 0:
         return
@@ -148,7 +141,7 @@ def _look_at_values(dataset: LatentDataset | TarLatents, sigma_data: float, foun
         )
 
 
-def _look_at_flips(dataset: LatentDataset | TarLatents, found: Findings) -> None:
+def _inspect_flips(dataset: Dataset, found: Findings) -> None:
     """Latents of mirrored images resemble the mirrored latents more than the latents themselves."""
     indices = spread_items(len(dataset), 256)
     latents, flipped = (
@@ -163,13 +156,12 @@ def _look_at_flips(dataset: LatentDataset | TarLatents, found: Findings) -> None
         )
 
 
-def _some(items: list, most: int = 5) -> str:
+def _first(items: list, most: int = 5) -> str:
     return ", ".join(map(str, items[:most])) + (", ..." if len(items) > most else "")
 
 
-def items_to_draw(dataset: LatentDataset | TarLatents, num_items: int = 16) -> tuple[Tensor, list[int]]:
-    """Latents [n, C, h, w] float32 as an autoencoder decodes them (the means, of `moments`) and labels, spread over the data."""
+def fetch_spread(dataset: Dataset, num_items: int = 16) -> tuple[Tensor, list[int]]:
+    """Latents [n, C, h, w] float32 (the means, of `moments`; 0 for NaN) and labels, of items spread over the data."""
     indices = spread_items(len(dataset), num_items)
     stored, labels = dataset.fetch(indices, np.zeros(len(indices), dtype=bool))
-    latents = stored.float()
-    return torch.nan_to_num(latents.chunk(2, dim=1)[0] if dataset.info.kind == "moments" else latents), labels.tolist()
+    return torch.nan_to_num(mean_and_log_variance(stored.float(), dataset.info.kind)[0]), labels.tolist()

@@ -1,7 +1,7 @@
-"""Writing a folder of shards: in pieces that survive an interruption, by one process or several, then its manifest.
+"""Writing a folder of shards, by one process or several, so that an interrupted command can continue; then its manifest.
 
 Shard k holds the items k * shard_size .. (k + 1) * shard_size - 1 of the source, less those left out. A finished shard has a
-record in .unfinished/; when all have one, the records become manifest.json and .unfinished/ goes.
+record in .unfinished/; when all have one, the records become manifest.json and .unfinished/ is removed.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from errors import UserError
-from latents import manifest
-from latents.manifest import hash_of
-from latents.shards import LatentDataset, ShardInfo, shard_bytes, shard_files, write_whole
+from files import hash_bytes, hash_file, read_json, write_file
+from latents.manifest import MANIFEST, UNFINISHED, read_manifest
+from latents.shards import LatentDataset, ShardInfo, mean_and_log_variance, serialize_shard, shard_files
 
 log = logging.getLogger(__name__)
 
@@ -43,18 +43,10 @@ class ChannelStatistics:
 
     def add(self, latents: Tensor, kind: str) -> None:
         """Take in latents [b, C or 2C, H, W]."""
-        x = latents.double()
-        variance = 0.0
-        if kind == "moments":
-            x, log_variance = x.chunk(2, dim=1)
-            variance = log_variance.clamp(-30, 20).exp()
-        self.merge(
-            ChannelStatistics(
-                x.shape[0] * x.shape[2] * x.shape[3],
-                x.sum(dim=(0, 2, 3)).tolist(),
-                (x.square() + variance).sum(dim=(0, 2, 3)).tolist(),
-            )
-        )
+        x, log_variance = mean_and_log_variance(latents.double(), kind)
+        squares = x.square() + (0.0 if log_variance is None else log_variance.exp())
+        count = x.shape[0] * x.shape[2] * x.shape[3]
+        self.merge(ChannelStatistics(count, x.sum(dim=(0, 2, 3)).tolist(), squares.sum(dim=(0, 2, 3)).tolist()))
 
     def merge(self, other: ChannelStatistics) -> None:
         if other.count:
@@ -73,7 +65,7 @@ class ChannelStatistics:
 
 
 @dataclass(frozen=True)
-class Piece:
+class PlannedShard:
     """One shard to make, from the items start .. stop - 1 of the source; `source` is their hash."""
 
     number: int
@@ -87,9 +79,9 @@ class ShardWriter:
 
     Args:
         output: the folder.
-        settings: everything but the source that the latents depend on, of JSON's types: a folder is gone on with only under the
-            same ones.
-        source_of: (start, stop) -> a hash of these items of the source. Where it differs for a finished shard, that shard is
+        settings: everything but the source that the latents depend on, of JSON's types: continuing a folder requires
+            identical settings.
+        hash_items: (start, stop) -> a hash of these items of the source. Where it differs for a finished shard, that shard is
             made again; where it differs for all of them, the folder holds another data set.
         num_items: of the source.
         shard_size: items of the source that make one shard.
@@ -103,7 +95,7 @@ class ShardWriter:
         self,
         output: str | Path,
         settings: dict,
-        source_of: Callable[[int, int], str],
+        hash_items: Callable[[int, int], str],
         num_items: int,
         shard_size: int,
         dtype: str = "float16",
@@ -112,29 +104,29 @@ class ShardWriter:
         self.dtype = DTYPES[dtype]
         self.settings = json.loads(json.dumps({**settings, "shard_size": shard_size, "dtype": dtype}))
         bounds = [(i, min(i + shard_size, num_items)) for i in range(0, num_items, shard_size)]
-        self.pieces = [Piece(k, start, stop, source_of(start, stop)) for k, (start, stop) in enumerate(bounds)]
-        self._unfinished = self.output / manifest.UNFINISHED
+        self.shards = [PlannedShard(k, start, stop, hash_items(start, stop)) for k, (start, stop) in enumerate(bounds)]
+        self._unfinished = self.output / UNFINISHED
+        self._settings_file = self._unfinished / "settings.json"
         self._lock = None
         self._check_folder()
 
     def _check_folder(self) -> None:
+        """Raises UserError where the folder holds anything but shards of these settings and items."""
         if self.output.exists() and not self.output.is_dir():
             raise UserError(f"output={self.output} is a file; give a folder")
-        stated = manifest.read_manifest(self.output)
-        if stated is not None:
-            found = stated.get("settings") or {}
-            records = stated["shards"] + stated.get("empty_shards", [])
+        manifest, written = read_manifest(self.output), shard_files(self.output)
+        if manifest is not None:
+            settings, records = manifest.get("settings") or {}, _records_of(manifest)
         elif self._settings_file.exists():
-            found = json.loads(self._settings_file.read_text())
-            records = [json.loads(file.read_text()) for file in self._unfinished.glob("[0-9]*.json")]
+            settings, records = read_json(self._settings_file), [read_json(f) for f in self._unfinished.glob("[0-9]*.json")]
         else:
-            found, records = self.settings, []
+            settings, records = self.settings, []
         changed = [
-            f"{key}: {found.get(key)!r} -> {self.settings.get(key)!r}"
-            for key in sorted({*found, *self.settings})
-            if found.get(key) != self.settings.get(key)
+            f"{key}: {settings.get(key)!r} -> {self.settings.get(key)!r}"
+            for key in sorted({*settings, *self.settings})
+            if settings.get(key) != self.settings.get(key)
         ]
-        source_of = {piece.number: piece.source for piece in self.pieces}
+        source_of = {shard.number: shard.source for shard in self.shards}
         if records and not changed and all(source_of.get(record["number"]) != record.get("source") for record in records):
             changed = ["made of other items"]
         if changed:
@@ -142,31 +134,28 @@ class ShardWriter:
                 f"output={self.output} already holds another data set ({'; '.join(changed)}); choose another folder, "
                 "or restore these settings to go on with that one"
             )
-        known = {record["file"] for record in records} | {self._file(piece).name for piece in self.pieces}
-        strange = [file for file in shard_files(self.output) if file.name not in known]
-        if strange or (stated is None and not self._settings_file.exists() and shard_files(self.output)):
-            name = (strange or shard_files(self.output))[0].name
-            raise UserError(f"output={self.output} already holds {name}, which this command did not write; choose another folder")
+        known = {record["file"] for record in records}
+        if manifest is not None or self._settings_file.exists():
+            known |= {self._file(shard).name for shard in self.shards}
+        strange = [file.name for file in written if file.name not in known]
+        if strange:
+            raise UserError(
+                f"output={self.output} already holds {strange[0]}, which this command did not write; choose another folder"
+            )
 
-    @property
-    def _settings_file(self) -> Path:
-        return self._unfinished / "settings.json"
+    def _file(self, shard: PlannedShard) -> Path:
+        return self.output / f"latents_{shard.number:05d}.safetensors"
 
-    def _file(self, piece: Piece) -> Path:
-        return self.output / f"latents_{piece.number:05d}.safetensors"
-
-    def _record_file(self, piece: Piece) -> Path:
-        return self._unfinished / f"{piece.number:05d}.json"
+    def _record_file(self, shard: PlannedShard) -> Path:
+        return self._unfinished / f"{shard.number:05d}.json"
 
     def open(self) -> None:
-        """Make the folder ready and look at what is there: finished shards are verified, changed ones set aside.
-
-        By one process, before any calls `todo`.
+        """Prepare the folder: verify finished shards, and set changed ones aside. One process does, before any calls `missing`.
 
         Raises:
             UserError: the folder cannot be written to, or another process is writing to it.
         """
-        stated = manifest.read_manifest(self.output)
+        manifest = read_manifest(self.output)
         try:
             self._unfinished.mkdir(parents=True, exist_ok=True)
             self._lock = open(self._unfinished / "lock", "w")
@@ -176,48 +165,48 @@ class ShardWriter:
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released by the system when this process ends
         except (BlockingIOError, PermissionError) as e:
             raise UserError(f"another process is writing to output={self.output}; wait for it, or choose another folder") from e
-        if stated is not None:  # complete once; as good as records
-            for entry in stated["shards"] + stated.get("empty_shards", []):
-                write_whole(self._unfinished / f"{entry['number']:05d}.json", json.dumps(entry).encode())
-        write_whole(self._settings_file, json.dumps(self.settings, indent=1).encode())
-        for piece in self.pieces:
-            self._verify(piece)
+        for entry in _records_of(manifest) if manifest is not None else []:
+            write_file(self._unfinished / f"{entry['number']:05d}.json", json.dumps(entry))
+        write_file(self._settings_file, json.dumps(self.settings, indent=1))
+        for shard in self.shards:
+            self._verify(shard)
         for file in self._unfinished.glob("[0-9]*.json"):
-            if int(file.stem) >= len(self.pieces):  # the source has become shorter
-                self._set_aside(self.output / (json.loads(file.read_text())["file"] or ""))
+            if int(file.stem) >= len(self.shards):  # the source has become shorter
+                self._set_aside(
+                    self.output / (read_json(file)["file"] or ""), "was made of items that the source no longer holds"
+                )
                 file.unlink()
-        if stated is not None and self.todo():
-            (self.output / manifest.MANIFEST).unlink()  # what it says no longer holds; the records go on
+        if manifest is not None and self.missing():
+            (self.output / MANIFEST).unlink()  # it is no longer true; the records hold what is
 
-    def _verify(self, piece: Piece) -> None:
-        """Drop the record of a shard that is not what it says; without a record, the shard is made again."""
-        record, file = self._record(piece), self._file(piece)
-        if record is not None and record["source"] == piece.source:
-            if record["file"] is None or (file.exists() and hash_of(file.read_bytes()) == record["hash"]):
+    def _verify(self, shard: PlannedShard) -> None:
+        """Drop the record of a shard that is not what its record says; without a record, the shard is made again."""
+        record, file = self._record(shard), self._file(shard)
+        reason = "was made of other items than the source holds now"
+        if record is not None and record["source"] == shard.source:
+            if record["file"] is None or (file.exists() and hash_file(file) == record["hash"]):
                 return
             reason = "is not as it was written"
-        else:
-            reason = "was made of other items than the source holds now"
-        self._record_file(piece).unlink(missing_ok=True)
+        self._record_file(shard).unlink(missing_ok=True)
         self._set_aside(file, reason)
 
-    def _set_aside(self, file: Path, reason: str = "was made of items that the source no longer holds") -> None:
+    def _set_aside(self, file: Path, reason: str) -> None:
         if file.is_file():
             aside = file.with_name(f".changed_{file.name}")
             log.warning("%s %s; set aside as %s", file, reason, aside.name)
             os.replace(file, aside)
 
-    def _record(self, piece: Piece) -> dict | None:
-        file = self._record_file(piece)
-        return json.loads(file.read_text()) if file.exists() else None
+    def _record(self, shard: PlannedShard) -> dict | None:
+        file = self._record_file(shard)
+        return read_json(file) if file.exists() else None
 
-    def todo(self, process_index: int = 0, num_processes: int = 1) -> list[Piece]:
-        """This process's share of the shards that are missing: all ask before one writes."""
-        return [p for p in self.pieces if not self._record_file(p).exists()][process_index::num_processes]
+    def missing(self, process_index: int = 0, num_processes: int = 1) -> list[PlannedShard]:
+        """This process's share of the shards that are missing. All processes ask before one writes."""
+        return [shard for shard in self.shards if not self._record_file(shard).exists()][process_index::num_processes]
 
     def write(
         self,
-        piece: Piece,
+        shard: PlannedShard,
         latents: Tensor,
         labels: Tensor,
         info: ShardInfo,
@@ -232,24 +221,24 @@ class ShardWriter:
             left_out: what is missing and why, {"name", "problem"} each.
 
         Raises:
-            UserError: as `write_shard` does; values that the type cannot hold are not finite.
+            UserError: as `write_shard` does; values that the type cannot hold.
         """
-        record = {"number": piece.number, "source": piece.source, "file": None, "num_items": len(latents)}
+        record = {"number": shard.number, "source": shard.source, "file": None, "num_items": len(latents)}
         record["left_out"] = left_out or []
         if len(latents):
             stored = latents.to(self.dtype)
             stored_flip = None if latents_flip is None else latents_flip.to(self.dtype)
-            for given, kept in ((latents, stored), (latents_flip, stored_flip)):
-                if given is not None and given.isfinite().all() and not kept.isfinite().all():
-                    raise UserError(f"latents up to {given.abs().max():.3g} do not fit float16; use dtype=float32")
-            blob = shard_bytes(self._file(piece), stored, labels, info, stored_flip)
-            exact, kept = (x.chunk(2, dim=1)[0] if info.kind == "moments" else x for x in (latents.double(), stored.double()))
+            for exact, kept in ((latents, stored), (latents_flip, stored_flip)):
+                if exact is not None and exact.isfinite().all() and not kept.isfinite().all():
+                    raise UserError(f"latents up to {exact.abs().max():.3g} do not fit float16; use dtype=float32")
+            blob = serialize_shard(self._file(shard), stored, labels, info, stored_flip)
+            exact, kept = (mean_and_log_variance(x.double(), info.kind)[0] for x in (latents, stored))
             statistics, error = ChannelStatistics(), kept - exact
             statistics.add(stored, info.kind)
             record |= {
-                "file": self._file(piece).name,
+                "file": self._file(shard).name,
                 "bytes": len(blob),
-                "hash": hash_of(blob),
+                "hash": hash_bytes(blob),
                 "statistics": asdict(statistics),
                 "storage_error": {
                     "max": error.abs().max().item(),
@@ -257,23 +246,22 @@ class ShardWriter:
                     "of": exact.square().sum().item(),
                 },
             }
-            # The record first: a shard under its final name always has one.
-            write_whole(self._record_file(piece), json.dumps(record).encode())
-            write_whole(self._file(piece), blob)
-        else:
-            write_whole(self._record_file(piece), json.dumps(record).encode())
+        # The record first: a shard under its final name always has one.
+        write_file(self._record_file(shard), json.dumps(record))
+        if len(latents):
+            write_file(self._file(shard), blob)
 
-    def finish(self, class_names: list[str] | None = None, **about: object) -> dict:
-        """Write manifest.json, by one process after all have written their shards; returns what it says.
+    def finish(self, class_names: list[str] | None = None, **about: object) -> None:
+        """Write manifest.json, by one process after all have written their shards, and log a summary.
 
         Args:
-            about: more to state (where the source was, how it was made).
+            about: more entries of the manifest (where the source was, how it was made).
 
         Raises:
             UserError: nothing was left of the source.
         """
         self._check_folder()  # nobody may have put shards of their own between ours
-        records = [self._record(piece) for piece in self.pieces]
+        records = [self._record(shard) for shard in self.shards]
         shards = [record for record in records if record["file"] is not None]
         left_out = [entry for record in records for entry in record["left_out"]]
         if not shards:
@@ -283,23 +271,20 @@ class ShardWriter:
             statistics.merge(ChannelStatistics(**record["statistics"]))
             error = record["storage_error"]
             largest, square_sum, total = max(largest, error["max"]), square_sum + error["square_sum"], total + error["of"]
-        for file in self.output.glob(".tmp_*.safetensors"):
+        for file in self.output.glob(".tmp_*"):
             file.unlink()  # of a process that was killed while it wrote
         dataset = LatentDataset(self.output, check_folder=False)  # all shards agree, or this says which does not
-        stated = {
+        shape, relative_rms = [dataset.channels, dataset.height, dataset.width], (square_sum / (total or 1)) ** 0.5
+        manifest = {
             "format": 1,
             "num_items": len(dataset),
             "fingerprint": dataset.fingerprint(),
             **asdict(dataset.info),
-            "shape": [dataset.channels, dataset.height, dataset.width],
+            "shape": shape,
             "has_flips": dataset.has_flips,
             "mean": statistics.mean,
             "std": statistics.std,
-            "storage_error": {
-                "dtype": self.settings["dtype"],
-                "max": largest,
-                "relative_rms": (square_sum / (total or 1)) ** 0.5,
-            },
+            "storage_error": {"dtype": self.settings["dtype"], "max": largest, "relative_rms": relative_rms},
             "class_names": class_names,
             "class_counts": torch.bincount(torch.from_numpy(dataset.labels), minlength=dataset.info.num_classes).tolist(),
             "left_out": left_out,
@@ -308,6 +293,18 @@ class ShardWriter:
             "shards": shards,
             "empty_shards": [record for record in records if record["file"] is None],
         }
-        write_whole(self.output / manifest.MANIFEST, json.dumps(stated, indent=1).encode())
+        write_file(self.output / MANIFEST, json.dumps(manifest, indent=1))
         shutil.rmtree(self._unfinished)
-        return stated
+        log.info("%d latents %s are in %d shards in %s", len(dataset), shape, len(shards), self.output)
+        if left_out:
+            name, problem = left_out[0]["name"], left_out[0]["problem"]
+            log.info("left out %d, first %s (%s); manifest.json lists them", len(left_out), name, problem)
+        mean, std = (", ".join(f"{value:.3f}" for value in values) for values in (statistics.mean, statistics.std))
+        log.info("mean per channel %s, std %s", mean, std)
+        moved = f"{relative_rms:.2g} of their size (rms), at most {largest:.2g}"
+        log.info("rounding to %s moved values by %s", self.settings["dtype"], moved)
+
+
+def _records_of(manifest: dict) -> list[dict]:
+    """The records that a manifest was made of."""
+    return manifest["shards"] + manifest.get("empty_shards", [])

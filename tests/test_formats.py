@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from test_webdataset import npy_members, pickle_members, sd_moments, write_tar
 
 from latents.detection import SD_SCALE, SD_VAE, detect
-from latents.prepare.convert import FORMATS, open_foreign, sample_of
+from latents.prepare.formats import FORMATS, open_latents
 
 
 def write_lmdb(folder, latents, labels, length=None, leave_out=()):
@@ -81,7 +81,7 @@ def check(source, latents, labels, flips=None):
 
 def settled(source, **settings):
     return detect(
-        sample_of(source), labels=source.labels, fixed_kind=source.fixed_kind,
+        source.read_spread(), labels=source.labels, known_kind=source.known_kind,
         known_stored_scale=source.known_stored_scale, **settings,
     )  # fmt: skip
 
@@ -94,11 +94,11 @@ def test_maskdit_items_are_read_in_numeric_order(tmp_path):
     latents, labels = sd_moments(12), [7, 0, 3] * 4
     write_lmdb(tmp_path / "train", latents, labels)
     before = sorted(f.name for f in (tmp_path / "train").iterdir())
-    source = open_foreign(tmp_path / "train")
+    source = open_latents(tmp_path / "train")
     check(source, latents, labels)
-    assert (source.describe, source.fixed_kind, source.known_stored_scale) == ("MaskDiT LMDB", "moments", 1.0)
+    assert (source.name, source.known_kind, source.known_stored_scale) == ("MaskDiT LMDB", "moments", 1.0)
     assert sorted(f.name for f in (tmp_path / "train").iterdir()) == before == ["data.mdb"]
-    check(open_foreign(tmp_path / "train" / "data.mdb"), latents, labels)
+    check(open_latents(tmp_path / "train" / "data.mdb"), latents, labels)
     info, stored_scale, _ = settled(source)
     assert (info.kind, info.autoencoder, info.resolution, info.num_classes, stored_scale) == ("moments", SD_VAE, 32, 8, 1)
 
@@ -108,7 +108,7 @@ def test_the_mirrored_half_of_an_lmdb_becomes_the_flips(tmp_path):
     rng = np.random.default_rng(5)
     mirrored = latents[..., ::-1] + rng.normal(0, 2, latents.shape).astype(np.float32)  # mirrors only nearly, as encoders do
     write_lmdb(tmp_path, np.concatenate([latents, mirrored]), labels * 2)
-    source = open_foreign(tmp_path)
+    source = open_latents(tmp_path)
     check(source, latents, labels, mirrored)
     assert "latents_flip: the second 9 items (--xflip); the labels of the halves agree" in source.statements[0]
 
@@ -119,16 +119,16 @@ def test_other_second_halves_of_an_lmdb_stay_items(tmp_path, second):
     halves = {"unrelated": sd_moments(8, size=8, seed=1), "the same again": latents, "other labels": latents[..., ::-1]}
     other = [2, 1] * 4 if second == "other labels" else labels
     write_lmdb(tmp_path, np.concatenate([latents, halves[second]]), labels + other)
-    check(open_foreign(tmp_path), np.concatenate([latents, halves[second]]), labels + other)
+    check(open_latents(tmp_path), np.concatenate([latents, halves[second]]), labels + other)
 
 
 def test_the_folder_above_the_lmdb_is_refused_with_the_fix(tmp_path):
     write_lmdb(tmp_path / "train", sd_moments(1), [0])
     with pytest.raises(ValueError, match=r"holds no data.mdb; use train: .*/train"):
-        open_foreign(tmp_path)
+        open_latents(tmp_path)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="holds no data.mdb$"):
-        open_foreign(tmp_path / "empty", format="maskdit_lmdb")
+        open_latents(tmp_path / "empty", format="maskdit_lmdb")
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_a_bad_lmdb_is_refused_by_name(tmp_path, settings, message):
     labels = settings.pop("labels", [0, 1, 2, 3])
     write_lmdb(tmp_path, sd_moments(4), labels, **settings)
     with pytest.raises(ValueError, match=message):
-        open_foreign(tmp_path).read(0, 4)
+        open_latents(tmp_path).read(0, 4)
 
 
 def test_items_of_other_sizes_in_an_lmdb_are_refused(tmp_path):
@@ -158,13 +158,13 @@ def test_items_of_other_sizes_in_an_lmdb_are_refused(tmp_path):
         ("nan", np.full_like(latents[1], np.nan), "z-1 holds NaN or Inf"),
     ):
         write_lmdb(tmp_path / name, [latents[0], bad, *latents[2:]], [0, 1, 2, 3])
-        source = open_foreign(tmp_path / name)
+        source = open_latents(tmp_path / name)
         with pytest.raises(ValueError, match=message):
             source.read(0, 4)
         assert torch.equal(source.read(2, 4)[0], torch.from_numpy(np.stack(latents[2:])))
     write_lmdb(tmp_path / "samples", sd_moments(2)[:, :4], [0, 1])
     with pytest.raises(ValueError, match=r"z-0 has 256 bytes, which are not float32 moments \[8, h, h\]"):
-        open_foreign(tmp_path / "samples")
+        open_latents(tmp_path / "samples")
 
 
 @pytest.mark.parametrize("missing_bytes", [4096, 40_960, 262_144])
@@ -173,7 +173,7 @@ def test_an_lmdb_that_lacks_its_last_pages_is_refused_and_does_not_end_the_proce
     file = tmp_path / "data.mdb"
     file.write_bytes(file.read_bytes()[:-missing_bytes])
     with pytest.raises(ValueError, match="data.mdb is truncated"):
-        open_foreign(tmp_path)
+        open_latents(tmp_path)
 
 
 def test_a_truncated_or_damaged_lmdb_is_refused_and_not_read(tmp_path):
@@ -182,10 +182,10 @@ def test_a_truncated_or_damaged_lmdb_is_refused_and_not_read(tmp_path):
     whole = file.read_bytes()
     file.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match=r"data.mdb is truncated: \d+ of \d+ bytes; copy it again"):
-        open_foreign(tmp_path / "a")
+        open_latents(tmp_path / "a")
     file.write_bytes(b"junk" * 10000)
     with pytest.raises(ValueError, match="data.mdb cannot be opened as an LMDB"):
-        open_foreign(tmp_path / "a")
+        open_latents(tmp_path / "a")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -197,22 +197,22 @@ def test_tars_are_read_in_order(tmp_path, members):
     latents, labels = sd_moments(7), [3, 1, 2, 0, 1, 2, 2]
     write_tar(tmp_path / "a.tar", members(latents[:4], labels[:4]))
     write_tar(tmp_path / "b.tar", members(latents[4:], labels[4:], start=4))
-    source = open_foreign(tmp_path, allow_pickle=True)
+    source = open_latents(tmp_path, allow_pickle=True)
     check(source, latents, labels)
-    assert source.fixed_kind is source.known_stored_scale is None
-    check(open_foreign(tmp_path / "b.tar", allow_pickle=True), latents[4:], labels[4:])
+    assert source.known_kind is source.known_stored_scale is None
+    check(open_latents(tmp_path / "b.tar", allow_pickle=True), latents[4:], labels[4:])
 
 
 def test_old_pickles_and_half_precision_are_converted(tmp_path):
     latents = sd_moments(3).astype(np.float16)
     write_tar(tmp_path / "a.tar", pickle_members(latents, [0, 1, 2], protocol=2))
-    check(open_foreign(tmp_path, allow_pickle=True), latents.astype(np.float32), [0, 1, 2])
+    check(open_latents(tmp_path, allow_pickle=True), latents.astype(np.float32), [0, 1, 2])
 
 
 def test_pickles_in_tars_need_the_flag(tmp_path):
     write_tar(tmp_path / "a.tar", pickle_members(sd_moments(1), [0]))
     with pytest.raises(ValueError, match="a.tar: member 0000000.latent is a pickle.*; allow_pickle=true reads it"):
-        open_foreign(tmp_path)
+        open_latents(tmp_path)
 
 
 def test_nan_in_a_tar_is_named(tmp_path):
@@ -220,7 +220,7 @@ def test_nan_in_a_tar_is_named(tmp_path):
     latents[3, 0, 1, 1] = np.inf
     write_tar(tmp_path / "a.tar", npy_members(latents, range(5)))
     with pytest.raises(ValueError, match="a.tar: 0000003.latent.npy holds NaN or Inf"):
-        open_foreign(tmp_path).read(1, 5)
+        open_latents(tmp_path).read(1, 5)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -230,9 +230,9 @@ def test_nan_in_a_tar_is_named(tmp_path):
 def test_fast_dit_files_are_read_in_numeric_order(tmp_path):
     latents, labels = sd_moments(12)[:, :4] * np.float32(SD_SCALE), list(range(12))
     write_fast_dit(tmp_path, latents, labels, [slice(i, i + 1) for i in range(12)])
-    source = open_foreign(tmp_path)
+    source = open_latents(tmp_path)
     check(source, latents, labels)  # as text, 10 would come before 2
-    check(open_foreign(tmp_path / "imagenet256_features"), latents, labels)
+    check(open_latents(tmp_path / "imagenet256_features"), latents, labels)
     info, stored_scale, statements = settled(source)
     assert (info.kind, stored_scale, info.scale_factor) == ("sample", SD_SCALE, SD_SCALE)
     assert not any("warning" in s for s in statements)
@@ -241,7 +241,7 @@ def test_fast_dit_files_are_read_in_numeric_order(tmp_path):
 def test_fast_dit_files_may_hold_several_items(tmp_path):
     latents, labels = sd_moments(8)[:, :4], [5, 4, 3, 2, 1, 0, 6, 7]
     write_fast_dit(tmp_path, latents, labels, [slice(0, 2), slice(2, 4), slice(4, 7), slice(7, 8)], name="imagenet512")
-    check(open_foreign(tmp_path), latents, labels)
+    check(open_latents(tmp_path), latents, labels)
 
 
 def features(tmp_path, number):
@@ -283,7 +283,7 @@ def test_bad_features_are_refused_by_name(tmp_path, damage, message):
     write_fast_dit(tmp_path, sd_moments(4)[:, :4], range(4), [slice(i, i + 1) for i in range(4)])
     damage(tmp_path)
     with pytest.raises(ValueError, match=message):
-        open_foreign(tmp_path).read(0, 4)
+        open_latents(tmp_path).read(0, 4)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -297,22 +297,22 @@ def test_standard_deviations_become_log_variances(tmp_path):
     zip_of(tmp_path / "vae-sd", tmp_path / "edm2.zip")
     zip_of(tmp_path / "vae-sd", tmp_path / "repa.zip", prefix="vae-sd/")
     for path in (tmp_path / "vae-sd", tmp_path / "edm2.zip", tmp_path / "repa.zip"):
-        source = open_foreign(path)
+        source = open_latents(path)
         read, flips = source.read(1, 6)
         assert flips is None and source.labels.tolist() == labels and source.shape == (8, 4, 4)
         assert torch.equal(read[:, :4], torch.from_numpy(moments[1:, :4]))
         assert torch.allclose(read[:, 4:], torch.from_numpy(moments[1:, 4:]), atol=1e-5)
         info, stored_scale, statements = settled(source)
         assert (info.kind, stored_scale) == ("moments", 1) and not any("warning" in s for s in statements)
-    assert open_foreign(tmp_path, format="repa").labels.tolist() == labels  # the folder of images/ and vae-sd/
+    assert open_latents(tmp_path, format="repa").labels.tolist() == labels  # the folder of images/ and vae-sd/
     (tmp_path / "edm2.zip").unlink()
     (tmp_path / "repa.zip").unlink()
-    assert open_foreign(tmp_path).describe == "REPA / EDM2 mean and std"
+    assert open_latents(tmp_path).name == "REPA / EDM2 mean and std"
 
 
 def test_a_standard_deviation_of_0_stays_finite(tmp_path):
     write_repa(tmp_path, np.zeros((1, 8, 2, 2), np.float32), [0])
-    read, _ = open_foreign(tmp_path).read(0, 1)
+    read, _ = open_latents(tmp_path).read(0, 1)
     assert torch.allclose(read[:, 4:], torch.tensor(-30.0))  # where the autoencoder clamps
 
 
@@ -349,13 +349,13 @@ def test_bad_means_and_stds_are_refused_by_name(tmp_path, damage, message):
     write_repa(tmp_path, as_mean_and_std(sd_moments(3)), [0, 1, 2])
     damage(tmp_path)
     with pytest.raises(ValueError, match=message):
-        open_foreign(tmp_path, format="repa").read(0, 3)
+        open_latents(tmp_path, format="repa").read(0, 3)
 
 
-def test_files_that_dataset_json_leaves_out_are_stated(tmp_path):
+def test_files_that_dataset_json_leaves_out_are_logged(tmp_path):
     write_repa(tmp_path, as_mean_and_std(sd_moments(3)), [0, 1, 2])
     put(3, as_mean_and_std(sd_moments(1))[0])(tmp_path)
-    assert open_foreign(tmp_path).statements == ["1 .npy files are not in dataset.json and are left out"]
+    assert open_latents(tmp_path).statements == ["1 .npy files are not in dataset.json and are left out"]
 
 
 def test_a_damaged_zip_is_refused_by_name(tmp_path):
@@ -364,11 +364,11 @@ def test_a_damaged_zip_is_refused_by_name(tmp_path):
     whole = (tmp_path / "a.zip").read_bytes()
     (tmp_path / "a.zip").write_bytes(whole[:-100])
     with pytest.raises(ValueError, match="a.zip is truncated or not a .zip"):
-        open_foreign(tmp_path / "a.zip")
+        open_latents(tmp_path / "a.zip")
     place = whole.index(b"\x93NUMPY") + 300
     (tmp_path / "a.zip").write_bytes(whole[:place] + b"????" + whole[place + 4 :])
     with pytest.raises(ValueError, match="a.zip: 00000/img-mean-std-00000000.npy is damaged: Bad CRC"):
-        open_foreign(tmp_path / "a.zip")
+        open_latents(tmp_path / "a.zip")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -384,7 +384,7 @@ def test_lightningdit_latents_flips_and_labels_are_read(tmp_path, dtype):
         file = tmp_path / f"latents_rank00_shard{shard:03d}.safetensors"
         write_lightningdit(file, latents[part].clone(), flips[part].clone(), labels[part])
     (tmp_path / "latents_stats.pt").write_bytes(b"")
-    source = open_foreign(tmp_path)
+    source = open_latents(tmp_path)
     check(source, latents.float(), labels, flips.float())
     with pytest.raises(ValueError, match="latents have 32 channels.*autoencoder=none"):
         settled(source)
@@ -419,20 +419,20 @@ def test_bad_lightningdit_files_are_refused_by_name(tmp_path, tensors, message):
     save_file(GOOD, tmp_path / "a.safetensors")
     save_file({k: v for k, v in (GOOD | tensors).items() if v is not None}, tmp_path / "b.safetensors")
     with pytest.raises(ValueError, match=message):
-        open_foreign(tmp_path).read(0, 4)
+        open_latents(tmp_path).read(0, 4)
 
 
 def test_a_truncated_safetensors_file_is_refused_by_name(tmp_path):
     save_file(GOOD, tmp_path / "a.safetensors")
     (tmp_path / "a.safetensors").write_bytes((tmp_path / "a.safetensors").read_bytes()[:-7])
     with pytest.raises(ValueError, match="a.safetensors is truncated or not a safetensors file"):
-        open_foreign(tmp_path)
+        open_latents(tmp_path)
 
 
 def test_native_shards_are_not_converted(tmp_path):
     make_shard(tmp_path / "a.safetensors")
     with pytest.raises(ValueError, match="these are native shards already; train reads them as they are"):
-        open_foreign(tmp_path)
+        open_latents(tmp_path)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -441,24 +441,24 @@ def test_native_shards_are_not_converted(tmp_path):
 
 def test_what_fits_no_format_is_refused_with_what_was_looked_for_and_found(tmp_path):
     with pytest.raises(ValueError, match="nowhere does not exist"):
-        open_foreign(tmp_path / "nowhere")
+        open_latents(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"holds no latents that are known: looked for data.mdb .MaskDiT.*; found nothing"):
-        open_foreign(tmp_path)
+        open_latents(tmp_path)
     for i in range(10):
         (tmp_path / f"{i}.png").write_bytes(b"")
     with pytest.raises(ValueError, match=r"found 0.png, .*, 7.png and 2 more"):
-        open_foreign(tmp_path)
+        open_latents(tmp_path)
     with pytest.raises(ValueError, match=re.escape(f"format=zip is not accepted; use auto | {' | '.join(FORMATS)}")):
-        open_foreign(tmp_path, format="zip")
+        open_latents(tmp_path, format="zip")
 
 
 def test_a_folder_that_fits_several_formats_needs_the_flag(tmp_path):
     save_file(GOOD, tmp_path / "a.safetensors")
     write_tar(tmp_path / "a.tar", npy_members(sd_moments(1), [0]))
     with pytest.raises(ValueError, match="may be webdataset or lightningdit; say which with format="):
-        open_foreign(tmp_path)
-    assert open_foreign(tmp_path, format="lightningdit").describe == "LightningDiT safetensors"
-    assert open_foreign(tmp_path, format="webdataset").describe == "WebDataset tars"
+        open_latents(tmp_path)
+    assert open_latents(tmp_path, format="lightningdit").name == "LightningDiT safetensors"
+    assert open_latents(tmp_path, format="webdataset").name == "WebDataset tars"
 
 
 def test_fingerprints_of_sources_change_with_the_data(tmp_path):
@@ -472,5 +472,5 @@ def test_fingerprints_of_sources_change_with_the_data(tmp_path):
 
     for name, labels in (("a", [0, 1]), ("b", [0, 1]), ("c", [1, 0])):
         write(tmp_path / name, labels)
-    prints = [[open_foreign(p).fingerprint() for p in sorted((tmp_path / name).iterdir())] for name in "abc"]
+    prints = [[open_latents(p).fingerprint() for p in sorted((tmp_path / name).iterdir())] for name in "abc"]
     assert prints[0] == prints[1] and len(set(prints[0] + prints[2])) == 10

@@ -18,9 +18,8 @@ import os
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -28,32 +27,34 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from errors import UserError
+from files import read_file
+from latents.arrays import check_float, parse_npy
 from latents.detection import SD_SCALE
 from latents.progress import progress_bar
-from latents.shards import spread_items
-from latents.webdataset import TarIndex, check_float, locate_npy
+from latents.shards import shard_files, spread_items
+from latents.webdataset import TarIndex
 
 
-class LatentSource(Protocol):
-    """What conversion asks of a format.
+class LatentSource:
+    """Latents of another project; a subclass for each format, opened by `open_latents`.
 
     Attributes:
-        describe: the name of the format, in words.
+        name: of the format.
         labels: [N] int64.
         shape: (C, h, w) of an item as `read` gives it; 2C channels where items are moments.
         has_flips: `read` also gives latents of the mirrored images.
-        fixed_kind: `moments` or `sample` where the format says so.
+        known_kind: `moments` or `sample` where the format says so.
         known_stored_scale: what the stored values were multiplied by, where the format says so.
-        statements: what was found out on opening, for the log.
+        statements: what was detected on opening, for the log.
     """
 
-    describe: str
+    name: str
     labels: np.ndarray
-    shape: tuple[int, int, int]
-    has_flips: bool
-    fixed_kind: str | None
-    known_stored_scale: float | None
-    statements: list[str]
+    shape: tuple[int, ...]
+    has_flips = False
+    known_kind: str | None = None
+    known_stored_scale: float | None = None
+    statements: list[str] = []
 
     def read(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
         """Items start .. stop - 1 as stored, float32 [b, *shape], and their mirror images where has_flips.
@@ -61,16 +62,15 @@ class LatentSource(Protocol):
         Raises:
             UserError: an item that is missing, has another shape or type, or is not finite. The message names it.
         """
-        ...
+        raise NotImplementedError
 
     def fingerprint(self) -> str:
         """A hash of names, sizes and labels: cheap, and another one for other data."""
-        ...
+        raise NotImplementedError
 
-
-def sample_of(source: LatentSource, num_items: int = 256) -> Tensor:
-    """[n, *shape] float32: items spread over the data, as `detection.detect` asks for."""
-    return torch.cat([source.read(i, i + 1)[0] for i in spread_items(len(source.labels), num_items).tolist()])
+    def read_spread(self, num_items: int = 256) -> Tensor:
+        """[n, *shape] float32: items spread over the data, as `detection.detect` needs them."""
+        return torch.cat([self.read(i, i + 1)[0] for i in spread_items(len(self.labels), num_items).tolist()])
 
 
 def _hash(*parts: object) -> str:
@@ -80,7 +80,7 @@ def _hash(*parts: object) -> str:
     return digest.hexdigest()
 
 
-def _check_finite_items(latents: np.ndarray, name_of: Callable[[int], str]) -> None:
+def _refuse_nan(latents: np.ndarray, name_of: Callable[[int], str]) -> None:
     """Raises UserError where one of latents [b, C, h, w] holds NaN or Inf; name_of(number in the batch) names it."""
     # A sum is finite only if all values are, and cheap; float64 cannot overflow.
     if not np.isfinite(latents.sum(dtype=np.float64)):
@@ -88,18 +88,17 @@ def _check_finite_items(latents: np.ndarray, name_of: Callable[[int], str]) -> N
         raise UserError(f"{name_of(bad)} holds NaN or Inf; make it again, or leave it out")
 
 
-def _whole_numbers(where: str, labels: np.ndarray) -> np.ndarray:
+def _check_integers(where: str, labels: np.ndarray) -> np.ndarray:
     if not np.issubdtype(labels.dtype, np.integer):
         raise UserError(f"{where}: labels are {labels.dtype}, not whole numbers")
     return labels.astype(np.int64)
 
 
-def _read_npy(where: str, payload: bytes) -> np.ndarray:
-    """An .npy file, without pickles; only its header is parsed, and equal headers but once."""
-    dtype, shape, offset = locate_npy(where, payload)
-    if dtype.hasobject:
-        raise UserError(f"{where} holds Python objects, not numbers")
-    return np.frombuffer(payload, dtype=dtype, offset=offset).reshape(shape)
+def _locate(first_item: np.ndarray, start: int, stop: int) -> Iterator[tuple[int, slice]]:
+    """(number of a file, rows of it) that make up the items start .. stop - 1, where file k begins with first_item[k]."""
+    for number in range(np.searchsorted(first_item, start, "right") - 1, np.searchsorted(first_item, stop, "left")):
+        first, end = first_item[number : number + 2].tolist()
+        yield number, slice(max(start, first) - first, min(stop, end) - first)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -114,31 +113,25 @@ with lmdb.open(sys.argv[1], subdir=os.path.isdir(sys.argv[1]), readonly=True, lo
 """
 
 
-class MaskDiTLMDB:
+class MaskDiTLMDB(LatentSource):
     """MaskDiT's LMDB: SD-VAE moments [8, h, w] under `z-<i>`, labels under `y-<i>`, their number under `length`.
 
-    With --xflip MaskDiT stores the mirrored images after all others, and says nowhere that it did. Where the labels of the
-    halves agree and latents of the second half look like mirrored ones of the first, that half becomes the flips.
+    With --xflip MaskDiT stores the mirrored images after all others, and nothing marks them. If the labels of the halves
+    agree and latents of the second half correlate with mirrored ones of the first, the second half becomes the flips.
 
     Args:
         path: the folder of data.mdb, or an LMDB in a single file.
-
-    Raises:
-        UserError: not such an LMDB, a truncated one, one without `length`, or an item that is missing.
     """
 
-    describe = "MaskDiT LMDB"
-    fixed_kind, known_stored_scale = "moments", 1.0
+    name, known_kind, known_stored_scale = "MaskDiT LMDB", "moments", 1.0
     CHANNELS = 8
 
-    def __init__(self, path: str | Path):
-        self.path = Path(path)
-        self.file = self.path if self.path.is_file() else self.path / "data.mdb"
+    def __init__(self, path: Path):
+        self.path = path
+        self.file = path if path.is_file() else path / "data.mdb"
         if not self.file.exists():
-            inside = next(
-                (f"; use {name}: {self.path / name}" for name in ("train", "val") if (self.path / name / "data.mdb").exists()), ""
-            )
-            raise UserError(f"{self.path} holds no data.mdb{inside}")
+            below = [name for name in ("train", "val") if (path / name / "data.mdb").exists()]
+            raise UserError(f"{path} holds no data.mdb" + (f"; use {below[0]}: {path / below[0]}" if below else ""))
         self._check_not_truncated()
         with self._open() as env, env.begin(buffers=True) as txn:
             length = self._number(txn, "length", "the extraction was interrupted before it wrote it; run it again")
@@ -156,19 +149,22 @@ class MaskDiTLMDB:
             correlation = self._mirror_correlation(txn, labels)
         self.has_flips = correlation > 0.5
         self.labels = labels[: length // 2] if self.has_flips else labels
-        found = f"the labels of the halves agree, and latents correlate by {correlation:.2f} with mirrored ones of the first half"
-        said = f"latents_flip: the second {len(self.labels)} items (--xflip); {found}"
-        self.statements = [said] if self.has_flips else []
+        if self.has_flips:
+            reason = (
+                f"the labels of the halves agree, and latents correlate by {correlation:.2f} with mirrored ones of the first half"
+            )
+            self.statements = [f"latents_flip: the second {len(self.labels)} items (--xflip); {reason}"]
 
     def read(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
+        num = len(self.labels)
         with self._open() as env, env.begin(buffers=True) as txn:
-            latents = self._items(txn, range(start, stop))
-            num = len(self.labels)
-            flips = self._items(txn, range(num + start, num + stop)) if self.has_flips else None
-        return torch.from_numpy(latents), None if flips is None else torch.from_numpy(flips)
+            latents = torch.from_numpy(self._items(txn, range(start, stop)))
+            if not self.has_flips:
+                return latents, None
+            return latents, torch.from_numpy(self._items(txn, range(num + start, num + stop)))
 
     def fingerprint(self) -> str:
-        return _hash(self.describe, self.shape, self.file.stat().st_size, self.has_flips, self.labels)
+        return _hash(self.name, self.shape, self.file.stat().st_size, self.has_flips, self.labels)
 
     def _open(self):
         import lmdb  # this format alone needs it
@@ -181,10 +177,14 @@ class MaskDiTLMDB:
             raise UserError(f"{self.file} cannot be opened as an LMDB: {e}") from e
 
     def _check_not_truncated(self) -> None:
-        """Reading a page that is not there ends the process, so that another one tries first where the file is short."""
+        """Raises UserError where pages are missing that hold data.
+
+        Size alone does not tell: LMDB may leave last pages unwritten that nothing refers to. Reading a page that is not there
+        ends the process, so another process reads first where the file is short. To follow the pages here instead would take
+        twice the lines, and LMDB's internal layout.
+        """
         with self._open() as env:
             needed, found = (env.info()["last_pgno"] + 1) * env.stat()["psize"], self.file.stat().st_size
-        # LMDB may leave last pages unwritten that nothing refers to.
         if found < needed and subprocess.run([sys.executable, "-c", _READ_ALL, str(self.path)], capture_output=True).returncode:
             raise UserError(f"{self.file} is truncated: {found} of {needed} bytes; copy it again")
 
@@ -215,7 +215,7 @@ class MaskDiTLMDB:
                     f"{self.file}: z-{number} has {len(value)} bytes{hint}, but z-0 has {row.nbytes} (float32 {list(self.shape)})"
                 )
             row[:] = np.frombuffer(value, dtype="<f4").reshape(self.shape)
-        _check_finite_items(latents, lambda i: f"{self.file}: z-{numbers[i]}")
+        _refuse_nan(latents, lambda i: f"{self.file}: z-{numbers[i]}")
         return latents
 
     def _mirror_correlation(self, txn, labels: np.ndarray) -> float:
@@ -233,7 +233,7 @@ class MaskDiTLMDB:
         return float(np.median(correlations))
 
 
-class Tars:
+class Tars(LatentSource):
     """WebDataset tars; see `latents.webdataset`.
 
     Args:
@@ -241,62 +241,52 @@ class Tars:
         allow_pickle: read pickled arrays, with an unpickler that admits nothing else.
     """
 
-    describe = "WebDataset tars"
-    has_flips = False
-    fixed_kind = known_stored_scale = None
+    name = "WebDataset tars"
 
-    def __init__(self, path: str | Path, allow_pickle: bool = False):
+    def __init__(self, path: Path, allow_pickle: bool = False):
         self._index = TarIndex.open(path, allow_pickle)
-        self.labels, self.shape, self.statements = self._index.labels, self._index.shape, []
+        self.labels, self.shape = self._index.labels, self._index.shape
 
     def read(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
         latents = self._index.read(np.arange(start, stop)).astype(np.float32, copy=False)
-        _check_finite_items(latents, lambda i: self._index.name_of(start + i))
+        _refuse_nan(latents, lambda i: self._index.name_of(start + i))
         return torch.from_numpy(latents), None
 
     def fingerprint(self) -> str:
         files = [(f.name, f.stat().st_size) for f in self._index.files]
-        return _hash(self.describe, self.shape, files, self.labels)
+        return _hash(self.name, self.shape, files, self.labels)
 
 
-class FastDiTFolder:
+class FastDiTFolder(LatentSource):
     """fast-DiT's `<name>_features/<i>.npy`, float32 [B, 4, h, w] times 0.18215, and `<name>_labels/<i>.npy`, int64 [B].
 
     Args:
         path: the folder of both, or the folder of features.
-
-    Raises:
-        UserError: no such folders or several; features and labels that differ in number; names that are not numbers.
     """
 
-    describe = "fast-DiT features"
-    has_flips = False
-    fixed_kind, known_stored_scale = "sample", SD_SCALE
+    name, known_kind, known_stored_scale = "fast-DiT features", "sample", SD_SCALE
 
-    def __init__(self, path: str | Path):
-        self.features, self._labels_folder = self._find(Path(path))
-        numbers, label_numbers = self._numbers(self.features), self._numbers(self._labels_folder)
-        lacking = min(set(numbers) ^ set(label_numbers), default=None)
-        if lacking is not None:
-            has, lacks = (self.features, self._labels_folder) if lacking in numbers else (self._labels_folder, self.features)
-            name = numbers.get(lacking) or label_numbers[lacking]
+    def __init__(self, path: Path):
+        self.features, labels_folder = self._find(path)
+        numbers, label_numbers = self._numbers(self.features), self._numbers(labels_folder)
+        unpaired = min(set(numbers) ^ set(label_numbers), default=None)
+        if unpaired is not None:
+            has, lacks = (self.features, labels_folder) if unpaired in numbers else (labels_folder, self.features)
+            name = numbers.get(unpaired) or label_numbers[unpaired]
             raise UserError(
-                f"{self.features} holds {len(numbers)} files and {self._labels_folder.name} {len(label_numbers)}: "
+                f"{self.features} holds {len(numbers)} files and {labels_folder.name} {len(label_numbers)}: "
                 f"{has.name}/{name} lacks its partner in {lacks}"
             )
         if not numbers:
             raise UserError(f"{self.features} holds no .npy files")
         self._names = [numbers[i] for i in sorted(numbers)]  # by number: 2 comes before 10
-        label_names = [label_numbers[i] for i in sorted(numbers)]
-        labels = [
-            self._read_labels(self._labels_folder / name)
-            for name in progress_bar(label_names, desc="reading labels", unit="file", delay=1, leave=False)
-        ]
+        label_files = [labels_folder / label_numbers[i] for i in sorted(numbers)]
+        bar = progress_bar(label_files, desc="reading labels", unit="file", delay=1, leave=False)
+        labels = [self._read_labels(file) for file in bar]
         self.labels = np.concatenate(labels)
         self._first_item = np.cumsum([0] + [len(x) for x in labels])
-        self.shape: tuple[int, ...] = ()
+        self.shape = ()
         self.shape = self._read_features(0).shape[1:]
-        self.statements = []
 
     @staticmethod
     def _find(path: Path) -> tuple[Path, Path]:
@@ -324,15 +314,15 @@ class FastDiTFolder:
 
     @staticmethod
     def _read_labels(file: Path) -> np.ndarray:
-        labels = _read_npy(str(file), file.read_bytes())
+        labels = parse_npy(str(file), read_file(file))
         if labels.ndim != 1:
             raise UserError(f"{file} is {labels.dtype} {list(labels.shape)}; need labels int64 [B]")
-        return _whole_numbers(str(file), labels)
+        return _check_integers(str(file), labels)
 
     def _read_features(self, number: int) -> np.ndarray:
-        """The file at a place of the order, [B, C, h, w]."""
+        """A file by its place in the order, [B, C, h, w]."""
         file = self.features / self._names[number]
-        latents = _read_npy(str(file), file.read_bytes())
+        latents = parse_npy(str(file), read_file(file))
         check_float(str(file), latents.dtype)
         expected = (int(self._first_item[number + 1] - self._first_item[number]), *(self.shape or latents.shape[1:]))
         if latents.ndim != 4 or latents.shape != expected:
@@ -341,54 +331,44 @@ class FastDiTFolder:
         return latents
 
     def read(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
-        latents = np.empty((stop - start, *self.shape), dtype=np.float32)
-        files = range(np.searchsorted(self._first_item, start, "right") - 1, np.searchsorted(self._first_item, stop, "left"))
-        for number in files:
-            first = self._first_item[number]
-            part = self._read_features(number)[max(start - first, 0) : stop - first]
-            at = max(first - start, 0)
-            latents[at : at + len(part)] = part
-            _check_finite_items(latents[at : at + len(part)], lambda i, name=self._names[number]: str(self.features / name))
-        return torch.from_numpy(latents), None
+        parts = []
+        for number, rows in _locate(self._first_item, start, stop):
+            parts.append(self._read_features(number)[rows])
+            _refuse_nan(parts[-1], lambda i, name=self._names[number]: str(self.features / name))
+        return torch.from_numpy(np.concatenate(parts).astype(np.float32, copy=False)), None
 
     def fingerprint(self) -> str:
         spread = [self._names[i] for i in spread_items(len(self._names), 64)]
         sizes = [(self.features / name).stat().st_size for name in spread]
-        return _hash(self.describe, self.shape, self._names, sizes, self.labels)
+        return _hash(self.name, self.shape, self._names, sizes, self.labels)
 
 
-class REPAFolder:
+class REPAFolder(LatentSource):
     """REPA's and EDM2's `vae-sd/`: dataset.json with "labels": [[name, label], ...], and .npy files float32 [8, h, w].
 
     These hold mean and standard deviation; `read` gives mean and log-variance.
 
     Args:
         path: that folder, the one that holds `vae-sd/`, or a .zip of its content.
-
-    Raises:
-        UserError: no dataset.json, no labels in it, labels that are not whole numbers, or a file that is missing.
     """
 
-    describe = "REPA / EDM2 mean and std"
-    has_flips = False
-    fixed_kind, known_stored_scale = "moments", 1.0
+    name, known_kind, known_stored_scale = "REPA / EDM2 mean and std", "moments", 1.0
 
-    def __init__(self, path: str | Path):
-        path = Path(path)
+    def __init__(self, path: Path):
         inside = path / "vae-sd"
         self.path = inside if not (path / "dataset.json").exists() and (inside / "dataset.json").exists() else path
         self._zip, self._prefix = None, ""
-        names = self._list_zip() if self.path.is_file() else self._list_folder()
-        if "dataset.json" not in names:
+        files = self._list_zip() if self.path.is_file() else self._list_folder()
+        if "dataset.json" not in files:
             raise UserError(f"{path} holds no dataset.json (nor vae-sd/dataset.json), which names the latents and their labels")
         self._names, self.labels = self._read_labels()
-        missing = next((name for name in self._names if name not in names), None)
+        missing = next((name for name in self._names if name not in files), None)
         if missing is not None:
             hint = "" if missing.endswith(".npy") else "; it names images: encode them instead"
             raise UserError(f"{self.path}: dataset.json names {missing}, which is not there{hint}")
         if not all(name.endswith(".npy") for name in self._names):
             raise UserError(f"{self.path}: dataset.json names images, not latents (.npy); encode them instead")
-        unnamed = sum(name.endswith(".npy") for name in names) - len(set(self._names))
+        unnamed = sum(name.endswith(".npy") for name in files) - len(set(self._names))
         self.statements = [f"{unnamed} .npy files are not in dataset.json and are left out"] if unnamed else []
         first = self._load(self._names[0])
         self.shape = first.shape
@@ -404,7 +384,7 @@ class REPAFolder:
                     f"{self.path}: {name} is {value.dtype} {list(value.shape)}, but {self._names[0]} is {list(self.shape)}"
                 )
             row[:] = value
-        _check_finite_items(latents, lambda i: f"{self.path}: {self._names[start + i]}")
+        _refuse_nan(latents, lambda i: f"{self.path}: {self._names[start + i]}")
         std = latents[:, self.shape[0] // 2 :]
         if (std < 0).any():
             bad = int(np.flatnonzero((std < 0).any(axis=(1, 2, 3)))[0])
@@ -418,7 +398,7 @@ class REPAFolder:
 
     def fingerprint(self) -> str:
         size = self.path.stat().st_size if self._zip else sum((self.path / n).stat().st_size for n in self._names[:64])
-        return _hash(self.describe, self.shape, self._names, size, self.labels)
+        return _hash(self.name, self.shape, self._names, size, self.labels)
 
     def _list_zip(self) -> set[str]:
         try:
@@ -434,13 +414,13 @@ class REPAFolder:
 
     def _bytes(self, name: str) -> bytes:
         try:
-            return self._zip.read(self._prefix + name) if self._zip else (self.path / name).read_bytes()
+            return self._zip.read(self._prefix + name) if self._zip else read_file(self.path / name)
         except (zipfile.BadZipFile, EOFError) as e:
             raise UserError(f"{self.path}: {name} is damaged: {e}") from e
 
     def _load(self, name: str) -> np.ndarray:
         where = f"{self.path}: {name}"
-        value = _read_npy(where, self._bytes(name))
+        value = parse_npy(where, self._bytes(name))
         check_float(where, value.dtype)
         return value
 
@@ -461,42 +441,33 @@ class REPAFolder:
         return [name for name, _ in entries], np.array([label for _, label in entries], dtype=np.int64)
 
 
-class LightningDiTFolder:
+class LightningDiTFolder(LatentSource):
     """LightningDiT's safetensors: `latents` [M, C, h, w], `latents_flip`, `labels` [M]; samples, unscaled, no header.
 
     Args:
         path: the folder, or one file.
-
-    Raises:
-        UserError: no such files, truncated ones, native shards, other tensors, or shapes that differ among files.
     """
 
-    describe = "LightningDiT safetensors"
-    fixed_kind, known_stored_scale = "sample", None
-    NAMES = ("latents", "latents_flip")
+    name, known_kind = "LightningDiT safetensors", "sample"
 
-    def __init__(self, path: str | Path):
-        path = Path(path)
-        self.files = [path] if path.is_file() else sorted(f for f in path.glob("*.safetensors") if not f.name.startswith("."))
+    def __init__(self, path: Path):
+        self.files = [path] if path.is_file() else shard_files(path)
         if not self.files:
             raise UserError(f"{path} holds no *.safetensors")
-        labels, shapes = [], []
+        labels, layouts = [], []
         for file in self.files:
-            names, shape, of_file = self._open(file)
-            labels.append(of_file)
-            shapes.append((names, shape))
-            if shapes[-1] != shapes[0]:
-                raise UserError(
-                    f"{file} does not belong with {self.files[0]}: {', '.join(names)} {list(shape)} against "
-                    f"{', '.join(shapes[0][0])} {list(shapes[0][1])}"
-                )
-        names, self.shape = shapes[0]
+            names, shape, labels_of_file = self._open(file)
+            labels.append(labels_of_file)
+            layouts.append(f"{', '.join(names)} {list(shape)}")
+            if layouts[-1] != layouts[0]:
+                raise UserError(f"{file} does not belong with {self.files[0]}: {layouts[-1]} against {layouts[0]}")
+        self._names, self.shape = names, shape
         self.has_flips = "latents_flip" in names
         self.labels = np.concatenate(labels)
         self._first_item = np.cumsum([0] + [len(x) for x in labels])
-        self.statements = []
 
-    def _open(self, file: Path) -> tuple[tuple[str, ...], tuple[int, ...], np.ndarray]:
+    @staticmethod
+    def _open(file: Path) -> tuple[list[str], tuple[int, ...], np.ndarray]:
         """(names of the latents that it holds, shape of an item, labels)."""
         try:
             with safe_open(file, framework="pt") as f:
@@ -507,51 +478,53 @@ class LightningDiTFolder:
                     raise UserError(
                         f"{file} holds {', '.join(sorted(held)) or 'nothing'}; need latents [M, C, h, w] and labels [M]"
                     )
-                names = tuple(name for name in self.NAMES if name in held)
+                names = [name for name in ("latents", "latents_flip") if name in held]
                 shapes = {name: (f.get_slice(name).get_shape(), f.get_slice(name).get_dtype()) for name in names}
                 labels = f.get_tensor("labels").numpy()
         except (SafetensorError, OSError) as e:
             raise UserError(f"{file} is truncated or not a safetensors file: {e}") from e
+        expected = shapes["latents"][0]
         for name, (shape, dtype) in shapes.items():
             where = f"{file}: {name}"
             if dtype == "F64":
                 check_float(where, np.dtype(np.float64))
             if dtype not in ("F32", "F16", "BF16") or len(shape) != 4 or 0 in shape:
                 raise UserError(f"{where} is {dtype} {shape}; need float32, bfloat16 or float16 [M, C, h, w]")
-            if shape != shapes["latents"][0]:
-                raise UserError(f"{where} is {shape}, but latents are {shapes['latents'][0]}")
-        shape = shapes["latents"][0]
-        if labels.shape != (shape[0],):
-            raise UserError(f"{file}: {shape[0]} latents, but labels are {list(labels.shape)}")
-        return names, tuple(shape[1:]), _whole_numbers(str(file), labels)
+            if shape != expected:
+                raise UserError(f"{where} is {shape}, but latents are {expected}")
+        if labels.shape != (expected[0],):
+            raise UserError(f"{file}: {expected[0]} latents, but labels are {list(labels.shape)}")
+        return names, tuple(expected[1:]), _check_integers(str(file), labels)
 
     def read(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
-        names = self.NAMES[: 1 + self.has_flips]
-        parts: dict[str, list[Tensor]] = {name: [] for name in names}
-        files = range(np.searchsorted(self._first_item, start, "right") - 1, np.searchsorted(self._first_item, stop, "left"))
-        for number in files:
-            first = int(self._first_item[number])
-            low, high = max(start - first, 0), min(stop, int(self._first_item[number + 1])) - first
+        parts: dict[str, list[Tensor]] = {name: [] for name in self._names}
+        for number, rows in _locate(self._first_item, start, stop):
             with safe_open(self.files[number], framework="pt") as f:
-                for name in names:
-                    part = f.get_slice(name)[low:high].float()
+                for name in self._names:
+                    part = f.get_slice(name)[rows.start : rows.stop].float()
                     where = f"{self.files[number]}: {name} of item "
-                    _check_finite_items(part.numpy(), lambda i, where=where, low=low: f"{where}{low + i}")
+                    _refuse_nan(part.numpy(), lambda i, where=where, rows=rows: f"{where}{rows.start + i}")
                     parts[name].append(part)
-        latents, *flips = (torch.cat(parts[name]) for name in names)
+        latents, *flips = (torch.cat(parts[name]) for name in self._names)
         return latents, flips[0] if flips else None
 
     def fingerprint(self) -> str:
         files = [(f.name, f.stat().st_size) for f in self.files]
-        return _hash(self.describe, self.shape, self.has_flips, files, self.labels)
+        return _hash(self.name, self.shape, self.has_flips, files, self.labels)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 
-FORMATS = ("maskdit_lmdb", "webdataset", "fast_dit", "repa", "lightningdit")
+FORMATS = {
+    "maskdit_lmdb": MaskDiTLMDB,
+    "webdataset": Tars,
+    "fast_dit": FastDiTFolder,
+    "repa": REPAFolder,
+    "lightningdit": LightningDiTFolder,
+}
 
 
-def open_foreign(path: str | Path, format: str = "auto", allow_pickle: bool = False) -> LatentSource:
+def open_latents(path: str | Path, format: str = "auto", allow_pickle: bool = False) -> LatentSource:
     """Open latents of another project.
 
     Args:
@@ -560,21 +533,19 @@ def open_foreign(path: str | Path, format: str = "auto", allow_pickle: bool = Fa
         allow_pickle: read pickled arrays in tars, with an unpickler that admits nothing else.
 
     Raises:
-        UserError: the path does not exist, no format or several fit, or what the class of the format raises.
+        UserError: the path does not exist, or no format or several fit; files that are missing, truncated, damaged or of
+            another format, labels that are not whole numbers, items of different shapes. The message names the file.
     """
     path = Path(path)
     if format not in ("auto", *FORMATS):
         raise UserError(f"format={format} is not accepted; use {' | '.join(('auto', *FORMATS))}")
     if not path.exists():
         raise UserError(f"{path} does not exist; give the folder (or file) that holds the latents")
-    format = _format_of(path) if format == "auto" else format
-    if format == "webdataset":
-        return Tars(path, allow_pickle)
-    sources = {"maskdit_lmdb": MaskDiTLMDB, "fast_dit": FastDiTFolder, "repa": REPAFolder, "lightningdit": LightningDiTFolder}
-    return sources[format](path)
+    format = _detect_format(path) if format == "auto" else format
+    return Tars(path, allow_pickle) if format == "webdataset" else FORMATS[format](path)
 
 
-def _format_of(path: Path) -> str:
+def _detect_format(path: Path) -> str:
     """The format that fits what a path holds. Raises UserError where none or several do."""
     if path.is_file():
         names, folders = [path.name], []
