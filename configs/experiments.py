@@ -164,14 +164,18 @@ FINAL = {  # DiT-XL/2: FID, sFID, IS, precision, recall; `cfg1.0` is unguided
 }
 
 
+def pair(name: str, table: str, source: str, base: dict, dense: dict, routed: dict, differs: str | None = None) -> Iterator[Row]:
+    """A dense row and the same network with TREAD, with the paper's figures of both."""
+    yield Row(name, table, source, base | DENSE, dense, differs)
+    yield Row(f"{name}_tread", table, source, base | TREAD, routed, differs, baseline=name)
+
+
 def table_2() -> Iterator[Row]:
-    about = {"table": "Table 2: backbones", "source": "TREAD, Table 2"}
     for size, (dit, dit_tread, sit, sit_tread) in TABLE_2.items():
         for objective, diffusion, dense, routed in (("dit", "edm", dit, dit_tread), ("sit", "sit", sit, sit_tread)):
             name = f"table2/{objective}_{size.replace('/', '').lower()}"
-            base = IMAGENET_256 | {"diffusion": diffusion} | backbone(size)
-            yield Row(name, **about, overrides=base | DENSE, paper=fid(dense))
-            yield Row(f"{name}_tread", **about, overrides=base | TREAD, paper=fid(routed), baseline=name)
+            base = IMAGENET_256 | backbone(size) | {"diffusion": diffusion}
+            yield from pair(name, "Table 2: backbones", "TREAD, Table 2", base, fid(dense), fid(routed))
 
 
 def selection_rate() -> Iterator[Row]:
@@ -205,10 +209,8 @@ def placement() -> Iterator[Row]:
 
 
 def imagenet_512() -> Iterator[Row]:
-    about = {"table": "ImageNet-512", "source": "TREAD, ImageNet-512 (FID of 10,000 samples)"}
-    name, base = "imagenet512/dit_b2", IMAGENET_512 | backbone("B/2")
-    yield Row(name, **about, overrides=base | DENSE, paper=fid(62.8, "10k"))
-    yield Row(f"{name}_tread", **about, overrides=base | TREAD, paper=fid(40.9, "10k"), baseline=name)
+    base, source = IMAGENET_512 | backbone("B/2"), "TREAD, ImageNet-512 (FID of 10,000 samples)"
+    yield from pair("imagenet512/dit_b2", "ImageNet-512", source, base, fid(62.8, "10k"), fid(40.9, "10k"))
 
 
 def lightning() -> Iterator[Row]:
@@ -216,10 +218,8 @@ def lightning() -> Iterator[Row]:
         "LightningDiT's network has rotary positions, SwiGLU and RMSNorm; this is DiT's network on VA-VAE latents under the "
         "same objective, so that the figures are a direction and not a target"
     )
-    about = {"table": "LightningDiT", "source": "TREAD, LightningDiT rows", "differs": differs}
-    name, base = "lightning/xl1", LIGHTNING | backbone("XL/1")
-    yield Row(name, **about, overrides=base | DENSE, paper=fid(5.14))
-    yield Row(f"{name}_tread", **about, overrides=base | TREAD, paper=fid(3.71), baseline=name)
+    base, source = LIGHTNING | backbone("XL/1"), "TREAD, LightningDiT rows"
+    yield from pair("lightning/xl1", "LightningDiT", source, base, fid(5.14), fid(3.71), differs)
 
 
 def final() -> Iterator[Row]:
@@ -249,22 +249,17 @@ def final() -> Iterator[Row]:
 
 def digits() -> Iterator[Row]:
     """Table 2, the selection rates and the placements at the size of the embedded digits."""
-
-    def row(name: str, table: str, source: str, overrides: dict, baseline: str | None = None) -> Row:
-        about = {"table": f"Digits: {table}", "source": f"after TREAD, {source}", "differs": DIGITS_DIFFER}
-        return Row(f"digits/{name}", **about, overrides=DIGITS | overrides, baseline=baseline and f"digits/{baseline}")
-
-    for name, diffusion in (("table2/dit_xs2", "edm"), ("table2/sit_xs2", "sit")):
-        yield row(name, "objectives", "Table 2", DENSE | {"diffusion": diffusion})
-        yield row(f"{name}_tread", "objectives", "Table 2", TREAD | {"diffusion": diffusion}, name)
-    rates = ("selection rate", "ablation of the selection rate")
-    yield row("selection_rate/0", *rates, DENSE)
-    for rate in filter(None, SELECTION_RATES):
-        yield row(f"selection_rate/{rate}", *rates, route(rate / 100, 2, -4), "selection_rate/0")
-    places = ("route placement", "ablation of the route's placement")
-    yield row("placement/baseline", *places, DENSE)
+    for objective, diffusion in (("dit", "edm"), ("sit", "sit")):
+        base, name = DIGITS | {"diffusion": diffusion}, f"digits/table2/{objective}_xs2"
+        yield from pair(name, "Digits: objectives", "after TREAD, Table 2", base, {}, {}, DIGITS_DIFFER)
+    about = ("Digits: selection rate", "after TREAD, ablation of the selection rate")
+    for rate in SELECTION_RATES:
+        overrides, baseline = (DIGITS | route(rate / 100, 2, -4), "digits/selection_rate/0") if rate else (DIGITS | DENSE, None)
+        yield Row(f"digits/selection_rate/{rate}", *about, overrides, {}, DIGITS_DIFFER, baseline)
+    about, name = ("Digits: route placement", "after TREAD, ablation of the route's placement"), "digits/placement"
+    yield Row(f"{name}/baseline", *about, DIGITS | DENSE, {}, DIGITS_DIFFER)
     for start, end in PLACEMENTS:
-        yield row(f"placement/{start}_{end}", *places, route(0.5, start, end), "placement/baseline")
+        yield Row(f"{name}/{start}_{end}", *about, DIGITS | route(0.5, start, end), {}, DIGITS_DIFFER, f"{name}/baseline")
 
 
 TABLES = (table_2, selection_rate, location, placement, imagenet_512, lightning, final, digits)
