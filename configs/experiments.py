@@ -8,11 +8,13 @@ To add a row: yield it from the function of its table, or write a function and a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from hydra.core.config_store import ConfigStore
+from hydra.core.config_store import ConfigNode, ConfigStore
+from omegaconf import DictConfig, OmegaConf
 
 GROUPS = ("data", "model", "diffusion", "guidance")
 
@@ -58,11 +60,32 @@ def names() -> list[str]:
     return [row.name for row in ROWS]
 
 
+class StoredRow(ConfigNode):
+    """A row in Hydra's store, as cheap as its name until it is chosen.
+
+    Hydra copies its store with all that is in it for every composition, and some hundred times for --help. Nothing writes to
+    a row, so that its copy is the row itself; `ConfigStore.load` copies the node that it hands out.
+    """
+
+    def __init__(self, row: Row):
+        self.row, self.name, self.package, self.provider = row, row.name.rpartition("/")[2], "_global_", None
+        self.group = f"experiment/{row.name}".rpartition("/")[0]
+
+    @functools.cached_property
+    def node(self) -> DictConfig:
+        return OmegaConf.create(self.row.to_config())
+
+    def __deepcopy__(self, memo: dict) -> StoredRow:
+        return self
+
+
 def register() -> None:
     """Make the rows choices of Hydra's group `experiment`. A second call changes nothing."""
     for row in ROWS:
-        group, _, name = f"experiment/{row.name}".rpartition("/")
-        ConfigStore.instance().store(group=group, name=name, node=row.to_config(), package="_global_")
+        stored, folder = StoredRow(row), ConfigStore.instance().repo
+        for group in stored.group.split("/"):
+            folder = folder.setdefault(group, {})
+        folder[f"{stored.name}.yaml"] = stored
 
 
 # ----------------------------------------------------------------------------------------------------------------------
