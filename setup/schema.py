@@ -19,6 +19,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import InterpolationResolutionError
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -466,7 +467,10 @@ def check(cfg: DictConfig | dict, config: type[S]) -> S:
     Raises:
         UserError: naming the key, the value and what is accepted.
     """
-    raw = OmegaConf.to_container(cfg, resolve=True) if OmegaConf.is_config(cfg) else cfg
+    try:
+        raw = OmegaConf.to_container(cfg, resolve=True) if OmegaConf.is_config(cfg) else cfg
+    except InterpolationResolutionError as e:
+        raise UserError(f"{e.full_key}: {str(e).splitlines()[0]}") from e
     return validate(raw, config)
 
 
@@ -508,7 +512,7 @@ def _explain(error: dict, raw: dict, settings: type[Settings]) -> str:
     if error["type"] == "extra_forbidden":
         return unknown_key(key, settings)
     if error["type"] == "missing":
-        return f"{key} is missing; it accepts {accepted(fields[key])}"
+        return f"{key} is missing; it accepts {accepted(fields[key]) if key in fields else 'keys and values'}"
     if error["type"].startswith("union_tag"):
         key, value, fields = f"{key}.name", value.get("name") if isinstance(value, dict) else value, keys_of(settings)
     return f"{key}={value!r} is not accepted; use {accepted(fields[key]) if key in fields else 'keys and values'}"
@@ -587,9 +591,9 @@ def unknown_key(key: str, settings: type[Settings]) -> str:
     """The message for a key that does not exist: the nearest ones, or those beside it."""
     group, _, own = key.partition(".")
     field = settings.model_fields.get(group)
-    choices = [one for one in _members(field.annotation) if own in keys_of(one)] if field and own and field.discriminator else []
-    if choices:
-        owners = " and ".join(f"{group}={group_name(one)}" for one in choices)
+    choices = [one for one in _members(field.annotation) if isinstance(one, type) and issubclass(one, Settings)] if field else []
+    if len(choices) > 1 and any(own in keys_of(one) for one in choices):
+        owners = " and ".join(f"{group}={group_name(one)}" for one in choices if own in keys_of(one))
         return f"{key} is not a key of this {group}; it belongs to {owners}"
     keys = list(keys_of(settings))
     near = difflib.get_close_matches(key, keys, n=3, cutoff=0.75)
