@@ -26,7 +26,8 @@ from attach import as_routes, attach
 from benchmarks.harness import Several, choose_device, describe_machine, emit, ratios, spread, time_ms
 from benchmarks.memory import saved_for_backward
 from setup import cli
-from setup.schema import Count, Precision, Settings, Text
+from setup.schema import Precision
+from setup.settings import Count, Settings, Text
 
 
 class AttachSettings(Settings):

@@ -25,7 +25,8 @@ from benchmarks.harness import Backbone, Report, Several, open_accelerator, tabl
 from benchmarks.trainers import MODELS, StepSettings, data_overrides, open_trainer, step_overrides
 from errors import UserError
 from setup import cli
-from setup.schema import Accepts, Compile, Count, Text
+from setup.schema import Compile
+from setup.settings import Accepts, Count, Text
 from training.speed import MIXED_PRECISION
 from training.trainer import Trainer
 

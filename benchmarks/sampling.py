@@ -28,7 +28,8 @@ from benchmarks.trainers import compose_config
 from errors import UserError
 from latents import autoencoders
 from setup import build, cli, load, schema
-from setup.schema import Autoencoder, Compile, Count, Precision, Settings, Text
+from setup.schema import Autoencoder, Compile, Precision
+from setup.settings import Count, Settings, Text, keys_of
 from training.speed import check_compile, compile_network
 
 ONE_NETWORK = {schema.group_name(one): one for one in (schema.NoGuidance, schema.CFG, schema.Interval, schema.Sparse)}
@@ -91,7 +92,7 @@ def compose_sampling_config(guidance: str, settings: SamplingSettings) -> schema
     Raises:
         UserError: an override that no row would take.
     """
-    keys = {name: [f"guidance.{key}" for key in schema.keys_of(ONE_NETWORK[name])] for name in settings.guidance}
+    keys = {name: [f"guidance.{key}" for key in keys_of(ONE_NETWORK[name])] for name in settings.guidance}
     accepted = sorted({*itertools.chain(*keys.values())})
     own = []
     for override in settings.overrides:

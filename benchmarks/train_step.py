@@ -35,7 +35,8 @@ from benchmarks.plain import plain_step
 from benchmarks.trainers import MODELS, StepSettings, data_overrides, open_trainer, step_overrides
 from sampling.flops import step_flops
 from setup import cli
-from setup.schema import Compile, Count, Text, Whole
+from setup.schema import Compile
+from setup.settings import Count, Text, Whole
 from training.trainer import Trainer
 
 # Left out of the Markdown table.

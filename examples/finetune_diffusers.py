@@ -34,7 +34,7 @@ from attach import PRESETS, attach
 from attach.masked_loss import mask_to_tokens, masked_mse
 from errors import UserError
 from setup.cli import guard, parse_arguments
-from setup.schema import Count, Positive, Settings, Text, Whole, one_of
+from setup.settings import Count, Positive, Settings, Text, Whole, one_of
 
 LORA_TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "proj_out")
 PATCH_SIZE = 2

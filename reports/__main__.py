@@ -20,7 +20,7 @@ from reports.experiments import group
 from reports.page import render_report
 from reports.runs import read_runs
 from setup import cli
-from setup.schema import Settings, Text
+from setup.settings import Settings, Text
 
 MARKER = "python -m reports"  # at the beginning of every file that this program writes
 MARKERS = (MARKER, "python -m training.report")  # and of those that it wrote under its earlier name

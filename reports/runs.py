@@ -24,7 +24,8 @@ from yaml import YAMLError
 
 from evaluations.suite import metric_name
 from files import read_lines
-from setup.schema import TrainConfig, flatten, keys_of
+from setup.schema import TrainConfig, flatten
+from setup.settings import keys_of
 
 METRICS, STARTS, CONFIG, RESULTS = "metrics.jsonl", "starts.jsonl", "config.yaml", "results.jsonl"
 # What the figures of fid.py depend on, beside the checkpoint, the sample count and the guidance.

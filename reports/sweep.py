@@ -35,7 +35,8 @@ from omegaconf import DictConfig
 from errors import UserError
 from files import write_file
 from setup import cli, load
-from setup.schema import SAME_RUN, Role, Settings, Text, TrainConfig, check, differences, keys_of
+from setup.schema import SAME_RUN, Role, TrainConfig, check, differences
+from setup.settings import Settings, Text, keys_of
 from training import checkpoint as checkpoints
 from training.run import RunFolder
 

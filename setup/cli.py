@@ -27,7 +27,7 @@ from pydantic import TypeAdapter, ValidationError, create_model
 
 from configs import experiments
 from errors import UserError
-from setup.schema import Settings, accepted, keys_of, unknown_key, validate
+from setup.settings import Settings, accepted, keys_of, unknown_key, validate
 from training.speed import use_cores
 
 REPOSITORY = Path(__file__).resolve().parent.parent

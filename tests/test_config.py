@@ -11,6 +11,7 @@ from errors import UserError
 from guidance import GUIDANCES, GuidanceInputs
 from setup import build, schema
 from setup.cli import check_overrides
+from setup.settings import unknown_key
 
 SD = dict(channels=4, kind="moments", num_classes=1000, scale_factor=0.18215, autoencoder="sd-vae:some/vae")
 
@@ -271,10 +272,10 @@ def test_other_lists_are_refused(spec):
 
 
 def test_a_typo_in_a_key_of_a_choice_is_answered_with_the_nearest_ones():
-    unknown = schema.unknown_key("diffusion.P_meen", schema.TrainConfig)
+    unknown = unknown_key("diffusion.P_meen", schema.TrainConfig)
     assert unknown.startswith("diffusion.P_meen is not a key of the configuration; accepted: diffusion.P_mean")
-    assert "accepted: diffusion.sampler.solver" in schema.unknown_key("diffusion.sampler.solvers", schema.TrainConfig)
-    assert "accepted: guidance.cfg_scale" in schema.unknown_key("guidance.cfg_scal", schema.SampleConfig)
+    assert "accepted: diffusion.sampler.solver" in unknown_key("diffusion.sampler.solvers", schema.TrainConfig)
+    assert "accepted: guidance.cfg_scale" in unknown_key("guidance.cfg_scal", schema.SampleConfig)
 
 
 def test_a_choice_that_does_not_exist_is_answered_with_the_nearest_ones_or_all():
