@@ -17,10 +17,7 @@ import hydra
 import torch
 import yaml
 from accelerate import Accelerator
-from hydra._internal.utils import get_args_parser
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, Glob, Override, QuotedString, Sweep
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError, create_model
@@ -91,7 +88,6 @@ def run(main: Callable[[DictConfig], None], config_name: str, settings: type[Set
         _one_line(lambda: main(cfg))  # here and not around all: Hydra prints a line of its own for what leaves `main`
 
     def start() -> None:
-        check_overrides(sys.argv[1:], settings)
         os.environ[FULL_ERRORS] = "1"  # have Hydra raise its errors, and those of `main`, instead of printing them
         try:
             compose()(guarded)()
@@ -103,75 +99,21 @@ def run(main: Callable[[DictConfig], None], config_name: str, settings: type[Set
     guard(start)
 
 
-def check_overrides(arguments: Sequence[str], settings: type[Settings]) -> None:
-    """Raises UserError for an argument that Hydra cannot read, and for a key or a choice of a group that does not exist.
-
-    What only the composed configuration shows, such as a key of another choice, is left to Hydra: see `_explain`.
-    """
-    parser = get_args_parser()  # Hydra's own: it knows which flags take a value
-    parser.error = _refuse_flags
-    given = parser.parse_args(list(arguments))
-    overrides = [] if given.shell_completion else [_parse_override(argument) for argument in given.overrides]
-    # A folder of the user's own may hold choices that configs/ does not.
-    has_own = given.config_dir or given.config_path or any(one.key_or_group == "hydra.searchpath" for one in overrides)
-    groups = {"experiment", *(path.name for path in CONFIGS.iterdir() if path.is_dir())} & settings.model_fields.keys()
-    keys = keys_of(settings)
-    for override in overrides:
-        key = override.key_or_group
-        if key in groups:
-            if not has_own and not override.is_delete():
-                _check_choices(key, override)
-        elif not _is_hydras(key) and not any(f"{key}.".startswith(f"{one}.") or one.startswith(f"{key}.") for one in keys):
-            raise UserError(unknown_key(key, settings))
-
-
-def _refuse_flags(message: str) -> NoReturn:
-    raise UserError(f"{message}; settings are key=value without dashes, and flags stand before or behind all of them")
-
-
-def _parse_override(argument: str) -> Override:
-    key, _, value = argument.partition("=")
-    try:
-        override = OverridesParser.create().parse_override(argument)
-    except HydraException as e:
-        if not key or not value:
-            raise UserError(f"{argument!r} is not of the form key=value") from e
-        hint = f"text with special characters needs quotes inside quotes: \"{key}='{value}'\""
-        raise UserError(f"{argument!r} cannot be read: {e}; {hint}") from e
-    if not override.key_or_group:
-        raise UserError(f"{argument!r} is not of the form key=value")
-    return override
-
-
-def _check_choices(group: str, override: Override) -> None:
-    value = override.value()
-    for choice in value.list if isinstance(value, ChoiceSweep) else [value]:
-        name = choice.text if isinstance(choice, QuotedString) else "null" if choice is None else str(choice)
-        if isinstance(choice, Sweep | Glob | list | dict) or "${" in name:
-            continue  # Hydra says what it makes of them
-        choices = experiments.names() if group == "experiment" else [file.stem for file in (CONFIGS / group).glob("*.yaml")]
-        if name not in choices:
-            raise UserError(_unknown_choice(group, name, choices))
-
-
-def _unknown_choice(group: str, name: str, choices: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, choices, n=5) if group == "experiment" else []
-    return f"{group}={name} is not a choice; accepted: {', '.join(near or sorted(choices))}"
-
-
 def _explain(error: HydraException, settings: type[Settings]) -> str:
     """What Hydra says, in one line; about keys and choices, in our words."""
     cause = error.__cause__
-    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
-        group, _, name = error.missing_cfg_file.rpartition("/")
-        return _unknown_choice(group, name, error.options)
-    if isinstance(cause, ConfigAttributeError | ConfigKeyError) and cause.full_key and not _is_hydras(cause.full_key):
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options is not None:
+        group, _, name = error.missing_cfg_file.partition("/")
+        if group == "hydra":
+            group, _, name = error.missing_cfg_file.rpartition("/")
+        options = experiments.names() if group == "experiment" else error.options
+        near = difflib.get_close_matches(name, options, n=5) if group == "experiment" else []
+        return f"{group}={name} is not a choice; accepted: {', '.join(near or sorted(options))}"
+    if isinstance(error, OverrideParseException):
+        return f"{error.override!r} cannot be read: {str(error).partition(chr(10))[0]}; quote text with special characters"
+    if isinstance(cause, ConfigAttributeError | ConfigKeyError) and cause.full_key and not cause.full_key.startswith("hydra"):
         return unknown_key(cause.full_key, settings)
     return " ".join([*str(error).split(), *str(cause or "").partition("\n")[0].split()])
-
-
-def _is_hydras(key: str) -> bool:
-    return key.replace("/", ".").partition(".")[0] == "hydra"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
