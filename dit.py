@@ -25,7 +25,7 @@ BACKBONES = {f"DiT-{size}/{patch}": (*SIZES[size], patch) for size in SIZES for 
 INITS = ("adaln_zero", "official_tread")
 
 
-def build(backbone: str, *, input_size: int, in_channels: int, num_classes: int, **kwargs) -> DiT:
+def build(backbone: str, **kwargs) -> DiT:
     """A network by its name, `DiT-B/2` say. Other keywords go to `DiT`.
 
     Raises:
@@ -34,16 +34,7 @@ def build(backbone: str, *, input_size: int, in_channels: int, num_classes: int,
     if backbone not in BACKBONES:
         raise ValueError(f"model.backbone={backbone!r} is unknown; choose one of {', '.join(BACKBONES)}")
     depth, width, num_heads, patch_size = BACKBONES[backbone]
-    return DiT(
-        input_size=input_size,
-        patch_size=patch_size,
-        in_channels=in_channels,
-        num_classes=num_classes,
-        depth=depth,
-        width=width,
-        num_heads=num_heads,
-        **kwargs,
-    )
+    return DiT(depth=depth, width=width, num_heads=num_heads, patch_size=patch_size, **kwargs)
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
