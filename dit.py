@@ -74,13 +74,12 @@ class PatchEmbed(nn.Module):
 class TimestepEmbedder(nn.Module):
     """Noise level -> vector: 256 sinusoidal features (cosines first), then a two-layer MLP."""
 
-    def __init__(self, width: int, num_features: int = 256):
+    def __init__(self, width: int):
         super().__init__()
-        self.num_features = num_features
-        self.mlp = nn.Sequential(nn.Linear(num_features, width), nn.SiLU(), nn.Linear(width, width))
+        self.mlp = nn.Sequential(nn.Linear(256, width), nn.SiLU(), nn.Linear(width, width))
 
     def forward(self, t: Tensor) -> Tensor:  # (B,) -> (B, D)
-        half = self.num_features // 2
+        half = self.mlp[0].in_features // 2
         frequencies = torch.exp(-math.log(10000) / half * torch.arange(half, dtype=torch.float32, device=t.device))
         angles = t.float()[:, None] * frequencies  # (B, 128)
         return self.mlp(torch.cat([angles.cos(), angles.sin()], dim=1))
@@ -221,13 +220,11 @@ class DiT(nn.Module):
         # The patch embedding is a linear layer written as a convolution.
         nn.init.xavier_uniform_(self.x_embedder.proj.weight.view(self.x_embedder.proj.out_channels, -1))
         nn.init.zeros_(self.x_embedder.proj.bias)
-        nn.init.normal_(self.y_embedder.embedding_table.weight, std=0.02)
-        nn.init.normal_(self.t_embedder.mlp[0].weight, std=0.02)
-        nn.init.normal_(self.t_embedder.mlp[2].weight, std=0.02)
+        for embedding in (self.y_embedder.embedding_table, self.t_embedder.mlp[0], self.t_embedder.mlp[2]):
+            nn.init.normal_(embedding.weight, std=0.02)
         if init == "adaln_zero":
-            for block in self.blocks:
-                nn.init.zeros_(block.adaLN_modulation[1].weight)
-            nn.init.zeros_(self.final_layer.adaLN_modulation[1].weight)
+            for layer in (*self.blocks, self.final_layer):
+                nn.init.zeros_(layer.adaLN_modulation[1].weight)
             nn.init.zeros_(self.final_layer.linear.weight)
 
     def forward(

@@ -59,21 +59,9 @@ class Attachment:
     # Forward passes that may wait for their backward pass at the same time, under gradient checkpointing by others.
     NUM_REMEMBERED = 64
 
-    def __init__(
-        self,
-        network: nn.Module,
-        adapter: Adapter,
-        router: TokenRouter,
-        rule: SelectionRule,
-        *,
-        shared: bool,
-        generator: torch.Generator | None,
-    ):
-        self.adapter = adapter
-        self.router = router
-        self.rule = rule
-        self.shared = shared
-        self.generator = generator
+    def __init__(self, network: nn.Module, adapter: Adapter, router: TokenRouter, rule: SelectionRule, shared: bool, generator):
+        self.adapter, self.router, self.rule = adapter, router, rule
+        self.shared, self.generator = shared, generator
         self._forget_passes()
 
         embedding = network.get_submodule(adapter.tokens_from)
@@ -147,17 +135,18 @@ class Attachment:
         Raises:
             ValueError: a mask without values or of another shape; where only N or B is wrong, in the forward pass.
         """
-        before = self.forced, self.num_forced
-        if mask is None:
-            self.forced, self.num_forced = None, 0
-        else:
+        forced, num_forced = None, 0
+        if mask is not None:
             if not isinstance(mask, Tensor) or mask.is_meta:
                 raise ValueError(f"force_keep got {type(mask).__name__} without values; it needs a tensor (batch, image tokens)")
             if mask.ndim != 2:
                 raise ValueError(f"force_keep has shape {tuple(mask.shape)}; it needs (batch, image tokens)")
-            mask = mask != 0
-            forced = mask.any(dim=0, keepdim=True).expand_as(mask) if self.shared else mask
-            self.forced, self.num_forced = forced, int(forced.sum(dim=1).max())
+            forced = mask != 0
+            if self.shared:
+                forced = forced.any(dim=0, keepdim=True).expand_as(forced)
+            num_forced = int(forced.sum(dim=1).max())
+        before = self.forced, self.num_forced
+        self.forced, self.num_forced = forced, num_forced
         try:
             yield
         finally:
@@ -425,9 +414,8 @@ def attach(
     if adapter.obstacle and (obstacle := adapter.obstacle(network)):
         raise ValueError(f"this {type(network).__name__} cannot be routed: {obstacle}")
     check_adapter(network, adapter)
-    depth = sum(len(getattr(network, spec.attribute)) for spec in adapter.blocks)
-    router = TokenRouter(routes, depth)
-    attachment = Attachment(network, adapter, router, rule, shared=not per_sample, generator=generator)
+    router = TokenRouter(routes, depth=sum(len(getattr(network, spec.attribute)) for spec in adapter.blocks))
+    attachment = Attachment(network, adapter, router, rule, not per_sample, generator)
     forget_compiled()
     return attachment
 
