@@ -62,7 +62,7 @@ class PeakMemory:
 
 
 def release_freed_memory() -> None:
-    """Give back to the system what setup.cli.keep_freed_memory kept, so that one row's memory is not another's."""
+    """Give back to the system the memory that speed.use_cores keeps, so that one row's memory is not another's."""
     gc.collect()
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim is not None:
