@@ -301,7 +301,8 @@ def test_results_of_fid_count_for_the_run_whose_checkpoint_they_name(tmp_path):
     file = tmp_path / "evaluations" / "results.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     runs, problems = read_runs([tmp_path])
-    assert runs[0].evaluations[400] == {"fid5k/cfg1.0": 30.0, "fid5k/sparse,1.2,1.0": 29.0, "fid5k/sparse,1.5,1.0": 28.0}
+    figures = {name: runs[0].series[name][400] for name in runs[0].metrics if 400 in runs[0].series[name]}
+    assert figures == {"fid5k/cfg1.0": 30.0, "fid5k/sparse,1.2,1.0": 29.0, "fid5k/sparse,1.5,1.0": 28.0}
     assert len(runs[0].points) == 4
     assert problems == {str(file): ["1 results of runs/gone/checkpoints/step_0000400, which is no run here"]}
     page = (main([str(folder.parent)]), (tmp_path / "report.html").read_text())[1]
