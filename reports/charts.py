@@ -100,7 +100,6 @@ class ChartGroup:
     title: str
     legend: Sequence[Series]
     charts: Sequence[Chart]
-    note: str = ""
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -121,14 +120,7 @@ def draw_curves(identifier: str, experiments: Sequence[Experiment]) -> ChartGrou
             series = [curve_series(line, experiment, name, axis) for line, experiment in zip(legend, experiments)]
             title, chart_id = f"{words} against {x_label}", f"{identifier}-{axis}-{len(charts)}"
             charts.append(line_chart(series, chart_id, title, x_label, words, markers=name == metric))
-    notes = ["Dense runs are dashed."]
-    if any(len(experiment.runs) > 1 for experiment in experiments):
-        notes.append("Lines are means over seeds; bands reach from the lowest to the highest.")
-    if any(experiment.is_routed for experiment in experiments):
-        notes.append(
-            "The loss of a routed run is measured with its tokens skipping: compare it only between runs of the same routes."
-        )
-    return ChartGroup("Curves", legend, [chart for chart in charts if chart], " ".join(notes))
+    return ChartGroup("Curves", legend, [chart for chart in charts if chart])
 
 
 def curve_series(line: Series, experiment: Experiment, metric: str, axis: str) -> Series:

@@ -96,11 +96,6 @@ class Run:
         return isinstance(routes, list) and any(isinstance(route, dict) and route.get("selection_ratio") for route in routes)
 
     @property
-    def images_seen(self) -> int | None:
-        batch_size = self.config.get("train.batch_size")
-        return self.step * batch_size if batch_size else None
-
-    @property
     def images_per_sec(self) -> float | None:
         """Median over the training lines."""
         speeds = self.series.get("images_per_sec")
@@ -139,6 +134,10 @@ class Run:
     def hours_at(self, step: float) -> float | None:
         """Interpolated linearly between the training lines."""
         return interpolate(self.hours, step)
+
+
+def machine_of(start: dict) -> str:
+    return f"{start.get('num_processes', '?')} × {start.get('device', 'unknown device')}"
 
 
 def interpolate(points: Sequence[tuple[float, float]], x: float) -> float | None:

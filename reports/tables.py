@@ -18,7 +18,7 @@ from reports.experiments import (
     other_settings,
     starts_alike,
 )
-from reports.runs import Run
+from reports.runs import Run, machine_of
 
 NONE = "—"
 RESULTS = ("Experiment", "Seeds", "Measured", "Paper", "Difference", "Against dense", "Steps", "Images seen", "Device hours")
@@ -66,13 +66,6 @@ def difference_text(metric: str, value: float, reference: float) -> str:
     return f"{sign}{format_metric(metric, abs(value - reference))}{relative}"
 
 
-def count_text(value: float | None) -> str:
-    """76800 -> 76,800; 102400000 -> 102.4M."""
-    if value is None:
-        return NONE
-    return f"{value:,.0f}" if value < 1e6 else f"{value / 1e6:,.4g}M"
-
-
 def range_text(values: Sequence[float]) -> str:
     """One number, or the lowest and the highest."""
     texts = [f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in (min(values), max(values))] if values else [NONE]
@@ -94,12 +87,13 @@ def results_table(experiments: Sequence[Experiment]) -> Table:
         row = {"Experiment": experiment.label, "Seeds": str(len({run.config.get("seed") for run in runs}))}
         row["Measured"] = figure_text(figure) + (f" [{figure.name}]" if figure and figure.name != leading else "")
         if comparison is not None:
-            row["Paper"], row["Difference"] = paper_text(comparison, leading), paper_difference_text(comparison)
+            row |= compare_with_paper(comparison, leading)
         if experiment.baseline is not None:
             row["Against dense"] = against_dense(experiment, figure)
         last, planned = max(run.step for run in runs), max(run.num_steps or 0 for run in runs)
         row["Steps"] = f"{last:,} of {planned:,}" if last < planned else f"{last:,}"
-        row["Images seen"] = count_text(max((run.images_seen for run in runs if run.images_seen), default=None))
+        images = max(run.step * run.config.get("train.batch_size", 0) for run in runs)
+        row["Images seen"] = (f"{images:,}" if images < 1e6 else f"{images / 1e6:,.4g}M") if images else NONE
         row["Device hours"] = device_hours_text(runs)
         row["Images/s"] = range_text([run.images_per_sec for run in runs if run.images_per_sec])
         commits = [commit_text(start) for run in runs for start in run.starts]
@@ -114,16 +108,13 @@ def results_table(experiments: Sequence[Experiment]) -> Table:
     return make_table(f"Results{f', {leading}' if leading else ''}", columns, rows, notes)
 
 
-def paper_text(comparison: Comparison, leading: str | None) -> str:
-    metric, text = comparison.metric, format_metric(comparison.metric, comparison.paper)
-    is_leading = leading is not None and leading.partition("/")[0] == metric.partition("/")[0]
-    return text if is_leading else f"{text} [{metric}]"
-
-
-def paper_difference_text(comparison: Comparison) -> str:
-    if not comparison.is_same:
-        return "not comparable: other sample count" if comparison.figure else "not measured"
-    return difference_text(comparison.metric, comparison.figure.mean, comparison.paper)
+def compare_with_paper(comparison: Comparison, leading: str | None) -> dict[str, str]:
+    metric, paper = comparison.metric, format_metric(comparison.metric, comparison.paper)
+    if leading is None or leading.partition("/")[0] != metric.partition("/")[0]:
+        paper += f" [{metric}]"
+    if comparison.is_same:
+        return {"Paper": paper, "Difference": difference_text(metric, comparison.figure.mean, comparison.paper)}
+    return {"Paper": paper, "Difference": "not comparable: other sample count" if comparison.figure else "not measured"}
 
 
 def against_dense(experiment: Experiment, figure: Figure | None) -> str:
@@ -238,15 +229,11 @@ def notes_on_dense(experiment: Experiment, metric: str) -> list[str]:
     planned = dense.identity.get("train.num_steps")
     if planned is not None and last < planned:
         notes.append(f"{dense.label} has been evaluated until step {last:,} of {planned:,}: its figures so far")
-    machines = [{machine_text(start) for run in one.runs for start in run.starts} for one in (experiment, dense)]
+    machines = [{machine_of(start) for run in one.runs for start in run.starts} for one in (experiment, dense)]
     own, other = (" and ".join(sorted(words)) for words in machines)
     if own != other and own and other:
         notes.append(f"{experiment.label}: hours on {own} against hours on {other}")
     return notes
-
-
-def machine_text(start: dict) -> str:
-    return f"{start.get('num_processes', '?')} × {start.get('device', 'unknown device')}"
 
 
 def equal_table(experiments: Sequence[Experiment]) -> Table | None:
@@ -278,25 +265,3 @@ def equal_table(experiments: Sequence[Experiment]) -> Table | None:
                 notes.append(f"{experiment.label}: at equal time of {len(in_time.values)} of {num_dense} dense runs")
     caption = "Routed against dense at equal steps and at equal time"
     return make_table(caption, EQUAL, rows, [*notes, EQUAL_NOTE]) if rows or notes else None
-
-
-def problems_table(problems: dict[str, list[str]]) -> Table:
-    rows = [(path, "; ".join(reasons)) for path, reasons in problems.items()]
-    return Table("What could not be read, or not wholly", ("File or folder", "Reason"), rows)
-
-
-def describe_origin(run: Run) -> list[tuple[str, str, bool]]:
-    """(what, text, whether it is a command): the run's state, and every start with its command, machine and commit."""
-    planned = "" if run.num_steps is None else f" of {run.num_steps:,}"
-    lines = [("State", f"{'finished' if run.is_finished else 'unfinished'}, step {run.step:,}{planned}", False)]
-    if not run.starts:
-        lines.append(("Command", "not recorded (a run of an earlier version)", False))
-    for start in run.starts:
-        if "command" in start:
-            what = "Command" if start["step"] == 0 else f"Resumed at step {start['step']:,}"
-            lines.append((what, str(start["command"]), True))
-        commit = str(start.get("commit") or "")
-        code = f"commit {commit[:12]}{' with local changes' if start.get('modified') else ''}" if commit else "commit unknown"
-        when = start.get("time", "time unknown")
-        lines.append(("On", f"{machine_text(start)}, torch {start.get('torch', '?')}, {code}, {when}", False))
-    return lines
