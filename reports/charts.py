@@ -54,13 +54,11 @@ class Chart:
     def __init__(
         self, series: Sequence[Series], identifier: str, title: str, axes: tuple[str, str], markers: bool, from_zero: bool
     ):
+        self.series, self.identifier, self.title, self.markers = series, identifier, title, markers
         xs = [x for one in series for x, _ in one.points]
         ys = [y for one in series for _, y in one.points] + [y for one in series for pair in one.band for y in pair]
-        self.series, self.identifier, self.title, self.markers = series, identifier, title, markers
-        self.x_label, self.y_label = axes
         self.is_logarithmic = min(ys) > 0 and max(ys) / min(ys) > LOG_FROM
-        if self.is_logarithmic:
-            self.y_label += " (log scale)"
+        self.x_label, self.y_label = axes[0], axes[1] + (" (log scale)" if self.is_logarithmic else "")
         self.x_ticks = linear_ticks(0.0 if from_zero else min(xs), max(xs))
         self.y_ticks = (log_ticks if self.is_logarithmic else linear_ticks)(min(ys), max(ys))
         self.x_range = min(self.x_ticks[0], *xs), max(self.x_ticks[-1], *xs)
@@ -166,40 +164,34 @@ def swept_curves(runs: Sequence[Run], metric: str) -> list[tuple[str, list[tuple
 
     Of several seeds the mean, where all of them have a point.
     """
-    first, *others = (swept_values(run, metric) for run in runs)
-    curves: dict[tuple, list[tuple[float, float]]] = {}
-    for key, values in first.items():
-        found = [values, *(other.get(key, {}) for other in others)]
-        shared = sorted(set.intersection(*map(set, found)))
-        if len(shared) > 1:
-            curves[key] = [(x, mean_of(one[x] for one in found)) for x in shared]
+    found: dict[tuple, dict[float, dict[str, float]]] = {}  # by axis and other settings, value of the axis, and run
+    for run in runs:
+        for point in [*run.points, *own_points(run, metric)]:
+            value = next((value for name, value in point.values.items() if name.partition("/")[0] == metric), None)
+            settings = {key: one if is_figure(one) else str(one) for key, one in (point.settings | {"step": point.step}).items()}
+            for axis in point.settings if value is not None else ():
+                if is_figure(settings[axis]):
+                    key = axis, tuple(sorted((name, one) for name, one in settings.items() if name != axis))
+                    found.setdefault(key, {}).setdefault(float(settings[axis]), {}).setdefault(str(run.path), value)
+    curves = {}
+    for key, by_value in found.items():
+        points = [(x, mean_of(values.values())) for x, values in sorted(by_value.items()) if len(values) == len(runs)]
+        if len(points) > 1:
+            curves[key] = points
     result = []
-    for (axis, rest), curve in curves.items():
+    for (axis, rest), points in curves.items():
         settings = [dict(other) for other_axis, other in curves if other_axis == axis]
         words = ", ".join(f"{key} {value}" for key, value in rest if len({str(other.get(key)) for other in settings}) > 1)
-        result.append((axis, curve, words))
+        result.append((axis, points, words))
     return result
 
 
-def swept_values(run: Run, metric: str) -> dict[tuple, dict[float, float]]:
-    """{(axis, the other settings): {value of the axis: metric}}, of fid.py and of training's last evaluation."""
-    points = list(run.points)
+def own_points(run: Run, metric: str) -> list[Point]:
+    """Training's last evaluation as fid.py would give it: a point for each guidance scale."""
     last = max((step for name in run.metrics for step in run.series[name]), default=0)
-    for name in run.metrics:
-        match = re.fullmatch(rf"{re.escape(metric)}/cfg(-?\d+\.\d+)", name)
-        if match and last in run.series[name]:
-            own = {"cfg_scale": float(match.group(1)), "weights": "ema", "num_steps": run.eval_num_steps}
-            own["S_churn"] = run.config.get("diffusion.sampler.S_churn", 0.0)
-            points.append(Point(last, own, {name: run.series[name][last]}))
-    found: dict[tuple, dict[float, float]] = {}
-    for point in points:
-        value = next((value for name, value in point.values.items() if name.partition("/")[0] == metric), None)
-        for axis, setting in point.settings.items():
-            if value is not None and is_figure(setting):
-                rest = {key: other if is_figure(other) else str(other) for key, other in point.settings.items() if key != axis}
-                key = axis, tuple(sorted((rest | {"step": point.step}).items()))
-                found.setdefault(key, {}).setdefault(float(setting), value)
-    return found
+    matches = (re.fullmatch(rf"{re.escape(metric)}/cfg(-?\d+\.\d+)", name) for name in run.metrics if last in run.series[name])
+    settings = [(match.group(), {"cfg_scale": float(match.group(1)), **run.own_sampler}) for match in matches if match]
+    return [Point(last, one, {name: run.series[name][last]}) for name, one in settings]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -200,18 +200,14 @@ def compare_at_equal_cost(routed: Experiment, metric: str) -> tuple[Figure, Figu
         return None
     own, dense = ([run for run in runs if step in run.series[metric]] for runs in both)
     figures = [Figure(metric, step, [run.series[metric][step] for run in runs]) for runs in (own, dense)]
-    hours = mean_of(run.hours_at(step) for run in own)
-    time_step = None if hours is None else step_after(dense, hours)
-    in_time = [] if time_step is None else [interpolate(sorted(run.series[metric].items()), time_step) for run in dense]
-    in_time = [value for value in in_time if value is not None]
+    hours, in_time = mean_of(run.hours_at(step) for run in own), []
+    dense_steps = sorted({step for run in dense for step, _ in run.hours})
+    dense_hours = [(mean_of(run.hours_at(step) for run in dense), step) for step in dense_steps]
+    time_step = None if hours is None else interpolate([point for point in dense_hours if point[0] is not None], hours)
+    if time_step is not None:
+        in_time = [interpolate(sorted(run.series[metric].items()), time_step) for run in dense]
+        in_time = [value for value in in_time if value is not None]
     return *figures, hours, Figure(metric, time_step, in_time) if in_time else None
-
-
-def step_after(runs: Sequence[Run], hours: float) -> float | None:
-    """The step at which the runs have trained for `hours` on average; None beyond what all of them have."""
-    steps = sorted({step for run in runs for step, _ in run.hours})
-    means = [(mean_of(run.hours_at(step) for run in runs), step) for step in steps]
-    return interpolate([(mean, step) for mean, step in means if mean is not None], hours)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

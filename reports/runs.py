@@ -102,9 +102,11 @@ class Run:
         return statistics.median(speeds.values()) if speeds else None
 
     @property
-    def eval_num_steps(self) -> object:
-        """Sampler steps of training's own evaluations."""
-        return self.config.get("eval.num_steps") or self.config.get("diffusion.sampler.num_steps")
+    def own_sampler(self) -> dict[str, object]:
+        """The settings of training's own evaluations."""
+        sampler = {key: self.config.get(f"diffusion.sampler.{key}") for key in SAMPLER_SETTINGS}
+        sampler |= {"weights": "ema", "num_steps": self.config.get("eval.num_steps") or sampler["num_steps"]}
+        return {key: value for key, value in sampler.items() if value is not None}
 
     @cached_property
     def line_hours(self) -> dict[int, float]:
@@ -305,7 +307,8 @@ def _add_points(file: Path, runs: Sequence[Run]) -> list[str]:
         }
         sampler = {key: point[key] for key in SAMPLER_SETTINGS if key in point}
         run.points.append(Point(step, {"cfg_scale": cfg_scale, **guidance, **sampler}, figures))
-        if _is_own_sampler(point, run):
+        own = run.own_sampler | {"precision": "fp32", "detector_precision": "fp32"}  # what training itself would measure
+        if all(point.get(key, value) == value for key, value in own.items()):
             for name, value in figures.items():
                 run.series.setdefault(name, {}).setdefault(step, value)
     return problems + [f"{count} results of {what}, which is no run here" for what, count in orphans.items()]
@@ -319,11 +322,3 @@ def _run_of(checkpoint: Path, runs: Sequence[Run]) -> Run | None:
     exact = [run for run in runs if run.path.resolve() == folder.resolve()]
     found = exact or [run for run in runs if run.name == folder.name]
     return found[0] if len(found) == 1 else None
-
-
-def _is_own_sampler(point: dict, run: Run) -> bool:
-    """Whether training itself would measure these figures: EMA weights, its sampler, float32 detector and network."""
-    own = {"weights": "ema", "num_steps": run.eval_num_steps, "precision": "fp32", "detector_precision": "fp32"}
-    for key in ("S_churn", "solver"):
-        own[key] = run.config.get(f"diffusion.sampler.{key}", point.get(key))
-    return all(point.get(key, value) == value for key, value in own.items())

@@ -121,16 +121,16 @@ def run_name(overrides: Sequence[str], default: str) -> str:
         default: the name that the configuration has, <data>_<model>.
     """
     values = values_of(overrides)
-    in_base = next(([key] for key in ("name", "experiment") if key in values), ["data", "model"])
-    base = values.get(in_base[0], "").replace("/", "_") if len(in_base) == 1 else default
+    base = values.pop("name", "") or values.pop("experiment", "").replace("/", "_")
+    left_out = NOT_IN_NAMES if base else (*NOT_IN_NAMES, "data", "model")  # these two are in the default
     last_parts = [key.rpartition(".")[2] for key in keys_of(TrainConfig)]
     words = []
     for key, value in sorted(values.items()):
-        if key not in NOT_IN_NAMES and key not in in_base:
+        if key not in left_out:
             short = key.rpartition(".")[2]
             is_plain = re.fullmatch(r"[\w.+-]{1,24}", value) is not None
             words.append(f"{key if last_parts.count(short) > 1 else short}-{value if is_plain else hash_text(value)}")
-    name = "_".join([re.sub(r"[^\w.+-]", "-", base), *words])
+    name = "_".join([re.sub(r"[^\w.+-]", "-", base or default), *words])
     return name if len(name) <= MAX_NAME_LENGTH else f"{name[: MAX_NAME_LENGTH - 9]}_{hash_text(name)}"
 
 
