@@ -36,8 +36,10 @@ class FeaturePair:
 
     def frechet_distance(self, layer: str) -> float | None:
         """None where a side has neither images nor stored statistics of the layer."""
-        sides = [features.statistics_or_samples(layer) for features in (self.reference, self.samples)]
-        return None if any(side is None for side in sides) else metrics.frechet_distance(*sides)
+        sides = [side.statistics.get(layer, getattr(side, layer)) for side in (self.reference, self.samples)]
+        if any(side is None or (isinstance(side, Tensor) and len(side) == 0) for side in sides):
+            return None
+        return metrics.frechet_distance(*sides)
 
     @functools.cached_property
     def precision_recall(self) -> tuple[float | None, float | None]:
