@@ -30,14 +30,8 @@ DECODE_ERRORS = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.
 def adm_center_crop(image: Image.Image, resolution: int) -> np.ndarray:
     """The square crop that ADM trains on and takes its reference batches from (arXiv 2105.05233), as DiT and SiT do.
 
-    A box filter halves the image while its shorter side has 2 * resolution pixels or more. A bicubic filter then scales the
-    shorter side to the resolution, and the centre is cut out.
-
-    Args:
-        image: RGB.
-
-    Returns:
-        uint8 [resolution, resolution, 3].
+    A box filter halves the image (RGB) while its shorter side has 2 * resolution pixels or more. A bicubic filter then scales
+    the shorter side to the resolution, and the centre is cut out: uint8 [resolution, resolution, 3].
     """
     while min(image.size) >= 2 * resolution:
         image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
@@ -72,7 +66,7 @@ def read_rgb(file: str | Path | BinaryIO) -> Image.Image:
 class ImageFolder:
     """PNG and JPEG files of one size below a folder, sorted by their path relative to it. Hidden files are left out.
 
-    All headers are read first, so that a wrong file is found before any work.
+    All headers are read first: a file that is broken, not RGB or of another size is found before any work.
 
     Args:
         convert_to_rgb: convert grey, palette, CMYK and RGBA images (dropping alpha) instead of refusing them.
@@ -81,9 +75,6 @@ class ImageFolder:
     Attributes:
         shape: (N, H, W, 3).
         files: in order.
-
-    Raises:
-        UserError: no such folder, no images, or a file (by name) that is broken, not RGB or of another size.
     """
 
     def __init__(self, path: str | Path, convert_to_rgb: bool = False, crop: int | None = None):
@@ -138,14 +129,9 @@ class ImageFolder:
             if self.crop is not None:
                 return adm_center_crop(read_rgb(file), self.crop)
             with Image.open(file) as image:
-                pixels = np.array(image.convert("RGB"))
-        except UserError as e:
-            raise UserError(f"{file} cannot be used ({e}); mend or remove it") from e
-        except DECODE_ERRORS as e:
-            raise UserError(f"{file} is broken ({e}); make or copy it again") from e
-        if pixels.shape != self.shape[1:]:
-            raise UserError(f"{file} changed while it was in use: it is now {pixels.shape[1]}x{pixels.shape[0]} pixels")
-        return pixels
+                return np.array(image.convert("RGB"))
+        except DECODE_ERRORS as e:  # and read_rgb's UserError
+            raise UserError(f"{file} is broken or cannot be used ({e}); mend or remove it") from e
 
 
 ImageSet = NpzImages | ImageFolder

@@ -67,9 +67,8 @@ def open_data(cfg: schema.TrainConfig) -> tuple[schema.TrainConfig, Dataset]:
         hint = ""
         if info.kind == "sample" and dataset.channels == 2 * data.in_channels:
             hint = "; they look like moments (mean and log-variance) written as kind=sample: rewrite the shards with kind=moments"
-        raise UserError(
-            f"data.in_channels={data.in_channels}, but the latents of {dataset.path} have {dataset.channels} channels{hint}"
-        )
+        latents = f"the latents of {dataset.path} have {dataset.channels} channels"
+        raise UserError(f"data.in_channels={data.in_channels}, but {latents}{hint}")
     found = {"in_channels": dataset.channels, "input_size": dataset.height}
     found |= {key: getattr(info, key) for key in ("num_classes", "kind", "scale_factor", "resolution")}
     for key, value in found.items():
@@ -78,8 +77,7 @@ def open_data(cfg: schema.TrainConfig) -> tuple[schema.TrainConfig, Dataset]:
                 f"data.{key}={getattr(data, key)}, but the latents of {dataset.path} say {value}; "
                 f"set data.{key}={value} or choose other data"
             )
-    found["resolution"] = data.resolution
-    found["autoencoder"] = data.autoencoder or info.autoencoder
+    found |= {"resolution": data.resolution, "autoencoder": data.autoencoder or info.autoencoder}
     return cfg.model_copy(update={"data": data.model_copy(update=found)}), dataset
 
 
@@ -129,15 +127,16 @@ def build_diffusion(settings: schema.Diffusion, **sampler_overrides) -> Diffusio
         UserError: an override that the sampler of this diffusion does not have; noise levels in the wrong order.
     """
     sampler = settings.sampler.model_dump()
-    given = {key: value for key, value in sampler_overrides.items() if value is not None}
-    for key, value in given.items():
+    for key, value in sampler_overrides.items():
+        if value is None:
+            continue
         if key not in sampler:
             shown = f"{value:g}" if isinstance(value, float) else value
             raise UserError(
                 f"{key}={shown} is not a setting of the sampler of diffusion={settings.name}, with which the run was trained; "
                 f"leave it out. It has {', '.join(sampler)}"
             )
-    sampler |= given
+        sampler[key] = value
     own = settings.model_dump(exclude={"name", "sampler"})
     if settings.name == "sit":
         return SiT(**own, sampler=FlowSampler(**sampler))
@@ -147,9 +146,8 @@ def build_diffusion(settings: schema.Diffusion, **sampler_overrides) -> Diffusio
 
 
 def build_guidance(settings: schema.Guidance) -> guidance.Guidance:
-    """guidance.* as a function of what a batch has (`guidance.Sources`). The second network of autoguidance is among that."""
-    own = settings.model_dump(exclude={"name", "checkpoint", "weights"})
-    return partial(guidance.GUIDANCES[settings.name], **own)
+    """guidance.* as a function of what a batch has, `guidance.GuidanceInputs`; autoguidance's second network is among that."""
+    return partial(guidance.GUIDANCES[settings.name], **settings.model_dump(exclude={"name", "checkpoint", "weights"}))
 
 
 def with_scale(settings: schema.Guidance, cfg_scale: float | None) -> schema.Guidance:
@@ -165,11 +163,9 @@ def with_scale(settings: schema.Guidance, cfg_scale: float | None) -> schema.Gui
 
 
 def check_guidance(settings: schema.Guidance, run_cfg: schema.TrainConfig, diffusion: Diffusion) -> None:
-    """Compare a guidance with the run that it is to guide.
+    """Compare guidance.* with the run that it is to guide.
 
     Args:
-        settings: guidance.*
-        run_cfg: the configuration that the network was trained with.
         diffusion: of that run, with the sampler that is to be used.
 
     Raises:
@@ -183,7 +179,13 @@ def check_guidance(settings: schema.Guidance, run_cfg: schema.TrainConfig, diffu
             "model.class_dropout=0. Use guidance=none, or guidance=sparse, which keeps the label"
         )
     if settings.name == "sparse":
-        _check_branches(settings, run_cfg)
+        num_tokens = (run_cfg.data.input_size // dit.BACKBONES[run_cfg.model.backbone][-1]) ** 2
+        strong, weak = (num_kept_tokens(num_tokens, ratio) for ratio in (settings.r_strong, settings.r_weak))
+        if strong == weak:
+            raise UserError(
+                f"guidance.r_strong={settings.r_strong} and guidance.r_weak={settings.r_weak} both keep {weak} of the "
+                f"{num_tokens} tokens of {run_cfg.model.backbone}, so that there is nothing to guide by; raise guidance.r_weak"
+            )
     levels = diffusion.sampler.evaluated_levels()
     low, high = getattr(settings, "level_lo", None), getattr(settings, "level_hi", None)
     symbol = {"edm": "sigma", "sit": "t"}[run_cfg.diffusion.name]
@@ -196,17 +198,6 @@ def check_guidance(settings: schema.Guidance, run_cfg: schema.TrainConfig, diffu
         raise UserError(
             f"guidance.level_lo={low} and guidance.level_hi={high} hold none of the {len(levels)} noise levels of {sampler}; "
             "widen the interval, or raise num_steps"
-        )
-
-
-def _check_branches(settings: schema.Sparse, run_cfg: schema.TrainConfig) -> None:
-    patch_size = dit.BACKBONES[run_cfg.model.backbone][-1]
-    num_tokens = (run_cfg.data.input_size // patch_size) ** 2
-    strong, weak = (num_kept_tokens(num_tokens, ratio) for ratio in (settings.r_strong, settings.r_weak))
-    if strong == weak:
-        raise UserError(
-            f"guidance.r_strong={settings.r_strong} and guidance.r_weak={settings.r_weak} both keep {weak} of the "
-            f"{num_tokens} tokens of {run_cfg.model.backbone}, so that there is nothing to guide by; raise guidance.r_weak"
         )
 
 
@@ -237,14 +228,7 @@ def check_batch_size(cfg: schema.TrainConfig, num_processes: int) -> None:
 
 
 def check_parallel(train: schema.Train, num_processes: int, launched_as: str) -> None:
-    """Whether train.parallel can be had with these processes and this torch.
-
-    Args:
-        launched_as: accelerate's distributed_type.
-
-    Raises:
-        UserError: naming the key and what is accepted.
-    """
+    """Raises UserError where train.parallel cannot be had with these processes, accelerate's distributed_type and this torch."""
     if launched_as in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
         raise UserError(
             f"accelerate was launched with {launched_as}, which this trainer does not use; launch it without, and set "
@@ -279,8 +263,7 @@ def check_initial(stored: schema.TrainConfig, step: int, cfg: schema.TrainConfig
     Raises:
         UserError: naming the keys that differ; with init_state=all, also when no step is left to do.
     """
-    changed = schema.differences(stored, cfg, [schema.Role.ARCHITECTURE])
-    if changed:
+    if changed := schema.differences(stored, cfg, [schema.Role.ARCHITECTURE]):
         raise UserError(
             f"init_from={cfg.init_from}: its weights are of another architecture: {'; '.join(changed)}. Set these keys to the "
             "first values, or start from another checkpoint"
@@ -298,8 +281,7 @@ def check_resume(stored: schema.TrainConfig, cfg: schema.TrainConfig, checkpoint
     Raises:
         UserError: it is a checkpoint of another run, by the keys that differ.
     """
-    changed = schema.differences(stored, cfg, schema.SAME_RUN)
-    if changed:
+    if changed := schema.differences(stored, cfg, schema.SAME_RUN):
         raise UserError(
             f"resume: {checkpoint} cannot go on under this configuration: {'; '.join(changed)}. "
             "Restore these settings, or start another run with name=..."
@@ -320,11 +302,7 @@ def build_autoencoder(cfg: schema.TrainConfig, device: torch.device) -> autoenco
 
 
 def build_detector(settings: schema.DetectorSettings, accelerator: Accelerator) -> Detector:
-    """What evaluation.* asks for, on this process's device.
-
-    Raises:
-        UserError: weights that are missing or cannot be had.
-    """
+    """What evaluation.* asks for, on this process's device. Raises UserError where the weights cannot be had."""
     if settings.detector == DigitsDetector.name:
         return DigitsDetector(accelerator.device)
     with accelerator.local_main_process_first():  # one process of a machine downloads, the others find the file
