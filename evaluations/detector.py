@@ -32,10 +32,7 @@ def cached_weights_file() -> Path:
 def fetch_weights(show_progress: bool = True) -> Path:
     """The file of the published weights (96 MB), downloaded to torch.hub's folder if it is not there.
 
-    With several processes on a machine, call it in one of them first.
-
-    Raises:
-        UserError: no network, or another file arrived; the message says which file to put where.
+    With several processes on a machine, call it in one of them first. Offline, the UserError says which file to put where.
     """
     file = cached_weights_file()
     if not file.exists():
@@ -59,7 +56,6 @@ class InceptionDetector:
 
     Args:
         weights: a local file, torch-fidelity's or pytorch-fid's; None: fetch_weights().
-        device: to run on; a GPU gets channels_last.
         precision: `fp32`, or `bf16` (mixed): faster, but other features (the pooled ones move by 2 to 12% under random
             weights), so its scores compare only with each other.
         compile: with torch.compile; the first batch of every shape takes a minute.
@@ -129,11 +125,10 @@ def _build_extractor(file: Path) -> nn.Module:
         from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
     except ImportError as e:
         raise UserError("Inception comes with torch-fidelity: pip install 'torch-fidelity>=0.4.0'") from e
-
     try:
         weights = torch.load(file, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, KeyError, ValueError) as e:
-        reason = str(e).splitlines()[0] if str(e) else type(e).__name__
+        reason = (str(e) or type(e).__name__).splitlines()[0]
         raise UserError(f"{file} cannot be read as PyTorch weights ({reason}); download {WEIGHTS_URL} again") from e
     # The class unpickles its file with weights_only=False; it gets a copy of what was just read safely.
     copy = io.BytesIO()

@@ -85,9 +85,6 @@ def inception_score(logits: Tensor, split_size: int = 5000) -> float:
 
     Args:
         logits: [N, C], in the order of the samples; for Inception without the bias of the last layer.
-
-    Raises:
-        UserError: no samples, NaN or infinite logits.
     """
     if len(logits) == 0:
         raise UserError("the Inception Score needs samples; there are none")
@@ -118,17 +115,10 @@ def class_agreement(logits: Tensor, labels: Tensor) -> float:
 
 
 def precision_recall(reference: Tensor, samples: Tensor, num_neighbours: int = 3, tile_size: int = 2048) -> tuple[float, float]:
-    """Share of samples that lie in a ball around some reference, and of references in a ball around some sample.
+    """Share of samples [N, D] that lie in a ball around some reference [M, D], and of references in one around some sample.
 
     The ball of a point reaches to its num_neighbours-th nearest other point of its own set, border included. Distances are
     computed tile by tile: memory beyond a centred copy of the features is a few tiles.
-
-    Args:
-        reference: [M, D].
-        samples: [N, D], on the same device.
-
-    Returns:
-        precision, recall.
 
     Raises:
         UserError: a set has no more than num_neighbours points; different D; NaN or infinite features.

@@ -7,6 +7,7 @@ written here) or `arr_1` (as ADM's samplers write them).
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import zipfile
 import zlib
@@ -22,6 +23,7 @@ from evaluations.statistics import Statistics
 from files import hash_file
 
 STATISTICS_KEYS = {"pool": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}
+SMALL_ARRAYS = {"labels", "arr_1", *itertools.chain(*STATISTICS_KEYS.values())}  # the others are streamed or not read
 
 
 def statistics_by_key(statistics: dict[str, Statistics]) -> dict[str, Tensor]:
@@ -73,23 +75,30 @@ class NpzImages:
         statistics: `pool` and `spatial`, as far as the file holds them.
 
     Raises:
-        UserError: not an .npz; neither images nor statistics; images that are not uint8 RGB; statistics that do not fit
-            together. The message names the file and the key.
+        UserError: it cannot be used; the message names the file and the key.
     """
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
         with _errors_of(self.path), zipfile.ZipFile(self.path) as archive:
-            keys = {name.removesuffix(".npy") for name in archive.namelist()}
-            self.statistics = self._read_statistics(archive, keys)
-            if "arr_0" in keys:
-                self.shape = self._check_header(archive)
+            names = {name.removesuffix(".npy") for name in archive.namelist()}
+            arrays = {name: _read_array(archive, name) for name in names & SMALL_ARRAYS}
+            self.statistics = self._check_statistics(arrays)
+            if "arr_0" in names:
+                with archive.open("arr_0.npy") as f:
+                    self.shape = self._check_header(*_read_header(f))
             elif "pool" in self.statistics:
                 self.shape = (0, 0, 0, 3)
             else:
-                held = ", ".join(sorted(keys)) or "nothing"
+                held = ", ".join(sorted(names)) or "nothing"
                 raise UserError(f"{self.path} holds {held}; need arr_0 (uint8 [N, H, W, 3]), or mu and sigma")
-            self.labels = self._read_labels(archive, keys)
+        key = "labels" if "labels" in arrays else "arr_1"
+        self.labels = arrays.get(key)
+        if self.labels is not None:
+            if self.labels.shape != self.shape[:1] or not np.issubdtype(self.labels.dtype, np.integer):
+                found = f"{self.labels.dtype} {list(self.labels.shape)}"
+                raise UserError(f"{self.path}: {key} is {found}; need integers [{len(self)}]")
+            self.labels = self.labels.astype(np.int64)
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -97,8 +106,7 @@ class NpzImages:
     def batches(self, batch_size: int, start: int = 0, stop: int | None = None) -> Iterator[np.ndarray]:
         """Images start .. stop - 1 in order, uint8 [b, H, W, 3] each.
 
-        Raises:
-            UserError: fewer images than `stop`; a damaged file; no pixel above 1, which 0..1 floats cast to uint8 look like.
+        Raises UserError also where no pixel is above 1: that is what 0..1 floats cast to uint8 look like.
         """
         stop, brightest = check_stop(self, stop), 0
         with _errors_of(self.path), zipfile.ZipFile(self.path) as archive, archive.open("arr_0.npy") as f:
@@ -117,9 +125,7 @@ class NpzImages:
         """Size and hash of the file."""
         return f"{self.path.stat().st_size}-{hash_file(self.path)}"
 
-    def _check_header(self, archive: zipfile.ZipFile) -> tuple[int, int, int, int]:
-        with archive.open("arr_0.npy") as f:
-            shape, fortran_order, dtype = _read_header(f)
+    def _check_header(self, shape: tuple[int, ...], fortran_order: bool, dtype: np.dtype) -> tuple[int, int, int, int]:
         H, W, C = shape[1:] if len(shape) == 4 else (0, 0, 0)
         problems = {
             "; need uint8 images of 0 to 255 (scale floats to 0..255, round, and cast)": dtype != np.uint8,
@@ -130,35 +136,25 @@ class NpzImages:
             ": it holds no images": 0 in shape,
             " in Fortran order, which cannot be streamed; save np.ascontiguousarray(arr)": fortran_order,
         }
-        for problem in (words for words, is_there in problems.items() if is_there):
-            raise UserError(f"{self.path}: arr_0 is {dtype} {list(shape)}{problem}")
+        for problem, is_there in problems.items():
+            if is_there:
+                raise UserError(f"{self.path}: arr_0 is {dtype} {list(shape)}{problem}")
         return shape
 
-    def _read_labels(self, archive: zipfile.ZipFile, keys: set[str]) -> np.ndarray | None:
-        for key in ("labels", "arr_1"):
-            if key in keys:
-                labels = _read_array(archive, key)
-                if labels.shape != self.shape[:1] or not np.issubdtype(labels.dtype, np.integer):
-                    raise UserError(f"{self.path}: {key} is {labels.dtype} {list(labels.shape)}; need integers [{len(self)}]")
-                return labels.astype(np.int64)
-        return None
-
-    def _read_statistics(self, archive: zipfile.ZipFile, keys: set[str]) -> dict[str, Statistics]:
+    def _check_statistics(self, arrays: dict[str, np.ndarray]) -> dict[str, Statistics]:
         statistics = {}
-        for layer, pair in STATISTICS_KEYS.items():
-            for key, other in (pair, pair[::-1]):
-                if key in keys and other not in keys:
-                    raise UserError(f"{self.path} holds {key} but no {other}; both are needed")
-            if pair[0] not in keys:
-                continue
-            arrays = [_read_array(archive, key) for key in pair]
-            for key, array in zip(pair, arrays):
-                if not np.issubdtype(array.dtype, np.floating):
-                    raise UserError(f"{self.path}: {key} is {array.dtype}; need floats")
-            try:
-                statistics[layer] = Statistics(*(torch.from_numpy(array.astype(np.float64)) for array in arrays))
-            except UserError as e:
-                raise UserError(f"{self.path}: {', '.join(pair)}: {e}") from e
+        for layer, keys in STATISTICS_KEYS.items():
+            held = [key for key in keys if key in arrays]
+            for key in keys if held else ():
+                if key not in held:
+                    raise UserError(f"{self.path} holds {held[0]} but no {key}; both are needed")
+                if not np.issubdtype(arrays[key].dtype, np.floating):
+                    raise UserError(f"{self.path}: {key} is {arrays[key].dtype}; need floats")
+            if held:
+                try:
+                    statistics[layer] = Statistics(*(torch.from_numpy(arrays[key].astype(np.float64)) for key in keys))
+                except UserError as e:
+                    raise UserError(f"{self.path}: {', '.join(keys)}: {e}") from e
         return statistics
 
 

@@ -28,9 +28,8 @@ def features_of_images(
     images: ImageSet, detector: Detector, batch_size: int = 64, start: int = 0, stop: int | None = None
 ) -> Features:
     """Features of images start .. stop - 1, computed in this process; none for an .npz that holds statistics only."""
-    if len(images) == 0:  # only the detector knows the sizes of its features
-        blank = detector.features(torch.zeros(1, 8, 8, 3, dtype=torch.uint8)).to("cpu")
-        return replace(blank, **{name: x[:0] for name, x in blank.tensors().items()})
+    if len(images) == 0:
+        return Features(detector.name, pool=torch.empty(0, 0), logits=torch.empty(0, 0))
     return extract(detector, read_ahead(images.batches(batch_size, start, stop)))
 
 
@@ -46,11 +45,7 @@ def load_reference(
     images than features gets none: `frechet_distance` is exact on the features themselves.
 
     Args:
-        compute: (images, detector, batch_size) -> Features, for features that are not cached. With several processes, one
-            that shares the work and returns all features everywhere.
-
-    Raises:
-        UserError: images the detector cannot take; stored statistics of another size than its features.
+        compute: gives features that are not cached; with several processes, one that shares the work between them.
     """
     stored = stored_statistics(images, detector)
     features = read_cache(images, detector)
@@ -65,9 +60,7 @@ def load_reference(
 
 def stored_statistics(images: ImageSet, detector: Detector) -> dict[str, Statistics]:
     """The statistics in the file, as ADM's evaluator uses them. They are Inception's, so other detectors get none."""
-    if not images.statistics:
-        return {}
-    if detector.name != InceptionDetector.name:
+    if images.statistics and detector.name != InceptionDetector.name:
         log.info("%s: its mu and sigma are Inception's; the %s detector does not use them", images.path, detector.name)
         return {}
     for layer, known in images.statistics.items():
@@ -125,14 +118,10 @@ def write_cache(images: ImageSet, detector: Detector, features: Features) -> Non
 
 
 def write_reference(images: ImageSet, output: Path, detector: InceptionDetector | None = None, batch_size: int = 64) -> None:
-    """Make a reference batch of a set of images, in ADM's format.
+    """Make a reference batch of a set of images, in ADM's format. Raises UserError where the output exists.
 
     Args:
-        output: an .npz that does not exist yet.
         detector: Inception, to store mu, sigma, mu_s and sigma_s as well; other evaluators then need not compute them.
-
-    Raises:
-        UserError: the output exists.
     """
     if output.exists():
         raise UserError(f"{output} exists; nothing was written")

@@ -64,7 +64,6 @@ class Metric:
 
     Attributes:
         name: must not end in a digit; full names append the sample count.
-        direction: of better values.
         format: a format specification, for people; files keep full precision.
         compute: the value, or None where there is too little to compute it from.
     """
@@ -109,8 +108,6 @@ def evaluate(
         labels: [N] int64, the classes that were asked for, in the order of the samples.
         device: for the neighbour search.
 
-    Raises:
-        UserError: features of different detectors.
     """
     if reference.detector != samples.detector:
         raise UserError(f"the reference has features of {reference.detector}, the samples of {samples.detector}")
@@ -126,7 +123,7 @@ def caveats(reference: Features, samples: Features) -> list[str]:
     found = []
     is_inception = samples.detector == "inception"
     distance = "FID and sFID" if is_inception else f"fd_{samples.detector}"
-    dim = samples.pool.shape[1]
+    dim = max(samples.pool.shape[1], reference.pool.shape[1])  # without images, a side has no features
     for name, features in (("samples", samples), ("reference images", reference)):
         if len(features) < dim and "pool" not in features.statistics:
             found.append(

@@ -40,11 +40,7 @@ DEFAULT_ROUTE = Route(selection_ratio=0.5, start_layer_idx=2, end_layer_idx=-4)
 
 
 def open_data(cfg: schema.TrainConfig) -> tuple[schema.TrainConfig, Dataset]:
-    """Open the latents, compare them with data.*, and return a configuration that has what it left to them.
-
-    Raises:
-        UserError: no latents, a bad file, or other shapes, classes, kind or scale than data.* says.
-    """
+    """Open the latents, compare them with data.*, and return a configuration that has what it left to them."""
     data = cfg.data
     if data.path is None:
         raise UserError(f"data.path is not set: give the folder that holds the latent shards (*.safetensors) of {data.name}")
@@ -97,11 +93,7 @@ def command_for(data: schema.Data) -> str:
 
 
 def build_network(cfg: schema.TrainConfig) -> dit.DiT:
-    """The network of a configuration whose data.in_channels, input_size and num_classes are filled in.
-
-    Raises:
-        UserError: a patch size or routes that do not fit.
-    """
+    """The network of a configuration whose data.in_channels, input_size and num_classes are filled in."""
     model, data = cfg.model, cfg.data
     try:
         return dit.build(
@@ -123,8 +115,7 @@ def build_network(cfg: schema.TrainConfig) -> dit.DiT:
 def build_diffusion(settings: schema.Diffusion, **sampler_overrides) -> Diffusion:
     """diffusion.* with its sampler; `sampler_overrides` that are None change nothing.
 
-    Raises:
-        UserError: an override that the sampler of this diffusion does not have; noise levels in the wrong order.
+    Raises UserError for an override that the sampler of this diffusion does not have.
     """
     sampler = settings.sampler.model_dump()
     for key, value in sampler_overrides.items():
