@@ -52,11 +52,7 @@ def to_input(images: Tensor) -> Tensor:
 
 
 class DigitsDetector:
-    """Features [N, 64] and class logits [N, 10] of 8x8 images of digits.
-
-    Raises:
-        UserError: the weights are missing or of another network.
-    """
+    """Features [N, 64] and class logits [N, 10] of 8x8 images of digits."""
 
     name = "digits"
 
@@ -92,9 +88,8 @@ def load_digits() -> tuple[Tensor, Tensor]:
 
 def split(num_images: int) -> tuple[Tensor, Tensor]:
     """Indices of four fifths to train on and one fifth held out, always the same."""
-    order = torch.from_numpy(np.random.default_rng(0).permutation(num_images))
-    num_held_out = num_images // 5
-    return order[num_held_out:], order[:num_held_out]
+    held_out, training = torch.from_numpy(np.random.default_rng(0).permutation(num_images)).tensor_split([num_images // 5])
+    return training, held_out
 
 
 def train(num_epochs: int = 40, batch_size: int = 64, lr: float = 2e-3) -> tuple[DigitsNet, float]:

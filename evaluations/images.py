@@ -44,8 +44,7 @@ def adm_center_crop(image: Image.Image, resolution: int) -> np.ndarray:
 def read_rgb(file: str | Path | BinaryIO) -> Image.Image:
     """Decode an image, upright as its EXIF says, as 8-bit RGB (alpha is dropped).
 
-    Raises:
-        UserError: it cannot be decoded, has more than 8 bits a channel, or is too small or too narrow to crop.
+    Raises UserError where it cannot be decoded, has more than 8 bits a channel, or is too small or too narrow to crop.
     """
     try:
         with Image.open(file) as image:
@@ -138,11 +137,7 @@ ImageSet = NpzImages | ImageFolder
 
 
 def open_images(path: str | Path, convert_to_rgb: bool = False, crop: int | None = None) -> ImageSet:
-    """A folder, with the arguments of `ImageFolder`, or an .npz, which must be RGB and of one size.
-
-    Raises:
-        UserError: neither, or not usable; the message names the file and the fix.
-    """
+    """A folder, with the arguments of `ImageFolder`, or an .npz, which must be RGB and of one size."""
     path = Path(path)
     if path.is_dir():
         return ImageFolder(path, convert_to_rgb, crop)

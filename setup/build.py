@@ -154,10 +154,7 @@ def with_scale(settings: schema.Guidance, cfg_scale: float | None) -> schema.Gui
 
 
 def check_guidance(settings: schema.Guidance, run_cfg: schema.TrainConfig, diffusion: Diffusion) -> None:
-    """Compare guidance.* with the run that it is to guide.
-
-    Args:
-        diffusion: of that run, with the sampler that is to be used.
+    """Compare guidance.* with the run that it is to guide; `diffusion` has the sampler that is to be used.
 
     Raises:
         UserError: the null class was never trained; an interval outside the sampler's noise levels, or between them; two
@@ -245,14 +242,10 @@ def check_parallel(train: schema.Train, num_processes: int, launched_as: str) ->
 
 
 def check_initial(stored: schema.TrainConfig, step: int, cfg: schema.TrainConfig) -> None:
-    """Compare the checkpoint that init_from names with the run that is to start from it. Routes may differ: they have no weights.
+    """Compare the checkpoint that init_from names (`stored`, `step`) with the run that is to start from it.
 
-    Args:
-        stored, step: of the checkpoint.
-        cfg: of the run, with data.* filled in.
-
-    Raises:
-        UserError: naming the keys that differ; with init_state=all, also when no step is left to do.
+    Routes may differ: they have no weights. Raises UserError with the keys that differ; with init_state=all, also when no step
+    is left to do.
     """
     if changed := schema.differences(stored, cfg, [schema.Role.ARCHITECTURE]):
         raise UserError(
@@ -269,8 +262,7 @@ def check_initial(stored: schema.TrainConfig, step: int, cfg: schema.TrainConfig
 def check_resume(stored: schema.TrainConfig, cfg: schema.TrainConfig, checkpoint: Path) -> None:
     """Compare a checkpoint with the run that is to go on from it; log what may change and did.
 
-    Raises:
-        UserError: it is a checkpoint of another run, by the keys that differ.
+    Raises UserError with the keys that differ, if they make it a checkpoint of another run.
     """
     if changed := schema.differences(stored, cfg, schema.SAME_RUN):
         raise UserError(
@@ -302,20 +294,16 @@ def build_detector(settings: schema.DetectorSettings, accelerator: Accelerator) 
 
 
 def open_reference(path: str | None, key: str) -> ImageSet:
-    """The reference that `key` names.
-
-    Raises:
-        UserError: there is none, or it cannot be used.
-    """
+    """The reference that `key` names."""
     if path is None:
         raise UserError(
             f"{key} is not set: give a reference batch, VIRTUAL_imagenet256_labeled.npz of ADM's evaluation suite, say, or a "
             "folder of images"
         )
     if not Path(path).exists():
+        adm = "https://github.com/openai/guided-diffusion/tree/main/evaluations"
         raise UserError(
-            f"{key}={path} does not exist; reference batches are at "
-            "https://github.com/openai/guided-diffusion/tree/main/evaluations, "
-            "and `prepare_latents.py reference` makes one of images of your own"
+            f"{key}={path} does not exist; reference batches are at {adm}, and `prepare_latents.py reference` makes one of "
+            "images of your own"
         )
     return open_images(path)
