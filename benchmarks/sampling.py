@@ -127,7 +127,7 @@ class Row:
         decoder = SimpleNamespace(decode=timed(autoencoder.decode, device, self.decoding_ms))
         diffusion = build.build_diffusion(cfg.diffusion, num_steps=num_steps)
         self.sampler = load.build_sampler(
-            net, cfg, cfg.guidance, decoder, device, diffusion=diffusion, weak=None, precision=settings.precision
+            net, cfg, cfg.guidance, decoder, device, diffusion=diffusion, precision=settings.precision
         )
 
     def sample(self) -> None:
