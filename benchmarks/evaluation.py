@@ -9,17 +9,18 @@ It prints a JSON line per measurement, with the machine and the versions in the 
 
 from __future__ import annotations
 
+import resource
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
+from unittest import mock
 
 import numpy as np
 import torch
 
 from benchmarks.harness import choose_device, describe_machine, emit, time_ms
-from benchmarks.memory import peak_memory_gib
 from evaluations import metrics
 from evaluations.detector import LAYER_SIZES, InceptionDetector
 from evaluations.features import Features, extract
@@ -48,20 +49,20 @@ def main(arguments: Sequence[str]) -> None:
     if settings.threads:
         torch.set_num_threads(settings.threads)
     device = choose_device(settings.device)
-    emit(**describe_machine(device, settings))
-    measure = measure_metrics if settings.part == "metrics" else measure_detector
-    measure(settings, device)
+    emit(describe_machine(device, settings))
+    {"metrics": measure_metrics, "detector": measure_detector}[settings.part](settings, device)
 
 
 def measure(what: str, action: Callable[[], object], device: torch.device, num_images: int = 0, repeats: int = 1) -> None:
     """Time `repeats` calls together and print the line."""
     sec = sum(time_ms(action, repeats, device)) / 1000
-    line = {"what": what, "sec": round(sec, 3), "peak_memory_gib": round(peak_memory_gib(), 2)}
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    line = {"what": what, "sec": round(sec, 3), "peak_memory_gib": round(peak_bytes / 2**30, 2)}
     if num_images:
         line["images_per_sec"] = round(num_images / sec, 1)
     if device.type == "cuda":
         line["peak_device_memory_gib"] = round(torch.cuda.max_memory_allocated(device) / 2**30, 2)
-    emit(**line)
+    emit(line)
 
 
 def measure_metrics(settings: EvaluationSettings, device: torch.device) -> None:
@@ -106,21 +107,17 @@ def measure_detector(settings: EvaluationSettings, device: torch.device) -> None
         exact = detector.features(on_device).pool
         detector.precision = "bf16"
         moved = (detector.features(on_device).pool - exact).norm() / exact.norm()
-        emit(what="relative change of the pooled features by bf16, random weights", value=moved.item())
+        emit({"what": "relative change of the pooled features by bf16, random weights", "value": moved.item()})
 
 
 def random_weights(file: Path) -> Path:
     """Inception's layout with random numbers, of a size that keeps features near 1."""
-    from torch_fidelity import feature_extractor_inceptionv3 as port
+    from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
 
-    class Untrained(port.FeatureExtractorInceptionV3):
-        def load_state_dict(self, state_dict):  # keep the initial weights
-            pass
-
-    empty = file.with_name("empty.pth")
-    torch.save({}, empty)
+    torch.save({}, file)
     torch.manual_seed(0)
-    net = Untrained("random", ["2048"], feature_extractor_weights_path=empty)
+    with mock.patch.object(FeatureExtractorInceptionV3, "load_state_dict"):  # keep the initial weights
+        net = FeatureExtractorInceptionV3("random", ["2048"], feature_extractor_weights_path=file)
     for module in net.modules():
         if isinstance(module, torch.nn.Conv2d):
             torch.nn.init.kaiming_normal_(module.weight)

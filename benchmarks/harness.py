@@ -116,19 +116,9 @@ def timed(function: Callable, device: torch.device, spent_ms: list[float]) -> Ca
     return timed_function
 
 
-def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """(lower quartile, median, upper quartile)."""
-    return tuple(statistics.quantiles(values, n=4, method="inclusive")) if len(values) > 1 else (values[0],) * 3
-
-
 def spread(values: Sequence[float]) -> list[float]:
     """[median, lowest, highest]."""
     return [statistics.median(values), min(values), max(values)]
-
-
-def ratios(first: Sequence[float], second: Sequence[float]) -> list[float]:
-    """Round by round: within a round both met the same machine."""
-    return [a / b for a, b in zip(first, second)]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -140,11 +130,11 @@ class Report:
 
     Args:
         settings: with a key `output`, the files' name without its ending.
-        is_main: of several processes.
+        is_main: of several processes, which alone writes and prints.
         about: more about the machine.
 
     Raises:
-        UserError: the files cannot be written.
+        UserError: the files cannot be written. They are created before the measurement, to know in time.
     """
 
     def __init__(self, title: str, settings: Settings, device: torch.device, is_main: bool = True, **about: object):
@@ -153,22 +143,13 @@ class Report:
         machine = describe_machine(device, settings)
         self.machine = machine | about | {"settings": machine.pop("settings")}
 
-    def save(self, lines: Sequence[dict], sections: Sequence[str]) -> None:
-        """Write the files: JSON lines, and sections of Markdown, each after the machine."""
+    def save(self, lines: Sequence[dict], sections: Sequence[str], printed: Sequence[dict | str]) -> None:
+        """Write JSON lines and sections of Markdown, each after the machine; print what is to be printed."""
         header = "".join(f"- {key}: {f'`{value}`' if key == 'command' else value}\n" for key, value in self.machine.items())
         markdown = "\n".join([f"# {self.title}\n", header, *sections])
         self._write("".join(as_json(line) + "\n" for line in [self.machine, *lines]), markdown)
-
-    def save_and_print(
-        self, lines: Sequence[dict], sections: Sequence[str], summary: str = "", printed: Sequence[dict] | None = None
-    ) -> None:
-        """Write the files and print the lines, or those in `printed`. The summary comes last, in Markdown and on stdout."""
-        self.save(lines, [*sections, *([summary + "\n"] if summary else [])])
-        if self.is_main:
-            for line in [self.machine, *(lines if printed is None else printed)]:
-                emit(**line)
-            if summary:
-                say(summary)
+        for line in printed if self.is_main else ():
+            emit(line)
 
     def _write(self, json_lines: str, markdown: str) -> None:
         try:
@@ -192,24 +173,12 @@ def table(rows: Sequence[dict[str, object]], left_out: Sequence[str] = ()) -> st
     return markdown_table(columns, [[cell(row.get(column)) for column in columns] for row in rows])
 
 
-def emit(**line: object) -> None:
-    """One JSON line on stdout."""
-    say(as_json(line))
-
-
-def say(line: str) -> None:
-    sys.stdout.write(line + "\n")
+def emit(line: dict[str, object] | str) -> None:
+    """A line on stdout: JSON, or text as it is."""
+    sys.stdout.write((line if isinstance(line, str) else as_json(line)) + "\n")
     sys.stdout.flush()
 
 
 def as_json(line: dict[str, object]) -> str:
     """Numbers with five digits: no clock here is better than that."""
-
-    def rounded(value):
-        if isinstance(value, dict):
-            return {key: rounded(v) for key, v in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [rounded(v) for v in value]
-        return float(f"{value:.5g}") if isinstance(value, float) else value
-
-    return json.dumps(rounded(line))
+    return json.dumps(json.loads(json.dumps(line), parse_float=lambda number: float(f"{float(number):.5g}")))

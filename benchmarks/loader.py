@@ -10,17 +10,19 @@ reader and not the disk.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-import numpy as np
 import torch
 
 from benchmarks.harness import Report, Several, spread, table, time_ms
+from benchmarks.memory import process_bytes
 from benchmarks.trainers import write_random_latents
+from files import hash_file
 from latents.order import BatchOrder, read_batches
 from latents.shards import KINDS, LatentDataset
 from latents.webdataset import TarLatents
@@ -28,6 +30,7 @@ from setup import cli
 from setup.settings import Accepts, Count, Settings, Text, Whole
 
 CPU = torch.device("cpu")
+OWN_MEMORY = ("smaps_rollup", "Private_Dirty")  # without files that the process has mapped
 
 
 class LoaderSettings(Settings):
@@ -54,12 +57,12 @@ def main(arguments: Sequence[str]) -> None:
             write_random_latents(path, settings.num_items, 256, settings.kind)
         is_native = settings.format == "native"
         dataset = LatentDataset(path, key="path") if is_native else TarLatents(path, allow_pickle=settings.allow_pickle)
-        for start in range(0, len(dataset), 4096):  # have all of it in the page cache
-            indices = np.arange(start, min(start + 4096, len(dataset)))
-            dataset.fetch(indices, np.zeros(len(indices), dtype=bool))
+        for file in dataset.files:  # have all of it in the page cache
+            hash_file(file)
         batches = [measure_batches(dataset, settings, num_workers) for num_workers in settings.num_workers]
         opening = [measure_opening(dataset, Path(folder) / "large", settings)] if is_native else []
-    report.save_and_print([*batches, *opening], [table(batches), table(opening)])
+    lines = [*batches, *opening]
+    report.save(lines, [table(batches), table(opening)], [report.machine, *lines])
 
 
 def open_batches(dataset: LatentDataset | TarLatents, batch_size: int, num_steps: int, num_workers: int):
@@ -70,7 +73,7 @@ def open_batches(dataset: LatentDataset | TarLatents, batch_size: int, num_steps
 def measure_batches(dataset: LatentDataset | TarLatents, settings: LoaderSettings, num_workers: int) -> dict[str, object]:
     """Latents per second of one process, after a tenth of a round to warm up."""
     warmup = settings.num_batches // 10
-    before_mib = own_memory_mib()
+    before = process_bytes(*OWN_MEMORY)
     batches = open_batches(dataset, settings.batch_size, warmup + settings.rounds * settings.num_batches, num_workers)
     for _ in range(warmup):
         next(batches)
@@ -80,48 +83,34 @@ def measure_batches(dataset: LatentDataset | TarLatents, settings: LoaderSetting
             next(batches)
 
     rounds_ms = time_ms(read_round, settings.rounds, CPU)
-    memory_mib = own_memory_mib() - before_mib
+    after = process_bytes(*OWN_MEMORY)
     batches.close()
     speeds = [1000 * settings.num_batches * settings.batch_size / ms for ms in rounds_ms]
     return {
         "num_workers": num_workers,
         **dict(zip(("latents_per_sec", "lowest", "highest"), map(round, spread(speeds)))),
-        "memory_mib": round(memory_mib, 1),  # of all workers together, and the order of the epoch
+        # Of all workers together, and the order of the epoch.
+        "memory_mib": None if after is None else round((after - before) / 2**20, 1),
     }
-
-
-def own_memory_mib() -> float:
-    """Memory of this process, without files that it has mapped (Linux; elsewhere NaN)."""
-    file = Path("/proc/self/smaps_rollup")
-    if not file.exists():
-        return float("nan")
-    fields = {line.split()[0]: int(line.split()[1]) for line in file.read_text().splitlines()[1:]}
-    return fields["Private_Dirty:"] / 1024
 
 
 def measure_opening(dataset: LatentDataset, folder: Path, settings: LoaderSettings) -> dict[str, object]:
     """From nothing to the first batch, of a folder that names the shards until it has as many items as were asked for."""
     folder.mkdir()
     num_items = num_shards = 0
-    items_of = [len(LatentDataset(file)) for file in dataset.files]
-    while num_items < settings.large_items:
-        which = num_shards % len(dataset.files)
-        (folder / f"{num_shards:06d}.safetensors").symlink_to(dataset.files[which].resolve())
-        num_items, num_shards = num_items + items_of[which], num_shards + 1
+    for file in itertools.cycle(dataset.files):
+        (folder / f"{num_shards:06d}.safetensors").symlink_to(file.resolve())
+        num_items, num_shards = num_items + len(LatentDataset(file)), num_shards + 1
+        if num_items >= settings.large_items:
+            break
 
     def open_and_read() -> None:
         large = LatentDataset(folder)
         large.fingerprint()
         next(open_batches(large, settings.batch_size, 1, 0))
 
-    median, lowest, highest = (round(ms / 1000, 3) for ms in spread(time_ms(open_and_read, settings.rounds, CPU)))
-    return {
-        "num_items": num_items,
-        "num_shards": num_shards,
-        "sec_to_first_batch": median,
-        "lowest": lowest,
-        "highest": highest,
-    }
+    sec = [round(ms / 1000, 3) for ms in spread(time_ms(open_and_read, settings.rounds, CPU))]
+    return {"num_items": num_items, "num_shards": num_shards, **dict(zip(("sec_to_first_batch", "lowest", "highest"), sec))}
 
 
 if __name__ == "__main__":

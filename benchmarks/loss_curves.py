@@ -12,9 +12,9 @@ over `window` steps. <output>.jsonl holds every loss. One process.
 from __future__ import annotations
 
 import itertools
-import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Annotated, Literal, get_args
 
 import torch
@@ -22,7 +22,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from benchmarks.harness import Backbone, Report, Several, open_accelerator, table
-from benchmarks.trainers import MODELS, StepSettings, data_overrides, open_trainer, step_overrides
+from benchmarks.trainers import MODELS, CommonSettings, data_overrides, open_trainer
 from errors import UserError
 from setup import cli
 from setup.schema import Compile
@@ -34,7 +34,7 @@ VARIANTS = [f"{precision}/{mode}" for precision in MIXED_PRECISION for mode in g
 Variant = Annotated[str, Accepts(VARIANTS.__contains__, "<train.precision>/<train.compile>, bf16/blocks say")]
 
 
-class LossCurvesSettings(StepSettings):
+class LossCurvesSettings(CommonSettings):
     backbone: Backbone = "DiT-XS/2"
     models: Several[Literal[MODELS]] = [*MODELS]
     variants: Several[Variant] = ["fp32/none", "fp32/blocks", "bf16/none"]
@@ -61,99 +61,87 @@ def main(arguments: Sequence[str]) -> None:
     if accelerator.num_processes > 1:
         raise UserError(f"benchmarks.loss_curves runs in one process, not in {accelerator.num_processes}")
     report = Report("Loss curves of fast and plain steps", settings, accelerator.device)
-    curves, rows, lines, sections = [], [], [], [NOTES]
+    lines, all_rows, sections = [], [], [NOTES]
     with data_overrides(settings) as data:
         for model in settings.models:
-            curves, rows = compare_curves(Runs(accelerator, settings, data, model))
-            lines += [*curves, *rows]
+            curves, rows = compare_curves(partial(open_variant, accelerator, settings, data, model), settings)
+            rows = [{"model": model, **row} for row in rows]
+            lines += [*({"model": model, **curve} for curve in curves), *rows]
+            all_rows += rows
             sections += [f"## {settings.backbone}, {model}\n", table(rows)]
-    rows = [line for line in lines if "losses" not in line]
-    report.save_and_print(lines, sections, "; ".join(map(in_words, rows)), printed=rows)
+    summary = "; ".join(map(in_words, all_rows))
+    report.save(lines, [*sections, f"{summary}\n"], [report.machine, *all_rows, summary])
     accelerator.end_training()
 
 
-class Runs:
-    """The training runs of one model, by variant and seed; `plain` is the reference."""
-
-    def __init__(self, accelerator: Accelerator, settings: LossCurvesSettings, data: Sequence[str], model: str):
-        self.accelerator, self.settings, self.data, self.model = accelerator, settings, data, model
-
-    def _open(self, variant: str, seed: int) -> Trainer:
-        plain = variant == "plain"
-        precision, mode = ("fp32", "none") if plain else variant.split("/")
-        overrides = step_overrides(
-            self.settings, self.data, self.settings.backbone, self.model, precision=precision, compile=mode
-        )
-        trainer = open_trainer(self.accelerator, [*overrides, f"seed={seed}"], plain=plain)
-        if precision == "fp32":  # accelerate has one precision for all; this takes its autocast off again
-            trainer.model = self.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
-        return trainer
-
-    def _close(self) -> None:
-        self.accelerator.free_memory()
-        torch.compiler.reset()
-
-    def train(self, variant: str, seed: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """(losses [steps] float64, last weights)."""
-        trainer, losses = self._open(variant, seed), []
-        for _, micro_batches in zip(range(self.settings.steps), trainer.batches()):
-            trainer.loss_sum.zero_()
-            trainer.train_step(micro_batches)
-            losses.append(trainer.loss_sum.clone())
-        weights = {name: w.clone() for name, w in trainer.net.state_dict().items()}
-        self._close()
-        return torch.stack(losses).double().cpu(), weights
-
-    def step(self, variant: str, weights: dict[str, Tensor]) -> tuple[float, Tensor]:
-        """(loss, gradient as one vector) at these weights."""
-        trainer = self._open(variant, seed=0)
-        trainer.net.load_state_dict(weights)
-        loss = trainer.loss(trainer.parts[0], *next(trainer.batches())[0])
-        self.accelerator.backward(loss)
-        gradient = torch.cat([p.grad.flatten().double().cpu() for p in trainer.net.parameters() if p.requires_grad])
-        self._close()
-        return loss.item(), gradient
+def open_variant(
+    accelerator: Accelerator, settings: LossCurvesSettings, data: Sequence[str], model: str, variant: str, seed: int = 0
+) -> Trainer:
+    """A trainer of this variant, or of the reference, `plain`. The one before is freed."""
+    accelerator.free_memory()
+    torch.compiler.reset()
+    plain = variant == "plain"
+    precision, mode = ("fp32", "none") if plain else variant.split("/")
+    trainer = open_trainer(accelerator, settings, data, plain, model=model, precision=precision, compile=mode, seed=seed)
+    if precision == "fp32":  # accelerate has one precision for all; this takes its autocast off again
+        trainer.model = accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
+    return trainer
 
 
-def compare_curves(runs: Runs) -> tuple[list[dict], list[dict]]:
+def train(trainer: Trainer, num_steps: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """(losses [num_steps] float64, last weights)."""
+    losses = []
+    for _, micro_batches in zip(range(num_steps), trainer.batches()):
+        trainer.loss_sum.zero_()
+        trainer.train_step(micro_batches)
+        losses.append(trainer.loss_sum.clone())
+    return torch.stack(losses).double().cpu(), {name: w.clone() for name, w in trainer.net.state_dict().items()}
+
+
+def first_step(trainer: Trainer, weights: dict[str, Tensor]) -> tuple[float, Tensor]:
+    """(loss, gradient as one vector) of the first batch at these weights."""
+    trainer.net.load_state_dict(weights)
+    loss = trainer.loss(trainer.parts[0], *next(trainer.batches())[0])
+    trainer.accelerator.backward(loss)
+    return loss.item(), torch.cat([p.grad.flatten().double().cpu() for p in trainer.net.parameters() if p.requires_grad])
+
+
+def compare_curves(open_variant: Callable[..., Trainer], settings: LossCurvesSettings) -> tuple[list[dict], list[dict]]:
     """(every loss of every run, a row for each variant)."""
-    window, seeds = runs.settings.window, range(runs.settings.seeds)
-
-    def smooth(losses: Tensor) -> Tensor:  # means over whole windows; steps beyond the last one are left out
-        return losses[: len(losses) // window * window].unflatten(0, (-1, window)).mean(1)
-
-    trained = {variant: [runs.train(variant, seed) for seed in seeds] for variant in ("plain", *runs.settings.variants)}
-    smoothed = {variant: [smooth(losses) for losses, _ in of_seeds] for variant, of_seeds in trained.items()}
-    plain, weights = smoothed["plain"], trained["plain"][0][1]
-    seed_difference = root_mean_square([a - b for a, b in itertools.combinations(plain, 2)])
-    loss, gradient = runs.step("plain", weights)
+    curves, smoothed, plain_weights, window = [], {}, {}, settings.window
+    for variant in ("plain", *settings.variants):
+        points = []
+        for seed in range(settings.seeds):
+            losses, weights = train(open_variant(variant, seed), settings.steps)
+            plain_weights = plain_weights or weights
+            curves.append({"variant": variant, "seed": seed, "losses": losses.tolist()})
+            whole = losses[: len(losses) // window * window]  # steps beyond the last whole window are left out
+            points.append(whole.unflatten(0, (-1, window)).mean(1))
+        smoothed[variant] = torch.stack(points)  # (seeds, windows)
+    plain = smoothed["plain"]
+    seed_difference = root_mean_square(torch.stack([a - b for a, b in itertools.combinations(plain, 2)]))
+    loss, gradient = first_step(open_variant("plain"), plain_weights)
     rows = []
-    for variant in runs.settings.variants:
-        difference = root_mean_square([fast - slow for fast, slow in zip(smoothed[variant], plain)])
-        fast_loss, fast_gradient = runs.step(variant, weights)
+    for variant in settings.variants:
+        difference = root_mean_square(smoothed[variant] - plain)
+        fast_loss, fast_gradient = first_step(open_variant(variant), plain_weights)
         rows.append(
             {
-                "model": runs.model,
                 "variant": variant,
                 "curve_difference": difference,
                 "seed_difference": seed_difference,
                 "share": difference / seed_difference,
-                "last_plain": torch.stack([curve[-1] for curve in plain]).mean().item(),
-                "last": torch.stack([curve[-1] for curve in smoothed[variant]]).mean().item(),
+                "last_plain": plain[:, -1].mean().item(),
+                "last": smoothed[variant][:, -1].mean().item(),
                 "step_loss_error": abs(fast_loss - loss) / loss,
                 "gradient_error": ((fast_gradient - gradient).norm() / gradient.norm()).item(),
             }
         )
-    curves = [
-        {"model": runs.model, "variant": variant, "seed": seed, "losses": losses.tolist()}
-        for variant, of_seeds in trained.items()
-        for seed, (losses, _) in enumerate(of_seeds)
-    ]
     return curves, rows
 
 
-def root_mean_square(differences: Sequence[Tensor]) -> float:
-    return math.sqrt(torch.stack(list(differences)).square().mean().item())
+def root_mean_square(differences: Tensor) -> float:
+    return differences.square().mean().sqrt().item()
 
 
 def in_words(row: dict[str, object]) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import resource
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+
+PROCESS = Path("/proc/self")  # Linux alone has it
 
 
 def saved_for_backward(network: nn.Module, compute_loss: Callable[[], Tensor]) -> int:
@@ -30,35 +30,27 @@ def saved_for_backward(network: nn.Module, compute_loss: Callable[[], Tensor]) -
     return sum(saved.values())
 
 
-def peak_memory_gib() -> float:
-    """Of this process so far."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 2**30 if sys.platform == "darwin" else peak / 2**20
+def peak_bytes(action: Callable[[], object], device: torch.device) -> int | None:
+    """The most memory that an action adds to the device or, on a CPU, to this process; None where the system does not tell."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        action()
+        return torch.cuda.max_memory_allocated(device) - before
+    if not (PROCESS / "clear_refs").exists():
+        action()
+        return None
+    release_freed_memory()
+    (PROCESS / "clear_refs").write_text("5")  # the peak starts anew
+    before = process_bytes("status", "VmRSS")
+    action()
+    return process_bytes("status", "VmHWM") - before
 
 
-class PeakMemory:
-    """The most memory since its creation, beyond what was in use then. On a CPU: of the process, as Linux counts it."""
-
-    STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-            self.before = torch.cuda.memory_allocated(device)
-        elif self.CLEAR.exists():
-            release_freed_memory()
-            self.CLEAR.write_text("5")  # the peak starts anew
-            self.before = self._of_process("VmRSS")
-
-    def peak_bytes(self) -> int | None:
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device) - self.before
-        return self._of_process("VmHWM") - self.before if self.CLEAR.exists() else None
-
-    def _of_process(self, name: str) -> int:
-        line = next(line for line in self.STATUS.read_text().splitlines() if line.startswith(name))
-        return int(line.split()[1]) * 1024
+def process_bytes(file: str, field: str) -> int | None:
+    """What a file in /proc/self tells of this process; None where there is none."""
+    lines = (PROCESS / file).read_text().splitlines() if (PROCESS / file).exists() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")), None)
 
 
 def release_freed_memory() -> None:

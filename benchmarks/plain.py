@@ -6,38 +6,25 @@ from functools import partial
 
 import torch
 from timm.models.vision_transformer import Attention as TimmAttention
-from timm.models.vision_transformer import Mlp
-from torch import Tensor, nn
+from torch import Tensor
 
 import dit
 from training.ema import EMA
-from training.trainer import Trainer
 
 
-class PlainBlock(nn.Module):
-    """A DiT block as DiT's own code writes it, with the weights of ours: timm's attention and MLP, one operation at a time."""
-
-    def __init__(self, block: dit.DiTBlock):
-        super().__init__()
-        width = block.attn.proj.in_features
-        self.norm1 = block.norm1
-        self.attn = TimmAttention(width, block.attn.num_heads, qkv_bias=True)
-        self.attn.qkv, self.attn.proj = block.attn.qkv, block.attn.proj
-        self.norm2 = block.norm2
-        self.mlp = Mlp(width, block.mlp.fc1.out_features, act_layer=partial(nn.GELU, approximate="tanh"))
-        self.mlp.fc1, self.mlp.fc2 = block.mlp.fc1, block.mlp.fc2
-        self.adaLN_modulation = block.adaLN_modulation
-
-    def forward(self, x: Tensor, c: Tensor) -> Tensor:  # (B, N, D), (B, D) -> (B, N, D)
-        shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = self.adaLN_modulation(c).chunk(6, dim=1)
-        x = x + gate_msa.unsqueeze(1) * self.attn(self.norm1(x) * (1 + scale_msa.unsqueeze(1)) + shift_msa.unsqueeze(1))
-        return x + gate_mlp.unsqueeze(1) * self.mlp(self.norm2(x) * (1 + scale_mlp.unsqueeze(1)) + shift_mlp.unsqueeze(1))
+def plain_forward(block: dit.DiTBlock, x: Tensor, c: Tensor) -> Tensor:  # (B, N, D), (B, D) -> (B, N, D)
+    """A block as DiT's own code writes it, one operation at a time."""
+    shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = block.adaLN_modulation(c).chunk(6, dim=1)
+    x = x + gate_msa.unsqueeze(1) * block.attn(block.norm1(x) * (1 + scale_msa.unsqueeze(1)) + shift_msa.unsqueeze(1))
+    return x + gate_mlp.unsqueeze(1) * block.mlp(block.norm2(x) * (1 + scale_mlp.unsqueeze(1)) + shift_mlp.unsqueeze(1))
 
 
-def make_blocks_plain(net: dit.DiT) -> dit.DiT:
-    """Give a new network plain blocks; names and values of its parameters stay."""
-    net.blocks = nn.ModuleList(PlainBlock(block) for block in net.blocks)
-    return net
+def make_blocks_plain(net: dit.DiT) -> None:
+    """Give a new network plain blocks with timm's attention; names and values of its parameters stay."""
+    for block in net.blocks:
+        attn = TimmAttention(block.attn.proj.in_features, block.attn.num_heads, qkv_bias=True)
+        attn.qkv, attn.proj = block.attn.qkv, block.attn.proj
+        block.attn, block.forward = attn, partial(plain_forward, block)
 
 
 class PlainEMA(EMA):
@@ -50,19 +37,7 @@ class PlainEMA(EMA):
             average.mul_(decay).add_(parameter, alpha=1 - decay)
 
 
-def plain_optimizer(net: nn.Module, train) -> torch.optim.AdamW:
-    """The AdamW of train.* that is neither fused nor batched."""
-    return torch.optim.AdamW(
-        [p for p in net.parameters() if p.requires_grad],
-        lr=train.lr,
-        betas=tuple(train.betas),
-        weight_decay=train.weight_decay,
-        foreach=False,
-        fused=False,
-    )
-
-
-def plain_step(trainer: Trainer, micro_batches) -> float:
-    """The trainer's step, then the wait for its loss that a progress bar costs."""
-    trainer.train_step(micro_batches)
-    return trainer.loss_sum.item()
+def make_optimizer_plain(optimizer: torch.optim.Optimizer) -> None:
+    """Neither fused nor batched. Before its first step."""
+    for group in optimizer.param_groups:
+        group.update(fused=False, foreach=False)

@@ -12,8 +12,7 @@ step runs uncompiled: a compiler would merge these operations with their neighbo
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from typing import Literal
 from unittest import mock
 
@@ -21,7 +20,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.harness import Backbone, Report, open_accelerator, table, time_ms
-from benchmarks.trainers import MODELS, StepSettings, data_overrides, open_trainer, step_overrides
+from benchmarks.trainers import MODELS, CommonSettings, data_overrides, open_trainer
 from routing_module import TokenRouter
 from setup import cli
 from setup.settings import Count, Text
@@ -32,7 +31,7 @@ ROUTING = {"choose_ids_keep": "routing: select", "start_route": "routing: gather
 ROUTING_BACKWARD = {"GatherBackward0": "routing: gather, backward", "ScatterBackward0": "routing: scatter, backward"}
 
 
-class ProfileSettings(StepSettings):
+class ProfileSettings(CommonSettings):
     backbone: Backbone = "DiT-S/2"
     model: Literal[MODELS] = "tread"
     precision: Literal["fp32", "bf16", "fp8"] = "fp32"
@@ -53,17 +52,16 @@ def main(arguments: Sequence[str]) -> None:
     accelerator = open_accelerator(settings.device, settings.cpu_threads, settings.precision)
     report = Report("Where a training step's time goes", settings, accelerator.device)
     with data_overrides(settings) as data:
-        overrides = step_overrides(
-            settings, data, settings.backbone, settings.model, precision=settings.precision, compile="none"
-        )
-        rows, step_ms = profile_steps(open_trainer(accelerator, overrides), settings)
+        rows, step_ms = profile_steps(open_trainer(accelerator, settings, data, compile="none"), settings)
     routing = [row for row in rows if row["name"].startswith("routing: ")]
     share = sum(row["share"] for row in routing)
     most = sorted(rows, key=lambda row: -row["self_ms"])[: settings.num_rows]
     shown = most + [row for row in routing if row not in most]
-    summary = f"routing's own operations: {100 * share:.2f}% of a step of {step_ms:.4g} ms"
+    summary = (
+        f"routing's own operations: {100 * share:.2f}% of a step of {step_ms:.4g} ms" if routing else "no routes in this step"
+    )
     lines = [*rows, {"routing_share": share, "step_ms": step_ms}]
-    report.save_and_print(lines, [NOTES, table(shown)], summary if routing else "no routes in this step", printed=routing)
+    report.save(lines, [NOTES, table(shown), f"{summary}\n"], [report.machine, *routing, summary])
     accelerator.end_training()
 
 
@@ -75,10 +73,8 @@ def profile_steps(trainer: Trainer, settings: ProfileSettings) -> tuple[list[dic
     def step() -> None:
         trainer.train_step(next(batches))
 
-    with ExitStack() as stack:
-        for method, name in ROUTING.items():
-            named_operation = staticmethod(name_operation(getattr(TokenRouter, method), name))
-            stack.enter_context(mock.patch.object(TokenRouter, method, named_operation))
+    named = {method: staticmethod(record_function(name)(getattr(TokenRouter, method))) for method, name in ROUTING.items()}
+    with mock.patch.multiple(TokenRouter, **named):
         time_ms(step, settings.warmup, device)
         with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiler:
             total_ms = sum(time_ms(step, settings.steps, device))
@@ -93,14 +89,6 @@ def profile_steps(trainer: Trainer, settings: ProfileSettings) -> tuple[list[dic
         row = {"name": name, "calls": event.count / settings.steps, "self_ms": self_us / settings.steps / 1000}
         rows.append(row | {"ms": ms / settings.steps, "share": ms / total_ms})
     return rows, total_ms / settings.steps
-
-
-def name_operation(operation: Callable, name: str) -> Callable:
-    def named_operation(*args, **kwargs):
-        with record_function(name):
-            return operation(*args, **kwargs)
-
-    return named_operation
 
 
 if __name__ == "__main__":

@@ -13,42 +13,37 @@ turns, round by round. Decoding is timed apart; autoencoder=identity shows laten
 from __future__ import annotations
 
 import itertools
-import statistics
 import sys
 from collections.abc import Sequence
+from statistics import median
 from types import SimpleNamespace
 from typing import Literal
 
-import torch
 from accelerate.utils import set_seed
-from torch import nn
 
 from benchmarks.harness import Backbone, Report, Several, open_accelerator, table, time_ms, timed
-from benchmarks.trainers import compose_config
+from benchmarks.trainers import CommonSettings, compose_config
 from errors import UserError
 from latents import autoencoders
+from sampling.sampler import ImageSampler
 from setup import build, cli, load, schema
 from setup.schema import Autoencoder, Compile, Precision
-from setup.settings import Count, Settings, Text, keys_of
+from setup.settings import Count, Text, group_name, keys_of
 from training.speed import check_compile, compile_network
 
-ONE_NETWORK = {schema.group_name(one): one for one in (schema.NoGuidance, schema.CFG, schema.Interval, schema.Sparse)}
+ONE_NETWORK = {group_name(one): one for one in (schema.NoGuidance, schema.CFG, schema.Interval, schema.Sparse)}
 
 
-class SamplingSettings(Settings):
+class SamplingSettings(CommonSettings):  # overrides=[guidance.cfg_scale=2.0] is for the rows whose guidance has the key
     backbone: Backbone = "DiT-S/2"
     guidance: Several[Literal[tuple(ONE_NETWORK)]] = [*ONE_NETWORK]  # a row for each
     num_steps: Several[Count] = [20]  # noise levels of the sampler; a row for each
-    batch_size: Count = 8
     precision: Precision = "fp32"
     compile: Compile = "none"  # as train.compile
     resolution: Literal[256, 512] = 256  # of the images
     autoencoder: Autoencoder = "identity"  # identity | sd-vae:<hub id or folder>
     rounds: Count = 3
     batches: Count = 1  # timed in each turn
-    device: Literal["cpu", "cuda"] | None = None  # null: what accelerate chooses
-    cpu_threads: Count | None = None  # as train.cpu_threads
-    overrides: list[str] = []  # more of the configuration: [guidance.cfg_scale=2.0], for the rows whose guidance has the key
     output: Text = "runs/benchmarks/sampling"  # the files' name, without its ending
 
 
@@ -69,20 +64,24 @@ def main(arguments: Sequence[str]) -> None:
     set_seed(configs[0].seed)
     net = build.build_network(configs[0]).to(device).eval().requires_grad_(False)
     compile_network(net, settings.compile)
-    rows = [Row(net, cfg, n, autoencoder, device, settings) for cfg in configs for n in settings.num_steps]
+    rows = []
+    for cfg, num_steps in itertools.product(configs, settings.num_steps):
+        diffusion = build.build_diffusion(cfg.diffusion, num_steps=num_steps)
+        sampler = load.build_sampler(
+            net, cfg, cfg.guidance, autoencoder, device, diffusion=diffusion, precision=settings.precision
+        )
+        rows.append(Row(sampler, cfg.guidance.name, num_steps, settings.batch_size))
     for row in rows:
         row.sample()  # to warm up
-    for _ in range(settings.rounds):
-        for row in rows:
-            for _ in range(settings.batches):
-                row.sample()
+    for _, row, _ in itertools.product(range(settings.rounds), rows, range(settings.batches)):
+        row.sample()
     lines = [row.record() for row in rows]
     summary = "; ".join(
         f"{line['guidance']} with {line['num_steps']} steps: {line['images_per_sec']:.4g} images/s, "
         f"{line['evaluations']:g} evaluations per image"
         for line in lines
     )
-    report.save_and_print(lines, [NOTES, table(lines)], summary)
+    report.save(lines, [NOTES, table(lines), f"{summary}\n"], [report.machine, *lines, summary])
     accelerator.end_training()
 
 
@@ -94,15 +93,14 @@ def compose_sampling_config(guidance: str, settings: SamplingSettings) -> schema
     """
     keys = {name: [f"guidance.{key}" for key in keys_of(ONE_NETWORK[name])] for name in settings.guidance}
     accepted = sorted({*itertools.chain(*keys.values())})
-    own = []
+    # arXiv 2404.07724, for EDM2-S on ImageNet-512.
+    own = ["guidance.level_lo=0.28", "guidance.level_hi=2.9"] if guidance == "interval" else []
     for override in settings.overrides:
         key = override.partition("=")[0]
         if key.startswith("guidance.") and key not in accepted:
             raise UserError(f"overrides: {key} is not a key of guidance={settings.guidance}; accepted: {', '.join(accepted)}")
         if not key.startswith("guidance.") or key in keys[guidance]:
             own.append(override)
-    if guidance == "interval":  # arXiv 2404.07724, for EDM2-S on ImageNet-512
-        own = ["guidance.level_lo=0.28", "guidance.level_hi=2.9", *own]
     channels = 3 if settings.autoencoder == "identity" else 4
     shape = [f"data.in_channels={channels}", f"data.input_size={settings.resolution // 8}", "data.num_classes=1000"]
     model = ["model=tread", f"model.backbone={settings.backbone}", "data=custom", "data.scale_factor=1.0"]
@@ -112,30 +110,17 @@ def compose_sampling_config(guidance: str, settings: SamplingSettings) -> schema
 class Row:
     """A sampler, and the milliseconds of its batches: in all, and in the decoder. The first batch does not count."""
 
-    def __init__(
-        self,
-        net: nn.Module,
-        cfg: schema.TrainConfig,
-        num_steps: int,
-        autoencoder: autoencoders.Autoencoder,
-        device: torch.device,
-        settings: SamplingSettings,
-    ):
-        self.guidance, self.num_steps, self.batch_size = cfg.guidance.name, num_steps, settings.batch_size
+    def __init__(self, sampler: ImageSampler, guidance: str, num_steps: int, batch_size: int):
+        self.sampler, self.guidance, self.num_steps, self.batch_size = sampler, guidance, num_steps, batch_size
         self.total_ms: list[float] = []
         self.decoding_ms: list[float] = []
-        decoder = SimpleNamespace(decode=timed(autoencoder.decode, device, self.decoding_ms))
-        diffusion = build.build_diffusion(cfg.diffusion, num_steps=num_steps)
-        self.sampler = load.build_sampler(
-            net, cfg, cfg.guidance, decoder, device, diffusion=diffusion, precision=settings.precision
-        )
+        sampler.autoencoder = SimpleNamespace(decode=timed(sampler.autoencoder.decode, sampler.device, self.decoding_ms))
 
     def sample(self) -> None:
         """One batch."""
         self.decoding_ms.append(0.0)
         seeds = list(range(self.batch_size))
-        labels = [seed % 1000 for seed in seeds]
-        self.total_ms += time_ms(lambda: self.sampler(seeds, labels), 1, self.sampler.device)
+        self.total_ms += time_ms(lambda: self.sampler(seeds, [seed % 1000 for seed in seeds]), 1, self.sampler.device)
 
     def record(self) -> dict[str, object]:
         """The row as it is written."""
@@ -145,9 +130,9 @@ class Row:
             "num_steps": self.num_steps,
             "evaluations": self.sampler.evaluations_per_image,
             "gflops_per_image": self.sampler.flops_per_image / 1e9,
-            "images_per_sec": 1000 * self.batch_size / statistics.median(total_ms),
-            "sampling_ms": statistics.median(total - decoding for total, decoding in zip(total_ms, decoding_ms)),
-            "decoding_ms": statistics.median(decoding_ms),
+            "images_per_sec": 1000 * self.batch_size / median(total_ms),
+            "sampling_ms": median(total - decoding for total, decoding in zip(total_ms, decoding_ms)),
+            "decoding_ms": median(decoding_ms),
             "lowest_ms": min(total_ms),
             "highest_ms": max(total_ms),
             "num_timed": len(total_ms),

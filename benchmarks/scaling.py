@@ -16,17 +16,17 @@ itself (as many bytes as there are gradients, in pieces of the size that DDP sen
 
 from __future__ import annotations
 
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import distributed
 
 from benchmarks.harness import Backbone, Report, open_accelerator, table, time_ms
-from benchmarks.trainers import MODELS, StepSettings, data_overrides, open_trainer, step_overrides
+from benchmarks.trainers import MODELS, CommonSettings, data_overrides, open_trainer
 from errors import UserError
 from setup import cli
 from setup.schema import Compile
@@ -34,7 +34,7 @@ from setup.settings import Count, Text
 from training.trainer import Trainer
 
 
-class ScalingSettings(StepSettings):
+class ScalingSettings(CommonSettings):
     backbone: Backbone = "DiT-S/2"
     model: Literal[MODELS] = "tread"
     precision: Literal["fp32", "bf16", "fp8"] = "fp32"
@@ -47,7 +47,7 @@ class ScalingSettings(StepSettings):
 
 
 DDP_BUCKET_BYTES = 25 * 2**20  # DistributedDataParallel's default
-KINDS = ("alone", "apart", "together")
+KINDS = ("alone", "apart", "together", "exchange")
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -62,77 +62,61 @@ def main(arguments: Sequence[str]) -> None:
     settings = settings.model_copy(update={"batch_size": settings.batch_size or 8 * num_processes})
     report = Report("Scaling", settings, accelerator.device, accelerator.is_main_process, num_processes=num_processes)
     with data_overrides(settings) as data:
-        overrides = step_overrides(
-            settings, data, settings.backbone, settings.model, precision=settings.precision, compile=settings.compile
-        )
-        trainer = open_trainer(accelerator, overrides)
+        trainer = open_trainer(accelerator, settings, data)
         rounds = [measure_round(accelerator, trainer, settings) for _ in range(settings.rounds)]
-    summary = sum_up(rounds, settings.batch_size, num_processes)
-    rows = [{"what": kind, "ms": statistics.median(r[kind] for r in rounds)} for kind in (*KINDS, "exchange")]
-    lines = [*({"round": i, **r} for i, r in enumerate(rounds)), summary]
-    report.save_and_print(lines, [table(rows), table([summary])], in_words(summary, num_processes), printed=[summary])
+    sums = sum_up(rounds, settings.batch_size, num_processes)
+    rows = [{"what": kind, "ms": float(np.median([r[kind] for r in rounds]))} for kind in KINDS]
+    summary = (
+        f"{num_processes} processes: efficiency {sums['efficiency']:.3f} "
+        f"({sums['efficiency_without_exchange']:.3f} without exchange); of {sums['exchange_ms']:.3g} ms of exchange "
+        f"{sums['exposed_ms']:.3g} ms show, {100 * sums['hidden_share']:.0f}% hide behind the backward"
+    )
+    lines = [*({"round": i, **r} for i, r in enumerate(rounds)), sums]
+    report.save(lines, [table(rows), table([sums]), f"{summary}\n"], [report.machine, sums, summary])
     accelerator.end_training()
 
 
 def measure_round(accelerator: Accelerator, trainer: Trainer, settings: ScalingSettings) -> dict[str, float]:
     """Milliseconds per step of each kind, and of the exchange by itself, as the first process sees them."""
-    batches, gradients = trainer.batches(), exchange_buffers(trainer)
+    batches = trainer.batches()
+    num_gradients = sum(p.numel() for p in trainer.net.parameters() if p.requires_grad)
+    gradients = torch.zeros(num_gradients, device=trainer.device).split(DDP_BUCKET_BYTES // 4)
 
     def step() -> None:
         trainer.train_step(next(batches))
+
+    def exchange() -> None:
+        for work in [distributed.all_reduce(piece, async_op=True) for piece in gradients]:
+            work.wait()
 
     def median_ms(action: Callable[[], None]) -> float:
         for _ in range(settings.warmup):
             action()
         accelerator.wait_for_everyone()
-        milliseconds = statistics.median(time_ms(action, settings.steps, accelerator.device))
+        milliseconds = float(np.median(time_ms(action, settings.steps, accelerator.device)))
         accelerator.wait_for_everyone()
         return milliseconds
 
     with accelerator.no_sync(trainer.model):
         alone = median_ms(step if accelerator.is_main_process else lambda: None)
         apart = median_ms(step)
-    together = median_ms(step)
-    return {"alone": alone, "apart": apart, "together": together, "exchange": median_ms(lambda: exchange(gradients))}
-
-
-def exchange_buffers(trainer: Trainer) -> list[torch.Tensor]:
-    """As many numbers as there are gradients, in pieces of DDP's size."""
-    total = sum(p.numel() for p in trainer.net.parameters() if p.requires_grad)
-    size = DDP_BUCKET_BYTES // 4
-    return [torch.zeros(min(size, total - start), device=trainer.device) for start in range(0, total, size)]
-
-
-def exchange(gradients: Sequence[torch.Tensor]) -> None:
-    for work in [distributed.all_reduce(piece, async_op=True) for piece in gradients]:
-        work.wait()
+    return {"alone": alone, "apart": apart, "together": median_ms(step), "exchange": median_ms(exchange)}
 
 
 def sum_up(rounds: Sequence[dict[str, float]], batch_size: int, num_processes: int) -> dict[str, float]:
     """Medians over rounds: within a round all kinds met the same machine."""
-
-    def median_of(value: Callable[[dict[str, float]], float]) -> float:
-        return statistics.median(map(value, rounds))
-
-    exposed = median_of(lambda r: r["together"] - r["apart"])
-    exchanged = median_of(lambda r: r["exchange"])
-    return {
-        "images_per_sec": 1000 * batch_size / median_of(lambda r: r["together"]),
-        "images_per_sec_alone": 1000 * batch_size / num_processes / median_of(lambda r: r["alone"]),
-        "efficiency": median_of(lambda r: r["alone"] / r["together"]),
-        "efficiency_without_exchange": median_of(lambda r: r["alone"] / r["apart"]),
-        "exchange_ms": exchanged,
-        "exposed_ms": exposed,
-        "hidden_share": min(max(1 - exposed / exchanged, 0.0), 1.0),
+    alone, apart, together, exchange = (np.array([r[kind] for r in rounds]) for kind in KINDS)
+    exposed_ms, exchange_ms = np.median(together - apart), np.median(exchange)
+    sums = {
+        "images_per_sec": 1000 * batch_size / np.median(together),
+        "images_per_sec_alone": 1000 * batch_size / num_processes / np.median(alone),
+        "efficiency": np.median(alone / together),
+        "efficiency_without_exchange": np.median(alone / apart),
+        "exchange_ms": exchange_ms,
+        "exposed_ms": exposed_ms,
+        "hidden_share": np.clip(1 - exposed_ms / exchange_ms, 0, 1),
     }
-
-
-def in_words(summary: dict[str, float], num_processes: int) -> str:
-    return (
-        f"{num_processes} processes: efficiency {summary['efficiency']:.3f} "
-        f"({summary['efficiency_without_exchange']:.3f} without exchange); of {summary['exchange_ms']:.3g} ms of exchange "
-        f"{summary['exposed_ms']:.3g} ms show, {100 * summary['hidden_share']:.0f}% hide behind the backward"
-    )
+    return {name: float(value) for name, value in sums.items()}
 
 
 if __name__ == "__main__":

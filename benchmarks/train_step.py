@@ -7,32 +7,30 @@
 
 Every combination of backbone, model and variant is a row. The rows of a backbone take turns, round by round, so that whatever
 else the machine does slows all of them; on a GPU only the row whose turn it is holds memory there. The ratio of two rows is
-the median over rounds of the ratio of their medians.
+the median over rounds of the ratio of their medians. NOTES says what the columns are.
 
 A variant is a mode of train.compile, or `plain`: eager, the blocks as DiT's own code writes them, a Python loop for the EMA,
-AdamW neither fused nor batched, and loss.item() in every step (benchmarks/plain.py). FLOPs are those of matrix products
-(sampling/flops.py): a multiply-add counts 2, the backward twice the forward. MFU is FLOPs per second over those of the
-fastest matrix product of the same type, measured before and after each turn: the median over rounds.
+AdamW neither fused nor batched, and loss.item() in every step (benchmarks/plain.py).
 """
 
 from __future__ import annotations
 
 import itertools
-import statistics
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from statistics import median
 from typing import Literal
 from unittest import mock
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from torch.nn.functional import linear
 
-from benchmarks.harness import Backbone, Report, Several, open_accelerator, quartiles, ratios, table, time_ms, timed
-from benchmarks.memory import PeakMemory, saved_for_backward
-from benchmarks.plain import plain_step
-from benchmarks.trainers import MODELS, StepSettings, data_overrides, open_trainer, step_overrides
+from benchmarks.harness import Backbone, Report, Several, open_accelerator, table, time_ms, timed
+from benchmarks.memory import peak_bytes, saved_for_backward
+from benchmarks.trainers import MODELS, CommonSettings, data_overrides, open_trainer
 from sampling.flops import step_flops
 from setup import cli
 from setup.schema import Compile
@@ -44,7 +42,7 @@ SHARED = ("backbone", "precision", "batch_size", "resolution", "ms_lowest", "num
 PARTS = ("data", "forward", "backward", "optimiser", "ema")
 
 
-class TrainStepSettings(StepSettings):
+class TrainStepSettings(CommonSettings):
     backbones: Several[Backbone] = ["DiT-S/2"]
     models: Several[Literal[MODELS]] = [*MODELS]
     compile: Several[Compile] = ["none"]  # a row for each
@@ -58,29 +56,30 @@ class TrainStepSettings(StepSettings):
     output: Text = "runs/benchmarks/train_step"  # the files' name, without its ending
 
 
-NOTES = """Times are milliseconds per step of the whole batch, medians with quartiles. FLOPs are of matrix products, a
-multiply-add counted twice, forward and backward 3 times the forward. MFU: against the fastest matrix product of this type,
-measured before and after each round's steps. Peak memory: on a GPU what is allocated at most, weights and states included; on
-a CPU the most that a turn adds to the process. Saved: what the forward keeps for the backward, without the weights
-(uncompiled rows).
+NOTES = """Times are milliseconds per step of the whole batch, medians with quartiles. FLOPs are of matrix products
+(sampling/flops.py), a multiply-add counted twice, forward and backward 3 times the forward. MFU: FLOPs per second over those
+of the fastest matrix product of this type, measured before and after each round's steps; the median over rounds. Peak memory:
+on a GPU what is allocated at most, weights and states included; on a CPU the most that a turn adds to the process. Saved: what
+the forward keeps for the backward, without the weights (uncompiled rows).
 """
 
 
 def main(arguments: Sequence[str]) -> None:
     settings = cli.parse_arguments(arguments, TrainStepSettings)
     accelerator = open_accelerator(settings.device, settings.cpu_threads, settings.precision)
-    report = Report(
-        "Training step", settings, accelerator.device, accelerator.is_main_process, num_processes=accelerator.num_processes
-    )
-    lines, sections, summary = [], [NOTES], []
+    is_main, num_processes = accelerator.is_main_process, accelerator.num_processes
+    report = Report("Training step", settings, accelerator.device, is_main, num_processes=num_processes)
+    lines, sections, words = [], [NOTES], []
     with data_overrides(settings) as data:
-        data.append(f"data.num_workers={settings.num_workers}")
         for backbone in settings.backbones:
-            rows, compared = measure_backbone(accelerator, backbone, data, settings)
-            lines += [*rows, *compared]
-            sections += [f"## {backbone}\n", table(rows, SHARED), table(compared)]
-            summary += map(ratios_in_words, compared)
-    report.save_and_print(lines, sections, "; ".join(summary))
+            records, ratios = measure_backbone(accelerator, backbone, data, settings)
+            lines += [*records, *ratios]
+            sections += [f"## {backbone}\n", table(records, SHARED), table(ratios)]
+            words += map(in_words, ratios)
+            accelerator.free_memory()
+            torch.compiler.reset()
+    summary = "; ".join(words)
+    report.save(lines, [*sections, f"{summary}\n"], [report.machine, *lines, summary])
     accelerator.end_training()
 
 
@@ -89,22 +88,15 @@ def measure_backbone(accelerator: Accelerator, backbone: str, data: Sequence[str
     variants, rows = [*(["plain"] if settings.plain else []), *settings.compile], []
     for variant, model in itertools.product(variants, settings.models):
         plain = variant == "plain"
-        precision = "bf16" if plain and settings.precision == "fp8" else settings.precision  # plain knows no float8
-        mode = "none" if plain else variant
-        overrides = step_overrides(settings, data, backbone, model, precision=precision, compile=mode)
-        rows.append(Row(open_trainer(accelerator, overrides, plain=plain), backbone, model, variant))
-    shapes = product_shapes(rows[0].trainer)
-    for _ in range(settings.rounds):
-        for row in rows:
-            row.guard_memory(row.take_turn, settings, shapes)
+        own = {"backbone": backbone, "model": model, "compile": "none" if plain else variant}
+        if plain and settings.precision == "fp8":
+            own["precision"] = "bf16"  # plain knows no float8
+        rows.append(Row(open_trainer(accelerator, settings, data, plain, **own), model, variant, settings))
+    for _, row in itertools.product(range(settings.rounds), rows):
+        row.on_device(row.take_turn)
     for row in rows if settings.parts else ():
-        row.guard_memory(row.measure_parts, settings)
-    records, compared = [row.record(settings) for row in rows], compare(rows)
-    for row in rows:
-        del row.trainer, row.batches
-    accelerator.free_memory()
-    torch.compiler.reset()
-    return records, compared
+        row.on_device(row.measure_parts)
+    return [{"backbone": backbone, **row.record()} for row in rows], [{"backbone": backbone, **one} for one in compare(rows)]
 
 
 class Row:
@@ -113,54 +105,57 @@ class Row:
     Attributes:
         rounds_ms: for every round, the milliseconds of each step.
         peak_flops: for every round, FLOPs per second of the fastest matrix product around these steps.
-        peak_bytes: the most of all turns; None where the system does not tell.
+        peak_bytes: for every round; None where the system does not tell.
         parts_ms: median milliseconds of each part, where they were measured.
         problem: why the row was given up.
     """
 
-    def __init__(self, trainer: Trainer, backbone: str, model: str, variant: str):
-        self.trainer, self.backbone, self.model, self.variant = trainer, backbone, model, variant
+    def __init__(self, trainer: Trainer, model: str, variant: str, settings: TrainStepSettings):
+        self.trainer, self.model, self.variant, self.settings = trainer, model, variant, settings
         self.device, self.batches = trainer.device, trainer.batches()
         self.flops_per_image = step_flops(trainer.net, routed=True)
         self.flops_per_step = self.flops_per_image * trainer.cfg.train.batch_size / trainer.accelerator.num_processes
         self.rounds_ms: list[list[float]] = []
         self.peak_flops: list[float] = []
-        self.peak_bytes: int | None = None
+        self.peak_bytes: list[int | None] = []
         self.saved_bytes: int | None = None
         self.parts_ms: dict[str, float] = {}
         self.problem: str | None = None
         self._move(torch.device("cpu"))
 
-    def step(self) -> None:
-        run = plain_step if self.variant == "plain" else Trainer.train_step
-        run(self.trainer, next(self.batches))
-
-    def guard_memory(self, measure, *args) -> None:
-        """Measure, on the device; give the row up where it does not fit in memory."""
+    def on_device(self, measure) -> None:
+        """Measure, then leave the device; give the row up where it does not fit in memory."""
         if self.problem is not None:
             return
         try:
-            measure(*args)
+            measure()
         except torch.OutOfMemoryError:
             self.problem = "out of memory"
             self.trainer.net.zero_grad(set_to_none=True)
         self._move(torch.device("cpu"))
 
-    def take_turn(self, settings: TrainStepSettings, shapes: Sequence[tuple[int, int, int]]) -> None:
+    def take_turn(self) -> None:
         """The steps of a round."""
         is_first = not self.rounds_ms
-        before = fastest_product(shapes, settings.precision, self.device)
-        memory = PeakMemory(self.device)
-        self._move(self.device)
-        warmup = settings.warmup if is_first or self.device.type == "cuda" else 1
-        self.rounds_ms.append(time_ms(self.step, settings.steps, self.device, warmup))
-        self.peak_bytes = max((b for b in (self.peak_bytes, memory.peak_bytes()) if b is not None), default=None)
-        self.peak_flops.append((before + fastest_product(shapes, settings.precision, self.device)) / 2)
+        warmup = self.settings.warmup if is_first or self.device.type == "cuda" else 1
+
+        def step() -> None:
+            self.trainer.train_step(next(self.batches))
+            if self.variant == "plain":
+                self.trainer.loss_sum.item()  # the wait for the loss that a progress bar costs
+
+        def round_of_steps() -> None:
+            self._move(self.device)
+            self.rounds_ms.append(time_ms(step, self.settings.steps, self.device, warmup))
+
+        before = fastest_product(self.trainer, self.settings.precision)
+        self.peak_bytes.append(peak_bytes(round_of_steps, self.device))
+        self.peak_flops.append((before + fastest_product(self.trainer, self.settings.precision)) / 2)
         if is_first and self.variant in ("none", "plain"):
             trainer, (micro_batch, *_) = self.trainer, next(self.batches)
             self.saved_bytes = saved_for_backward(trainer.net, lambda: trainer.loss(trainer.parts[0], *micro_batch))
 
-    def measure_parts(self, settings: TrainStepSettings) -> None:
+    def measure_parts(self) -> None:
         """Each part with a wait for the device around it: the step as a whole is slower for it."""
         self._move(self.device)
         trainer, spent_ms = self.trainer, {part: [] for part in PARTS}
@@ -175,11 +170,11 @@ class Row:
                 timed_method = timed(getattr(owner, name), self.device, spent_ms[part])
                 stack.enter_context(mock.patch.object(owner, name, timed_method))
             fetch = timed(lambda: next(self.batches), self.device, spent_ms["data"])
-            for _ in range(settings.warmup + settings.steps):
+            for _ in range(self.settings.warmup + self.settings.steps):
                 for spent in spent_ms.values():  # micro-batches add to it more than once in a step
                     spent.append(0.0)
                 trainer.train_step(fetch())
-        self.parts_ms = {part: statistics.median(spent[settings.warmup :]) for part, spent in spent_ms.items()}
+        self.parts_ms = {f"{part}_ms": median(spent[self.settings.warmup :]) for part, spent in spent_ms.items()}
 
     def _move(self, device: torch.device) -> None:
         """Bring weights, averages and the optimiser's states to the device, or away from a GPU."""
@@ -196,67 +191,60 @@ class Row:
         if device.type == "cpu":
             torch.cuda.empty_cache()
 
-    def record(self, settings: TrainStepSettings) -> dict[str, object]:
+    def record(self) -> dict[str, object]:
         """The row as it is written."""
-        identity = {"backbone": self.backbone, "model": self.model, "variant": self.variant}
-        identity |= {name: getattr(settings, name) for name in ("precision", "batch_size", "resolution")}
+        settings = self.settings
+        identity = {"model": self.model, "variant": self.variant, "precision": settings.precision}
+        identity |= {"batch_size": settings.batch_size, "resolution": settings.resolution}
         if self.problem:
             return identity | {"problem": self.problem}
-        ms = list(itertools.chain(*self.rounds_ms))
-        low, median, high = quartiles(ms)
-        flops_per_sec = [1000 * self.flops_per_step / statistics.median(of_round) for of_round in self.rounds_ms]
+        ms = np.concatenate(self.rounds_ms)
+        low, middle, high = np.percentile(ms, (25, 50, 75)).tolist()
+        mfu = 1000 * self.flops_per_step / np.median(self.rounds_ms, axis=1) / self.peak_flops
         return identity | {
-            "ms_per_step": median,
+            "ms_per_step": middle,
             "ms_quartiles": [low, high],
-            "ms_lowest": min(ms),
+            "ms_lowest": ms.min(),
             "num_timed": len(ms),
-            "images_per_sec": 1000 * settings.batch_size / median,
+            "images_per_sec": 1000 * settings.batch_size / middle,
             "gflops_per_image": self.flops_per_image / 1e9,
-            "tflops_per_sec": self.flops_per_step / median / 1e9,
-            "ceiling_tflops_per_sec": statistics.median(self.peak_flops) / 1e12,
-            "mfu": statistics.median(ratios(flops_per_sec, self.peak_flops)),
-            "peak_memory_mib": None if self.peak_bytes is None else self.peak_bytes / 2**20,
+            "tflops_per_sec": self.flops_per_step / middle / 1e9,
+            "ceiling_tflops_per_sec": median(self.peak_flops) / 1e12,
+            "mfu": np.median(mfu),
+            "peak_memory_mib": max((b / 2**20 for b in self.peak_bytes if b is not None), default=None),
             "saved_mib": None if self.saved_bytes is None else self.saved_bytes / 2**20,
-            **{f"{part}_ms": ms for part, ms in self.parts_ms.items()},
+            **self.parts_ms,
         }
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The fastest matrix product.
-
-
-def product_shapes(trainer: Trainer) -> list[tuple[int, int, int]]:
-    """(rows, inputs, outputs) of the products x W^T to try: squares, and those of the network's own layers."""
-    on_gpu, block = trainer.device.type == "cuda", trainer.net.blocks[0]
+def fastest_product(trainer: Trainer, precision: str) -> float:
+    """FLOPs per second of the fastest x W^T of this type: squares, and the network's own layers; each the median of 5."""
+    device, block = trainer.device, trainer.net.blocks[0]
     num_rows = len(range(trainer.cfg.train.batch_size)[trainer.parts[0]]) * trainer.net.num_tokens
-    if not on_gpu:
+    if device.type != "cuda":
         num_rows = min(num_rows, 4096)  # as fast as more rows, and sooner done
+    squares = (4096, 8192) if device.type == "cuda" else (1024, 2048)
     layers = (block.attn.qkv, block.mlp.fc1, block.mlp.fc2)
-    squares = (4096, 8192) if on_gpu else (1024, 2048)
-    return [*((n, n, n) for n in squares), *((num_rows, layer.in_features, layer.out_features) for layer in layers)]
-
-
-def fastest_product(shapes: Sequence[tuple[int, int, int]], precision: str, device: torch.device) -> float:
-    """FLOPs per second of the fastest shape, each by the median of 5."""
+    shapes = [*((n, n, n) for n in squares), *((num_rows, layer.in_features, layer.out_features) for layer in layers)]
     like = {"device": device, "dtype": torch.float32 if precision == "fp32" else torch.bfloat16}
 
     def flops_per_sec(m: int, k: int, n: int) -> float:
         x, weight = torch.randn(m, k, **like), torch.randn(n, k, **like)
-        return 2000 * m * k * n / statistics.median(time_ms(lambda: linear(x, weight), 5, device, warmup=1))
+        return 2000 * m * k * n / median(time_ms(lambda: linear(x, weight), 5, device, warmup=1))
 
     return max(flops_per_sec(*shape) for shape in shapes)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Comparison.
 
 
 def compare(rows: Sequence[Row]) -> list[dict[str, object]]:
     """For every variant: routed against dense, and both against the plain step."""
     by_name = {(row.model, row.variant): row for row in rows if row.problem is None}
+
+    def ratio_of_times(first: Row, second: Row) -> float:
+        return np.median(np.median(first.rounds_ms, axis=1) / np.median(second.rounds_ms, axis=1))
+
     lines = []
     for variant in dict.fromkeys(row.variant for row in rows):
-        line = {"backbone": rows[0].backbone, "variant": variant}
+        line = {"variant": variant}
         dense, routed = (by_name.get((model, variant)) for model in MODELS)
         if dense and routed:
             line["time_tread_over_dit"] = ratio_of_times(routed, dense)
@@ -272,11 +260,7 @@ def compare(rows: Sequence[Row]) -> list[dict[str, object]]:
     return lines
 
 
-def ratio_of_times(first: Row, second: Row) -> float:
-    return statistics.median(ratios(*(list(map(statistics.median, row.rounds_ms)) for row in (first, second))))
-
-
-def ratios_in_words(line: dict[str, object]) -> str:
+def in_words(line: dict[str, object]) -> str:
     words = []
     if "time_tread_over_dit" in line:
         words.append(

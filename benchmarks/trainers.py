@@ -14,7 +14,7 @@ from accelerate.utils import set_seed
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 
-from benchmarks.plain import PlainEMA, make_blocks_plain, plain_optimizer
+from benchmarks.plain import PlainEMA, make_blocks_plain, make_optimizer_plain
 from configs import experiments
 from errors import UserError
 from latents.shards import ShardInfo, write_shard
@@ -27,10 +27,13 @@ from training.trainer import Trainer
 
 MODELS = ("dit", "tread")
 SHARD_SIZE = 4096
+# Keys of a benchmark that are keys of the training configuration.
+TRAINING_KEYS = {"model": "model", "backbone": "model.backbone", "seed": "seed", "num_workers": "data.num_workers"}
+TRAINING_KEYS |= {key: f"train.{key}" for key in ("batch_size", "precision", "compile")}
 
 
-class StepSettings(Settings):
-    """The keys of every benchmark of a training step."""
+class CommonSettings(Settings):
+    """The keys of every benchmark of a whole network."""
 
     batch_size: Count = 8  # over all processes
     resolution: Literal[8, 256, 512] = 256  # of the images: random latents of an SD-VAE, 1,000 classes; 8: the embedded digits
@@ -67,7 +70,7 @@ def write_random_latents(folder: Path, num_items: int, resolution: int, kind: st
 
 
 @contextmanager
-def data_overrides(settings: StepSettings) -> Iterator[list[str]]:
+def data_overrides(settings: CommonSettings) -> Iterator[list[str]]:
     """The overrides that name the data. Random latents exist inside the context only."""
     if settings.resolution == 8:
         yield ["data=digits", "data.num_workers=0"]
@@ -77,12 +80,17 @@ def data_overrides(settings: StepSettings) -> Iterator[list[str]]:
         yield [f"data=imagenet{settings.resolution}", f"data.path={folder}", "data.num_workers=0"]
 
 
-def open_trainer(accelerator: Accelerator, overrides: Sequence[str], *, plain: bool = False) -> Trainer:
+def open_trainer(accelerator: Accelerator, settings: CommonSettings, data: Sequence[str], plain: bool = False, **own) -> Trainer:
     """A trainer as train.py opens it, without samples and evaluations.
 
     Args:
+        settings: their TRAINING_KEYS count, then their `overrides`.
+        data: from `data_overrides`.
         plain: with the blocks, the EMA and the optimiser of benchmarks/plain.py.
+        own: values of TRAINING_KEYS for this trainer.
     """
+    values = {name: value for name, value in (settings.model_dump() | own).items() if name in TRAINING_KEYS}
+    overrides = [*data, *(f"{TRAINING_KEYS[name]}={value}" for name, value in values.items()), *settings.overrides]
     quiet = ["name=benchmark", "sample.every=0", "eval.every=0", f"train.num_steps={10**9}"]
     cfg = compose_config([*overrides, *quiet])
     if cfg.train.parallel != "ddp":
@@ -101,11 +109,5 @@ def open_trainer(accelerator: Accelerator, overrides: Sequence[str], *, plain: b
     diffusion, run = build.build_diffusion(cfg.diffusion), RunFolder(cfg.output_dir, cfg.name)
     trainer = Trainer(accelerator, cfg, net, ema, diffusion, dataset, run)
     if plain:
-        trainer.optimizer = accelerator.prepare(plain_optimizer(net, cfg.train))
+        make_optimizer_plain(trainer.optimizer)
     return trainer
-
-
-def step_overrides(settings: StepSettings, data: Sequence[str], backbone: str, model: str, **train: str) -> list[str]:
-    """The overrides of one trainer, with more of train.*; `settings.overrides` come last."""
-    own = [f"model={model}", f"model.backbone={backbone}", f"train.batch_size={settings.batch_size}"]
-    return [*data, *own, *(f"train.{key}={value}" for key, value in train.items()), *settings.overrides]

@@ -178,11 +178,11 @@ def test_the_launchers_own_sharding_is_refused():
 
 
 def test_the_benchmark_of_steps_refuses_it():
-    from benchmarks.train_step import open_trainer
+    from benchmarks.trainers import CommonSettings, open_trainer
 
     forget_accelerate()
     with pytest.raises(ValueError, match="train.parallel=fsdp cannot be measured here.*use train.parallel=ddp"):
-        open_trainer(None, ["train.parallel=fsdp"])
+        open_trainer(None, CommonSettings(overrides=["train.parallel=fsdp"]), [])
 
 
 def test_out_of_memory_proposes_it_where_it_would_help():

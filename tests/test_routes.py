@@ -12,7 +12,6 @@ from benchmarks.routes import (
     guidelines,
     main,
     predict,
-    tokens_of_blocks,
 )
 from routing_module import Route, TokenRouter
 from setup import cli
@@ -41,9 +40,9 @@ def test_the_default_is_the_papers_route_and_something_sensible_in_shallow_netwo
 @pytest.mark.parametrize("depth", [1, 2, 3, 4, 5, 8, 12, 28, 61])
 def test_every_candidate_is_a_valid_route_and_none_is_there_twice(depth):
     options = candidates(depth, default_route(depth))
-    assert options[0].routes == () and len({option.routes for option in options}) == len(options)
-    for option in options:
-        TokenRouter(option.routes, depth)
+    assert options["dense"] == () and len({*options.values()}) == len(options)
+    for routes in options.values():
+        TokenRouter(routes, depth)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +62,7 @@ def test_guidelines_and_the_papers_own_figures_are_told(routes, words):
 
 def test_a_predicted_step_is_the_sum_of_its_parts():
     parts = Parts(block_ms={16: 10.0, 8: 6.0}, route_ms={8: 1.0}, around_ms=3.0, update_ms=2.0)
-    assert tokens_of_blocks([Route(0.5, 1, 2)], 4, 16) == [16, 8, 8, 16]
+    # Two of four blocks see 8 of 16 tokens.
     assert predict([], parts, 4, 16) == 45.0 and predict([Route(0.5, 1, 2)], parts, 4, 16) == 2 * 10 + 2 * 6 + 1 + 5
 
 
