@@ -18,7 +18,7 @@ import numpy as np
 from errors import UserError
 from files import is_hidden, list_images
 from latents.shards import spread_items
-from latents.tars import COMPRESSED_SUFFIXES, LABEL_EXTENSIONS, MAX_LABEL, Member, find_tars, parse_label, walk_tar
+from latents.tars import COMPRESSED_SUFFIXES, MAX_LABEL, find_tars, read_samples
 
 log = logging.getLogger(__name__)
 
@@ -252,25 +252,11 @@ class TarImages(LabelledImages):
 
     def __init__(self, path: Path):
         names, labels, self._where = [], [], []
-        image_extensions = tuple(suffix[1:] for suffix in SUFFIXES)
+        extensions = tuple(suffix[1:] for suffix in SUFFIXES)
         for tar in find_tars(path):
-            images: dict[str, Member] = {}
-            label_of: dict[str, int] = {}
-            for member in walk_tar(tar, image_extensions + LABEL_EXTENSIONS):
-                is_image = member.extension in image_extensions
-                if member.key in (images if is_image else label_of):
-                    raise UserError(f"{tar}: {member.name} is a second one of its key; keys must differ within a tar")
-                if is_image:
-                    images[member.key] = member
-                else:
-                    label_of[member.key] = parse_label(f"{tar}: {member.name}", member.payload[:65].tobytes())
-            key = min(images.keys() ^ label_of.keys(), default=None)
-            if key is not None:
-                has, lacks = ("an image", "label (.cls)") if key in images else ("a label", f"image ({', '.join(SUFFIXES)})")
-                raise UserError(f"{tar}: {key} has {has} but no {lacks}")
-            for key, member in images.items():
+            for member, label in read_samples(tar, extensions, ".jpg (or other image)", lambda member: member).values():
                 names.append(f"{tar.name}/{member.name}")
-                labels.append(label_of[key])
+                labels.append(label)
                 self._where.append((tar, member.start, len(member.payload)))
         if not names:
             raise UserError(f"images={path}: the tars hold no images ({', '.join(SUFFIXES)})")
