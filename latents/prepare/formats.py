@@ -36,25 +36,18 @@ from latents.webdataset import TarIndex
 class LatentSource:
     """Latents of another project; a subclass for each format, opened by `open_latents`.
 
-    Attributes:
-        name: of the format.
-        labels: [N] int64.
-        shape: (C, h, w) of an item as `read` gives it; 2C channels where items are moments.
-        has_flips: `read` also gives latents of the mirrored images.
-        known_kind: `moments` or `sample` where the format says so.
-        known_stored_scale: what the stored values were multiplied by, where the format says so.
-        statements: what was detected on opening, for the log.
-        identity: names and sizes of the files, for the fingerprint.
+    A subclass gives `_read(start, stop)`: [latents] or [latents, flips], float32, perhaps not finite; and
+    `_name_of(item, flip)`, for messages.
     """
 
-    name: str
-    labels: np.ndarray
-    shape: tuple[int, ...]
-    identity: tuple
-    has_flips = False
-    known_kind: str | None = None
-    known_stored_scale: float | None = None
-    statements: list[str] = []
+    name: str  # of the format
+    labels: np.ndarray  # [N] int64
+    shape: tuple[int, ...]  # (C, h, w) of an item as `read` gives it; 2C channels where items are moments
+    identity: tuple  # names and sizes of the files, for the fingerprint
+    has_flips = False  # `read` also gives latents of the mirrored images
+    known_kind: str | None = None  # moments | sample, where the format says so
+    known_stored_scale: float | None = None  # what the stored values were multiplied by, where the format says so
+    statements: list[str] = []  # what was detected on opening, for the log
 
     def read(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
         """Items start .. stop - 1 as stored, float32 [b, *shape], and their mirror images where has_flips.
@@ -70,14 +63,6 @@ class LatentSource:
                 raise UserError(f"{self._name_of(start + bad, flip)} holds NaN or Inf; make it again, or leave it out")
         return torch.from_numpy(latents[0]), torch.from_numpy(latents[1]) if self.has_flips else None
 
-    def _read(self, start: int, stop: int) -> list[np.ndarray]:
-        """[latents], or [latents, flips]; perhaps not finite."""
-        raise NotImplementedError
-
-    def _name_of(self, item: int, flip: int) -> str:
-        """Of an item or of its mirror image, for messages."""
-        raise NotImplementedError
-
     def fingerprint(self) -> str:
         """A hash of names, sizes and labels: cheap, and another one for other data."""
         parts = "".join(map(repr, (self.name, self.shape, *self.identity)))
@@ -89,7 +74,7 @@ class LatentSource:
 
 
 class FilesOfItems(LatentSource):
-    """A format that keeps several items in a file."""
+    """A format that keeps several items in a file. A subclass gives `_read_rows(number of the file, rows)`, as `_read`."""
 
     def _set_files(self, files: list[Path], labels: list[np.ndarray]) -> None:
         """`labels`: [B] of each file."""
@@ -113,10 +98,6 @@ class FilesOfItems(LatentSource):
             start = end
         return [np.concatenate(part).astype(np.float32, copy=False) for part in zip(*parts)]
 
-    def _read_rows(self, number: int, rows: slice) -> list[np.ndarray]:
-        """As `_read`, of one file."""
-        raise NotImplementedError
-
 
 def _parse_latents(where: str, payload: bytes) -> np.ndarray:
     latents = parse_npy(where, payload)
@@ -137,13 +118,10 @@ with lmdb.open(sys.argv[1], subdir=os.path.isdir(sys.argv[1]), readonly=True, lo
 
 
 class MaskDiTLMDB(LatentSource):
-    """MaskDiT's LMDB: SD-VAE moments [8, h, w] under `z-<i>`, labels under `y-<i>`, their number under `length`.
+    """MaskDiT's LMDB, the folder of data.mdb or a single file: moments [8, h, w] `z-<i>`, labels `y-<i>`, their number `length`.
 
     With --xflip MaskDiT stores the mirrored images after all others, and nothing marks them. If the labels of the halves
     agree and latents of the second half correlate with mirrored ones of the first, the second half becomes the flips.
-
-    Args:
-        path: the folder of data.mdb, or an LMDB in a single file.
     """
 
     name, known_kind, known_stored_scale = "MaskDiT LMDB", "moments", 1.0
@@ -201,8 +179,7 @@ class MaskDiTLMDB(LatentSource):
         """Raises UserError where pages are missing that hold data.
 
         Size alone does not tell: LMDB may leave last pages unwritten that nothing refers to. Reading a page that is not there
-        ends the process, so another process reads first where the file is short. To follow the pages here instead would take
-        twice the lines, and LMDB's internal layout.
+        ends the process, so another process reads first where the file is short.
         """
         with self._open() as env:
             needed, found = (env.info()["last_pgno"] + 1) * env.stat()["psize"], self.file.stat().st_size
@@ -252,12 +229,7 @@ class MaskDiTLMDB(LatentSource):
 
 
 class Tars(LatentSource):
-    """WebDataset tars; see `latents.webdataset`.
-
-    Args:
-        path: a folder of uncompressed tars, or one tar.
-        allow_pickle: read pickled arrays, with an unpickler that admits nothing else.
-    """
+    """A folder of WebDataset tars, or one; see `latents.webdataset`."""
 
     name = "WebDataset tars"
 
@@ -274,11 +246,7 @@ class Tars(LatentSource):
 
 
 class FastDiTFolder(FilesOfItems):
-    """fast-DiT's `<name>_features/<i>.npy`, float32 [B, 4, h, w] times 0.18215, and `<name>_labels/<i>.npy`, int64 [B].
-
-    Args:
-        path: the folder of both, or the folder of features.
-    """
+    """fast-DiT's `<name>_features/<i>.npy`, float32 [B, 4, h, w] times 0.18215, and `<name>_labels/<i>.npy`, int64 [B]."""
 
     name, known_kind, known_stored_scale = "fast-DiT features", "sample", SD_SCALE
 
@@ -348,10 +316,8 @@ class FastDiTFolder(FilesOfItems):
 class REPAFolder(LatentSource):
     """REPA's and EDM2's `vae-sd/`: dataset.json with "labels": [[name, label], ...], and .npy files float32 [8, h, w].
 
-    These hold mean and standard deviation; `read` gives mean and log-variance.
-
-    Args:
-        path: that folder, the one that holds `vae-sd/`, or a .zip of its content.
+    That folder, the one that holds `vae-sd/`, or a .zip of either. The files hold mean and standard deviation; `read` gives
+    mean and log-variance.
     """
 
     name, known_kind, known_stored_scale = "REPA / EDM2 mean and std", "moments", 1.0
@@ -367,12 +333,11 @@ class REPAFolder(LatentSource):
         self.path = path if path.is_file() else self._root
         self._names, self.labels = self._read_labels()
         files = self._list_files()
-        missing = next((name for name in self._names if name not in files), None)
-        if missing is not None:
-            hint = "" if missing.endswith(".npy") else "; it names images: encode them instead"
-            raise UserError(f"{self.path}: dataset.json names {missing}, which is not there{hint}")
-        if not all(name.endswith(".npy") for name in self._names):
-            raise UserError(f"{self.path}: dataset.json names images, not latents (.npy); encode them instead")
+        for name in self._names:
+            if name not in files or not name.endswith(".npy"):
+                problem = "" if name in files else ", which is not there"
+                problem += "" if name.endswith(".npy") else "; it names images: encode them instead"
+                raise UserError(f"{self.path}: dataset.json names {name}{problem}")
         unnamed = sum(name.endswith(".npy") for name in files) - len(set(self._names))
         self.statements = [f"{unnamed} .npy files are not in dataset.json and are left out"] if unnamed else []
         first = self._load(0)
@@ -432,17 +397,13 @@ class REPAFolder(LatentSource):
                 "dataset.json of its images)"
             )
         for entry in entries:
-            if not (isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str) and type(entry[1]) is int):
+            if not (isinstance(entry, list) and list(map(type, entry)) == [str, int]):
                 raise UserError(f"{file}: {str(entry)[:80]} is not [name, label] with a whole number as the label")
         return [name for name, _ in entries], np.array([label for _, label in entries], dtype=np.int64)
 
 
 class LightningDiTFolder(FilesOfItems):
-    """LightningDiT's safetensors: `latents` [M, C, h, w], `latents_flip`, `labels` [M]; samples, unscaled, no header.
-
-    Args:
-        path: the folder, or one file.
-    """
+    """LightningDiT's safetensors, a folder or one: `latents` [M, C, h, w], `latents_flip`, `labels` [M]; unscaled samples."""
 
     name, known_kind = "LightningDiT safetensors", "sample"
 
@@ -465,21 +426,18 @@ class LightningDiTFolder(FilesOfItems):
         """(names of the latents that it holds, shape of an item, labels)."""
         try:
             with safe_open(file, framework="pt") as f:
-                if "kind" in (f.metadata() or {}):
-                    raise UserError(f"{file} is a native shard: these are native shards already; train reads them as they are")
-                held = set(f.keys())
-                if not {"latents", "labels"} <= held:
-                    raise UserError(
-                        f"{file} holds {', '.join(sorted(held)) or 'nothing'}; need latents [M, C, h, w] and labels [M]"
-                    )
-                names = [name for name in ("latents", "latents_flip") if name in held]
-                shapes = {name: (f.get_slice(name).get_shape(), f.get_slice(name).get_dtype()) for name in names}
-                labels = f.get_tensor("labels").numpy()
+                metadata, held = f.metadata() or {}, {name: f.get_slice(name) for name in sorted(f.keys())}
+                labels = f.get_tensor("labels").numpy() if "labels" in held else None
         except (SafetensorError, OSError) as e:
             raise UserError(f"{file} is truncated or not a safetensors file: {e}") from e
-        expected = shapes["latents"][0]
-        for name, (shape, dtype) in shapes.items():
-            where = f"{file}: {name}"
+        if "kind" in metadata:
+            raise UserError(f"{file} is a native shard: these are native shards already; train reads them as they are")
+        if not {"latents", "labels"} <= held.keys():
+            raise UserError(f"{file} holds {', '.join(held) or 'nothing'}; need latents [M, C, h, w] and labels [M]")
+        names = [name for name in ("latents", "latents_flip") if name in held]
+        expected = held["latents"].get_shape()
+        for name in names:
+            where, shape, dtype = f"{file}: {name}", held[name].get_shape(), held[name].get_dtype()
             if dtype == "F64":
                 check_float(where, np.dtype(np.float64))
             if dtype not in ("F32", "F16", "BF16") or len(shape) != 4 or 0 in shape:
@@ -514,7 +472,7 @@ def open_latents(path: str | Path, format: str = "auto", allow_pickle: bool = Fa
     """Open latents of another project.
 
     Args:
-        path: as the class of the format takes it.
+        path: as the class of the format says.
         format: one of FORMATS, or `auto`: told from what the path holds.
         allow_pickle: read pickled arrays in tars, with an unpickler that admits nothing else.
 
@@ -533,9 +491,8 @@ def open_latents(path: str | Path, format: str = "auto", allow_pickle: bool = Fa
 
 def _detect_format(path: Path) -> str:
     """The format that fits what a path holds. Raises UserError where none or several do."""
-    if path.is_file():
-        names, folders = [path.name], []
-    else:
+    names, folders = [path.name], []
+    if path.is_dir():
         # Not Path.iterdir: asking each of a million files whether it is one takes long.
         entries = sorted((e for e in os.scandir(path) if not e.name.startswith(".")), key=lambda e: e.name)
         names, folders = [e.name for e in entries if e.is_file()], [e.name for e in entries if e.is_dir()]
@@ -545,8 +502,7 @@ def _detect_format(path: Path) -> str:
         "fast_dit": any(n.endswith("_features") for n in folders) or path.name.endswith("_features"),
         "repa": "dataset.json" in names
         or (path / "vae-sd" / "dataset.json").exists()
-        or path.is_file()
-        and path.suffix == ".zip",
+        or (path.is_file() and path.suffix == ".zip"),
         "lightningdit": any(n.endswith(".safetensors") for n in names),
     }
     fitting = [format for format, fits in signs.items() if fits]

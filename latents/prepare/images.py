@@ -155,32 +155,30 @@ def _label_by_file(path: Path, names: list[str], file: Path) -> LabelledImages:
         log.warning("%d images of %s have no label in %s and are left out: %s, ...", len(unlabelled), path, file, unlabelled[0])
     names = sorted(label_of)
     labels, class_names = [label_of[name] for name in names], None
-    numbers = [_whole_number(label) for label in labels]
-    if any(number is not None for number in numbers):
-        if None in numbers:
-            odd = numbers.index(None)
-            raise UserError(f"{file}: {names[odd]} has the label {labels[odd]!r}, where others have whole numbers; mend it")
-    else:  # names of classes
-        odd = next((i for i, label in enumerate(labels) if isinstance(label, (bool, float)) or _is_number(label)), None)
-        if odd is not None:
-            raise UserError(f"{file}: {names[odd]} has the label {labels[odd]!r}, which is neither a whole number nor a name")
-        class_names = sorted(set(labels))
-        numbers = list(map({name: i for i, name in enumerate(class_names)}.get, labels))
-    return LabelledImages(path, names, numbers, class_names)
+    values = [_parse_label_value(label) for label in labels]
+    kinds = {type(value) for value in values}
+    for name, label, value in zip(names, labels, values):
+        if int in kinds and not isinstance(value, int):
+            raise UserError(f"{file}: {name} has the label {label!r}, where others have whole numbers; mend it")
+        if value is None:
+            raise UserError(f"{file}: {name} has the label {label!r}, which is neither a whole number nor a name")
+    if str in kinds:
+        class_names = sorted(set(values))
+        number_of = {name: i for i, name in enumerate(class_names)}
+        values = [number_of[value] for value in values]
+    return LabelledImages(path, names, values, class_names)
 
 
-def _whole_number(label: str | int | float) -> int | None:
-    """3, "3" and the "3.0" of tables with missing values; None for anything else."""
-    match = None if isinstance(label, bool) else re.fullmatch(r"(-?\d+)(\.0*)?", str(label))
-    return int(match.group(1)) if match else None
-
-
-def _is_number(label: str) -> bool:
+def _parse_label_value(label: str | float) -> int | str | None:
+    """The number of 3, "3" and the "3.0" of tables with missing values; a class name as it is; None for other numbers."""
+    whole = None if isinstance(label, bool) else re.fullmatch(r"(-?\d+)(\.0*)?", str(label))
+    if whole:
+        return int(whole[1])
     try:
         float(label)
     except ValueError:
-        return False
-    return True
+        return label
+    return None
 
 
 def read_labels(file: Path) -> dict[str, str | int]:
@@ -191,15 +189,15 @@ def read_labels(file: Path) -> dict[str, str | int]:
     Raises:
         UserError: another form; a name that comes twice with different labels.
     """
-    parsers = {".csv": _parse_csv, ".json": _parse_json}
+    parse = {".csv": _parse_csv, ".json": _parse_json}.get(file.suffix.lower())
     try:
         text = file.read_text(encoding="utf-8-sig")  # spreadsheets begin their files with a mark of the byte order
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"labels={file} cannot be read: {e}") from e
-    if file.suffix.lower() not in parsers:
+    if parse is None:
         raise UserError(f"labels={file} must be auto, folders, none, or a .csv or .json file")
     label_of: dict[str, str | int] = {}
-    for name, label in parsers[file.suffix.lower()](file, text):
+    for name, label in parse(file, text):
         name = posixpath.normpath(name)
         if label_of.setdefault(name, label) != label:
             raise UserError(f"{file}: {name} has the labels {label_of[name]!r} and {label!r}")
@@ -209,23 +207,19 @@ def read_labels(file: Path) -> dict[str, str | int]:
 
 
 def _parse_csv(file: Path, text: str) -> list[tuple[str, str]]:
+    reader = csv.DictReader(io.StringIO(text), skipinitialspace=True, strict=True, restval="")
     try:
-        header, *rows = csv.reader(io.StringIO(text), skipinitialspace=True, strict=True)
+        rows, header = [(reader.line_num, row) for row in reader], reader.fieldnames or []
     except csv.Error as e:
         raise UserError(f"{file} is not CSV: {e}") from e
-    except ValueError as e:
-        raise UserError(f"{file} is empty; it needs a header with the columns file_name,label") from e
-    columns = {name.strip().lower(): i for i, name in enumerate(header)}
-    name_column = next((columns[c] for c in NAME_COLUMNS if c in columns), None)
-    label_column = next((columns[c] for c in LABEL_COLUMNS if c in columns), None)
-    if name_column is None or label_column is None:
-        raise UserError(f"{file} needs a header with the columns file_name,label; found {', '.join(header)}")
-    pairs = []
-    for number, row in enumerate(rows, start=2):
-        if row:
-            pairs.append(tuple(row[column].strip() if column < len(row) else "" for column in (name_column, label_column)))
-            if not all(pairs[-1]):
-                raise UserError(f"{file}, line {number}: the file name or the label is missing")
+    column_of = {name.strip().lower(): name for name in header}
+    columns = [next((column_of[name] for name in known if name in column_of), None) for known in (NAME_COLUMNS, LABEL_COLUMNS)]
+    if None in columns:
+        raise UserError(f"{file} needs a header with the columns file_name,label; found {', '.join(header) or 'nothing'}")
+    pairs = [tuple(row[column].strip() for column in columns) for _, row in rows]
+    for (number, _), pair in zip(rows, pairs):
+        if not all(pair):
+            raise UserError(f"{file}, line {number}: the file name or the label is missing")
     return pairs
 
 
