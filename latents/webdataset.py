@@ -49,7 +49,6 @@ class TarIndex:
     """Where in which tar the values of every sample lie, and its label; `open` makes one.
 
     Attributes:
-        files: the tars.
         dtype, shape: of every array, [C, h, w].
         labels: [N] int64.
         tar_of: [N] int32, number in `files`.
@@ -70,8 +69,7 @@ class TarIndex:
 
         Args:
             path: a folder of tars, or one tar.
-            allow_pickle: read pickled arrays, with ArrayUnpickler.
-            flag: the key that sets it, for the message.
+            allow_pickle: read pickled arrays, with ArrayUnpickler; `flag` is the key that sets it, for the message.
 
         Raises:
             UserError: no tars; compressed or truncated ones; a sample without a latent or a label, or with two; pickles
@@ -277,15 +275,9 @@ class TarLatents:
         return len(self.labels)
 
     def fetch(self, indices: np.ndarray, flips: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Read a batch.
+        """[b] item numbers, [b] bool (all False: tars hold no mirrored latents) -> latents [b, C or 2C, h, w], labels [b] int64.
 
-        Args:
-            indices: [b] item numbers.
-            flips: [b] bool, all False: tars hold no mirrored latents.
-
-        Returns:
-            latents [b, C or 2C, h, w] as the autoencoder makes them (the stored values divided by stored_scale), labels
-            [b] int64.
+        Latents are as the autoencoder makes them: the stored values divided by stored_scale.
         """
         assert not flips.any(), "these tars hold no mirrored latents"
         latents = torch.from_numpy(self._index.read(indices))

@@ -29,13 +29,7 @@ LABEL_COLUMNS = ("label", "class", "cls", "class_id", "target", "category")
 
 
 class LabelledImages:
-    """Images by number, each with a label.
-
-    Attributes:
-        names: of the images, relative to the path, in order.
-        labels: [N] int64.
-        class_names: by label, or None where classes have no names.
-    """
+    """Images by number: their names relative to the path, labels [N] int64, and names of the classes where there are any."""
 
     def __init__(self, path: Path, names: list[str], labels: list[int], class_names: list[str] | None):
         self.path, self.names, self.class_names = path, names, class_names
