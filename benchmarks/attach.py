@@ -54,11 +54,11 @@ def main(arguments: Sequence[str]) -> None:
         torch.manual_seed(0)
         network = build_network(name, settings).to(device).train()
         for num_tokens in settings.num_tokens:
-            measured = measure(network, build_inputs(name, num_tokens, settings), settings)
+            measured = measure_network(network, build_inputs(name, num_tokens, settings), settings)
             emit({"network": name, "num_tokens": num_tokens, **measured})
 
 
-def measure(network: nn.Module, inputs: dict, settings: AttachSettings) -> dict[str, object]:
+def measure_network(network: nn.Module, inputs: dict, settings: AttachSettings) -> dict[str, object]:
     device, routes = torch.device(settings.device), as_routes(settings.routes)
     sec, saved = {"dense": [], "routed": []}, {}
 
