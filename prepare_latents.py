@@ -32,12 +32,12 @@ from latents import autoencoders
 from latents.detection import SD_VAE, detect
 from latents.prepare.encode import encode_images
 from latents.prepare.formats import FORMATS, open_latents
-from latents.prepare.generate import write_digits, write_synthetic
+from latents.prepare.generate import digits, synthetic
 from latents.prepare.images import open_labelled_images
 from latents.prepare.inspect import fetch_spread, inspect_latents
-from latents.prepare.write import DTYPES, ShardWriter
+from latents.prepare.write import SHARD_SIZE, Dtype, Kind, ShardWriter
 from latents.progress import progress_bar
-from latents.shards import KINDS, LatentDataset, ShardInfo
+from latents.shards import LatentDataset, ShardInfo
 from latents.webdataset import TarLatents
 from sampling.sampler import labelled_grid
 from setup import cli
@@ -46,11 +46,6 @@ from setup.settings import Count, Positive, Text, Whole
 from training.speed import cores_per_process
 
 log = logging.getLogger("prepare_latents")
-
-SHARD_SIZE = 4096  # items of the source that make one shard: 64 MiB of moments at 256 pixels
-
-Kind = Literal[KINDS]
-Dtype = Literal[tuple(DTYPES)]
 
 
 def encode(
@@ -231,28 +226,6 @@ def inspect(
     if found.problems:
         raise UserError(f"{path}: {len(found.problems)} problems\n" + "\n".join(f"- {problem}" for problem in found.problems))
     log.info("nothing wrong was found")
-
-
-def synthetic(
-    output: Text,
-    num_items: Count,
-    channels: Count = 4,
-    size: Count = 32,
-    num_classes: Count = 1000,
-    kind: Kind = "sample",
-    flips: bool = False,
-    dtype: Dtype = "float16",
-    shard_size: Count = SHARD_SIZE,
-    seed: Whole = 0,
-) -> None:
-    """Write random latents for benchmarks: the network sees normal numbers of standard deviation 0.5."""
-    shape = dict(channels=channels, size=size, num_classes=num_classes, kind=kind, flips=flips)
-    write_synthetic(output, num_items, **shape, dtype=dtype, shard_size=shard_size, seed=seed)
-
-
-def digits(output: Text) -> None:
-    """Write the embedded handwritten digits as one shard, bit for bit as the repository ships them."""
-    write_digits(Path(output) / "digits.safetensors")
 
 
 def reference(

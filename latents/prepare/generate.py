@@ -1,4 +1,4 @@
-"""Shards that need no source: random latents for benchmarks, and the embedded handwritten digits."""
+"""The commands `synthetic` and `digits`: shards of random latents for benchmarks, and of the embedded handwritten digits."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ import numpy as np
 import torch
 
 from errors import UserError
-from latents.prepare.write import ShardWriter
+from latents.prepare.write import SHARD_SIZE, Dtype, Kind, ShardWriter
 from latents.progress import progress_bar
 from latents.shards import ShardInfo, write_shard
+from setup.schema import Count, Text, Whole
 
 log = logging.getLogger(__name__)
 
 
-def write_synthetic(
-    output: str | Path,
-    num_items: int,
-    *,
-    channels: int = 4,
-    size: int = 32,
-    num_classes: int = 1000,
-    kind: str = "sample",
+def synthetic(
+    output: Text,
+    num_items: Count,
+    channels: Count = 4,
+    size: Count = 32,
+    num_classes: Count = 1000,
+    kind: Kind = "sample",
     flips: bool = False,
-    dtype: str = "float16",
-    shard_size: int = 4096,
-    seed: int = 0,
+    dtype: Dtype = "float16",
+    shard_size: Count = SHARD_SIZE,
+    seed: Whole = 0,
 ) -> None:
-    """Write random latents: the network sees normal numbers of standard deviation 0.5; item i has label i mod num_classes."""
+    """Write random latents for benchmarks: the network sees a standard deviation of 0.5; item i has label i mod num_classes."""
     info = ShardInfo(kind, 0.5, "none", 8 * size, min(num_classes, num_items))
     settings = {"command": "synthetic", **asdict(info), "channels": channels, "flips": flips, "seed": seed}
     writer = ShardWriter(output, settings, lambda start, stop: f"{start}-{stop}", num_items, shard_size, dtype)
@@ -45,7 +45,7 @@ def write_synthetic(
     writer.finish()
 
 
-def write_digits(file: Path) -> None:
+def digits(output: Text) -> None:
     """Write the handwritten digits of scikit-learn (UCI, CC BY 4.0; 1,797 images of 8x8 pixels, 0 to 16) as one shard.
 
     Latents are the pixels, mapped to [-1, 1]; a scale factor of 2/3 brings their standard deviation (0.75) to EDM's 0.5.
@@ -59,5 +59,6 @@ def write_digits(file: Path) -> None:
     latents = torch.from_numpy(data.images / 8 - 1).to(torch.float16)[:, None]  # [1797, 1, 8, 8], exact in float16
     labels = torch.from_numpy(data.target).to(torch.int64)
     info = ShardInfo(kind="sample", scale_factor=2 / 3, autoencoder="identity", resolution=8, num_classes=10)
+    file = Path(output) / "digits.safetensors"
     write_shard(file, latents, labels, info)
     log.info("wrote %s", file)

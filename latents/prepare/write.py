@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -22,11 +23,14 @@ from torch import Tensor
 from errors import UserError
 from files import hash_bytes, hash_file, read_json, write_file
 from latents.manifest import MANIFEST, UNFINISHED, read_manifest
-from latents.shards import LatentDataset, ShardInfo, mean_and_log_variance, serialize_shard, shard_files
+from latents.shards import KINDS, LatentDataset, ShardInfo, mean_and_log_variance, serialize_shard, shard_files
 
 log = logging.getLogger(__name__)
 
 DTYPES = {"float16": torch.float16, "float32": torch.float32}
+Dtype = Literal[tuple(DTYPES)]
+Kind = Literal[KINDS]
+SHARD_SIZE = 4096  # items of the source that make one shard: 64 MiB of moments at 256 pixels
 
 
 @dataclass
