@@ -13,7 +13,7 @@ from errors import UserError
 from latents.prepare.write import SHARD_SIZE, Dtype, Kind, ShardWriter
 from latents.progress import progress_bar
 from latents.shards import ShardInfo, write_shard
-from setup.schema import Count, Text, Whole
+from setup.settings import Count, Text, Whole
 
 log = logging.getLogger(__name__)
 
