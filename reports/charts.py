@@ -123,8 +123,8 @@ def draw_curves(identifier: str, experiments: Sequence[Experiment]) -> ChartGrou
 
 def curve_series(line: Series, experiment: Experiment, metric: str, axis: str) -> Series:
     """The line with the points of a metric against steps or hours, and with a band where there are several seeds."""
-    curve = experiment.curve(metric)
-    xs = [figure.step if axis == "steps" else experiment.hours_at(figure.step, metric) for figure in curve]
+    curve, runs = experiment.curve(metric), experiment.furthest(metric)
+    xs = [figure.step if axis == "steps" else mean_of(run.hours_at(figure.step) for run in runs) for figure in curve]
     known = [(float(x), figure) for x, figure in zip(xs, curve) if x is not None]
     band = [(min(figure.values), max(figure.values)) for _, figure in known if len(figure.values) > 1]
     return replace(line, points=[(x, figure.mean) for x, figure in known], band=band)

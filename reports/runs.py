@@ -80,7 +80,7 @@ class Run:
     @property
     def step(self) -> int:
         """The last recorded step."""
-        return max(step for values in self.series.values() for step in values)
+        return max(map(max, self.series.values()))
 
     @property
     def num_steps(self) -> int | None:

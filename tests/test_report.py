@@ -309,17 +309,18 @@ def test_results_of_fid_count_for_the_run_whose_checkpoint_they_name(tmp_path):
     assert "Sweep of num_steps" in page and "Sweep of guidance.w" in page
 
 
-def test_trainings_own_evaluations_lie_on_the_curve_of_fid_with_the_same_solver(tmp_path):
+def test_evaluations_of_training_and_of_fid_with_its_solver_are_one_curve(tmp_path):
     folder = make_run(tmp_path, "a", diffusion={"name": "sit", "sampler": {"num_steps": 40, "solver": "heun"}})
     own = {"step": 400, "fid5k/cfg1.0": 30.0, "fid5k/cfg1.5": 20.0, "evaluation_sec": 9.0}
     with open(folder / "metrics.jsonl", "a") as f:
         f.write(json.dumps(own) + "\n")
     point = {"checkpoint": f"{folder}/checkpoints/step_0000400", "weights": "ema", "num_steps": 40, "solver": "heun"}
-    point |= {"num_samples": 5000, "cfg_scale": 3.0}
+    point |= {"num_samples": 5000}
+    lines = [{"point": point | {"cfg_scale": scale}, "metrics": {"fid": value}} for scale, value in ((3.0, 10.0), (4.0, 15.0))]
     (folder / "evaluations").mkdir()
-    (folder / "evaluations" / "results.jsonl").write_text(json.dumps({"point": point, "metrics": {"fid": 10.0}}) + "\n")
+    (folder / "evaluations" / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     curves = swept_curves(read_runs([tmp_path])[0], "fid5k")
-    assert curves == [("cfg_scale", [(1.0, 30.0), (1.5, 20.0), (3.0, 10.0)], "")]
+    assert curves == [("cfg_scale", [(1.0, 30.0), (1.5, 20.0), (3.0, 10.0), (4.0, 15.0)], "")]
 
 
 def test_what_is_torn_unfinished_or_of_another_version_is_listed_and_the_rest_is_shown(runs):
