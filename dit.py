@@ -25,7 +25,7 @@ BACKBONES = {f"DiT-{size}/{patch}": (*SIZES[size], patch) for size in SIZES for 
 INITS = ("adaln_zero", "official_tread")
 
 
-def build(backbone: str, *, input_size: int, in_channels: int, num_classes: int, **kwargs) -> DiT:
+def build(backbone: str, **kwargs) -> DiT:
     """A network by its name, `DiT-B/2` say. Other keywords go to `DiT`.
 
     Raises:
@@ -34,16 +34,7 @@ def build(backbone: str, *, input_size: int, in_channels: int, num_classes: int,
     if backbone not in BACKBONES:
         raise ValueError(f"model.backbone={backbone!r} is unknown; choose one of {', '.join(BACKBONES)}")
     depth, width, num_heads, patch_size = BACKBONES[backbone]
-    return DiT(
-        input_size=input_size,
-        patch_size=patch_size,
-        in_channels=in_channels,
-        num_classes=num_classes,
-        depth=depth,
-        width=width,
-        num_heads=num_heads,
-        **kwargs,
-    )
+    return DiT(depth=depth, width=width, num_heads=num_heads, patch_size=patch_size, **kwargs)
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
@@ -83,13 +74,12 @@ class PatchEmbed(nn.Module):
 class TimestepEmbedder(nn.Module):
     """Noise level -> vector: 256 sinusoidal features (cosines first), then a two-layer MLP."""
 
-    def __init__(self, width: int, num_features: int = 256):
+    def __init__(self, width: int):
         super().__init__()
-        self.num_features = num_features
-        self.mlp = nn.Sequential(nn.Linear(num_features, width), nn.SiLU(), nn.Linear(width, width))
+        self.mlp = nn.Sequential(nn.Linear(256, width), nn.SiLU(), nn.Linear(width, width))
 
     def forward(self, t: Tensor) -> Tensor:  # (B,) -> (B, D)
-        half = self.num_features // 2
+        half = self.mlp[0].in_features // 2
         frequencies = torch.exp(-math.log(10000) / half * torch.arange(half, dtype=torch.float32, device=t.device))
         angles = t.float()[:, None] * frequencies  # (B, 128)
         return self.mlp(torch.cat([angles.cos(), angles.sin()], dim=1))
@@ -230,13 +220,11 @@ class DiT(nn.Module):
         # The patch embedding is a linear layer written as a convolution.
         nn.init.xavier_uniform_(self.x_embedder.proj.weight.view(self.x_embedder.proj.out_channels, -1))
         nn.init.zeros_(self.x_embedder.proj.bias)
-        nn.init.normal_(self.y_embedder.embedding_table.weight, std=0.02)
-        nn.init.normal_(self.t_embedder.mlp[0].weight, std=0.02)
-        nn.init.normal_(self.t_embedder.mlp[2].weight, std=0.02)
+        for embedding in (self.y_embedder.embedding_table, self.t_embedder.mlp[0], self.t_embedder.mlp[2]):
+            nn.init.normal_(embedding.weight, std=0.02)
         if init == "adaln_zero":
-            for block in self.blocks:
-                nn.init.zeros_(block.adaLN_modulation[1].weight)
-            nn.init.zeros_(self.final_layer.adaLN_modulation[1].weight)
+            for layer in (*self.blocks, self.final_layer):
+                nn.init.zeros_(layer.adaLN_modulation[1].weight)
             nn.init.zeros_(self.final_layer.linear.weight)
 
     def forward(

@@ -19,7 +19,6 @@ import json
 import logging
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -62,7 +61,7 @@ def main(cfg: DictConfig) -> None:
     num_samples = cfg.num_samples or (PAPER_NUM_SAMPLES if images is None else len(images))
     if images and num_samples > len(images):
         raise UserError(f"num_samples={num_samples}, but {cfg.images} holds {len(images)} images; make more or lower it")
-    points = [Point({"images": cfg.images})] if images else sweep(cfg, runs, guidances, accelerator)
+    points = [({"images": cfg.images}, None)] if images else sweep(cfg, runs, guidances, accelerator)
 
     conditions = {
         "num_samples": num_samples,
@@ -75,24 +74,24 @@ def main(cfg: DictConfig) -> None:
     }
     output = Path(cfg.output) if cfg.output else default_folder(cfg, folders)
     results = Results(output, conditions, images.fingerprint() if images else None)
-    missing = broadcast_object_list([[i for i, point in enumerate(points) if not results.find(point.settings)]])[0]
+    missing = broadcast_object_list([[i for i, (settings, _) in enumerate(points) if not results.find(settings)]])[0]
     log.info("%d of %d evaluations to do, in %s", len(missing), len(points), output)
     if missing:
         detector = build.build_detector(cfg.evaluation, accelerator)
         evaluator = Evaluator.open(accelerator, detector, reference, cfg.batch_size)
-    for point in (points[i] for i in missing):
+    for settings, load_sampler in (points[i] for i in missing):
         cost = {}
         if images:
             metrics = evaluator.of_images(images, num_samples)
         else:
-            sampler = point.load_sampler()
+            sampler = load_sampler()
             metrics = evaluator.of_samples(sampler, num_samples)
             cost = {"network_evaluations": sampler.evaluations_per_image, "gflops_per_image": sampler.flops_per_image / 1e9}
         if accelerator.is_main_process:
-            results.add(point.settings, metrics, cost)
-            log.info("%s: %s", in_words(shown(point.settings)), format_metrics(metrics))
+            results.add(settings, metrics, cost)
+            log.info("%s: %s", in_words(shown(settings)), format_metrics(metrics))
     if accelerator.is_main_process:
-        sys.stdout.write(results.write([point.settings for point in points], metrics_of(cfg.evaluation.detector)[0].name))
+        sys.stdout.write(results.write([settings for settings, _ in points], metrics_of(cfg.evaluation.detector)[0].name))
     accelerator.end_training()
 
 
@@ -115,44 +114,38 @@ def as_list(value) -> list:
 def with_settings_of_run(cfg: schema.FidConfig, run_cfg: schema.TrainConfig | None) -> schema.FidConfig:
     """Take from the run what the command leaves open."""
     stored = run_cfg.evaluation.model_dump() if run_cfg else {"reference": None, "detector": "inception", "weights": None}
-    own = {key: getattr(cfg.evaluation, key) or stored[key] for key in ("detector", "weights")}
-    update = {"evaluation": cfg.evaluation.model_copy(update=own), "reference": cfg.reference or stored["reference"]}
-    return cfg.model_copy(update=update)
-
-
-@dataclass(frozen=True)
-class Point:
-    """One evaluation: its settings as results.jsonl holds them, and what loads its sampler (None for images on disk)."""
-
-    settings: dict
-    load_sampler: Callable[[], ImageSampler] | None = None
+    detector = {key: getattr(cfg.evaluation, key) or stored[key] for key in ("detector", "weights")}
+    evaluation = cfg.evaluation.model_copy(update=detector)
+    return cfg.model_copy(update={"evaluation": evaluation, "reference": cfg.reference or stored["reference"]})
 
 
 def sweep(
     cfg: schema.FidConfig, runs: dict[Path, schema.TrainConfig], guidances: list[schema.Guidance], accelerator: Accelerator
-) -> list[Point]:
-    """All combinations of what the command lists, each checked against its checkpoint.
+) -> list[tuple[dict, Callable[[], ImageSampler]]]:
+    """The points: all combinations of what the command lists, each checked against its checkpoint.
+
+    Returns:
+        of each point, its settings as results.jsonl holds them, and what loads its sampler.
 
     Raises:
         UserError: a setting that the checkpoint's diffusion does not have, or a guidance that it cannot have.
     """
-    for run_cfg in runs.values():
+    points = []
+    choices = schema.combinations({key: getattr(cfg, key) for key in SWEPT_OF_SAMPLER})
+    for folder, run_cfg in runs.items():
         build.warn_of_guidance(guidances[0], run_cfg)
-    points, found = [], {}
-    for (folder, run_cfg), weights, guidance in itertools.product(runs.items(), as_list(cfg.weights), guidances):
-        if guidance.name == "autoguidance":
-            pair = (folder, guidance.checkpoint)
-            if pair not in found:  # once for each: it reads the whole file
-                found[pair] = load.find_weak(guidance, run_cfg, accelerator).checkpoint
-            guidance = guidance.model_copy(update={"checkpoint": found[pair]})
-        for overrides in schema.combinations({key: getattr(cfg, key) for key in SWEPT_OF_SAMPLER}):
+        found = {}  # each second checkpoint once: to verify it reads the whole file
+        for weights, guidance, overrides in itertools.product(as_list(cfg.weights), guidances, choices):
+            if guidance.name == "autoguidance":
+                if guidance.checkpoint not in found:
+                    found[guidance.checkpoint] = load.find_second_checkpoint(guidance, run_cfg, accelerator).checkpoint
+                guidance = guidance.model_copy(update={"checkpoint": found[guidance.checkpoint]})
             diffusion = build.build_diffusion(run_cfg.diffusion, **overrides)
             build.check_guidance(guidance, run_cfg, diffusion)
             sampler = {key: getattr(diffusion.sampler, key) for key in SWEPT_OF_SAMPLER if hasattr(diffusion.sampler, key)}
             settings = {"checkpoint": str(folder), "weights": weights, **guidance_settings(guidance), **sampler}
-            own = {"weights": weights, "diffusion": diffusion, "autoencoder": cfg.autoencoder}
-            own |= {"compile_mode": cfg.compile, "precision": cfg.precision}
-            points.append(Point(settings, partial(load.load_sampler, folder, run_cfg, guidance, accelerator.device, **own)))
+            options = {"weights": weights, "diffusion": diffusion, "command": cfg}
+            points.append((settings, partial(load.load_sampler, folder, run_cfg, guidance, accelerator.device, **options)))
     return points
 
 
@@ -223,14 +216,14 @@ class Results:
         """
         lines, settings = list(map(self.find, points)), list(map(shown, points))
         count = {"num_samples": self.conditions["num_samples"]}
-        rows = [{**own, **count, **line["metrics"], **line.get("cost", {})} for own, line in zip(settings, lines)]
+        rows = [own | count | line["metrics"] | line.get("cost", {}) for own, line in zip(settings, lines)]
         names = list(dict.fromkeys(name for row in rows for name in row))
         text = io.StringIO()
         writer = csv.DictWriter(text, names)
         writer.writeheader()
         writer.writerows(rows)
         write_file(self.folder / "results.csv", text.getvalue())
-        table = markdown_table(names, [[cell(name, row.get(name, "")) for name in names] for row in rows])
+        table = markdown_table(names, [[format_cell(name, row.get(name, "")) for name in names] for row in rows])
         write_file(self.folder / "results.md", table)
         if len(points) > 1:
             png = plot(settings, [line["metrics"][plotted] for line in lines], f"{plotted}{short_count(count['num_samples'])}")
@@ -238,7 +231,7 @@ class Results:
         return table
 
 
-def cell(name: str, value: object) -> str:
+def format_cell(name: str, value: object) -> str:
     return format_metric(name, value) if isinstance(value, float) else str(value)
 
 
@@ -256,31 +249,27 @@ def default_folder(cfg: schema.FidConfig, folders: list[Path]) -> Path:
 
 def plot(settings: list[dict], values: list[float], label: str) -> bytes:
     """PNG of the metric against the setting with the most values, with a line for each combination of the others."""
-    import matplotlib
-
-    matplotlib.use("Agg")
     logging.getLogger("matplotlib").setLevel(logging.WARNING)
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     names = dict.fromkeys(name for row in settings for name in row)  # checkpoints of two diffusions differ in some
     choices = {name: {row.get(name) for row in settings} for name in names}
     numbers = [name for name, chosen in choices.items() if all(isinstance(value, (int, float)) for value in chosen)]
     axis = max(numbers, key=lambda name: len(choices[name]))
     others = [name for name in choices if name != axis and len(choices[name]) > 1]
-    figure, axes = pyplot.subplots(figsize=(6, 4))
+    figure = Figure(figsize=(6, 4))
+    axes = figure.subplots()
     curves: dict[str, list[tuple]] = {}
     for row, value in zip(settings, values):
         curves.setdefault(in_words({name: row[name] for name in others if name in row}), []).append((row[axis], value))
     for name, curve in curves.items():
         axes.plot(*zip(*sorted(curve)), marker="o", label=name or None)
-    axes.set_xlabel(axis)
-    axes.set_ylabel(label)
+    axes.set(xlabel=axis, ylabel=label)
     axes.grid(alpha=0.3)
     if others:
         axes.legend()
     png = io.BytesIO()
     figure.savefig(png, dpi=150, bbox_inches="tight")
-    pyplot.close(figure)
     return png.getvalue()
 
 

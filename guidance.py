@@ -10,9 +10,9 @@ the first branch elsewhere; None leaves a side open.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,28 +21,20 @@ Denoiser = Callable[[Tensor, Tensor, Tensor], Tensor]
 SUBSETS = ("redraw", "fixed")
 
 
-class RoutableDenoiser(Protocol):
-    """A network's estimate of the clean latents; dense, unless a selection ratio forces routing."""
-
-    def __call__(
-        self, x: Tensor, level: Tensor, y: Tensor, *, selection_ratios: float | None = None, route_scores: Tensor | None = None
-    ) -> Tensor: ...
-
-
 @dataclass(frozen=True)
 class GuidanceInputs:
     """What guidance combines, for one batch of images.
 
     Attributes:
-        denoise: the network. With selection_ratios, that fraction of the tokens skips its routes, chosen by
-            route_scores (B, R, N).
+        denoise: (x, level, y, *, selection_ratios=None, route_scores=None) -> D_x of the network. It is dense without
+            selection_ratios; with it, that fraction of the tokens skips its routes, chosen by route_scores (B, R, N).
         num_classes: the null class.
         routes_shape: (R, N).
         route_scores: () -> (B, R, N) new uniform numbers; row i is a function of image i's seed and the count of calls.
         weak: the second network of autoguidance.
     """
 
-    denoise: RoutableDenoiser
+    denoise: Callable[..., Tensor]
     num_classes: int
     routes_shape: tuple[int, int] = (0, 0)
     route_scores: Callable[[], Tensor] | None = None
@@ -68,21 +60,13 @@ def cfg(inputs: GuidanceInputs, *, cfg_scale: float) -> Denoiser:
 
 
 def interval(inputs: GuidanceInputs, *, cfg_scale: float, level_lo: float | None, level_hi: float | None) -> Denoiser:
-    """Classifier-free guidance at noise levels in (level_lo, level_hi], the conditional estimate elsewhere (arXiv 2404.07724).
+    """`cfg` at noise levels in (level_lo, level_hi], the conditional estimate elsewhere (arXiv 2404.07724)."""
 
-    Args:
-        cfg_scale: 1 is off.
-        level_lo, level_hi: bounds. Over all levels of the sampler it is `cfg`.
-    """
-    if cfg_scale == 1:
-        return inputs.denoise
-
-    def both(x: Tensor, level: Tensor, y: Tensor) -> Tensor:
+    def label_and_null(x: Tensor, level: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         null = torch.full_like(y, inputs.num_classes)
-        D_label, D_null = inputs.denoise(torch.cat([x, x]), torch.cat([level, level]), torch.cat([y, null])).chunk(2)
-        return D_null + cfg_scale * (D_label - D_null)
+        return inputs.denoise(torch.cat([x, x]), torch.cat([level, level]), torch.cat([y, null])).chunk(2)
 
-    return _within(both, inputs.denoise, level_lo, level_hi)
+    return _guide(label_and_null, inputs.denoise, cfg_scale, level_lo, level_hi)
 
 
 def sparse(
@@ -104,21 +88,13 @@ def sparse(
         w: 1 is off: the strong branch alone, which for r_strong = 0 is the dense network.
         r_strong, r_weak: fractions of the tokens that SKIP, 0 <= r_strong < r_weak < 1; 0 is dense.
         subset: `redraw` draws the tokens at every evaluation, `fixed` once for each image.
-        level_lo, level_hi: bounds.
 
     Raises:
         ValueError: the network has no routes.
     """
     if inputs.routes_shape[0] == 0:
         raise ValueError("guidance=sparse needs a network with routes; use guidance=cfg, or give the network routes")
-    drawn: list[Tensor] = []  # of subset=fixed
-
-    def scores() -> Tensor:
-        if subset == "redraw":
-            return inputs.route_scores()
-        if not drawn:
-            drawn.append(inputs.route_scores())
-        return drawn[0]
+    scores = functools.cache(inputs.route_scores) if subset == "fixed" else inputs.route_scores
 
     def branch(x: Tensor, level: Tensor, y: Tensor, ratio: float, route_scores: Tensor | None) -> Tensor:
         if ratio == 0:
@@ -128,12 +104,11 @@ def sparse(
     def strong(x: Tensor, level: Tensor, y: Tensor) -> Tensor:
         return branch(x, level, y, r_strong, scores() if r_strong > 0 else None)
 
-    def both(x: Tensor, level: Tensor, y: Tensor) -> Tensor:
+    def strong_and_weak(x: Tensor, level: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         route_scores = scores()
-        D_strong, D_weak = (branch(x, level, y, ratio, route_scores) for ratio in (r_strong, r_weak))
-        return D_weak + w * (D_strong - D_weak)
+        return tuple(branch(x, level, y, ratio, route_scores) for ratio in (r_strong, r_weak))
 
-    return strong if w == 1 else _within(both, strong, level_lo, level_hi)
+    return _guide(strong_and_weak, strong, w, level_lo, level_hi)
 
 
 def autoguidance(inputs: GuidanceInputs, *, w: float, level_lo: float | None = None, level_hi: float | None = None) -> Denoiser:
@@ -141,34 +116,37 @@ def autoguidance(inputs: GuidanceInputs, *, w: float, level_lo: float | None = N
 
     Args:
         w: 1 is off.
-        level_lo, level_hi: bounds.
 
     Raises:
         ValueError: there is no second network.
     """
     if inputs.weak is None:
         raise ValueError("guidance=autoguidance needs a second network: guidance.checkpoint=<folder of a checkpoint or of a run>")
-    if w == 1:
-        return inputs.denoise
 
-    def both(x: Tensor, level: Tensor, y: Tensor) -> Tensor:
-        D_weak = inputs.weak(x, level, y)
-        return D_weak + w * (inputs.denoise(x, level, y) - D_weak)
+    def own_and_weak(x: Tensor, level: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return inputs.denoise(x, level, y), inputs.weak(x, level, y)
 
-    return _within(both, inputs.denoise, level_lo, level_hi)
+    return _guide(own_and_weak, inputs.denoise, w, level_lo, level_hi)
 
 
-def _within(inside: Denoiser, outside: Denoiser, level_lo: float | None, level_hi: float | None) -> Denoiser:
-    """`inside` at levels in (level_lo, level_hi], `outside` elsewhere."""
-    if level_lo is None and level_hi is None:
-        return inside
+def _guide(
+    estimates: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]],
+    unguided: Denoiser,
+    scale: float,
+    level_lo: float | None,
+    level_hi: float | None,
+) -> Denoiser:
+    """D_weak + scale * (D - D_weak) of the two `estimates` (D, D_weak); `unguided` for scale 1 and outside of the bounds."""
+    if scale == 1:
+        return unguided
 
     def denoiser(x: Tensor, level: Tensor, y: Tensor) -> Tensor:
         # In the precision of `level`, so that a bound equal to one of the sampler's noise levels counts. Waits for the device.
         first = level[:1]
-        above = level_lo is None or (first > level_lo).item()
-        chosen = inside if above and (level_hi is None or (first <= level_hi).item()) else outside
-        return chosen(x, level, y)
+        if (level_lo is not None and (first <= level_lo).item()) or (level_hi is not None and (first > level_hi).item()):
+            return unguided(x, level, y)
+        D, D_weak = estimates(x, level, y)
+        return D_weak + scale * (D - D_weak)
 
     return denoiser
 

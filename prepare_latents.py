@@ -41,7 +41,8 @@ from latents.shards import KINDS, LatentDataset, ShardInfo
 from latents.webdataset import TarLatents
 from sampling.sampler import labelled_grid
 from setup import cli
-from setup.schema import Autoencoder, Count, Positive, Precision, Text, Whole
+from setup.schema import Autoencoder, Precision
+from setup.settings import Count, Positive, Text, Whole
 from training.speed import cores_per_process
 
 log = logging.getLogger("prepare_latents")

@@ -16,7 +16,6 @@ import os
 from pathlib import Path
 
 import numpy as np
-from accelerate.utils import broadcast_object_list
 from omegaconf import DictConfig, OmegaConf
 from PIL import Image
 from tqdm import tqdm
@@ -40,15 +39,13 @@ def main(cfg: DictConfig) -> None:
     cfg = schema.check(cfg, schema.SampleConfig)
     accelerator = cli.start_accelerator(cfg.cpu_threads)
     check_compile("compile", cfg.compile, accelerator.device)
-    # One process chooses: in a run that goes on, another could find a newer one.
-    checkpoint = checkpoints.find_checkpoint(Path(cfg.checkpoint), "checkpoint") if accelerator.is_main_process else None
-    checkpoint = broadcast_object_list([checkpoint])[0]
+    checkpoint = load.find_checkpoint(cfg.checkpoint, "checkpoint", accelerator)
     run_cfg = load.load_config(checkpoint)
     guidance = build.with_scale(cfg.guidance, cfg.cfg_scale)
     diffusion = build.build_diffusion(run_cfg.diffusion, **{key: getattr(cfg, key) for key in schema.SAMPLER_OVERRIDES})
     build.check_guidance(guidance, run_cfg, diffusion)
     build.warn_of_guidance(guidance, run_cfg)
-    guidance = load.find_weak(guidance, run_cfg, accelerator)
+    guidance = load.find_second_checkpoint(guidance, run_cfg, accelerator)
     labels = labels_of_seeds(cfg, run_cfg.data.num_classes)
     second = {"content": checkpoints.identity(Path(guidance.checkpoint))} if guidance.name == "autoguidance" else {}
     settings = {
@@ -71,19 +68,10 @@ def main(cfg: DictConfig) -> None:
     accelerator.wait_for_everyone()  # all processes look before the first one writes
     log.info("%s: %d of %d images to make, in %s", checkpoint, len(missing), len(files), output)
     if missing:
-        sampler = load.load_sampler(
-            checkpoint,
-            run_cfg,
-            guidance,
-            accelerator.device,
-            weights=cfg.weights,
-            diffusion=diffusion,
-            autoencoder=cfg.autoencoder,
-            compile_mode=cfg.compile,
-            precision=cfg.precision,
-        )
+        options = {"weights": cfg.weights, "diffusion": diffusion, "command": cfg}
+        sampler = load.load_sampler(checkpoint, run_cfg, guidance, accelerator.device, **options)
         mine = missing[accelerator.process_index :: accelerator.num_processes]
-        make_images(sampler, mine, labels, files, cfg.batch_size, show_progress=accelerator.is_main_process)
+        make_images(sampler, {seed: labels[seed] for seed in mine}, files, cfg.batch_size, accelerator.is_main_process)
         if mine:
             is_sparse = guidance.name == "sparse" and guidance.w != 1
             log.info("cost     %s", describe_cost(sampler, (guidance.r_strong, guidance.r_weak) if is_sparse else None))
@@ -107,8 +95,7 @@ def labels_of_seeds(cfg: schema.SampleConfig, num_classes: int) -> dict[int, int
 def default_output(checkpoint: Path, weights: str, settings: dict) -> Path:
     """<run>/generated/<step>_<weights>_<guidance>_<steps>_<hash of all settings>; beside a checkpoint that is in no run."""
     guidance = settings["guidance"]
-    scale = guidance.get("cfg_scale", guidance.get("w"))
-    scale = "" if scale is None else f"{scale:g}"
+    scale = "".join(f"{guidance[key]:g}" for key in ("cfg_scale", "w") if key in guidance)
     parent = (checkpoints.run_of(checkpoint) or checkpoint.resolve().parent) / "generated"
     name = f"{checkpoint.name}_{weights}_{guidance['name']}{scale}_{settings['sampler']['num_steps']}steps"
     # An earlier version hashed cfg_scale=2 and 2.0 differently: its folder is found by what it says.
@@ -125,8 +112,7 @@ def open_output(output: Path, settings: dict) -> None:
     """Create the folder, or make sure that the images in it were made with the same settings."""
     file = output / "settings.yaml"
     if file.exists():
-        changed = schema.differences(read_yaml(file), settings)
-        if changed:
+        if changed := schema.differences(read_yaml(file), settings):
             raise UserError(f"{output} holds images of other settings ({'; '.join(changed)}); choose another output=...")
         return
     if output.exists() and any(not path.name.startswith(".tmp_") for path in output.iterdir()):
@@ -138,9 +124,10 @@ def open_output(output: Path, settings: dict) -> None:
 
 
 def make_images(
-    sampler: ImageSampler, seeds: list[int], labels: dict[int, int], files: dict[int, Path], batch_size: int, show_progress: bool
+    sampler: ImageSampler, labels: dict[int, int], files: dict[int, Path], batch_size: int, show_progress: bool
 ) -> None:
-    """Sample this process's seeds and write one PNG each; a PNG that exists is whole."""
+    """Sample this process's seeds, {seed: label}, and write one PNG each; a PNG that exists is whole."""
+    seeds = list(labels)
     with tqdm(total=len(seeds), unit="image", dynamic_ncols=True, disable=not show_progress) as bar:
         for start in range(0, len(seeds), batch_size):
             batch = seeds[start : start + batch_size]

@@ -89,10 +89,9 @@ def build_sampler_and_evaluation(
     diffusion = build.build_diffusion(cfg.diffusion)
     build.check_guidance(cfg.guidance, cfg, diffusion)
     build.warn_of_guidance(cfg.guidance, cfg)
-    settings = load.find_weak(cfg.guidance, cfg, accelerator)
+    settings = load.find_second_checkpoint(cfg.guidance, cfg, accelerator)
     autoencoder = build.build_autoencoder(cfg, accelerator.device)
-    weak = load.load_weak(settings, accelerator.device)
-    sampler = load.build_sampler(ema.net, cfg, settings, autoencoder, accelerator.device, diffusion=diffusion, weak=weak)
+    sampler = load.build_sampler(ema.net, cfg, settings, autoencoder, accelerator.device, diffusion=diffusion)
     evaluation = None
     if cfg.eval.every:
         reference = build.open_reference(cfg.evaluation.reference, "evaluation.reference")

@@ -6,6 +6,7 @@ their classes.
 
 from attach.adapters import Adapter, BlockList, ImageTokens, TokenAxis
 from attach.attachment import Attachment, RouteStatistics, attach, attached
+from attach.masked_loss import latent_mask, mask_to_tokens, masked_mse
 from attach.presets import PRESETS, as_routes
 
 __all__ = [
@@ -19,4 +20,7 @@ __all__ = [
     "as_routes",
     "attach",
     "attached",
+    "latent_mask",
+    "mask_to_tokens",
+    "masked_mse",
 ]

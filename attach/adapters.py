@@ -20,62 +20,38 @@ LAYOUTS = ("image", "text_image", "image_text")
 
 @dataclass(frozen=True)
 class TokenAxis:
-    """An argument of a block, besides the tokens themselves, that has one entry per token: positions, a mask.
+    """An argument of a block, besides the tokens themselves, that has one entry per token: positions, a mask."""
 
-    Attributes:
-        argument: its name in the block's forward.
-        dim: its token axis. 0 means that there is no batch axis: one table for the whole batch.
-        layout: which tokens it lists: `image`, or text and image in their order in the joint sequence.
-        ndim: only when the tensor has this many axes (an argument that is sometimes per token); None is always.
-        items: for a tuple, the elements that have the token axis; None is all of them.
-        key: for a dict, the entry that has the token axis.
-        mask: an attention mask, (B or 1, heads or 1, L or 1, L) or (L, L), whose last two axes both list tokens.
-    """
-
-    argument: str
-    dim: int
-    layout: str = "image"
-    ndim: int | None = None
-    items: tuple[int, ...] | None = None
-    key: str | None = None
-    mask: bool = False
+    argument: str  # its name in the block's forward
+    dim: int  # its token axis; 0 means that there is no batch axis: one table for the whole batch
+    layout: str = "image"  # which tokens it lists: `image`, or text and image in their order in the joint sequence
+    ndim: int | None = None  # only when the tensor has this many axes (an argument that is sometimes per token)
+    items: tuple[int, ...] | None = None  # for a tuple, the elements that have the token axis; None is all of them
+    key: str | None = None  # for a dict, the entry that has the token axis
+    mask: bool = False  # attention mask, (B or 1, heads or 1, L or 1, L) or (L, L), whose last two axes both list tokens
 
 
 @dataclass(frozen=True)
 class BlockList:
-    """One list of blocks of a network.
+    """One list of blocks of a network."""
 
-    Attributes:
-        attribute: the list's name in the network.
-        argument: the name of the tokens in the block's forward.
-        output: where the tokens are in what the block returns: an index of a tuple, or None for a bare tensor.
-        layout: `image`: the argument holds image tokens only; `text_image`, `image_text`: a joint sequence.
-            Tokens that are not the image's are never routed.
-        axes: the other arguments with a token axis.
-    """
-
-    attribute: str
-    argument: str = "hidden_states"
-    output: int | None = None
+    attribute: str  # the list's name in the network
+    argument: str = "hidden_states"  # the name of the tokens in the block's forward
+    output: int | None = None  # where the tokens are in what the block returns: index of a tuple; None is a bare tensor
+    # `image`: the argument holds image tokens only; `text_image`, `image_text`: a joint sequence, whose other tokens always stay.
     layout: str = "image"
-    axes: tuple[TokenAxis, ...] = ()
+    axes: tuple[TokenAxis, ...] = ()  # the other arguments with a token axis
 
 
 @dataclass(frozen=True)
 class ImageTokens:
-    """Where the image tokens of one forward pass are.
+    """Where the image tokens of one forward pass are."""
 
-    Attributes:
-        batch: B.
-        num_tokens: N.
-        device: of the tokens.
-        first_token: in a joint sequence whose texts differ in length: where each sample's image begins, (B,) int64 on that
-            device. None: text and image fill the sequence, in the order of the layout.
-    """
-
-    batch: int
-    num_tokens: int
-    device: torch.device
+    batch: int  # B
+    num_tokens: int  # N
+    device: torch.device  # of the tokens
+    # Where each sample's image begins, (B,) int64 on that device, in a joint sequence whose texts differ in length.
+    # None: text and image fill the sequence, in the order of the layout.
     first_token: Tensor | None = None
 
 
@@ -159,6 +135,12 @@ FLUX_AXES = (
     # Users mask padded text with it; no block takes a mask by itself.
     TokenAxis("joint_attention_kwargs", dim=-1, layout="text_image", key="attention_mask", mask=True),
 )
+FLUX_DOUBLE = BlockList("transformer_blocks", output=1, axes=FLUX_AXES)
+FLUX_SINGLE = BlockList("single_transformer_blocks", output=1, axes=FLUX_AXES)
+FLUX2_SINGLE = BlockList("single_transformer_blocks", layout="text_image", axes=FLUX_AXES)
+AURA_DOUBLE = BlockList("joint_transformer_blocks", output=1)
+AURA_SINGLE = BlockList("single_transformer_blocks", layout="text_image")
+PIXART_AXES = (TokenAxis("attention_mask", dim=2, ndim=3),)  # (B, 1, N)
 WAN_AXES = (
     TokenAxis("rotary_emb", dim=1),  # (cos, sin), each (1, N, 1, D_head)
     TokenAxis("temb", dim=1, ndim=4),  # (B, N, 6, D) for timesteps per token
@@ -180,64 +162,26 @@ Z_IMAGE_AXES = (
     TokenAxis("attn_mask", dim=1, layout="image_text", ndim=2),  # (B, L), for padded text
 )
 TIMM_AXES = (TokenAxis("attn_mask", dim=-1, layout="text_image", mask=True),)
+LUMINA2_BLOCKS = BlockList("layers", layout="text_image", axes=LUMINA2_AXES)
+Z_IMAGE_BLOCKS = BlockList("layers", "x", layout="image_text", axes=Z_IMAGE_AXES)
+TIMM_BLOCKS = BlockList("blocks", "x", layout="text_image", axes=TIMM_AXES)  # class and register tokens come first
 
 ADAPTERS = {
     "dit": (Adapter("DiT", "x_embedder", (BlockList("blocks", "x"),), obstacle=own_routes),),
     "diffusers": (
-        Adapter(
-            "FluxTransformer2DModel",
-            "x_embedder",
-            (
-                BlockList("transformer_blocks", output=1, axes=FLUX_AXES),
-                BlockList("single_transformer_blocks", output=1, axes=FLUX_AXES),
-            ),
-        ),
-        Adapter(
-            "Flux2Transformer2DModel",
-            "x_embedder",
-            (
-                BlockList("transformer_blocks", output=1, axes=FLUX_AXES),
-                BlockList("single_transformer_blocks", layout="text_image", axes=FLUX_AXES),
-            ),
-        ),
+        Adapter("FluxTransformer2DModel", "x_embedder", (FLUX_DOUBLE, FLUX_SINGLE)),
+        Adapter("Flux2Transformer2DModel", "x_embedder", (FLUX_DOUBLE, FLUX2_SINGLE)),
         Adapter("SD3Transformer2DModel", "pos_embed", (BlockList("transformer_blocks", output=1),)),
-        Adapter(
-            "PixArtTransformer2DModel",
-            "pos_embed",
-            (BlockList("transformer_blocks", axes=(TokenAxis("attention_mask", dim=2, ndim=3),)),),
-        ),
+        Adapter("PixArtTransformer2DModel", "pos_embed", (BlockList("transformer_blocks", axes=PIXART_AXES),)),
         Adapter("DiTTransformer2DModel", "pos_embed", (BlockList("transformer_blocks"),)),
         Adapter("WanTransformer3DModel", "patch_embedding", (BlockList("blocks", axes=WAN_AXES),)),
-        Adapter(
-            "AuraFlowTransformer2DModel",
-            "pos_embed",
-            (
-                BlockList("joint_transformer_blocks", output=1),
-                BlockList("single_transformer_blocks", layout="text_image"),
-            ),
-        ),
+        Adapter("AuraFlowTransformer2DModel", "pos_embed", (AURA_DOUBLE, AURA_SINGLE)),
         Adapter("QwenImageTransformer2DModel", "img_in", (BlockList("transformer_blocks", output=1, axes=QWEN_AXES),)),
         Adapter("HunyuanDiT2DModel", "pos_embed", (BlockList("blocks", axes=HUNYUAN_AXES),)),
-        Adapter(
-            "Lumina2Transformer2DModel",
-            "rope_embedder",
-            (BlockList("layers", layout="text_image", axes=LUMINA2_AXES),),
-            count_lumina2,
-        ),
-        Adapter(
-            "ZImageTransformer2DModel", "", (BlockList("layers", "x", layout="image_text", axes=Z_IMAGE_AXES),), count_z_image
-        ),
+        Adapter("Lumina2Transformer2DModel", "rope_embedder", (LUMINA2_BLOCKS,), count_lumina2),
+        Adapter("ZImageTransformer2DModel", "", (Z_IMAGE_BLOCKS,), count_z_image),
     ),
-    "timm": (
-        # Class and register tokens come first.
-        Adapter(
-            "VisionTransformer",
-            "patch_embed",
-            (BlockList("blocks", "x", layout="text_image", axes=TIMM_AXES),),
-            count_timm,
-            patch_dropout,
-        ),
-    ),
+    "timm": (Adapter("VisionTransformer", "patch_embed", (TIMM_BLOCKS,), count_timm, patch_dropout),),
 }
 
 # Networks whose blocks need every token, with the reason.

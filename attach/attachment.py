@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from attach.adapters import Adapter, ImageTokens, find_adapter
-from attach.hooks import TWO_THREADS, BlockHooks, Plan, argument_names, is_other_thread
+from attach.hooks import BlockHooks, Plan, argument_names, check_thread
 from attach.presets import as_routes
 from routing_module import SELECTIONS, Route, SelectionRule, TokenRouter, num_kept_tokens, uniform_scores
 
@@ -34,21 +34,13 @@ def current_backward() -> int:
 
 @dataclass(frozen=True)
 class RouteStatistics:
-    """What the last routed forward pass did; counts are of image tokens.
+    """What the last routed forward pass did; counts are of image tokens."""
 
-    Attributes:
-        num_tokens: N.
-        num_requested: K of every route by its selection ratio alone.
-        num_kept: K of every route as it was, which may be larger because of force_keep.
-        requested_saving: share of all passes of image tokens through blocks that the ratios would skip.
-        saving: share that was skipped. The step gets cheaper by about this much, and by more where attention dominates.
-    """
-
-    num_tokens: int
-    num_requested: tuple[int, ...]
-    num_kept: tuple[int, ...]
-    requested_saving: float
-    saving: float
+    num_tokens: int  # N
+    num_requested: tuple[int, ...]  # K of every route by its selection ratio alone
+    num_kept: tuple[int, ...]  # K of every route as it was, which may be larger because of force_keep
+    requested_saving: float  # share of all passes of image tokens through blocks that the ratios would skip
+    saving: float  # share that was skipped: the step gets cheaper by about this much, more where attention dominates
 
 
 class Attachment:
@@ -67,21 +59,9 @@ class Attachment:
     # Forward passes that may wait for their backward pass at the same time, under gradient checkpointing by others.
     NUM_REMEMBERED = 64
 
-    def __init__(
-        self,
-        network: nn.Module,
-        adapter: Adapter,
-        router: TokenRouter,
-        rule: SelectionRule,
-        *,
-        shared: bool,
-        generator: torch.Generator | None,
-    ):
-        self.adapter = adapter
-        self.router = router
-        self.rule = rule
-        self.shared = shared
-        self.generator = generator
+    def __init__(self, network: nn.Module, adapter: Adapter, router: TokenRouter, rule: SelectionRule, shared: bool, generator):
+        self.adapter, self.router, self.rule = adapter, router, rule
+        self.shared, self.generator = shared, generator
         self._forget_passes()
 
         embedding = network.get_submodule(adapter.tokens_from)
@@ -93,14 +73,11 @@ class Attachment:
             ]
         else:
             self.handles = [embedding.register_forward_pre_hook(self._after_embedding, with_kwargs=True)]
-        layer = 0
-        for spec in adapter.blocks:
-            for block in getattr(network, spec.attribute):
-                block = inner_module(block)
-                hooks = BlockHooks(self, layer, spec, argument_names(block))
-                self.handles.append(block.register_forward_pre_hook(hooks.before_block, with_kwargs=True))
-                self.handles.append(block.register_forward_hook(hooks.after_block, with_kwargs=True, always_call=True))
-                layer += 1
+        blocks = [(spec, inner_module(block)) for spec in adapter.blocks for block in getattr(network, spec.attribute)]
+        for layer, (spec, block) in enumerate(blocks):
+            hooks = BlockHooks(self, layer, spec, argument_names(block))
+            self.handles.append(block.register_forward_pre_hook(hooks.before_block, with_kwargs=True))
+            self.handles.append(block.register_forward_hook(hooks.after_block, with_kwargs=True, always_call=True))
 
     def _forget_passes(self) -> None:
         """Start as if the network had never run."""
@@ -111,7 +88,6 @@ class Attachment:
         self.plan: Plan | None = None  # of the forward pass that began last
         self.bound: Plan | None = None  # inside a block that `checkpoint()` runs
         self.last: Plan | None = None  # the last plan that routes
-        self.last_requested: tuple[int, ...] = ()
         self.recent: deque[Plan] = deque(maxlen=self.NUM_REMEMBERED)
         self.recomputed: tuple[Plan, int, int] | None = None  # plan, block and backward pass of the last block that ran again
         self.begun_in = NO_BACKWARD  # the backward pass in which the embedding ran last: it recomputes the whole network
@@ -159,17 +135,18 @@ class Attachment:
         Raises:
             ValueError: a mask without values or of another shape; where only N or B is wrong, in the forward pass.
         """
-        before = self.forced, self.num_forced
-        if mask is None:
-            self.forced, self.num_forced = None, 0
-        else:
+        forced, num_forced = None, 0
+        if mask is not None:
             if not isinstance(mask, Tensor) or mask.is_meta:
                 raise ValueError(f"force_keep got {type(mask).__name__} without values; it needs a tensor (batch, image tokens)")
             if mask.ndim != 2:
                 raise ValueError(f"force_keep has shape {tuple(mask.shape)}; it needs (batch, image tokens)")
-            mask = mask != 0
-            forced = mask.any(dim=0, keepdim=True).expand_as(mask) if self.shared else mask
-            self.forced, self.num_forced = forced, int(forced.sum(dim=1).max())
+            forced = mask != 0
+            if self.shared:
+                forced = forced.any(dim=0, keepdim=True).expand_as(forced)
+            num_forced = int(forced.sum(dim=1).max())
+        before = self.forced, self.num_forced
+        self.forced, self.num_forced = forced, num_forced
         try:
             yield
         finally:
@@ -200,29 +177,31 @@ class Attachment:
     @property
     def ids_keep(self) -> tuple[Tensor | None, ...]:
         """(B, K) per route of the last routed forward pass: image tokens that stayed; None for a route that was off."""
-        return () if self.last is None else tuple(self.last.ids_keep)
+        return () if self.last is None else tuple(self.last.ids_keep.get(i) for i in range(len(self.last.num_kept)))
 
     @property
     def statistics(self) -> RouteStatistics | None:
         """Of the last routed forward pass; None before the first."""
         if self.last is None:
             return None
-        num_tokens = self.last.image.num_tokens
+        last, num_tokens = self.last, self.last.image.num_tokens
         num_blocks = [route.end_layer_idx - route.start_layer_idx + 1 for route in self.router.routes]
 
         def saving(num_kept: Sequence[int]) -> float:
             skipped = sum((num_tokens - kept) * blocks for kept, blocks in zip(num_kept, num_blocks))
             return skipped / (num_tokens * self.router.depth)
 
-        requested, kept = self.last_requested, self.last.num_kept
-        return RouteStatistics(num_tokens, requested, kept, saving(requested), saving(kept))
+        return RouteStatistics(num_tokens, last.num_requested, last.num_kept, saving(last.num_requested), saving(last.num_kept))
 
     # ------------------------------------------------------------------------------------------------------------------
     # Before the blocks run: plan the forward pass.
 
+    def _should_route(self, module: nn.Module) -> bool:
+        return self.ratios_now is not None or (module.training and torch.is_grad_enabled())
+
     def _before_network(self, module: nn.Module, args: tuple) -> None:
         """Hook of the network: from here on `_after_embedding` must run before the blocks do."""
-        self.pending = self.ratios_now is not None or (module.training and torch.is_grad_enabled())
+        self.pending = self._should_route(module)
 
     def _after_embedding(self, module: nn.Module, args: tuple, kwargs: dict, output: Any = None) -> None:
         """Hook of the embedding: make the plan of the forward pass, and draw all of its random numbers.
@@ -232,31 +211,29 @@ class Attachment:
         """
         self.pending = None
         backward = current_backward()
+        self.plan = Plan()
+        if self._should_route(module):
+            image = self.adapter.count_tokens(module, dict(zip(self.embedding_arguments, args)) | kwargs, output)
+            ratios = self.router.selection_ratios() if self.ratios_now is None else self.ratios_now
+            recomputed = None if backward == NO_BACKWARD else self._find_recomputed_pass(image, ratios)
+            self.plan = recomputed or self._make_plan(image, ratios)
         if not torch.compiler.is_compiling():
             self.begun_in = backward
-        if self.ratios_now is None and not (module.training and torch.is_grad_enabled()):
-            self.plan = Plan()
-        else:
-            arguments = dict(zip(self.embedding_arguments, args)) | kwargs
-            image = self.adapter.count_tokens(module, arguments, output)
-            ratios = self.router.selection_ratios() if self.ratios_now is None else self.ratios_now
-            plan = self._find_recomputed_pass(image, ratios) if backward != NO_BACKWARD else None
-            self.plan = plan or self._make_plan(image, ratios)
-        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
-            self.recent.append(self.plan)
+            if torch.is_grad_enabled():
+                self.recent.append(self.plan)
 
     def _make_plan(self, image: ImageTokens, ratios: Sequence[float]) -> Plan:
         B, N = image.batch, image.num_tokens
         if self.forced is not None and self.forced.shape != (B, N):
             raise ValueError(f"force_keep has shape {tuple(self.forced.shape)}; the network has {(B, N)} image tokens")
         requested = tuple(num_kept_tokens(N, ratio) for ratio in ratios)
-        plan = Plan(image, [max(num_kept, self.num_forced) for num_kept in requested], self.ratios_now is not None)
+        kept = tuple(max(num_kept, self.num_forced) for num_kept in requested)
+        self.last = plan = Plan(image, requested, kept, in_evaluation=self.ratios_now is not None)
         for i in range(len(ratios)):
             if plan.is_on(i):
                 plan.uniform[i] = self._draw(image)
                 if self.rule is uniform_scores:
                     self.choose_ids_keep(plan, i)
-        self.last, self.last_requested = plan, requested
         return plan
 
     def _draw(self, image: ImageTokens) -> Tensor:
@@ -293,21 +270,21 @@ class Attachment:
         """
         if all(num_kept_tokens(image.num_tokens, ratio) == image.num_tokens for ratio in ratios):
             return None
-        if self.generator is not None:
-            raise RuntimeError(
-                "the whole network is computed again for the backward pass, and its generator would draw other tokens; "
-                "attach(..., generator=None), whose random numbers the checkpoint restores, or checkpoint the blocks"
-            )
-        first = self._draw(image)
-        for plan in reversed(self.recent):
-            drawn = [uniform for uniform in plan.uniform if uniform is not None]
-            if drawn and drawn[0].device == first.device and torch.equal(drawn[0], first):
-                for _ in drawn[1:]:
-                    self._draw(image)  # dropout that follows is that of the first time
-                return plan
+        reason = (
+            "its generator would draw other tokens; attach(..., generator=None), whose random numbers the checkpoint restores"
+        )
+        if self.generator is None:
+            reason = "which tokens it ran with is not known: checkpoint it with use_reentrant=False and preserve_rng_state=True"
+            first = self._draw(image)
+            for plan in reversed(self.recent):
+                drawn = list(plan.uniform.values())
+                if drawn and drawn[0].device == first.device and torch.equal(drawn[0], first):
+                    for _ in drawn[1:]:
+                        self._draw(image)  # dropout that follows is that of the first time
+                    return plan
         raise RuntimeError(
-            "the whole network is computed again for the backward pass, and which tokens it ran with is not known: checkpoint "
-            "it with use_reentrant=False and preserve_rng_state=True, or checkpoint the blocks with the attachment's checkpoint()"
+            f"the whole network is computed again for the backward pass, and {reason}, "
+            "or checkpoint the blocks with the attachment's checkpoint()"
         )
 
     def find_plan(self, layer: int, tokens: Tensor, training: bool) -> Plan | None:
@@ -321,18 +298,22 @@ class Attachment:
             RuntimeError: recomputed, and the input was moved (offloaded activations), was given to the same block by several
                 passes, or the pass is too long ago; or running, and the plan is not of this pass.
         """
-        if torch.compiler.is_compiling():
-            return self._current_plan()
-        if self.bound is not None:
+        compiling = torch.compiler.is_compiling()
+        if self.bound is not None and not compiling:
             return self.bound
         backward = current_backward()
         if backward == NO_BACKWARD:
-            plan = self._current_plan()
-            if plan is None:
-                return None
-            if is_other_thread(plan.thread) and (plan.image is not None or (training and torch.is_grad_enabled())):
-                raise RuntimeError(TWO_THREADS)
-            plan.note_input(layer, tokens)
+            if self.pending:
+                raise RuntimeError(
+                    f"blocks run, but {self.adapter.tokens_from!r}, which attach() counts the tokens by, did not run "
+                    "before: another module took its place after attach() (modules_to_save, an adapter that was unloaded). "
+                    "detach(), and attach() again"
+                )
+            plan = None if self.pending is False else self.plan
+            if plan is not None and not compiling:
+                if plan.image is not None or (training and torch.is_grad_enabled()):
+                    check_thread(plan.thread)
+                plan.note_input(layer, tokens)
             return plan
         if backward == self.begun_in or self.plan is None:
             return self.plan
@@ -352,16 +333,6 @@ class Attachment:
             "set torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True"
         )
 
-    def _current_plan(self) -> Plan | None:
-        """The plan that was made last, if it is of the pass in which a block runs now."""
-        if self.pending:
-            raise RuntimeError(
-                f"blocks run, but {self.adapter.tokens_from!r}, which attach() counts the tokens by, did not run "
-                "before: another module took its place after attach() (modules_to_save, an adapter that was unloaded). "
-                "detach(), and attach() again"
-            )
-        return None if self.pending is False else self.plan
-
 
 def forget_compiled() -> None:
     """Drop compiled code: it does not look at hooks again, so new ones would be silently ignored."""
@@ -372,10 +343,9 @@ def forget_compiled() -> None:
 def inner_module(module: nn.Module) -> nn.Module:
     """The module that computes, below the wrappers of torch.compile, DDP, FSDP, activation checkpointing and PEFT."""
     while True:
-        if isinstance(getattr(module, "_orig_mod", None), nn.Module):  # torch.compile
-            module = module._orig_mod
-        elif isinstance(getattr(module, "_checkpoint_wrapped_module", None), nn.Module):
-            module = module._checkpoint_wrapped_module
+        inner = getattr(module, "_orig_mod", None) or getattr(module, "_checkpoint_wrapped_module", None)
+        if isinstance(inner, nn.Module):
+            module = inner
         elif type(module).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel"):
             module = module.module
         elif callable(getattr(module, "get_base_model", None)):  # PEFT
@@ -444,9 +414,8 @@ def attach(
     if adapter.obstacle and (obstacle := adapter.obstacle(network)):
         raise ValueError(f"this {type(network).__name__} cannot be routed: {obstacle}")
     check_adapter(network, adapter)
-    depth = sum(len(getattr(network, spec.attribute)) for spec in adapter.blocks)
-    router = TokenRouter(routes, depth)
-    attachment = Attachment(network, adapter, router, rule, shared=not per_sample, generator=generator)
+    router = TokenRouter(routes, depth=sum(len(getattr(network, spec.attribute)) for spec in adapter.blocks))
+    attachment = Attachment(network, adapter, router, rule, not per_sample, generator)
     forget_compiled()
     return attachment
 
@@ -464,9 +433,9 @@ def check_adapter(network: nn.Module, adapter: Adapter) -> None:
             raise ValueError(f"{name} has no list of blocks {spec.attribute!r}; its adapter does not fit this version")
         for block in blocks:
             names = argument_names(inner_module(block))
-            for argument in (spec.argument, *(axis.argument for axis in spec.axes)):
-                if argument not in names:
-                    raise ValueError(
-                        f"{type(block).__name__} takes {', '.join(names)} and no {argument!r}; "
-                        f"the adapter of {name} does not fit this version"
-                    )
+            missing = [argument for argument in (spec.argument, *(axis.argument for axis in spec.axes)) if argument not in names]
+            if missing:
+                raise ValueError(
+                    f"{type(block).__name__} takes {', '.join(names)} and no {missing[0]!r}; "
+                    f"the adapter of {name} does not fit this version"
+                )

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,21 +23,20 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from attach.adapters import BlockList, ImageTokens, TokenAxis
 from routing_module import TokenRouter
 
-TWO_THREADS = (
-    "two threads call the routed network at the same time, and one would get the tokens of the other: let them take turns, "
-    "or give each a copy (instead of DataParallel: DistributedDataParallel)"
-)
-
 
 def current_thread() -> int:
     """0 in compiled code, which cannot tell threads apart."""
     return 0 if torch.compiler.is_compiling() else threading.get_ident()
 
 
-def is_other_thread(thread: int) -> bool:
-    """Whether `thread` is known not to be this one. A plan from compiled code may be used in eager code."""
+def check_thread(thread: int) -> None:
+    """Raises a RuntimeError if `thread` is another than this one; one of the two may be compiled code, which is none."""
     now = current_thread()
-    return thread != now and 0 not in (thread, now)
+    if thread != now and 0 not in (thread, now):
+        raise RuntimeError(
+            "two threads call the routed network at the same time, and one would get the tokens of the other: let them take "
+            "turns, or give each a copy (instead of DataParallel: DistributedDataParallel)"
+        )
 
 
 def argument_names(module: nn.Module) -> tuple[str, ...]:
@@ -86,39 +85,29 @@ def gather_axis(x: Tensor, index: Tensor, dim: int, shared: bool) -> Tensor | Po
     return TokenRouter.start_route(x.movedim(dim, 1), index).movedim(1, dim)
 
 
+@dataclass(eq=False)
 class Plan:
-    """Which image tokens stay in every route of one forward pass.
+    """Which image tokens stay in every route of one forward pass."""
 
-    Attributes:
-        image: the image tokens; None where the pass is dense.
-        num_kept: K per route.
-        in_evaluation: whether blocks in evaluation mode are routed too.
-        uniform: the random numbers (1 or B, N) of each route that is on. They also identify the pass when its embedding
-            runs again in the backward pass.
-        ids_keep: (B, K) per route; None for a route that is off, or whose first block has not run yet.
-    """
-
-    def __init__(self, image: ImageTokens | None = None, num_kept: Sequence[int] = (), in_evaluation: bool = False):
-        self.image = image
-        self.num_kept = tuple(num_kept)
-        self.in_evaluation = in_evaluation
-        self.uniform: list[Tensor | None] = [None] * len(self.num_kept)
-        self.ids_keep: list[Tensor | None] = [None] * len(self.num_kept)
-        # Where the input of each block lay in memory, by which a recomputed block finds its plan. The references are weak:
-        # they keep nothing alive, and memory that was freed and used again is another memory to them.
-        self.inputs: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.recomputed: set[int] = set()  # blocks that ran again already
-        self.thread = current_thread()
+    image: ImageTokens | None = None  # None where the pass is dense
+    num_requested: tuple[int, ...] = ()  # K per route by its selection ratio alone
+    num_kept: tuple[int, ...] = ()  # K per route, larger where tokens are forced
+    in_evaluation: bool = False  # whether blocks in evaluation mode are routed too
+    # The random numbers (1 or B, N) of each route that is on. They also identify the pass when its embedding runs again.
+    uniform: dict[int, Tensor] = field(default_factory=dict)
+    ids_keep: dict[int, Tensor] = field(default_factory=dict)  # (B, K) of each route that is on and has begun
+    # Where the input of each block lay in memory, by which a recomputed block finds its plan. The references are weak:
+    # they keep nothing alive, and memory that was freed and used again is another memory to them.
+    inputs: dict[int, tuple[StorageWeakRef, int]] = field(default_factory=dict)
+    recomputed: set[int] = field(default_factory=set)  # blocks that ran again already
+    thread: int = field(default_factory=current_thread)
 
     def note_input(self, layer: int, tokens: Tensor) -> None:
         self.inputs[layer] = StorageWeakRef(tokens.untyped_storage()), tokens.storage_offset()
 
     def had_input(self, layer: int, tokens: Tensor) -> bool:
         """Whether this pass gave these very tokens to the block, and not others that came to lie at the same address."""
-        if layer not in self.inputs:
-            return False
-        storage, offset = self.inputs[layer]
-        return storage == StorageWeakRef(tokens.untyped_storage()) and offset == tokens.storage_offset()
+        return self.inputs.get(layer) == (StorageWeakRef(tokens.untyped_storage()), tokens.storage_offset())
 
     def is_on(self, route: int) -> bool:
         return self.image is not None and self.num_kept[route] < self.image.num_tokens
@@ -154,17 +143,15 @@ class BlockHooks:
 
     Attributes:
         layer: the block's index through all lists.
+        names: of the arguments of its forward.
         route: the index of its route, or None.
+        before: while the block runs: all tokens, which of them are in it, and the thread.
     """
 
     def __init__(self, attachment, layer: int, spec: BlockList, names: tuple[str, ...]):
-        self.attachment = attachment
-        self.layer = layer
-        self.spec = spec
-        self.names = names  # of the arguments of its forward
+        self.attachment, self.layer, self.spec, self.names = attachment, layer, spec, names
         routes = enumerate(attachment.router.routes)
         self.route = next((i for i, route in routes if route.start_layer_idx <= layer <= route.end_layer_idx), None)
-        # While the block runs: all tokens, which of them are in it, and the thread.
         self.before: tuple[Tensor, Tensor, int] | None = None
 
     def before_block(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
@@ -177,7 +164,7 @@ class BlockHooks:
             return None
         if not (module.training or plan.in_evaluation):  # a frozen part of a network in training, or a copy of it
             return None
-        if plan.ids_keep[self.route] is None:
+        if self.route not in plan.ids_keep:
             self.attachment.choose_ids_keep(plan, self.route, plan.image_tokens(tokens, self.spec.layout))
 
         indices: dict[tuple, Tensor] = {}  # of this call: cos and sin, and a mask, list the same tokens
@@ -191,8 +178,9 @@ class BlockHooks:
         self.before = tokens, index, current_thread()
         arguments[self.spec.argument] = TokenRouter.start_route(tokens, index)
         for axis in self.spec.axes:
-            if arguments.get(axis.argument) is not None:
-                arguments[axis.argument] = self._shorten(arguments[axis.argument], axis, plan, index_of)
+            if axis.argument in arguments:
+                shared = self.attachment.shared and (axis.layout == "image" or plan.image.first_token is None)
+                arguments[axis.argument] = shorten(arguments[axis.argument], axis, index_of, shared)
         positional = [arguments.pop(name) for name in self.names[: len(args)]]
         return (*positional, *args[len(positional) :]), arguments
 
@@ -202,8 +190,7 @@ class BlockHooks:
         if before is None or output is None:
             return None
         skipped, index, thread = before
-        if is_other_thread(thread):
-            raise RuntimeError(TWO_THREADS)
+        check_thread(thread)
         tokens = output if self.spec.output is None else output[self.spec.output]
         # Under autocast a block may answer in another precision than it was asked in; lose none of either.
         tokens = TokenRouter.end_route(tokens, skipped.to(torch.promote_types(skipped.dtype, tokens.dtype)), index)
@@ -211,29 +198,35 @@ class BlockHooks:
             return tokens
         return tuple(tokens if i == self.spec.output else item for i, item in enumerate(output))
 
-    def _shorten(self, value: Any, axis: TokenAxis, plan: Plan, index_of: Callable[..., Tensor]) -> Any:
-        if isinstance(value, (tuple, list)):
-            items = range(len(value)) if axis.items is None else axis.items
-            return tuple(self._shorten(item, axis, plan, index_of) if i in items else item for i, item in enumerate(value))
-        if axis.key is not None:
-            entry = value.get(axis.key)
-            return value if entry is None else {**value, axis.key: self._shorten(entry, replace(axis, key=None), plan, index_of)}
-        if axis.mask:
-            return self._shorten_mask(value, axis, index_of)
-        if axis.ndim is not None and value.ndim != axis.ndim:
-            return value
-        dim = axis.dim % value.ndim
-        shared = self.attachment.shared and (axis.layout == "image" or plan.image.first_token is None)
-        return gather_axis(value, index_of(axis.layout, value.shape[dim], value.device), dim, shared)
 
-    def _shorten_mask(self, mask: Tensor, axis: TokenAxis, index_of: Callable[..., Tensor]) -> Tensor:
-        if mask.ndim not in (2, 4):
-            raise ValueError(
-                f"{axis.argument}: an attention mask of shape {tuple(mask.shape)} cannot be routed; "
-                "it needs (B, 1, 1, tokens), (B, 1, tokens, tokens) or (tokens, tokens)"
-            )
-        mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
-        for dim in (2, 3):
-            if mask.shape[dim] > 1:
-                mask = gather_axis(mask, index_of(axis.layout, mask.shape[dim], mask.device), dim, shared=False)
-        return mask
+def shorten(value: Any, axis: TokenAxis, index_of: Callable[[str, int, torch.device], Tensor], shared: bool) -> Any:
+    """A block's argument with the entries of the tokens that stay.
+
+    Args:
+        index_of: (layout, length, device) -> (B, K) positions that stay in a sequence of `length` tokens.
+        shared: whether all samples keep the same positions.
+    """
+    if value is None:
+        return None
+    if isinstance(value, (tuple, list)):
+        items = range(len(value)) if axis.items is None else axis.items
+        return tuple(shorten(item, axis, index_of, shared) if i in items else item for i, item in enumerate(value))
+    if axis.key is not None:
+        if axis.key not in value:
+            return value
+        return {**value, axis.key: shorten(value[axis.key], replace(axis, key=None), index_of, shared)}
+    if axis.ndim is not None and value.ndim != axis.ndim:
+        return value
+    if not axis.mask:
+        dim = axis.dim % value.ndim
+        return gather_axis(value, index_of(axis.layout, value.shape[dim], value.device), dim, shared)
+    if value.ndim not in (2, 4):
+        raise ValueError(
+            f"{axis.argument}: an attention mask of shape {tuple(value.shape)} cannot be routed; "
+            "it needs (B, 1, 1, tokens), (B, 1, tokens, tokens) or (tokens, tokens)"
+        )
+    value = value.reshape((1,) * (4 - value.ndim) + value.shape)
+    for dim in (2, 3):
+        if value.shape[dim] > 1:
+            value = gather_axis(value, index_of(axis.layout, value.shape[dim], value.device), dim, shared=False)
+    return value

@@ -37,10 +37,7 @@ def mask_to_tokens(mask: Tensor, patch_size: int | tuple[int, ...]) -> Tensor:
         patch_size: p, or one size per axis of the mask after the batch.
 
     Returns:
-        (B, N) bool, for `Attachment.force_keep`.
-
-    Raises:
-        ValueError: a mask that cannot be cut into patches.
+        (B, N) bool, for `Attachment.force_keep`. Raises ValueError for a mask that cannot be cut into patches.
     """
     sizes = (patch_size,) * (mask.ndim - 1) if isinstance(patch_size, int) else tuple(patch_size)
     if len(sizes) != mask.ndim - 1 or any(n % p for n, p in zip(mask.shape[1:], sizes)):
@@ -59,10 +56,7 @@ def masked_mse(prediction: Tensor, target: Tensor, mask: Tensor | None) -> Tenso
         mask: (B, H, W) or (B, F, H, W), weights in [0, 1]; None is everywhere.
 
     Returns:
-        (B,) float32; 0 for a sample whose mask is empty.
-
-    Raises:
-        ValueError: shapes that do not fit.
+        (B,) float32; 0 for a sample whose mask is empty. Raises ValueError for shapes that do not fit.
     """
     if prediction.shape != target.shape:  # they would broadcast
         raise ValueError(f"prediction has shape {tuple(prediction.shape)}, target {tuple(target.shape)}; they must be the same")

@@ -47,27 +47,20 @@ def as_routes(routes: str | Mapping | Sequence[Route | Mapping] | Route | None) 
         if unknown:
             raise ValueError(f"tread_config has the unknown key {unknown[0]!r}; it takes `routes`, a list")
         routes = routes.get("routes")
-    if not routes:
+    if not routes or not isinstance(routes, Sequence) or isinstance(routes, str):
         raise ValueError(
-            f"token routing requires you to configure the routes: a list of {{{', '.join(_KEYS)}}}, "
-            f"or one of the presets {', '.join(PRESETS)}"
+            f"routes={routes!r} must be a list of {{{', '.join(_KEYS)}}}, or one of the presets {', '.join(PRESETS)}: "
+            "token routing requires you to configure the routes"
         )
-    if not isinstance(routes, Sequence) or isinstance(routes, str):
-        raise ValueError(
-            f"routes={routes!r} must be a list of {{{', '.join(_KEYS)}}}, or one of the presets {', '.join(PRESETS)}"
-        )
-    return tuple(_as_route(i, route) for i, route in enumerate(routes))
+    return tuple(route if isinstance(route, Route) else _as_route(i, route) for i, route in enumerate(routes))
 
 
-def _as_route(i: int, route: Route | Mapping) -> Route:
-    if isinstance(route, Route):
-        return route
+def _as_route(i: int, route: Mapping) -> Route:
     if not isinstance(route, Mapping):
         raise ValueError(f"routes[{i}]={route!r} must be a Route or a mapping with the keys {', '.join(_KEYS)}")
-    for key in route:
+    for key in (*route, *_KEYS):
         if key not in _KEYS:
             raise ValueError(f"routes[{i}] has the unknown key {key!r}; it takes {', '.join(_KEYS)}")
-    for key in _KEYS:
         if key not in route:
             raise ValueError(f"routes[{i}] needs {key}; configure the routes with {', '.join(_KEYS)}")
     return Route(**route)

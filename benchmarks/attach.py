@@ -25,7 +25,8 @@ from attach import as_routes, attach
 from benchmarks.harness import Several, choose_device, describe_machine, emit, spread, time_ms
 from benchmarks.memory import saved_for_backward
 from setup import cli
-from setup.schema import Count, Precision, Settings, Text
+from setup.schema import Precision
+from setup.settings import Count, Settings, Text
 
 
 class AttachSettings(Settings):
@@ -53,11 +54,11 @@ def main(arguments: Sequence[str]) -> None:
         torch.manual_seed(0)
         network = build_network(name, settings).to(device).train()
         for num_tokens in settings.num_tokens:
-            measured = measure(network, build_inputs(name, num_tokens, settings), settings)
+            measured = measure_network(network, build_inputs(name, num_tokens, settings), settings)
             emit({"network": name, "num_tokens": num_tokens, **measured})
 
 
-def measure(network: nn.Module, inputs: dict, settings: AttachSettings) -> dict[str, object]:
+def measure_network(network: nn.Module, inputs: dict, settings: AttachSettings) -> dict[str, object]:
     device, routes = torch.device(settings.device), as_routes(settings.routes)
     sec, saved = {"dense": [], "routed": []}, {}
 

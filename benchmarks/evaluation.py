@@ -27,7 +27,8 @@ from evaluations.features import Features, extract
 from evaluations.statistics import statistics_of
 from evaluations.suite import evaluate
 from setup import cli
-from setup.schema import Count, Precision, Settings, Whole
+from setup.schema import Precision
+from setup.settings import Count, Settings, Whole
 
 
 class EvaluationSettings(Settings):

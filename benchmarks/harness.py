@@ -26,7 +26,8 @@ import dit
 from errors import UserError
 from files import markdown_table, write_file
 from setup import cli
-from setup.schema import OneOrMany, Settings, flatten, one_of
+from setup.schema import flatten
+from setup.settings import OneOrMany, Settings, one_of
 from training.provenance import device_name, git_commit, launch_command
 from training.speed import MIXED_PRECISION
 

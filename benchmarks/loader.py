@@ -27,7 +27,7 @@ from latents.order import BatchOrder, read_batches
 from latents.shards import KINDS, LatentDataset
 from latents.webdataset import TarLatents
 from setup import cli
-from setup.schema import Accepts, Count, Settings, Text, Whole
+from setup.settings import Accepts, Count, Settings, Text, Whole
 
 CPU = torch.device("cpu")
 OWN_MEMORY = ("smaps_rollup", "Private_Dirty")  # without files that the process has mapped

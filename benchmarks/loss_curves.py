@@ -24,7 +24,8 @@ from benchmarks.harness import Backbone, Report, Several, open_accelerator, tabl
 from benchmarks.trainers import MODELS, CommonSettings, data_overrides, open_trainer
 from errors import UserError
 from setup import cli
-from setup.schema import Accepts, Compile, Count, Text
+from setup.schema import Compile
+from setup.settings import Accepts, Count, Text
 from training.speed import MIXED_PRECISION
 from training.trainer import Trainer
 

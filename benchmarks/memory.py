@@ -54,7 +54,7 @@ def process_bytes(file: str, field: str) -> int | None:
 
 
 def release_freed_memory() -> None:
-    """Give back to the system what training.speed.keep_freed_memory kept, so that one row's memory is not another's."""
+    """Give back to the system the memory that speed.use_cores keeps, so that one row's memory is not another's."""
     gc.collect()
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim is not None:

@@ -23,7 +23,7 @@ from benchmarks.harness import Backbone, Report, open_accelerator, table, time_m
 from benchmarks.trainers import MODELS, CommonSettings, data_overrides, open_trainer
 from routing_module import TokenRouter
 from setup import cli
-from setup.schema import Count, Text
+from setup.settings import Count, Text
 from training.trainer import Trainer
 
 # The names in the table of the router's methods, and of their gradients: nothing else in the step gathers or scatters.

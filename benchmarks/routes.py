@@ -32,7 +32,8 @@ from errors import UserError
 from routing_module import Route, TokenRouter, num_kept_tokens
 from sampling.flops import forward_flops
 from setup import cli, schema
-from setup.schema import Accepts, Count, Positive, Precision, Settings, Text
+from setup.schema import Precision
+from setup.settings import Accepts, Count, Positive, Settings, Text
 from training.ema import EMA
 from training.speed import use_cores
 

@@ -27,10 +27,11 @@ from errors import UserError
 from latents import autoencoders
 from sampling.sampler import ImageSampler
 from setup import build, cli, load, schema
-from setup.schema import Autoencoder, Compile, Count, Precision, Text
+from setup.schema import Autoencoder, Compile, Precision
+from setup.settings import Count, Text, group_name, keys_of
 from training.speed import check_compile, compile_network
 
-ONE_NETWORK = {schema.group_name(one): one for one in (schema.NoGuidance, schema.CFG, schema.Interval, schema.Sparse)}
+ONE_NETWORK = {group_name(one): one for one in (schema.NoGuidance, schema.CFG, schema.Interval, schema.Sparse)}
 
 
 class SamplingSettings(CommonSettings):  # overrides=[guidance.cfg_scale=2.0] is for the rows whose guidance has the key
@@ -67,7 +68,7 @@ def main(arguments: Sequence[str]) -> None:
     for cfg, num_steps in itertools.product(configs, settings.num_steps):
         diffusion = build.build_diffusion(cfg.diffusion, num_steps=num_steps)
         sampler = load.build_sampler(
-            net, cfg, cfg.guidance, autoencoder, device, diffusion=diffusion, weak=None, precision=settings.precision
+            net, cfg, cfg.guidance, autoencoder, device, diffusion=diffusion, precision=settings.precision
         )
         rows.append(Row(sampler, cfg.guidance.name, num_steps, settings.batch_size))
     for row in rows:
@@ -90,7 +91,7 @@ def compose_sampling_config(guidance: str, settings: SamplingSettings) -> schema
     Raises:
         UserError: an override that no row would take.
     """
-    keys = {name: [f"guidance.{key}" for key in schema.keys_of(ONE_NETWORK[name])] for name in settings.guidance}
+    keys = {name: [f"guidance.{key}" for key in keys_of(ONE_NETWORK[name])] for name in settings.guidance}
     accepted = sorted({*itertools.chain(*keys.values())})
     # arXiv 2404.07724, for EDM2-S on ImageNet-512.
     own = ["guidance.level_lo=0.28", "guidance.level_hi=2.9"] if guidance == "interval" else []

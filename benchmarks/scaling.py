@@ -29,7 +29,8 @@ from benchmarks.harness import Backbone, Report, open_accelerator, table, time_m
 from benchmarks.trainers import MODELS, CommonSettings, data_overrides, open_trainer
 from errors import UserError
 from setup import cli
-from setup.schema import Compile, Count, Text
+from setup.schema import Compile
+from setup.settings import Count, Text
 from training.trainer import Trainer
 
 

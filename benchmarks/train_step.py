@@ -33,7 +33,8 @@ from benchmarks.memory import peak_bytes, saved_for_backward
 from benchmarks.trainers import MODELS, CommonSettings, data_overrides, open_trainer
 from sampling.flops import step_flops
 from setup import cli
-from setup.schema import Compile, Count, Text, Whole
+from setup.schema import Compile
+from setup.settings import Count, Text, Whole
 from training.trainer import Trainer
 
 # Left out of the Markdown table.

@@ -19,7 +19,7 @@ from configs import experiments
 from errors import UserError
 from latents.shards import ShardInfo, write_shard
 from setup import build, cli, schema
-from setup.schema import Count, Settings
+from setup.settings import Count, Settings
 from training import speed
 from training.ema import EMA
 from training.run import RunFolder

@@ -1,9 +1,289 @@
-"""The rows of the paper's tables."""
+"""The paper's tables as runs of train.py: `experiment=table2/dit_b2_tread` sets all of a row, and any key can be set on top.
+
+A row holds what the paper (TREAD, arXiv 2501.04765) reports, and the overrides that train it, as one would type them. The same
+tables follow at the size of the embedded digits. `--cfg job` prints the whole configuration of a row.
+
+To add a row: yield it from the function of its table, or write a function and add it to TABLES.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra.core.config_store import ConfigNode, ConfigStore
+from omegaconf import DictConfig, OmegaConf
+
+GROUPS = ("data", "model", "diffusion", "guidance")
 
 
-def register():
-    pass
+@dataclass(frozen=True)
+class Row:
+    """A row of a table. Its run is named after it and the seed: table2_dit_b2_tread_seed0.
+
+    Attributes:
+        table: the heading that reports put it under.
+        source: where the figures stand.
+        overrides: choices of groups ("model": "tread") and values of keys ("train.num_steps": 400_000).
+        paper: the paper's figure for each metric; empty where it has none.
+        differs: what is not as in the paper.
+        baseline: name of the dense row that it is compared with.
+    """
+
+    name: str
+    table: str
+    source: str
+    overrides: dict[str, Any]
+    paper: dict[str, float] = field(default_factory=dict)
+    differs: str | None = None
+    baseline: str | None = None
+
+    def to_config(self) -> dict[str, Any]:
+        """The row as Hydra would read it from a file."""
+        groups = [{f"override /{group}": choice} for group, choice in self.overrides.items() if group in GROUPS]
+        about = {key: getattr(self, key) for key in ("name", "table", "paper", "source", "differs", "baseline")}
+        run_name = f"{self.name.replace('/', '_')}_seed${{seed}}"
+        config = {"defaults": [*groups, "_self_"], "name": run_name, "experiment": about}
+        for key, value in self.overrides.items():
+            *parents, last = key.split(".")
+            node = config
+            for parent in parents:
+                node = node.setdefault(parent, {})
+            if key not in GROUPS:
+                node[last] = value
+        return config
 
 
-def names():
-    return []
+def names() -> list[str]:
+    return [row.name for row in ROWS]
+
+
+class StoredRow(ConfigNode):
+    """A row in Hydra's store, as cheap as its name until it is chosen.
+
+    Hydra copies its store with all that is in it for every composition, and some hundred times for --help. Nothing writes to
+    a row, so that its copy is the row itself; `ConfigStore.load` copies the node that it hands out.
+    """
+
+    def __init__(self, row: Row):
+        self.row, self.name, self.package, self.provider = row, row.name.rpartition("/")[2], "_global_", None
+        self.group = f"experiment/{row.name}".rpartition("/")[0]
+
+    @functools.cached_property
+    def node(self) -> DictConfig:
+        return OmegaConf.create(self.row.to_config())
+
+    def __deepcopy__(self, memo: dict) -> StoredRow:
+        return self
+
+
+def register() -> None:
+    """Make the rows choices of Hydra's group `experiment`. A second call changes nothing."""
+    for row in ROWS:
+        stored, folder = StoredRow(row), ConfigStore.instance().repo
+        for group in stored.group.split("/"):
+            folder = folder.setdefault(group, {})
+        folder[f"{stored.name}.yaml"] = stored
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What rows share.
+
+IMAGENET_256 = {
+    "data": "imagenet256",
+    "data.path": "latents/imagenet256",
+    "train.num_steps": 400_000,
+    "train.batch_size": 256,
+    "train.lr": 1e-4,
+    "train.ema_decay": 0.9999,
+    "train.precision": "bf16",
+    "eval.every": 50_000,  # for the curve: after how many steps is a routed run as good as the dense one?
+    "eval.num_samples": 5_000,
+    "eval.final_num_samples": 50_000,  # for the paper's figure
+    "eval.cfg_scales": [1.0],
+    "evaluation.reference": "references/VIRTUAL_imagenet256_labeled.npz",
+}
+IMAGENET_512 = IMAGENET_256 | {
+    "data": "imagenet512",
+    "data.path": "latents/imagenet512",
+    "eval.final_num_samples": 10_000,
+    "evaluation.reference": "references/VIRTUAL_imagenet512.npz",
+}
+LIGHTNING = IMAGENET_256 | {  # LightningDiT's settings; no evaluation, because nothing here decodes VA-VAE's latents
+    "data": "custom",
+    "data.name": "vavae_imagenet256",
+    "data.path": "latents/vavae_imagenet256",
+    "data.in_channels": 32,
+    "data.input_size": 16,
+    "data.num_classes": 1000,
+    "data.autoencoder": "none",
+    "diffusion": "sit",
+    "diffusion.timestep": "logit_normal",
+    "train.num_steps": 80_000,
+    "train.batch_size": 1024,
+    "train.lr": 2e-4,
+    "train.betas": [0.9, 0.95],
+    "sample.every": 0,
+    "eval.every": 0,
+}
+DIGITS = {  # minutes on two CPU cores; results are in benchmarks/results/
+    "data": "digits",
+    "guidance": "none",
+    "model.backbone": "DiT-XS/2",
+    "train.num_steps": 300,
+    "checkpoint.every": 300,
+    "checkpoint.keep_last": 1,
+    "sample.every": 300,
+    "eval.every": 120,  # 120, 240, 300: a routed step takes about 0.8 of a dense one, so that 300 take as long as 240 dense ones
+    "eval.num_samples": 500,
+    "eval.num_steps": 10,  # half of the default: the tables compare rows, and there are many
+    "eval.cfg_scales": [1.0],
+}
+DIGITS_DIFFER = (
+    "the digits' detector instead of Inception, 16 tokens instead of 256, ${train.num_steps} steps of ${train.batch_size} images"
+)
+DENSE = {"model": "dit"}
+TREAD = {"model": "tread"}  # half of the tokens skip blocks 2 to depth - 4
+
+
+def route(selection_ratio: float, start: int, end: int) -> dict[str, Any]:
+    """Overrides for one route: a fraction of the tokens skips blocks start to end, inclusive."""
+    one = {"selection_ratio": selection_ratio, "start_layer_idx": start, "end_layer_idx": end}
+    return TREAD | {"model.routes": [one]}
+
+
+def backbone(size: str) -> dict[str, Any]:
+    return {"model.backbone": f"DiT-{size}"}
+
+
+def fid(value: float, num_samples: str = "50k") -> dict[str, float]:
+    return {f"fid{num_samples}/cfg1.0": value}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The paper's tables. FID is of 50,000 unguided samples after 400,000 steps, unless a table says otherwise.
+
+TABLE_2 = {
+    #       DiT    +TREAD SiT    +TREAD
+    "S/2": (68.40, 47.04, 57.60, 38.08),
+    "B/2": (43.47, 21.34, 33.00, 15.98),
+    "L/2": (23.33, 9.10, 18.80, 5.91),
+    "XL/2": (19.47, 7.38, 17.20, 4.89),
+}
+SELECTION_RATES = {0: 43.47, 25: 26.50, 50: 21.34, 75: 49.29}  # DiT-B/2: percent of the tokens that skip the route: FID
+PLACEMENTS = {  # DiT-B/2: (first, last block of the route): change of FID from the dense network's 49.89
+    (0, 2): 2.95, (0, 3): 2.59, (0, 4): 7.23, (0, 5): 0.92, (0, 6): -12.12, (0, 7): -15.71, (0, 8): -16.31, (0, 9): -14.82,
+    (0, 10): 7.47, (7, 8): 0.61, (6, 8): 0.82, (5, 8): -4.84, (4, 8): -14.20, (3, 8): -16.31, (2, 8): -21.87, (1, 8): -21.68,
+}  # fmt: skip
+FINAL = {  # DiT-XL/2: FID, sFID, IS, precision, recall; `cfg1.0` is unguided
+    "dit": {"cfg1.0": (9.62, 6.85, 121.50, 0.67, 0.67), "guided": (2.27, 4.60, 278.24, 0.83, 0.57)},
+    "tread_160": {"cfg1.0": (4.96, 6.83, 192.49, 0.79, 0.54)},
+    "tread_680": {"cfg1.0": (3.93, 7.32, 211.35, 0.76, 0.60)},
+    "tread_finetune_220": {"guided": (2.76, 4.61, 252.78, 0.83, 0.57)},
+    "tread_finetune_740": {"guided": (2.09, 4.46, 269.07, 0.81, 0.62)},
+    "tread_finetune_740_interval": {"guided": (1.69, 4.73, 292.66, 0.81, 0.63)},
+}
+
+
+def pair(name: str, table: str, source: str, base: dict, dense: dict, routed: dict, differs: str | None = None) -> Iterator[Row]:
+    """A dense row and the same network with TREAD, with the paper's figures of both."""
+    yield Row(name, table, source, base | DENSE, dense, differs)
+    yield Row(f"{name}_tread", table, source, base | TREAD, routed, differs, baseline=name)
+
+
+def table_2() -> Iterator[Row]:
+    for size, (dit, dit_tread, sit, sit_tread) in TABLE_2.items():
+        for objective, diffusion, dense, routed in (("dit", "edm", dit, dit_tread), ("sit", "sit", sit, sit_tread)):
+            name = f"table2/{objective}_{size.replace('/', '').lower()}"
+            base = IMAGENET_256 | backbone(size) | {"diffusion": diffusion}
+            yield from pair(name, "Table 2: backbones", "TREAD, Table 2", base, fid(dense), fid(routed))
+
+
+def selection_rate() -> Iterator[Row]:
+    about = {"table": "Selection rate", "source": "TREAD, ablation of the selection rate"}
+    for rate, figure in SELECTION_RATES.items():
+        overrides = IMAGENET_256 | backbone("B/2") | (route(rate / 100, 2, -4) if rate else DENSE)
+        baseline = "selection_rate/0" if rate else None
+        yield Row(f"selection_rate/{rate}", **about, overrides=overrides, paper=fid(figure), baseline=baseline)
+
+
+def location() -> Iterator[Row]:
+    """DiT-XL/2, the route scaled with the depth B (B/6 to 2B/3), or at fixed distances from both ends (2 to B - 4)."""
+    about = {"table": "Location scaling", "source": "TREAD, ablation of the location's scaling", "baseline": "table2/dit_xl2"}
+    rounded = "B/6 = 4.67 and 2B/3 = 18.67 of 28 blocks are rounded down: 4 to 18"
+    base = IMAGENET_256 | backbone("XL/2")
+    yield Row("location/relative", **about, overrides=base | route(0.5, 4, 18), paper=fid(18.81), differs=rounded)
+    yield Row("location/absolute", **about, overrides=base | route(0.5, 2, -4), paper=fid(7.38))
+
+
+def placement() -> Iterator[Row]:
+    table, source, dense = "Route placement", "TREAD, ablation of the route's placement", 49.89
+    differs = (
+        "the paper trains these rows for less than 400K iterations and does not say for how many: 300K is a guess; "
+        "compare changes against the baseline, not the figures themselves"
+    )
+    base = IMAGENET_256 | backbone("B/2") | {"train.num_steps": 300_000}
+    yield Row("placement/baseline", table, source, base | DENSE, fid(dense), differs)
+    for (start, end), change in PLACEMENTS.items():
+        figure, shown = fid(round(dense + change, 2)), f"{source} ({dense} {'+' if change > 0 else '-'} {abs(change):.2f})"
+        yield Row(f"placement/{start}_{end}", table, shown, base | route(0.5, start, end), figure, differs, "placement/baseline")
+
+
+def imagenet_512() -> Iterator[Row]:
+    base, source = IMAGENET_512 | backbone("B/2"), "TREAD, ImageNet-512 (FID of 10,000 samples)"
+    yield from pair("imagenet512/dit_b2", "ImageNet-512", source, base, fid(62.8, "10k"), fid(40.9, "10k"))
+
+
+def lightning() -> Iterator[Row]:
+    differs = (
+        "LightningDiT's network has rotary positions, SwiGLU and RMSNorm; this is DiT's network on VA-VAE latents under the "
+        "same objective, so that the figures are a direction and not a target"
+    )
+    base, source = LIGHTNING | backbone("XL/1"), "TREAD, LightningDiT rows"
+    yield from pair("lightning/xl1", "LightningDiT", source, base, fid(5.14), fid(3.71), differs)
+
+
+def final() -> Iterator[Row]:
+    """DiT-XL/2 for long. Rows (F), here `finetune`, continue a routed run for 60 epochs without routes."""
+    paper, dit = "TREAD, final comparison", "DiT (arXiv 2212.09748), as quoted in TREAD's final comparison"
+    ddpm = "DiT's own run is DDPM with learned variances, and its guided samples use cfg 1.5 on three channels; here EDM"
+    epoch = "an epoch counted as 5,000 steps of 256 images (1,281,167 / 256 = 5,004.6)"
+    scale = "the paper's guidance scale is not known here: sweep cfg_scale with fid.py and compare the best"
+    tuned = f"60 epochs are the difference between this row's and its routed run's; {epoch}; {scale}"
+    interval = f"the same training as final/xl2_tread_finetune_740; {scale}, and the interval with it (guidance=interval)"
+    for name, epochs, model, init_from, source, differs in (
+        ("dit", 1400, DENSE, None, dit, f"{ddpm}; {epoch}"),
+        ("tread_160", 160, TREAD, None, paper, epoch),
+        ("tread_680", 680, TREAD, None, paper, epoch),
+        ("tread_finetune_220", 60, DENSE, "tread_160", f"{paper}, rows (F)", tuned),
+        ("tread_finetune_740", 60, DENSE, "tread_680", f"{paper}, rows (F)", tuned),
+        ("tread_finetune_740_interval", 60, DENSE, "tread_680", f"{paper}, last row", interval),
+    ):
+        overrides = IMAGENET_256 | backbone("XL/2") | model | {"train.num_steps": 5_000 * epochs, "eval.every": 100_000}
+        if init_from:
+            overrides["init_from"] = f"${{output_dir}}/final_xl2_{init_from}_seed${{seed}}"
+        metrics = ("fid", "sfid", "inception_score", "precision", "recall")
+        figures = {f"{m}50k/{kind}": value for kind, row in FINAL[name].items() for m, value in zip(metrics, row)}
+        baseline = None if name == "dit" else "final/xl2_dit"
+        yield Row(f"final/xl2_{name}", "Final comparison", source, overrides, figures, differs, baseline)
+
+
+def digits() -> Iterator[Row]:
+    """Table 2, the selection rates and the placements at the size of the embedded digits."""
+    for objective, diffusion in (("dit", "edm"), ("sit", "sit")):
+        base, name = DIGITS | {"diffusion": diffusion}, f"digits/table2/{objective}_xs2"
+        yield from pair(name, "Digits: objectives", "after TREAD, Table 2", base, {}, {}, DIGITS_DIFFER)
+    about = ("Digits: selection rate", "after TREAD, ablation of the selection rate")
+    for rate in SELECTION_RATES:
+        overrides, baseline = (DIGITS | route(rate / 100, 2, -4), "digits/selection_rate/0") if rate else (DIGITS | DENSE, None)
+        yield Row(f"digits/selection_rate/{rate}", *about, overrides, {}, DIGITS_DIFFER, baseline)
+    about, name = ("Digits: route placement", "after TREAD, ablation of the route's placement"), "digits/placement"
+    yield Row(f"{name}/baseline", *about, DIGITS | DENSE, {}, DIGITS_DIFFER)
+    for start, end in PLACEMENTS:
+        yield Row(f"{name}/{start}_{end}", *about, DIGITS | route(0.5, start, end), {}, DIGITS_DIFFER, f"{name}/baseline")
+
+
+TABLES = (table_2, selection_rate, location, placement, imagenet_512, lightning, final, digits)
+ROWS = [row for table in TABLES for row in table()]

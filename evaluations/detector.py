@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import logging
 import pickle
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from errors import UserError
-from evaluations.features import Features, check_images
+from evaluations.features import Features, check_images, sha256_of_file
 from evaluations.metrics import full_float32
 
 log = logging.getLogger(__name__)
@@ -23,7 +22,6 @@ WEIGHTS_URL = f"https://github.com/toshas/torch-fidelity/releases/download/v0.2.
 WEIGHTS_SHA256 = "6726825d"  # its first digits, as in the file's name
 SPATIAL_CHANNELS = 7  # of mixed_6's 192: ADM keeps these, to have about as many features as pool3
 LAYER_SIZES = {"pool": 2048, "spatial": 17 * 17 * SPATIAL_CHANNELS}
-PRECISIONS = ("fp32", "bf16")
 
 
 def cached_weights_file() -> Path:
@@ -34,10 +32,7 @@ def cached_weights_file() -> Path:
 def fetch_weights(show_progress: bool = True) -> Path:
     """The file of the published weights (96 MB), downloaded to torch.hub's folder if it is not there.
 
-    With several processes on a machine, call it in one of them first.
-
-    Raises:
-        UserError: no network, or another file arrived; the message says which file to put where.
+    With several processes on a machine, call it in one of them first. Offline, the UserError says which file to put where.
     """
     file = cached_weights_file()
     if not file.exists():
@@ -50,14 +45,10 @@ def fetch_weights(show_progress: bool = True) -> Path:
                 f"the Inception weights cannot be downloaded ({e}); get {WEIGHTS_URL} elsewhere and put it at {file}, "
                 "or set evaluation.weights=<the file>"
             ) from e
-    sha256 = _sha256(file)
+    sha256 = sha256_of_file(file)
     if not sha256.startswith(WEIGHTS_SHA256):
         raise UserError(f"{file} is not the published file (SHA-256 {sha256[:8]}... instead of {WEIGHTS_SHA256}...); delete it")
     return file
-
-
-def _sha256(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 class InceptionDetector:
@@ -65,10 +56,9 @@ class InceptionDetector:
 
     Args:
         weights: a local file, torch-fidelity's or pytorch-fid's; None: fetch_weights().
-        device: to run on; a GPU gets channels_last.
-        precision: `fp32`, or `bf16` (mixed). bf16 is faster and gives other features (the pooled ones move by 2 to 12% under
-            random weights), so its scores compare only with each other.
-        compile: torch.compile the network; the first batch of every shape takes a minute.
+        precision: `fp32`, or `bf16` (mixed): faster, but other features (the pooled ones move by 2 to 12% under random
+            weights), so its scores compare only with each other.
+        compile: with torch.compile; the first batch of every shape takes a minute.
 
     Raises:
         UserError: the weights are missing, unreadable or of another network.
@@ -83,13 +73,13 @@ class InceptionDetector:
         precision: str = "fp32",
         compile: bool = False,
     ):
-        if precision not in PRECISIONS:
-            raise UserError(f"precision={precision!r} must be one of {', '.join(PRECISIONS)}")
+        if precision not in ("fp32", "bf16"):
+            raise UserError(f"precision={precision!r} must be one of fp32, bf16")
         self.device, self.precision = torch.device(device), precision
         file = fetch_weights() if weights is None else Path(weights)
         if not file.is_file():
             raise UserError(f"evaluation.weights={file} does not exist; put {WEIGHTS_URL} there, or leave it empty")
-        sha256 = _sha256(file)
+        sha256 = sha256_of_file(file)
         if not sha256.startswith(WEIGHTS_SHA256):
             log.warning("%s is not the published Inception (SHA-256 %s...): its scores compare with no paper's", file, sha256[:8])
         self.weights_hash = sha256 if precision == "fp32" else f"{sha256}-{precision}"
@@ -118,7 +108,6 @@ class _Network(nn.Module):
         self.extractor = extractor
         # TensorFlow's mixed_6/conv is the 1x1 branch of the block that PyTorch's ports call 6d, after its ReLU.
         extractor.Mixed_6d.branch1x1.register_forward_hook(self._keep)
-        self._kept: Tensor | None = None
 
     def _keep(self, module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
         self._kept = output  # [N, 192, 17, 17]
@@ -136,11 +125,10 @@ def _build_extractor(file: Path) -> nn.Module:
         from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
     except ImportError as e:
         raise UserError("Inception comes with torch-fidelity: pip install 'torch-fidelity>=0.4.0'") from e
-
     try:
         weights = torch.load(file, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, KeyError, ValueError) as e:
-        reason = str(e).splitlines()[0] if str(e) else type(e).__name__
+        reason = (str(e) or type(e).__name__).splitlines()[0]
         raise UserError(f"{file} cannot be read as PyTorch weights ({reason}); download {WEIGHTS_URL} again") from e
     # The class unpickles its file with weights_only=False; it gets a copy of what was just read safely.
     copy = io.BytesIO()

@@ -7,7 +7,6 @@ Its distance is `fd_digits`: the Frechet distance of other features than Incepti
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from pathlib import Path
 
@@ -19,9 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from errors import UserError
-from evaluations.features import Features, check_images
+from evaluations.features import Features, check_images, sha256_of_file
 from evaluations.metrics import class_agreement, full_float32
-from evaluations.npz import NpzImages
 from files import write_file
 
 log = logging.getLogger(__name__)
@@ -54,11 +52,7 @@ def to_input(images: Tensor) -> Tensor:
 
 
 class DigitsDetector:
-    """Features [N, 64] and class logits [N, 10] of 8x8 images of digits.
-
-    Raises:
-        UserError: the weights are missing or of another network.
-    """
+    """Features [N, 64] and class logits [N, 10] of 8x8 images of digits."""
 
     name = "digits"
 
@@ -67,7 +61,7 @@ class DigitsDetector:
         self._net = DigitsNet()
         try:
             self._net.load_state_dict(load_file(weights))
-            self.weights_hash = hashlib.sha256(Path(weights).read_bytes()).hexdigest()
+            self.weights_hash = sha256_of_file(weights)
         except (OSError, RuntimeError, SafetensorError) as e:
             reason = " ".join(str(e).split())[:200]
             raise UserError(f"{weights} is no digits detector ({reason}); make it: python -m evaluations.digits_detector") from e
@@ -78,8 +72,9 @@ class DigitsDetector:
         """uint8 [N, 8, 8, 3] -> features on the device."""
         x = check_images(images)
         if x.shape[1:3] != (8, 8):
-            size = f"{x.shape[2]}x{x.shape[1]}"
-            raise UserError(f"images are {size} pixels; the digits detector takes 8x8 (use Inception for others)")
+            raise UserError(
+                f"images are {x.shape[2]}x{x.shape[1]} pixels; the digits detector takes 8x8 (use Inception for others)"
+            )
         with full_float32():
             pool, logits = self._net(to_input(x.to(self.device)))
         return Features(self.name, pool=pool, logits=logits)
@@ -87,28 +82,18 @@ class DigitsDetector:
 
 def load_digits() -> tuple[Tensor, Tensor]:
     """The embedded digits: uint8 [1797, 8, 8, 3], labels [1797]."""
-    reference = NpzImages(REFERENCE_FILE)
-    return torch.from_numpy(next(reference.batches(len(reference)))), torch.from_numpy(reference.labels)
+    with np.load(REFERENCE_FILE) as reference:
+        return torch.from_numpy(reference["arr_0"]), torch.from_numpy(reference["labels"])
 
 
 def split(num_images: int) -> tuple[Tensor, Tensor]:
     """Indices of four fifths to train on and one fifth held out, always the same."""
-    order = torch.from_numpy(np.random.default_rng(0).permutation(num_images))
-    num_held_out = num_images // 5
-    return order[num_held_out:], order[:num_held_out]
+    held_out, training = torch.from_numpy(np.random.default_rng(0).permutation(num_images)).tensor_split([num_images // 5])
+    return training, held_out
 
 
 def train(num_epochs: int = 40, batch_size: int = 64, lr: float = 2e-3) -> tuple[DigitsNet, float]:
     """The classifier and its accuracy on the images held out; the same on every run on one machine."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the order of sums depends on the number, and the network is too small to use more
-    try:
-        return _train(num_epochs, batch_size, lr)
-    finally:
-        torch.set_num_threads(num_threads)
-
-
-def _train(num_epochs: int, batch_size: int, lr: float) -> tuple[DigitsNet, float]:
     images, labels = load_digits()
     x, (training, held_out) = to_input(images), split(len(images))
     random = np.random.default_rng(1)
@@ -130,6 +115,7 @@ def _train(num_epochs: int, batch_size: int, lr: float) -> tuple[DigitsNet, floa
 
 
 def main() -> None:
+    torch.set_num_threads(1)  # the order of sums depends on the number, and the network is too small to use more
     net, held_out_accuracy = train()
     write_file(WEIGHTS_FILE, save(net.state_dict(), metadata={"held_out_accuracy": f"{held_out_accuracy:.4f}"}))
     log.info("%s: %.2f%% of the held-out digits are classified correctly", WEIGHTS_FILE, 100 * held_out_accuracy)

@@ -4,9 +4,11 @@ features, C classes.
 
 from __future__ import annotations
 
-import itertools
+import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from itertools import chain, pairwise
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor
 
 from errors import UserError
-from evaluations.statistics import Statistics
+from evaluations.statistics import Statistics, rows_not_finite
 
 
 @dataclass(frozen=True)
@@ -26,8 +28,7 @@ class Features:
         pool: [N, D] float32.
         logits: [N, C] float32; their softmax gives the class probabilities.
         spatial: [N, S] float32, where the detector has them.
-        statistics: of `pool` and `spatial`, stored in a file or computed once for a reference. Metrics use them instead of
-            computing their own.
+        statistics: of `pool` and `spatial`, stored in a file or computed once for a reference; metrics then use these.
     """
 
     detector: str
@@ -46,11 +47,6 @@ class Features:
     def to(self, device: torch.device | str) -> Features:
         return replace(self, **{name: x.to(device) for name, x in self.tensors().items()})
 
-    def statistics_or_samples(self, layer: str) -> Statistics | Tensor | None:
-        """The known statistics of `pool` or `spatial`, else its features [N, D]; None where there are neither."""
-        samples = getattr(self, layer)
-        return self.statistics.get(layer, samples if samples is not None and len(samples) else None)
-
 
 class Detector(Protocol):
     """What turns images into features.
@@ -68,12 +64,12 @@ class Detector(Protocol):
         ...
 
 
-def check_images(images: np.ndarray | Tensor) -> Tensor:
-    """uint8 [N, H, W, 3] as a tensor.
+def sha256_of_file(file: str | Path) -> str:
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
-    Raises:
-        UserError: floats, another number of channels, channels first.
-    """
+
+def check_images(images: np.ndarray | Tensor) -> Tensor:
+    """uint8 [N, H, W, 3] as a tensor. Raises UserError for floats, another number of channels, or channels first."""
     images = torch.as_tensor(images)
     if images.dtype != torch.uint8:
         raise UserError(f"images are {images.dtype}; a detector takes uint8, 0 to 255 (round and clamp floats before)")
@@ -89,34 +85,24 @@ def concatenate(parts: Iterable[Features]) -> Features:
         raise UserError("there are no images")
     if len({part.detector for part in parts}) > 1:
         raise UserError(f"features of different detectors: {sorted({part.detector for part in parts})}")
-    tensors = {name: torch.cat([part.tensors()[name] for part in parts]) for name in parts[0].tensors()}
-    return Features(parts[0].detector, **tensors)
+    return Features(
+        parts[0].detector, **{name: torch.cat([getattr(part, name) for part in parts]) for name in parts[0].tensors()}
+    )
 
 
 def extract(detector: Detector, batches: Iterable[np.ndarray]) -> Features:
-    """Features of all batches, on the CPU.
-
-    Args:
-        batches: uint8 [b, H, W, 3] each.
+    """Features of all batches (uint8 [b, H, W, 3] each), on the CPU.
 
     Raises:
         UserError: no images; features that are not finite.
     """
     parts: list[Features] = []
-    computing = None
-    for images in itertools.chain(batches, [None]):
-        following = None if images is None else detector.features(images)
-        if computing is not None:
-            # Copying to the CPU waits for the device, so a batch is copied while the device computes the next one.
-            parts.append(computing.to("cpu"))
-            _check_finite(parts[-1], first_image=sum(map(len, parts[:-1])))
-        computing = following
+    # Copying to the CPU waits for the device, so the device gets the next batch before one is copied.
+    for computing, _ in pairwise(chain(map(detector.features, batches), [None])):
+        part = computing.to("cpu")
+        for name, x in part.tensors().items():
+            if bad := rows_not_finite(x):
+                image = sum(map(len, parts)) + bad[0]
+                raise UserError(f"the {detector.name} detector gives NaN or infinite {name} features for image {image}")
+        parts.append(part)
     return concatenate(parts)
-
-
-def _check_finite(features: Features, first_image: int) -> None:
-    for name, x in features.tensors().items():
-        bad = (~x.isfinite().all(dim=1)).nonzero()
-        if len(bad):
-            image = first_image + bad[0].item()
-            raise UserError(f"the {features.detector} detector gives NaN or infinite {name} features for image {image}")

@@ -15,11 +15,12 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from errors import UserError
-from evaluations.npz import NpzImages
+from evaluations.npz import NpzImages, check_stop
 from files import hash_bytes, list_images
 
 SUFFIXES = (".png", ".jpg", ".jpeg")
 CONVERTIBLE_MODES = ("1", "L", "LA", "P", "PA", "RGBA", "CMYK", "YCbCr")  # 8 bits or fewer: converting loses no range
+EXPECTED = "give a folder of PNG or JPEG images, or an .npz"
 MAX_THREADS = 8
 MIN_SIDE = 8
 MAX_ASPECT = 100  # the crop enlarges the shorter side to the resolution: beyond this it would need gigabytes
@@ -29,14 +30,8 @@ DECODE_ERRORS = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.
 def adm_center_crop(image: Image.Image, resolution: int) -> np.ndarray:
     """The square crop that ADM trains on and takes its reference batches from (arXiv 2105.05233), as DiT and SiT do.
 
-    A box filter halves the image while its shorter side has 2 * resolution pixels or more. A bicubic filter then scales the
-    shorter side to the resolution, and the centre is cut out.
-
-    Args:
-        image: RGB.
-
-    Returns:
-        uint8 [resolution, resolution, 3].
+    A box filter halves the image (RGB) while its shorter side has 2 * resolution pixels or more. A bicubic filter then scales
+    the shorter side to the resolution, and the centre is cut out: uint8 [resolution, resolution, 3].
     """
     while min(image.size) >= 2 * resolution:
         image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
@@ -49,8 +44,7 @@ def adm_center_crop(image: Image.Image, resolution: int) -> np.ndarray:
 def read_rgb(file: str | Path | BinaryIO) -> Image.Image:
     """Decode an image, upright as its EXIF says, as 8-bit RGB (alpha is dropped).
 
-    Raises:
-        UserError: it cannot be decoded, has more than 8 bits a channel, or is too small or too narrow to crop.
+    Raises UserError where it cannot be decoded, has more than 8 bits a channel, or is too small or too narrow to crop.
     """
     try:
         with Image.open(file) as image:
@@ -71,7 +65,7 @@ def read_rgb(file: str | Path | BinaryIO) -> Image.Image:
 class ImageFolder:
     """PNG and JPEG files of one size below a folder, sorted by their path relative to it. Hidden files are left out.
 
-    All headers are read first, so that a wrong file is found before any work.
+    All headers are read first: a file that is broken, not RGB or of another size is found before any work.
 
     Args:
         convert_to_rgb: convert grey, palette, CMYK and RGBA images (dropping alpha) instead of refusing them.
@@ -80,45 +74,33 @@ class ImageFolder:
     Attributes:
         shape: (N, H, W, 3).
         files: in order.
-
-    Raises:
-        UserError: no such folder, no images, or a file (by name) that is broken, not RGB or of another size.
     """
 
     def __init__(self, path: str | Path, convert_to_rgb: bool = False, crop: int | None = None):
         self.path, self.convert_to_rgb, self.crop = Path(path), convert_to_rgb, crop
         if not self.path.is_dir():
-            raise UserError(f"{self.path} is not a folder; give a folder of PNG or JPEG images, or an .npz")
+            raise UserError(f"{self.path} is not a folder; {EXPECTED}")
         self.files = [self.path / name for name in list_images(self.path, SUFFIXES)]
         if not self.files:
             raise UserError(f"{self.path} holds no images ({', '.join(SUFFIXES)})")
         with ThreadPoolExecutor(MAX_THREADS) as pool:
             sizes = list(pool.map(self._check, self.files))
-        if crop is not None:
-            sizes = [(crop, crop)] * len(sizes)
-        (usual, count), *others = Counter(sizes).most_common()
-        if others:
-            odd = next(i for i, size in enumerate(sizes) if size != usual)
-            pixels = ["x".join(map(str, size)) for size in (sizes[odd], usual)]
-            raise UserError(
-                f"{self.files[odd]} is {pixels[0]} pixels, but {count} of {len(sizes)} images in {self.path} are {pixels[1]}; "
-                "all must be of one size: resize them or move it elsewhere"
-            )
-        self.shape = (len(sizes), usual[1], usual[0], 3)
+        ((width, height), count), *_ = Counter(sizes).most_common()
+        for file, size in zip(self.files, sizes):
+            if size != (width, height):
+                raise UserError(
+                    f"{file} is {size[0]}x{size[1]} pixels, but {count} of {len(sizes)} images in {self.path} are "
+                    f"{width}x{height}; all must be of one size: resize them or move it elsewhere"
+                )
+        self.shape = (len(sizes), height, width, 3)
         self.labels, self.statistics = None, {}  # an .npz may hold both
 
     def __len__(self) -> int:
         return self.shape[0]
 
     def batches(self, batch_size: int, start: int = 0, stop: int | None = None) -> Iterator[np.ndarray]:
-        """Images start .. stop - 1 in order, uint8 [b, H, W, 3] each.
-
-        Raises:
-            UserError: fewer images than `stop`; a file that cannot be decoded, by name.
-        """
-        stop = len(self) if stop is None else stop
-        if stop > len(self):
-            raise UserError(f"{self.path} holds {len(self)} images, but {stop} were asked for; ask for fewer or make more")
+        """As `NpzImages.batches`; errors name the file that cannot be decoded."""
+        stop = check_stop(self, stop)
         with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
             for i in range(start, stop, batch_size):
                 yield np.stack(list(pool.map(self._read, self.files[i : min(i + batch_size, stop)])))
@@ -130,7 +112,7 @@ class ImageFolder:
         return f"{len(self)}-{digest}{'-rgb' if self.convert_to_rgb else ''}{f'-{self.crop}' if self.crop else ''}"
 
     def _check(self, file: Path) -> tuple[int, int]:
-        """(width, height), from the header."""
+        """(width, height) of the image that `_read` returns, from the header."""
         try:
             with Image.open(file) as image:
                 mode, size = image.mode, image.size
@@ -139,40 +121,28 @@ class ImageFolder:
         if mode != "RGB" and not (self.convert_to_rgb and mode in CONVERTIBLE_MODES):
             fix = "convert them to RGB first" if mode in CONVERTIBLE_MODES else "save 8-bit RGB"
             raise UserError(f"{file} has mode {mode}, not 8-bit RGB; {fix}")
-        return size
+        return size if self.crop is None else (self.crop, self.crop)
 
     def _read(self, file: Path) -> np.ndarray:
         try:
             if self.crop is not None:
                 return adm_center_crop(read_rgb(file), self.crop)
             with Image.open(file) as image:
-                pixels = np.array(image.convert("RGB"))
-        except UserError as e:
-            raise UserError(f"{file} cannot be used ({e}); mend or remove it") from e
-        except DECODE_ERRORS as e:
-            raise UserError(f"{file} is broken ({e}); make or copy it again") from e
-        if pixels.shape != self.shape[1:]:
-            raise UserError(f"{file} changed while it was in use: it is now {pixels.shape[1]}x{pixels.shape[0]} pixels")
-        return pixels
+                return np.array(image.convert("RGB"))
+        except DECODE_ERRORS as e:  # and read_rgb's UserError
+            raise UserError(f"{file} is broken or cannot be used ({e}); mend or remove it") from e
 
 
 ImageSet = NpzImages | ImageFolder
 
 
 def open_images(path: str | Path, convert_to_rgb: bool = False, crop: int | None = None) -> ImageSet:
-    """A folder or an .npz.
-
-    Args:
-        convert_to_rgb, crop: of the images of a folder; an .npz must be RGB and of one size.
-
-    Raises:
-        UserError: neither, or not usable; the message names the file and the fix.
-    """
+    """A folder, with the arguments of `ImageFolder`, or an .npz, which must be RGB and of one size."""
     path = Path(path)
     if path.is_dir():
         return ImageFolder(path, convert_to_rgb, crop)
     if not path.exists():
-        raise UserError(f"{path} does not exist; give a folder of PNG or JPEG images, or an .npz")
+        raise UserError(f"{path} does not exist; {EXPECTED}")
     if path.suffix.lower() != ".npz":
         raise UserError(f"{path} is neither a folder of PNG or JPEG images nor an .npz")
     if crop is not None:

@@ -7,6 +7,7 @@ the precision of its features.
 from __future__ import annotations
 
 import contextlib
+from itertools import combinations_with_replacement
 
 import torch
 from torch import Tensor
@@ -39,17 +40,16 @@ def frechet_distance(first: Statistics | Tensor, second: Statistics | Tensor) ->
     samples, gaussian = (first, second) if isinstance(first, Tensor) else (second, first)
     if isinstance(samples, Tensor):
         mu, x = _centred(samples)
-        values = torch.linalg.eigvalsh(_symmetric(x @ gaussian.sigma.double() @ x.T))[1:]  # centring makes the smallest one zero
-        trace_of_root = values.clamp(min=0).sqrt().sum()
-        return _combine(mu, x.square().sum(), gaussian.mu, gaussian.sigma.trace(), trace_of_root)
+        roots = _roots_of_eigenvalues(x @ gaussian.sigma @ x.T)[1:]  # centring makes the smallest one zero
+        return _combine(mu, x.square().sum(), gaussian.mu, gaussian.sigma.trace(), roots.sum())
     values, vectors = torch.linalg.eigh(_symmetric(first.sigma))
     a = vectors * values.clamp(min=0).sqrt()  # a covariance has no negative eigenvalues but by rounding
-    trace_of_root = torch.linalg.eigvalsh(_symmetric(a.T @ second.sigma.double() @ a)).clamp(min=0).sqrt().sum()
-    return _combine(first.mu, first.sigma.trace(), second.mu, second.sigma.trace(), trace_of_root)
+    roots = _roots_of_eigenvalues(a.T @ second.sigma @ a)
+    return _combine(first.mu, first.sigma.trace(), second.mu, second.sigma.trace(), roots.sum())
 
 
 def _combine(mu1: Tensor, trace1: Tensor, mu2: Tensor, trace2: Tensor, trace_of_root: Tensor) -> float:
-    distance = (mu1.double() - mu2.double()).square().sum() + trace1 + trace2 - 2 * trace_of_root
+    distance = (mu1 - mu2).square().sum() + trace1 + trace2 - 2 * trace_of_root
     return max(distance.item(), 0.0)  # of equal distributions, rounding leaves a little more or less than zero
 
 
@@ -59,8 +59,11 @@ def _check_same_size(first: int, second: int) -> None:
 
 
 def _symmetric(x: Tensor) -> Tensor:
-    x = x.double()
     return (x + x.T) / 2
+
+
+def _roots_of_eigenvalues(x: Tensor) -> Tensor:
+    return torch.linalg.eigvalsh(_symmetric(x)).clamp(min=0).sqrt()
 
 
 def _centred(features: Tensor) -> tuple[Tensor, Tensor]:
@@ -78,14 +81,10 @@ def _centred(features: Tensor) -> tuple[Tensor, Tensor]:
 def inception_score(logits: Tensor, split_size: int = 5000) -> float:
     """exp(mean over samples of KL(p(y|x) || p(y))), averaged over consecutive splits.
 
-    Order matters: split i holds samples i * split_size and on. A short last split counts as much as a full one, as in ADM's
-    evaluator; with fewer samples than one split the score is that of what is there.
+    A short last split counts as much as a full one, as in ADM's evaluator.
 
     Args:
         logits: [N, C], in the order of the samples; for Inception without the bias of the last layer.
-
-    Raises:
-        UserError: no samples, NaN or infinite logits.
     """
     if len(logits) == 0:
         raise UserError("the Inception Score needs samples; there are none")
@@ -116,18 +115,10 @@ def class_agreement(logits: Tensor, labels: Tensor) -> float:
 
 
 def precision_recall(reference: Tensor, samples: Tensor, num_neighbours: int = 3, tile_size: int = 2048) -> tuple[float, float]:
-    """Share of samples that lie in a ball around some reference, and of references in a ball around some sample.
+    """Share of samples [N, D] that lie in a ball around some reference [M, D], and of references in one around some sample.
 
     The ball of a point reaches to its num_neighbours-th nearest other point of its own set, border included. Distances are
-    computed tile by tile on the device and in the precision of the features; memory beyond a centred copy of them is a few
-    tiles.
-
-    Args:
-        reference: [M, D].
-        samples: [N, D], on the same device.
-
-    Returns:
-        precision, recall.
+    computed tile by tile: memory beyond a centred copy of the features is a few tiles.
 
     Raises:
         UserError: a set has no more than num_neighbours points; different D; NaN or infinite features.
@@ -145,10 +136,8 @@ def precision_recall(reference: Tensor, samples: Tensor, num_neighbours: int = 3
         radii_samples = neighbour_radii(samples, num_neighbours, tile_size)
         sample_inside = torch.zeros(len(samples), dtype=torch.bool, device=samples.device)
         reference_inside = torch.zeros(len(reference), dtype=torch.bool, device=samples.device)
-        for i in range(0, len(reference), tile_size):
-            rows = slice(i, i + tile_size)
-            for j in range(0, len(samples), tile_size):
-                columns = slice(j, j + tile_size)
+        for rows in _tiles(reference, tile_size):
+            for columns in _tiles(samples, tile_size):
                 distances = _squared_distances(reference[rows], samples[columns])
                 sample_inside[columns] |= (distances <= radii_reference[rows, None]).any(dim=0)
                 reference_inside[rows] |= (distances <= radii_samples[None, columns]).any(dim=1)
@@ -166,18 +155,20 @@ def neighbour_radii(x: Tensor, num_neighbours: int, tile_size: int = 2048) -> Te
         candidates = distances.topk(min(num_neighbours, distances.shape[1]), dim=1, largest=False, sorted=False).values
         nearest[rows] = torch.cat([nearest[rows], candidates], dim=1).topk(num_neighbours, dim=1, largest=False).values
 
-    for i in range(0, len(x), tile_size):
-        rows = slice(i, i + tile_size)
-        for j in range(i, len(x), tile_size):  # distances are symmetric: each tile serves its rows and its columns
-            columns = slice(j, j + tile_size)
-            distances = _squared_distances(x[rows], x[columns])
-            if i == j:
-                distances.fill_diagonal_(float("inf"))  # a point is not its own neighbour
-            keep_smallest(rows, distances)
-            if i != j:
-                keep_smallest(columns, distances.T.contiguous())
+    # Distances are symmetric: each tile serves its rows and its columns.
+    for rows, columns in combinations_with_replacement(_tiles(x, tile_size), 2):
+        distances = _squared_distances(x[rows], x[columns])
+        if rows == columns:
+            distances.fill_diagonal_(float("inf"))  # a point is not its own neighbour
+        else:
+            keep_smallest(columns, distances.T.contiguous())
+        keep_smallest(rows, distances)
     rounding = 32 * torch.finfo(x.dtype).eps * x.square().sum(1)
     return nearest[:, -1].maximum(rounding)  # topk sorts the smallest first
+
+
+def _tiles(x: Tensor, size: int) -> list[slice]:
+    return [slice(i, i + size) for i in range(0, len(x), size)]
 
 
 def _squared_distances(a: Tensor, b: Tensor) -> Tensor:
@@ -199,11 +190,11 @@ def full_float32():
     Ten bits of mantissa do not tell neighbours apart, and features would depend on the GPU.
     """
     cudnn = torch.backends.cudnn
-    flags = {"enabled": cudnn.enabled, "benchmark": cudnn.benchmark, "deterministic": cudnn.deterministic}
-    before = torch.get_float32_matmul_precision()
+    matmul_before, cudnn_before = torch.get_float32_matmul_precision(), cudnn.allow_tf32
     torch.set_float32_matmul_precision("highest")
+    cudnn.allow_tf32 = False
     try:
-        with cudnn.flags(allow_tf32=False, **flags):
-            yield
+        yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision(matmul_before)
+        cudnn.allow_tf32 = cudnn_before

@@ -7,6 +7,7 @@ written here) or `arr_1` (as ADM's samplers write them).
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import zipfile
 import zlib
@@ -15,12 +16,19 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from errors import UserError
 from evaluations.statistics import Statistics
 from files import hash_file
 
 STATISTICS_KEYS = {"pool": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}
+SMALL_ARRAYS = {"labels", "arr_1", *itertools.chain(*STATISTICS_KEYS.values())}  # the others are streamed or not read
+
+
+def statistics_by_key(statistics: dict[str, Statistics]) -> dict[str, Tensor]:
+    """Statistics of layers as arrays under ADM's names."""
+    return {key: x for layer, known in statistics.items() for key, x in zip(STATISTICS_KEYS[layer], (known.mu, known.sigma))}
 
 
 def write_npz(
@@ -38,6 +46,8 @@ def write_npz(
         labels: [N] int64, stored as `labels`.
         statistics: Inception's, `pool` and `spatial`, stored under ADM's names.
     """
+    arrays = {} if labels is None else {"labels": np.asarray(labels, dtype=np.int64)}
+    arrays |= {key: x.numpy() for key, x in statistics_by_key(statistics or {}).items()}
     temporary = path.with_name(f".tmp_{path.name}")
     with zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as archive:
         with archive.open("arr_0.npy", "w", force_zip64=True) as f:
@@ -50,9 +60,6 @@ def write_npz(
                 count += 1
         if count != shape[0]:
             raise UserError(f"{count} images instead of {shape[0]}")
-        arrays = {} if labels is None else {"labels": np.asarray(labels, dtype=np.int64)}
-        for layer, known in (statistics or {}).items():
-            arrays.update(zip(STATISTICS_KEYS[layer], (known.mu.numpy(), known.sigma.numpy())))
         for key, array in arrays.items():
             with archive.open(f"{key}.npy", "w", force_zip64=True) as f:
                 np.lib.format.write_array(f, array)
@@ -68,23 +75,30 @@ class NpzImages:
         statistics: `pool` and `spatial`, as far as the file holds them.
 
     Raises:
-        UserError: not an .npz; neither images nor statistics; images that are not uint8 RGB; statistics that do not fit
-            together. The message names the file and the key.
+        UserError: it cannot be used; the message names the file and the key.
     """
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        with _errors_of(self.path), self._open_zip() as archive:
-            keys = {name.removesuffix(".npy") for name in archive.namelist()}
-            self.statistics = self._read_statistics(archive, keys)
-            if "arr_0" in keys:
-                self.shape = self._check_header(archive)
+        with _errors_of(self.path), zipfile.ZipFile(self.path) as archive:
+            names = {name.removesuffix(".npy") for name in archive.namelist()}
+            arrays = {name: _read_array(archive, name) for name in names & SMALL_ARRAYS}
+            self.statistics = self._check_statistics(arrays)
+            if "arr_0" in names:
+                with archive.open("arr_0.npy") as f:
+                    self.shape = self._check_header(*_read_header(f))
             elif "pool" in self.statistics:
                 self.shape = (0, 0, 0, 3)
             else:
-                held = ", ".join(sorted(keys)) or "nothing"
+                held = ", ".join(sorted(names)) or "nothing"
                 raise UserError(f"{self.path} holds {held}; need arr_0 (uint8 [N, H, W, 3]), or mu and sigma")
-            self.labels = self._read_labels(archive, keys)
+        key = "labels" if "labels" in arrays else "arr_1"
+        self.labels = arrays.get(key)
+        if self.labels is not None:
+            if self.labels.shape != self.shape[:1] or not np.issubdtype(self.labels.dtype, np.integer):
+                found = f"{self.labels.dtype} {list(self.labels.shape)}"
+                raise UserError(f"{self.path}: {key} is {found}; need integers [{len(self)}]")
+            self.labels = self.labels.astype(np.int64)
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -92,19 +106,14 @@ class NpzImages:
     def batches(self, batch_size: int, start: int = 0, stop: int | None = None) -> Iterator[np.ndarray]:
         """Images start .. stop - 1 in order, uint8 [b, H, W, 3] each.
 
-        Raises:
-            UserError: fewer images than `stop`; a damaged file; no pixel above 1, which 0..1 floats cast to uint8 look like.
+        Raises UserError also where no pixel is above 1: that is what 0..1 floats cast to uint8 look like.
         """
-        stop = len(self) if stop is None else stop
-        if stop > len(self):
-            raise UserError(f"{self.path} holds {len(self)} images, but {stop} were asked for; ask for fewer or make more")
-        image_shape, brightest = self.shape[1:], 0
-        image_bytes = int(np.prod(image_shape))
-        with _errors_of(self.path), self._open_zip() as archive, archive.open("arr_0.npy") as f:
+        stop, brightest = check_stop(self, stop), 0
+        with _errors_of(self.path), zipfile.ZipFile(self.path) as archive, archive.open("arr_0.npy") as f:
             _read_header(f)
-            f.seek(start * image_bytes, os.SEEK_CUR)
+            f.seek(start * int(np.prod(self.shape[1:])), os.SEEK_CUR)
             for i in range(start, stop, batch_size):
-                images = np.empty((min(batch_size, stop - i), *image_shape), dtype=np.uint8)
+                images = np.empty((min(batch_size, stop - i), *self.shape[1:]), dtype=np.uint8)
                 if f.readinto(images.reshape(-1).data) != images.nbytes:
                     raise UserError(f"{self.path} is truncated: its arr_0 ends before image {i + len(images)} of {len(self)}")
                 brightest = max(brightest, int(images.max()))
@@ -116,15 +125,7 @@ class NpzImages:
         """Size and hash of the file."""
         return f"{self.path.stat().st_size}-{hash_file(self.path)}"
 
-    def _open_zip(self) -> zipfile.ZipFile:
-        if not self.path.exists():
-            raise UserError(f"{self.path} does not exist; give an .npz file as ADM's evaluator reads it")
-        return zipfile.ZipFile(self.path)
-
-    def _check_header(self, archive: zipfile.ZipFile) -> tuple[int, int, int, int]:
-        with archive.open("arr_0.npy") as f:
-            shape, fortran_order, dtype = _read_header(f)
-        what = f"{self.path}: arr_0 is {dtype} {list(shape)}"
+    def _check_header(self, shape: tuple[int, ...], fortran_order: bool, dtype: np.dtype) -> tuple[int, int, int, int]:
         H, W, C = shape[1:] if len(shape) == 4 else (0, 0, 0)
         problems = {
             "; need uint8 images of 0 to 255 (scale floats to 0..255, round, and cast)": dtype != np.uint8,
@@ -137,39 +138,31 @@ class NpzImages:
         }
         for problem, is_there in problems.items():
             if is_there:
-                raise UserError(what + problem)
+                raise UserError(f"{self.path}: arr_0 is {dtype} {list(shape)}{problem}")
         return shape
 
-    def _read_labels(self, archive: zipfile.ZipFile, keys: set[str]) -> np.ndarray | None:
-        key = next((key for key in ("labels", "arr_1") if key in keys), None)
-        if key is None:
-            return None
-        labels = self._read_array(archive, key)
-        if labels.shape != self.shape[:1] or not np.issubdtype(labels.dtype, np.integer):
-            raise UserError(f"{self.path}: {key} is {labels.dtype} {list(labels.shape)}; need integers [{len(self)}]")
-        return labels.astype(np.int64)
-
-    def _read_statistics(self, archive: zipfile.ZipFile, keys: set[str]) -> dict[str, Statistics]:
+    def _check_statistics(self, arrays: dict[str, np.ndarray]) -> dict[str, Statistics]:
         statistics = {}
-        for layer, (mu_key, sigma_key) in STATISTICS_KEYS.items():
-            present = {mu_key, sigma_key} & keys
-            if not present:
-                continue
-            if len(present) == 1:
-                missing = ({mu_key, sigma_key} - present).pop()
-                raise UserError(f"{self.path} holds {present.pop()} but no {missing}; both are needed")
-            mu, sigma = (self._read_array(archive, key) for key in (mu_key, sigma_key))
-            if not all(np.issubdtype(x.dtype, np.floating) for x in (mu, sigma)):
-                raise UserError(f"{self.path}: {mu_key} is {mu.dtype} and {sigma_key} is {sigma.dtype}; need floats")
-            try:
-                statistics[layer] = Statistics(*(torch.from_numpy(x.astype(np.float64)) for x in (mu, sigma)))
-            except ValueError as e:
-                raise UserError(f"{self.path}: {mu_key}, {sigma_key}: {e}") from e
+        for layer, keys in STATISTICS_KEYS.items():
+            held = [key for key in keys if key in arrays]
+            for key in keys if held else ():
+                if key not in held:
+                    raise UserError(f"{self.path} holds {held[0]} but no {key}; both are needed")
+                if not np.issubdtype(arrays[key].dtype, np.floating):
+                    raise UserError(f"{self.path}: {key} is {arrays[key].dtype}; need floats")
+            if held:
+                try:
+                    statistics[layer] = Statistics(*(torch.from_numpy(arrays[key].astype(np.float64)) for key in keys))
+                except UserError as e:
+                    raise UserError(f"{self.path}: {', '.join(keys)}: {e}") from e
         return statistics
 
-    def _read_array(self, archive: zipfile.ZipFile, key: str) -> np.ndarray:
-        with archive.open(f"{key}.npy") as f:
-            return np.lib.format.read_array(f, allow_pickle=False)
+
+def check_stop(images, stop: int | None) -> int:
+    """`stop`, or the number of images for None. Raises UserError where a set holds fewer."""
+    if stop is not None and stop > len(images):
+        raise UserError(f"{images.path} holds {len(images)} images, but {stop} were asked for; ask for fewer or make more")
+    return len(images) if stop is None else stop
 
 
 @contextlib.contextmanager
@@ -185,10 +178,13 @@ def _errors_of(path: Path):
         raise UserError(f"{path}: {e}") from e
 
 
+def _read_array(archive: zipfile.ZipFile, key: str) -> np.ndarray:
+    with archive.open(f"{key}.npy") as f:
+        return np.lib.format.read_array(f, allow_pickle=False)
+
+
 def _read_header(f) -> tuple[tuple[int, ...], bool, np.dtype]:
     """shape, fortran_order, dtype of an array in .npy format; leaves the file at the first value."""
-    version = np.lib.format.read_magic(f)
-    readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-    if version not in readers:
-        raise ValueError(f"arr_0 is in .npy format {version}; save it again with np.savez")
-    return readers[version](f)
+    if np.lib.format.read_magic(f) == (1, 0):
+        return np.lib.format.read_array_header_1_0(f)
+    return np.lib.format.read_array_header_2_0(f)

@@ -15,7 +15,7 @@ from errors import UserError
 from evaluations.detector import LAYER_SIZES, InceptionDetector
 from evaluations.features import Detector, Features, extract
 from evaluations.images import ImageSet, read_ahead
-from evaluations.npz import STATISTICS_KEYS, write_npz
+from evaluations.npz import STATISTICS_KEYS, statistics_by_key, write_npz
 from evaluations.statistics import Statistics, statistics_of
 from files import write_file
 
@@ -24,11 +24,20 @@ log = logging.getLogger(__name__)
 FORMAT = "1"  # of the cache; another one is not read
 
 
+def features_of_images(
+    images: ImageSet, detector: Detector, batch_size: int = 64, start: int = 0, stop: int | None = None
+) -> Features:
+    """Features of images start .. stop - 1, computed in this process; none for an .npz that holds statistics only."""
+    if len(images) == 0:
+        return Features(detector.name, pool=torch.empty(0, 0), logits=torch.empty(0, 0))
+    return extract(detector, read_ahead(images.batches(batch_size, start, stop)))
+
+
 def load_reference(
     images: ImageSet,
     detector: Detector,
     batch_size: int = 64,
-    compute: Callable[[ImageSet, Detector, int], Features] | None = None,
+    compute: Callable[[ImageSet, Detector, int], Features] = features_of_images,
 ) -> Features:
     """Features of all images, from the cache or computed and cached, with the statistics that the metrics need.
 
@@ -36,47 +45,29 @@ def load_reference(
     images than features gets none: `frechet_distance` is exact on the features themselves.
 
     Args:
-        compute: (images, detector, batch_size) -> Features, for features that are not cached; None: `features_of_images`.
-            With several processes, one that shares the work and returns all features everywhere.
-
-    Raises:
-        UserError: images the detector cannot take; stored statistics of another size than its features.
+        compute: gives features that are not cached; with several processes, one that shares the work between them.
     """
     stored = stored_statistics(images, detector)
     features = read_cache(images, detector)
     if features is None:
-        features = (compute or features_of_images)(images, detector, batch_size)
-        layers = {"pool": features.pool, "spatial": features.spatial}
-        known = {layer: statistics_of(x) for layer, x in layers.items() if x is not None and len(x) > x.shape[1]}
-        features = replace(features, statistics=known)
+        features = compute(images, detector, batch_size)
+        layers = {name: x for name, x in features.tensors().items() if name in STATISTICS_KEYS and len(x) > x.shape[1]}
+        features = replace(features, statistics={name: statistics_of(x) for name, x in layers.items()})
         if len(features):
             write_cache(images, detector, features)
-    return replace(features, statistics={**features.statistics, **stored})
-
-
-def features_of_images(
-    images: ImageSet, detector: Detector, batch_size: int = 64, start: int = 0, stop: int | None = None
-) -> Features:
-    """Features of images start .. stop - 1, computed in this process; none for an .npz that holds statistics only."""
-    if len(images) == 0:  # only the detector knows the sizes of its features
-        blank = detector.features(torch.zeros(1, 8, 8, 3, dtype=torch.uint8)).to("cpu")
-        return replace(blank, **{name: x[:0] for name, x in blank.tensors().items()})
-    return extract(detector, read_ahead(images.batches(batch_size, start, stop)))
+    return replace(features, statistics=features.statistics | stored)
 
 
 def stored_statistics(images: ImageSet, detector: Detector) -> dict[str, Statistics]:
     """The statistics in the file, as ADM's evaluator uses them. They are Inception's, so other detectors get none."""
-    if not images.statistics:
-        return {}
-    if detector.name != InceptionDetector.name:
+    if images.statistics and detector.name != InceptionDetector.name:
         log.info("%s: its mu and sigma are Inception's; the %s detector does not use them", images.path, detector.name)
         return {}
-    for layer, size in LAYER_SIZES.items():
-        known = images.statistics.get(layer)
-        if known is not None and len(known.mu) != size:
+    for layer, known in images.statistics.items():
+        if len(known.mu) != LAYER_SIZES[layer]:
             raise UserError(
-                f"{images.path}: {STATISTICS_KEYS[layer][0]} has {len(known.mu)} entries, Inception's {layer} features {size}; "
-                "take the statistics out of the file or make them with ADM's evaluator"
+                f"{images.path}: {STATISTICS_KEYS[layer][0]} has {len(known.mu)} entries, Inception's {layer} features "
+                f"{LAYER_SIZES[layer]}; take the statistics out of the file or make them with ADM's evaluator"
             )
     return images.statistics
 
@@ -117,31 +108,26 @@ def read_cache(images: ImageSet, detector: Detector) -> Features | None:
 
 
 def write_cache(images: ImageSet, detector: Detector, features: Features) -> None:
-    """Write the cache, whole or not at all. If the folder cannot be written to, warn: only later starts become slower."""
-    tensors = {name: x.contiguous() for name, x in features.tensors().items()}
-    for layer, known in features.statistics.items():
-        tensors.update(zip(STATISTICS_KEYS[layer], (known.mu, known.sigma)))
+    """Write the cache. If the folder cannot be written to, warn: only later starts become slower."""
+    tensors = features.tensors() | statistics_by_key(features.statistics)
+    blob = save({name: x.contiguous() for name, x in tensors.items()}, metadata=_cache_key(images, detector))
     try:
-        write_file(cache_file(images, detector), save(tensors, metadata=_cache_key(images, detector)))
+        write_file(cache_file(images, detector), blob)
     except UserError as e:
         log.warning("%s; the features will be computed at every start", e)
 
 
 def write_reference(images: ImageSet, output: Path, detector: InceptionDetector | None = None, batch_size: int = 64) -> None:
-    """Make a reference batch of a set of images, in ADM's format.
+    """Make a reference batch of a set of images, in ADM's format. Raises UserError where the output exists.
 
     Args:
-        output: an .npz that does not exist yet.
         detector: Inception, to store mu, sigma, mu_s and sigma_s as well; other evaluators then need not compute them.
-
-    Raises:
-        UserError: the output exists.
     """
     if output.exists():
         raise UserError(f"{output} exists; nothing was written")
-    statistics = None
+    statistics = {}
     if detector is not None:
         features = features_of_images(images, detector, batch_size)
-        statistics = {"pool": statistics_of(features.pool), "spatial": statistics_of(features.spatial)}
+        statistics = {layer: statistics_of(getattr(features, layer)) for layer in STATISTICS_KEYS}
     singles = (image for batch in read_ahead(images.batches(batch_size)) for image in batch)
     write_npz(output, singles, images.shape, images.labels, statistics)

@@ -33,10 +33,7 @@ def statistics_of(features: Tensor, chunk_size: int = 4096) -> Statistics:
     """Statistics of features [N, D] of any precision, on the CPU; only one chunk at a time is copied to float64.
 
     Sums are kept about the running mean (Chan, Golub and LeVeque 1983). The plain sum of x x^T loses digits where the mean is
-    far larger than the spread.
-
-    Raises:
-        UserError: fewer than 2 samples, NaN or infinite features.
+    far larger than the spread. Raises UserError as `check_samples` does.
     """
     check_samples(features)
     count, dim = 0, features.shape[1]
@@ -64,6 +61,9 @@ def check_samples(features: Tensor) -> None:
 
 def check_finite(features: Tensor) -> None:
     """Raise UserError for NaN or infinity in features [N, D]."""
-    bad = (~features.isfinite().all(dim=1)).nonzero()
-    if len(bad):
-        raise UserError(f"features hold NaN or infinity, first in sample {bad[0].item()} ({len(bad)} of {len(features)} samples)")
+    if bad := rows_not_finite(features):
+        raise UserError(f"features hold NaN or infinity, first in sample {bad[0]} ({len(bad)} of {len(features)} samples)")
+
+
+def rows_not_finite(features: Tensor) -> list[int]:
+    return (~features.isfinite().all(dim=1)).nonzero().flatten().tolist()

@@ -36,8 +36,9 @@ class FeaturePair:
 
     def frechet_distance(self, layer: str) -> float | None:
         """None where a side has neither images nor stored statistics of the layer."""
-        sides = [features.statistics_or_samples(layer) for features in (self.reference, self.samples)]
-        return None if any(side is None for side in sides) else metrics.frechet_distance(*sides)
+        sides = [side.statistics.get(layer, getattr(side, layer)) for side in (self.reference, self.samples)]
+        is_missing = any(side is None or (isinstance(side, Tensor) and not len(side)) for side in sides)
+        return None if is_missing else metrics.frechet_distance(*sides)
 
     @functools.cached_property
     def precision_recall(self) -> tuple[float | None, float | None]:
@@ -62,9 +63,8 @@ class Metric:
     """A metric of the features of one detector.
 
     Attributes:
-        name: as in results; must not end in a digit.
-        direction: whether a lower or a higher value is better.
-        format: how people read it, a format specification; files keep full precision.
+        name: must not end in a digit; full names append the sample count.
+        format: a format specification, for people; files keep full precision.
         compute: the value, or None where there is too little to compute it from.
     """
 
@@ -100,17 +100,14 @@ def metrics_of(detector: str) -> list[Metric]:
 def evaluate(
     reference: Features, samples: Features, labels: Tensor | None = None, device: torch.device | str = "cpu"
 ) -> dict[str, float]:
-    """The metrics of the detector by name, in the order of the table, without those that cannot be computed.
+    """The metrics of the detector by name, in the order of the table, without those that cannot be computed; warns of caveats.
 
-    `class_agreement` needs labels; precision and recall need images on both sides, not only stored statistics. Warnings say
-    what to beware of (see `caveats`).
+    `class_agreement` needs labels; precision and recall need images on both sides, not only stored statistics.
 
     Args:
         labels: [N] int64, the classes that were asked for, in the order of the samples.
         device: for the neighbour search.
 
-    Raises:
-        UserError: features of different detectors; too few samples to compute anything.
     """
     if reference.detector != samples.detector:
         raise UserError(f"the reference has features of {reference.detector}, the samples of {samples.detector}")
@@ -124,9 +121,9 @@ def evaluate(
 def caveats(reference: Features, samples: Features) -> list[str]:
     """What a reader of the numbers must know: too few images for what the metric usually means."""
     found = []
-    has_inception = samples.detector == "inception"
-    distance = "FID and sFID" if has_inception else f"fd_{samples.detector}"
-    dim = samples.pool.shape[1]
+    is_inception = samples.detector == "inception"
+    distance = "FID and sFID" if is_inception else f"fd_{samples.detector}"
+    dim = max(samples.pool.shape[1], reference.pool.shape[1])  # without images, a side has no features
     for name, features in (("samples", samples), ("reference images", reference)):
         if len(features) < dim and "pool" not in features.statistics:
             found.append(
@@ -135,16 +132,12 @@ def caveats(reference: Features, samples: Features) -> list[str]:
             )
         if len(features) <= NUM_NEIGHBOURS:
             found.append(f"no precision and recall: they need more than {NUM_NEIGHBOURS} images a side; {name}: {len(features)}")
-    last_split = len(samples) % INCEPTION_SPLIT
-    if has_inception and 0 < len(samples) < INCEPTION_SPLIT:
-        found.append(
-            f"Inception Score from {len(samples)} samples, less than a split of {INCEPTION_SPLIT}: lower than from a full one"
-        )
-    elif has_inception and last_split:
-        found.append(
-            f"Inception Score: the last split holds {last_split} of {INCEPTION_SPLIT} samples and counts like a full one, "
-            "as in ADM"
-        )
+    if is_inception and 0 < len(samples) < INCEPTION_SPLIT:
+        size = f"{len(samples)} samples, less than a split of {INCEPTION_SPLIT}"
+        found.append(f"Inception Score from {size}: lower than from a full one")
+    elif is_inception and (last_split := len(samples) % INCEPTION_SPLIT):
+        size = f"{last_split} of {INCEPTION_SPLIT} samples"
+        found.append(f"Inception Score: the last split holds {size} and counts like a full one, as in ADM")
     return found
 
 
@@ -163,11 +156,7 @@ class MetricName(NamedTuple):
 
 
 def metric_name(metric: str, num_samples: int, guidance: float | str) -> str:
-    """`fid5k/cfg1.5`; scale 1 is no guidance.
-
-    Args:
-        guidance: the scale of classifier-free guidance, or words for any other.
-    """
+    """`fid5k/cfg1.5`. `guidance` is the scale of classifier-free guidance (1 is none), or words for any other."""
     words = guidance if isinstance(guidance, str) else f"cfg{float(guidance)}"
     return f"{metric}{short_count(num_samples)}/{words}"
 
@@ -179,11 +168,9 @@ def short_count(count: int) -> str:
 
 def read_metric_name(name: str) -> MetricName | None:
     """The parts of a full name; None where it is none (`loss`)."""
-    match = _FULL_NAME.fullmatch(name)
-    if match is None:
+    if not (parts := _FULL_NAME.fullmatch(name)):
         return None
-    num_samples = int(match["count"]) * (1000 if match["thousands"] else 1)
-    return MetricName(match["metric"], num_samples, match["guidance"] or "")
+    return MetricName(parts["metric"], int(parts["count"]) * (1000 if parts["thousands"] else 1), parts["guidance"] or "")
 
 
 def find_metric(name: str) -> Metric | None:

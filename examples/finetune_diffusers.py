@@ -22,22 +22,20 @@ import logging
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from attach import PRESETS, attach
-from attach.masked_loss import mask_to_tokens, masked_mse
+from attach import PRESETS, attach, mask_to_tokens, masked_mse
 from errors import UserError
 from setup.cli import guard, parse_arguments
-from setup.schema import Count, Positive, Settings, Text, Whole, one_of
+from setup.settings import Count, Positive, Settings, Text, Whole, one_of
 
 LORA_TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "proj_out")
-PATCH_SIZE = 2
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +53,7 @@ class FinetuneSettings(Settings):
     device: Text = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@dataclass(frozen=True)
-class StepRecord:
+class StepRecord(NamedTuple):
     loss: float
     step_sec: float
 
@@ -78,15 +75,12 @@ def read_items(folder: str | Path) -> dict[str, Tensor]:
 
 def pack(x: Tensor) -> Tensor:
     """(B, C, H, W) -> (B, N, 4C): Flux gets patches of 2 x 2 as tokens; within a token: channel, row, column."""
-    B, C, H, W = x.shape
-    return x.reshape(B, C, H // 2, 2, W // 2, 2).permute(0, 2, 4, 1, 3, 5).reshape(B, H * W // 4, 4 * C)
+    return F.pixel_unshuffle(x, 2).flatten(2).mT.contiguous()
 
 
 def unpack(tokens: Tensor, height: int, width: int) -> Tensor:
     """(B, N, 4C) -> (B, C, H, W)."""
-    B, _, D = tokens.shape
-    x = tokens.reshape(B, height // 2, width // 2, D // 4, 2, 2)
-    return x.permute(0, 3, 1, 4, 2, 5).reshape(B, D // 4, height, width)
+    return F.pixel_shuffle(tokens.mT.unflatten(2, (height // 2, width // 2)), 2)
 
 
 def predict_flux(network: nn.Module, batch: dict[str, Tensor], generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -120,18 +114,16 @@ def predict_pixart(network: nn.Module, batch: dict[str, Tensor], generator: torc
     t = torch.randint(0, 1000, (B,), generator=generator, device=x.device)
     alphas_cumprod = torch.cumprod(1 - torch.linspace(1e-4, 0.02, 1000, device=x.device), dim=0)[t][:, None, None, None]
     x_t = alphas_cumprod.sqrt() * x + (1 - alphas_cumprod).sqrt() * noise
-    sizes = {"resolution": None, "aspect_ratio": None}
+    resolution = aspect_ratio = None
     if network.get_base_model().config.sample_size == 128:  # PixArt at 1024 pixels is conditioned on the image's size
-        sizes = {
-            "resolution": torch.tensor([[8.0 * H, 8.0 * W]], device=x.device).expand(B, -1),
-            "aspect_ratio": torch.full((B, 1), H / W, device=x.device),
-        }
+        resolution = torch.tensor([[8.0 * H, 8.0 * W]], device=x.device).expand(B, -1)
+        aspect_ratio = torch.full((B, 1), H / W, device=x.device)
     prediction = network(
         hidden_states=x_t,
         encoder_hidden_states=batch["prompt_embeds"],
         encoder_attention_mask=batch.get("prompt_mask"),
         timestep=t,
-        added_cond_kwargs=sizes,
+        added_cond_kwargs={"resolution": resolution, "aspect_ratio": aspect_ratio},
         return_dict=False,
     )[0]
     return prediction[:, :C], noise  # the other half of the channels is a learned variance
@@ -161,9 +153,9 @@ def finetune(
     """
     from peft import LoraConfig, get_peft_model
 
-    if type(network).__name__ not in PREDICT:
+    predict = PREDICT.get(type(network).__name__)
+    if predict is None:
         raise UserError(f"{type(network).__name__} cannot be fine-tuned here; use one of {', '.join(PREDICT)}")
-    predict = PREDICT[type(network).__name__]
     if predict is predict_flux and "pooled_prompt_embeds" not in items:
         raise UserError(f"Flux needs 'pooled_prompt_embeds' in the data; it has {', '.join(sorted(items))}")
     network = get_peft_model(network, LoraConfig(r=rank, lora_alpha=rank, target_modules=list(LORA_TARGETS)))
@@ -183,7 +175,7 @@ def finetune(
             ids = torch.randint(0, len(items["latents"]), (batch_size,), generator=generator, device=device)
             batch = {name: tensor[ids] for name, tensor in items.items()}
             mask = batch.get("loss_mask")
-            keep = None if mask is None else mask_to_tokens(mask, PATCH_SIZE)
+            keep = None if mask is None else mask_to_tokens(mask, patch_size=2)
             with attachment.force_keep(keep) if attachment is not None else contextlib.nullcontext():
                 prediction, target = predict(network, batch, generator)
             loss = masked_mse(prediction, target, mask).mean()
@@ -212,10 +204,7 @@ def main(arguments: list[str]) -> None:
         items,
         routes=None if settings.routes == "none" else settings.routes,
         num_steps=settings.steps,
-        batch_size=settings.batch_size,
-        learning_rate=settings.learning_rate,
-        rank=settings.rank,
-        seed=settings.seed,
+        **settings.model_dump(include={"batch_size", "learning_rate", "rank", "seed"}),
     )
     for i, record in enumerate(steps, start=1):
         if i == 1 or i % 50 == 0 or i == settings.steps:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import io
+import math
 import pickle
 import struct
 
@@ -25,12 +25,7 @@ def check_float(where: str, dtype: np.dtype) -> np.dtype:
 # .npy.
 
 
-@functools.lru_cache(maxsize=1024)
-def _parse_npy_header(head: bytes) -> tuple[np.dtype, tuple[int, ...], bool]:
-    stream = io.BytesIO(head)
-    read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-    shape, fortran_order, dtype = read[np.lib.format.read_magic(stream)](stream)
-    return dtype, shape, fortran_order
+HEADER_READERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
 def locate_npy(where: str, payload: bytes) -> tuple[np.dtype, tuple[int, ...], int]:
@@ -39,22 +34,21 @@ def locate_npy(where: str, payload: bytes) -> tuple[np.dtype, tuple[int, ...], i
     Raises:
         UserError: it is not one, is truncated, or is in Fortran order. The message begins with `where`.
     """
+    stream = io.BytesIO(payload)
     try:
-        offset = 10 + int.from_bytes(payload[8:10], "little")
-        if payload[6:8] == b"\x02\x00":
-            offset = 12 + int.from_bytes(payload[8:12], "little")
-        dtype, shape, fortran_order = _parse_npy_header(payload[:offset])
+        shape, fortran_order, dtype = HEADER_READERS[np.lib.format.read_magic(stream)](stream)
     except (ValueError, KeyError, SyntaxError, TypeError) as e:
         raise UserError(f"{where} is not in .npy format, or is truncated: {e}") from e
+    offset = stream.tell()
     if fortran_order:
         raise UserError(f"{where} is in Fortran order; save it again with np.ascontiguousarray")
-    if not dtype.hasobject and len(payload) != offset + dtype.itemsize * int(np.prod(shape)):
+    if not dtype.hasobject and len(payload) != offset + dtype.itemsize * math.prod(shape):
         raise UserError(f"{where} is truncated: {len(payload) - offset} bytes are not {dtype} {list(shape)}")
     return dtype, shape, offset
 
 
 def parse_npy(where: str, payload: bytes) -> np.ndarray:
-    """The array of an .npy file; equal headers are parsed once. Raises UserError as `locate_npy`, and for Python objects."""
+    """The array of an .npy file. Raises UserError as `locate_npy`, and for Python objects."""
     dtype, shape, offset = locate_npy(where, payload)
     if dtype.hasobject:
         raise UserError(f"{where} holds Python objects, not numbers")

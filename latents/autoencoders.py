@@ -16,15 +16,10 @@ SD_VAES = ("stabilityai/sd-vae-ft-ema", "stabilityai/sd-vae-ft-mse")
 
 
 class Autoencoder(Protocol):
-    """What encodes images and decodes latents.
+    """What encodes images and decodes latents."""
 
-    Attributes:
-        scale_factor: what its latents are multiplied by for the network.
-        factor: pixels of an image along one side of a latent.
-    """
-
-    scale_factor: float
-    factor: int
+    scale_factor: float  # what its latents are multiplied by for the network
+    factor: int  # pixels of an image along one side of a latent
 
     def fingerprint(self) -> str:
         """A hash of the weights."""
@@ -55,12 +50,7 @@ class Identity:
 
 
 class SDVAE:
-    """A diffusers AutoencoderKL.
-
-    Args:
-        source: a local folder, or a name on the Hugging Face hub (stabilityai/sd-vae-ft-ema, say).
-        channels, key, precision: as for `build`.
-    """
+    """A diffusers AutoencoderKL from a local folder or the Hugging Face hub; the other arguments are those of `build`."""
 
     def __init__(self, source: str, device: torch.device, channels: int | None, key: str, precision: str = "fp32"):
         from diffusers import AutoencoderKL  # slow to import; data of pixels does not need it

@@ -28,21 +28,13 @@ KINDS = ("sample", "moments")
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """What the header of a shard says; equal for all shards of a folder.
+    """What the header of a shard says; equal for all shards of a folder."""
 
-    Attributes:
-        kind: `sample` (C channels) or `moments` (2C channels: mean, then log-variance; sampled afresh at every read).
-        scale_factor: multiplies a stored latent to give what the network sees.
-        autoencoder: `identity`, `none`, or `sd-vae:<hub id or folder>`.
-        resolution: height = width of the images, in pixels.
-        num_classes: labels are 0 .. num_classes - 1.
-    """
-
-    kind: str
-    scale_factor: float
-    autoencoder: str
-    resolution: int
-    num_classes: int
+    kind: str  # sample (C channels) | moments (2C channels: mean, then log-variance; sampled afresh at every read)
+    scale_factor: float  # multiplies a stored latent to give what the network sees
+    autoencoder: str  # identity | none | sd-vae:<hub id or folder>
+    resolution: int  # height = width of the images, in pixels
+    num_classes: int  # labels are 0 .. num_classes - 1
 
     def __post_init__(self):
         if self.kind not in KINDS:
@@ -139,8 +131,6 @@ class LatentDataset:
     """All shards of a folder as one array of latents, read by index.
 
     Attributes:
-        info: what the headers say.
-        files: the shards.
         labels: [N] int64.
         channels, height, width: of the latents that the network sees (half the stored channels for `moments`).
         has_flips: whether there are latents of the mirrored images.
@@ -174,18 +164,17 @@ class LatentDataset:
             raise UserError(f"{key}={self.path} holds no latent shards (*.safetensors)")
         if check_folder and manifest is not None:
             check_files(self.path, self.files, manifest)
-        self._shards: list[dict[str, np.ndarray]] = []
-        infos, labels, layouts = [], [], []
-        for file in self.files:
-            info, shard = _open_shard(file)
-            infos.append(info)
-            labels.append(shard.pop("labels").copy())
-            self._shards.append(shard)
-            layouts.append(", ".join([str(info), *(f"{name} {x.dtype} {list(x.shape[1:])}" for name, x in shard.items())]))
-            if layouts[-1] != layouts[0]:
-                raise UserError(f"{file} does not belong with {self.files[0]}: {layouts[-1]} against {layouts[0]}")
-        self.info: ShardInfo = infos[0]
-        self.labels: np.ndarray = np.concatenate(labels)
+        opened = [_open_shard(file) for file in self.files]
+        self.info: ShardInfo = opened[0][0]
+        self.labels: np.ndarray = np.concatenate([shard.pop("labels") for _, shard in opened])
+        self._shards: list[dict[str, np.ndarray]] = [shard for _, shard in opened]
+        layouts = [
+            ", ".join([str(info), *(f"{name} {x.dtype} {list(x.shape[1:])}" for name, x in shard.items())])
+            for info, shard in opened
+        ]
+        for file, layout in zip(self.files, layouts):
+            if layout != layouts[0]:
+                raise UserError(f"{file} does not belong with {self.files[0]}: {layout} against {layouts[0]}")
         self._first_item = np.cumsum([0] + [len(shard["latents"]) for shard in self._shards])
         channels, self.height, self.width = self._shards[0]["latents"].shape[1:]
         self.channels = channels // 2 if self.info.kind == "moments" else channels

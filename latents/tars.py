@@ -8,6 +8,7 @@ import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -19,25 +20,18 @@ COMPRESSED = re.compile(rb"(?P<gzip>\x1f\x8b)|(?P<bzip2>BZh[1-9]1AY&SY)|(?P<xz>\
 COMPRESSED_SUFFIXES = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 LABEL_EXTENSIONS = ("cls", "cls.txt")
 MAX_LABEL = 10**7  # what is larger is no class number; tables over all classes would not fit into memory
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Member:
-    """A file in a tar.
-
-    Attributes:
-        name: in the tar.
-        key: folder and name up to the first dot.
-        extension: what follows that dot, in lower case.
-        start: where its bytes begin in the tar.
-        payload: its bytes, uint8 [size], a view of the mapped tar.
-    """
+    """A file in a tar."""
 
     name: str
-    key: str
-    extension: str
-    start: int
-    payload: np.ndarray
+    key: str  # folder and name up to the first dot
+    extension: str  # what follows that dot, in lower case
+    start: int  # where its bytes begin in the tar
+    payload: np.ndarray  # its bytes, uint8 [size], a view of the mapped tar
 
 
 def find_tars(path: Path) -> list[Path]:
@@ -69,11 +63,8 @@ def map_file(file: Path) -> np.ndarray:
         return np.frombuffer(mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
 
 
-def walk_tar(file: Path, known: tuple[str, ...], ignored: Callable[[str], None] = lambda extension: None) -> Iterator[Member]:
-    """The members whose extension is one of `known`, in order.
-
-    Args:
-        ignored: called with the extension of every other member.
+def walk_tar(file: Path, known: tuple[str, ...], ignored: Callable[[str], None]) -> Iterator[Member]:
+    """The members whose extension is one of `known`, in order; `ignored` is called with the extension of every other one.
 
     Raises:
         UserError: the tar is truncated, damaged or followed by another; a member is a link, or has a dot in its key.
@@ -104,8 +95,9 @@ def walk_tar(file: Path, known: tuple[str, ...], ignored: Callable[[str], None] 
                 stop = member.offset_data + member.size
                 if stop > size:
                     raise UserError(truncated % f"{member.name} goes past its end")
-                payload = content[member.offset_data : stop]
-                yield Member(member.name, folder + slash + stem, extension, member.offset_data, payload)
+                yield Member(
+                    member.name, folder + slash + stem, extension, member.offset_data, content[member.offset_data : stop]
+                )
             # tarfile takes a damaged header for the end; the end of a whole tar is a block of zeros, and nothing comes after.
             rest = content[tar.offset :]
             if len(rest) < tarfile.BLOCKSIZE or rest[: tarfile.BLOCKSIZE].any():
@@ -116,8 +108,37 @@ def walk_tar(file: Path, known: tuple[str, ...], ignored: Callable[[str], None] 
         raise UserError(truncated % e) from e
 
 
-def parse_label(where: str, text: bytes) -> int:
-    """The label that a .cls member holds. Raises UserError, beginning with `where`, for anything but a label."""
+def read_samples(
+    file: Path,
+    extensions: tuple[str, ...],
+    kind: str,
+    read: Callable[[Member], T],
+    ignored: Callable[[str], None] = lambda _: None,
+) -> dict[str, tuple[T, int]]:
+    """{key: (what `read` makes of the member with one of `extensions`, label)}, in the order of first members.
+
+    Args:
+        kind: names these members in messages.
+        ignored: called with the extension of every member that is neither such nor a label.
+
+    Raises:
+        UserError: as `walk_tar`; a label that is no whole number, a key that has two members of a kind, or none.
+    """
+    samples: dict[str, list] = {}
+    for member in walk_tar(file, extensions + LABEL_EXTENSIONS, ignored):
+        where, is_label = f"{file}: member {member.name}", member.extension in LABEL_EXTENSIONS
+        sample = samples.setdefault(member.key, [None, None])
+        if sample[is_label] is not None:
+            raise UserError(f"{where}: the key has a second {member.extension}; keys must differ within a tar")
+        sample[is_label] = _parse_label(where, member.payload[:65].tobytes()) if is_label else read(member)
+    for key, sample in samples.items():
+        if None in sample:
+            has, lacks = (kind, ".cls") if sample[1] is None else (".cls", kind)
+            raise UserError(f"{file}: sample {key} has a {has} but no {lacks} member; make the tar again")
+    return {key: tuple(sample) for key, sample in samples.items()}
+
+
+def _parse_label(where: str, text: bytes) -> int:
     stripped = text.strip()
     if len(text) > 64 or not stripped.isdigit() or int(stripped) > MAX_LABEL:
         raise UserError(f"{where} holds {text[:24]!r}, not a label (a whole number from 0 to {MAX_LABEL})")

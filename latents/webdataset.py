@@ -13,9 +13,9 @@ import functools
 import hashlib
 import json
 import logging
+import math
 import os
 import tarfile
-from array import array
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +31,7 @@ from latents.arrays import check_float, locate_in_pickle, locate_npy, unpickle_a
 from latents.detection import detect
 from latents.progress import progress_bar
 from latents.shards import spread_items
-from latents.tars import LABEL_EXTENSIONS, find_tars, map_file, parse_label, walk_tar
+from latents.tars import Member, find_tars, map_file, read_samples
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,6 @@ class TarIndex:
     """Where in which tar the values of every sample lie, and its label; `open` makes one.
 
     Attributes:
-        files: the tars.
         dtype, shape: of every array, [C, h, w].
         labels: [N] int64.
         tar_of: [N] int32, number in `files`.
@@ -61,7 +60,7 @@ class TarIndex:
     def __init__(self, files: list[Path], arrays: dict[str, np.ndarray], dtype: np.dtype, shape: tuple, first_pickle: str):
         self.files, self.dtype, self.shape, self.first_pickle = files, np.dtype(dtype), tuple(shape), first_pickle
         self.labels, self.tar_of, self.offsets, self.pickle_bytes = (arrays[name] for name in INDEX_ARRAYS)
-        self._item_bytes = self.dtype.itemsize * int(np.prod(self.shape))
+        self._item_bytes = self.dtype.itemsize * math.prod(self.shape)
         self._map = functools.lru_cache(maxsize=MAX_OPEN_TARS)(lambda tar: map_file(self.files[tar]))
 
     @classmethod
@@ -70,8 +69,7 @@ class TarIndex:
 
         Args:
             path: a folder of tars, or one tar.
-            allow_pickle: read pickled arrays, with ArrayUnpickler.
-            flag: the key that sets it, for the message.
+            allow_pickle: read pickled arrays, with ArrayUnpickler; `flag` is the key that sets it, for the message.
 
         Raises:
             UserError: no tars; compressed or truncated ones; a sample without a latent or a label, or with two; pickles
@@ -125,18 +123,19 @@ class TarIndex:
         locator, parts, extensions = _ValueLocator(allow_pickle, flag), [], set()
         sizes = [file.stat().st_size for file in files]
         with progress_bar(total=sum(sizes), desc="indexing tars", unit="B", unit_scale=True, delay=1, leave=False) as bar:
-            for tar, file in enumerate(files):
-                part = _scan_tar(file, locator, extensions, bar)
-                parts.append(part | {"tar_of": np.full(len(part["labels"]), tar, dtype=np.int32)})
-        arrays = {name: np.concatenate([part[name] for part in parts]) for name in INDEX_ARRAYS}
-        if len(arrays["labels"]) == 0:
+            for file in files:
+                parts.append(_scan_tar(file, locator, extensions, bar))
+        labels, offsets, pickle_bytes = np.concatenate(parts).T.copy()
+        if len(labels) == 0:
             held = ", ".join(f".{e}" for e in sorted(extensions)[:8]) or "nothing"
             raise UserError(
                 f"{files[0].parent}: the tars hold no latents: need members <key>.latent or <key>.latent.npy, and <key>.cls; "
                 f"these hold {held}"
             )
+        tar_of = np.repeat(np.arange(len(files), dtype=np.int32), [len(part) for part in parts])
         # Without the folder, which may be moved with the index in it.
         first_pickle = locator.first_pickle.removeprefix(f"{files[0].parent}{os.sep}")
+        arrays = dict(zip(INDEX_ARRAYS, (labels, tar_of, offsets, pickle_bytes)))
         return cls(files, arrays, locator.dtype, locator.shape, first_pickle)
 
     @classmethod
@@ -171,17 +170,18 @@ class _ValueLocator:
         self.first_member = self.first_pickle = ""
         self._known: dict[int, tuple[bytes, bytes, int]] = {}  # size of a member -> its head, its tail, offset of the values
 
-    def locate(self, where: str, extension: str, member: np.ndarray) -> int | None:
-        """Offset of the values in a member, uint8 [size]; None where they have to be unpickled.
+    def locate(self, where: str, member: Member) -> tuple[int, int]:
+        """(offset in the tar of the values, 0); of a pickle that has to be read as one (its offset, its size).
 
         Raises:
             UserError: as `unpickle_array`; another shape or type than the members before; a pickle that is not allowed.
         """
-        head, tail, offset = self._known.get(len(member), (b"", b"", 0))
-        if offset and member[: len(head)].tobytes() == head and member[len(member) - len(tail) :].tobytes() == tail:
-            return offset
-        payload = member.tobytes()
-        if extension.endswith(".npy") or payload.startswith(b"\x93NUMPY"):
+        size = len(member.payload)
+        head, tail, offset = self._known.get(size, (b"", b"", 0))
+        if offset and (member.payload[: len(head)].tobytes(), member.payload[size - len(tail) :].tobytes()) == (head, tail):
+            return member.start + offset, 0
+        payload = member.payload.tobytes()
+        if member.extension.endswith(".npy") or payload.startswith(b"\x93NUMPY"):
             dtype, shape, offset = locate_npy(where, payload)
             check_float(where, dtype)
         else:
@@ -199,10 +199,10 @@ class _ValueLocator:
                 f"{where} is {dtype} {list(shape)}, but {self.first_member} is {self.dtype} {list(self.shape)}; "
                 "keep latents of one shape and type in a folder"
             )
-        if offset is not None:
-            end = offset + dtype.itemsize * int(np.prod(shape))
-            self._known[len(member)] = payload[:offset], payload[end:], offset
-        return offset
+        if offset is None:
+            return member.start, size
+        self._known[size] = payload[:offset], payload[offset + dtype.itemsize * math.prod(shape) :], offset
+        return member.start + offset, 0
 
 
 def _pickle_refused(where: str, flag: str) -> str:
@@ -212,35 +212,17 @@ def _pickle_refused(where: str, flag: str) -> str:
     )
 
 
-def _scan_tar(file: Path, locator: _ValueLocator, extensions: set[str], bar: tqdm) -> dict[str, np.ndarray]:
-    """labels, offsets and pickle_bytes of the samples of a tar, in the order in which their first members stand."""
-    rows: dict[str, int] = {}
-    labels, offsets, pickle_bytes = array("q"), array("q"), array("q")
-    at = 0
-    for member in walk_tar(file, LATENT_EXTENSIONS + LABEL_EXTENSIONS, extensions.add):
-        bar.update(member.start - at)
-        at, where, payload = member.start, f"{file}: member {member.name}", member.payload
-        row = rows.setdefault(member.key, len(rows))
-        if row == len(labels):
-            labels.append(-1)
-            offsets.append(-1)
-            pickle_bytes.append(0)
-        filled = offsets if member.extension in LATENT_EXTENSIONS else labels
-        if filled[row] >= 0:
-            raise UserError(f"{where}: the key has a second {member.extension}; keys must differ within a tar")
-        if filled is labels:
-            labels[row] = parse_label(where, payload[:65].tobytes())
-            continue
-        offset = locator.locate(where, member.extension, payload)
-        offsets[row] = member.start + (offset or 0)
-        pickle_bytes[row] = 0 if offset is not None else len(payload)
-    bar.update(file.stat().st_size - at)
-    for key, row in rows.items():
-        if offsets[row] < 0 or labels[row] < 0:
-            lacks, has = ("cls", "latent") if labels[row] < 0 else ("latent", "cls")
-            raise UserError(f"{file}: sample {key} has a .{has} but no .{lacks} member; make the tar again")
-    arrays = {"labels": labels, "offsets": offsets, "pickle_bytes": pickle_bytes}
-    return {name: np.array(values, dtype=np.int64) for name, values in arrays.items()}
+def _scan_tar(file: Path, locator: _ValueLocator, extensions: set[str], bar: tqdm) -> np.ndarray:
+    """[n, 3] int64: label, offset, pickle_bytes of the samples of a tar, in the order of their first members."""
+    begin = bar.n
+
+    def locate(member: Member) -> tuple[int, int]:
+        bar.update(begin + member.start - bar.n)
+        return locator.locate(f"{file}: member {member.name}", member)
+
+    samples = read_samples(file, LATENT_EXTENSIONS, ".latent", locate, extensions.add)
+    bar.update(begin + file.stat().st_size - bar.n)
+    return np.array([(label, *place) for place, label in samples.values()], dtype=np.int64).reshape(-1, 3)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -293,15 +275,9 @@ class TarLatents:
         return len(self.labels)
 
     def fetch(self, indices: np.ndarray, flips: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Read a batch.
+        """[b] item numbers, [b] bool (all False: tars hold no mirrored latents) -> latents [b, C or 2C, h, w], labels [b] int64.
 
-        Args:
-            indices: [b] item numbers.
-            flips: [b] bool, all False: tars hold no mirrored latents.
-
-        Returns:
-            latents [b, C or 2C, h, w] as the autoencoder makes them (the stored values divided by stored_scale), labels
-            [b] int64.
+        Latents are as the autoencoder makes them: the stored values divided by stored_scale.
         """
         assert not flips.any(), "these tars hold no mirrored latents"
         latents = torch.from_numpy(self._index.read(indices))

@@ -20,10 +20,11 @@ from reports.experiments import group
 from reports.page import render_report
 from reports.runs import read_runs
 from setup import cli
-from setup.schema import Settings, Text
+from setup.settings import Settings, Text
 
 MARKER = "python -m reports"  # at the beginning of every file that this program writes
 MARKERS = (MARKER, "python -m training.report")  # and of those that it wrote under its earlier name
+USAGE = "give the folder of runs: python -m reports runs/"
 
 
 class ReportSettings(Settings):
@@ -32,10 +33,14 @@ class ReportSettings(Settings):
 
 
 def main(arguments: Sequence[str]) -> None:
-    settings = [argument for argument in arguments if "=" in argument and not Path(argument).exists()]
-    folders = [Path(argument) for argument in arguments if argument not in settings]
-    settings = cli.parse_arguments(settings, ReportSettings, "report")
-    check_folders(folders)
+    own = [argument for argument in arguments if "=" in argument and not Path(argument).exists()]
+    settings = cli.parse_arguments(own, ReportSettings, "report")
+    folders = [Path(argument) for argument in arguments if argument not in own]
+    if not folders:
+        raise UserError(USAGE)
+    for folder in folders:
+        if not folder.is_dir():
+            raise UserError(f"{folder} is not a folder; {USAGE}")
     page = Path(settings.output or folders[0] / "report.html")
     if page.suffix not in (".html", ".htm"):
         raise UserError(f"output={page} is not the name of a page; use output={page.with_suffix('.html')}")
@@ -45,27 +50,16 @@ def main(arguments: Sequence[str]) -> None:
     runs, problems = read_runs(folders)
     if not runs:
         reasons = "".join(f"\n  {path}: {'; '.join(words)}" for path, words in problems.items())
-        raise UserError(
-            f"no run can be read below {' '.join(map(str, folders))}{reasons or '; give the folder of runs, runs/ say'}"
-        )
+        raise UserError(f"no run can be read below {' '.join(map(str, folders))}{reasons or f'; {USAGE}'}")
     tables = group(runs)
-    date = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
+    num_runs, num_experiments = counted(len(runs), "run"), counted(sum(map(len, tables.values())), "experiment")
     names = " ".join(folder.name or str(folder) for folder in folders)
-    subtitle = f"{counted(len(runs), 'run')}, {counted(sum(map(len, tables.values())), 'experiment')}, from {names}; {date}"
+    subtitle = f"{num_runs}, {num_experiments}, from {names}; {datetime.now().astimezone():%Y-%m-%d %H:%M %Z}"
     for file, text in zip(files, render_report(MARKER, settings.title, subtitle, tables, problems)):
         write_file(file, text)
-    sys.stdout.write(f"{counted(len(runs), 'run')} in {page} and {files[1].name}\n")
+    sys.stdout.write(f"{num_runs} in {page} and {files[1].name}\n")
     for path, reasons in problems.items():
         sys.stdout.write(f"incomplete or left out: {path}: {'; '.join(reasons)}\n")
-
-
-def check_folders(folders: Sequence[Path]) -> None:
-    """Raises UserError if there is none, or one does not exist."""
-    if not folders:
-        raise UserError("give the folder of runs: python -m reports runs/")
-    for folder in folders:
-        if not folder.is_dir():
-            raise UserError(f"{folder} is not a folder; give the folder of runs: python -m reports runs/")
 
 
 def check_replaceable(file: Path) -> None:

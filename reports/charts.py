@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from reports.experiments import Experiment, curve_metric, leading_metric, mean_of
 from reports.runs import Point, Run, is_figure
 
-WIDTH, HEIGHT = 440, 270
-LEFT, RIGHT, TOP, BOTTOM = 52, 20, 12, 42
-NUM_COLOURS = 8
 MAX_POINTS = 160  # of a line; neighbours are averaged beyond that, since nobody sees them and every reader loads them
 LOG_FROM = 8  # the ratio of largest to smallest value from which the vertical axis is logarithmic
 
@@ -33,39 +32,37 @@ class Series:
     """
 
     label: str
-    points: tuple[tuple[float, float], ...]
+    points: Sequence[tuple[float, float]]
     style: int = 0
     dashed: bool = False
-    band: tuple[tuple[float, float], ...] = ()
-
-    @property
-    def colour(self) -> int:
-        return self.style % NUM_COLOURS
+    band: Sequence[tuple[float, float]] = ()
 
 
-@dataclass(frozen=True)
 class Chart:
-    """Lines in a box of WIDTH x HEIGHT, and where their points are in it.
+    """Lines in a box, and where their points are in it.
 
-    Attributes:
+    Args:
+        series: with at least one point each.
         identifier: unique in the page.
-        x_range, y_range: values at the edges of the plot.
-        markers: the points of the lines are marked.
+        markers: the points are marked.
+        from_zero: the horizontal axis starts there.
     """
 
-    identifier: str
-    title: str
-    x_label: str
-    y_label: str
-    series: list[Series]
-    x_ticks: list[float]
-    y_ticks: list[float]
-    x_range: tuple[float, float]
-    y_range: tuple[float, float]
-    logarithmic: bool
-    markers: bool
-    left, right, top, bottom = LEFT, WIDTH - RIGHT, TOP, HEIGHT - BOTTOM
-    width, height = WIDTH, HEIGHT
+    width, height = 440, 270
+    left, right, top, bottom = 52, 420, 12, 228  # of the plot inside the axes
+
+    def __init__(
+        self, series: Sequence[Series], identifier: str, title: str, axes: tuple[str, str], markers: bool, from_zero: bool
+    ):
+        self.series, self.identifier, self.title, self.markers = series, identifier, title, markers
+        xs = [x for one in series for x, _ in one.points]
+        ys = [y for one in series for _, y in one.points] + [y for one in series for pair in one.band for y in pair]
+        self.is_logarithmic = min(ys) > 0 and max(ys) / min(ys) > LOG_FROM
+        self.x_label, self.y_label = axes[0], axes[1] + (" (log scale)" if self.is_logarithmic else "")
+        self.x_ticks = linear_ticks(0.0 if from_zero else min(xs), max(xs))
+        self.y_ticks = (log_ticks if self.is_logarithmic else linear_ticks)(min(ys), max(ys))
+        self.x_range = min(self.x_ticks[0], *xs), max(self.x_ticks[-1], *xs)
+        self.y_range = min(self.y_ticks[0], *ys), max(self.y_ticks[-1], *ys)
 
     @property
     def description(self) -> str:
@@ -81,7 +78,7 @@ class Chart:
         return self.left + (value - low) / ((high - low) or 1) * (self.right - self.left)
 
     def y(self, value: float) -> float:
-        low, high, value = (math.log(v) if self.logarithmic else v for v in (*self.y_range, value))
+        low, high, value = (math.log(v) if self.is_logarithmic else v for v in (*self.y_range, value))
         return self.bottom - (value - low) / ((high - low) or 1) * (self.bottom - self.top)
 
     def path(self, points: Sequence[tuple[float, float]]) -> str:
@@ -99,9 +96,8 @@ class ChartGroup:
     """Charts under one legend."""
 
     title: str
-    legend: list[Series]
-    charts: list[Chart]
-    note: str = ""
+    legend: Sequence[Series]
+    charts: Sequence[Chart]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -115,32 +111,23 @@ def draw_curves(identifier: str, experiments: Sequence[Experiment]) -> ChartGrou
         identifier: begins those of its charts.
     """
     metric = curve_metric(experiments)
-    styles = styles_of(experiments)
+    legend = [Series(one.label, (), style, not one.is_routed) for one, style in zip(experiments, styles_of(experiments))]
     charts = []
-    for name, words in ((metric, metric), ("loss", "training loss")) if metric else (("loss", "training loss"),):
+    for name, words in ([(metric, metric)] if metric else []) + [("loss", "training loss")]:
         for axis, x_label in (("steps", "steps"), ("hours", "hours of training")):
-            series = [curve_series(one, style, name, axis) for one, style in zip(experiments, styles)]
-            title = f"{words} against {x_label}"
-            chart_id = f"{identifier}-{axis}-{len(charts)}"
+            series = [curve_series(line, experiment, name, axis) for line, experiment in zip(legend, experiments)]
+            title, chart_id = f"{words} against {x_label}", f"{identifier}-{axis}-{len(charts)}"
             charts.append(line_chart(series, chart_id, title, x_label, words, markers=name == metric))
-    notes = ["Dense runs are dashed."]
-    if any(len(experiment.runs) > 1 for experiment in experiments):
-        notes.append("Lines are means over seeds; bands reach from the lowest to the highest.")
-    if any(experiment.is_routed for experiment in experiments):
-        notes.append(
-            "The loss of a routed run is measured with its tokens skipping: compare it only between runs of the same routes."
-        )
-    legend = [Series(one.label, (), style, not one.is_routed) for one, style in zip(experiments, styles)]
-    return ChartGroup("Curves", legend, [chart for chart in charts if chart], " ".join(notes))
+    return ChartGroup("Curves", legend, [chart for chart in charts if chart])
 
 
-def curve_series(experiment: Experiment, style: int, metric: str, axis: str) -> Series:
-    """The curve of a metric against steps or hours, with a band where there are several seeds."""
-    runs = experiment.furthest(metric)
-    curve = [(f.step if axis == "steps" else mean_of(r.hours_at(f.step) for r in runs), f) for f in experiment.curve(metric)]
-    known = [(float(x), figure) for x, figure in curve if x is not None]
+def curve_series(line: Series, experiment: Experiment, metric: str, axis: str) -> Series:
+    """The line with the points of a metric against steps or hours, and with a band where there are several seeds."""
+    curve = experiment.curve(metric)
+    xs = [figure.step if axis == "steps" else experiment.hours_at(figure.step, metric) for figure in curve]
+    known = [(float(x), figure) for x, figure in zip(xs, curve) if x is not None]
     band = [(min(figure.values), max(figure.values)) for _, figure in known if len(figure.values) > 1]
-    return Series(experiment.label, tuple((x, f.mean) for x, f in known), style, not experiment.is_routed, tuple(band))
+    return replace(line, points=[(x, figure.mean) for x, figure in known], band=band)
 
 
 def draw_sweeps(identifier: str, experiments: Sequence[Experiment]) -> list[ChartGroup]:
@@ -150,7 +137,7 @@ def draw_sweeps(identifier: str, experiments: Sequence[Experiment]) -> list[Char
     for style, experiment in zip(styles_of(experiments), experiments):
         for axis, curve, words in swept_curves(experiment.runs, metric):
             label = experiment.label + (f", {words}" if words else "")
-            axes.setdefault(axis, []).append(Series(label, tuple(curve), style, not experiment.is_routed))
+            axes.setdefault(axis, []).append(Series(label, curve, style, not experiment.is_routed))
     groups = []
     for axis, series in axes.items():
         if len({(one.style, one.dashed) for one in series}) < len(series):  # several lines of one experiment: a style for each
@@ -163,12 +150,13 @@ def draw_sweeps(identifier: str, experiments: Sequence[Experiment]) -> list[Char
 
 def styles_of(experiments: Sequence[Experiment]) -> list[int]:
     """A colour and marker for each. A dense experiment and its only routed one share theirs, and differ in the dashes."""
-    numbers: dict[int, int] = {}
+    followers = Counter(experiment.baseline for experiment in experiments)
+    styles: dict[Experiment, int] = {}
     for experiment in experiments:
         dense = experiment.baseline
-        alone = dense is not None and sum(other.baseline is dense for other in experiments) == 1
-        numbers[id(experiment)] = numbers[id(dense)] if alone and id(dense) in numbers else len(set(numbers.values()))
-    return list(numbers.values())
+        shares = dense in styles and followers[dense] == 1
+        styles[experiment] = styles[dense] if shares else len(set(styles.values()))
+    return list(styles.values())
 
 
 def swept_curves(runs: Sequence[Run], metric: str) -> list[tuple[str, list[tuple[float, float]], str]]:
@@ -176,38 +164,34 @@ def swept_curves(runs: Sequence[Run], metric: str) -> list[tuple[str, list[tuple
 
     Of several seeds the mean, where all of them have a point.
     """
-    by_run = [swept_values(run, metric) for run in runs]
-    curves: dict[tuple, dict[float, float]] = {}
-    for key in set.intersection(*map(set, by_run)):
-        shared = set.intersection(*(set(found[key]) for found in by_run))
-        if len(shared) > 1:
-            curves[key] = {x: mean_of(found[key][x] for found in by_run) for x in shared}
+    found: dict[tuple, dict[float, dict[str, float]]] = {}  # by axis and other settings, value of the axis, and run
+    for run in runs:
+        for point in [*run.points, *own_points(run, metric)]:
+            value = next((value for name, value in point.values.items() if name.partition("/")[0] == metric), None)
+            settings = {key: one if is_figure(one) else str(one) for key, one in (point.settings | {"step": point.step}).items()}
+            for axis in point.settings if value is not None else ():
+                if is_figure(settings[axis]):
+                    key = axis, tuple(sorted((name, one) for name, one in settings.items() if name != axis))
+                    found.setdefault(key, {}).setdefault(float(settings[axis]), {}).setdefault(str(run.path), value)
+    curves = {}
+    for key, by_value in found.items():
+        points = [(x, mean_of(values.values())) for x, values in sorted(by_value.items()) if len(values) == len(runs)]
+        if len(points) > 1:
+            curves[key] = points
     result = []
-    for axis, rest in (key for key in by_run[0] if key in curves):
-        others = [dict(other) for other_axis, other in curves if other_axis == axis]
-        words = ", ".join(f"{key} {value}" for key, value in rest if len({str(other.get(key)) for other in others}) > 1)
-        result.append((axis, sorted(curves[axis, rest].items()), words))
+    for (axis, rest), points in curves.items():
+        settings = [dict(other) for other_axis, other in curves if other_axis == axis]
+        words = ", ".join(f"{key} {value}" for key, value in rest if len({str(other.get(key)) for other in settings}) > 1)
+        result.append((axis, points, words))
     return result
 
 
-def swept_values(run: Run, metric: str) -> dict[tuple, dict[float, float]]:
-    """{(axis, the other settings): {value of the axis: metric}}, of fid.py and of training's last evaluation."""
-    points = list(run.points)
-    last = max(run.evaluations, default=None)
-    for name, value in run.evaluations.get(last, {}).items():
-        if match := re.fullmatch(rf"{re.escape(metric)}/cfg(-?\d+\.\d+)", name):
-            own = {"cfg_scale": float(match.group(1)), "weights": "ema", "num_steps": run.eval_num_steps}
-            own["S_churn"] = run.config.get("diffusion.sampler.S_churn", 0.0)
-            points.append(Point(last, own, {name: value}))
-    found: dict[tuple, dict[float, float]] = {}
-    for point in points:
-        value = next((value for name, value in point.values.items() if name.partition("/")[0] == metric), None)
-        for axis, setting in point.settings.items():
-            if value is not None and is_figure(setting):
-                others = sorted((key, other) for key, other in {**point.settings, "step": point.step}.items() if key != axis)
-                rest = tuple((key, other if is_figure(other) else str(other)) for key, other in others)
-                found.setdefault((axis, rest), {}).setdefault(float(setting), value)
-    return found
+def own_points(run: Run, metric: str) -> list[Point]:
+    """Training's last evaluation as fid.py would give it: a point for each guidance scale."""
+    last = max((step for name in run.metrics for step in run.series[name]), default=0)
+    matches = (re.fullmatch(rf"{re.escape(metric)}/cfg(-?\d+\.\d+)", name) for name in run.metrics if last in run.series[name])
+    settings = [(match.group(), {"cfg_scale": float(match.group(1)), **run.own_sampler}) for match in matches if match]
+    return [Point(last, one, {name: run.series[name][last]}) for name, one in settings]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -217,36 +201,18 @@ def swept_values(run: Run, metric: str) -> dict[tuple, dict[float, float]]:
 def line_chart(
     series: Sequence[Series], identifier: str, title: str, x_label: str, y_label: str, markers: bool, from_zero: bool = True
 ) -> Chart | None:
-    """None if there is nothing to draw.
-
-    Args:
-        identifier: unique in the page.
-        markers: for few points; without them, a line's points are averaged to MAX_POINTS.
-        from_zero: the horizontal axis starts there.
-    """
+    """None if there is nothing to draw. Without markers, for few points, a line's points are averaged to MAX_POINTS."""
     series = [one if markers else thin(one) for one in series if one.points]
-    if not series:
-        return None
-    xs = [x for one in series for x, _ in one.points]
-    ys = [y for one in series for _, y in one.points] + [y for one in series for pair in one.band for y in pair]
-    logarithmic = min(ys) > 0 and max(ys) / min(ys) > LOG_FROM
-    x_ticks = linear_ticks(0.0 if from_zero else min(xs), max(xs))
-    y_ticks = log_ticks(min(ys), max(ys)) if logarithmic else linear_ticks(min(ys), max(ys))
-    x_range = min(x_ticks[0], *xs), max(x_ticks[-1], *xs)
-    y_range = min(y_ticks[0], *ys), max(y_ticks[-1], *ys)
-    y_label += " (log scale)" if logarithmic else ""
-    return Chart(identifier, title, x_label, y_label, series, x_ticks, y_ticks, x_range, y_range, logarithmic, markers)
+    return Chart(series, identifier, title, (x_label, y_label), markers, from_zero) if series else None
 
 
 def thin(one: Series) -> Series:
     """At most MAX_POINTS, each the mean of equally many neighbours."""
     size = -(-len(one.points) // MAX_POINTS)
-    if size <= 1:
-        return one
 
-    def means(rows: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    def means(rows: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
         chunks = [rows[i : i + size] for i in range(0, len(rows), size)]
-        return tuple((sum(a for a, _ in chunk) / len(chunk), sum(b for _, b in chunk) / len(chunk)) for chunk in chunks)
+        return [tuple(sum(column) / len(chunk) for column in zip(*chunk)) for chunk in chunks]
 
     return replace(one, points=means(one.points), band=means(one.band))
 
@@ -265,17 +231,13 @@ def log_ticks(low: float, high: float) -> list[float]:
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for factors in ((1, 2, 5), (1, 3), (1,)):
         ticks = [factor * 10.0**power for power in powers for factor in factors]
-        below = [tick for tick in ticks if tick <= low * (1 + 1e-9)][-1:]
-        above = [tick for tick in ticks if tick >= high * (1 - 1e-9)][:1]
-        inside = [tick for tick in ticks if low * (1 + 1e-9) < tick < high * (1 - 1e-9)]
-        if len(inside) <= 7:
+        ticks = ticks[bisect_right(ticks, low * (1 + 1e-9)) - 1 : bisect_left(ticks, high * (1 - 1e-9)) + 1]
+        if len(ticks) <= 9:
             break
-    return below + inside + above
+    return ticks
 
 
 def short(value: float) -> str:
     """400000 -> 400k."""
-    for size, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size:
-            return f"{value / size:.4g}{suffix}"
-    return f"{value:.4g}"
+    size, suffix = next(((size, name) for size, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if abs(value) >= size), (1, ""))
+    return f"{value / size:.4g}{suffix}"

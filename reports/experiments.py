@@ -7,10 +7,10 @@ import re
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from evaluations.suite import METRICS, MetricName, find_metric, read_metric_name
+from evaluations.suite import METRICS, MetricName, read_metric_name
 from reports.runs import Run, interpolate
 from setup.schema import role_of
 
@@ -21,40 +21,33 @@ UNGUIDED = ("", "cfg1.0")
 
 @dataclass(frozen=True)
 class Figure:
-    """Mean of a metric over seeds, at one step.
-
-    Attributes:
-        spread: standard deviation over seeds (n - 1); None for one seed.
-        values: of each seed.
-    """
+    """A metric at one step, of each seed."""
 
     name: str
     step: float
-    mean: float
-    spread: float | None
-    values: tuple[float, ...]
+    values: list[float]
 
-    @classmethod
-    def of(cls, name: str, step: float, values: Sequence[float]) -> Figure:
-        spread = statistics.stdev(values) if len(values) > 1 else None
-        return cls(name, step, statistics.fmean(values), spread, tuple(values))
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.values)
+
+    @property
+    def spread(self) -> float | None:
+        """Standard deviation over seeds (n - 1); None for one seed."""
+        return statistics.stdev(self.values) if len(self.values) > 1 else None
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A figure beside the paper's.
-
-    Attributes:
-        measured: None if the runs have no such figure; `instead` is then the nearest one that they have.
-    """
+    """The paper's figure beside the measured one, or, if not `is_same`, beside the nearest that the runs have."""
 
     metric: str
     paper: float
-    measured: Figure | None
-    instead: Figure | None
+    figure: Figure | None
+    is_same: bool
 
 
-@dataclass
+@dataclass(eq=False)
 class Experiment:
     """Runs that differ only in the seed, in where they are and in how they were logged.
 
@@ -65,7 +58,7 @@ class Experiment:
 
     label: str
     runs: list[Run]
-    identity: dict[str, object] = field(default_factory=dict)
+    identity: dict[str, object]
     baseline: Experiment | None = None
 
     @property
@@ -77,25 +70,20 @@ class Experiment:
     def is_routed(self) -> bool:
         return self.runs[0].is_routed
 
-    @property
-    def num_steps(self) -> int | None:
-        """The step at which its runs end."""
-        return self.identity.get("train.num_steps")
-
     def metrics(self) -> list[str]:
         """Full names, the leading one first."""
-        return sorted({name for run in self.runs for values in run.evaluations.values() for name in values}, key=metric_order)
+        return sorted({name for run in self.runs for name in run.metrics}, key=metric_order)
 
     def furthest(self, metric: str) -> list[Run]:
         """The runs that have the latest figure of a metric: its curve is their mean."""
-        last = [max(series_of(run, metric), default=-1) for run in self.runs]
+        last = [max(run.series.get(metric, ()), default=-1) for run in self.runs]
         return [run for run, step in zip(self.runs, last) if step == max(last) >= 0]
 
     def curve(self, metric: str) -> list[Figure]:
-        """Means by step, over the same seeds at every step: those that got furthest."""
-        series = [series_of(run, metric) for run in self.furthest(metric)]
+        """Figures by step, of the same seeds at every step: those that got furthest."""
+        series = [run.series[metric] for run in self.furthest(metric)]
         steps = sorted(set.intersection(*map(set, series))) if series else []
-        return [Figure.of(metric, step, [one[step] for one in series]) for step in steps]
+        return [Figure(metric, step, [values[step] for values in series]) for step in steps]
 
     def figure(self, metric: str) -> Figure | None:
         """At the last step that has it."""
@@ -106,21 +94,15 @@ class Experiment:
         return mean_of(run.hours_at(step) for run in self.furthest(metric))
 
     def comparisons(self) -> list[Comparison]:
-        """The paper's figures, each beside its own measured one."""
+        """The paper's figures, each beside the measured one, or one of another sample count."""
         result = []
         for metric, paper in (self.about.get("paper") or {}).items():
+            wanted = _metric_and_guidance(metric)
+            near = [name for name in self.metrics() if read_metric_name(name) and _metric_and_guidance(name) == wanted]
             names = [metric] if "/" in metric else [metric, f"{metric}/cfg1.0"]
-            measured = next((figure for name in names if (figure := self.figure(name))), None)
-            instead = None if measured else self.figure(nearest_metric(metric, self.metrics()) or "")
-            result.append(Comparison(metric, float(paper), measured, instead))
+            figure = next((figure for name in (*names, *near) if (figure := self.figure(name))), None)
+            result.append(Comparison(metric, float(paper), figure, figure is not None and figure.name in names))
         return result
-
-
-def series_of(run: Run, metric: str) -> dict[int, float]:
-    """A run's figures of a metric by step; `loss` is that of training."""
-    if metric == "loss":
-        return {step: line["loss"] for step, line in run.lines.items() if "loss" in line}
-    return {step: values[metric] for step, values in run.evaluations.items() if metric in values}
 
 
 def mean_of(values: Iterable[float | None]) -> float | None:
@@ -133,6 +115,11 @@ def mean_of(values: Iterable[float | None]) -> float | None:
 # Metrics.
 
 
+def _metric_and_guidance(name: str) -> tuple[str, str]:
+    parts = read_metric_name(name) or MetricName(name, 0, "")
+    return parts.metric, "" if parts.guidance in UNGUIDED else parts.guidance
+
+
 def metric_order(name: str) -> tuple:
     """A sort key: metrics in the order of their table, unguided before guided, many samples before few."""
     parts = read_metric_name(name) or MetricName(name, 0, "")
@@ -140,24 +127,14 @@ def metric_order(name: str) -> tuple:
     return rank, parts.metric, parts.guidance not in UNGUIDED, -parts.num_samples, parts.guidance
 
 
-def nearest_metric(name: str, available: Sequence[str]) -> str | None:
-    """The same metric under the same guidance, at another sample count."""
-
-    def kind(parts: MetricName) -> tuple[str, str]:
-        return parts.metric, "" if parts.guidance in UNGUIDED else parts.guidance
-
-    wanted = kind(read_metric_name(name) or MetricName(name, 0, ""))
-    return next((other for other in available if (parts := read_metric_name(other)) and kind(parts) == wanted), None)
-
-
 def leading_metric(experiments: Sequence[Experiment]) -> str | None:
     """What a table is about: the paper's metric if it was measured, else the first of those that most experiments have."""
-    for experiment in experiments:
-        for comparison in experiment.comparisons():
-            figure = comparison.measured or comparison.instead
-            if figure is not None:
-                return figure.name
+    compared = [comparison.figure for experiment in experiments for comparison in experiment.comparisons()]
     counts = Counter(name for experiment in experiments for name in experiment.metrics())
+    return next((figure.name for figure in compared if figure), None) or _most_frequent(counts)
+
+
+def _most_frequent(counts: dict[str, int]) -> str | None:
     return min(counts, key=lambda name: (-counts[name], metric_order(name)), default=None)
 
 
@@ -170,44 +147,17 @@ def curve_metric(experiments: Sequence[Experiment]) -> str | None:
     parts = read_metric_name(leading or "")
     if parts is None:
         return leading
-    counts = {
-        name: sum(len(one.curve(name)) for one in experiments)
-        for name in dict.fromkeys(name for one in experiments for name in one.metrics())
-        if (other := read_metric_name(name)) and (other.metric, other.guidance) == (parts.metric, parts.guidance)
-    }
-    return min(counts, key=lambda name: (-counts[name], metric_order(name)))
+    counts: Counter[str] = Counter()
+    for experiment in experiments:
+        for name in experiment.metrics():
+            other = read_metric_name(name)
+            if other and (other.metric, other.guidance) == (parts.metric, parts.guidance):
+                counts[name] += len(experiment.curve(name))
+    return _most_frequent(counts)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Routed against dense.
-
-
-@dataclass(frozen=True)
-class Speedup:
-    """How much earlier a routed experiment reaches the best figure of its dense one.
-
-    Attributes:
-        target: the dense runs' best figure.
-        target_hours: their hours of training until there.
-        step, hours: at which the routed runs reach it, linear between the evaluations in `between`; None: they do not.
-        between: the two evaluations (step, figure); one if the first evaluation has already reached the target.
-        best: the routed runs' best figure.
-    """
-
-    target: Figure
-    target_hours: float | None
-    step: float | None
-    hours: float | None
-    between: tuple[tuple[int, float], ...]
-    best: Figure
-
-    @property
-    def in_steps(self) -> float | None:
-        return self.target.step / self.step if self.step else None
-
-    @property
-    def in_hours(self) -> float | None:
-        return self.target_hours / self.hours if self.hours and self.target_hours else None
 
 
 def compared_metric(routed: Experiment) -> str | None:
@@ -218,26 +168,8 @@ def compared_metric(routed: Experiment) -> str | None:
 
 def starts_alike(routed: Experiment) -> bool:
     """Whether it and its dense experiment start from the same weights, whose earlier training is in neither's hours."""
-    own, dense = routed.identity, routed.baseline.identity
-    same = own.get("init_from") == dense.get("init_from")
-    return same and (own.get("init_from") is None or own.get("init_state") == dense.get("init_state"))
-
-
-def find_speedup(routed: Experiment, metric: str) -> Speedup | None:
-    """None if the two start from different weights, or the table of metrics does not say whether lower is better.
-
-    Args:
-        metric: one that `compared_metric` gave.
-    """
-    known = find_metric(metric)
-    if known is None or not starts_alike(routed):
-        return None
-    sign = 1 if known.direction == "lower" else -1
-    curve = routed.curve(metric)
-    target, best = (min(figures, key=lambda figure: sign * figure.mean) for figures in (routed.baseline.curve(metric), curve))
-    step, between = first_reached([(figure.step, figure.mean) for figure in curve], target.mean, sign)
-    hours = None if step is None else routed.hours_at(step, metric)
-    return Speedup(target, routed.baseline.hours_at(target.step, metric), step, hours, between, best)
+    keys = ("init_from", "init_state") if routed.identity.get("init_from") else ("init_from",)
+    return not any(key in keys for key in different_keys(routed, routed.baseline))
 
 
 def first_reached(
@@ -248,13 +180,11 @@ def first_reached(
     Args:
         sign: 1: lower is better; -1: higher is.
     """
-    for i, (step, value) in enumerate(curve):
-        if sign * value <= sign * target:
-            if i == 0:
-                return float(step), (curve[0],)
-            before = curve[i - 1]
-            return interpolate(sorted([(before[1], before[0]), (value, step)]), target), (before, curve[i])
-    return None, ()
+    i = next((i for i, (_, value) in enumerate(curve) if sign * value <= sign * target), None)
+    if i is None:
+        return None, ()
+    between = tuple(curve[max(i - 1, 0) : i + 1])
+    return float(curve[0][0]) if i == 0 else interpolate(sorted((value, step) for step, value in between), target), between
 
 
 def compare_at_equal_cost(routed: Experiment, metric: str) -> tuple[Figure, Figure, float | None, Figure | None] | None:
@@ -264,27 +194,20 @@ def compare_at_equal_cost(routed: Experiment, metric: str) -> tuple[Figure, Figu
         Both figures at the last common step, over all seeds that have it; the routed runs' mean hours of training until there;
         the dense figure at the step that the dense runs reach in these hours, each seed's linear between its evaluations.
     """
-    own, dense = ([run for run in one.runs if series_of(run, metric)] for one in (routed, routed.baseline))
-    steps = [{step for run in runs for step in series_of(run, metric)} for runs in (own, dense)]
-    step = max(set.intersection(*steps), default=None)
+    both = [[run for run in one.runs if metric in run.series] for one in (routed, routed.baseline)]
+    step = max(set.intersection(*({step for run in runs for step in run.series[metric]} for runs in both)), default=None)
     if step is None:
         return None
-    own, dense = ([run for run in runs if step in series_of(run, metric)] for runs in (own, dense))
-    hours = mean_of(run.hours_at(step) for run in own)
-    time_step = None if hours is None else step_after(dense, hours)
-    in_time = []
+    own, dense = ([run for run in runs if step in run.series[metric]] for runs in both)
+    figures = [Figure(metric, step, [run.series[metric][step] for run in runs]) for runs in (own, dense)]
+    hours, in_time = mean_of(run.hours_at(step) for run in own), []
+    dense_steps = sorted({step for run in dense for step, _ in run.hours})
+    dense_hours = [(mean_of(run.hours_at(step) for run in dense), step) for step in dense_steps]
+    time_step = None if hours is None else interpolate([point for point in dense_hours if point[0] is not None], hours)
     if time_step is not None:
-        in_time = [interpolate(sorted(series_of(run, metric).items()), time_step) for run in dense]
+        in_time = [interpolate(sorted(run.series[metric].items()), time_step) for run in dense]
         in_time = [value for value in in_time if value is not None]
-    figures = (Figure.of(metric, step, [series_of(run, metric)[step] for run in runs]) for runs in (own, dense))
-    return *figures, hours, Figure.of(metric, time_step, in_time) if in_time else None
-
-
-def step_after(runs: Sequence[Run], hours: float) -> float | None:
-    """The step at which the runs have trained for `hours` on average; None beyond what all of them have."""
-    steps = sorted({step for run in runs for step in run.hours})
-    known = [(mean, step) for step in steps if (mean := mean_of(run.hours_at(step) for run in runs)) is not None]
-    return interpolate([(0.0, 0), *known], hours)
+    return *figures, hours, Figure(metric, time_step, in_time) if in_time else None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -330,14 +253,12 @@ def label_experiments(experiments: Sequence[Experiment]) -> None:
         names = [run.name for run in experiment.runs]
         shared = re.sub(r"[-_.]*(seed[-_.]*\d*)?$", "", os.path.commonprefix(names)) if len(names) > 1 else names[0]
         experiment.label = str(experiment.about.get("name") or shared or names[0])
-    for label in {experiment.label for experiment in experiments}:
-        same = [experiment for experiment in experiments if experiment.label == label]
-        if len(same) > 1:
-            keys = {key for one in same for key in one.identity}
-            keys = sorted(key for key in keys if any(one.identity.get(key) != same[0].identity.get(key) for one in same))
-            for number, experiment in enumerate(same, start=1):
-                words = ", ".join(f"{key}={experiment.identity.get(key)}" for key in keys[:3])
-                experiment.label = f"{label} ({words or number})"
+    for label, count in Counter(experiment.label for experiment in experiments).items():
+        same = [experiment for experiment in experiments if experiment.label == label] if count > 1 else []
+        keys = sorted({key for experiment in same for key in different_keys(same[0], experiment)})[:3]
+        for number, experiment in enumerate(same, start=1):
+            words = ", ".join(f"{key}={experiment.identity.get(key)}" for key in keys)
+            experiment.label = f"{label} ({words or number})"
 
 
 def find_baseline(experiment: Experiment, experiments: Sequence[Experiment]) -> Experiment | None:
@@ -346,21 +267,25 @@ def find_baseline(experiment: Experiment, experiments: Sequence[Experiment]) -> 
     if named:
         found = [other for other in experiments if other.about.get("name") == named and other is not experiment]
         # Of several with this name, the one that differs least, and then the one of the same length.
-        return min(found, key=lambda o: (len(other_settings(experiment, o)), o.num_steps != experiment.num_steps), default=None)
+        distances = [
+            (len(other_settings(experiment, one)), "train.num_steps" in different_keys(experiment, one)) for one in found
+        ]
+        return found[distances.index(min(distances))] if found else None
     if not experiment.is_routed or experiment.about:
         return None
-    for ignored in (ROUTING, (*ROUTING, "train.num_steps")):
-        rest, *others = (
-            {key: value for key, value in one.identity.items() if key not in ignored} for one in (experiment, *experiments)
-        )
-        dense = [other for other, its_rest in zip(experiments, others) if not other.is_routed and its_rest == rest]
-        if dense:
-            return dense[0] if len(dense) == 1 else None
+    dense = [other for other in experiments if not other.is_routed]
+    for expected in (ROUTING, (*ROUTING, "train.num_steps")):
+        if found := [other for other in dense if not set(different_keys(experiment, other)) - set(expected)]:
+            return found[0] if len(found) == 1 else None
     return None
+
+
+def different_keys(one: Experiment, other: Experiment) -> list[str]:
+    keys = one.identity.keys() | other.identity.keys()
+    return sorted(key for key in keys if one.identity.get(key) != other.identity.get(key))
 
 
 def other_settings(experiment: Experiment, baseline: Experiment) -> list[str]:
     """The keys that two experiments differ in, beside the routes, the length and what they start from."""
-    own, other = experiment.identity, baseline.identity
     expected = (*ROUTING, "train.num_steps", "init_from", "init_state")
-    return sorted(key for key in own.keys() | other.keys() if own.get(key) != other.get(key) and key not in expected)
+    return [key for key in different_keys(experiment, baseline) if key not in expected]

@@ -1,6 +1,7 @@
 """The report as text: one HTML page without scripts or files beside it, and the same tables as Markdown.
 
-The templates beside this file hold the layout and most words: page.html.j2 with page.css and chart.svg.j2, and report.md.j2.
+The templates beside this file hold the layout and most words: page.html.j2 with page.css and chart.svg.j2, report.md.j2, and
+origin.j2 for both.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from PIL import Image
 from files import markdown_table
 from reports.charts import draw_curves, draw_sweeps, short
 from reports.experiments import Experiment
-from reports.tables import describe_origin, equal_table, figures_table, problems_table, results_table, speedup_table
+from reports.runs import machine_of
+from reports.tables import equal_table, figures_table, results_table, speedup_table
 
 # Larger grids are embedded smaller, as JPEG.
 MAX_IMAGE_BYTES = 250_000
@@ -26,8 +28,8 @@ MAX_IMAGE_PIXELS = 900
 
 def render_report(
     marker: str, title: str, subtitle: str, tables: dict[str, list[Experiment]], problems: dict[str, list[str]]
-) -> tuple[str, str]:
-    """(the page, the Markdown file)."""
+) -> list[str]:
+    """The page and the Markdown file."""
     sections = []
     for i, (name, experiments) in enumerate(tables.items()):
         section = {"identifier": f"t{i}", "title": name, "experiments": experiments, "figures": figures_table(experiments)}
@@ -35,10 +37,9 @@ def render_report(
         groups = [draw_curves(f"t{i}", experiments), *draw_sweeps(f"t{i}", experiments)]
         section["charts"] = [group for group in groups if group.charts]
         sections.append(section)
-    context = {"marker": marker, "title": title, "subtitle": subtitle, "sections": sections, "problems": problems}
-    context["problems_table"] = problems_table(problems)
-    templates = load_templates()
-    return tuple(templates.get_template(name).render(context) for name in ("page.html.j2", "report.md.j2"))
+    context = {"marker": marker, "title": title, "subtitle": subtitle, "sections": sections}
+    context["problems"] = {path: "; ".join(reasons) for path, reasons in problems.items()}
+    return [load_templates().get_template(name).render(context) for name in ("page.html.j2", "report.md.j2")]
 
 
 @functools.cache
@@ -54,7 +55,7 @@ def load_templates() -> jinja2.Environment:
     # Markdown passes HTML on.
     environment.filters["plain"] = plain = functools.partial(html.escape, quote=False)
     environment.globals["markdown_table"] = lambda table: markdown_table(table.columns, table.rows, plain)
-    environment.globals |= {"describe_origin": describe_origin, "embed_image": embed_image, "short": short}
+    environment.globals |= {"machine_of": machine_of, "embed_image": embed_image, "short": short}
     return environment
 
 

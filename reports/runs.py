@@ -11,9 +11,10 @@ import re
 import statistics
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from operator import itemgetter
 from pathlib import Path
 
@@ -22,25 +23,22 @@ from omegaconf.errors import OmegaConfBaseException
 from PIL import Image
 from yaml import YAMLError
 
+from errors import UserError
 from evaluations.suite import metric_name
 from files import read_lines
-from setup.schema import TrainConfig, flatten, keys_of
+from setup.schema import TrainConfig, flatten
+from setup.settings import keys_of
 
 METRICS, STARTS, CONFIG, RESULTS = "metrics.jsonl", "starts.jsonl", "config.yaml", "results.jsonl"
+TRAINING_SERIES = ("loss", "steps_per_sec", "images_per_sec")
 # What the figures of fid.py depend on, beside the checkpoint, the sample count and the guidance.
 SAMPLER_SETTINGS = ("weights", "num_steps", "S_churn", "solver")
 LARGEST_COUNT = 2**53  # larger numbers are damage: a float does not hold them exactly
-_STEP_IN_NAME = re.compile(r"step_(\d+)$")
 
 
 @dataclass(frozen=True)
 class Point:
-    """One evaluation by fid.py.
-
-    Attributes:
-        settings: of the sampler and the guidance, cfg_scale among them.
-        values: figures by full name, fid5k/cfg1.5.
-    """
+    """One evaluation by fid.py: the settings of sampler and guidance, and figures by full name (fid5k/cfg1.5)."""
 
     step: int
     settings: dict[str, object]
@@ -54,8 +52,7 @@ class Run:
     Attributes:
         config: values by dotted key, without experiment.*; keys that are younger than the run have their defaults.
         experiment: experiment.*, as far as it can be read.
-        lines: training lines of metrics.jsonl by step.
-        evaluations: figures by step, of training and of fid.py with the run's own sampler.
+        series: values by name and step: TRAINING_SERIES, and the figures of training and of fid.py with the run's own sampler.
         points: all evaluations by fid.py.
         starts: how training started and was resumed.
         grid: step and file of the last sample grid.
@@ -65,8 +62,7 @@ class Run:
     path: Path
     config: dict[str, object]
     experiment: dict[str, object] = field(default_factory=dict)
-    lines: dict[int, dict] = field(default_factory=dict)
-    evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
+    series: dict[str, dict[int, float]] = field(default_factory=dict)
     points: list[Point] = field(default_factory=list)
     starts: list[dict] = field(default_factory=list)
     grid: tuple[int, Path] | None = None
@@ -77,9 +73,14 @@ class Run:
         return self.path.name
 
     @property
+    def metrics(self) -> list[str]:
+        """Full names of its figures."""
+        return [name for name in self.series if "/" in name]
+
+    @property
     def step(self) -> int:
         """The last recorded step."""
-        return max([*self.lines, *self.evaluations], default=0)
+        return max(step for values in self.series.values() for step in values)
 
     @property
     def num_steps(self) -> int | None:
@@ -96,53 +97,50 @@ class Run:
         return isinstance(routes, list) and any(isinstance(route, dict) and route.get("selection_ratio") for route in routes)
 
     @property
-    def images_seen(self) -> int | None:
-        batch_size = self.config.get("train.batch_size")
-        return self.step * batch_size if batch_size else None
-
-    @property
     def images_per_sec(self) -> float | None:
         """Median over the training lines."""
-        speeds = [line["images_per_sec"] for line in self.lines.values() if "images_per_sec" in line]
-        return statistics.median(speeds) if speeds else None
+        speeds = self.series.get("images_per_sec")
+        return statistics.median(speeds.values()) if speeds else None
 
     @property
-    def eval_num_steps(self) -> object:
-        """Sampler steps of training's own evaluations."""
-        return self.config.get("eval.num_steps") or self.config.get("diffusion.sampler.num_steps")
+    def own_sampler(self) -> dict[str, object]:
+        """The settings of training's own evaluations."""
+        sampler = {key: self.config.get(f"diffusion.sampler.{key}") for key in SAMPLER_SETTINGS}
+        sampler |= {"weights": "ema", "num_steps": self.config.get("eval.num_steps") or sampler["num_steps"]}
+        return {key: value for key, value in sampler.items() if value is not None}
 
     @cached_property
-    def hours(self) -> dict[int, float]:
-        """Hours of training until each step, without checkpoints, grids and evaluations (steps_per_sec leaves those out)."""
-        return self._sum_hours(lambda step: 1)
+    def line_hours(self) -> dict[int, float]:
+        """Hours of training between each training line and the one before; steps_per_sec leaves out what is not training."""
+        previous, hours = self.starts[0]["step"] if self.starts else 0, {}
+        for step, speed in sorted(self.series.get("steps_per_sec", {}).items()):
+            hours[step] = max(step - previous, 0) / speed / 3600 if speed > 0 else 0.0
+            previous = step
+        return hours
 
     @cached_property
+    def hours(self) -> list[tuple[int, float]]:
+        """(step, hours of training until there), sorted; empty without training lines."""
+        points = list(zip(self.line_hours, accumulate(self.line_hours.values())))
+        return [(0, 0.0), *points] if points else []
+
+    @property
     def device_hours(self) -> float | None:
         """Hours times processes; None where a start does not say how many processes it had."""
         if not self.starts or not self.hours or any("num_processes" not in start for start in self.starts):
             return None
-        return max(self._sum_hours(self._num_processes).values())
-
-    def _sum_hours(self, num_devices: Callable[[int], int]) -> dict[int, float]:
-        total, previous, hours = 0.0, self.starts[0]["step"] if self.starts else 0, {}
-        for step, line in sorted(self.lines.items()):
-            if line.get("steps_per_sec", 0) > 0:
-                total += num_devices(step) * max(step - previous, 0) / line["steps_per_sec"] / 3600
-            hours[step] = total
-            previous = step
-        return hours
-
-    def _num_processes(self, step: int) -> int:
-        """Of the last start before this step: a resume writes the later steps again."""
-        return [start["num_processes"] for start in self.starts if start["step"] < step or start is self.starts[0]][-1]
+        first, total = self.starts[0], 0.0
+        for step, hours in self.line_hours.items():  # of the last start before this step: a resume writes the later steps again
+            total += hours * [one["num_processes"] for one in self.starts if one["step"] < step or one is first][-1]
+        return total
 
     def hours_at(self, step: float) -> float | None:
         """Interpolated linearly between the training lines."""
-        return interpolate(self._hour_points, step)
+        return interpolate(self.hours, step)
 
-    @cached_property
-    def _hour_points(self) -> list[tuple[int, float]]:
-        return sorted(({0: 0.0} | self.hours).items())
+
+def machine_of(start: dict) -> str:
+    return f"{start.get('num_processes', '?')} × {start.get('device', 'unknown device')}"
 
 
 def interpolate(points: Sequence[tuple[float, float]], x: float) -> float | None:
@@ -169,14 +167,11 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[str, list[str]]]
         if RESULTS in files:
             results.append(path / RESULTS)
         if METRICS in files or CONFIG in files:
-            run, reason = read_run(path)
-            if run is None:
-                problems[str(path)] = [reason]
-            else:
-                runs.append(run)
-    for file in results:
-        if found := _add_points(file, runs):
-            problems[str(file)] = found
+            try:
+                runs.append(read_run(path))
+            except UserError as e:
+                problems[str(path)] = [str(e)]
+    problems |= {str(file): found for file in results if (found := _add_points(file, runs))}
     return runs, problems | {str(run.path): run.problems for run in runs if run.problems}
 
 
@@ -193,16 +188,16 @@ def _walk(folders: Sequence[Path]) -> Iterator[tuple[Path, list[str]]]:
                 yield Path(path), files
 
 
-def read_run(path: Path) -> tuple[Run | None, str]:
-    """(run, ""), or (None, why it cannot be shown)."""
+def read_run(path: Path) -> Run:
+    """The run in a folder. Raises UserError if it cannot be shown."""
     try:
         stored = OmegaConf.to_container(OmegaConf.load(path / CONFIG), resolve=True)
     except FileNotFoundError:
-        return None, f"no {CONFIG}: it stopped before its first step, or another program wrote it"
+        raise UserError(f"no {CONFIG}: it stopped before its first step, or another program wrote it") from None
     except (OSError, YAMLError, OmegaConfBaseException, ValueError) as e:
-        return None, f"{CONFIG} cannot be read: {' '.join(str(e).split())[:200]}"
+        raise UserError(f"{CONFIG} cannot be read: {' '.join(str(e).split())[:200]}") from e
     if not isinstance(stored, dict) or not isinstance(stored.get("train"), dict):
-        return None, f"{CONFIG} is not a configuration of train.py: it has no train.*"
+        raise UserError(f"{CONFIG} is not a configuration of train.py: it has no train.*")
     experiment = stored.pop("experiment", None)
     fields = {key: found[0] for key, found in keys_of(TrainConfig, stored).items()}
     defaults = {key: field.default for key, field in fields.items() if not field.is_required()}
@@ -214,41 +209,39 @@ def read_run(path: Path) -> tuple[Run | None, str]:
             run.config.pop(key, None)
             run.problems.append(f"{CONFIG} has no {key}: of another version")
     for start in _json_lines(path / STARTS, run.problems, {"step": int}):
-        if "num_processes" in start and not (_is_count(start["num_processes"]) and start["num_processes"] > 0):
-            run.problems.append(f"{STARTS}: num_processes={str(start.pop('num_processes'))[:40]} is not a number of processes")
+        count = start.get("num_processes", 1)
+        if not _is_count(count) or count < 1:
+            del start["num_processes"]
+            run.problems.append(f"{STARTS}: num_processes={str(count)[:40]} is not a number of processes")
         run.starts.append(start)
     for line in _json_lines(path / METRICS, run.problems, {"step": int}):
         numbers = {key: value for key, value in line.items() if is_figure(value)}
         if len(numbers) < len(line):
             run.problems.append(f"{METRICS}, step {line['step']}: {', '.join(line.keys() - numbers)} not a finite number")
-        if "loss" in line:
-            run.lines[line["step"]] = numbers
-        figures = {key: value for key, value in numbers.items() if "/" in key}
-        if figures:
-            run.evaluations.setdefault(line["step"], {}).update(figures)
-    if not run.lines and not run.evaluations:
-        return None, "; ".join([f"{METRICS} holds no figures yet", *run.problems])
+        for key, value in numbers.items():
+            if key in TRAINING_SERIES or "/" in key:
+                run.series.setdefault(key, {})[line["step"]] = value
+    if not run.series:
+        raise UserError("; ".join([f"{METRICS} holds no figures yet", *run.problems]))
     run.grid = _find_grid(path / "samples", run.problems)
-    return run, ""
+    return run
 
 
 def _read_experiment(stored: dict, problems: list[str]) -> dict[str, object]:
     """experiment.*: texts, and the paper's figures. Anything else is left out."""
     known = {}
     for key, value in stored.items():
-        if isinstance(value, str) and key != "paper":
-            known[key] = value
-        elif key == "paper" and isinstance(value, dict):
-            known[key] = {str(metric): figure for metric, figure in value.items() if is_figure(figure)}
+        kind, words = (dict, "a mapping of metrics to figures") if key == "paper" else (str, "a text")
+        if isinstance(value, kind):
+            known[key] = {str(metric): one for metric, one in value.items() if is_figure(one)} if kind is dict else value
         elif value is not None:
-            what = "a mapping of metrics to figures" if key == "paper" else "a text"
-            problems.append(f"experiment.{key} is not {what}, and is left out")
+            problems.append(f"experiment.{key} is not {words}, and is left out")
     return known
 
 
 def _find_grid(folder: Path, problems: list[str]) -> tuple[int, Path] | None:
     """The last grid that is an image. Later ones that are not go to `problems`."""
-    grids = {int(match.group(1)): file for file in folder.glob("step_*.png") if (match := _STEP_IN_NAME.search(file.stem))}
+    grids = {step: file for file in folder.glob("step_*.png") if (step := _step_in(file.stem)) is not None}
     for step, file in sorted(grids.items(), reverse=True):
         try:
             with Image.open(file) as image:
@@ -257,6 +250,12 @@ def _find_grid(folder: Path, problems: list[str]) -> tuple[int, Path] | None:
         except (OSError, SyntaxError, ValueError) as e:  # what PIL raises for files that are cut off or no images
             problems.append(f"{file.name} is not a readable image ({type(e).__name__})")
     return None
+
+
+def _step_in(name: str) -> int | None:
+    """400 of step_0000400."""
+    match = re.fullmatch(r"step_(\d+)", name)
+    return int(match.group(1)) if match else None
 
 
 def is_figure(value: object) -> bool:
@@ -290,45 +289,37 @@ def _add_points(file: Path, runs: Sequence[Run]) -> list[str]:
     problems: list[str] = []
     orphans: Counter[str] = Counter()
     for line in _json_lines(file, problems, {"point": dict, "metrics": dict}):
-        point, metrics = line["point"], {name: value for name, value in line["metrics"].items() if is_figure(value)}
+        point = line["point"]
         if not isinstance(point.get("checkpoint"), str):
             orphans["images on disk"] += 1
             continue
         folder = Path(point["checkpoint"])
-        run, match = _run_of(folder, runs), _STEP_IN_NAME.search(folder.name)
+        run, step = _run_of(folder, runs), _step_in(folder.name)
         num_samples, cfg_scale = point.get("num_samples"), point.get("cfg_scale", 1.0)
-        if run is None or match is None or not _is_count(num_samples) or not is_figure(cfg_scale):
+        if run is None or step is None or not _is_count(num_samples) or not is_figure(cfg_scale):
             orphans[str(folder)] += 1
             continue
-        step, other_guidance = (
-            int(match.group(1)),
-            {k: v for k, v in point.items() if k == "guidance" or k.startswith("guidance.")},
-        )
-        guidance = cfg_scale
-        if other_guidance:  # interval, sparse, ...: cfg_scale alone does not say which
-            settings = {**other_guidance, "cfg_scale": point.get("cfg_scale")}
-            guidance = ",".join(str(value) for value in settings.values() if value is not None)
-        values = {metric_name(metric, num_samples, guidance): value for metric, value in metrics.items()}
+        guidance = {key: value for key, value in point.items() if key.partition(".")[0] == "guidance"}
+        words = cfg_scale
+        if guidance:  # interval, sparse, ...: cfg_scale alone does not say which
+            words = ",".join(str(value) for value in (*guidance.values(), point.get("cfg_scale")) if value is not None)
+        figures = {
+            metric_name(metric, num_samples, words): value for metric, value in line["metrics"].items() if is_figure(value)
+        }
         sampler = {key: point[key] for key in SAMPLER_SETTINGS if key in point}
-        run.points.append(Point(step, {"cfg_scale": cfg_scale, **other_guidance, **sampler}, values))
-        if _is_own_sampler(point, run):
-            run.evaluations[step] = values | run.evaluations.get(step, {})
+        run.points.append(Point(step, {"cfg_scale": cfg_scale, **guidance, **sampler}, figures))
+        own = run.own_sampler | {"precision": "fp32", "detector_precision": "fp32"}  # what training itself would measure
+        if all(point.get(key, value) == value for key, value in own.items()):
+            for name, value in figures.items():
+                run.series.setdefault(name, {}).setdefault(step, value)
     return problems + [f"{count} results of {what}, which is no run here" for what, count in orphans.items()]
 
 
 def _run_of(checkpoint: Path, runs: Sequence[Run]) -> Run | None:
+    """The run in whose folder a checkpoint is; of runs that were moved or copied here, the only one of its name."""
     if checkpoint.parent.name != "checkpoints":
         return None
     folder = checkpoint.parent.parent
     exact = [run for run in runs if run.path.resolve() == folder.resolve()]
-    named = exact or [run for run in runs if run.name == folder.name]  # runs that were moved or copied here
-    return named[0] if len(named) == 1 else None
-
-
-def _is_own_sampler(point: dict, run: Run) -> bool:
-    """Whether training itself would measure these figures: EMA weights, its sampler, float32 detector and network."""
-    own = {"weights": "ema", "num_steps": run.eval_num_steps, "precision": "fp32", "detector_precision": "fp32"}
-    for key in ("S_churn", "solver"):
-        if f"diffusion.sampler.{key}" in run.config:
-            own[key] = run.config[f"diffusion.sampler.{key}"]
-    return all(point.get(key, value) == value for key, value in own.items())
+    found = exact or [run for run in runs if run.name == folder.name]
+    return found[0] if len(found) == 1 else None

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import itertools
 import json
 import logging
 import os
@@ -35,19 +36,17 @@ from omegaconf import DictConfig
 from errors import UserError
 from files import write_file
 from setup import cli, load
-from setup.schema import SAME_RUN, Role, Settings, Text, TrainConfig, check, differences, keys_of
+from setup.schema import SAME_RUN, Role, TrainConfig, check, differences
+from setup.settings import Settings, Text, keys_of
 from training import checkpoint as checkpoints
 from training.run import RunFolder
 
 log = logging.getLogger("sweep")
 
-# hydra/launcher=...: the package that it needs.
-LAUNCHER_PACKAGES = {
-    "joblib": "hydra-joblib-launcher",
-    "parallel": "hydra-joblib-launcher",
-    "submitit_local": "hydra-submitit-launcher",
-    "submitit_slurm": "hydra-submitit-launcher",
-    "slurm": "hydra-submitit-launcher",
+# The packages that launchers need: hydra/launcher=...
+LAUNCHERS = {
+    "hydra-joblib-launcher": ("joblib", "parallel"),
+    "hydra-submitit-launcher": ("submitit_local", "submitit_slurm", "slurm"),
 }
 # Overrides that do not say which run it is. Other keys without a role in the schema (data.path, guidance, ...) are in the name:
 # jobs that differ in one of them must not share a folder.
@@ -96,22 +95,23 @@ def parse_sweep_arguments(arguments: Sequence[str]) -> tuple[Options, list[str]]
             raise UserError(
                 f"{override!r} is not of the form key=value; beside overrides there are --launch='...' and --fid='...'"
             )
-        key, _, value = override.partition("=")
-        package = LAUNCHER_PACKAGES.get(value) if key == "hydra/launcher" else None
-        if package and importlib.util.find_spec(f"hydra_plugins.{package.replace('-', '_')}") is None:
-            raise UserError(f"hydra/launcher={value} needs a package that is not installed: pip install {package}")
+    launcher = values_of(overrides).get("hydra/launcher")
+    for package, launchers in LAUNCHERS.items():
+        if launcher in launchers and importlib.util.find_spec(f"hydra_plugins.{package.replace('-', '_')}") is None:
+            raise UserError(f"hydra/launcher={launcher} needs a package that is not installed: pip install {package}")
     return options, overrides
+
+
+def values_of(overrides: Sequence[str]) -> dict[str, str]:
+    """`key=value` overrides as {key: value}."""
+    return dict(override.lstrip("+").partition("=")[::2] for override in overrides)
 
 
 def sweep_folder(overrides: Sequence[str]) -> Path:
     """A new folder <output_dir>/sweeps/<time>."""
-    given = [override.partition("=")[2] for override in overrides if override.lstrip("+").startswith("output_dir=")]
-    folder = root = Path(given[-1] if given else "runs") / "sweeps" / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    number = 1
-    while folder.exists():
-        number += 1
-        folder = root.with_name(f"{root.name}_{number}")
-    return folder
+    folder = Path(values_of(overrides).get("output_dir", "runs")) / "sweeps" / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    names = (f"{folder.name}_{number}" if number > 1 else folder.name for number in itertools.count(1))
+    return next(path for path in map(folder.with_name, names) if not path.exists())
 
 
 def run_name(overrides: Sequence[str], default: str) -> str:
@@ -121,21 +121,17 @@ def run_name(overrides: Sequence[str], default: str) -> str:
         overrides: `key=value`, as Hydra gives them to a job.
         default: the name that the configuration has, <data>_<model>.
     """
-    settings = dict(override.lstrip("+").partition("=")[::2] for override in overrides)
-    if "name" in settings:
-        base, in_base = settings["name"], ()
-    elif "experiment" in settings:
-        base, in_base = settings["experiment"].replace("/", "_"), ("experiment",)
-    else:
-        base, in_base = default, ("data", "model")
+    values = values_of(overrides)
+    base = values.pop("name", "") or values.pop("experiment", "").replace("/", "_")
+    left_out = NOT_IN_NAMES if base else (*NOT_IN_NAMES, "data", "model")  # these two are in the default
     last_parts = [key.rpartition(".")[2] for key in keys_of(TrainConfig)]
     words = []
-    for key, value in sorted(settings.items()):
-        if key not in NOT_IN_NAMES and key not in in_base:
+    for key, value in sorted(values.items()):
+        if key not in left_out:
             short = key.rpartition(".")[2]
             is_plain = re.fullmatch(r"[\w.+-]{1,24}", value) is not None
             words.append(f"{key if last_parts.count(short) > 1 else short}-{value if is_plain else hash_text(value)}")
-    name = "_".join([re.sub(r"[^\w.+-]", "-", base), *words])
+    name = "_".join([re.sub(r"[^\w.+-]", "-", base or default), *words])
     return name if len(name) <= MAX_NAME_LENGTH else f"{name[: MAX_NAME_LENGTH - 9]}_{hash_text(name)}"
 
 
@@ -177,7 +173,7 @@ def train_and_evaluate(cfg: DictConfig, name: str, overrides: Sequence[str], opt
     run = RunFolder(settings.output_dir, name)
     status = "skipped" if is_finished(settings, run) else "finished"
     if status == "finished":
-        kept = [override for override in overrides if not override.lstrip("+").startswith("name=")]
+        kept = [override for override in overrides if "name" not in values_of([override])]
         code = launch("train.py", [*kept, f"name={name}"], options, log_file)
         if code != 0:
             return "failed", reason_in(log_file, code)
@@ -216,11 +212,9 @@ def launch(script: str, overrides: Sequence[str], options: Options, log_file: Pa
 
     Ctrl-C in a terminal reaches the script as well: it finishes its step and saves, and this function waits for it.
     """
-    path = os.path.relpath(cli.REPOSITORY / script)
-    arguments = [*shlex.split(options.launch), path, *overrides]
-    environment = dict(os.environ)
-    if not options.full_errors:
-        environment.pop(cli.FULL_ERRORS, None)  # setup.cli has set it in this process
+    arguments = [*shlex.split(options.launch), os.path.relpath(cli.REPOSITORY / script), *overrides]
+    # setup.cli has set FULL_ERRORS in this process.
+    environment = {key: value for key, value in os.environ.items() if options.full_errors or key != cli.FULL_ERRORS}
     with open(log_file, "a") as output:
         output.write(f"$ {shlex.join(['accelerate', 'launch', *arguments])}\n")
         output.flush()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from accelerate import Accelerator
@@ -20,10 +21,7 @@ from sampling.sampler import ImageSampler
 
 @dataclass
 class Evaluator:
-    """A detector and the features of the reference, for any number of evaluations.
-
-    Every process calls it; they share the work, and each of them gets the result.
-    """
+    """A detector and the features of the reference. Every process calls it; they share the work, and each gets the result."""
 
     accelerator: Accelerator
     detector: Detector
@@ -33,12 +31,9 @@ class Evaluator:
     @classmethod
     def open(cls, accelerator: Accelerator, detector: Detector, reference: ImageSet, batch_size: int) -> Evaluator:
         """Load the features of the reference from its cache, or compute them together."""
-
-        def compute(images: ImageSet, detector: Detector, batch_size: int) -> Features:
-            return shared_features_of_images(accelerator, images, detector, batch_size, len(images))
-
         accelerator.wait_for_everyone()  # all processes look for the cache before one of them writes it
-        return cls(accelerator, detector, load_reference(reference, detector, batch_size, compute), batch_size)
+        features = load_reference(reference, detector, batch_size, partial(shared_features_of_images, accelerator))
+        return cls(accelerator, detector, features, batch_size)
 
     def of_samples(self, sampler: ImageSampler, num_samples: int) -> dict[str, float]:
         """Metrics of the images of seeds 0 .. num_samples - 1, each of a random class drawn from its seed."""
@@ -63,10 +58,8 @@ class Evaluator:
         return self._metrics(features, labels)
 
     def _metrics(self, samples: Features, labels: torch.Tensor | None) -> dict[str, float]:
-        result = None
-        if self.accelerator.is_main_process:
-            result = evaluate(self.reference, samples, labels, self.accelerator.device)
-        return broadcast_object_list([result])[0]
+        compute = partial(evaluate, self.reference, samples, labels, self.accelerator.device)
+        return broadcast_object_list([compute() if self.accelerator.is_main_process else None])[0]
 
 
 def shared_features(accelerator: Accelerator, count: int, compute: Callable[[int, int], Features]) -> Features:
@@ -90,7 +83,8 @@ def shared_features(accelerator: Accelerator, count: int, compute: Callable[[int
 
 
 def shared_features_of_images(
-    accelerator: Accelerator, images: ImageSet, detector: Detector, batch_size: int, count: int
+    accelerator: Accelerator, images: ImageSet, detector: Detector, batch_size: int, count: int | None = None
 ) -> Features:
-    """Features of the first `count` images on disk, shared between the processes."""
-    return shared_features(accelerator, count, lambda start, stop: features_of_images(images, detector, batch_size, start, stop))
+    """Features of the first `count` images on disk, by default all, shared between the processes."""
+    compute = partial(features_of_images, images, detector, batch_size)
+    return shared_features(accelerator, len(images) if count is None else count, compute)

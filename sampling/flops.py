@@ -43,12 +43,9 @@ def block_flops(block: dit.DiTBlock, num_tokens: int) -> int:
 
 
 def step_flops(net: dit.DiT, *, routed: bool) -> int:
-    """FLOPs of one image in training, forward and backward.
+    """FLOPs of one image in training, with the network's own routes or dense.
 
     For each product of the forward, the backward computes two: for the gradients of the input and of the weight.
-
-    Args:
-        routed: with the network's own routes; else dense.
     """
     return 3 * forward_flops(net, None if routed else 0.0)
 

@@ -27,9 +27,7 @@ class ImageSampler:
 
     Attributes:
         net: in evaluation mode, on the device to sample on.
-        diffusion: with its sampler.
         router: with the routes that sparse guidance forces.
-        guidance: see guidance.py.
         autoencoder: decodes latents / scale_factor.
         latent_shape: (C, H, W).
         precision: of the networks, fp32 | bf16.
@@ -81,11 +79,7 @@ class ImageSampler:
 
 
 def describe_cost(sampler: ImageSampler, sparse_ratios: tuple[float, float] | None) -> str:
-    """What the last batch cost, in words.
-
-    Args:
-        sparse_ratios: (r_strong, r_weak) of sparse guidance; None for other guidance.
-    """
+    """What the last batch cost, in words; `sparse_ratios` are (r_strong, r_weak) of sparse guidance, None for other guidance."""
     words = f"{sampler.evaluations_per_image:g} network evaluations and {sampler.flops_per_image / 1e9:.4g} GFLOPs per image"
     if sparse_ratios is not None:
         saving = sparse_saving(sampler.net, *sparse_ratios, sampler.router)
@@ -94,12 +88,7 @@ def describe_cost(sampler: ImageSampler, sparse_ratios: tuple[float, float] | No
 
 
 def labelled_grid(images: list[np.ndarray], labels: list[int], num_columns: int = 10, min_pixels: int = 64) -> Image.Image:
-    """Images side by side, each below its label.
-
-    Args:
-        images: uint8 [H, W, 3], all of one size.
-        min_pixels: smaller images are enlarged (bicubic) to at least this side.
-    """
+    """Images (uint8 [H, W, 3], all of one size) side by side, each below its label, with sides of at least min_pixels."""
     height, width = images[0].shape[:2]
     factor = -(-min_pixels // min(height, width))
     height, width, gap, caption = height * factor, width * factor, 4, 14

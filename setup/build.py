@@ -40,11 +40,7 @@ DEFAULT_ROUTE = Route(selection_ratio=0.5, start_layer_idx=2, end_layer_idx=-4)
 
 
 def open_data(cfg: schema.TrainConfig) -> tuple[schema.TrainConfig, Dataset]:
-    """Open the latents, compare them with data.*, and return a configuration that has what it left to them.
-
-    Raises:
-        UserError: no latents, a bad file, or other shapes, classes, kind or scale than data.* says.
-    """
+    """Open the latents, compare them with data.*, and return a configuration that has what it left to them."""
     data = cfg.data
     if data.path is None:
         raise UserError(f"data.path is not set: give the folder that holds the latent shards (*.safetensors) of {data.name}")
@@ -67,9 +63,8 @@ def open_data(cfg: schema.TrainConfig) -> tuple[schema.TrainConfig, Dataset]:
         hint = ""
         if info.kind == "sample" and dataset.channels == 2 * data.in_channels:
             hint = "; they look like moments (mean and log-variance) written as kind=sample: rewrite the shards with kind=moments"
-        raise UserError(
-            f"data.in_channels={data.in_channels}, but the latents of {dataset.path} have {dataset.channels} channels{hint}"
-        )
+        latents = f"the latents of {dataset.path} have {dataset.channels} channels"
+        raise UserError(f"data.in_channels={data.in_channels}, but {latents}{hint}")
     found = {"in_channels": dataset.channels, "input_size": dataset.height}
     found |= {key: getattr(info, key) for key in ("num_classes", "kind", "scale_factor", "resolution")}
     for key, value in found.items():
@@ -78,8 +73,7 @@ def open_data(cfg: schema.TrainConfig) -> tuple[schema.TrainConfig, Dataset]:
                 f"data.{key}={getattr(data, key)}, but the latents of {dataset.path} say {value}; "
                 f"set data.{key}={value} or choose other data"
             )
-    found["resolution"] = data.resolution
-    found["autoencoder"] = data.autoencoder or info.autoencoder
+    found |= {"resolution": data.resolution, "autoencoder": data.autoencoder or info.autoencoder}
     return cfg.model_copy(update={"data": data.model_copy(update=found)}), dataset
 
 
@@ -99,11 +93,7 @@ def command_for(data: schema.Data) -> str:
 
 
 def build_network(cfg: schema.TrainConfig) -> dit.DiT:
-    """The network of a configuration whose data.in_channels, input_size and num_classes are filled in.
-
-    Raises:
-        UserError: a patch size or routes that do not fit.
-    """
+    """The network of a configuration whose data.in_channels, input_size and num_classes are filled in."""
     model, data = cfg.model, cfg.data
     try:
         return dit.build(
@@ -125,19 +115,19 @@ def build_network(cfg: schema.TrainConfig) -> dit.DiT:
 def build_diffusion(settings: schema.Diffusion, **sampler_overrides) -> Diffusion:
     """diffusion.* with its sampler; `sampler_overrides` that are None change nothing.
 
-    Raises:
-        UserError: an override that the sampler of this diffusion does not have; noise levels in the wrong order.
+    Raises UserError for an override that the sampler of this diffusion does not have.
     """
     sampler = settings.sampler.model_dump()
-    given = {key: value for key, value in sampler_overrides.items() if value is not None}
-    for key, value in given.items():
+    for key, value in sampler_overrides.items():
+        if value is None:
+            continue
         if key not in sampler:
             shown = f"{value:g}" if isinstance(value, float) else value
             raise UserError(
                 f"{key}={shown} is not a setting of the sampler of diffusion={settings.name}, with which the run was trained; "
                 f"leave it out. It has {', '.join(sampler)}"
             )
-    sampler |= given
+        sampler[key] = value
     own = settings.model_dump(exclude={"name", "sampler"})
     if settings.name == "sit":
         return SiT(**own, sampler=FlowSampler(**sampler))
@@ -147,9 +137,8 @@ def build_diffusion(settings: schema.Diffusion, **sampler_overrides) -> Diffusio
 
 
 def build_guidance(settings: schema.Guidance) -> guidance.Guidance:
-    """guidance.* as a function of what a batch has (`guidance.Sources`). The second network of autoguidance is among that."""
-    own = settings.model_dump(exclude={"name", "checkpoint", "weights"})
-    return partial(guidance.GUIDANCES[settings.name], **own)
+    """guidance.* as a function of what a batch has, `guidance.GuidanceInputs`; autoguidance's second network is among that."""
+    return partial(guidance.GUIDANCES[settings.name], **settings.model_dump(exclude={"name", "checkpoint", "weights"}))
 
 
 def with_scale(settings: schema.Guidance, cfg_scale: float | None) -> schema.Guidance:
@@ -165,12 +154,7 @@ def with_scale(settings: schema.Guidance, cfg_scale: float | None) -> schema.Gui
 
 
 def check_guidance(settings: schema.Guidance, run_cfg: schema.TrainConfig, diffusion: Diffusion) -> None:
-    """Compare a guidance with the run that it is to guide.
-
-    Args:
-        settings: guidance.*
-        run_cfg: the configuration that the network was trained with.
-        diffusion: of that run, with the sampler that is to be used.
+    """Compare guidance.* with the run that it is to guide; `diffusion` has the sampler that is to be used.
 
     Raises:
         UserError: the null class was never trained; an interval outside the sampler's noise levels, or between them; two
@@ -183,7 +167,13 @@ def check_guidance(settings: schema.Guidance, run_cfg: schema.TrainConfig, diffu
             "model.class_dropout=0. Use guidance=none, or guidance=sparse, which keeps the label"
         )
     if settings.name == "sparse":
-        _check_branches(settings, run_cfg)
+        num_tokens = (run_cfg.data.input_size // dit.BACKBONES[run_cfg.model.backbone][-1]) ** 2
+        strong, weak = (num_kept_tokens(num_tokens, ratio) for ratio in (settings.r_strong, settings.r_weak))
+        if strong == weak:
+            raise UserError(
+                f"guidance.r_strong={settings.r_strong} and guidance.r_weak={settings.r_weak} both keep {weak} of the "
+                f"{num_tokens} tokens of {run_cfg.model.backbone}, so that there is nothing to guide by; raise guidance.r_weak"
+            )
     levels = diffusion.sampler.evaluated_levels()
     low, high = getattr(settings, "level_lo", None), getattr(settings, "level_hi", None)
     symbol = {"edm": "sigma", "sit": "t"}[run_cfg.diffusion.name]
@@ -196,17 +186,6 @@ def check_guidance(settings: schema.Guidance, run_cfg: schema.TrainConfig, diffu
         raise UserError(
             f"guidance.level_lo={low} and guidance.level_hi={high} hold none of the {len(levels)} noise levels of {sampler}; "
             "widen the interval, or raise num_steps"
-        )
-
-
-def _check_branches(settings: schema.Sparse, run_cfg: schema.TrainConfig) -> None:
-    patch_size = dit.BACKBONES[run_cfg.model.backbone][-1]
-    num_tokens = (run_cfg.data.input_size // patch_size) ** 2
-    strong, weak = (num_kept_tokens(num_tokens, ratio) for ratio in (settings.r_strong, settings.r_weak))
-    if strong == weak:
-        raise UserError(
-            f"guidance.r_strong={settings.r_strong} and guidance.r_weak={settings.r_weak} both keep {weak} of the "
-            f"{num_tokens} tokens of {run_cfg.model.backbone}, so that there is nothing to guide by; raise guidance.r_weak"
         )
 
 
@@ -237,14 +216,7 @@ def check_batch_size(cfg: schema.TrainConfig, num_processes: int) -> None:
 
 
 def check_parallel(train: schema.Train, num_processes: int, launched_as: str) -> None:
-    """Whether train.parallel can be had with these processes and this torch.
-
-    Args:
-        launched_as: accelerate's distributed_type.
-
-    Raises:
-        UserError: naming the key and what is accepted.
-    """
+    """Raises UserError where train.parallel cannot be had with these processes, accelerate's distributed_type and this torch."""
     if launched_as in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
         raise UserError(
             f"accelerate was launched with {launched_as}, which this trainer does not use; launch it without, and set "
@@ -270,17 +242,12 @@ def check_parallel(train: schema.Train, num_processes: int, launched_as: str) ->
 
 
 def check_initial(stored: schema.TrainConfig, step: int, cfg: schema.TrainConfig) -> None:
-    """Compare the checkpoint that init_from names with the run that is to start from it. Routes may differ: they have no weights.
+    """Compare the checkpoint that init_from names (`stored`, `step`) with the run that is to start from it.
 
-    Args:
-        stored, step: of the checkpoint.
-        cfg: of the run, with data.* filled in.
-
-    Raises:
-        UserError: naming the keys that differ; with init_state=all, also when no step is left to do.
+    Routes may differ: they have no weights. Raises UserError with the keys that differ; with init_state=all, also when no step
+    is left to do.
     """
-    changed = schema.differences(stored, cfg, [schema.Role.ARCHITECTURE])
-    if changed:
+    if changed := schema.differences(stored, cfg, [schema.Role.ARCHITECTURE]):
         raise UserError(
             f"init_from={cfg.init_from}: its weights are of another architecture: {'; '.join(changed)}. Set these keys to the "
             "first values, or start from another checkpoint"
@@ -295,11 +262,9 @@ def check_initial(stored: schema.TrainConfig, step: int, cfg: schema.TrainConfig
 def check_resume(stored: schema.TrainConfig, cfg: schema.TrainConfig, checkpoint: Path) -> None:
     """Compare a checkpoint with the run that is to go on from it; log what may change and did.
 
-    Raises:
-        UserError: it is a checkpoint of another run, by the keys that differ.
+    Raises UserError with the keys that differ, if they make it a checkpoint of another run.
     """
-    changed = schema.differences(stored, cfg, schema.SAME_RUN)
-    if changed:
+    if changed := schema.differences(stored, cfg, schema.SAME_RUN):
         raise UserError(
             f"resume: {checkpoint} cannot go on under this configuration: {'; '.join(changed)}. "
             "Restore these settings, or start another run with name=..."
@@ -320,11 +285,7 @@ def build_autoencoder(cfg: schema.TrainConfig, device: torch.device) -> autoenco
 
 
 def build_detector(settings: schema.DetectorSettings, accelerator: Accelerator) -> Detector:
-    """What evaluation.* asks for, on this process's device.
-
-    Raises:
-        UserError: weights that are missing or cannot be had.
-    """
+    """What evaluation.* asks for, on this process's device. Raises UserError where the weights cannot be had."""
     if settings.detector == DigitsDetector.name:
         return DigitsDetector(accelerator.device)
     with accelerator.local_main_process_first():  # one process of a machine downloads, the others find the file
@@ -333,20 +294,16 @@ def build_detector(settings: schema.DetectorSettings, accelerator: Accelerator) 
 
 
 def open_reference(path: str | None, key: str) -> ImageSet:
-    """The reference that `key` names.
-
-    Raises:
-        UserError: there is none, or it cannot be used.
-    """
+    """The reference that `key` names."""
     if path is None:
         raise UserError(
             f"{key} is not set: give a reference batch, VIRTUAL_imagenet256_labeled.npz of ADM's evaluation suite, say, or a "
             "folder of images"
         )
     if not Path(path).exists():
+        adm = "https://github.com/openai/guided-diffusion/tree/main/evaluations"
         raise UserError(
-            f"{key}={path} does not exist; reference batches are at "
-            "https://github.com/openai/guided-diffusion/tree/main/evaluations, "
-            "and `prepare_latents.py reference` makes one of images of your own"
+            f"{key}={path} does not exist; reference batches are at {adm}, and `prepare_latents.py reference` makes one of "
+            "images of your own"
         )
     return open_images(path)

@@ -17,15 +17,14 @@ import hydra
 import torch
 import yaml
 from accelerate import Accelerator
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError, create_model
 
 from configs import experiments
 from errors import UserError
-from setup.schema import Settings, accepted, keys_of, unknown_key, validate
+from setup.settings import Settings, accepted, keys_of, unknown_key, validate
 from training.speed import use_cores
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -77,7 +76,8 @@ def run(main: Callable[[DictConfig], None], config_name: str, settings: type[Set
         config_name: the file in configs/.
         settings: the class that the script checks it by; its keys are known before anything is composed.
     """
-    experiments.register()
+    if "experiment" in settings.model_fields:
+        experiments.register()
     compose = functools.partial(hydra.main, version_base="1.3", config_path=str(CONFIGS), config_name=config_name)
     if _wants_tracebacks():
         compose()(main)()
@@ -88,40 +88,32 @@ def run(main: Callable[[DictConfig], None], config_name: str, settings: type[Set
         _one_line(lambda: main(cfg))  # here and not around all: Hydra prints a line of its own for what leaves `main`
 
     def start() -> None:
-        check_overrides(sys.argv[1:], settings)
         os.environ[FULL_ERRORS] = "1"  # have Hydra raise its errors, and those of `main`, instead of printing them
         try:
             compose()(guarded)()
         except HydraException as e:
-            raise UserError(f"{e} {e.__cause__ or ''}".strip()) from e
+            raise UserError(_explain(e, settings)) from e
+        finally:
+            del os.environ[FULL_ERRORS]
 
     guard(start)
 
 
-def check_overrides(arguments: Sequence[str], settings: type[Settings]) -> None:
-    """Raises UserError for an override of a key, or a choice of a group, that does not exist, with those that do."""
-    parser, keys = OverridesParser.create(), keys_of(settings)
-    groups = {path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*") if path.is_dir()} | {"experiment"}
-    for argument in arguments:
-        if argument.startswith("-"):  # a flag of Hydra's
-            continue
-        override = parser.parse_override(argument)
-        key = override.get_key_element().lstrip("+~").partition("@")[0]
-        if key in groups and not override.is_delete():
-            values = override.sweep_string_iterator() if override.is_sweep_override() else [override.value()]
-            for value in values:
-                if isinstance(value, str) and not key.startswith("hydra/"):
-                    _check_choice(key, value)
-        elif not key.startswith("hydra") and key not in keys and not any(k.startswith(f"{key}.") for k in keys):
-            raise UserError(unknown_key(key, settings))
-
-
-def _check_choice(group: str, name: str) -> None:
-    rows = experiments.names() if group == "experiment" else []
-    choices = sorted(file.stem for file in (CONFIGS / group).glob("*.yaml")) if group != "experiment" else rows
-    if name not in choices:
-        near = difflib.get_close_matches(name, choices, n=5) if rows else []
-        raise UserError(f"{group}={name} is not a choice; accepted: {', '.join(near or choices)}")
+def _explain(error: HydraException, settings: type[Settings]) -> str:
+    """What Hydra says, in one line; about keys and choices, in our words."""
+    cause = error.__cause__
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options is not None:
+        group, _, name = error.missing_cfg_file.partition("/")
+        if group == "hydra":
+            group, _, name = error.missing_cfg_file.rpartition("/")
+        options = experiments.names() if group == "experiment" else error.options
+        near = difflib.get_close_matches(name, options, n=5) if group == "experiment" else []
+        return f"{group}={name} is not a choice; accepted: {', '.join(near or sorted(options))}"
+    if isinstance(error, OverrideParseException):
+        return f"{error.override!r} cannot be read: {str(error).partition(chr(10))[0]}; quote text with special characters"
+    if isinstance(cause, ConfigAttributeError | ConfigKeyError) and cause.full_key and not cause.full_key.startswith("hydra"):
+        return unknown_key(cause.full_key, settings)
+    return " ".join([*str(error).split(), *str(cause or "").partition("\n")[0].split()])
 
 
 # ----------------------------------------------------------------------------------------------------------------------

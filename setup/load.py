@@ -41,10 +41,13 @@ def load_network(
     return net.to(device)
 
 
-def find_weak(settings: schema.Guidance, run_cfg: schema.TrainConfig, accelerator: Accelerator) -> schema.Guidance:
-    """The guidance with the verified checkpoint of autoguidance's second network, the same one for all processes.
+def find_checkpoint(path: str, key: str, accelerator: Accelerator) -> Path:
+    """`training.checkpoint.find_checkpoint` by one process for all: while a run trains, another could find a newer checkpoint."""
+    return broadcast_object_list([checkpoints.find_checkpoint(Path(path), key) if accelerator.is_main_process else None])[0]
 
-    Other guidance is returned as it is.
+
+def find_second_checkpoint(settings: schema.Guidance, run_cfg: schema.TrainConfig, accelerator: Accelerator) -> schema.Guidance:
+    """guidance.* with the verified checkpoint of autoguidance's second network. Other guidance is returned as it is.
 
     Args:
         run_cfg: of the run that is to be guided.
@@ -54,27 +57,22 @@ def find_weak(settings: schema.Guidance, run_cfg: schema.TrainConfig, accelerato
     """
     if settings.name != "autoguidance":
         return settings
-    folder = None
-    if accelerator.is_main_process:
-        folder = checkpoints.find_checkpoint(Path(settings.checkpoint), "guidance.checkpoint")
-    folder = broadcast_object_list([folder])[0]
-    weak_cfg = load_config(folder)
-    pairs = {f"data.{key}": (getattr(run_cfg.data, key), getattr(weak_cfg.data, key)) for key in LATENT_KEYS}
-    pairs["diffusion.name"] = run_cfg.diffusion.name, weak_cfg.diffusion.name
-    for key, (own, other) in pairs.items():
-        if own != other:
+    folder = find_checkpoint(settings.checkpoint, "guidance.checkpoint", accelerator)
+    own, second = (schema.flatten(cfg.model_dump()) for cfg in (run_cfg, load_config(folder)))
+    for key, value in own.items():
+        is_shared = key == "diffusion.name" or (key.startswith("data.") and schema.role_of(key) is schema.Role.ARCHITECTURE)
+        if is_shared and second[key] != value:
             raise UserError(
-                f"guidance.checkpoint={settings.checkpoint} has {key}={other}, and the network that it is to guide {own}; "
-                "autoguidance needs a second network for the same latents, classes and diffusion, of any backbone"
+                f"guidance.checkpoint={settings.checkpoint} has {key}={second[key]}, and the network that it is to guide "
+                f"{value}; autoguidance needs a second network for the same latents, classes and diffusion, of any backbone"
             )
     return settings.model_copy(update={"checkpoint": str(folder)})
 
 
-LATENT_KEYS = ("in_channels", "input_size", "num_classes", "scale_factor")
-
-
-def load_weak(settings: schema.Guidance, device: torch.device, compile_mode: str = "none") -> tuple[nn.Module, Diffusion] | None:
-    """The network that `find_weak` found, with its diffusion; None for guidance without a second network."""
+def load_second_network(
+    settings: schema.Guidance, device: torch.device, compile_mode: str = "none"
+) -> tuple[nn.Module, Diffusion] | None:
+    """The network that `find_second_checkpoint` found, with its diffusion; None for guidance without a second network."""
     if settings.name != "autoguidance":
         return None
     folder = Path(settings.checkpoint)
@@ -90,15 +88,15 @@ def build_sampler(
     device: torch.device,
     *,
     diffusion: Diffusion,
-    weak: tuple[nn.Module, Diffusion] | None,
+    compile_mode: str = "none",
     precision: str = "fp32",
 ) -> ImageSampler:
     """The sampler of a run: its shapes, classes and scale come from the run's configuration.
 
     Args:
         cfg: of the run, with data.* filled in.
-        settings: guidance.*
-        weak: what `load_weak` gives.
+        settings: guidance.*, with the second checkpoint found; its network is loaded here.
+        compile_mode: of the second network.
     """
     data = cfg.data
     return ImageSampler(
@@ -112,34 +110,30 @@ def build_sampler(
         scale_factor=data.scale_factor,
         device=device,
         precision=precision,
-        weak=weak,
+        weak=load_second_network(settings, device, compile_mode),
     )
 
 
 def load_sampler(
     folder: Path,
-    cfg: schema.TrainConfig,
+    run_cfg: schema.TrainConfig,
     settings: schema.Guidance,
     device: torch.device,
     *,
     weights: str,
     diffusion: Diffusion,
-    autoencoder: str | None,
-    compile_mode: str = "none",
-    precision: str = "fp32",
+    command: schema.SampleConfig | schema.FidConfig,
 ) -> ImageSampler:
     """The sampler of a verified checkpoint.
 
     Args:
-        cfg: its configuration.
-        settings: guidance.*, with the second network that `find_weak` found.
+        settings: guidance.*, with the second checkpoint found.
         weights: `ema` or `raw`.
         diffusion: with the sampler to use.
-        autoencoder: instead of the run's own; None keeps that.
-        compile_mode: of `training.speed.compile_network`.
-        precision: of the network, fp32 | bf16.
+        command: its autoencoder (null keeps the run's), compile and precision.
     """
-    net = load_network(folder, cfg, weights, device, compile_mode)
-    decoder = autoencoders.build(autoencoder or cfg.data.autoencoder, device, cfg.data.in_channels, "autoencoder")
-    weak = load_weak(settings, device, compile_mode)
-    return build_sampler(net, cfg, settings, decoder, device, diffusion=diffusion, weak=weak, precision=precision)
+    net = load_network(folder, run_cfg, weights, device, command.compile)
+    name = command.autoencoder or run_cfg.data.autoencoder
+    decoder = autoencoders.build(name, device, run_cfg.data.in_channels, "autoencoder")
+    options = {"compile_mode": command.compile, "precision": command.precision}
+    return build_sampler(net, run_cfg, settings, decoder, device, diffusion=diffusion, **options)

@@ -15,7 +15,7 @@ from benchmarks.plain import PlainEMA
 from routing_module import Route, TokenRouter
 from sampling import flops
 from setup import cli
-from setup.schema import Count, Settings
+from setup.settings import Count, Settings
 from training.ema import EMA
 
 TINY_STEP = ["backbones=DiT-XS/2", "resolution=8", "batch_size=4", "rounds=2", "steps=1", "warmup=1", "cpu_threads=1"]

@@ -1,20 +1,17 @@
-"""The paper's rows as named runs: every one composes, builds, and states the paper's figure."""
+"""The paper's rows as named runs: every one composes, builds and holds the paper's figure."""
 
+import functools
 import re
 
 import pytest
 import torch
-from conftest import REPOSITORY, composed, make_shard
+from conftest import composed, make_shard
 
-from training import config
+from configs import experiments
+from setup import build, schema
 from training.checkpoint import list_steps
 
-FOLDER = REPOSITORY / "configs" / "experiment"
-EXPERIMENTS = sorted(
-    name
-    for name in (file.relative_to(FOLDER).with_suffix("").as_posix() for file in FOLDER.rglob("*.yaml"))
-    if not name.startswith("base/")
-)
+EXPERIMENTS = experiments.names()
 
 # TREAD (arXiv 2501.04765): FID of 50,000 unguided samples at 400K iterations.
 TABLE_2 = """
@@ -31,8 +28,9 @@ PLACEMENT = {
 }  # fmt: skip
 
 
+@functools.cache  # a checked configuration is never written to
 def compose_experiment(name):
-    return config.check(composed([f"experiment={name}"]), config.TRAIN_KEYS)
+    return schema.check(composed([f"experiment={name}"]), schema.TrainConfig)
 
 
 def paper_fid(name, metric="fid50k/cfg1.0"):
@@ -46,10 +44,40 @@ def test_every_experiment_composes_and_builds(name):
     assert cfg.experiment.baseline is None or cfg.experiment.baseline in EXPERIMENTS
     assert bool(cfg.model.routes) == (cfg.model.name == "tread") and cfg.model.init == "adaln_zero"
     with torch.device("meta"):  # shapes and routes, without the memory of an XL
-        net = config.build_network(cfg)
+        net = build.build_network(cfg)
     assert net.num_tokens == (cfg.data.input_size // net.patch_size) ** 2
-    config.build_diffusion(cfg)
-    config.build_guidance(cfg)
+    build.build_diffusion(cfg.diffusion)
+    build.build_guidance(cfg.guidance)
+
+
+def test_no_two_experiments_have_the_same_name_or_run():
+    assert len({name.replace("/", "_") for name in EXPERIMENTS}) == len(EXPERIMENTS) == 74
+
+
+def test_registering_the_experiments_again_changes_nothing():
+    before = composed(["experiment=final/xl2_tread_finetune_220"])
+    experiments.register()
+    assert composed(["experiment=final/xl2_tread_finetune_220"]) == before
+
+
+def test_experiments_on_imagenet_are_evaluated_along_the_way_and_with_the_papers_number_of_samples_at_the_end():
+    for name in EXPERIMENTS:
+        cfg = compose_experiment(name)
+        if name.startswith(("digits/", "lightning/")):
+            assert cfg.eval.every == (120 if name.startswith("digits/") else 0)
+            continue
+        assert (cfg.eval.every, cfg.eval.num_samples) == (100_000 if name.startswith("final/") else 50_000, 5_000)
+        assert cfg.train.num_steps % cfg.eval.every == 0
+        num_samples = "10k" if cfg.eval.final_num_samples == 10_000 else "50k"
+        assert all(f"{num_samples}/" in metric for metric in cfg.experiment.paper)
+        assert cfg.eval.final_num_samples == (10_000 if name.startswith("imagenet512/") else 50_000)
+
+
+def test_what_a_row_says_follows_the_settings_on_top():
+    cfg = composed(["experiment=digits/selection_rate/50", "seed=2", "train.num_steps=77", "train.batch_size=8"])
+    assert cfg.name == "digits_selection_rate_50_seed2" and cfg.experiment.differs.endswith(", 77 steps of 8 images")
+    cfg = composed(["experiment=final/xl2_tread_finetune_740", "seed=2", "output_dir=elsewhere"])
+    assert cfg.init_from == "elsewhere/final_xl2_tread_680_seed2"
 
 
 def test_table_2_states_the_papers_figures():
@@ -62,20 +90,20 @@ def test_table_2_states_the_papers_figures():
             assert cfg.model.backbone == f"DiT-{size[:-1].upper()}/2"
             assert cfg.diffusion.name == ("sit" if "sit" in name else "edm")
             assert (cfg.train.num_steps, cfg.train.batch_size, cfg.train.lr, cfg.train.ema_decay) == (400_000, 256, 1e-4, 0.9999)
-            assert (cfg.eval.num_samples, list(cfg.eval.cfg_scales)) == (50_000, [1.0])
+            assert (cfg.eval.final_num_samples, list(cfg.eval.cfg_scales)) == (50_000, [1.0])
 
 
 def test_the_ablations_state_the_papers_figures_and_routes():
     for rate, fid in SELECTION_RATE.items():
         cfg = compose_experiment(f"selection_rate/{rate}")
         assert paper_fid(f"selection_rate/{rate}") == fid
-        assert [route.selection_ratio for route in cfg.model.routes] == ([rate / 100] if rate else [])
+        assert [route["selection_ratio"] for route in cfg.model.routes] == ([rate / 100] if rate else [])
     assert paper_fid("placement/baseline") == 49.89
-    assert len(list((FOLDER / "placement").iterdir())) == 1 + len(PLACEMENT)
+    assert sum(name.startswith("placement/") for name in EXPERIMENTS) == 1 + len(PLACEMENT)
     for route, change in PLACEMENT.items():
         cfg = compose_experiment(f"placement/{route}")
         assert paper_fid(f"placement/{route}") == pytest.approx(49.89 + change)
-        assert f"{cfg.model.routes[0].start_layer_idx}_{cfg.model.routes[0].end_layer_idx}" == route
+        assert f"{cfg.model.routes[0]['start_layer_idx']}_{cfg.model.routes[0]['end_layer_idx']}" == route
     assert (paper_fid("location/relative"), paper_fid("location/absolute")) == (18.81, 7.38)
     assert (paper_fid("imagenet512/dit_b2", "fid10k/cfg1.0"), paper_fid("imagenet512/dit_b2_tread", "fid10k/cfg1.0")) == (
         62.8,

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 from reports.__main__ import main
-from reports.charts import MAX_POINTS, Series, line_chart, linear_ticks, log_ticks, thin
+from reports.charts import MAX_POINTS, Series, line_chart, linear_ticks, log_ticks, swept_curves, thin
 from reports.experiments import by_number, curve_metric, first_reached, group, metric_order
 from reports.runs import read_runs
 from reports.tables import equal_table, results_table, speedup_table
@@ -301,11 +301,25 @@ def test_results_of_fid_count_for_the_run_whose_checkpoint_they_name(tmp_path):
     file = tmp_path / "evaluations" / "results.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     runs, problems = read_runs([tmp_path])
-    assert runs[0].evaluations[400] == {"fid5k/cfg1.0": 30.0, "fid5k/sparse,1.2,1.0": 29.0, "fid5k/sparse,1.5,1.0": 28.0}
+    figures = {name: runs[0].series[name][400] for name in runs[0].metrics if 400 in runs[0].series[name]}
+    assert figures == {"fid5k/cfg1.0": 30.0, "fid5k/sparse,1.2,1.0": 29.0, "fid5k/sparse,1.5,1.0": 28.0}
     assert len(runs[0].points) == 4
     assert problems == {str(file): ["1 results of runs/gone/checkpoints/step_0000400, which is no run here"]}
     page = (main([str(folder.parent)]), (tmp_path / "report.html").read_text())[1]
     assert "Sweep of num_steps" in page and "Sweep of guidance.w" in page
+
+
+def test_trainings_own_evaluations_lie_on_the_curve_of_fid_with_the_same_solver(tmp_path):
+    folder = make_run(tmp_path, "a", diffusion={"name": "sit", "sampler": {"num_steps": 40, "solver": "heun"}})
+    own = {"step": 400, "fid5k/cfg1.0": 30.0, "fid5k/cfg1.5": 20.0, "evaluation_sec": 9.0}
+    with open(folder / "metrics.jsonl", "a") as f:
+        f.write(json.dumps(own) + "\n")
+    point = {"checkpoint": f"{folder}/checkpoints/step_0000400", "weights": "ema", "num_steps": 40, "solver": "heun"}
+    point |= {"num_samples": 5000, "cfg_scale": 3.0}
+    (folder / "evaluations").mkdir()
+    (folder / "evaluations" / "results.jsonl").write_text(json.dumps({"point": point, "metrics": {"fid": 10.0}}) + "\n")
+    curves = swept_curves(read_runs([tmp_path])[0], "fid5k")
+    assert curves == [("cfg_scale", [(1.0, 30.0), (1.5, 20.0), (3.0, 10.0)], "")]
 
 
 def test_what_is_torn_unfinished_or_of_another_version_is_listed_and_the_rest_is_shown(runs):

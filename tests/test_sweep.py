@@ -12,7 +12,8 @@ from omegaconf import OmegaConf
 
 import reports.sweep as sweep
 from reports.sweep import NOT_IN_NAMES, is_finished, main, parse_sweep_arguments, run_name
-from setup.schema import TrainConfig, check, keys_of, role_of
+from setup.schema import TrainConfig, check, role_of
+from setup.settings import keys_of
 from training.run import RunFolder
 
 LAUNCH = "--launch=--num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no"

@@ -96,9 +96,8 @@ def save(root: Path, checkpoint: Checkpoint, keep_last: int, keep_every: int) ->
         raise SaveError(f"cannot write the checkpoint {final}: {e}; intact before it: {', '.join(kept) or 'none'}") from e
     for step, path in list(list_steps(root).items())[:-keep_last]:
         if not (keep_every and step % keep_every == 0):
-            doomed = root / f".del_{path.name}"
-            path.rename(doomed)  # a half-deleted checkpoint must not look like a complete one
-            shutil.rmtree(doomed, ignore_errors=True)
+            path.rename(root / f".del_{path.name}")  # a half-deleted checkpoint must not look like a complete one
+            shutil.rmtree(root / f".del_{path.name}", ignore_errors=True)
     return final
 
 
@@ -128,16 +127,16 @@ def verify(folder: Path) -> None:
     """Compare every file with the manifest. Raises CheckpointError naming the one that is missing, truncated or altered."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder; give a checkpoint such as runs/<name>/checkpoints/{folder_name(400)}")
+    if not (folder / MANIFEST).exists():
+        raise CheckpointError(f"{folder} is not a whole checkpoint: it has no {MANIFEST}")
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         expected = {name: (entry["size"], entry["blake2b"]) for name, entry in manifest.items()}
-    except FileNotFoundError as e:
-        raise CheckpointError(f"{folder} is not a whole checkpoint: it has no {MANIFEST}") from e
-    except (ValueError, TypeError, KeyError, AttributeError) as e:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as e:
         raise CheckpointError(f"{folder / MANIFEST} is not readable: {e!r}") from e
-    for name in [*WEIGHTS.values(), "optimizer.pt", "state.json", "config.yaml"]:
-        if name not in expected:
-            raise CheckpointError(f"{folder / MANIFEST} does not list {name}")
+    missing = [name for name in (*WEIGHTS.values(), "optimizer.pt", "state.json", "config.yaml") if name not in expected]
+    if missing:
+        raise CheckpointError(f"{folder / MANIFEST} does not list {missing[0]}")
     for name, (size, digest) in expected.items():
         file = folder / name
         if not file.is_file():
@@ -209,11 +208,9 @@ def find_checkpoint(folder: Path, key: str) -> Path:
             raise CheckpointError(f"{key}: {e}") from e
         return folder
     newest, problems = find_newest(folder / "checkpoints")
-    if newest is None and problems:
-        reasons = "; ".join(problems.values())
-        raise CheckpointError(f"{key}={folder} is a run without a whole checkpoint: {reasons}. Give another run or checkpoint")
     if newest is None:
-        raise CheckpointError(f"{key}={folder} is a run without checkpoints yet")
+        reasons = "; ".join(problems.values()) or "it has none yet"
+        raise CheckpointError(f"{key}={folder} is a run without a whole checkpoint: {reasons}. Give another run or checkpoint")
     for problem in problems.values():
         log.warning("%s; taking an earlier checkpoint", problem)
     return newest

@@ -45,15 +45,12 @@ def git_commit() -> tuple[str | None, bool | None]:
     """(commit of this repository, whether tracked files were modified); (None, None) without a repository or git."""
     if not (REPOSITORY / ".git").exists():  # git would take a repository further up
         return None, None
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(REPOSITORY), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
+    command = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        return git("rev-parse", "HEAD"), bool(git("status", "--porcelain", "--untracked-files=no"))
+        description = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None, None
+    return description.removesuffix("-dirty"), description.endswith("-dirty")
 
 
 def launch_command() -> str:

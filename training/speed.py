@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import importlib.util
 import math
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -58,13 +57,9 @@ def checkpoint_activations(net: dit.DiT, what: str) -> None:
         return
     settings = {"use_reentrant": False, "preserve_rng_state": False}  # nothing in a block is random
     if what == "selective":
-        settings["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _KEPT)
+        settings["context_fn"] = partial(create_selective_checkpoint_contexts, _KEPT)
     for block in net.blocks:
-        block.forward = _checkpointed(block.forward, settings)
-
-
-def _checkpointed(forward: Callable[..., Tensor], settings: dict) -> Callable[..., Tensor]:
-    return lambda x, c: checkpoint(forward, x, c, **settings)
+        block.forward = partial(checkpoint, block.forward, **settings)
 
 
 def compile_network(net: dit.DiT, mode: str) -> None:
@@ -81,6 +76,24 @@ def compile_network(net: dit.DiT, mode: str) -> None:
             block.forward = torch.compile(block.forward, dynamic=False, fullgraph=True)
     elif mode != "none":
         net.compile(mode=mode, dynamic=False)
+
+
+def use_sigmoid_gelu(net: dit.DiT) -> None:
+    """Compute every tanh GELU of the blocks by `sigmoid_gelu`."""
+    for module in net.blocks.modules():
+        if isinstance(module, nn.GELU) and module.approximate == "tanh":
+            module.forward = sigmoid_gelu
+
+
+def sigmoid_gelu(x: Tensor) -> Tensor:
+    """GELU in its tanh approximation, 0.5 x (1 + tanh u) with u = sqrt(2/pi) (x + 0.044715 x^3), on CPUs as x sigmoid(2u).
+
+    Compiled for a CPU, it saves 6% (DiT-S/2, batch 8) to 11% (DiT-XS/2, batch 64) of a step's CPU time in float32; uncompiled
+    it costs more than torch's GELU.
+    """
+    if x.device.type != "cpu" or x.dtype != torch.float32:
+        return gelu(x, approximate="tanh")
+    return x * torch.sigmoid(math.sqrt(8 / math.pi) * x * (1 + 0.044715 * x * x))
 
 
 def attention_kernel(name: str) -> contextlib.AbstractContextManager:
@@ -120,44 +133,37 @@ def check_machine(train, net: dit.DiT, device: torch.device) -> None:
 
     Raises UserError if the machine lacks what a key asks for, with the key and what the machine has.
     """
-    _check_precision(train.precision, device)
-    attn = net.blocks[0].attn
-    _check_attention(train.attention, train.precision, attn.qkv.in_features // attn.num_heads, device)
-    check_compile("train.compile", train.compile, device)
-    if train.precision == "fp8" and train.compile == "none":
-        raise UserError(
-            "train.precision=fp8 is slower than bf16 unless casts and scales are compiled into the products; "
-            "add train.compile=blocks, or use train.precision=bf16"
-        )
-
-
-def _check_precision(precision: str, device: torch.device) -> None:
-    if device.type == "cuda" and precision != "fp32" and not torch.cuda.is_bf16_supported(including_emulation=False):
+    precision, name, is_cuda = train.precision, train.attention, device.type == "cuda"
+    if is_cuda and precision != "fp32" and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise UserError(f"train.precision={precision}: {_describe(device)} has no bfloat16; use train.precision=fp32")
     if precision == "fp8":
-        if device.type != "cuda" or torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+        if not is_cuda or torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
             raise UserError(
                 f"train.precision=fp8 needs a GPU of compute capability {'.'.join(map(str, FP8_CAPABILITY))} or more (Ada, "
                 f"Hopper or newer); this run is on {_describe(device)}, which has fp32 and bf16"
             )
         if importlib.util.find_spec("torchao") is None:
             raise UserError("train.precision=fp8 needs torchao, which is not installed: pip install torchao")
+        if train.compile == "none":
+            raise UserError(
+                "train.precision=fp8 is slower than bf16 unless casts and scales are compiled into the products; "
+                "add train.compile=blocks, or use train.precision=bf16"
+            )
+    if name != "auto":
+        attention = net.blocks[0].attn
+        head_width = attention.qkv.in_features // attention.num_heads
+        dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+        x = torch.zeros(1, 1, 64, head_width, dtype=dtype, device=device, requires_grad=True)
+        usable = [key for key, kernel in ATTENTION_KERNELS.items() if _can_run(kernel, x)]
+        if name not in usable:
+            raise UserError(
+                f"train.attention={name} is not there for {dtype} and heads of {head_width} on {_describe(device)}, "
+                f"which has {', '.join(usable)}; or leave the choice to torch: train.attention=auto"
+            )
+    check_compile("train.compile", train.compile, device)
 
 
-def _check_attention(name: str, precision: str, head_width: int, device: torch.device) -> None:
-    if name == "auto":
-        return
-    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
-    usable = [kernel for kernel in ATTENTION_KERNELS if _can_run(ATTENTION_KERNELS[kernel], head_width, dtype, device)]
-    if name not in usable:
-        raise UserError(
-            f"train.attention={name} is not there for {dtype} and heads of {head_width} on {_describe(device)}, "
-            f"which has {', '.join(usable)}; or leave the choice to torch: train.attention=auto"
-        )
-
-
-def _can_run(kernel: SDPBackend, head_width: int, dtype: torch.dtype, device: torch.device) -> bool:
-    x = torch.zeros(1, 1, 64, head_width, dtype=dtype, device=device, requires_grad=True)
+def _can_run(kernel: SDPBackend, x: Tensor) -> bool:
     try:
         # With one kernel allowed, torch raises if it cannot run. It also warns of the reasons, which would be noise.
         with sdpa_kernel(kernel), warnings.catch_warnings():
@@ -204,51 +210,20 @@ def _describe(device: torch.device) -> str:
 def use_cores(device: torch.device, cpu_threads: int | None) -> None:
     """If this process computes on the CPU, let it use `cpu_threads` (None: its share of the cores) and keep freed memory.
 
-    `accelerate launch` sets OMP_NUM_THREADS=1, which would leave the other cores idle.
+    `accelerate launch` sets OMP_NUM_THREADS=1, which would leave the other cores idle. The C library would map every large
+    tensor of every step anew, and the system clear each page: 4 to 12% of a step.
     """
-    if device.type == "cpu":
-        torch.set_num_threads(cpu_threads or cores_per_process())
-        keep_freed_memory()
+    if device.type != "cpu":
+        return
+    torch.set_num_threads(cpu_threads or cores_per_process())
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:  # glibc; others have no such setting
+        M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
+        mallopt(M_TRIM_THRESHOLD, -1)
+        mallopt(M_MMAP_MAX, 0)
 
 
 def cores_per_process() -> int:
     """The machine's cores divided by the processes that accelerate started on it, at least 1."""
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, num_cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-
-
-def keep_freed_memory() -> None:
-    """Let the C library (glibc; others have no such setting) keep freed memory for the next allocation.
-
-    Otherwise it maps every large tensor of every step anew, and the system clears each page: 4 to 12% of a step.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is not None:
-        M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
-        mallopt(M_TRIM_THRESHOLD, -1)
-        mallopt(M_MMAP_MAX, 0)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# GELU in compiled blocks on a CPU.
-
-
-def use_sigmoid_gelu(net: dit.DiT) -> None:
-    """Replace every tanh GELU of the blocks by one that is faster once it is compiled for a CPU. No parameter changes."""
-    for module in list(net.blocks.modules()):
-        for name, child in module.named_children():
-            if isinstance(child, nn.GELU) and child.approximate == "tanh":
-                setattr(module, name, SigmoidGELU())
-
-
-class SigmoidGELU(nn.Module):
-    """GELU in its tanh approximation, 0.5 x (1 + tanh u) with u = sqrt(2/pi) (x + 0.044715 x^3), written as x sigmoid(2u).
-
-    Compiled for a CPU, it saves 6% (DiT-S/2, batch 8) to 11% (DiT-XS/2, batch 64) of a step's CPU time in float32; uncompiled
-    it costs more than torch's GELU.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.device.type != "cpu" or x.dtype != torch.float32:
-            return gelu(x, approximate="tanh")
-        return x * torch.sigmoid(math.sqrt(8 / math.pi) * x * (1 + 0.044715 * x * x))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -27,17 +27,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Batch:
-    """Consecutive images of one shard.
+    """Consecutive images of one shard."""
 
-    Attributes:
-        images: uint8 [b, H, W, 3], those that could be read.
-        kept: their numbers.
-        left_out: the others, {"name", "problem"} each.
-    """
-
-    images: Tensor
-    kept: list[int]
-    left_out: list[dict]
+    images: Tensor  # uint8 [b, H, W, 3], those that could be read
+    kept: list[int]  # their numbers
+    left_out: list[dict]  # the others, {"name", "problem"} each
 
     def pin_memory(self) -> _Batch:
         """For the DataLoader."""
@@ -102,8 +96,8 @@ def encode_images(
     waited_sec, start_sec = 0.0, time.perf_counter()
     title = f"process {rank + 1} of {num_processes}" if num_processes > 1 else None
     bar = progress_bar(total=sum(s.stop - s.start for s in shards), unit="images", desc=title)
-    written: Future | None = None
     with bar, ThreadPoolExecutor(1) as pool:
+        written = pool.submit(int)  # the shard before: none yet
         for shard in shards:
             kept, left_out, encoded = [], [], []
             for _ in range(shard.start, shard.stop, batch_size):
@@ -122,12 +116,10 @@ def encode_images(
                     encoded[-2] = [latents.cpu() for latents in encoded[-2]]
                 bar.update(len(batch.kept) + len(batch.left_out))
             latents = [torch.cat([part[i].cpu() for part in encoded]) if encoded else torch.empty(0) for i in range(1 + flips)]
-            if written is not None:
-                written.result()  # at most one shard waits to be written
+            written.result()  # at most one shard waits to be written
             labels = torch.from_numpy(images.labels[kept])
             written = pool.submit(writer.write, shard, latents[0], labels, info, latents[1] if flips else None, left_out)
-        if written is not None:
-            written.result()
+        written.result()
     if shards and accelerator.is_main_process:
         log.info("waiting for images took %.0f%% of the time", 100 * waited_sec / max(time.perf_counter() - start_sec, 1e-9))
 

@@ -11,14 +11,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from errors import UserError
-from files import read_file
+from files import hash_bytes, read_file
 from latents.arrays import check_float, parse_npy
 from latents.detection import SD_SCALE
 from latents.progress import progress_bar
@@ -38,23 +36,18 @@ from latents.webdataset import TarIndex
 class LatentSource:
     """Latents of another project; a subclass for each format, opened by `open_latents`.
 
-    Attributes:
-        name: of the format.
-        labels: [N] int64.
-        shape: (C, h, w) of an item as `read` gives it; 2C channels where items are moments.
-        has_flips: `read` also gives latents of the mirrored images.
-        known_kind: `moments` or `sample` where the format says so.
-        known_stored_scale: what the stored values were multiplied by, where the format says so.
-        statements: what was detected on opening, for the log.
+    A subclass gives `_read(start, stop)`: [latents] or [latents, flips], float32, perhaps not finite; and
+    `_name_of(item, flip)`, for messages.
     """
 
-    name: str
-    labels: np.ndarray
-    shape: tuple[int, ...]
-    has_flips = False
-    known_kind: str | None = None
-    known_stored_scale: float | None = None
-    statements: list[str] = []
+    name: str  # of the format
+    labels: np.ndarray  # [N] int64
+    shape: tuple[int, ...]  # (C, h, w) of an item as `read` gives it; 2C channels where items are moments
+    identity: tuple  # names and sizes of the files, for the fingerprint
+    has_flips = False  # `read` also gives latents of the mirrored images
+    known_kind: str | None = None  # moments | sample, where the format says so
+    known_stored_scale: float | None = None  # what the stored values were multiplied by, where the format says so
+    statements: list[str] = []  # what was detected on opening, for the log
 
     def read(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
         """Items start .. stop - 1 as stored, float32 [b, *shape], and their mirror images where has_flips.
@@ -62,43 +55,54 @@ class LatentSource:
         Raises:
             UserError: an item that is missing, has another shape or type, or is not finite. The message names it.
         """
-        raise NotImplementedError
+        latents = self._read(start, stop)
+        for flip, values in enumerate(latents):
+            # A sum is finite only if all values are, and cheap; float64 cannot overflow.
+            if not np.isfinite(values.sum(dtype=np.float64)):
+                bad = int(np.flatnonzero(~np.isfinite(values).all(axis=(1, 2, 3)))[0])
+                raise UserError(f"{self._name_of(start + bad, flip)} holds NaN or Inf; make it again, or leave it out")
+        return torch.from_numpy(latents[0]), torch.from_numpy(latents[1]) if self.has_flips else None
 
     def fingerprint(self) -> str:
         """A hash of names, sizes and labels: cheap, and another one for other data."""
-        raise NotImplementedError
+        parts = "".join(map(repr, (self.name, self.shape, *self.identity)))
+        return hash_bytes(parts.encode() + self.labels.tobytes())
 
     def read_spread(self, num_items: int = 256) -> Tensor:
         """[n, *shape] float32: items spread over the data, as `detection.detect` needs them."""
         return torch.cat([self.read(i, i + 1)[0] for i in spread_items(len(self.labels), num_items).tolist()])
 
 
-def _hash(*parts: object) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        digest.update(part.tobytes() if isinstance(part, np.ndarray) else repr(part).encode())
-    return digest.hexdigest()
+class FilesOfItems(LatentSource):
+    """A format that keeps several items in a file. A subclass gives `_read_rows(number of the file, rows)`, as `_read`."""
+
+    def _set_files(self, files: list[Path], labels: list[np.ndarray]) -> None:
+        """`labels`: [B] of each file."""
+        for file, values in zip(files, labels):
+            if not np.issubdtype(values.dtype, np.integer):
+                raise UserError(f"{file}: labels are {values.dtype}, not whole numbers")
+        self.files, self.labels = files, np.concatenate(labels).astype(np.int64)
+        self._first_item = np.cumsum([0] + [len(values) for values in labels])
+
+    def _locate(self, item: int) -> tuple[int, int]:
+        """(number of its file, its row in there)."""
+        number = int(np.searchsorted(self._first_item, item, "right")) - 1
+        return number, item - int(self._first_item[number])
+
+    def _read(self, start: int, stop: int) -> list[np.ndarray]:
+        parts = []
+        while start < stop:
+            number, row = self._locate(start)
+            end = min(stop, int(self._first_item[number + 1]))
+            parts.append(self._read_rows(number, slice(row, row + end - start)))
+            start = end
+        return [np.concatenate(part).astype(np.float32, copy=False) for part in zip(*parts)]
 
 
-def _refuse_nan(latents: np.ndarray, name_of: Callable[[int], str]) -> None:
-    """Raises UserError where one of latents [b, C, h, w] holds NaN or Inf; name_of(number in the batch) names it."""
-    # A sum is finite only if all values are, and cheap; float64 cannot overflow.
-    if not np.isfinite(latents.sum(dtype=np.float64)):
-        bad = int(np.flatnonzero(~np.isfinite(latents).all(axis=(1, 2, 3)))[0])
-        raise UserError(f"{name_of(bad)} holds NaN or Inf; make it again, or leave it out")
-
-
-def _check_integers(where: str, labels: np.ndarray) -> np.ndarray:
-    if not np.issubdtype(labels.dtype, np.integer):
-        raise UserError(f"{where}: labels are {labels.dtype}, not whole numbers")
-    return labels.astype(np.int64)
-
-
-def _locate(first_item: np.ndarray, start: int, stop: int) -> Iterator[tuple[int, slice]]:
-    """(number of a file, rows of it) that make up the items start .. stop - 1, where file k begins with first_item[k]."""
-    for number in range(np.searchsorted(first_item, start, "right") - 1, np.searchsorted(first_item, stop, "left")):
-        first, end = first_item[number : number + 2].tolist()
-        yield number, slice(max(start, first) - first, min(stop, end) - first)
+def _parse_latents(where: str, payload: bytes) -> np.ndarray:
+    latents = parse_npy(where, payload)
+    check_float(where, latents.dtype)
+    return latents
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -114,13 +118,10 @@ with lmdb.open(sys.argv[1], subdir=os.path.isdir(sys.argv[1]), readonly=True, lo
 
 
 class MaskDiTLMDB(LatentSource):
-    """MaskDiT's LMDB: SD-VAE moments [8, h, w] under `z-<i>`, labels under `y-<i>`, their number under `length`.
+    """MaskDiT's LMDB, the folder of data.mdb or a single file: moments [8, h, w] `z-<i>`, labels `y-<i>`, their number `length`.
 
     With --xflip MaskDiT stores the mirrored images after all others, and nothing marks them. If the labels of the halves
     agree and latents of the second half correlate with mirrored ones of the first, the second half becomes the flips.
-
-    Args:
-        path: the folder of data.mdb, or an LMDB in a single file.
     """
 
     name, known_kind, known_stored_scale = "MaskDiT LMDB", "moments", 1.0
@@ -149,22 +150,20 @@ class MaskDiTLMDB(LatentSource):
             correlation = self._mirror_correlation(txn, labels)
         self.has_flips = correlation > 0.5
         self.labels = labels[: length // 2] if self.has_flips else labels
+        self.identity = self.file.stat().st_size, self.has_flips
         if self.has_flips:
-            reason = (
-                f"the labels of the halves agree, and latents correlate by {correlation:.2f} with mirrored ones of the first half"
-            )
-            self.statements = [f"latents_flip: the second {len(self.labels)} items (--xflip); {reason}"]
+            self.statements = [
+                f"latents_flip: the second {len(self.labels)} items (--xflip); the labels of the halves agree, and latents "
+                f"correlate by {correlation:.2f} with mirrored ones of the first half"
+            ]
 
-    def read(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
-        num = len(self.labels)
+    def _read(self, start: int, stop: int) -> list[np.ndarray]:
+        firsts = (0, len(self.labels))[: 1 + self.has_flips]
         with self._open() as env, env.begin(buffers=True) as txn:
-            latents = torch.from_numpy(self._items(txn, range(start, stop)))
-            if not self.has_flips:
-                return latents, None
-            return latents, torch.from_numpy(self._items(txn, range(num + start, num + stop)))
+            return [self._items(txn, range(first + start, first + stop)) for first in firsts]
 
-    def fingerprint(self) -> str:
-        return _hash(self.name, self.shape, self.file.stat().st_size, self.has_flips, self.labels)
+    def _name_of(self, item: int, flip: int) -> str:
+        return f"{self.file}: z-{item + flip * len(self.labels)}"
 
     def _open(self):
         import lmdb  # this format alone needs it
@@ -180,8 +179,7 @@ class MaskDiTLMDB(LatentSource):
         """Raises UserError where pages are missing that hold data.
 
         Size alone does not tell: LMDB may leave last pages unwritten that nothing refers to. Reading a page that is not there
-        ends the process, so another process reads first where the file is short. To follow the pages here instead would take
-        twice the lines, and LMDB's internal layout.
+        ends the process, so another process reads first where the file is short.
         """
         with self._open() as env:
             needed, found = (env.info()["last_pgno"] + 1) * env.stat()["psize"], self.file.stat().st_size
@@ -215,7 +213,6 @@ class MaskDiTLMDB(LatentSource):
                     f"{self.file}: z-{number} has {len(value)} bytes{hint}, but z-0 has {row.nbytes} (float32 {list(self.shape)})"
                 )
             row[:] = np.frombuffer(value, dtype="<f4").reshape(self.shape)
-        _refuse_nan(latents, lambda i: f"{self.file}: z-{numbers[i]}")
         return latents
 
     def _mirror_correlation(self, txn, labels: np.ndarray) -> float:
@@ -225,44 +222,31 @@ class MaskDiTLMDB(LatentSource):
             return 0.0
         correlations = []
         for i in spread_items(half, 32).tolist():
-            first, second = self._items(txn, range(i, i + 1))[0], self._items(txn, range(half + i, half + i + 1))[0]
-            a, b = (x[: self.CHANNELS // 2].astype(np.float64) for x in (first[..., ::-1], second))
-            a, b = a - a.mean(), b - b.mean()
-            norm = math.sqrt((a * a).sum() * (b * b).sum())
-            correlations.append((a * b).sum() / norm if norm > 0 else 0.0)
-        return float(np.median(correlations))
+            first, second = self._items(txn, range(i, half + i + 1, half))[:, : self.CHANNELS // 2]
+            with np.errstate(invalid="ignore", divide="ignore"):  # constant latents correlate with nothing
+                correlations.append(np.corrcoef(first[..., ::-1].ravel(), second.ravel())[0, 1])
+        return float(np.median(np.nan_to_num(correlations)))
 
 
 class Tars(LatentSource):
-    """WebDataset tars; see `latents.webdataset`.
-
-    Args:
-        path: a folder of uncompressed tars, or one tar.
-        allow_pickle: read pickled arrays, with an unpickler that admits nothing else.
-    """
+    """A folder of WebDataset tars, or one; see `latents.webdataset`."""
 
     name = "WebDataset tars"
 
     def __init__(self, path: Path, allow_pickle: bool = False):
         self._index = TarIndex.open(path, allow_pickle)
         self.labels, self.shape = self._index.labels, self._index.shape
+        self.identity = ([(f.name, f.stat().st_size) for f in self._index.files],)
 
-    def read(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
-        latents = self._index.read(np.arange(start, stop)).astype(np.float32, copy=False)
-        _refuse_nan(latents, lambda i: self._index.name_of(start + i))
-        return torch.from_numpy(latents), None
+    def _read(self, start: int, stop: int) -> list[np.ndarray]:
+        return [self._index.read(np.arange(start, stop)).astype(np.float32, copy=False)]
 
-    def fingerprint(self) -> str:
-        files = [(f.name, f.stat().st_size) for f in self._index.files]
-        return _hash(self.name, self.shape, files, self.labels)
+    def _name_of(self, item: int, flip: int) -> str:
+        return self._index.name_of(item)
 
 
-class FastDiTFolder(LatentSource):
-    """fast-DiT's `<name>_features/<i>.npy`, float32 [B, 4, h, w] times 0.18215, and `<name>_labels/<i>.npy`, int64 [B].
-
-    Args:
-        path: the folder of both, or the folder of features.
-    """
+class FastDiTFolder(FilesOfItems):
+    """fast-DiT's `<name>_features/<i>.npy`, float32 [B, 4, h, w] times 0.18215, and `<name>_labels/<i>.npy`, int64 [B]."""
 
     name, known_kind, known_stored_scale = "fast-DiT features", "sample", SD_SCALE
 
@@ -279,14 +263,18 @@ class FastDiTFolder(LatentSource):
             )
         if not numbers:
             raise UserError(f"{self.features} holds no .npy files")
-        self._names = [numbers[i] for i in sorted(numbers)]  # by number: 2 comes before 10
+        names = [numbers[i] for i in sorted(numbers)]  # by number: 2 comes before 10
         label_files = [labels_folder / label_numbers[i] for i in sorted(numbers)]
         bar = progress_bar(label_files, desc="reading labels", unit="file", delay=1, leave=False)
-        labels = [self._read_labels(file) for file in bar]
-        self.labels = np.concatenate(labels)
-        self._first_item = np.cumsum([0] + [len(x) for x in labels])
+        labels = [parse_npy(str(file), read_file(file)) for file in bar]
+        for file, values in zip(label_files, labels):
+            if values.ndim != 1:
+                raise UserError(f"{file} is {values.dtype} {list(values.shape)}; need labels int64 [B]")
+        self._set_files([self.features / name for name in names], labels)
         self.shape = ()
-        self.shape = self._read_features(0).shape[1:]
+        self.shape = self._read_rows(0, slice(None))[0].shape[1:]
+        spread = [self.files[i] for i in spread_items(len(names), 64)]
+        self.identity = names, [file.stat().st_size for file in spread]
 
     @staticmethod
     def _find(path: Path) -> tuple[Path, Path]:
@@ -312,122 +300,95 @@ class FastDiTFolder(LatentSource):
             raise UserError(f"{folder} holds files of the same number (as 1.npy and 01.npy are); keep one of each")
         return numbers
 
-    @staticmethod
-    def _read_labels(file: Path) -> np.ndarray:
-        labels = parse_npy(str(file), read_file(file))
-        if labels.ndim != 1:
-            raise UserError(f"{file} is {labels.dtype} {list(labels.shape)}; need labels int64 [B]")
-        return _check_integers(str(file), labels)
-
-    def _read_features(self, number: int) -> np.ndarray:
-        """A file by its place in the order, [B, C, h, w]."""
-        file = self.features / self._names[number]
-        latents = parse_npy(str(file), read_file(file))
-        check_float(str(file), latents.dtype)
+    def _read_rows(self, number: int, rows: slice) -> list[np.ndarray]:
+        file = self.files[number]
+        latents = _parse_latents(str(file), read_file(file))
         expected = (int(self._first_item[number + 1] - self._first_item[number]), *(self.shape or latents.shape[1:]))
         if latents.ndim != 4 or latents.shape != expected:
-            need = "[B, C, h, w]" if latents.ndim != 4 else f"{list(expected)}, as its labels and {self._names[0]} say"
+            need = "[B, C, h, w]" if latents.ndim != 4 else f"{list(expected)}, as its labels and {self.files[0].name} say"
             raise UserError(f"{file} is {latents.dtype} {list(latents.shape)}; need {need}")
-        return latents
+        return [latents[rows]]
 
-    def read(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
-        parts = []
-        for number, rows in _locate(self._first_item, start, stop):
-            parts.append(self._read_features(number)[rows])
-            _refuse_nan(parts[-1], lambda i, name=self._names[number]: str(self.features / name))
-        return torch.from_numpy(np.concatenate(parts).astype(np.float32, copy=False)), None
-
-    def fingerprint(self) -> str:
-        spread = [self._names[i] for i in spread_items(len(self._names), 64)]
-        sizes = [(self.features / name).stat().st_size for name in spread]
-        return _hash(self.name, self.shape, self._names, sizes, self.labels)
+    def _name_of(self, item: int, flip: int) -> str:
+        return str(self.files[self._locate(item)[0]])
 
 
 class REPAFolder(LatentSource):
     """REPA's and EDM2's `vae-sd/`: dataset.json with "labels": [[name, label], ...], and .npy files float32 [8, h, w].
 
-    These hold mean and standard deviation; `read` gives mean and log-variance.
-
-    Args:
-        path: that folder, the one that holds `vae-sd/`, or a .zip of its content.
+    That folder, the one that holds `vae-sd/`, or a .zip of either. The files hold mean and standard deviation; `read` gives
+    mean and log-variance.
     """
 
     name, known_kind, known_stored_scale = "REPA / EDM2 mean and std", "moments", 1.0
 
     def __init__(self, path: Path):
-        inside = path / "vae-sd"
-        self.path = inside if not (path / "dataset.json").exists() and (inside / "dataset.json").exists() else path
-        self._zip, self._prefix = None, ""
-        files = self._list_zip() if self.path.is_file() else self._list_folder()
-        if "dataset.json" not in files:
+        try:
+            root = zipfile.Path(path) if path.is_file() else path  # read alike
+        except zipfile.BadZipFile as e:
+            raise UserError(f"{path} is truncated or not a .zip: {e}") from e
+        self._root = root if (root / "dataset.json").exists() else root / "vae-sd"
+        if not (self._root / "dataset.json").exists():
             raise UserError(f"{path} holds no dataset.json (nor vae-sd/dataset.json), which names the latents and their labels")
+        self.path = path if path.is_file() else self._root
         self._names, self.labels = self._read_labels()
-        missing = next((name for name in self._names if name not in files), None)
-        if missing is not None:
-            hint = "" if missing.endswith(".npy") else "; it names images: encode them instead"
-            raise UserError(f"{self.path}: dataset.json names {missing}, which is not there{hint}")
-        if not all(name.endswith(".npy") for name in self._names):
-            raise UserError(f"{self.path}: dataset.json names images, not latents (.npy); encode them instead")
+        files = self._list_files()
+        for name in self._names:
+            if name not in files or not name.endswith(".npy"):
+                problem = "" if name in files else ", which is not there"
+                problem += "" if name.endswith(".npy") else "; it names images: encode them instead"
+                raise UserError(f"{self.path}: dataset.json names {name}{problem}")
         unnamed = sum(name.endswith(".npy") for name in files) - len(set(self._names))
         self.statements = [f"{unnamed} .npy files are not in dataset.json and are left out"] if unnamed else []
-        first = self._load(self._names[0])
+        first = self._load(0)
         self.shape = first.shape
         if len(self.shape) != 3 or self.shape[0] % 2:
-            raise UserError(f"{self.path}: {self._names[0]} is {first.dtype} {list(self.shape)}; need [2C, h, w], mean and std")
+            raise UserError(f"{self._name_of(0)} is {first.dtype} {list(self.shape)}; need [2C, h, w], mean and std")
+        sized = [path] if path.is_file() else [self.path / name for name in self._names[:64]]
+        self.identity = self._names, sum(file.stat().st_size for file in sized)
 
-    def read(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
+    def _read(self, start: int, stop: int) -> list[np.ndarray]:
         latents = np.empty((stop - start, *self.shape), dtype=np.float32)
-        for row, name in zip(latents, self._names[start:stop]):
-            value = self._load(name)
+        for item, row in enumerate(latents, start):
+            value = self._load(item)
             if value.shape != self.shape:
                 raise UserError(
-                    f"{self.path}: {name} is {value.dtype} {list(value.shape)}, but {self._names[0]} is {list(self.shape)}"
+                    f"{self._name_of(item)} is {value.dtype} {list(value.shape)}, but {self._names[0]} is {list(self.shape)}"
                 )
             row[:] = value
-        _refuse_nan(latents, lambda i: f"{self.path}: {self._names[start + i]}")
         std = latents[:, self.shape[0] // 2 :]
         if (std < 0).any():
             bad = int(np.flatnonzero((std < 0).any(axis=(1, 2, 3)))[0])
             raise UserError(
-                f"{self.path}: {self._names[start + bad]} holds negative values where standard deviations are expected; "
+                f"{self._name_of(start + bad)} holds negative values where standard deviations are expected; "
                 "is it mean and log-variance?"
             )
         # The autoencoder clamps log-variances at -30.
         np.multiply(np.log(np.maximum(std, math.exp(-15))), 2, out=std)
-        return torch.from_numpy(latents), None
+        return [latents]
 
-    def fingerprint(self) -> str:
-        size = self.path.stat().st_size if self._zip else sum((self.path / n).stat().st_size for n in self._names[:64])
-        return _hash(self.name, self.shape, self._names, size, self.labels)
+    def _name_of(self, item: int, flip: int = 0) -> str:
+        return f"{self.path}: {self._names[item]}"
 
-    def _list_zip(self) -> set[str]:
-        try:
-            self._zip = zipfile.ZipFile(self.path)
-        except zipfile.BadZipFile as e:
-            raise UserError(f"{self.path} is truncated or not a .zip: {e}") from e
-        names = self._zip.namelist()
-        self._prefix = "vae-sd/" if "dataset.json" not in names and "vae-sd/dataset.json" in names else ""
-        return {name.removeprefix(self._prefix) for name in names if name.startswith(self._prefix)}
-
-    def _list_folder(self) -> set[str]:
+    def _list_files(self) -> set[str]:
+        """All below the folder, relative to it."""
+        if isinstance(self._root, zipfile.Path):
+            return {name.removeprefix(self._root.at) for name in self._root.root.namelist() if name.startswith(self._root.at)}
         return {Path(folder, name).relative_to(self.path).as_posix() for folder, _, names in os.walk(self.path) for name in names}
 
-    def _bytes(self, name: str) -> bytes:
+    def _read_bytes(self, name: str) -> bytes:
         try:
-            return self._zip.read(self._prefix + name) if self._zip else read_file(self.path / name)
-        except (zipfile.BadZipFile, EOFError) as e:
+            return (self._root / name).read_bytes()
+        except (zipfile.BadZipFile, EOFError, OSError) as e:
             raise UserError(f"{self.path}: {name} is damaged: {e}") from e
 
-    def _load(self, name: str) -> np.ndarray:
-        where = f"{self.path}: {name}"
-        value = parse_npy(where, self._bytes(name))
-        check_float(where, value.dtype)
-        return value
+    def _load(self, item: int) -> np.ndarray:
+        return _parse_latents(self._name_of(item), self._read_bytes(self._names[item]))
 
     def _read_labels(self) -> tuple[list[str], np.ndarray]:
         file = f"{self.path}: dataset.json"
         try:
-            entries = json.loads(self._bytes("dataset.json"))["labels"]
+            entries = json.loads(self._read_bytes("dataset.json"))["labels"]
         except (ValueError, KeyError, TypeError) as e:
             raise UserError(f'{file} is not {{"labels": [[name, label], ...]}}: {e!r}') from e
         if not entries:
@@ -436,56 +397,47 @@ class REPAFolder(LatentSource):
                 "dataset.json of its images)"
             )
         for entry in entries:
-            if not (isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str) and type(entry[1]) is int):
+            if not (isinstance(entry, list) and list(map(type, entry)) == [str, int]):
                 raise UserError(f"{file}: {str(entry)[:80]} is not [name, label] with a whole number as the label")
         return [name for name, _ in entries], np.array([label for _, label in entries], dtype=np.int64)
 
 
-class LightningDiTFolder(LatentSource):
-    """LightningDiT's safetensors: `latents` [M, C, h, w], `latents_flip`, `labels` [M]; samples, unscaled, no header.
-
-    Args:
-        path: the folder, or one file.
-    """
+class LightningDiTFolder(FilesOfItems):
+    """LightningDiT's safetensors, a folder or one: `latents` [M, C, h, w], `latents_flip`, `labels` [M]; unscaled samples."""
 
     name, known_kind = "LightningDiT safetensors", "sample"
 
     def __init__(self, path: Path):
-        self.files = [path] if path.is_file() else shard_files(path)
-        if not self.files:
+        files = [path] if path.is_file() else shard_files(path)
+        if not files:
             raise UserError(f"{path} holds no *.safetensors")
-        labels, layouts = [], []
-        for file in self.files:
-            names, shape, labels_of_file = self._open(file)
-            labels.append(labels_of_file)
-            layouts.append(f"{', '.join(names)} {list(shape)}")
-            if layouts[-1] != layouts[0]:
-                raise UserError(f"{file} does not belong with {self.files[0]}: {layouts[-1]} against {layouts[0]}")
-        self._names, self.shape = names, shape
-        self.has_flips = "latents_flip" in names
-        self.labels = np.concatenate(labels)
-        self._first_item = np.cumsum([0] + [len(x) for x in labels])
+        opened = [self._open(file) for file in files]
+        for file, (names, shape, _) in zip(files, opened):
+            if (names, shape) != opened[0][:2]:
+                layout, first = (f"{', '.join(x[0])} {list(x[1])}" for x in ((names, shape), opened[0]))
+                raise UserError(f"{file} does not belong with {files[0]}: {layout} against {first}")
+        self._names, self.shape, _ = opened[0]
+        self._set_files(files, [labels for *_, labels in opened])
+        self.has_flips = "latents_flip" in self._names
+        self.identity = self.has_flips, [(file.name, file.stat().st_size) for file in files]
 
     @staticmethod
     def _open(file: Path) -> tuple[list[str], tuple[int, ...], np.ndarray]:
         """(names of the latents that it holds, shape of an item, labels)."""
         try:
             with safe_open(file, framework="pt") as f:
-                if "kind" in (f.metadata() or {}):
-                    raise UserError(f"{file} is a native shard: these are native shards already; train reads them as they are")
-                held = set(f.keys())
-                if not {"latents", "labels"} <= held:
-                    raise UserError(
-                        f"{file} holds {', '.join(sorted(held)) or 'nothing'}; need latents [M, C, h, w] and labels [M]"
-                    )
-                names = [name for name in ("latents", "latents_flip") if name in held]
-                shapes = {name: (f.get_slice(name).get_shape(), f.get_slice(name).get_dtype()) for name in names}
-                labels = f.get_tensor("labels").numpy()
+                metadata, held = f.metadata() or {}, {name: f.get_slice(name) for name in sorted(f.keys())}
+                labels = f.get_tensor("labels").numpy() if "labels" in held else None
         except (SafetensorError, OSError) as e:
             raise UserError(f"{file} is truncated or not a safetensors file: {e}") from e
-        expected = shapes["latents"][0]
-        for name, (shape, dtype) in shapes.items():
-            where = f"{file}: {name}"
+        if "kind" in metadata:
+            raise UserError(f"{file} is a native shard: these are native shards already; train reads them as they are")
+        if not {"latents", "labels"} <= held.keys():
+            raise UserError(f"{file} holds {', '.join(held) or 'nothing'}; need latents [M, C, h, w] and labels [M]")
+        names = [name for name in ("latents", "latents_flip") if name in held]
+        expected = held["latents"].get_shape()
+        for name in names:
+            where, shape, dtype = f"{file}: {name}", held[name].get_shape(), held[name].get_dtype()
             if dtype == "F64":
                 check_float(where, np.dtype(np.float64))
             if dtype not in ("F32", "F16", "BF16") or len(shape) != 4 or 0 in shape:
@@ -494,23 +446,15 @@ class LightningDiTFolder(LatentSource):
                 raise UserError(f"{where} is {shape}, but latents are {expected}")
         if labels.shape != (expected[0],):
             raise UserError(f"{file}: {expected[0]} latents, but labels are {list(labels.shape)}")
-        return names, tuple(expected[1:]), _check_integers(str(file), labels)
+        return names, tuple(expected[1:]), labels
 
-    def read(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
-        parts: dict[str, list[Tensor]] = {name: [] for name in self._names}
-        for number, rows in _locate(self._first_item, start, stop):
-            with safe_open(self.files[number], framework="pt") as f:
-                for name in self._names:
-                    part = f.get_slice(name)[rows.start : rows.stop].float()
-                    where = f"{self.files[number]}: {name} of item "
-                    _refuse_nan(part.numpy(), lambda i, where=where, rows=rows: f"{where}{rows.start + i}")
-                    parts[name].append(part)
-        latents, *flips = (torch.cat(parts[name]) for name in self._names)
-        return latents, flips[0] if flips else None
+    def _read_rows(self, number: int, rows: slice) -> list[np.ndarray]:
+        with safe_open(self.files[number], framework="pt") as f:
+            return [f.get_slice(name)[rows.start : rows.stop].float().numpy() for name in self._names]
 
-    def fingerprint(self) -> str:
-        files = [(f.name, f.stat().st_size) for f in self.files]
-        return _hash(self.name, self.shape, self.has_flips, files, self.labels)
+    def _name_of(self, item: int, flip: int) -> str:
+        number, row = self._locate(item)
+        return f"{self.files[number]}: {self._names[flip]} of item {row}"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -528,7 +472,7 @@ def open_latents(path: str | Path, format: str = "auto", allow_pickle: bool = Fa
     """Open latents of another project.
 
     Args:
-        path: as the class of the format takes it.
+        path: as the class of the format says.
         format: one of FORMATS, or `auto`: told from what the path holds.
         allow_pickle: read pickled arrays in tars, with an unpickler that admits nothing else.
 
@@ -547,9 +491,8 @@ def open_latents(path: str | Path, format: str = "auto", allow_pickle: bool = Fa
 
 def _detect_format(path: Path) -> str:
     """The format that fits what a path holds. Raises UserError where none or several do."""
-    if path.is_file():
-        names, folders = [path.name], []
-    else:
+    names, folders = [path.name], []
+    if path.is_dir():
         # Not Path.iterdir: asking each of a million files whether it is one takes long.
         entries = sorted((e for e in os.scandir(path) if not e.name.startswith(".")), key=lambda e: e.name)
         names, folders = [e.name for e in entries if e.is_file()], [e.name for e in entries if e.is_dir()]
@@ -559,8 +502,7 @@ def _detect_format(path: Path) -> str:
         "fast_dit": any(n.endswith("_features") for n in folders) or path.name.endswith("_features"),
         "repa": "dataset.json" in names
         or (path / "vae-sd" / "dataset.json").exists()
-        or path.is_file()
-        and path.suffix == ".zip",
+        or (path.is_file() and path.suffix == ".zip"),
         "lightningdit": any(n.endswith(".safetensors") for n in names),
     }
     fitting = [format for format, fits in signs.items() if fits]

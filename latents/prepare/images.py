@@ -18,7 +18,7 @@ import numpy as np
 from errors import UserError
 from files import is_hidden, list_images
 from latents.shards import spread_items
-from latents.tars import COMPRESSED_SUFFIXES, LABEL_EXTENSIONS, MAX_LABEL, Member, find_tars, parse_label, walk_tar
+from latents.tars import COMPRESSED_SUFFIXES, MAX_LABEL, find_tars, read_samples
 
 log = logging.getLogger(__name__)
 
@@ -29,13 +29,7 @@ LABEL_COLUMNS = ("label", "class", "cls", "class_id", "target", "category")
 
 
 class LabelledImages:
-    """Images by number, each with a label.
-
-    Attributes:
-        names: of the images, relative to the path, in order.
-        labels: [N] int64.
-        class_names: by label, or None where classes have no names.
-    """
+    """Images by number: their names relative to the path, labels [N] int64, and names of the classes where there are any."""
 
     def __init__(self, path: Path, names: list[str], labels: list[int], class_names: list[str] | None):
         self.path, self.names, self.class_names = path, names, class_names
@@ -155,32 +149,30 @@ def _label_by_file(path: Path, names: list[str], file: Path) -> LabelledImages:
         log.warning("%d images of %s have no label in %s and are left out: %s, ...", len(unlabelled), path, file, unlabelled[0])
     names = sorted(label_of)
     labels, class_names = [label_of[name] for name in names], None
-    numbers = [_whole_number(label) for label in labels]
-    if any(number is not None for number in numbers):
-        if None in numbers:
-            odd = numbers.index(None)
-            raise UserError(f"{file}: {names[odd]} has the label {labels[odd]!r}, where others have whole numbers; mend it")
-    else:  # names of classes
-        odd = next((i for i, label in enumerate(labels) if isinstance(label, (bool, float)) or _is_number(label)), None)
-        if odd is not None:
-            raise UserError(f"{file}: {names[odd]} has the label {labels[odd]!r}, which is neither a whole number nor a name")
-        class_names = sorted(set(labels))
-        numbers = list(map({name: i for i, name in enumerate(class_names)}.get, labels))
-    return LabelledImages(path, names, numbers, class_names)
+    values = [_parse_label_value(label) for label in labels]
+    kinds = {type(value) for value in values}
+    for name, label, value in zip(names, labels, values):
+        if int in kinds and not isinstance(value, int):
+            raise UserError(f"{file}: {name} has the label {label!r}, where others have whole numbers; mend it")
+        if value is None:
+            raise UserError(f"{file}: {name} has the label {label!r}, which is neither a whole number nor a name")
+    if str in kinds:
+        class_names = sorted(set(values))
+        number_of = {name: i for i, name in enumerate(class_names)}
+        values = [number_of[value] for value in values]
+    return LabelledImages(path, names, values, class_names)
 
 
-def _whole_number(label: str | int | float) -> int | None:
-    """3, "3" and the "3.0" of tables with missing values; None for anything else."""
-    match = None if isinstance(label, bool) else re.fullmatch(r"(-?\d+)(\.0*)?", str(label))
-    return int(match.group(1)) if match else None
-
-
-def _is_number(label: str) -> bool:
+def _parse_label_value(label: str | float) -> int | str | None:
+    """The number of 3, "3" and the "3.0" of tables with missing values; a class name as it is; None for other numbers."""
+    whole = None if isinstance(label, bool) else re.fullmatch(r"(-?\d+)(\.0*)?", str(label))
+    if whole:
+        return int(whole[1])
     try:
         float(label)
     except ValueError:
-        return False
-    return True
+        return label
+    return None
 
 
 def read_labels(file: Path) -> dict[str, str | int]:
@@ -191,15 +183,15 @@ def read_labels(file: Path) -> dict[str, str | int]:
     Raises:
         UserError: another form; a name that comes twice with different labels.
     """
-    parsers = {".csv": _parse_csv, ".json": _parse_json}
+    parse = {".csv": _parse_csv, ".json": _parse_json}.get(file.suffix.lower())
     try:
         text = file.read_text(encoding="utf-8-sig")  # spreadsheets begin their files with a mark of the byte order
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"labels={file} cannot be read: {e}") from e
-    if file.suffix.lower() not in parsers:
+    if parse is None:
         raise UserError(f"labels={file} must be auto, folders, none, or a .csv or .json file")
     label_of: dict[str, str | int] = {}
-    for name, label in parsers[file.suffix.lower()](file, text):
+    for name, label in parse(file, text):
         name = posixpath.normpath(name)
         if label_of.setdefault(name, label) != label:
             raise UserError(f"{file}: {name} has the labels {label_of[name]!r} and {label!r}")
@@ -209,23 +201,19 @@ def read_labels(file: Path) -> dict[str, str | int]:
 
 
 def _parse_csv(file: Path, text: str) -> list[tuple[str, str]]:
+    reader = csv.DictReader(io.StringIO(text), skipinitialspace=True, strict=True, restval="")
     try:
-        header, *rows = csv.reader(io.StringIO(text), skipinitialspace=True, strict=True)
+        rows, header = [(reader.line_num, row) for row in reader], reader.fieldnames or []
     except csv.Error as e:
         raise UserError(f"{file} is not CSV: {e}") from e
-    except ValueError as e:
-        raise UserError(f"{file} is empty; it needs a header with the columns file_name,label") from e
-    columns = {name.strip().lower(): i for i, name in enumerate(header)}
-    name_column = next((columns[c] for c in NAME_COLUMNS if c in columns), None)
-    label_column = next((columns[c] for c in LABEL_COLUMNS if c in columns), None)
-    if name_column is None or label_column is None:
-        raise UserError(f"{file} needs a header with the columns file_name,label; found {', '.join(header)}")
-    pairs = []
-    for number, row in enumerate(rows, start=2):
-        if row:
-            pairs.append(tuple(row[column].strip() if column < len(row) else "" for column in (name_column, label_column)))
-            if not all(pairs[-1]):
-                raise UserError(f"{file}, line {number}: the file name or the label is missing")
+    column_of = {name.strip().lower(): name for name in header}
+    columns = [next((column_of[name] for name in known if name in column_of), None) for known in (NAME_COLUMNS, LABEL_COLUMNS)]
+    if None in columns:
+        raise UserError(f"{file} needs a header with the columns file_name,label; found {', '.join(header) or 'nothing'}")
+    pairs = [tuple(row[column].strip() for column in columns) for _, row in rows]
+    for (number, _), pair in zip(rows, pairs):
+        if not all(pair):
+            raise UserError(f"{file}, line {number}: the file name or the label is missing")
     return pairs
 
 
@@ -252,25 +240,11 @@ class TarImages(LabelledImages):
 
     def __init__(self, path: Path):
         names, labels, self._where = [], [], []
-        image_extensions = tuple(suffix[1:] for suffix in SUFFIXES)
+        extensions = tuple(suffix[1:] for suffix in SUFFIXES)
         for tar in find_tars(path):
-            images: dict[str, Member] = {}
-            label_of: dict[str, int] = {}
-            for member in walk_tar(tar, image_extensions + LABEL_EXTENSIONS):
-                is_image = member.extension in image_extensions
-                if member.key in (images if is_image else label_of):
-                    raise UserError(f"{tar}: {member.name} is a second one of its key; keys must differ within a tar")
-                if is_image:
-                    images[member.key] = member
-                else:
-                    label_of[member.key] = parse_label(f"{tar}: {member.name}", member.payload[:65].tobytes())
-            key = min(images.keys() ^ label_of.keys(), default=None)
-            if key is not None:
-                has, lacks = ("an image", "label (.cls)") if key in images else ("a label", f"image ({', '.join(SUFFIXES)})")
-                raise UserError(f"{tar}: {key} has {has} but no {lacks}")
-            for key, member in images.items():
+            for member, label in read_samples(tar, extensions, ".jpg (or other image)", lambda member: member).values():
                 names.append(f"{tar.name}/{member.name}")
-                labels.append(label_of[key])
+                labels.append(label)
                 self._where.append((tar, member.start, len(member.payload)))
         if not names:
             raise UserError(f"images={path}: the tars hold no images ({', '.join(SUFFIXES)})")

@@ -26,12 +26,7 @@ Dataset = LatentDataset | TarLatents
 
 @dataclass
 class Findings:
-    """What an inspection found.
-
-    Attributes:
-        lines: what is there.
-        problems: what is wrong with it.
-    """
+    """What is there (lines), and what is wrong with it (problems)."""
 
     lines: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -45,14 +40,13 @@ def inspect_latents(dataset: Dataset, sigma_data: float = 0.5, min_items_per_cla
         min_items_per_class: fewer are a problem.
     """
     info = dataset.info
-    found = Findings(
-        lines=[
-            f"{dataset.path}: {len(dataset)} latents in {len(dataset.files)} files",
-            f"kind {info.kind}, {dataset.channels}x{dataset.height}x{dataset.width}, for images of {info.resolution} pixels, "
-            f"{'with' if dataset.has_flips else 'no'} latents of mirrored images",
-            f"autoencoder {info.autoencoder}, scale factor {info.scale_factor:g}",
-        ]
-    )
+    found = Findings()
+    found.lines += [
+        f"{dataset.path}: {len(dataset)} latents in {len(dataset.files)} files",
+        f"kind {info.kind}, {dataset.channels}x{dataset.height}x{dataset.width}, for images of {info.resolution} pixels, "
+        f"{'with' if dataset.has_flips else 'no'} latents of mirrored images",
+        f"autoencoder {info.autoencoder}, scale factor {info.scale_factor:g}",
+    ]
     if isinstance(dataset, LatentDataset) and dataset.path.is_dir():
         _inspect_files(dataset, found)
     _inspect_classes(dataset, min_items_per_class, found)
@@ -91,28 +85,25 @@ def _inspect_classes(dataset: Dataset, min_items_per_class: int, found: Findings
         f"{len(counts)} classes of {counts.min()} to {counts.max()} items; the smallest: {', '.join(smallest[:3])}"
     )
     if num_short:
-        short = _first(smallest[:num_short])
-        found.problems.append(f"{num_short} of {len(counts)} classes have fewer than {min_items_per_class} items: {short}")
+        found.problems.append(
+            f"{num_short} of {len(counts)} classes have fewer than {min_items_per_class} items: {_first(smallest[:num_short])}"
+        )
 
 
 def _inspect_values(dataset: Dataset, sigma_data: float, found: Findings) -> None:
     statistics = ChannelStatistics()
-    seen: dict[str, int] = {}
-    not_finite: list[int] = []
-    duplicates: list[str] = []
+    first_with: dict[str, int] = {}  # hash of a latent -> its first item
+    not_finite, duplicates = [], []
     with progress_bar(total=len(dataset), unit="latents", desc="reading") as bar:
         for start in range(0, len(dataset), CHUNK):
             indices = np.arange(start, min(start + CHUNK, len(dataset)))
-            latents, _ = dataset.fetch(indices, np.zeros(len(indices), dtype=bool))
-            finite = latents.flatten(1).isfinite().all(dim=1)
-            if dataset.has_flips:
-                flipped, _ = dataset.fetch(indices, np.ones(len(indices), dtype=bool))
-                finite &= flipped.flatten(1).isfinite().all(dim=1)
+            latents, *flipped = _fetch(dataset, indices)
+            finite = torch.stack([values.flatten(1).isfinite().all(dim=1) for values in (latents, *flipped)]).all(dim=0)
             not_finite += indices[~finite.numpy()].tolist()
             if finite.any():
                 statistics.add(latents[finite], dataset.info.kind)
             for index, latent in zip(indices.tolist(), latents.numpy()):
-                first = seen.setdefault(hash_bytes(latent.tobytes()), index)
+                first = first_with.setdefault(hash_bytes(latent.tobytes()), index)
                 if first != index:
                     duplicates.append(f"{index} = {first}")
             bar.update(len(indices))
@@ -124,30 +115,25 @@ def _inspect_values(dataset: Dataset, sigma_data: float, found: Findings) -> Non
     if statistics.count == 0:
         return
     scale = dataset.info.scale_factor
-    found.lines += [
-        "                    " + "".join(f"{f'channel {c}':>12}" for c in range(dataset.channels)),
-        "stored     mean     " + "".join(f"{value:12.4f}" for value in statistics.mean),
-        "           std      " + "".join(f"{value:12.4f}" for value in statistics.std),
-        "network    mean     " + "".join(f"{value * scale:12.4f}" for value in statistics.mean),
-        "           std      " + "".join(f"{value * scale:12.4f}" for value in statistics.std),
-    ]
+    found.lines.append(" " * 20 + "".join(f"{f'channel {c}':>12}" for c in range(dataset.channels)))
+    for title, factor in (("stored", 1), ("network", scale)):
+        found.lines.append(f"{title:11}mean     " + "".join(f"{value * factor:12.4f}" for value in statistics.mean))
+        found.lines.append(f"{'':11}std      " + "".join(f"{value * factor:12.4f}" for value in statistics.std))
     std = scale * float(np.sqrt(np.mean(np.square(statistics.std))))
-    ratio = std / sigma_data
-    found.lines.append(f"the network sees a standard deviation of {std:.3f}, {ratio:.2f} times sigma_data={sigma_data:g}")
-    if not USUAL_STD[0] <= ratio <= USUAL_STD[1]:
+    seen = f"a standard deviation of {std:.3f}, {std / sigma_data:.2f} times sigma_data={sigma_data:g}"
+    found.lines.append(f"the network sees {seen}")
+    if not USUAL_STD[0] <= std / sigma_data <= USUAL_STD[1]:
         found.problems.append(
-            f"the network would see a standard deviation of {std:.3f}, {ratio:.2f} times sigma_data={sigma_data:g}; is the scale "
-            f"factor {scale:g} right? Latents that were scaled before they were stored need another"
+            f"the network would see {seen}; is the scale factor {scale:g} right? "
+            "Latents that were scaled before they were stored need another"
         )
 
 
 def _inspect_flips(dataset: Dataset, found: Findings) -> None:
     """Latents of mirrored images resemble the mirrored latents more than the latents themselves."""
     indices = spread_items(len(dataset), 256)
-    latents, flipped = (
-        torch.nan_to_num(dataset.fetch(indices, np.full(len(indices), flip))[0].double())[:, : dataset.channels].flatten(1, 2)
-        for flip in (False, True)
-    )
+    both = (torch.nan_to_num(values.double()) for values in _fetch(dataset, indices))
+    latents, flipped = (values[:, : dataset.channels].flatten(1, 2) for values in both)
     as_mirrored, as_same = (flipped - latents.flip(-1)).square().mean(), (flipped - latents).square().mean()
     if as_mirrored > as_same or torch.equal(flipped, latents):
         found.problems.append(
@@ -156,8 +142,13 @@ def _inspect_flips(dataset: Dataset, found: Findings) -> None:
         )
 
 
-def _first(items: list, most: int = 5) -> str:
-    return ", ".join(map(str, items[:most])) + (", ..." if len(items) > most else "")
+def _fetch(dataset: Dataset, indices: np.ndarray) -> list[Tensor]:
+    """Stored latents of these items, and those of the mirrored images if there are any."""
+    return [dataset.fetch(indices, np.full(len(indices), flip))[0] for flip in (False, True)[: 1 + dataset.has_flips]]
+
+
+def _first(items: list) -> str:
+    return ", ".join(map(str, items[:5])) + (", ..." if len(items) > 5 else "")
 
 
 def fetch_spread(dataset: Dataset, num_items: int = 16) -> tuple[Tensor, list[int]]:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,15 +31,10 @@ DTYPES = {"float16": torch.float16, "float32": torch.float32}
 
 @dataclass
 class ChannelStatistics:
-    """Mean and standard deviation of each latent channel, in the units of the stored latents; of `moments`, of their samples.
+    """Mean and standard deviation of each latent channel, in the units of the stored latents; of `moments`, of their samples."""
 
-    Attributes:
-        count: values seen of each channel.
-        sums, square_sums: [C] of these values.
-    """
-
-    count: int = 0
-    sums: list[float] = field(default_factory=list)
+    count: int = 0  # values seen of each channel
+    sums: list[float] = field(default_factory=list)  # [C], of these values
     square_sums: list[float] = field(default_factory=list)
 
     def add(self, latents: Tensor, kind: str) -> None:
@@ -107,47 +103,47 @@ class ShardWriter:
         self.shards = [PlannedShard(k, start, stop, hash_items(start, stop)) for k, (start, stop) in enumerate(bounds)]
         self._unfinished = self.output / UNFINISHED
         self._settings_file = self._unfinished / "settings.json"
-        self._lock = None
         self._check_folder()
 
     def _check_folder(self) -> None:
         """Raises UserError where the folder holds anything but shards of these settings and items."""
         if self.output.exists() and not self.output.is_dir():
             raise UserError(f"output={self.output} is a file; give a folder")
-        manifest, written = read_manifest(self.output), shard_files(self.output)
+        settings, records, known = self.settings, [], set()
+        manifest = read_manifest(self.output)
         if manifest is not None:
             settings, records = manifest.get("settings") or {}, _records_of(manifest)
         elif self._settings_file.exists():
-            settings, records = read_json(self._settings_file), [read_json(f) for f in self._unfinished.glob("[0-9]*.json")]
-        else:
-            settings, records = self.settings, []
+            settings, records = read_json(self._settings_file), self._records()
+        if manifest is not None or self._settings_file.exists():
+            known = {record["file"] for record in records} | {self._file(shard.number).name for shard in self.shards}
         changed = [
             f"{key}: {settings.get(key)!r} -> {self.settings.get(key)!r}"
             for key in sorted({*settings, *self.settings})
             if settings.get(key) != self.settings.get(key)
         ]
-        source_of = {shard.number: shard.source for shard in self.shards}
-        if records and not changed and all(source_of.get(record["number"]) != record.get("source") for record in records):
+        sources = {(shard.number, shard.source) for shard in self.shards}
+        if records and not changed and sources.isdisjoint((record["number"], record.get("source")) for record in records):
             changed = ["made of other items"]
         if changed:
             raise UserError(
                 f"output={self.output} already holds another data set ({'; '.join(changed)}); choose another folder, "
                 "or restore these settings to go on with that one"
             )
-        known = {record["file"] for record in records}
-        if manifest is not None or self._settings_file.exists():
-            known |= {self._file(shard).name for shard in self.shards}
-        strange = [file.name for file in written if file.name not in known]
+        strange = [file.name for file in shard_files(self.output) if file.name not in known]
         if strange:
             raise UserError(
                 f"output={self.output} already holds {strange[0]}, which this command did not write; choose another folder"
             )
 
-    def _file(self, shard: PlannedShard) -> Path:
-        return self.output / f"latents_{shard.number:05d}.safetensors"
+    def _file(self, number: int) -> Path:
+        return self.output / f"latents_{number:05d}.safetensors"
 
-    def _record_file(self, shard: PlannedShard) -> Path:
-        return self._unfinished / f"{shard.number:05d}.json"
+    def _record_file(self, number: int) -> Path:
+        return self._unfinished / f"{number:05d}.json"
+
+    def _records(self) -> list[dict]:
+        return [read_json(file) for file in self._unfinished.glob("[0-9]*.json")]
 
     def open(self) -> None:
         """Prepare the folder: verify finished shards, and set changed ones aside. One process does, before any calls `missing`.
@@ -165,44 +161,29 @@ class ShardWriter:
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released by the system when this process ends
         except (BlockingIOError, PermissionError) as e:
             raise UserError(f"another process is writing to output={self.output}; wait for it, or choose another folder") from e
-        for entry in _records_of(manifest) if manifest is not None else []:
-            write_file(self._unfinished / f"{entry['number']:05d}.json", json.dumps(entry))
+        for record in _records_of(manifest) if manifest is not None else []:
+            write_file(self._record_file(record["number"]), json.dumps(record))
         write_file(self._settings_file, json.dumps(self.settings, indent=1))
-        for shard in self.shards:
-            self._verify(shard)
-        for file in self._unfinished.glob("[0-9]*.json"):
-            if int(file.stem) >= len(self.shards):  # the source has become shorter
-                self._set_aside(
-                    self.output / (read_json(file)["file"] or ""), "was made of items that the source no longer holds"
-                )
-                file.unlink()
+        record_of = {record["number"]: record for record in self._records()}
+        source_of = {shard.number: shard.source for shard in self.shards}
+        for number in sorted(record_of.keys() | source_of.keys()):  # without a record, a shard is made again
+            record, file = record_of.get(number), self._file(number)
+            reason = "was made of other items than the source holds now"
+            if record is not None and record["source"] == source_of.get(number):
+                if record["file"] is None or (file.exists() and hash_file(file) == record["hash"]):
+                    continue
+                reason = "is not as it was written"
+            self._record_file(number).unlink(missing_ok=True)
+            if file.exists():
+                aside = file.with_name(f".changed_{file.name}")
+                log.warning("%s %s; set aside as %s", file, reason, aside.name)
+                os.replace(file, aside)
         if manifest is not None and self.missing():
             (self.output / MANIFEST).unlink()  # it is no longer true; the records hold what is
 
-    def _verify(self, shard: PlannedShard) -> None:
-        """Drop the record of a shard that is not what its record says; without a record, the shard is made again."""
-        record, file = self._record(shard), self._file(shard)
-        reason = "was made of other items than the source holds now"
-        if record is not None and record["source"] == shard.source:
-            if record["file"] is None or (file.exists() and hash_file(file) == record["hash"]):
-                return
-            reason = "is not as it was written"
-        self._record_file(shard).unlink(missing_ok=True)
-        self._set_aside(file, reason)
-
-    def _set_aside(self, file: Path, reason: str) -> None:
-        if file.is_file():
-            aside = file.with_name(f".changed_{file.name}")
-            log.warning("%s %s; set aside as %s", file, reason, aside.name)
-            os.replace(file, aside)
-
-    def _record(self, shard: PlannedShard) -> dict | None:
-        file = self._record_file(shard)
-        return read_json(file) if file.exists() else None
-
     def missing(self, process_index: int = 0, num_processes: int = 1) -> list[PlannedShard]:
         """This process's share of the shards that are missing. All processes ask before one writes."""
-        return [shard for shard in self.shards if not self._record_file(shard).exists()][process_index::num_processes]
+        return [shard for shard in self.shards if not self._record_file(shard.number).exists()][process_index::num_processes]
 
     def write(
         self,
@@ -213,68 +194,55 @@ class ShardWriter:
         latents_flip: Tensor | None = None,
         left_out: list[dict] | None = None,
     ) -> None:
-        """Write one shard and its record.
+        """Write one shard and its record. Raises UserError as `write_shard` does, and for values that the type cannot hold.
 
         Args:
             latents, latents_flip: [b, C or 2C, H, W] float32, as they come from the autoencoder.
             labels: [b] int64.
             left_out: what is missing and why, {"name", "problem"} each.
-
-        Raises:
-            UserError: as `write_shard` does; values that the type cannot hold.
         """
         record = {"number": shard.number, "source": shard.source, "file": None, "num_items": len(latents)}
         record["left_out"] = left_out or []
-        if len(latents):
-            stored = latents.to(self.dtype)
-            stored_flip = None if latents_flip is None else latents_flip.to(self.dtype)
-            for exact, kept in ((latents, stored), (latents_flip, stored_flip)):
-                if exact is not None and exact.isfinite().all() and not kept.isfinite().all():
-                    raise UserError(f"latents up to {exact.abs().max():.3g} do not fit float16; use dtype=float32")
-            blob = serialize_shard(self._file(shard), stored, labels, info, stored_flip)
-            exact, kept = (mean_and_log_variance(x.double(), info.kind)[0] for x in (latents, stored))
-            statistics, error = ChannelStatistics(), kept - exact
-            statistics.add(stored, info.kind)
-            record |= {
-                "file": self._file(shard).name,
-                "bytes": len(blob),
-                "hash": hash_bytes(blob),
-                "statistics": asdict(statistics),
-                "storage_error": {
-                    "max": error.abs().max().item(),
-                    "square_sum": error.square().sum().item(),
-                    "of": exact.square().sum().item(),
-                },
-            }
+        file, record_file = self._file(shard.number), self._record_file(shard.number)
+        if not len(latents):
+            write_file(record_file, json.dumps(record))
+            return
+        rounded = [None if x is None else x.to(self.dtype) for x in (latents, latents_flip)]
+        for exact, kept in zip((latents, latents_flip), rounded):
+            if exact is not None and exact.isfinite().all() and not kept.isfinite().all():
+                raise UserError(f"latents up to {exact.abs().max():.3g} do not fit float16; use dtype=float32")
+        stored, stored_flip = rounded
+        blob = serialize_shard(file, stored, labels, info, stored_flip)
+        exact, kept = (mean_and_log_variance(x.double(), info.kind)[0] for x in (latents, stored))
+        statistics, error = ChannelStatistics(), kept - exact
+        statistics.add(stored, info.kind)
+        sizes = {"square_sum": error.square().sum().item(), "of": exact.square().sum().item()}
+        record |= {"file": file.name, "bytes": len(blob), "hash": hash_bytes(blob), "statistics": asdict(statistics)}
+        record["storage_error"] = {"max": error.abs().max().item(), **sizes}
         # The record first: a shard under its final name always has one.
-        write_file(self._record_file(shard), json.dumps(record))
-        if len(latents):
-            write_file(self._file(shard), blob)
+        write_file(record_file, json.dumps(record))
+        write_file(file, blob)
 
     def finish(self, class_names: list[str] | None = None, **about: object) -> None:
         """Write manifest.json, by one process after all have written their shards, and log a summary.
 
-        Args:
-            about: more entries of the manifest (where the source was, how it was made).
-
-        Raises:
-            UserError: nothing was left of the source.
+        `about` are more entries of the manifest (where the source was, how it was made). Raises UserError if nothing was left.
         """
         self._check_folder()  # nobody may have put shards of their own between ours
-        records = [self._record(shard) for shard in self.shards]
+        records = [read_json(self._record_file(shard.number)) for shard in self.shards]
         shards = [record for record in records if record["file"] is not None]
         left_out = [entry for record in records for entry in record["left_out"]]
         if not shards:
             raise UserError(f"none of the {len(left_out)} items could be read; the first: {left_out[0]}")
-        statistics, largest, square_sum, total = ChannelStatistics(), 0.0, 0.0, 0.0
+        statistics, errors = ChannelStatistics(), [record["storage_error"] for record in shards]
         for record in shards:
             statistics.merge(ChannelStatistics(**record["statistics"]))
-            error = record["storage_error"]
-            largest, square_sum, total = max(largest, error["max"]), square_sum + error["square_sum"], total + error["of"]
+        largest = max(error["max"] for error in errors)
+        relative_rms = (sum(error["square_sum"] for error in errors) / (sum(error["of"] for error in errors) or 1)) ** 0.5
         for file in self.output.glob(".tmp_*"):
             file.unlink()  # of a process that was killed while it wrote
         dataset = LatentDataset(self.output, check_folder=False)  # all shards agree, or this says which does not
-        shape, relative_rms = [dataset.channels, dataset.height, dataset.width], (square_sum / (total or 1)) ** 0.5
+        shape = [dataset.channels, dataset.height, dataset.width]
         manifest = {
             "format": 1,
             "num_items": len(dataset),
@@ -286,7 +254,7 @@ class ShardWriter:
             "std": statistics.std,
             "storage_error": {"dtype": self.settings["dtype"], "max": largest, "relative_rms": relative_rms},
             "class_names": class_names,
-            "class_counts": torch.bincount(torch.from_numpy(dataset.labels), minlength=dataset.info.num_classes).tolist(),
+            "class_counts": np.bincount(dataset.labels, minlength=dataset.info.num_classes).tolist(),
             "left_out": left_out,
             **about,
             "settings": self.settings,
