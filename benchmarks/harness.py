@@ -73,36 +73,34 @@ def describe_machine(device: torch.device, settings: Settings) -> dict[str, obje
 # The clock.
 
 
-def synchronise(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
 def time_ms(action: Callable[[], object], repeats: int, device: torch.device, warmup: int = 0) -> list[float]:
     """Milliseconds of each of `repeats` calls, after `warmup` calls that do not count.
 
     On a CUDA device its own clock measures, and nobody waits for the device between the calls.
     """
 
-    def now():
-        if device.type != "cuda":
-            synchronise(device)
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+    def synchronise() -> None:
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+
+    def now() -> float | torch.cuda.Event:
+        if device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            return event
+        synchronise()
+        return time.perf_counter()
 
     for _ in range(warmup):
         action()
-    synchronise(device)
+    synchronise()
     marks = [now()]
     for _ in range(repeats):
         action()
         marks.append(now())
-    synchronise(device)
-    if device.type == "cuda":
-        return [start.elapsed_time(end) for start, end in zip(marks, marks[1:])]
-    return [1000 * (end - start) for start, end in zip(marks, marks[1:])]
+    synchronise()
+    elapsed_ms = torch.cuda.Event.elapsed_time if device.type == "cuda" else lambda start, end: 1000 * (end - start)
+    return [elapsed_ms(start, end) for start, end in zip(marks, marks[1:])]
 
 
 def timed(function: Callable, device: torch.device, spent_ms: list[float]) -> Callable:
@@ -141,7 +139,8 @@ class Report:
         self.title, self.output, self.is_main = title, settings.output, is_main
         self._write("", "")
         machine = describe_machine(device, settings)
-        self.machine = machine | about | {"settings": machine.pop("settings")}
+        described = machine.pop("settings")
+        self.machine = machine | about | {"settings": described}
 
     def save(self, lines: Sequence[dict], sections: Sequence[str], printed: Sequence[dict | str]) -> None:
         """Write JSON lines and sections of Markdown, each after the machine; print what is to be printed."""

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Annotated, Literal, get_args
 
 import torch
@@ -64,28 +63,13 @@ def main(arguments: Sequence[str]) -> None:
     lines, all_rows, sections = [], [], [NOTES]
     with data_overrides(settings) as data:
         for model in settings.models:
-            curves, rows = compare_curves(partial(open_variant, accelerator, settings, data, model), settings)
-            rows = [{"model": model, **row} for row in rows]
-            lines += [*({"model": model, **curve} for curve in curves), *rows]
+            curves, rows = compare_curves(accelerator, settings, data, model)
+            lines += [*curves, *rows]
             all_rows += rows
             sections += [f"## {settings.backbone}, {model}\n", table(rows)]
     summary = "; ".join(map(in_words, all_rows))
     report.save(lines, [*sections, f"{summary}\n"], [report.machine, *all_rows, summary])
     accelerator.end_training()
-
-
-def open_variant(
-    accelerator: Accelerator, settings: LossCurvesSettings, data: Sequence[str], model: str, variant: str, seed: int = 0
-) -> Trainer:
-    """A trainer of this variant, or of the reference, `plain`. The one before is freed."""
-    accelerator.free_memory()
-    torch.compiler.reset()
-    plain = variant == "plain"
-    precision, mode = ("fp32", "none") if plain else variant.split("/")
-    trainer = open_trainer(accelerator, settings, data, plain, model=model, precision=precision, compile=mode, seed=seed)
-    if precision == "fp32":  # accelerate has one precision for all; this takes its autocast off again
-        trainer.model = accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
-    return trainer
 
 
 def train(trainer: Trainer, num_steps: int) -> tuple[Tensor, dict[str, Tensor]]:
@@ -106,15 +90,28 @@ def first_step(trainer: Trainer, weights: dict[str, Tensor]) -> tuple[float, Ten
     return loss.item(), torch.cat([p.grad.flatten().double().cpu() for p in trainer.net.parameters() if p.requires_grad])
 
 
-def compare_curves(open_variant: Callable[..., Trainer], settings: LossCurvesSettings) -> tuple[list[dict], list[dict]]:
+def compare_curves(
+    accelerator: Accelerator, settings: LossCurvesSettings, data: Sequence[str], model: str
+) -> tuple[list[dict], list[dict]]:
     """(every loss of every run, a row for each variant)."""
+
+    def open_variant(variant: str, seed: int = 0) -> Trainer:
+        accelerator.free_memory()  # of the one before
+        torch.compiler.reset()
+        plain = variant == "plain"
+        precision, mode = ("fp32", "none") if plain else variant.split("/")
+        trainer = open_trainer(accelerator, settings, data, plain, model=model, precision=precision, compile=mode, seed=seed)
+        if precision == "fp32":  # accelerate has one precision for all; this takes its autocast off again
+            trainer.model = accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
+        return trainer
+
     curves, smoothed, plain_weights, window = [], {}, {}, settings.window
     for variant in ("plain", *settings.variants):
         points = []
         for seed in range(settings.seeds):
             losses, weights = train(open_variant(variant, seed), settings.steps)
             plain_weights = plain_weights or weights
-            curves.append({"variant": variant, "seed": seed, "losses": losses.tolist()})
+            curves.append({"model": model, "variant": variant, "seed": seed, "losses": losses.tolist()})
             whole = losses[: len(losses) // window * window]  # steps beyond the last whole window are left out
             points.append(whole.unflatten(0, (-1, window)).mean(1))
         smoothed[variant] = torch.stack(points)  # (seeds, windows)
@@ -127,6 +124,7 @@ def compare_curves(open_variant: Callable[..., Trainer], settings: LossCurvesSet
         fast_loss, fast_gradient = first_step(open_variant(variant), plain_weights)
         rows.append(
             {
+                "model": model,
                 "variant": variant,
                 "curve_difference": difference,
                 "seed_difference": seed_difference,
