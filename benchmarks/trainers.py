@@ -50,11 +50,10 @@ def compose_config(overrides: Sequence[str]) -> schema.TrainConfig:
     """
     experiments.register()
     try:
-        cli.check_overrides(overrides, schema.TrainConfig)
         with initialize_config_dir(str(cli.CONFIGS), version_base="1.3"):
             return schema.check(compose("config", list(overrides)), schema.TrainConfig)
     except HydraException as e:
-        raise UserError(f"overrides: {e}") from e
+        raise UserError(f"overrides: {cli.explain(e, schema.TrainConfig)}") from e
 
 
 def write_random_latents(folder: Path, num_items: int, resolution: int, kind: str) -> None:

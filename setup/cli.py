@@ -92,14 +92,14 @@ def run(main: Callable[[DictConfig], None], config_name: str, settings: type[Set
         try:
             compose()(guarded)()
         except HydraException as e:
-            raise UserError(_explain(e, settings)) from e
+            raise UserError(explain(e, settings)) from e
         finally:
             del os.environ[FULL_ERRORS]
 
     guard(start)
 
 
-def _explain(error: HydraException, settings: type[Settings]) -> str:
+def explain(error: HydraException, settings: type[Settings]) -> str:
     """What Hydra says, in one line; about keys and choices, in our words."""
     cause = error.__cause__
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options is not None:
