@@ -4,7 +4,7 @@ BIN := .venv/bin
 
 .PHONY: demo test lint env lock clean
 
-# Train on the embedded digits: exactly `accelerate launch train.py model=tread`, a few minutes on 2 CPU cores.
+# Train on the embedded digits: `accelerate launch train.py model=tread` in one process, a few minutes on 2 CPU cores.
 demo: env
 	@echo "training on the embedded digits: accelerate launch train.py model=tread"
 	@$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no train.py model=tread

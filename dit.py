@@ -74,12 +74,14 @@ class PatchEmbed(nn.Module):
 class TimestepEmbedder(nn.Module):
     """Noise level -> vector: 256 sinusoidal features (cosines first), then a two-layer MLP."""
 
+    NUM_FEATURES = 256
+
     def __init__(self, width: int):
         super().__init__()
-        self.mlp = nn.Sequential(nn.Linear(256, width), nn.SiLU(), nn.Linear(width, width))
+        self.mlp = nn.Sequential(nn.Linear(self.NUM_FEATURES, width), nn.SiLU(), nn.Linear(width, width))
 
     def forward(self, t: Tensor) -> Tensor:  # (B,) -> (B, D)
-        half = self.mlp[0].in_features // 2
+        half = self.NUM_FEATURES // 2
         frequencies = torch.exp(-math.log(10000) / half * torch.arange(half, dtype=torch.float32, device=t.device))
         angles = t.float()[:, None] * frequencies  # (B, 128)
         return self.mlp(torch.cat([angles.cos(), angles.sin()], dim=1))
@@ -156,7 +158,7 @@ class DiT(nn.Module):
         class_dropout: probability that a label is replaced by the null class in training.
         routes: windows that a part of the tokens skips; none is the plain DiT.
         selection: the rule that chooses the tokens that stay, a name in `routing_module.SELECTIONS`.
-        fp32_after_route: under autocast, run the block right after each route in float32 (TREAD, section 4); when
+        fp32_after_route: under autocast, run the block right after each active route in float32 (TREAD, section 4); when
             a route ends with the last block, that is the final layer.
         init: `adaln_zero` is DiT's (every block starts as the identity and the output as zero); `official_tread` is that of
             the official TREAD code: modulation and final layers Xavier-uniform like all others.
@@ -208,6 +210,7 @@ class DiT(nn.Module):
 
         self.router = TokenRouter(routes, depth)
         self.selection_rule = SELECTIONS[selection]
+        self.fp32_after_route = fp32_after_route
         self.fp32_layers = {r.end_layer_idx + 1 for r in self.router.routes} if fp32_after_route else set()
         self.initialize_weights(init)
 
@@ -271,7 +274,7 @@ class DiT(nn.Module):
         active = [i for i, ratio in enumerate(ratios) if ratio > 0]
         starts = {router.routes[i].start_layer_idx: i for i in active}  # block index -> route
         ends = {router.routes[i].end_layer_idx for i in active}
-        in_fp32 = {i for i in self.fp32_layers if i - 1 in ends}
+        in_fp32 = {end + 1 for end in ends} if self.fp32_after_route else set()
 
         skipped = ids_keep = None
         for i, block in enumerate(self.blocks):

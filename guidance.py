@@ -81,8 +81,8 @@ def sparse(
 ) -> Denoiser:
     """Sparse guidance (arXiv 2601.01608): D = D_weak + w * (D_strong - D_weak), both with the class label.
 
-    Both branches are the same network; in the weak one, more tokens skip its routes (r_weak > r_strong). The tokens that the
-    weak branch keeps are among those that the strong one keeps.
+    Both branches are the same network; in the weak one, more tokens skip its routes (r_weak > r_strong). With uniform
+    selection, the tokens that the weak branch keeps are among those that the strong one keeps.
 
     Args:
         w: 1 is off: the strong branch alone, which for r_strong = 0 is the dense network.

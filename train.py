@@ -87,9 +87,10 @@ def build_sampler_and_evaluation(
     if not (cfg.sample.every or cfg.eval.every):
         return None, None
     diffusion = build.build_diffusion(cfg.diffusion)
-    build.check_guidance(cfg.guidance, cfg, diffusion)
-    build.warn_of_guidance(cfg.guidance, cfg)
-    settings = load.find_second_checkpoint(cfg.guidance, cfg, accelerator)
+    guidance = cfg.guidance if cfg.sample.every else schema.NoGuidance(name="none")  # guidance.* is for the grids
+    build.check_guidance(guidance, cfg, diffusion)
+    build.warn_of_guidance(guidance, cfg)
+    settings = load.find_second_checkpoint(guidance, cfg, accelerator)
     autoencoder = build.build_autoencoder(cfg, accelerator.device)
     sampler = load.build_sampler(ema.net, cfg, settings, autoencoder, accelerator.device, diffusion=diffusion)
     evaluation = None
@@ -107,6 +108,7 @@ def build_sampler_and_evaluation(
                 sampler,
                 guidance=build.build_guidance(guidance),
                 diffusion=build.build_diffusion(cfg.diffusion, num_steps=cfg.eval.num_steps),
+                weak=None,
             )
         evaluation = Evaluation(evaluator, samplers)
     return sampler if cfg.sample.every else None, evaluation

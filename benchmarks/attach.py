@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> None:
     emit(describe_machine(device, settings) | {"diffusers": version("diffusers")})
     for name in settings.networks:
         torch.manual_seed(0)
-        network = build_network(name, settings).to(device).train()
+        network = build_adapted_network(name, settings).to(device).train()
         for num_tokens in settings.num_tokens:
             measured = measure_network(network, build_inputs(name, num_tokens, settings), settings)
             emit({"network": name, "num_tokens": num_tokens, **measured})
@@ -91,7 +91,7 @@ def measure_network(network: nn.Module, inputs: dict, settings: AttachSettings) 
     }
 
 
-def build_network(name: str, settings: AttachSettings) -> nn.Module:
+def build_adapted_network(name: str, settings: AttachSettings) -> nn.Module:
     import diffusers  # slow
 
     depth, width, head_size = settings.depth, settings.width, settings.width // settings.num_heads

@@ -426,11 +426,11 @@ def combinations(settings: dict) -> list[dict]:
 # Checking and comparing.
 
 
-def check(cfg: DictConfig | dict, config: type[S]) -> S:
+def check(cfg: DictConfig | dict, settings: type[S]) -> S:
     """The configuration as checked settings, with its interpolations resolved.
 
     Args:
-        config: TrainConfig, SampleConfig or FidConfig.
+        settings: TrainConfig, SampleConfig or FidConfig.
 
     Raises:
         UserError: naming the key, the value and what is accepted.
@@ -439,7 +439,7 @@ def check(cfg: DictConfig | dict, config: type[S]) -> S:
         raw = OmegaConf.to_container(cfg, resolve=True) if OmegaConf.is_config(cfg) else cfg
     except InterpolationResolutionError as e:
         raise UserError(f"{e.full_key}: {str(e).splitlines()[0]}") from e
-    return validate(raw, config)
+    return validate(raw, settings)
 
 
 def from_checkpoint(raw: dict) -> TrainConfig:

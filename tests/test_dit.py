@@ -306,6 +306,14 @@ def test_the_layer_after_a_route_runs_in_float32_under_mixed_precision(end, fp32
             assert seen[i][0].dtype == seen[i][1] == torch.float32
 
 
+def test_the_layer_after_a_route_of_another_router_runs_in_float32_too():
+    x, t, y = inputs()
+    net = randomized(small()).eval()
+    with torch.autocast("cpu", torch.bfloat16):
+        _, seen = block_inputs(net, x, t, y, selection_ratios=0.5, router=TokenRouter([Route(0.5, 1, 2)], len(net.blocks)))
+    assert [i for i, (_, _, autocast) in enumerate(seen) if not autocast] == [3]
+
+
 def outputs_and_gradients(net, x, t, y, scores):
     out = net(x, t, y, drop_labels=torch.zeros(len(x), dtype=torch.bool), route_scores=scores)
     weight = torch.linspace(-1, 1, out.numel()).view_as(out)

@@ -42,7 +42,7 @@ def test_it_resumes_as_if_it_had_never_stopped(run):
     assert losses(run) == pytest.approx(expected, rel=1e-5)
     weights = load_file(run / "checkpoints" / "step_0000006" / "model.safetensors")
     for name, value in load_file(EARLIER / "uninterrupted.safetensors").items():
-        np.testing.assert_allclose(weights[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(weights[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
 def test_another_seed_is_refused_by_its_key(run):

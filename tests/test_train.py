@@ -328,6 +328,8 @@ def test_guidance_by_a_null_class_that_is_not_trained_is_refused_before_training
         train("run", "model.class_dropout=0.0", "guidance=cfg", "guidance.cfg_scale=1.5", *GRIDS)
     with pytest.raises(UserError, match="eval.cfg_scales=2: .*cfg_scale=2 needs the null class"):
         train("run", "model.class_dropout=0.0", "guidance=none", "eval.every=2", "eval.cfg_scales=[1.0,2.0]")
+    # Without grids, guidance.* is not used.
+    train("run", "model.class_dropout=0.0", "guidance=cfg", "eval.every=6", "eval.num_samples=70", "eval.cfg_scales=[1.0]")
     assert not (tmp_path / "run").exists()
 
 
@@ -423,7 +425,7 @@ def test_a_full_disk_is_named_with_the_file_alone_by_a_run_and_by_sample_py(tmp_
     image = tmp_path / "seed_000003_class_001.png"
     full_disk(tmp_path / f".tmp_{image.name}")
     with pytest.raises(UserError, match=f"^cannot write {image}: No space left on device$"):
-        sample.make_images(lambda seeds, labels: np.zeros((1, 64, 64, 3), np.uint8), [3], {3: 1}, {3: image}, 1, False)
+        sample.make_images(lambda seeds, labels: np.zeros((1, 64, 64, 3), np.uint8), {3: 1}, {3: image}, 1, False)
     Image.new("RGB", (8, 8)).save(image)
     cfg = SimpleNamespace(seeds=3, npz=False)
     with pytest.raises(UserError, match=f"^cannot write {full_disk(tmp_path / 'grid_3.png')}: No space left on device$"):

@@ -34,7 +34,7 @@ _STEP = re.compile(r"step_(\d{7,})")
 
 @dataclass
 class Checkpoint:
-    """The content of a checkpoint. Tensors are on the CPU."""
+    """The content of a checkpoint. What is loaded is on the CPU."""
 
     step: int  # optimizer steps done
     model: dict[str, Tensor]
@@ -120,7 +120,7 @@ def _flush(path: Path) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Reading. All but `verify` and the searches need a checkpoint that was verified.
+# Reading. All but `verify`, `load` and the searches need a checkpoint that was verified.
 
 
 def verify(folder: Path) -> None:

@@ -27,8 +27,8 @@ def name_file_in_errors(file: Path) -> Iterator[None]:
 class RunFolder:
     """runs/<name>/, with checkpoints/, samples/, metrics.jsonl and starts.jsonl. Only the main process writes to it."""
 
-    def __init__(self, output_dir: str, name: str | int):
-        self.path = Path(output_dir) / str(name)
+    def __init__(self, output_dir: str, name: str):
+        self.path = Path(output_dir) / name
         self.checkpoints = self.path / "checkpoints"
         self.samples = self.path / "samples"
         self.metrics = self.path / "metrics.jsonl"
@@ -49,7 +49,7 @@ class RunFolder:
         except OSError as e:
             raise UserError(f"output_dir: cannot write to {self.path} ({e.strerror}); choose another output_dir=...") from e
         try:
-            # The system releases it when this process ends. Loader workers, which may outlive it, do not inherit it.
+            # The system releases it when this process ends.
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as e:
             raise UserError(f"another process is training in {self.path}; wait for it, or choose another name=...") from e
