@@ -39,7 +39,7 @@ def main(cfg: DictConfig) -> None:
     cfg = schema.check(cfg, schema.SampleConfig)
     accelerator = cli.start_accelerator(cfg.cpu_threads)
     check_compile("compile", cfg.compile, accelerator.device)
-    checkpoint = load.find_checkpoint(cfg.checkpoint, "checkpoint", accelerator)
+    checkpoint = load.find_checkpoint_together(cfg.checkpoint, "checkpoint", accelerator)
     run_cfg = load.load_config(checkpoint)
     guidance = build.with_scale(cfg.guidance, cfg.cfg_scale)
     diffusion = build.build_diffusion(run_cfg.diffusion, **{key: getattr(cfg, key) for key in schema.SAMPLER_OVERRIDES})

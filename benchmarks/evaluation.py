@@ -31,7 +31,7 @@ from setup.schema import Precision
 from setup.settings import Count, Settings, Whole
 
 
-class EvaluationSettings(Settings):
+class TimingSettings(Settings):
     part: Literal["metrics", "detector"] = "metrics"
     num_samples: Count = 50000
     num_references: Count = 10000
@@ -45,7 +45,7 @@ class EvaluationSettings(Settings):
 
 
 def main(arguments: Sequence[str]) -> None:
-    settings = cli.parse_arguments(arguments, EvaluationSettings)
+    settings = cli.parse_arguments(arguments, TimingSettings)
     if settings.threads:
         torch.set_num_threads(settings.threads)
     device = choose_device(settings.device)
@@ -65,7 +65,7 @@ def measure(what: str, action: Callable[[], object], device: torch.device, num_i
     emit(line)
 
 
-def measure_metrics(settings: EvaluationSettings, device: torch.device) -> None:
+def measure_metrics(settings: TimingSettings, device: torch.device) -> None:
     """Each metric alone, then all five as a run computes them. The statistics of a reference are cached: not in the time."""
     reference, samples = random_features(settings.num_references, 0), random_features(settings.num_samples, 1)
     known = {layer: statistics_of(getattr(reference, layer)) for layer in LAYER_SIZES}
@@ -91,7 +91,7 @@ def random_features(num: int, seed: int) -> Features:
     return Features("inception", pool=normal(LAYER_SIZES["pool"]), spatial=normal(LAYER_SIZES["spatial"]), logits=normal(1008))
 
 
-def measure_detector(settings: EvaluationSettings, device: torch.device) -> None:
+def measure_detector(settings: TimingSettings, device: torch.device) -> None:
     """Batches through the network alone, and through extract(), which adds the way from NumPy and back."""
     with tempfile.TemporaryDirectory() as folder:
         weights = random_weights(Path(folder) / "random.pth")

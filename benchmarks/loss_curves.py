@@ -67,12 +67,12 @@ def main(arguments: Sequence[str]) -> None:
             lines += [*curves, *rows]
             all_rows += rows
             sections += [f"## {settings.backbone}, {model}\n", table(rows)]
-    summary = "; ".join(map(in_words, all_rows))
+    summary = "; ".join(map(describe_curves, all_rows))
     report.save(lines, [*sections, f"{summary}\n"], [report.machine, *all_rows, summary])
     accelerator.end_training()
 
 
-def train(trainer: Trainer, num_steps: int) -> tuple[Tensor, dict[str, Tensor]]:
+def train_curve(trainer: Trainer, num_steps: int) -> tuple[Tensor, dict[str, Tensor]]:
     """(losses [num_steps] float64, last weights)."""
     losses = []
     for _, micro_batches in zip(range(num_steps), trainer.batches()):
@@ -109,7 +109,7 @@ def compare_curves(
     for variant in ("plain", *settings.variants):
         points = []
         for seed in range(settings.seeds):
-            losses, weights = train(open_variant(variant, seed), settings.steps)
+            losses, weights = train_curve(open_variant(variant, seed), settings.steps)
             plain_weights = plain_weights or weights
             curves.append({"model": model, "variant": variant, "seed": seed, "losses": losses.tolist()})
             whole = losses[: len(losses) // window * window]  # steps beyond the last whole window are left out
@@ -142,7 +142,7 @@ def root_mean_square(differences: Tensor) -> float:
     return differences.square().mean().sqrt().item()
 
 
-def in_words(row: dict[str, object]) -> str:
+def describe_curves(row: dict[str, object]) -> str:
     return (
         f"{row['model']} {row['variant']}: curves differ by {100 * row['share']:.3g}% of what seeds do, "
         f"one step's gradient by {row['gradient_error']:.2g}"

@@ -97,7 +97,7 @@ def main(arguments: Sequence[str]) -> None:
     device = choose_device(settings.device)
     use_cores(device, settings.cpu_threads)
     settings = settings.model_copy(update={"batch_size": settings.batch_size or (32 if device.type == "cuda" else 2)})
-    dense = build_network(settings, "meta")  # it has sizes and no memory
+    dense = build_candidate(settings, "meta")  # it has sizes and no memory
     depth, num_tokens = len(dense.blocks), dense.num_tokens
     default = default_route(depth)
     options = candidates(depth, default)
@@ -111,7 +111,7 @@ def main(arguments: Sequence[str]) -> None:
     kept = {num_kept_tokens(num_tokens, route.selection_ratio) for routes in options.values() for route in routes}
     token_counts = sorted(kept | {num_tokens}, reverse=True)
     parts = given_parts(settings.block_ms, token_counts) if settings.block_ms else measure_parts(settings, token_counts, device)
-    rows = [{"route": name, **describe(routes, dense, parts)} for name, routes in options.items()]
+    rows = [{"route": name, **describe_candidate(routes, dense, parts)} for name, routes in options.items()]
     verified = verify_prediction(settings, default, parts, device) if settings.verify else []
     where = f"{report.machine['machine']}, batch {settings.batch_size}, {settings.precision}"
     sections = [table(rows), *([table(verified)] if verified else []), f"{advice(depth, default, rows)}\n"]
@@ -119,7 +119,7 @@ def main(arguments: Sequence[str]) -> None:
     report.save([*rows, *verified], sections, [title, times, *sections])
 
 
-def build_network(
+def build_candidate(
     settings: RouteSettings, device: str | torch.device, depth: int | None = None, routes: Sequence[Route] = ()
 ) -> dit.DiT:
     """The network of the settings, or one of another depth."""
@@ -200,7 +200,7 @@ def paper_figures(route: Route, depth: int) -> str:
     return "; ".join(words)
 
 
-def describe(routes: Routes, dense: dit.DiT, parts: Parts) -> dict[str, object]:
+def describe_candidate(routes: Routes, dense: dit.DiT, parts: Parts) -> dict[str, object]:
     """A row of the table."""
     depth, num_tokens = len(dense.blocks), dense.num_tokens
     flops, dense_flops = (forward_flops(dense, None, TokenRouter(of, depth)) for of in (routes, ()))
@@ -280,8 +280,8 @@ def given_parts(times: dict[int, float], token_counts: Sequence[int]) -> Parts:
 def measure_parts(settings: RouteSettings, token_counts: Sequence[int], device: torch.device) -> Parts:
     """Time every part by itself: a block at each number of tokens, a route, the rest of the network, and the update."""
     depth = settings.depth or dit.BACKBONES[settings.model.backbone][0]
-    block = build_network(settings, device, depth=1).train().blocks[0]
-    around = build_network(settings, device, depth=0).train()
+    block = build_candidate(settings, device, depth=1).train().blocks[0]
+    around = build_candidate(settings, device, depth=0).train()
     num_tokens, width = around.num_tokens, around.pos_embed.shape[-1]
     like = {"device": device, "requires_grad": True}
 
@@ -307,7 +307,7 @@ def verify_prediction(settings: RouteSettings, default: Route | None, parts: Par
     """Whole steps, dense and with the default route, beside their predictions."""
     lines = []
     for name, routes in {"dense": (), "default": (default,) if default else ()}.items():
-        net = build_network(settings, device, routes=routes).train()
+        net = build_candidate(settings, device, routes=routes).train()
         measured = pass_ms(settings, net, *network_inputs(settings, device), then=make_update(net))
         predicted = predict(routes, parts, len(net.blocks), net.num_tokens)
         error = f"{predicted / measured - 1:+.1%}"

@@ -70,7 +70,7 @@ def main(arguments: Sequence[str]) -> None:
         sampler = load.build_sampler(
             net, cfg, cfg.guidance, autoencoder, device, diffusion=diffusion, precision=settings.precision
         )
-        rows.append(Row(sampler, cfg.guidance.name, num_steps, settings.batch_size))
+        rows.append(SampledRow(sampler, cfg.guidance.name, num_steps, settings.batch_size))
     for row in rows:
         row.sample()  # to warm up
     for _, row, _ in itertools.product(range(settings.rounds), rows, range(settings.batches)):
@@ -107,7 +107,7 @@ def compose_sampling_config(guidance: str, settings: SamplingSettings) -> schema
     return compose_config([*model, *shape, f"guidance={guidance}", *own])
 
 
-class Row:
+class SampledRow:
     """A sampler, and the milliseconds of its batches: in all, and in the decoder. The first batch does not count."""
 
     def __init__(self, sampler: ImageSampler, guidance: str, num_steps: int, batch_size: int):

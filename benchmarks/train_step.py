@@ -75,7 +75,7 @@ def main(arguments: Sequence[str]) -> None:
             records, ratios = measure_backbone(accelerator, backbone, data, settings)
             lines += [*records, *ratios]
             sections += [f"## {backbone}\n", table(records, SHARED), table(ratios)]
-            words += map(in_words, ratios)
+            words += map(describe_ratios, ratios)
             accelerator.free_memory()
             torch.compiler.reset()
     summary = "; ".join(words)
@@ -91,7 +91,7 @@ def measure_backbone(accelerator: Accelerator, backbone: str, data: Sequence[str
         own = {"backbone": backbone, "model": model, "compile": "none" if plain else variant}
         if plain and settings.precision == "fp8":
             own["precision"] = "bf16"  # plain knows no float8
-        rows.append(Row(open_trainer(accelerator, settings, data, plain, **own), model, variant, settings))
+        rows.append(StepRow(open_trainer(accelerator, settings, data, plain, **own), model, variant, settings))
     for _, row in itertools.product(range(settings.rounds), rows):
         row.on_device(row.take_turn)
     for row in rows if settings.parts else ():
@@ -99,7 +99,7 @@ def measure_backbone(accelerator: Accelerator, backbone: str, data: Sequence[str
     return [{"backbone": backbone, **row.record()} for row in rows], [{"backbone": backbone, **one} for one in compare(rows)]
 
 
-class Row:
+class StepRow:
     """A trainer and what its steps took.
 
     Attributes:
@@ -235,11 +235,11 @@ def fastest_product(trainer: Trainer, precision: str) -> float:
     return max(flops_per_sec(*shape) for shape in shapes)
 
 
-def compare(rows: Sequence[Row]) -> list[dict[str, object]]:
+def compare(rows: Sequence[StepRow]) -> list[dict[str, object]]:
     """For every variant: routed against dense, and both against the plain step."""
     by_name = {(row.model, row.variant): row for row in rows if row.problem is None}
 
-    def ratio_of_times(first: Row, second: Row) -> float:
+    def ratio_of_times(first: StepRow, second: StepRow) -> float:
         return np.median(np.median(first.rounds_ms, axis=1) / np.median(second.rounds_ms, axis=1))
 
     lines = []
@@ -260,7 +260,7 @@ def compare(rows: Sequence[Row]) -> list[dict[str, object]]:
     return lines
 
 
-def in_words(line: dict[str, object]) -> str:
+def describe_ratios(line: dict[str, object]) -> str:
     words = []
     if "time_tread_over_dit" in line:
         words.append(

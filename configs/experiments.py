@@ -270,7 +270,7 @@ def final() -> Iterator[Row]:
         yield Row(f"final/xl2_{name}", "Final comparison", source, overrides, figures, differs, baseline)
 
 
-def digits() -> Iterator[Row]:
+def digits_tables() -> Iterator[Row]:
     """Table 2, the selection rates and the placements at the size of the embedded digits."""
     for objective, diffusion in (("dit", "edm"), ("sit", "sit")):
         base, name = DIGITS | {"diffusion": diffusion}, f"digits/table2/{objective}_xs2"
@@ -285,5 +285,5 @@ def digits() -> Iterator[Row]:
         yield Row(f"{name}/{start}_{end}", *about, DIGITS | route(0.5, start, end), {}, DIGITS_DIFFER, f"{name}/baseline")
 
 
-TABLES = (table_2, selection_rate, location, placement, imagenet_512, lightning, final, digits)
+TABLES = (table_2, selection_rate, location, placement, imagenet_512, lightning, final, digits_tables)
 ROWS = [row for table in TABLES for row in table()]

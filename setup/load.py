@@ -22,7 +22,7 @@ from training.speed import compile_network
 
 def load_config(folder: Path) -> schema.TrainConfig:
     """The configuration of the run that wrote a verified checkpoint."""
-    return schema.from_checkpoint(checkpoints.load_config(folder))
+    return schema.from_checkpoint(checkpoints.read_config(folder))
 
 
 def load_network(
@@ -41,7 +41,7 @@ def load_network(
     return net.to(device)
 
 
-def find_checkpoint(path: str, key: str, accelerator: Accelerator) -> Path:
+def find_checkpoint_together(path: str, key: str, accelerator: Accelerator) -> Path:
     """`training.checkpoint.find_checkpoint` by one process for all: while a run trains, another could find a newer checkpoint."""
     return broadcast_object_list([checkpoints.find_checkpoint(Path(path), key) if accelerator.is_main_process else None])[0]
 
@@ -57,7 +57,7 @@ def find_second_checkpoint(settings: schema.Guidance, run_cfg: schema.TrainConfi
     """
     if settings.name != "autoguidance":
         return settings
-    folder = find_checkpoint(settings.checkpoint, "guidance.checkpoint", accelerator)
+    folder = find_checkpoint_together(settings.checkpoint, "guidance.checkpoint", accelerator)
     own, second = (schema.flatten(cfg.model_dump()) for cfg in (run_cfg, load_config(folder)))
     for key, value in own.items():
         is_shared = key == "diffusion.name" or (key.startswith("data.") and schema.role_of(key) is schema.Role.ARCHITECTURE)

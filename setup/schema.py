@@ -307,7 +307,7 @@ class DetectorSettings(Settings):
     compile: bool
 
 
-class Evaluation(DetectorSettings):
+class EvaluationSettings(DetectorSettings):
     reference: Text | None
 
 
@@ -316,7 +316,7 @@ class Wandb(Settings):
     project: Text
 
 
-class Experiment(Settings):
+class ExperimentSettings(Settings):
     """What a row of the paper's tables is: see configs/experiments.py."""
 
     name: Text
@@ -334,7 +334,7 @@ class Experiment(Settings):
 class TrainConfig(Settings):
     name: FolderName
     output_dir: Text
-    experiment: Experiment | None
+    experiment: ExperimentSettings | None
     seed: Fixed[Whole]
     resume: Text
     init_from: Fixed[Text | None] = None
@@ -347,7 +347,7 @@ class TrainConfig(Settings):
     checkpoint: CheckpointSettings
     sample: Sample
     eval: Eval
-    evaluation: Evaluation
+    evaluation: EvaluationSettings
     wandb: Wandb
 
 

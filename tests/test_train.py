@@ -328,9 +328,9 @@ def test_guidance_by_a_null_class_that_is_not_trained_is_refused_before_training
         train("run", "model.class_dropout=0.0", "guidance=cfg", "guidance.cfg_scale=1.5", *GRIDS)
     with pytest.raises(UserError, match="eval.cfg_scales=2: .*cfg_scale=2 needs the null class"):
         train("run", "model.class_dropout=0.0", "guidance=none", "eval.every=2", "eval.cfg_scales=[1.0,2.0]")
+    assert not (tmp_path / "run").exists()
     # Without grids, guidance.* is not used.
     train("run", "model.class_dropout=0.0", "guidance=cfg", "eval.every=6", "eval.num_samples=70", "eval.cfg_scales=[1.0]")
-    assert not (tmp_path / "run").exists()
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -162,7 +162,7 @@ def identity(folder: Path) -> str:
     return hashlib.blake2b((folder / MANIFEST).read_bytes(), digest_size=8).hexdigest()
 
 
-def load_config(folder: Path) -> dict:
+def read_config(folder: Path) -> dict:
     """The resolved configuration of the run that wrote a checkpoint, as it was stored."""
     return OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
 
@@ -182,7 +182,7 @@ def load(folder: Path) -> Checkpoint:
         ema=load_weights(folder, "ema"),
         optimizer=torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True),
         state=state,
-        config=load_config(folder),
+        config=read_config(folder),
     )
 
 
