@@ -23,7 +23,7 @@ T = TypeVar("T")
 class Settings(BaseModel):
     """Checked settings. An unknown key, a missing one and a value of another type are errors; nobody writes to them."""
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", defer_build=True)  # built when first used
 
 
 S = TypeVar("S", bound=Settings)
