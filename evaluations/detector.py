@@ -43,7 +43,7 @@ def fetch_weights(show_progress: bool = True) -> Path:
         except (OSError, RuntimeError) as e:  # urllib's errors are OSErrors; RuntimeError: another hash
             raise UserError(
                 f"the Inception weights cannot be downloaded ({e}); get {WEIGHTS_URL} elsewhere and put it at {file}, "
-                "or set evaluation.weights=<the file>"
+                "or set evaluation.weights=<the file> (weights= for prepare_latents.py reference)"
             ) from e
     sha256 = sha256_of_file(file)
     if not sha256.startswith(WEIGHTS_SHA256):

@@ -109,6 +109,8 @@ def explain(error: HydraException, settings: type[Settings]) -> str:
         options = experiments.names() if group == "experiment" else error.options
         near = difflib.get_close_matches(name, options, n=5) if group == "experiment" else []
         return f"{group}={name} is not a choice; accepted: {', '.join(near or sorted(options))}"
+    if isinstance(error, OverrideParseException) and "=" not in error.override:
+        return f"{error.override!r} is not of the form key=value"
     if isinstance(error, OverrideParseException):
         return f"{error.override!r} cannot be read: {str(error).partition(chr(10))[0]}; quote text with special characters"
     if isinstance(cause, ConfigAttributeError | ConfigKeyError) and cause.full_key and not cause.full_key.startswith("hydra"):
@@ -128,7 +130,7 @@ def settings_of(function: Callable[..., Any]) -> type[Settings]:
 
 
 def parse_arguments(arguments: Sequence[str], settings: type[S], command: str = "") -> S:
-    """`key=value` (or `--key value`) arguments as checked settings.
+    """`key=value` (or `--key value`) arguments as checked settings. `--help` prints the program's docstring and the keys.
 
     A value is what YAML reads where the key accepts that, else text.
 
@@ -143,6 +145,9 @@ def parse_arguments(arguments: Sequence[str], settings: type[S], command: str = 
     usage = ", ".join(f"{name}=" if field.is_required() else f"[{name}=]" for name, field in fields.items())
     rest = iter(arguments)
     for argument in rest:
+        if argument in ("--help", "-h"):
+            sys.stdout.write(f"{sys.modules['__main__'].__doc__ or ''}\n{prefix}it takes {usage}\n")
+            sys.exit(0)
         key, equals, text = argument.removeprefix("--").partition("=")
         if argument.startswith("--"):  # as argparse has it: dashes, and the value may be the next argument
             key, text = key.replace("-", "_"), text if equals else next(rest, "")

@@ -58,7 +58,7 @@ def test_what_hydra_accepts_is_accepted(command, arguments):
         ("model=", "model= is not a choice; accepted: dit, tread"),
         ("experiment=table2/dit_b2_treat", "experiment=table2/dit_b2_treat is not a choice; accepted: table2/dit_b2_tread, "),
         ("experiment=tables/dit_b2", "experiment=tables/dit_b2 is not a choice; accepted: table2/dit_b2, "),
-        ("train.lr", "'train.lr' cannot be read: "),
+        ("train.lr", "'train.lr' is not of the form key=value"),
         ("train.betas=[0.9", "'train.betas=[0.9' cannot be read: "),
         ("init_from=a=b", "'init_from=a=b' cannot be read: mismatched input '=' expecting <EOF>; quote text"),
     ],
@@ -112,6 +112,15 @@ def test_a_sweep_over_a_choice_that_does_not_exist_runs_nothing(command):
 def test_a_row_that_resembles_none_is_answered_with_all(command):
     _, _, errors, _ = command("experiment=nothing_like_it")
     assert "final/xl2_dit, " in errors and "digits/table2/dit_xs2, " in errors and "base/" not in errors
+
+
+def test_help_prints_the_keys_of_a_command_without_a_configuration(capsys):
+    def example(output: str, seed: int = 0):
+        pass
+
+    with pytest.raises(SystemExit) as end:
+        cli.parse_arguments(["--help"], cli.settings_of(example), command="digits")
+    assert end.value.code == 0 and capsys.readouterr().out.endswith("digits: it takes output=, [seed=]\n")
 
 
 def test_a_guidance_of_fid_that_is_not_chosen_says_which_choices_have_the_key(command):
