@@ -115,6 +115,11 @@ def explain(error: HydraException, settings: type[Settings]) -> str:
         return f"{error.override!r} cannot be read: {str(error).partition(chr(10))[0]}; quote text with special characters"
     if isinstance(cause, ConfigAttributeError | ConfigKeyError) and cause.full_key and not cause.full_key.startswith("hydra"):
         return unknown_key(cause.full_key, settings)
+    # A group that the command does not have: Hydra's error names it in its text alone.
+    given = [argument.lstrip("+~").partition("=")[0] for argument in sys.argv[1:] if "=" in argument]
+    for key in given:
+        if f"'{key}'" in str(error) and key.partition(".")[0] not in settings.model_fields and not key.startswith("hydra"):
+            return unknown_key(key, settings)
     return " ".join([*str(error).split(), *str(cause or "").partition("\n")[0].split()])
 
 
