@@ -38,7 +38,7 @@ def command(tmp_path, monkeypatch, capsys):
         ["train.lr=1e-4", "++train.weight_decay=1e-4", "train.betas=[0.9,0.95]"],
         ["train={lr: 1e-4}", "model.routes.0.selection_ratio=0.25", "+experiment.paper.fid=1", "experiment=table2/dit_b2_tread"],
         ["model='dit'", "name='a=b'", "init_from=null"],
-        ["name=${data.name}_mine", "data.path='a, b'", "hydra.verbose=true"],
+        ["name=${data.name}_mine", "data.path='a, b'", "hydra.job.name=mine"],
     ],
 )
 def test_what_hydra_accepts_is_accepted(command, arguments):
