@@ -21,7 +21,7 @@ from omegaconf import DictConfig
 from errors import UserError
 from sampling.evaluator import Evaluator
 from sampling.sampler import ImageSampler
-from setup import build, cli, load, schema
+from setup import build, cli, load, rows, schema
 from training import checkpoint as checkpoints
 from training import speed
 from training.ema import EMA
@@ -35,7 +35,7 @@ log = logging.getLogger("train")
 
 def main(cfg: DictConfig) -> None:
     # Everything that can be wrong with the configuration, the data and the folder, before any slow work.
-    cfg = schema.check(cfg, schema.TrainConfig)
+    cfg, remarks = rows.name_run(cfg, schema.check(cfg, schema.TrainConfig))
     diffusion = build.build_diffusion(cfg.diffusion)
     cfg, dataset = build.open_data(cfg)
     accelerator = cli.start_accelerator(
@@ -71,7 +71,7 @@ def main(cfg: DictConfig) -> None:
         run.write_config(cfg.model_dump())
         if trainer.step < cfg.train.num_steps:
             run.log_start(describe_start(accelerator, trainer.step))
-        describe(trainer)
+        describe(trainer, remarks)
     if cfg.wandb.mode != "disabled" and accelerator.is_main_process:
         settings = {"name": cfg.name, "mode": cfg.wandb.mode, "dir": str(run.path), "id": run.wandb_id(), "resume": "allow"}
         accelerator.init_trackers(cfg.wandb.project, cfg.model_dump(), init_kwargs={"wandb": settings})
@@ -114,8 +114,8 @@ def build_sampler_and_evaluation(
     return sampler if cfg.sample.every else None, evaluation
 
 
-def describe(trainer: Trainer) -> None:
-    """What is about to run, in a few lines."""
+def describe(trainer: Trainer, remarks: list[str]) -> None:
+    """What is about to run, in a few lines, with the remarks about its name."""
     cfg, net, data = trainer.cfg, trainer.net, trainer.dataset
     num_parameters = sum(p.numel() for p in net.parameters() if p.requires_grad)
     routes = [
@@ -127,6 +127,8 @@ def describe(trainer: Trainer) -> None:
     if trainer.is_sharded:
         size += ", sharded (fsdp)"
     log.info("run    %s", trainer.run.path)
+    for line in remarks:
+        log.info("       %s", line)
     log.info("model  %s, %.1fM parameters, %s", cfg.model.backbone, num_parameters / 1e6, ", ".join(routes) or "no routes")
     log.info("data   %s: %d latents %s, %d classes", data.path, len(data), shape, data.info.num_classes)
     for line in data.statements:

@@ -15,13 +15,11 @@ without training again. Logs and outcomes are in <output_dir>/sweeps/<time>/. Th
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import itertools
 import json
 import logging
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -35,7 +33,7 @@ from omegaconf import DictConfig
 
 from errors import UserError
 from files import write_file
-from setup import cli, load
+from setup import cli, load, rows
 from setup.schema import SAME_RUN, Role, TrainConfig, check, differences
 from setup.settings import Settings, Text, keys_of
 from training import checkpoint as checkpoints
@@ -51,7 +49,6 @@ LAUNCHERS = {
 # Overrides that do not say which run it is. Other keys without a role in the schema (data.path, guidance, ...) are in the name:
 # jobs that differ in one of them must not share a folder.
 NOT_IN_NAMES = ("name", "output_dir", "resume", "wandb.mode", "wandb.project", "train.cpu_threads", "data.num_workers")
-MAX_NAME_LENGTH = 120
 
 
 class Options(Settings):
@@ -124,19 +121,9 @@ def run_name(overrides: Sequence[str], default: str) -> str:
     values = values_of(overrides)
     base = values.pop("name", "") or values.pop("experiment", "").replace("/", "_")
     left_out = NOT_IN_NAMES if base else (*NOT_IN_NAMES, "data", "model")  # these two are in the default
-    last_parts = [key.rpartition(".")[2] for key in keys_of(TrainConfig)]
-    words = []
-    for key, value in sorted(values.items()):
-        if key not in left_out:
-            short = key.rpartition(".")[2]
-            is_plain = re.fullmatch(r"[\w.+-]{1,24}", value) is not None
-            words.append(f"{key if last_parts.count(short) > 1 else short}-{value if is_plain else hash_text(value)}")
-    name = "_".join([re.sub(r"[^\w.+-]", "-", base or default), *words])
-    return name if len(name) <= MAX_NAME_LENGTH else f"{name[: MAX_NAME_LENGTH - 9]}_{hash_text(name)}"
-
-
-def hash_text(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+    keys = list(keys_of(TrainConfig))
+    words = [(rows.short_key(key, keys), value) for key, value in sorted(values.items()) if key not in left_out]
+    return rows.name_with(base or default, words)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
