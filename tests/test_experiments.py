@@ -5,10 +5,10 @@ import re
 
 import pytest
 import torch
-from conftest import TINY, composed, finish, make_shard, start
+from conftest import composed, make_shard
 
 from configs import experiments
-from setup import build, rows, schema
+from setup import build, cli, rows, schema
 from training.checkpoint import list_steps
 
 EXPERIMENTS = experiments.names()
@@ -267,17 +267,21 @@ def test_training_says_that_a_run_is_not_its_row_and_what_a_routed_dit_is(train,
     )
     assert caplog.text.count(said) == 1
     caplog.clear()
-    train("y", "model=dit", ROUTE)
+    train("y", "model=dit", ROUTE, "train.num_steps=1")
     assert "model=dit with model.routes=... is a routed network: the run is named y" in caplog.text
     caplog.clear()
-    train("z", "model=tread")
+    train("z", "model=tread", "train.num_steps=1")
     assert "not the row" not in caplog.text and "the run is named" not in caplog.text
 
 
-def test_a_run_that_is_not_its_row_lives_in_a_folder_of_its_own_inside_hydra_too(tmp_path):
-    row, changed = "digits_selection_rate_50_seed0", "digits_selection_rate_50_seed0_batch_size-4"
-    settings = [*TINY, "experiment=digits/selection_rate/50", f"output_dir={tmp_path}"]
-    code, output = finish(start("train.py", *settings))
-    assert code == 0 and f"{tmp_path}/{changed}" in output and [path.name for path in tmp_path.iterdir()] == [changed], output
-    code, output = finish(start("train.py", *settings, "train.num_steps=7"))
-    assert code == 0 and "steps 6 to 7" in output and not (tmp_path / row).exists(), output
+def test_the_name_is_found_inside_hydra_too_where_a_row_is_composed_beside_the_run(monkeypatch):
+    found = []
+
+    def main(raw):
+        found.append(rows.name_run(raw, schema.check(raw, schema.TrainConfig))[0].name)
+
+    rows.compose_row.cache_clear()
+    rows.row_identity.cache_clear()
+    monkeypatch.setattr("sys.argv", ["train.py", "experiment=digits/selection_rate/50", "train.batch_size=8", "diffusion=sit"])
+    cli.run(main, "config", schema.TrainConfig)
+    assert found == ["digits_selection_rate_50_seed0_diffusion-sit_batch_size-8"]
