@@ -99,6 +99,8 @@ NOISE = 0.1  # by which the medians of equal work differ on an idle machine, at 
 
 def main(arguments: Sequence[str]) -> None:
     settings = cli.parse_arguments(arguments, RouteSettings)
+    if settings.verify and settings.block_ms:
+        raise UserError("verify=true times whole steps here, and block_ms gives the blocks alone; leave one of them out")
     device = choose_device(settings.device)
     use_cores(device, settings.cpu_threads)
     settings = settings.model_copy(update={"batch_size": settings.batch_size or (32 if device.type == "cuda" else 2)})
@@ -132,8 +134,11 @@ def build_candidate(
     own_depth, width, num_heads, patch_size = dit.BACKBONES[settings.model.backbone]
     depth = (settings.depth or own_depth) if depth is None else depth
     sizes = {"patch_size": patch_size, "num_classes": 1000, "depth": depth, "width": width, "num_heads": num_heads}
-    with torch.device(device):
-        return dit.DiT(**settings.data.model_dump(), **sizes, routes=routes)
+    try:
+        with torch.device(device):
+            return dit.DiT(**settings.data.model_dump(), **sizes, routes=routes)
+    except ValueError as e:
+        raise UserError(f"data.input_size={settings.data.input_size}, model.backbone={settings.model.backbone}: {e}") from e
 
 
 # ----------------------------------------------------------------------------------------------------------------------

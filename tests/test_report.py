@@ -553,10 +553,20 @@ def test_a_report_replaces_its_own_and_nothing_else(runs, tmp_path, capsys):
         (["{runs}", "outptu=a.html"], "report: outptu is not a key"),
         (["{runs}", "output=a.pdf"], "use output=a.html"),
         (["{empty}"], "no run can be read below .*empty"),
+        (
+            ["{runs}/tread_seed-0/metrics.jsonl"],
+            "is not a folder; it is a file; give its folder: python -m reports .*/tread_seed-0$",
+        ),
+        (["{runs}/tread_seed-0/checkpoints"], "no run .*; give the run's folder: python -m reports .*/tread_seed-0$"),
+        (["{runs}/tread_seed-0/checkpoints/step_1"], "no run .*; give the run's folder: python -m reports .*/tread_seed-0$"),
+        (["{runs}", "output={empty}"], "output=.*empty is a folder; use output=.*empty/report.html"),
+        (["{runs}", "--titel", "x"], "--titel is not an option; beside folders there are output=<file.html> and title=<text>"),
+        (["runs={runs}"], "runs=.*: give the folder alone: python -m reports .*runs$"),
     ],
 )
 def test_arguments_that_cannot_work_are_refused(runs, tmp_path, arguments, message):
     (tmp_path / "empty").mkdir()
+    (runs / "tread_seed-0" / "checkpoints" / "step_1").mkdir(parents=True)
     with pytest.raises(ValueError, match=message):
         main([argument.format(runs=runs, empty=tmp_path / "empty") for argument in arguments])
 

@@ -16,6 +16,7 @@ from benchmarks.routes import (
     main,
     predict,
 )
+from errors import UserError
 from routing_module import Route, TokenRouter
 from setup import cli
 
@@ -196,3 +197,27 @@ def test_a_refusal_of_given_times_leaves_earlier_results(plan, tmp_path):
     with pytest.raises(ValueError, match="block_ms gives 1 number"):
         plan("block_ms=256:2")
     assert (tmp_path / "routes.md").read_text() == before != ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["data.input_size=33"],
+            "data.input_size=33, model.backbone=DiT-XL/2: latents of size 33 cannot be cut into patches of 2",
+        ),
+        (["verify=true"], "verify=true times whole steps here, and block_ms gives the blocks alone; leave one of them out"),
+    ],
+)
+def test_sizes_and_checks_that_do_not_go_together_are_refused(plan, arguments, message):
+    with pytest.raises(UserError, match=message):
+        plan("block_ms=256:10,128:6", *arguments)
+
+
+@pytest.mark.parametrize("ending", ["", "/", "/new/"])
+def test_an_output_that_is_a_folder_is_refused(tmp_path, ending):
+    with pytest.raises(
+        UserError, match=f"output={tmp_path}{ending} is a folder; give the name of the files in it: output=.*/results"
+    ):
+        main(["block_ms=256:10,128:6", f"output={tmp_path}{ending}"])
+    assert list(tmp_path.iterdir()) == []
