@@ -123,10 +123,10 @@ def explain(error: HydraException, settings: type[Settings]) -> str:
         return _explain_argument(error.override, sys.argv[1:], settings)
     if ambiguous := re.match(r"Ambiguous value for argument '(.*)'\n", str(error)):
         key, _, value = ambiguous[1].partition("=")
-        text, each = f"{key}='{value}'", f"-m runs {Path(sys.argv[0]).name} once for each value"
         if key in _groups(settings):
-            return f"{ambiguous[1]} names several choices; give one of them, or add -m: {each}"
-        return f"{ambiguous[1]} has a comma: a list is '{key}=[{value}]', text is \"{text}\", and {each}"
+            return f"{ambiguous[1]} names several choices; give one of them, or add -m, which runs the command once for each"
+        text = f"{key}='{value}'"
+        return f"{ambiguous[1]} has a comma: a list is '{key}=[{value}]', text is \"{text}\", and -m runs once for each value"
     if isinstance(cause, ConfigAttributeError | ConfigKeyError) and cause.full_key and not cause.full_key.startswith("hydra"):
         return unknown_key(cause.full_key, settings)
     # A group that the command does not have: Hydra's error names it in its text alone.
@@ -276,7 +276,7 @@ def parse_arguments(arguments: Sequence[str], settings: type[S], command: str = 
             elif not equals and before:
                 hint = f"; if it belongs to {before!r}, quote both: '{before} {argument}'"
             raise UserError(f"{prefix}{key} is not a key or has no value; it takes {usage}{hint}")
-        check_value(f"{prefix}{key}", text)
+        check_value(key, text)
         if key in raw:
             raise UserError(f"{prefix}{key} is given twice")
         raw[key] = _read_value(text, TypeAdapter(fields[key].rebuild_annotation(), config=None))
