@@ -103,7 +103,7 @@ def build_sampler_and_evaluation(
             try:
                 build.check_guidance(guidance, cfg, diffusion)
             except UserError as e:
-                raise UserError(f"eval.cfg_scales={scale:g}: {e}") from e
+                raise UserError(f"eval.cfg_scales={scale:g}: {e}; or set eval.cfg_scales=[1.0]") from e
             samplers[scale] = replace(
                 sampler,
                 guidance=build.build_guidance(guidance),

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from errors import UserError
 from files import write_file
+from latents.contents import way_on
 from latents.manifest import MANIFEST, UNFINISHED, check_files, read_manifest
 
 KINDS = ("sample", "moments")
@@ -160,11 +161,11 @@ class LatentDataset:
             raise UserError(
                 f"{self.path} is not finished: prepare_latents.py was stopped; run the same command again, which goes on there"
             )
-        if not self.files:
-            raise UserError(f"{key}={self.path} holds no latent shards (*.safetensors)")
+        if not self.files or self.files[0].suffix != ".safetensors":
+            raise UserError(f"{key}={self.path} holds no latent shards (*.safetensors); it {_way_on(self.path, key)}")
         if check_folder and manifest is not None:
             check_files(self.path, self.files, manifest)
-        opened = [_open_shard(file) for file in self.files]
+        opened = [_open_shard(file, self.path, key) for file in self.files]
         self.info: ShardInfo = opened[0][0]
         self.labels: np.ndarray = np.concatenate([shard.pop("labels") for _, shard in opened])
         self._shards: list[dict[str, np.ndarray]] = [shard for _, shard in opened]
@@ -219,7 +220,11 @@ class LatentDataset:
         return digest.hexdigest()
 
 
-def _open_shard(file: Path) -> tuple[ShardInfo, dict[str, np.ndarray]]:
+def _way_on(path: Path, key: str) -> str:
+    return way_on(path, key, f"{key.removesuffix('path')}format")
+
+
+def _open_shard(file: Path, path: Path, key: str) -> tuple[ShardInfo, dict[str, np.ndarray]]:
     """The header and the arrays, which stay the mapped file: nothing is read until it is indexed."""
     try:
         with safe_open(file, framework="pt") as f:
@@ -230,7 +235,8 @@ def _open_shard(file: Path) -> tuple[ShardInfo, dict[str, np.ndarray]]:
     try:
         info = ShardInfo.from_metadata(metadata)
     except ValueError as e:
-        raise UserError(f"{file} is not a latent shard: {e}") from e
+        hint = "" if "kind" in (metadata or {}) else f"; {path} {_way_on(path, key)}"
+        raise UserError(f"{file} is not a latent shard: {e}{hint}") from e
     _check_tensors(file, info, shard)
     return info, {name: tensor.numpy() for name, tensor in shard.items()}
 

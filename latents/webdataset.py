@@ -28,6 +28,7 @@ from tqdm import tqdm
 from errors import UserError
 from files import write_file
 from latents.arrays import check_float, locate_in_pickle, locate_npy, unpickle_array
+from latents.contents import find_formats, way_on
 from latents.detection import detect
 from latents.progress import progress_bar
 from latents.shards import spread_items
@@ -253,12 +254,17 @@ class TarLatents:
         self.path = Path(path)
         if not self.path.exists():
             raise UserError(f"{key_prefix}path={self.path} does not exist; give a folder of uncompressed tars (*.tar)")
+        fitting = find_formats(self.path)[0]
+        if "webdataset" not in fitting and (fitting or self.path.is_dir()):
+            ways = way_on(self.path, f"{key_prefix}path", f"{key_prefix}format")
+            raise UserError(f"{key_prefix}path={self.path} holds no tars (*.tar); it {ways}")
         index = TarIndex.open(self.path, allow_pickle, f"{key_prefix}allow_pickle")
         if index.pickle_bytes.any():
             item = int(np.flatnonzero(index.pickle_bytes)[0])
             raise UserError(
                 f"{index.name_of(item)} is a pickle of protocol 2 or older, whose values cannot be read by offset; make native "
-                f"shards of the tars with `python prepare_latents.py convert`, and train on those"
+                f"shards of the tars and train on those: python prepare_latents.py convert path={self.path} output=<folder> "
+                "allow_pickle=true"
             )
         spread = spread_items(len(index), 256)
         sample = index.read(spread)

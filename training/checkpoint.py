@@ -7,6 +7,7 @@ only if its files match the manifest; damaged ones are renamed, never deleted.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import logging
@@ -202,6 +203,9 @@ def find_newest(root: Path) -> tuple[Path | None, dict[Path, str]]:
 def find_checkpoint(folder: Path, key: str) -> Path:
     """A verified checkpoint: the folder itself, or the newest good one of a run. CheckpointError names `key` if there is none."""
     if not (folder / "checkpoints").is_dir():
+        is_checkpoint = _STEP.fullmatch(folder.name) or any((folder / name).exists() for name in (MANIFEST, *WEIGHTS.values()))
+        if not (folder.is_dir() and is_checkpoint):
+            raise CheckpointError(explain_path(folder, key))
         try:
             verify(folder)
         except CheckpointError as e:
@@ -214,6 +218,31 @@ def find_checkpoint(folder: Path, key: str) -> Path:
     for problem in problems.values():
         log.warning("%s; taking an earlier checkpoint", problem)
     return newest
+
+
+def explain_path(path: Path, key: str) -> str:
+    """The message for a path that is no checkpoint and no run: what it is, and what to give for `key` instead."""
+    checkpoint = next((folder for folder in path.parents if _STEP.fullmatch(folder.name) and folder.is_dir()), None)
+    if checkpoint is not None:
+        return f"{key}={path} lies in a checkpoint; give {key}={checkpoint}"
+    run = next((folder for folder in path.parents if (folder / "checkpoints").is_dir()), None)
+    if run is not None:
+        steps = ", ".join(folder.name for folder in list(list_steps(run / "checkpoints").values())[-5:])
+        held = f"; {run / 'checkpoints'} holds {steps}" if steps else ""
+        return f"{key}={path} is no checkpoint; give the folder of the run, {key}={run}, for its newest one{held}"
+    place = path if path.is_dir() else path.parent
+    runs = [folder for folder in sorted(place.iterdir()) if (folder / "checkpoints").is_dir()] if place.is_dir() else []
+    if path.is_dir():
+        if runs:
+            return f"{key}={path} is a folder of runs; give one of them: " + ", ".join(f"{key}={run}" for run in runs[:5])
+        return f"{key}: {path} is not a checkpoint or a run: it has no {MANIFEST} and no folder checkpoints"
+    near = difflib.get_close_matches(path.name, [run.name for run in runs], n=3)
+    found = [place / name for name in near] or [run for run in [Path("runs") / path] if (run / "checkpoints").is_dir()]
+    nearest = f"; nearest: {', '.join(f'{key}={run}' for run in found)}" if found else ""
+    return (
+        f"{key}: {path} is not a folder; give a checkpoint such as runs/<name>/checkpoints/{folder_name(400)}, or a run such as "
+        f"runs/<name>, of which the newest checkpoint is taken{nearest}"
+    )
 
 
 def set_aside(folder: Path) -> Path:

@@ -12,7 +12,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -24,6 +24,7 @@ from errors import UserError
 from files import hash_bytes, hash_file, read_json, write_file
 from latents.manifest import MANIFEST, UNFINISHED, read_manifest
 from latents.shards import KINDS, LatentDataset, ShardInfo, mean_and_log_variance, serialize_shard, shard_files
+from latents.statistics import ChannelStatistics
 
 log = logging.getLogger(__name__)
 
@@ -31,37 +32,6 @@ DTYPES = {"float16": torch.float16, "float32": torch.float32}
 Dtype = Literal[tuple(DTYPES)]
 Kind = Literal[KINDS]
 SHARD_SIZE = 4096  # items of the source that make one shard: 64 MiB of moments at 256 pixels
-
-
-@dataclass
-class ChannelStatistics:
-    """Mean and standard deviation of each latent channel, in the units of the stored latents; of `moments`, of their samples."""
-
-    count: int = 0  # values seen of each channel
-    sums: list[float] = field(default_factory=list)  # [C], of these values
-    square_sums: list[float] = field(default_factory=list)
-
-    def add(self, latents: Tensor, kind: str) -> None:
-        """Take in latents [b, C or 2C, H, W]."""
-        x, log_variance = mean_and_log_variance(latents.double(), kind)
-        squares = x.square() + (0.0 if log_variance is None else log_variance.exp())
-        count = x.shape[0] * x.shape[2] * x.shape[3]
-        self.merge(ChannelStatistics(count, x.sum(dim=(0, 2, 3)).tolist(), squares.sum(dim=(0, 2, 3)).tolist()))
-
-    def merge(self, other: ChannelStatistics) -> None:
-        if other.count:
-            zeros = [0.0] * len(other.sums)
-            self.sums = [a + b for a, b in zip(self.sums or zeros, other.sums)]
-            self.square_sums = [a + b for a, b in zip(self.square_sums or zeros, other.square_sums)]
-            self.count += other.count
-
-    @property
-    def mean(self) -> list[float]:
-        return [total / self.count for total in self.sums]
-
-    @property
-    def std(self) -> list[float]:
-        return [max(square / self.count - mean**2, 0.0) ** 0.5 for square, mean in zip(self.square_sums, self.mean)]
 
 
 @dataclass(frozen=True)
@@ -129,7 +99,7 @@ class ShardWriter:
         sources = {(shard.number, shard.source) for shard in self.shards}
         if records and not changed and sources.isdisjoint((record["number"], record.get("source")) for record in records):
             changed = ["made of other items"]
-        if changed:
+        if changed and records:  # without a finished shard, nothing is lost under other settings
             raise UserError(
                 f"output={self.output} already holds another data set ({'; '.join(changed)}); choose another folder, "
                 "or restore these settings to go on with that one"
@@ -214,7 +184,10 @@ class ShardWriter:
         rounded = [None if x is None else x.to(self.dtype) for x in (latents, latents_flip)]
         for exact, kept in zip((latents, latents_flip), rounded):
             if exact is not None and exact.isfinite().all() and not kept.isfinite().all():
-                raise UserError(f"latents up to {exact.abs().max():.3g} do not fit float16; use dtype=float32")
+                raise UserError(
+                    f"latents up to {exact.abs().max():.3g} do not fit float16; use dtype=float32"
+                    + (", and another output= than that of the shards that are finished" if self._records() else "")
+                )
         stored, stored_flip = rounded
         blob = serialize_shard(file, stored, labels, info, stored_flip)
         exact, kept = (mean_and_log_variance(x.double(), info.kind)[0] for x in (latents, stored))
