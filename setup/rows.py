@@ -18,7 +18,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
 from configs import experiments
-from setup.cli import CONFIGS
+from setup.arguments import CONFIGS
 from setup.schema import SAME_RUN, TrainConfig, flatten, role_of
 from setup.settings import keys_of
 

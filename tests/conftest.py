@@ -13,7 +13,8 @@ from hydra import compose, initialize_config_dir
 
 from configs import experiments
 from latents.shards import ShardInfo, write_shard
-from setup.cli import CONFIGS, REPOSITORY
+from setup.arguments import CONFIGS
+from setup.cli import REPOSITORY
 
 experiments.register()
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # pytest -n: each worker its share of the cores
