@@ -8,7 +8,6 @@ values of every sample lie in its tar, so that any item is one copy from a mappe
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import hashlib
 import json
@@ -20,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from filelock import lock_descriptor
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 from torch import Tensor
@@ -85,8 +85,8 @@ class TarIndex:
         if index is None:
             with contextlib.ExitStack() as stack:
                 with contextlib.suppress(OSError):  # no permission to write, or a file system without locks: all scan
-                    lock = stack.enter_context(open(index_file.with_suffix(".lock"), "w"))
-                    fcntl.lockf(lock, fcntl.LOCK_EX)
+                    lock = stack.enter_context(open(index_file.with_suffix(".lock"), "ab"))
+                    lock_descriptor(lock.fileno())
                     index = cls._load(index_file, files, state)
                 if index is None:
                     index = cls._scan(files, allow_pickle, flag)
