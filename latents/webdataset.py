@@ -279,7 +279,10 @@ class TarLatents:
 
         Latents are as the autoencoder makes them: the stored values divided by stored_scale.
         """
-        assert not flips.any(), "these tars hold no mirrored latents"
+        if len(indices) != len(flips) or flips.any():
+            raise ValueError(f"{len(indices)} items with {len(flips)} flips; tars hold no mirrored latents")
+        if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
+            raise IndexError(f"items {indices.min()} to {indices.max()} are not all in 0 .. {len(self) - 1}")
         latents = torch.from_numpy(self._index.read(indices))
         if self.stored_scale != 1:
             latents = latents.float().div_(self.stored_scale)

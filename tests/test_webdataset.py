@@ -479,9 +479,9 @@ def test_of_several_processes_one_scans(tmp_path, scans, monkeypatch):
 
     def as_if_waited_for(*arguments):
         """Another process holds the lock, and leaves an index."""
-        lock(*arguments)
         monkeypatch.setattr(webdataset, "lock_descriptor", lock)
         TarIndex.open(tmp_path)
+        lock(*arguments)
 
     monkeypatch.setattr(webdataset, "lock_descriptor", as_if_waited_for)
     assert len(TarIndex.open(tmp_path)) == 11 and len(scans) == 2
