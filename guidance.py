@@ -88,15 +88,15 @@ def sparse(
 
     Args:
         w: 1 is off: the strong branch alone, which for r_strong = 0 is the dense network.
-        r_strong, r_weak: fractions of the tokens that SKIP, 0 <= r_strong < r_weak < 1; 0 is dense.
+        r_strong, r_weak: fractions of the tokens that SKIP, 0 <= r_strong <= r_weak < 1; 0 is dense, equal ones guide nothing.
         subset: `redraw` draws the tokens at every evaluation, `fixed` once for each image.
 
     Raises:
         ValueError: the network has no routes; other ratios, an unknown subset.
     """
-    if subset not in SUBSETS or not 0 <= r_strong < r_weak < 1:
+    if subset not in SUBSETS or not 0 <= r_strong <= r_weak < 1:
         raise ValueError(
-            f"r_strong={r_strong}, r_weak={r_weak}, subset={subset!r}: need 0 <= r_strong < r_weak < 1 and one of {SUBSETS}"
+            f"r_strong={r_strong}, r_weak={r_weak}, subset={subset!r}: need 0 <= r_strong <= r_weak < 1 and one of {SUBSETS}"
         )
     if inputs.routes_shape[0] == 0:
         raise ValueError("guidance=sparse needs a network with routes; use guidance=cfg, or give the network routes")

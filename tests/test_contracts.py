@@ -164,7 +164,7 @@ def test_bounds_that_leave_nothing_between_them_are_refused():
 @pytest.mark.parametrize("change", [{"r_strong": 0.6}, {"subset": "fresh"}, {"r_weak": 1.0}])
 def test_settings_of_sparse_guidance_are_checked(change):
     settings = {"w": 2.0, "r_strong": 0.0, "r_weak": 0.4, "subset": "redraw"} | change
-    refused("need 0 <= r_strong < r_weak < 1 and one of", lambda: guidance.sparse(INPUTS, **settings))
+    refused("need 0 <= r_strong <= r_weak < 1 and one of", lambda: guidance.sparse(INPUTS, **settings))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
