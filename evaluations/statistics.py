@@ -12,7 +12,7 @@ from errors import UserError
 
 @dataclass(frozen=True)
 class Statistics:
-    """The Gaussian that is fitted to features.
+    """The Gaussian that is fitted to features. Other precisions become float64.
 
     Attributes:
         mu: [D] float64, the mean.
@@ -25,8 +25,8 @@ class Statistics:
     def __post_init__(self):
         if self.mu.ndim != 1 or self.sigma.shape != 2 * self.mu.shape:
             raise UserError(f"mu {list(self.mu.shape)} and sigma {list(self.sigma.shape)} must be [D] and [D, D]")
-        if self.mu.dtype != torch.float64 or self.sigma.dtype != torch.float64:
-            raise UserError(f"mu is {self.mu.dtype} and sigma {self.sigma.dtype}; both must be float64")
+        for name in ("mu", "sigma"):  # the dataclass is frozen
+            object.__setattr__(self, name, getattr(self, name).double())
         if not (self.mu.isfinite().all() and self.sigma.isfinite().all()):
             raise UserError("mu or sigma holds NaN or infinity")
         tolerance = 1e-6 * self.sigma.abs().max() if len(self.mu) else 0.0
