@@ -28,7 +28,8 @@ class Route:
     end_layer_idx: int
 
 
-# Selection rules: (tokens (B, N, D), uniform random numbers (B, N)) -> scores (B, N). The highest scores stay in the route.
+# Selection rules: (tokens (B, N, D), uniform random numbers (B, N)) -> finite scores (B, N). The highest scores stay in the
+# route. NaN would count as the highest: nobody looks, as that would wait for the device.
 SelectionRule = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -60,8 +61,22 @@ SELECTIONS: dict[str, SelectionRule] = {"uniform": uniform_scores, "importance":
 
 
 def num_kept_tokens(num_tokens: int, selection_ratio: float) -> int:
-    """K, the number of tokens that stay in the window: N - int(N * selection_ratio), at least 1."""
-    return num_tokens - int(num_tokens * selection_ratio)
+    """K, the number of tokens that stay in the window: N - int(N * selection_ratio), at least 1.
+
+    Raises:
+        ValueError: a ratio outside [0, 1).
+    """
+    if not 0 <= selection_ratio < 1:
+        raise ValueError(f"selection_ratio={selection_ratio} must be in [0, 1): the fraction of tokens that skip the route")
+    return max(num_tokens - int(num_tokens * selection_ratio), 1)
+
+
+def apply_rule(rule: SelectionRule, x: Tensor, uniform: Tensor) -> Tensor:
+    """The scores (B, N) that a rule gives to tokens x (B, N, D). Raises ValueError if it gives another shape."""
+    scores = rule(x, uniform)
+    if scores.shape != x.shape[:2]:
+        raise ValueError(f"the selection rule gives scores of shape {tuple(scores.shape)}, the tokens need {tuple(x.shape[:2])}")
+    return scores
 
 
 class TokenRouter:
@@ -79,6 +94,8 @@ class TokenRouter:
         self.depth = depth
         self.routes: tuple[Route, ...] = ()  # with indices that are not negative
         for i, route in enumerate(routes):
+            if not isinstance(route, Route):
+                raise ValueError(f"routes[{i}]={route!r} must be a Route(selection_ratio, start_layer_idx, end_layer_idx)")
             start, end = (self._absolute(i, name, getattr(route, name)) for name in ("start_layer_idx", "end_layer_idx"))
             self._check_ratio(f"routes[{i}].selection_ratio", route.selection_ratio)
             if start > end:
@@ -139,13 +156,16 @@ class TokenRouter:
 
         Returns:
             ids_keep: (B, K) int64, the positions that stay, ascending (so that memory is read in order).
+
+        Raises:
+            ValueError: a ratio outside [0, 1); scores of another shape, given or by the rule.
         """
         B, N = x.shape[:2]
         if scores is None:
             scores = torch.rand(B, N, device=x.device, generator=generator)
         elif scores.shape != (B, N):
             raise ValueError(f"scores have shape {tuple(scores.shape)}, the tokens need {(B, N)}")
-        return TokenRouter.keep_highest(rule(x, scores), num_kept_tokens(N, selection_ratio))
+        return TokenRouter.keep_highest(apply_rule(rule, x, scores), num_kept_tokens(N, selection_ratio))
 
     @staticmethod
     def keep_highest(scores: Tensor, num_kept: int) -> Tensor:
@@ -154,7 +174,13 @@ class TokenRouter:
 
     @staticmethod
     def start_route(x: Tensor, ids_keep: Tensor) -> Tensor:
-        """(B, N, D) -> (B, K, D): the tokens at `ids_keep`. Also for positions or masks (B, N) and (B, N, ...)."""
+        """(B, N, D) -> (B, K, D): the tokens at `ids_keep`. Also for positions or masks (B, N) and (B, N, ...).
+
+        Raises:
+            ValueError: ids_keep of another batch.
+        """
+        if len(ids_keep) != len(x):  # gather would drop the other samples
+            raise ValueError(f"ids_keep has shape {tuple(ids_keep.shape)}, but there are {len(x)} samples")
         index = ids_keep.reshape(ids_keep.shape + (1,) * (x.ndim - 2)).expand(-1, -1, *x.shape[2:])
         return x.gather(1, index)
 
@@ -169,6 +195,12 @@ class TokenRouter:
 
         Returns:
             (B, N, D). Tokens that skipped are bit-identical to `skipped`; gradients reach both inputs.
+
+        Raises:
+            ValueError: shapes that do not belong together; some of them would broadcast.
         """
+        if ids_keep.shape != x.shape[:2] or (len(x), *x.shape[2:]) != (len(skipped), *skipped.shape[2:]):
+            shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in (("x", x), ("skipped", skipped), ("ids_keep", ids_keep)))
+            raise ValueError(f"these do not belong to one route: {shapes}")
         index = ids_keep.unsqueeze(-1).expand_as(x)
         return skipped.scatter(1, index, x.to(skipped.dtype))  # (B, N, D)

@@ -32,6 +32,10 @@ class HeunSampler:
     S_max: float = math.inf
     S_noise: float = 1.0
 
+    def __post_init__(self):
+        if self.num_steps < 1 or not 0 < self.sigma_min <= self.sigma_max or self.rho <= 0 or self.S_churn < 0:
+            raise ValueError(f"{self} needs num_steps >= 1, 0 < sigma_min <= sigma_max, rho > 0 and S_churn >= 0")
+
     def noise_levels(self) -> list[float]:
         """num_steps levels from sigma_max to sigma_min, then 0 (Eq. 5)."""
         last = max(self.num_steps - 1, 1)
@@ -65,7 +69,12 @@ class HeunSampler:
 
         Returns:
             (B, C, H, W) float32 latents. The state in between is float64 where the device has it.
+
+        Raises:
+            ValueError: S_churn > 0 without random; labels or a denoiser's output that do not fit the noise.
         """
+        if len(y) != len(noise):
+            raise ValueError(f"{len(y)} labels do not fit the noise of {len(noise)} samples")
         if self.S_churn > 0 and random is None:
             raise ValueError(f"S_churn={self.S_churn} adds noise: pass random, or set S_churn=0")
         dtype = torch.float32 if noise.device.type == "mps" else torch.float64  # MPS has no float64
@@ -73,7 +82,10 @@ class HeunSampler:
 
         def derivative(x: Tensor, sigma: float) -> Tensor:
             sigmas = torch.full((len(x),), sigma, dtype=torch.float32, device=x.device)
-            return (x - denoiser(x.float(), sigmas, y).to(dtype)) / sigma
+            D_x = denoiser(x.float(), sigmas, y)
+            if D_x.shape != x.shape:  # it would broadcast
+                raise ValueError(f"the denoiser makes {tuple(D_x.shape)} of latents {tuple(x.shape)}")
+            return (x - D_x.to(dtype)) / sigma
 
         x = noise.to(dtype) * levels[0]
         for sigma_cur, sigma_next in zip(levels[:-1], levels[1:]):

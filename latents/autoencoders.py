@@ -26,7 +26,10 @@ class Autoencoder(Protocol):
         ...
 
     def encode_moments(self, images: Tensor) -> Tensor:
-        """[B, 1 or 3, H, W], float32, -1 to 1 -> float32 [B, 2C, h, w]: mean, then log-variance."""
+        """[B, 1 or 3, H, W], float32, -1 to 1 -> float32 [B, 2C, h, w]: mean, then log-variance.
+
+        Nobody can tell images of 0 to 1 from pale ones: `from_uint8` makes the right range.
+        """
         ...
 
     def decode(self, latents: Tensor) -> Tensor:
@@ -135,11 +138,22 @@ def build(spec: str, device: torch.device, channels: int | None, key: str, preci
 
 
 def from_uint8(images: Tensor) -> Tensor:
-    """uint8 [B, H, W, 3] -> float32 [B, 3, H, W], -1 to 1."""
+    """uint8 [B, H, W, 3] -> float32 [B, 3, H, W], -1 to 1. Raises ValueError for other types and shapes."""
+    if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[3] != 3:
+        raise ValueError(f"images are {images.dtype} {list(images.shape)}; need uint8 [B, H, W, 3]")
     return images.permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
 def to_uint8(images: Tensor) -> Tensor:
-    """[B, 1 or 3, H, W], -1 to 1 -> uint8 [B, H, W, 3]; grey becomes RGB."""
+    """[B, 1 or 3, H, W], -1 to 1 -> uint8 [B, H, W, 3]; grey becomes RGB.
+
+    Raises:
+        ValueError: integers, which are pixels already.
+        UserError: NaN or infinity, which would look like black pixels.
+    """
+    if not images.is_floating_point():
+        raise ValueError(f"images are {images.dtype}; need floats, -1 to 1")
+    if not images.isfinite().all():
+        raise UserError("decoded images hold NaN or infinity: the network or the autoencoder overflows; if it is bf16, try fp32")
     pixels = (images * 127.5 + 127.5).round().clamp(0, 255).to(torch.uint8)
     return pixels.expand(-1, 3, -1, -1).permute(0, 2, 3, 1).contiguous()

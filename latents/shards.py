@@ -199,7 +199,15 @@ class LatentDataset:
 
         Returns:
             latents [b, C or 2C, H, W] as stored, labels [b] int64.
+
+        Raises:
+            ValueError: flips and indices of different lengths, or flips where there are none.
+            IndexError: an item that does not exist; negative numbers do not count from the end.
         """
+        if len(indices) != len(flips) or (not self.has_flips and flips.any()):
+            raise ValueError(f"{len(indices)} items with {len(flips)} flips; mirrored latents are there: {self.has_flips}")
+        if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
+            raise IndexError(f"items {indices.min()} to {indices.max()} are not all in 0 .. {len(self) - 1}")
         shard_of = np.searchsorted(self._first_item, indices, side="right") - 1
         rows = indices - self._first_item[shard_of]
         like = self._shards[0]["latents"]
@@ -247,6 +255,8 @@ def _open_shard(file: Path, path: Path, key: str) -> tuple[ShardInfo, dict[str, 
 
 def mean_and_log_variance(stored: Tensor, kind: str) -> tuple[Tensor, Tensor | None]:
     """[b, C or 2C, H, W] -> [b, C, H, W] each: the latents (the mean, of `moments`) and the log-variance, None for `sample`."""
+    if kind not in KINDS or (kind == "moments" and stored.shape[1] % 2):
+        raise ValueError(f"kind={kind!r} does not fit {stored.shape[1]} channels; moments have mean and log-variance of each")
     if kind == "sample":
         return stored, None
     mean, log_variance = stored.chunk(2, dim=1)
@@ -260,6 +270,8 @@ def draw_latents(stored: Tensor, kind: str, random=None) -> Tensor:
         random: source of the noise with which `moments` are sampled, `random.randn(C, H, W)` -> [b, C, H, W].
     """
     mean, log_variance = mean_and_log_variance(stored, kind)
+    if log_variance is not None and random is None:
+        raise ValueError("moments are sampled: pass random, or take the mean with mean_and_log_variance")
     return mean if log_variance is None else mean + (log_variance / 2).exp() * random.randn(*mean.shape[1:])
 
 

@@ -8,7 +8,6 @@ values of every sample lie in its tar, so that any item is one copy from a mappe
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import hashlib
 import json
@@ -20,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from filelock import lock_descriptor
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 from torch import Tensor
@@ -86,8 +86,8 @@ class TarIndex:
         if index is None:
             with contextlib.ExitStack() as stack:
                 with contextlib.suppress(OSError):  # no permission to write, or a file system without locks: all scan
-                    lock = stack.enter_context(open(index_file.with_suffix(".lock"), "w"))
-                    fcntl.lockf(lock, fcntl.LOCK_EX)
+                    lock = stack.enter_context(open(index_file.with_suffix(".lock"), "ab"))
+                    lock_descriptor(lock.fileno())
                     index = cls._load(index_file, files, state)
                 if index is None:
                     index = cls._scan(files, allow_pickle, flag)
@@ -285,7 +285,10 @@ class TarLatents:
 
         Latents are as the autoencoder makes them: the stored values divided by stored_scale.
         """
-        assert not flips.any(), "these tars hold no mirrored latents"
+        if len(indices) != len(flips) or flips.any():
+            raise ValueError(f"{len(indices)} items with {len(flips)} flips; tars hold no mirrored latents")
+        if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
+            raise IndexError(f"items {indices.min()} to {indices.max()} are not all in 0 .. {len(self) - 1}")
         latents = torch.from_numpy(self._index.read(indices))
         if self.stored_scale != 1:
             latents = latents.float().div_(self.stored_scale)

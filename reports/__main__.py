@@ -76,7 +76,7 @@ def main(arguments: Sequence[str]) -> None:
 def check_replaceable(file: Path) -> None:
     """Raises UserError if the file is another program's, or cannot be read."""
     try:
-        beginning = file.read_text(errors="replace")[:600] if file.exists() else MARKER
+        beginning = file.read_text(encoding="utf-8", errors="replace")[:600] if file.exists() else MARKER
     except OSError as e:
         raise UserError(f"output={file} cannot be replaced ({e.strerror}); choose another output=<file.html>") from e
     if not any(marker in beginning for marker in MARKERS):

@@ -32,7 +32,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from errors import UserError
-from files import write_file
+from files import relative_path, write_file
 from setup import cli, load, rows
 from setup.schema import SAME_RUN, Role, TrainConfig, check, differences
 from setup.settings import Settings, Text, keys_of
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         cli.run(job, "config", TrainConfig)
     finally:
-        outcomes = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
+        outcomes = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*.json"))]
         if outcomes:
             sys.stdout.write(summary(outcomes, folder))
     return int(any(outcome["status"] == "failed" for outcome in outcomes))
@@ -199,10 +199,10 @@ def launch(script: str, overrides: Sequence[str], options: Options, log_file: Pa
 
     Ctrl-C in a terminal reaches the script as well: it finishes its step and saves, and this function waits for it.
     """
-    arguments = [*shlex.split(options.launch), os.path.relpath(cli.REPOSITORY / script), *overrides]
+    arguments = [*shlex.split(options.launch), relative_path(cli.REPOSITORY / script), *overrides]
     # setup.cli has set FULL_ERRORS in this process.
     environment = {key: value for key, value in os.environ.items() if options.full_errors or key != cli.FULL_ERRORS}
-    with open(log_file, "a") as output:
+    with open(log_file, "a", encoding="utf-8") as output:
         output.write(f"$ {shlex.join(['accelerate', 'launch', *arguments])}\n")
         output.flush()
         command = [sys.executable, "-m", "accelerate.commands.launch", *arguments]
@@ -216,7 +216,7 @@ def launch(script: str, overrides: Sequence[str], options: Options, log_file: Pa
 
 def reason_in(log_file: Path, code: int) -> str:
     """The script's own words for its failure, or the exit code."""
-    errors = [line for line in log_file.read_text(errors="replace").splitlines() if line.startswith("error")]
+    errors = [line for line in log_file.read_text(encoding="utf-8", errors="replace").splitlines() if line.startswith("error")]
     return errors[-1] if errors else f"exit code {code}; see {log_file}"
 
 

@@ -55,6 +55,14 @@ class FlowSampler:
     last_step_size: float = 0.04
     last_step: str = "mean"
 
+    def __post_init__(self):
+        choices = (("solver", SOLVERS), ("diffusion_form", DIFFUSION_FORMS), ("last_step", LAST_STEPS))
+        for name, known in choices:
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; choose one of {', '.join(known)}")
+        if self.num_steps < 1 or self.diffusion_norm < 0 or not 0 < self.last_step_size < 1:
+            raise ValueError(f"{self} needs num_steps >= 1, diffusion_norm >= 0 and last_step_size between 0 and 1")
+
     def noise_levels(self) -> list[float]:
         """The num_steps values of t at which steps begin, from 1 downwards, then 0."""
         if self.solver != "euler_maruyama":
@@ -85,15 +93,20 @@ class FlowSampler:
             (B, C, H, W) float32 latents. The solver's state is float64 if the device has it.
 
         Raises:
-            ValueError: the SDE without random.
+            ValueError: the SDE without random; labels or a denoiser's output that do not fit the noise.
         """
+        if len(y) != len(noise):
+            raise ValueError(f"{len(y)} labels do not fit the noise of {len(noise)} samples")
         if self.solver == "euler_maruyama" and random is None:
             raise ValueError("solver=euler_maruyama adds noise: pass random, or set solver=heun")
         dtype = torch.float32 if noise.device.type == "mps" else torch.float64  # MPS has no float64
 
         def denoised(x: Tensor, t: float) -> Tensor:
             ts = torch.full((len(x),), t, dtype=torch.float32, device=x.device)
-            return denoiser(x.float(), ts, y).to(dtype)
+            D_x = denoiser(x.float(), ts, y)
+            if D_x.shape != x.shape:  # it would broadcast
+                raise ValueError(f"the denoiser makes {tuple(D_x.shape)} of latents {tuple(x.shape)}")
+            return D_x.to(dtype)
 
         step = {"euler": self._euler, "heun": self._heun, "euler_maruyama": self._euler_maruyama}[self.solver]
         levels = self.noise_levels()

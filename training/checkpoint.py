@@ -7,6 +7,7 @@ only if its files match the manifest; damaged ones are renamed, never deleted.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import hashlib
 import json
@@ -14,6 +15,7 @@ import logging
 import os
 import re
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,8 +99,11 @@ def save(root: Path, checkpoint: Checkpoint, keep_last: int, keep_every: int) ->
         raise SaveError(f"cannot write the checkpoint {final}: {e}; intact before it: {', '.join(kept) or 'none'}") from e
     for step, path in list(list_steps(root).items())[:-keep_last]:
         if not (keep_every and step % keep_every == 0):
-            path.rename(root / f".del_{path.name}")  # a half-deleted checkpoint must not look like a complete one
-            shutil.rmtree(root / f".del_{path.name}", ignore_errors=True)
+            # A half-deleted checkpoint must not look like a complete one. Windows refuses while somebody reads it: the next
+            # save tries again.
+            with contextlib.suppress(PermissionError):
+                path.rename(root / f".del_{path.name}")
+                shutil.rmtree(root / f".del_{path.name}", ignore_errors=True)
     return final
 
 
@@ -106,14 +111,16 @@ def _write_files(folder: Path, checkpoint: Checkpoint) -> None:
     save_file({k: v.contiguous() for k, v in checkpoint.model.items()}, folder / WEIGHTS["raw"])
     save_file({k: v.contiguous() for k, v in checkpoint.ema.items()}, folder / WEIGHTS["ema"])
     torch.save(checkpoint.optimizer, folder / "optimizer.pt")
-    (folder / "state.json").write_text(json.dumps({"step": checkpoint.step} | checkpoint.state, indent=1))
-    (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(checkpoint.config)))
+    (folder / "state.json").write_text(json.dumps({"step": checkpoint.step} | checkpoint.state, indent=1), encoding="utf-8")
+    (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(checkpoint.config)), encoding="utf-8")
     manifest = {file.name: size_and_hash(file) for file in sorted(folder.iterdir())}
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
 
 
 def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+    if sys.platform == "win32" and path.is_dir():  # Windows cannot open a folder
+        return
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)  # Windows flushes only what may be written
     try:
         os.fsync(descriptor)
     finally:
@@ -131,7 +138,7 @@ def verify(folder: Path) -> None:
     if not (folder / MANIFEST).exists():
         raise CheckpointError(f"{folder} is not a whole checkpoint: it has no {MANIFEST}")
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         expected = {name: (entry["size"], entry["blake2b"]) for name, entry in manifest.items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as e:
         raise CheckpointError(f"{folder / MANIFEST} is not readable: {e!r}") from e
@@ -149,7 +156,7 @@ def verify(folder: Path) -> None:
 
 
 def step_of(folder: Path) -> int:
-    return json.loads((folder / "state.json").read_text())["step"]
+    return json.loads((folder / "state.json").read_text(encoding="utf-8"))["step"]
 
 
 def run_of(folder: Path) -> Path | None:
@@ -176,7 +183,7 @@ def load_weights(folder: Path, weights: str) -> dict[str, Tensor]:
 def load(folder: Path) -> Checkpoint:
     """Verify a checkpoint and read it. Raises CheckpointError if it is incomplete or altered."""
     verify(folder)
-    state = json.loads((folder / "state.json").read_text())
+    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
     return Checkpoint(
         step=state.pop("step"),
         model=load_weights(folder, "raw"),

@@ -6,7 +6,6 @@ record in .unfinished/; when all have one, the records become manifest.json and 
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from errors import UserError
-from files import hash_bytes, hash_file, read_json, write_file
+from files import hash_bytes, hash_file, lock_file, read_json, write_file
 from latents.manifest import MANIFEST, UNFINISHED, read_manifest
 from latents.shards import KINDS, LatentDataset, ShardInfo, mean_and_log_variance, serialize_shard, shard_files
 from latents.statistics import ChannelStatistics
@@ -128,13 +127,11 @@ class ShardWriter:
         manifest = read_manifest(self.output)
         try:
             self._unfinished.mkdir(parents=True, exist_ok=True)
-            self._lock = open(self._unfinished / "lock", "w")
+            self._lock = lock_file(self._unfinished / "lock")
         except OSError as e:
             raise UserError(f"output={self.output} cannot be written to ({e.strerror}); choose another folder") from e
-        try:
-            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released by the system when this process ends
-        except (BlockingIOError, PermissionError) as e:
-            raise UserError(f"another process is writing to output={self.output}; wait for it, or choose another folder") from e
+        if self._lock is None:
+            raise UserError(f"another process is writing to output={self.output}; wait for it, or choose another folder")
         for record in _records_of(manifest) if manifest is not None else []:
             write_file(self._record_file(record["number"]), json.dumps(record))
         write_file(self._settings_file, json.dumps(self.settings, indent=1))
@@ -239,6 +236,7 @@ class ShardWriter:
             "empty_shards": [record for record in records if record["file"] is None],
         }
         write_file(self.output / MANIFEST, json.dumps(manifest, indent=1))
+        self._lock.close()  # an open file cannot be deleted on Windows, and keeps its folder on NFS
         shutil.rmtree(self._unfinished)
         log.info("%d latents %s are in %d shards in %s", len(dataset), shape, len(shards), self.output)
         if left_out:
