@@ -61,14 +61,14 @@ SELECTIONS: dict[str, SelectionRule] = {"uniform": uniform_scores, "importance":
 
 
 def num_kept_tokens(num_tokens: int, selection_ratio: float) -> int:
-    """K, the number of tokens that stay in the window: N - int(N * selection_ratio), at least 1.
-
-    Raises:
-        ValueError: a ratio outside [0, 1).
-    """
-    if not 0 <= selection_ratio < 1:
-        raise ValueError(f"selection_ratio={selection_ratio} must be in [0, 1): the fraction of tokens that skip the route")
+    """K, the number of tokens that stay in the window: N - int(N * selection_ratio), at least 1."""
+    _check_ratio("selection_ratio", selection_ratio)
     return max(num_tokens - int(num_tokens * selection_ratio), 1)
+
+
+def _check_ratio(name: str, ratio: float) -> None:
+    if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 <= ratio < 1:
+        raise ValueError(f"{name}={ratio!r} must be a number in [0, 1): the fraction of tokens that skip the route")
 
 
 def apply_rule(rule: SelectionRule, x: Tensor, uniform: Tensor) -> Tensor:
@@ -94,10 +94,8 @@ class TokenRouter:
         self.depth = depth
         self.routes: tuple[Route, ...] = ()  # with indices that are not negative
         for i, route in enumerate(routes):
-            if not isinstance(route, Route):
-                raise ValueError(f"routes[{i}]={route!r} must be a Route(selection_ratio, start_layer_idx, end_layer_idx)")
             start, end = (self._absolute(i, name, getattr(route, name)) for name in ("start_layer_idx", "end_layer_idx"))
-            self._check_ratio(f"routes[{i}].selection_ratio", route.selection_ratio)
+            _check_ratio(f"routes[{i}].selection_ratio", route.selection_ratio)
             if start > end:
                 raise ValueError(
                     f"routes[{i}]: start_layer_idx={route.start_layer_idx} (block {start}) comes after "
@@ -120,11 +118,6 @@ class TokenRouter:
             )
         return layer_idx % self.depth
 
-    @staticmethod
-    def _check_ratio(name: str, ratio: float) -> None:
-        if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 <= ratio < 1:
-            raise ValueError(f"{name}={ratio!r} must be a number in [0, 1): the fraction of tokens that skip the route")
-
     def selection_ratios(self, overrides: float | Sequence[float] | None = None) -> tuple[float, ...]:
         """The ratio of every route: its own, or `overrides` (one number for all routes, or one per route)."""
         if overrides is None:
@@ -134,7 +127,7 @@ class TokenRouter:
         if len(overrides) != len(self.routes):
             raise ValueError(f"selection_ratios={list(overrides)} must hold one ratio for each of {len(self.routes)} routes")
         for i, ratio in enumerate(overrides):
-            self._check_ratio(f"selection_ratios[{i}]", ratio)
+            _check_ratio(f"selection_ratios[{i}]", ratio)
         return tuple(float(ratio) for ratio in overrides)
 
     @staticmethod
@@ -174,11 +167,7 @@ class TokenRouter:
 
     @staticmethod
     def start_route(x: Tensor, ids_keep: Tensor) -> Tensor:
-        """(B, N, D) -> (B, K, D): the tokens at `ids_keep`. Also for positions or masks (B, N) and (B, N, ...).
-
-        Raises:
-            ValueError: ids_keep of another batch.
-        """
+        """(B, N, D) -> (B, K, D): the tokens at `ids_keep`. Also for positions or masks (B, N) and (B, N, ...)."""
         if len(ids_keep) != len(x):  # gather would drop the other samples
             raise ValueError(f"ids_keep has shape {tuple(ids_keep.shape)}, but there are {len(x)} samples")
         index = ids_keep.reshape(ids_keep.shape + (1,) * (x.ndim - 2)).expand(-1, -1, *x.shape[2:])
@@ -195,12 +184,9 @@ class TokenRouter:
 
         Returns:
             (B, N, D). Tokens that skipped are bit-identical to `skipped`; gradients reach both inputs.
-
-        Raises:
-            ValueError: shapes that do not belong together; some of them would broadcast.
         """
-        if ids_keep.shape != x.shape[:2] or (len(x), *x.shape[2:]) != (len(skipped), *skipped.shape[2:]):
-            shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in (("x", x), ("skipped", skipped), ("ids_keep", ids_keep)))
-            raise ValueError(f"these do not belong to one route: {shapes}")
+        if ids_keep.shape != x.shape[:2] or (len(x), *x.shape[2:]) != (len(skipped), *skipped.shape[2:]):  # it could broadcast
+            shapes = [tuple(tensor.shape) for tensor in (x, skipped, ids_keep)]
+            raise ValueError("x, skipped and ids_keep of shapes {}, {} and {} are not of one route".format(*shapes))
         index = ids_keep.unsqueeze(-1).expand_as(x)
         return skipped.scatter(1, index, x.to(skipped.dtype))  # (B, N, D)

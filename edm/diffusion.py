@@ -69,12 +69,7 @@ class EDM:
             x: (B, C, H, W) float32, clean latents.
             y: (B,) int64 labels.
             random: source of sigma, then of the noise, for B samples.
-
-        Raises:
-            ValueError: x is not of floats; `random` draws for another number of samples.
         """
-        if not x.is_floating_point():
-            raise ValueError(f"latents are {x.dtype}; the loss takes floats with the standard deviation sigma_data")
         sigma = (self.P_mean + self.P_std * random.randn()).exp()  # (B,)
         noisy = x + sigma.reshape(-1, 1, 1, 1) * random.randn(*x.shape[1:])
         weight = (sigma**2 + self.sigma_data**2) / (sigma * self.sigma_data) ** 2

@@ -71,10 +71,8 @@ class HeunSampler:
             (B, C, H, W) float32 latents. The state in between is float64 where the device has it.
 
         Raises:
-            ValueError: S_churn > 0 without random; labels or a denoiser's output that do not fit the noise.
+            ValueError: S_churn > 0 without random.
         """
-        if len(y) != len(noise):
-            raise ValueError(f"{len(y)} labels do not fit the noise of {len(noise)} samples")
         if self.S_churn > 0 and random is None:
             raise ValueError(f"S_churn={self.S_churn} adds noise: pass random, or set S_churn=0")
         dtype = torch.float32 if noise.device.type == "mps" else torch.float64  # MPS has no float64
@@ -82,10 +80,7 @@ class HeunSampler:
 
         def derivative(x: Tensor, sigma: float) -> Tensor:
             sigmas = torch.full((len(x),), sigma, dtype=torch.float32, device=x.device)
-            D_x = denoiser(x.float(), sigmas, y)
-            if D_x.shape != x.shape:  # it would broadcast
-                raise ValueError(f"the denoiser makes {tuple(D_x.shape)} of latents {tuple(x.shape)}")
-            return (x - D_x.to(dtype)) / sigma
+            return (x - denoiser(x.float(), sigmas, y).to(dtype)) / sigma
 
         x = noise.to(dtype) * levels[0]
         for sigma_cur, sigma_next in zip(levels[:-1], levels[1:]):

@@ -80,12 +80,7 @@ class SiT:
             x: (B, C, H, W) float32, clean latents.
             y: (B,) int64 labels.
             random: source of t, then of the noise, for B samples.
-
-        Raises:
-            ValueError: x is not of floats; `random` draws for another number of samples.
         """
-        if not x.is_floating_point():
-            raise ValueError(f"latents are {x.dtype}; the loss takes floats with a standard deviation of about 1")
         t = random.rand() if self.timestep == "uniform" else (self.logit_mean + self.logit_std * random.randn()).sigmoid()  # (B,)
         eps = random.randn(*x.shape[1:])
         v = self.velocity(net, x + t.reshape(-1, 1, 1, 1) * (eps - x), t, y, **net_kwargs)

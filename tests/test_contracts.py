@@ -69,14 +69,10 @@ def test_a_router_of_another_depth_is_refused(net):
     refused("the router is for a network of 3 blocks, this one has 4", call)
 
 
-def test_routes_are_routes():
-    refused("must be a Route", lambda: TokenRouter([{"selection_ratio": 0.5, "start_layer_idx": 1, "end_layer_idx": 2}], 4))
-
-
 @pytest.mark.parametrize("ratio", [1.0, 2.0, -0.5, float("nan")])
 def test_a_ratio_that_leaves_no_token_is_refused(ratio):
-    refused("must be in .0, 1.", lambda: num_kept_tokens(16, ratio))
-    refused("must be in .0, 1.", lambda: TokenRouter.choose_ids_keep(TOKENS, ratio))
+    refused("selection_ratio=.* must be a number in .0, 1.", lambda: num_kept_tokens(16, ratio))
+    refused("selection_ratio=.* must be a number in .0, 1.", lambda: TokenRouter.choose_ids_keep(TOKENS, ratio))
 
 
 def test_at_least_one_token_stays_in_a_route():
@@ -95,11 +91,11 @@ def test_indices_of_another_batch_do_not_drop_samples():
 @pytest.mark.parametrize("kept, skipped, ids", [(3, 3, 1), (3, 6, 3), (1, 3, 3)])
 def test_a_route_ends_with_its_own_batch(kept, skipped, ids):
     x, all_tokens = TOKENS[:kept, :8], torch.cat([TOKENS, TOKENS])[:skipped]
-    refused("these do not belong to one route", lambda: TokenRouter.end_route(x, all_tokens, IDS[:ids]))
+    refused("are not of one route", lambda: TokenRouter.end_route(x, all_tokens, IDS[:ids]))
 
 
 def test_tokens_of_another_width_do_not_end_a_route():
-    refused("these do not belong to one route", lambda: TokenRouter.end_route(TOKENS[:, :8, :3], TOKENS, IDS))
+    refused("are not of one route", lambda: TokenRouter.end_route(TOKENS[:, :8, :3], TOKENS, IDS))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -110,7 +106,6 @@ def test_tokens_of_another_width_do_not_end_a_route():
 @pytest.mark.parametrize("net", [lambda x, t, y: x[:, :1], lambda x, t, y: x[:1], lambda x, t, y: x[..., :1]])
 def test_the_output_of_a_network_does_not_broadcast(diffusion, net):
     refused("the network makes .* of latents", lambda: diffusion.denoise(net, X, LEVEL, Y))
-    refused("the denoiser makes .* of latents", lambda: diffusion.sample(net, X, Y))
 
 
 @pytest.mark.parametrize("diffusion", [EDM(), SiT()])
@@ -118,13 +113,6 @@ def test_noise_levels_and_draws_are_one_per_sample(diffusion):
     net = lambda x, t, y: x  # noqa: E731
     refused(r"has shape \(3,\); 1 latents need \(1,\)", lambda: diffusion.denoise(net, X[:1], LEVEL, Y))
     refused(r"has shape \(1,\); 3 latents need \(3,\)", lambda: diffusion.loss(net, X, Y, SeedRandom([1], CPU)))
-    refused("1 labels do not fit the noise of 3 samples", lambda: diffusion.sample(net, X, Y[:1]))
-
-
-@pytest.mark.parametrize("diffusion", [EDM(), SiT()])
-def test_pixels_are_no_latents(diffusion):
-    pixels = (X * 50 + 128).to(torch.uint8)
-    refused("latents are torch.uint8", lambda: diffusion.loss(lambda x, t, y: x, pixels, Y, SeedRandom([1, 2, 3], CPU)))
 
 
 @pytest.mark.parametrize("settings", [{"num_steps": 0}, {"sigma_min": 90}, {"sigma_min": 0}, {"S_churn": -1}, {"rho": 0}])
