@@ -10,6 +10,7 @@ import urllib.error
 import numpy as np
 import pytest
 import torch
+from stand_ins import untrained_inception
 from torch_fidelity import feature_extractor_inceptionv3 as port
 
 from evaluations import detector as detectors
@@ -20,26 +21,8 @@ from evaluations.features import Features, concatenate, extract
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory):
     """A weights file of the real network's layout, with random numbers."""
-
-    class Untrained(port.FeatureExtractorInceptionV3):
-        def load_state_dict(self, state_dict):  # keep the initial weights
-            pass
-
-    with pytest.MonkeyPatch.context() as patch, torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        patch.setattr(port, "load_state_dict_from_url", lambda url, progress: {})
-        net = Untrained("random", ["2048"])
-        for module in net.modules():
-            if isinstance(module, torch.nn.Conv2d):
-                torch.nn.init.kaiming_normal_(module.weight)  # the default shrinks features to nothing over 20 layers
-            elif isinstance(module, torch.nn.BatchNorm2d):
-                torch.nn.init.normal_(module.running_mean, std=0.1)
-                torch.nn.init.uniform_(module.running_var, 0.8, 1.2)
-    # As published: a plain dict without the counters that newer versions of BatchNorm keep.
-    state = {name: x for name, x in net.state_dict().items() if not name.endswith("num_batches_tracked")}
-    assert len(state) == 472
     file = tmp_path_factory.mktemp("weights") / "random.pth"
-    torch.save(state, file)
+    untrained_inception(file)
     return file
 
 
