@@ -31,6 +31,7 @@ from errors import UserError
 from evaluations.images import open_images
 from evaluations.suite import format_metric, format_metrics, metrics_of, short_count
 from files import append_line, markdown_table, read_lines, write_file
+from latents import autoencoders
 from sampling.evaluator import Evaluator
 from sampling.sampler import ImageSampler
 from setup import build, cli, load, schema
@@ -77,6 +78,8 @@ def main(cfg: DictConfig) -> None:
     missing = broadcast_object_list([[i for i, (settings, _) in enumerate(points) if not results.find(settings)]])[0]
     log.info("%d of %d evaluations to do, in %s", len(missing), len(points), output)
     if missing:
+        for run_cfg in runs.values():  # before a detector and a reference that take minutes
+            autoencoders.find(cfg.autoencoder or run_cfg.data.autoencoder, "autoencoder")
         detector = build.build_detector(cfg.evaluation, accelerator)
         evaluator = Evaluator.open(accelerator, detector, reference, cfg.batch_size)
     for settings, load_sampler in (points[i] for i in missing):

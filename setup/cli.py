@@ -24,6 +24,7 @@ from pydantic import TypeAdapter, ValidationError, create_model
 
 from configs import experiments
 from errors import UserError
+from progress import LogHandler
 from setup.settings import Settings, accepted, keys_of, unknown_key, validate
 from training.speed import use_cores
 
@@ -88,6 +89,7 @@ def run(main: Callable[[DictConfig], None], config_name: str, settings: type[Set
         _one_line(lambda: main(cfg))  # here and not around all: Hydra prints a line of its own for what leaves `main`
 
     def start() -> None:
+        log_to_stderr()
         os.environ[FULL_ERRORS] = "1"  # have Hydra raise its errors, and those of `main`, instead of printing them
         try:
             compose()(guarded)()
@@ -192,6 +194,12 @@ def _read_value(text: str, accepts: TypeAdapter) -> object:
 # Starting.
 
 
+def log_to_stderr() -> None:
+    """Messages of the main process, and errors of the others. `start_accelerator` does it; a command may earlier."""
+    level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR
+    logging.basicConfig(format="%(message)s", level=level, handlers=[LogHandler()])
+
+
 def start_accelerator(cpu_threads: int | None, **settings) -> Accelerator:
     """accelerate, with its settings; this process's share of the cores; messages from the main process only."""
     if torch.distributed.is_available():
@@ -199,6 +207,8 @@ def start_accelerator(cpu_threads: int | None, **settings) -> Accelerator:
         # argument: it would never be freed, and gloo's threads would meet the end of the interpreter, which then may abort.
         importlib.import_module("torch.distributed.nn.functional")
     accelerator = Accelerator(**settings)
-    logging.basicConfig(format="%(message)s", level=logging.INFO if accelerator.is_main_process else logging.ERROR)
+    log_to_stderr()
+    if not accelerator.is_main_process:
+        logging.getLogger().setLevel(logging.ERROR)
     use_cores(accelerator.device, cpu_threads)
     return accelerator
