@@ -1,7 +1,7 @@
 """Sample images from a checkpoint.
 
-    accelerate launch sample.py checkpoint=runs/digits_tread seeds=0-49 classes=0-9
-    accelerate launch sample.py checkpoint=runs/digits_tread/checkpoints/step_0000800 guidance=cfg cfg_scale=2 num_steps=30
+    python sample.py checkpoint=runs/digits_tread seeds=0-49 classes=0-9
+    python sample.py checkpoint=runs/digits_tread/checkpoints/step_0000800 guidance=cfg cfg_scale=2 num_steps=30
     accelerate launch --num_processes 8 sample.py checkpoint=runs/in256 seeds=0-49999 batch_size=128
 
 Image i depends on seed i (and the settings) alone, not on the batch size or the number of processes. The same command

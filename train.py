@@ -1,10 +1,11 @@
 """Train a diffusion transformer, with or without token routing, on precomputed latents.
 
-    accelerate launch train.py model=tread                                  # the embedded digits, minutes on a laptop
-    accelerate launch train.py model=dit                                    # the same network without routes
-    accelerate launch train.py model=tread data=imagenet256 data.path=latents/in256 model.backbone=DiT-XL/2
-    accelerate launch train.py model=tread name=mine train.num_steps=2000   # any key of configs/ can be set
-    accelerate launch train.py model=dit name=tuned init_from=runs/mine     # from the weights of another run, without routes
+    python train.py model=tread                                  # the embedded digits, minutes on a laptop
+    accelerate launch train.py model=tread                       # the same, with a process for each GPU
+    python train.py model=dit                                    # the same network without routes
+    python train.py model=tread data=imagenet256 data.path=latents/in256 model.backbone=DiT-XL/2
+    python train.py model=tread name=mine train.num_steps=2000   # any key of configs/ can be set
+    python train.py model=dit name=tuned init_from=runs/mine     # from the weights of another run, without routes
 
 The run lives in runs/<name>/. The same command again goes on where it stopped.
 """
