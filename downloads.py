@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import hashlib
 import http.client
+import logging
 import secrets
 import threading
 import urllib.request
@@ -14,6 +15,8 @@ from typing import TypeVar
 
 from errors import UserError
 from progress import progress_bar
+
+log = logging.getLogger(__name__)
 
 ANSWER_SEC = 2.5  # until a server answers
 STALL_SEC = 30.0  # without a byte, during a download
@@ -56,6 +59,7 @@ def download(url: str, file: Path, sha256: str, show_progress: bool) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         response = answer_within(ANSWER_SEC, lambda: urllib.request.urlopen(url, timeout=STALL_SEC))
+        log.info("downloading %s to %s", url, file)
         size = response.headers.get("Content-Length")
         bar = progress_bar(
             total=size and int(size), desc=file.name, unit="B", unit_scale=True, delay=1, leave=False, disable=not show_progress

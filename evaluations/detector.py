@@ -38,7 +38,6 @@ def fetch_weights(show_progress: bool = True) -> Path:
     """
     file = cached_weights_file()
     if not file.exists():
-        log.info("downloading %s to %s", WEIGHTS_URL, file)
         try:
             download(WEIGHTS_URL, file, WEIGHTS_SHA256, show_progress)
         except UserError as e:

@@ -8,6 +8,7 @@ import importlib
 import inspect
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,6 +33,8 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 CONFIGS = REPOSITORY / "configs"
 FULL_ERRORS = "HYDRA_FULL_ERROR"  # Hydra's own switch, for all of our commands
 OmegaConf.register_new_resolver("repository", lambda path: str(REPOSITORY / path), replace=True)
+
+log = logging.getLogger(__name__)
 
 S = TypeVar("S", bound=Settings)
 
@@ -95,6 +98,9 @@ def run(main: Callable[[DictConfig], None], config_name: str, settings: type[Set
             compose()(guarded)()
         except HydraException as e:
             raise UserError(explain(e, settings)) from e
+        except KeyboardInterrupt:
+            log.warning("stopped; the same command goes on where it was")
+            sys.exit(128 + signal.SIGINT)
         finally:
             del os.environ[FULL_ERRORS]
 
