@@ -1,10 +1,11 @@
 """Train a diffusion transformer, with or without token routing, on precomputed latents.
 
-    accelerate launch train.py model=tread                                  # the embedded digits, minutes on a laptop
-    accelerate launch train.py model=dit                                    # the same network without routes
-    accelerate launch train.py model=tread data=imagenet256 data.path=latents/in256 model.backbone=DiT-XL/2
-    accelerate launch train.py model=tread name=mine train.num_steps=2000   # any key of configs/ can be set
-    accelerate launch train.py model=dit name=tuned init_from=runs/mine     # from the weights of another run, without routes
+    python train.py model=tread                                  # the embedded digits, minutes on a laptop
+    accelerate launch train.py model=tread                       # the same, with a process for each GPU
+    python train.py model=dit                                    # the same network without routes
+    python train.py model=tread data=imagenet256 data.path=latents/in256 model.backbone=DiT-XL/2
+    python train.py model=tread name=mine train.num_steps=2000   # any key of configs/ can be set
+    python train.py model=dit name=tuned init_from=runs/mine     # from the weights of another run, without routes
 
 The run lives in runs/<name>/. The same command again goes on where it stopped.
 """
@@ -19,6 +20,7 @@ from accelerate.utils import set_seed
 from omegaconf import DictConfig
 
 from errors import UserError
+from progress import say_if_slow
 from sampling.evaluator import Evaluator
 from sampling.sampler import ImageSampler
 from setup import build, cli, load, rows, schema
@@ -37,7 +39,8 @@ def main(cfg: DictConfig) -> None:
     # Everything that can be wrong with the configuration, the data and the folder, before any slow work.
     cfg, remarks = rows.name_run(cfg, schema.check(cfg, schema.TrainConfig))
     diffusion = build.build_diffusion(cfg.diffusion)
-    cfg, dataset = build.open_data(cfg)
+    with say_if_slow(log, "opening data.path=%s", cfg.data.path):
+        cfg, dataset = build.open_data(cfg)
     accelerator = cli.start_accelerator(
         cfg.train.cpu_threads,
         mixed_precision=speed.MIXED_PRECISION[cfg.train.precision],
@@ -46,7 +49,8 @@ def main(cfg: DictConfig) -> None:
     build.check_batch_size(cfg, accelerator.num_processes)
     build.check_parallel(cfg.train, accelerator.num_processes, accelerator.distributed_type)
     set_seed(cfg.seed)
-    net = build.build_network(cfg)
+    with say_if_slow(log, "building %s", cfg.model.backbone):
+        net = build.build_network(cfg)
     speed.check_machine(cfg.train, net, accelerator.device)
     ema = EMA(net, cfg.train.ema_decay)
     sampler, evaluation = build_sampler_and_evaluation(cfg, ema, accelerator)
@@ -90,12 +94,12 @@ def build_sampler_and_evaluation(
     guidance = cfg.guidance if cfg.sample.every else schema.NoGuidance(name="none")  # guidance.* is for the grids
     build.check_guidance(guidance, cfg, diffusion)
     build.warn_of_guidance(guidance, cfg)
+    reference = build.open_reference(cfg.evaluation.reference, "evaluation.reference") if cfg.eval.every else None
     settings = load.find_second_checkpoint(guidance, cfg, accelerator)
     autoencoder = build.build_autoencoder(cfg, accelerator.device)
     sampler = load.build_sampler(ema.net, cfg, settings, autoencoder, accelerator.device, diffusion=diffusion)
     evaluation = None
     if cfg.eval.every:
-        reference = build.open_reference(cfg.evaluation.reference, "evaluation.reference")
         evaluator = Evaluator.open(accelerator, build.build_detector(cfg.evaluation, accelerator), reference, cfg.eval.batch_size)
         samplers = {}
         for scale in cfg.eval.cfg_scales:

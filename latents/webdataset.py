@@ -30,9 +30,9 @@ from files import write_file
 from latents.arrays import check_float, locate_in_pickle, locate_npy, unpickle_array
 from latents.contents import find_formats, way_on
 from latents.detection import detect
-from latents.progress import progress_bar
 from latents.shards import spread_items
 from latents.tars import Member, find_tars, map_file, read_samples
+from progress import progress_bar
 
 log = logging.getLogger(__name__)
 

@@ -8,6 +8,7 @@ import importlib
 import inspect
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from pydantic import TypeAdapter, ValidationError, create_model
 
 from configs import experiments
 from errors import UserError
+from progress import LogHandler
 from setup.arguments import CONFIGS, check_arguments, check_value, explain, explain_composition
 from setup.settings import Settings, accepted, keys_of, validate
 from training.speed import use_cores
@@ -31,6 +33,8 @@ from training.speed import use_cores
 REPOSITORY = Path(__file__).resolve().parent.parent
 FULL_ERRORS = "HYDRA_FULL_ERROR"  # Hydra's own switch, for all of our commands
 OmegaConf.register_new_resolver("repository", lambda path: str(REPOSITORY / path), replace=True)
+
+log = logging.getLogger(__name__)
 
 S = TypeVar("S", bound=Settings)
 
@@ -92,6 +96,7 @@ def run(main: Callable[[DictConfig], None], config_name: str, settings: type[Set
         _one_line(lambda: main(cfg))  # here and not around all: Hydra prints a line of its own for what leaves `main`
 
     def start() -> None:
+        log_to_stderr()
         check_arguments(sys.argv[1:], settings)
         os.environ[FULL_ERRORS] = "1"  # have Hydra raise its errors, and those of `main`, instead of printing them
         try:
@@ -102,6 +107,9 @@ def run(main: Callable[[DictConfig], None], config_name: str, settings: type[Set
             if is_composed:
                 raise
             raise UserError(explain_composition(e, settings)) from e
+        except KeyboardInterrupt:
+            log.warning("stopped; the same command goes on where it was")
+            sys.exit(128 + signal.SIGINT)
         finally:
             del os.environ[FULL_ERRORS]
 
@@ -185,6 +193,12 @@ def _read_value(text: str, accepts: TypeAdapter) -> object:
 # Starting.
 
 
+def log_to_stderr() -> None:
+    """Messages of the main process, and errors of the others. `start_accelerator` does it; a command may earlier."""
+    level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR
+    logging.basicConfig(format="%(message)s", level=level, handlers=[LogHandler()])
+
+
 def start_accelerator(cpu_threads: int | None, **settings) -> Accelerator:
     """accelerate, with its settings; this process's share of the cores; messages from the main process only."""
     if torch.distributed.is_available():
@@ -192,6 +206,8 @@ def start_accelerator(cpu_threads: int | None, **settings) -> Accelerator:
         # argument: it would never be freed, and gloo's threads would meet the end of the interpreter, which then may abort.
         importlib.import_module("torch.distributed.nn.functional")
     accelerator = Accelerator(**settings)
-    logging.basicConfig(format="%(message)s", level=logging.INFO if accelerator.is_main_process else logging.ERROR)
+    log_to_stderr()
+    if not accelerator.is_main_process:
+        logging.getLogger().setLevel(logging.ERROR)
     use_cores(accelerator.device, cpu_threads)
     return accelerator

@@ -261,6 +261,19 @@ def test_errors_of_our_own_code_keep_their_traceback(monkeypatch, tmp_path):
         cli.run(main, "config", TrainConfig)
 
 
+def test_ctrl_c_ends_a_command_with_one_line(monkeypatch, tmp_path, caplog):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["sample.py", "checkpoint=x"])
+    monkeypatch.delenv(cli.FULL_ERRORS, raising=False)
+
+    def main(cfg):
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as end:
+        cli.run(main, "sample", SampleConfig)
+    assert end.value.code == 130 and caplog.messages == ["stopped; the same command goes on where it was"]
+
+
 def test_an_experiment_takes_other_settings_on_top(command):
     code, _, _, (cfg,) = command("experiment=table2/dit_b2_tread", "seed=3", "train.lr=2e-4", "diffusion=sit")
     assert (code, cfg.name, cfg.train.lr, cfg.diffusion.name) == (0, "table2_dit_b2_tread_seed3", 2e-4, "sit")

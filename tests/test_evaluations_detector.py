@@ -6,6 +6,7 @@ import hashlib
 import logging
 import pickle
 import urllib.error
+import urllib.request
 
 import numpy as np
 import pytest
@@ -120,15 +121,16 @@ def test_weights_that_would_run_code_are_refused(tmp_path):
 
 
 def test_offline_the_error_says_which_file_to_put_where(tmp_path, monkeypatch):
-    def offline(url, dst, hash_prefix, progress):
+    def offline(url, timeout):
         raise urllib.error.URLError("no route to host")
 
-    monkeypatch.setattr(torch.hub, "download_url_to_file", offline)
+    monkeypatch.setattr(urllib.request, "urlopen", offline)
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     file = tmp_path / "hub" / "checkpoints" / "weights-inception-2015-12-05-6726825d.pth"
     with pytest.raises(ValueError, match="no route to host") as error:
         InceptionDetector()
     assert f"put it at {file}, or set evaluation.weights=" in str(error.value)
+    file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(b"something else")
     with pytest.raises(ValueError, match="is not the published file"):
         InceptionDetector()

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from errors import UserError
 from files import hash_file
+from progress import say_if_slow
 
 log = logging.getLogger(__name__)
 
@@ -145,14 +146,16 @@ def verify(folder: Path) -> None:
     missing = [name for name in (*WEIGHTS.values(), "optimizer.pt", "state.json", "config.yaml") if name not in expected]
     if missing:
         raise CheckpointError(f"{folder / MANIFEST} does not list {missing[0]}")
-    for name, (size, digest) in expected.items():
-        file = folder / name
-        if not file.is_file():
-            raise CheckpointError(f"{file} is missing")
-        if file.stat().st_size != size:
-            raise CheckpointError(f"{file} has {file.stat().st_size} bytes instead of {size}: it is truncated or altered")
-        if hash_file(file) != digest:
-            raise CheckpointError(f"{file} was altered: its hash is not the one in {MANIFEST}")
+    num_bytes = sum(size for size, _ in expected.values())
+    with say_if_slow(log, "comparing %s with its checksums (%.1f GB)", folder, num_bytes / 1e9):
+        for name, (size, digest) in expected.items():
+            file = folder / name
+            if not file.is_file():
+                raise CheckpointError(f"{file} is missing")
+            if file.stat().st_size != size:
+                raise CheckpointError(f"{file} has {file.stat().st_size} bytes instead of {size}: it is truncated or altered")
+            if hash_file(file) != digest:
+                raise CheckpointError(f"{file} was altered: its hash is not the one in {MANIFEST}")
 
 
 def step_of(folder: Path) -> int:

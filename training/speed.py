@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib.util
+import logging
 import math
 import os
 import sys
@@ -22,6 +23,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import dit
 from errors import UserError
+
+log = logging.getLogger(__name__)
 
 # train.precision -> accelerate's name. fp8 is bf16 with float8 products in the blocks.
 MIXED_PRECISION = {"fp32": "no", "bf16": "bf16", "fp8": "bf16"}
@@ -70,6 +73,7 @@ def compile_network(net: dit.DiT, mode: str) -> None:
             mode of torch.compile, for the whole network.
     """
     if mode != "none":
+        log.info("compile=%s: the first step takes about a minute longer, once", mode)
         use_sigmoid_gelu(net)
     if mode == "blocks":
         for block in net.blocks:

@@ -29,9 +29,9 @@ from files import hash_bytes, read_file
 from latents.arrays import check_float, parse_npy
 from latents.contents import find_formats, way_on
 from latents.detection import SD_SCALE
-from latents.progress import progress_bar
 from latents.shards import shard_files, spread_items
 from latents.webdataset import TarIndex
+from progress import progress_bar
 
 
 class LatentSource:

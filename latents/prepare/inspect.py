@@ -10,10 +10,10 @@ from torch import Tensor
 
 from files import hash_bytes
 from latents.manifest import MANIFEST, UNFINISHED, check_files, find_changed_files, read_manifest
-from latents.progress import progress_bar
 from latents.shards import LatentDataset, mean_and_log_variance, spread_items
 from latents.statistics import ChannelStatistics
 from latents.webdataset import TarLatents
+from progress import progress_bar
 
 # Outside of these, the network's input is far from what EDM's preconditioning assumes: SD-VAE latents at their scale come to
 # 1.5 to 2 times sigma_data = 0.5; unscaled ones to 10, those that were scaled twice to 0.3.

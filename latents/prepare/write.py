@@ -43,6 +43,20 @@ class PlannedShard:
     source: str
 
 
+def check_output(output: Path) -> None:
+    """Raises UserError for a file, and for a folder with shards of another origin."""
+    if output.exists() and not output.is_dir():
+        raise UserError(f"output={output} is a file; give a folder")
+    if not (output / MANIFEST).exists() and not (output / UNFINISHED).exists():
+        _refuse_strange(output, set())
+
+
+def _refuse_strange(output: Path, known: set[str]) -> None:
+    strange = [file.name for file in shard_files(output) if file.name not in known]
+    if strange:
+        raise UserError(f"output={output} already holds {strange[0]}, which this command did not write; choose another folder")
+
+
 class ShardWriter:
     """A folder of shards in the making.
 
@@ -80,8 +94,7 @@ class ShardWriter:
 
     def _check_folder(self) -> None:
         """Raises UserError where the folder holds anything but shards of these settings and items."""
-        if self.output.exists() and not self.output.is_dir():
-            raise UserError(f"output={self.output} is a file; give a folder")
+        check_output(self.output)
         settings, records, known = self.settings, [], set()
         manifest = read_manifest(self.output)
         if manifest is not None:
@@ -103,11 +116,7 @@ class ShardWriter:
                 f"output={self.output} already holds another data set ({'; '.join(changed)}); choose another folder, "
                 "or restore these settings to go on with that one"
             )
-        strange = [file.name for file in shard_files(self.output) if file.name not in known]
-        if strange:
-            raise UserError(
-                f"output={self.output} already holds {strange[0]}, which this command did not write; choose another folder"
-            )
+        _refuse_strange(self.output, known)
 
     def _file(self, number: int) -> Path:
         return self.output / f"latents_{number:05d}.safetensors"
