@@ -28,7 +28,7 @@ from errors import UserError
 from progress import LogHandler
 from setup.arguments import CONFIGS, check_arguments, check_value, explain, explain_composition
 from setup.settings import Settings, accepted, keys_of, validate
-from training.speed import use_cores
+from training.speed import allow_tf32, use_cores
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 FULL_ERRORS = "HYDRA_FULL_ERROR"  # Hydra's own switch, for all of our commands
@@ -199,8 +199,8 @@ def log_to_stderr() -> None:
     logging.basicConfig(format="%(message)s", level=level, handlers=[LogHandler()])
 
 
-def start_accelerator(cpu_threads: int | None, **settings) -> Accelerator:
-    """accelerate, with its settings; this process's share of the cores; messages from the main process only."""
+def start_accelerator(cpu_threads: int | None, *, tf32: bool = True, **settings) -> Accelerator:
+    """accelerate, with its settings; this process's share of the cores; TF32; messages from the main process only."""
     if torch.distributed.is_available():
         # AdamW imports torch's compiler, which imports this, whose functions hold the process group of that moment as a default
         # argument: it would never be freed, and gloo's threads would meet the end of the interpreter, which then may abort.
@@ -210,4 +210,5 @@ def start_accelerator(cpu_threads: int | None, **settings) -> Accelerator:
     if not accelerator.is_main_process:
         logging.getLogger().setLevel(logging.ERROR)
     use_cores(accelerator.device, cpu_threads)
+    allow_tf32(accelerator.device, tf32)
     return accelerator

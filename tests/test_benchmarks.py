@@ -100,7 +100,7 @@ def test_the_loop_ema_is_the_same_average():
         (train_step, "backbones=[DiT-S/3]", r"backbones='\[DiT-S/3\]' is not accepted; use DiT-XS/1 .*, or a list of them"),
         (train_step, "precision=fp16", r"precision='fp16' is not accepted; use fp32 \| bf16 \| fp8"),
         (loss_curves, "variants=bf16", r"variants='bf16' is not accepted; use .*<train.precision>/<train.compile>"),
-        (train_step, "compile=fast", r"compile='fast' is not accepted; use none \| blocks \| default"),
+        (train_step, "compile=fast", r"compile='fast' is not accepted; use auto \| none \| blocks \| segments"),
         (train_step, "resolution=128", r"resolution='128' is not accepted; use 8 \| 256 \| 512"),
         (train_step, "batch_size", r"batch_size is not a key or has no value; it takes .*\[backbones=\]"),
         (profile, "model=vit", r"model='vit' is not accepted; use dit \| tread"),
