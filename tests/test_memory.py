@@ -19,6 +19,7 @@ LATENTS = ["data=custom", "data.in_channels=4", "data.input_size=32", "data.num_
 
 
 def estimated(*overrides, num_processes=1):
+    overrides = ["train.compile=none", *overrides]
     cfg = schema.check(composed([*LATENTS, *overrides]), schema.TrainConfig)
     return memory.estimate(cfg.train, partial(build.build_network, cfg), num_processes)
 
@@ -101,7 +102,7 @@ def gpu(monkeypatch):
 
 
 def checked(accelerator, *overrides):
-    cfg = schema.check(composed([*LATENTS, *overrides]), schema.TrainConfig)
+    cfg = schema.check(composed([*LATENTS, "train.compile=none", *overrides]), schema.TrainConfig)
     return memory.check_memory(cfg.train, partial(build.build_network, cfg), accelerator)
 
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dit
 from errors import UserError
 from training.sharding import num_shards
-from training.speed import SELECTIVELY_KEPT, attention_kernel
+from training.speed import SELECTIVELY_KEPT, attention_kernel, resolve_compile
 
 # The estimate was within 10% of the measured peaks (docs/speed.md): a run is refused if it needs more even so.
 MARGIN = 0.1
@@ -37,6 +37,7 @@ def check_memory(train, build_network: Callable[[], dit.DiT], accelerator: Accel
     is_cuda = accelerator.device.type == "cuda"
     if not is_cuda and not accelerator.is_main_process:
         return ""
+    train = train.model_copy(update={"compile": resolve_compile(train.compile, accelerator.device)})
     parts = estimate(train, build_network, accelerator.num_processes)
     line = describe_memory(parts)
     if is_cuda:
@@ -82,7 +83,7 @@ def estimate(train, build_network: Callable[[], dit.DiT], num_processes: int) ->
     Not counted: what the CUDA context, NCCL and the matrix libraries take (about a GiB), fragmentation, sampling and evaluation.
 
     Args:
-        train: train.* of the configuration; the compiler's work is counted as with compile=blocks.
+        train: train.* of the configuration; compile is resolved; every mode is counted as blocks.
         build_network: makes the network.
         num_processes: in all.
     """
