@@ -29,12 +29,13 @@ from accelerate import Accelerator
 from torch.nn.functional import linear
 
 from benchmarks.harness import Backbone, Report, Several, open_accelerator, table, time_ms, timed
-from benchmarks.memory import peak_bytes, saved_for_backward
+from benchmarks.memory import peak_bytes
 from benchmarks.trainers import MODELS, CommonSettings, data_overrides, open_trainer
 from sampling.flops import step_flops
 from setup import cli
 from setup.schema import Compile
 from setup.settings import Count, Text, Whole
+from training.memory import saved_for_backward
 from training.trainer import Trainer
 
 # Left out of the Markdown table.
@@ -153,7 +154,7 @@ class StepRow:
         self.peak_flops.append((before + fastest_product(self.trainer, self.settings.precision)) / 2)
         if is_first and self.variant in ("none", "plain"):
             trainer, (micro_batch, *_) = self.trainer, next(self.batches)
-            self.saved_bytes = saved_for_backward(trainer.net, lambda: trainer.loss(trainer.parts[0], *micro_batch))
+            self.saved_bytes = saved_for_backward(trainer.net, lambda: trainer.loss(trainer.parts[0], *micro_batch)).total()
 
     def measure_parts(self) -> None:
         """Each part with a wait for the device around it: the step as a whole is slower for it."""
