@@ -21,8 +21,9 @@ from training.speed import compile_network, resolve_compile
 
 
 def load_config(folder: Path) -> schema.TrainConfig:
-    """The configuration of the run that wrote a verified checkpoint."""
-    return schema.from_checkpoint(checkpoints.read_config(folder))
+    """The configuration of the run that wrote a verified checkpoint. Raises CheckpointError if this version cannot read it."""
+    with checkpoints.reading(folder / "config.yaml"):
+        return schema.from_checkpoint(checkpoints.read_config(folder))
 
 
 def load_network(
@@ -36,7 +37,9 @@ def load_network(
         compile_mode: of `training.speed.compile_network`.
     """
     net = build_network(cfg).eval().requires_grad_(False)
-    net.load_state_dict(checkpoints.load_weights(folder, weights))
+    stored = checkpoints.load_weights(folder, weights)
+    checkpoints.check_tensors(folder / checkpoints.WEIGHTS[weights], stored, net.state_dict())
+    net.load_state_dict(stored)
     compile_network(net, resolve_compile(compile_mode, device))
     return net.to(device)
 
