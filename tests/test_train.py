@@ -328,7 +328,7 @@ def test_each_process_makes_its_share_of_a_grid(train, monkeypatch, rank):
         others = SimpleNamespace(num_processes=3, process_index=rank, is_main_process=rank == 0, trackers=[])
         others.gather, others.wait_for_everyone = lambda own: own.repeat(3, 1, 1, 1), lambda: None
         monkeypatch.setattr(trainer, "accelerator", others)
-        Trainer._sample_grid(trainer)
+        Trainer._sample_grid(trainer, lambda: False)
 
     monkeypatch.setattr(Trainer, "train", sample_as_one_of_three)
     train("run", "sample.every=1", "sample.num_samples=7", "sample.batch_size=2", "diffusion.sampler.num_steps=2")
@@ -489,8 +489,8 @@ def test_a_signal_finishes_the_step_saves_and_exits_with_0(train, tmp_path, sign
     assert code == 0, output
     step = metrics(tmp_path / "run")[-1]["step"]
     assert list(checkpoints.list_steps(tmp_path / "run" / "checkpoints")) == [step]
-    assert f"stopped by a signal after step {step}" in output
-    assert "stopping after this step, with a checkpoint; a second signal ends at once" in output
+    assert f"stopped after step {step}, as asked" in output
+    assert f"{signum.name}: stopping after this step, with a checkpoint; a second SIGTERM or Ctrl-C ends at once" in output
     train("run", f"train.num_steps={step + 2}")
     assert losses(tmp_path / "run") == losses(train("whole", f"train.num_steps={step + 2}"))
 
