@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint env lock clean
+.PHONY: demo test drills lint env lock clean
 
 # Train on the embedded digits: `accelerate launch train.py model=tread` in one process, a few minutes on 2 CPU cores.
 demo: env
@@ -12,6 +12,10 @@ demo: env
 
 test: env
 	$(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile tests
+
+# Kill, damage, fill the disk, signal and deceive every command: under 20 minutes on 2 cores. docs/drills.md.
+drills: env
+	$(BIN)/python tests/drills
 
 lint: env
 	$(BIN)/ruff check .

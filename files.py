@@ -93,7 +93,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, dict | None]]:
     for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
         try:
             value = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             value = None
         yield number, value if isinstance(value, dict) else None
 
@@ -107,7 +107,7 @@ def read_json(path: Path) -> Any:
     content = read_file(path)
     try:
         return json.loads(content)
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise UserError(f"{path} is not JSON: {e}") from e
 
 

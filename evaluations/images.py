@@ -143,8 +143,8 @@ def open_images(path: str | Path, convert_to_rgb: bool = False, crop: int | None
     path = Path(path)
     if path.is_dir():
         return ImageFolder(path, convert_to_rgb, crop)
-    if not path.exists():
-        raise UserError(f"{path} does not exist; {EXPECTED}")
+    if not path.is_file():
+        raise UserError(f"{path} {'is not a file' if path.exists() else 'does not exist'}; {EXPECTED}")
     if path.suffix.lower() != ".npz":
         raise UserError(f"{path} is neither a folder of PNG or JPEG images nor an .npz")
     if crop is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator
@@ -23,6 +24,7 @@ from evaluations.statistics import Statistics
 from files import hash_file
 
 STATISTICS_KEYS = {"pool": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}
+MAX_SMALL_BYTES = 1 << 28  # of one of these; a million labels take 8 MB, the largest sigma 34
 SMALL_ARRAYS = {"labels", "arr_1", *itertools.chain(*STATISTICS_KEYS.values())}  # the others are streamed or not read
 
 
@@ -86,7 +88,7 @@ class NpzImages:
     def __init__(self, path: str | Path):
         self.path = Path(path)
         with _errors_of(self.path), zipfile.ZipFile(self.path) as archive:
-            names = {name.removesuffix(".npy") for name in archive.namelist()}
+            names = {name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy")}
             arrays = {name: _read_array(archive, name) for name in names & SMALL_ARRAYS}
             self.statistics = self._check_statistics(arrays)
             if "arr_0" in names:
@@ -179,13 +181,19 @@ def _errors_of(path: Path):
         yield
     except UserError:
         raise
-    except (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError) as e:
+    # MemoryError: of a header that names a trillion values.
+    except (
+        zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError, MemoryError, RecursionError, tokenize.TokenError,
+    ) as e:  # fmt: skip
         raise UserError(f"{path} is damaged or not an .npz file ({e}); copy or download it again") from e
     except ValueError as e:  # NumPy's
         raise UserError(f"{path}: {e}") from e
 
 
 def _read_array(archive: zipfile.ZipFile, key: str) -> np.ndarray:
+    num_bytes = archive.getinfo(f"{key}.npy").file_size
+    if num_bytes > MAX_SMALL_BYTES:
+        raise UserError(f"{archive.filename}: {key} unpacks to {num_bytes / 1e9:.3g} GB, which labels and statistics never need")
     with archive.open(f"{key}.npy") as f:
         return np.lib.format.read_array(f, allow_pickle=False)
 

@@ -6,6 +6,7 @@ import io
 import math
 import pickle
 import struct
+import tokenize
 
 import numpy as np
 
@@ -37,7 +38,7 @@ def locate_npy(where: str, payload: bytes) -> tuple[np.dtype, tuple[int, ...], i
     stream = io.BytesIO(payload)
     try:
         shape, fortran_order, dtype = HEADER_READERS[np.lib.format.read_magic(stream)](stream)
-    except (ValueError, KeyError, SyntaxError, TypeError) as e:
+    except (ValueError, KeyError, SyntaxError, TypeError, MemoryError, RecursionError, tokenize.TokenError) as e:
         raise UserError(f"{where} is not in .npy format, or is truncated: {e}") from e
     offset = stream.tell()
     if fortran_order:

@@ -34,6 +34,7 @@ def find_formats(path: Path, at_most: int | None = None) -> tuple[list[str], lis
         # Not Path.iterdir: asking each of a million files whether it is one takes long.
         with os.scandir(path) as listing:
             entries = [e for e in itertools.islice(listing, at_most) if not e.name.startswith(".")]
+        entries = [e for e in entries if not e.is_symlink() or os.path.exists(e.path)]  # asking a link to itself raises
         names, folders = (sorted(e.name for e in entries if is_kind(e)) for is_kind in (os.DirEntry.is_file, os.DirEntry.is_dir))
     shards = [path / n if path.is_dir() else path for n in names if n.endswith(".safetensors")]
     is_native = bool(shards) and _has_native_header(shards[0])

@@ -31,10 +31,12 @@ import torch  # noqa: E402
 
 torch.set_num_threads(1)
 
-import dit  # noqa: E402
 from commands import TOOLS, Command, Failure, import_what_commands_import, tool  # noqa: E402
-from files import markdown_table  # noqa: E402
 from inputs import make_inputs  # noqa: E402
+
+import dit  # noqa: E402
+from files import markdown_table  # noqa: E402
+from progress import progress_bar  # noqa: E402
 
 DRILLS = {
     "kills": "SIGKILL at every file operation and at random times; then the same command again",
@@ -62,7 +64,8 @@ def main(only: str = ",".join(DRILLS), like: str = "", seed: str = "0", jobs: st
     counts = {drill: [0, 0] for drill in only.split(",")}
     with multiprocessing.get_context("fork").Pool(int(jobs)) as pool:
         work = [(number, seed, str(root)) for number in range(len(TRIALS))]
-        for number, failure in pool.imap_unordered(attempt, work):
+        results = pool.imap_unordered(attempt, work)
+        for number, failure in progress_bar(results, total=len(work), unit="trial"):
             drill, name, _ = TRIALS[number]
             counts[drill][0] += 1
             counts[drill][1] += bool(failure)

@@ -45,7 +45,9 @@ TOOLS = {
         "prepare_latents.py", "convert", "path={inputs}/tars", "output=latents", "shard_size=4", "autoencoder=none",
         "kind=moments", "stored_scale=1", "scale_factor=0.1", "resolution=32",
     ],
-    "reference": ["prepare_latents.py", "reference", "images={inputs}/images", "output=ref.npz", "statistics=false", "resolution=8"],
+    "reference": [
+        "prepare_latents.py", "reference", "images={inputs}/images", "output=ref.npz", "statistics=false", "resolution=8",
+    ],
 }  # fmt: skip
 
 

@@ -192,7 +192,8 @@ WRONG_WEIGHTS: dict[str, Damage] = {  # wrong for every command
     "config.yaml that is not YAML": of_text("config.yaml", lambda text: "a: [\n"),
     "config.yaml of half its lines": of_text("config.yaml", lambda text: text[: len(text) // 2]),
     "config.yaml that is binary": of_text("config.yaml", lambda text: "\0\1\2"),
-    "config.yaml with a tag": of_text("config.yaml", lambda text: text + "\nx: !!python/object/apply:os.system ['touch pwned']\n"),
+    "config.yaml with a tag": of_text(
+        "config.yaml", lambda text: text + "\nx: !!python/object/apply:os.system ['touch pwned']\n"),
     "config.yaml with aliases that multiply": of_text("config.yaml", lambda text: _ALIASES + text),
     "config.yaml that is deep": of_text("config.yaml", lambda text: f"x: {DEEP}\n{text}"),
     "config.yaml with an interpolation": of_text("config.yaml", lambda text: text.replace("seed: 0", "seed: ${oc.env:HOME}")),
