@@ -90,7 +90,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, dict | None]]:
     """
     if not path.exists():
         return
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+    for number, line in enumerate(read_file(path).decode(errors="replace").splitlines(), start=1):
         try:
             value = json.loads(line)
         except (ValueError, RecursionError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from errors import UserError
@@ -23,7 +24,9 @@ def read_manifest(folder: Path) -> dict | None:
     try:
         manifest = read_json(file)
         for entry in manifest["shards"]:
-            entry["file"], entry["bytes"], entry["hash"], entry["num_items"]
+            entry["bytes"], entry["hash"], entry["num_items"]
+            if Path(entry["file"]).name != entry["file"]:
+                raise ValueError(f"{entry['file']!r} is not the name of a file in this folder")
         manifest["fingerprint"]
     except (ValueError, KeyError, TypeError) as e:
         raise UserError(f"{file} is not a manifest of latent shards ({e!r}); make the folder again, or remove this file") from e
@@ -35,7 +38,7 @@ def check_files(folder: Path, files: list[Path], manifest: dict) -> None:
     sizes = {entry["file"]: entry["bytes"] for entry in manifest["shards"]}
     for name, size in sizes.items():
         file = folder / name
-        if not file.exists():
+        if not os.path.exists(file):  # False, where Path.exists raises, for a name that no file can have
             raise UserError(f"{file} is missing, but {MANIFEST} lists it; restore it, or make the folder again")
         if file.stat().st_size != size:
             raise UserError(

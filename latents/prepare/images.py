@@ -8,6 +8,7 @@ import hashlib
 import io
 import json
 import logging
+import os
 import posixpath
 import re
 from pathlib import Path
@@ -141,7 +142,7 @@ def _label_by_folder(path: Path, names: list[str]) -> LabelledImages:
 def _label_by_file(path: Path, names: list[str], file: Path) -> LabelledImages:
     """Only images that the file lists are taken."""
     label_of = read_labels(file)
-    missing = [name for name in label_of if not (path / name).is_file()]
+    missing = [name for name in label_of if not os.path.isfile(path / name)]  # False for a name that no file can have
     if missing:
         raise UserError(f"{file} lists {missing[0]}, which is not in {path} ({len(missing)} of {len(label_of)} are missing)")
     unlabelled = [name for name in names if name not in label_of]
@@ -165,7 +166,7 @@ def _label_by_file(path: Path, names: list[str], file: Path) -> LabelledImages:
 
 def _parse_label_value(label: str | float) -> int | str | None:
     """The number of 3, "3" and the "3.0" of tables with missing values; a class name as it is; None for other numbers."""
-    whole = None if isinstance(label, bool) else re.fullmatch(r"(-?\d+)(\.0*)?", str(label))
+    whole = None if isinstance(label, bool) else re.fullmatch(r"(-?\d{1,18})(\.0*)?", str(label))
     if whole:
         return int(whole[1])
     try:

@@ -330,7 +330,7 @@ IMAGES: dict[str, tuple] = {
     "a PNG with a bomb of text": (
         image_of("b.png", png(16, 16, chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(1 << 28))))), ENCODE, HARMLESS),
     "a PNG with damaged EXIF": (image_of("b.png", png(16, 16, chunk(b"eXIf", b"II*\0" + b"\xff" * 40))), ENCODE, HARMLESS),
-    "half a PNG": (image_of("b.png", png()[:60]), ENCODE),
+    "half a PNG": (image_of("b.png", png()[:48]), ENCODE),
     "a pickle": (image_of("b.png", pickle.dumps(Payload())), ENCODE),
     "PostScript": (image_of("b.png", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n(pwned) (w) file\n"), ENCODE),
     "a name of two lines": (image_of("a\nerror: b.png", b"no image"), ENCODE),
@@ -376,7 +376,10 @@ def wrong(what: str) -> Make:
 
 def _pickle_bomb(file: Path) -> None:
     torch.save({"state": torch.zeros(1)}, file)
-    with zipfile.ZipFile(file, "a", zipfile.ZIP_DEFLATED) as archive, archive.open("optimizer/data/9", "w") as f:
+    with (
+        zipfile.ZipFile(file, "a", zipfile.ZIP_DEFLATED, compresslevel=1) as archive,
+        archive.open("optimizer/data/9", "w", force_zip64=True) as f,
+    ):
         for _ in range(3 << 6):
             f.write(bytes(1 << 24))
 
