@@ -221,7 +221,7 @@ def _parse_csv(file: Path, text: str) -> list[tuple[str, str]]:
 def _parse_json(file: Path, text: str) -> list[tuple[str, str | int]]:
     try:
         content = json.loads(text)
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise UserError(f"{file} is not JSON: {e}") from e
     if isinstance(content, dict) and "labels" in content:
         content = content["labels"]

@@ -443,7 +443,7 @@ _SETTINGS = {
         "diffusion.sampler.num_steps=1000000000000", "diffusion.sampler.sigma_max=inf", "name=../../escaped", "'name=a\nb'",
         "name=" + "x" * 300, "name=${oc.env:HOME}", "name=${repository:x}", "output_dir=/proc/x", "data.path=/dev/zero",
         "data.path=a\0b", "resume=/etc/passwd", "init_from=/etc", "train.lr=!!python/object/apply:os.system", "train=[1,2]",
-        "+a.b.c=1", "hydra.run.dir=/etc/x", "guidance.cfg_scale=nan", "eval.cfg_scales=[nan]", "checkpoint.every=0",
+        "+a.b.c=1", "guidance.cfg_scale=nan", "eval.cfg_scales=[nan]", "checkpoint.every=0",
         "checkpoint.keep_last=0",
     ],
     "encode": [
@@ -461,15 +461,8 @@ _SETTINGS = {
         "reference=/dev/zero", "images=/dev/zero",
     ],
 }  # fmt: skip
-# Large numbers that a command may begin to work on, as long as it takes; here they only must not end in a traceback.
-_MAY_RUN = (
-    "shard_size=",
-    "batch_size=1000000000000",
-    "train.num_steps=1e30",
-    "num_classes=",
-    "data.num_workers",
-    "train.cpu_threads",
-)
+# A command may begin to work on these, as long as it takes.
+_MAY_RUN = ("shard_size=1", "batch_size=1", "train.num_steps=1e30", "data.num_workers=", "train.cpu_threads=")
 
 
 def trials(inputs: Path, shared: Path) -> Iterator[tuple]:
@@ -481,7 +474,7 @@ def trials(inputs: Path, shared: Path) -> Iterator[tuple]:
             yield f"{group}: {what}", partial(meet, make, arguments, codes[0] if codes else (1,), ())
     for name, settings in _SETTINGS.items():
         for setting in settings:
-            codes = HARMLESS if setting.startswith(_MAY_RUN) and name != "train" else (1,)
+            codes = HARMLESS if setting.startswith(_MAY_RUN) else (1,)
             key = setting.strip("'+").partition("=")[0]
             yield f"{name} {setting[:60]!r}", partial(meet, Path.exists, tool(name, inputs, setting), codes, (key.split(".")[0],))
 
