@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 from torch import nn
 
 from errors import UserError
@@ -17,6 +16,7 @@ from sampling.sampler import ImageSampler
 from setup import schema
 from setup.build import DEFAULT_ROUTE, Diffusion, build_diffusion, build_guidance, build_network
 from training import checkpoint as checkpoints
+from training.resume import find_checkpoint_together
 from training.speed import compile_network, resolve_compile
 
 
@@ -42,11 +42,6 @@ def load_network(
     net.load_state_dict(stored)
     compile_network(net, resolve_compile(compile_mode, device))
     return net.to(device)
-
-
-def find_checkpoint_together(path: str, key: str, accelerator: Accelerator) -> Path:
-    """`training.checkpoint.find_checkpoint` by one process for all: while a run trains, another could find a newer checkpoint."""
-    return broadcast_object_list([checkpoints.find_checkpoint(Path(path), key) if accelerator.is_main_process else None])[0]
 
 
 def find_second_checkpoint(settings: schema.Guidance, run_cfg: schema.TrainConfig, accelerator: Accelerator) -> schema.Guidance:
