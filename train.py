@@ -86,7 +86,8 @@ def main(cfg: DictConfig) -> None:
         settings = {"name": cfg.name, "mode": cfg.wandb.mode, "dir": str(run.path), "id": run.wandb_id(), "resume": "allow"}
         accelerator.init_trackers(cfg.wandb.project, cfg.model_dump(), init_kwargs={"wandb": settings})
         # By our steps and not by wandb's count, which ignores what goes back to an earlier step, as a resume does after a crash.
-        accelerator.get_tracker("wandb", unwrap=True).define_metric("*", step_metric="step")
+        for tracker in accelerator.trackers:
+            tracker.tracker.define_metric("*", step_metric="step")
 
     trainer.train()
     accelerator.end_training()
