@@ -32,7 +32,7 @@ from errors import UserError
 from evaluations.detector import InceptionDetector, fetch_weights
 from evaluations.images import open_images
 from evaluations.reference import write_reference
-from files import hash_bytes
+from files import hash_bytes, whole_file
 from latents import autoencoders
 from latents.detection import SD_VAE, detect
 from latents.prepare.encode import encode_images
@@ -232,10 +232,11 @@ def inspect(
         latents, labels = fetch_spread(dataset)
         images = autoencoders.to_uint8(decoder.decode(latents.to(device)).cpu()).numpy()
         try:
-            labelled_grid(list(images), labels, num_columns=4).save(file)
+            with whole_file(file) as f:
+                labelled_grid(list(images), labels, num_columns=4).save(f)
             log.info("drew %d of them in %s", len(labels), file)
-        except OSError as e:
-            log.warning("%s cannot be written (%s); grid=<file> draws elsewhere", file, e.strerror)
+        except UserError as e:
+            log.warning("%s; grid=<file> draws elsewhere", e)
     if found.problems:
         raise UserError(f"{path}: {len(found.problems)} problems\n" + "\n".join(f"- {problem}" for problem in found.problems))
     log.info("nothing wrong was found")

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from errors import UserError
 from evaluations.statistics import Statistics
-from files import hash_file
+from files import hash_file, whole_file
 
 STATISTICS_KEYS = {"pool": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}
 MAX_SMALL_BYTES = 1 << 28  # of one of these; a million labels take 8 MB, the largest sigma 34
@@ -49,14 +49,13 @@ def write_npz(
         statistics: Inception's, `pool` and `spatial`, stored under ADM's names.
 
     Raises:
-        UserError: images or labels of another shape, type or number.
+        UserError: images or labels of another shape, type or number; the file cannot be written.
     """
     if labels is not None and (np.shape(labels) != shape[:1] or not np.issubdtype(np.asarray(labels).dtype, np.integer)):
         raise UserError(f"labels are {np.asarray(labels).dtype} {list(np.shape(labels))}; need integers [{shape[0]}]")
     arrays = {} if labels is None else {"labels": np.asarray(labels, dtype=np.int64)}
     arrays |= {key: x.numpy() for key, x in statistics_by_key(statistics or {}).items()}
-    temporary = path.with_name(f".tmp_{path.name}")
-    with zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as archive:
+    with whole_file(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         with archive.open("arr_0.npy", "w", force_zip64=True) as f:
             np.lib.format.write_array_header_1_0(f, {"descr": "|u1", "fortran_order": False, "shape": shape})
             count = 0
@@ -70,7 +69,6 @@ def write_npz(
         for key, array in arrays.items():
             with archive.open(f"{key}.npy", "w", force_zip64=True) as f:
                 np.lib.format.write_array(f, array)
-    os.replace(temporary, path)
 
 
 class NpzImages:

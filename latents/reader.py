@@ -44,17 +44,18 @@ class FileReader:
         Raises:
             UserError: the file ends before, or cannot be read.
         """
-        path, num_read = self.files[number], 0
+        path = self.files[number]
         try:
             file = self._open(path)
-            while num_read < len(part):
+            num_read = count = _read_at(file.descriptor, part, offset)
+            while num_read < len(part) and count:  # some file systems give less than was asked for
                 count = _read_at(file.descriptor, part[num_read:], offset + num_read)
-                if count == 0:
-                    raise UserError(
-                        f"{path} is truncated: it ends at byte {os.fstat(file.descriptor).st_size}, but latents are expected up to "
-                        f"byte {offset + len(part)}; restore it and run the same command again"
-                    )
                 num_read += count
+            if num_read < len(part):
+                raise UserError(
+                    f"{path} is truncated: it ends at byte {os.fstat(file.descriptor).st_size}, and latents are expected up to "
+                    f"byte {offset + len(part)}; restore it and run the same command again"
+                )
         except OSError as e:
             raise UserError(f"cannot read {path}: {e.strerror}") from e
 
