@@ -209,8 +209,10 @@ def import_what_commands_import(folder: Path, commands: list[list[str]]) -> None
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_APPEND
 
 
-def at_operation(action: Callable[[], None], number: int = 0, words: str = "", journal: Path | None = None) -> Callable[[], None]:
-    """For `run(before=...)`: call `action` before the number-th file operation (from 1; 0: at none) whose line holds `words`.
+def at_operation(
+    action: Callable[[], None], number: int = 0, pattern: str = "", journal: Path | None = None
+) -> Callable[[], None]:
+    """For `run(before=...)`: call `action` before the number-th file operation (from 1; 0: at none) whose line has `pattern`.
 
     Operations are what changes files below the working folder: opening to write, renaming, deleting, making folders, fsync.
     `journal` receives a line for each, before it happens.
@@ -231,7 +233,7 @@ def at_operation(action: Callable[[], None], number: int = 0, words: str = "", j
             if event == "open":
                 paths = paths[:1]
             line = re.sub(r"\.tmp_[0-9a-f]{16}_", ".tmp_", " ".join([event.removeprefix("os."), *paths]))
-            if any(path.startswith("..") for path in paths) or words not in line:
+            if any(path.startswith("..") for path in paths) or not re.search(pattern, line):
                 return
             count += 1
             if descriptor is not None:
