@@ -62,7 +62,7 @@ def trials(inputs: Path, shared: Path) -> Iterator[tuple]:
             how = dict(call=call, number=number, arguments=tool("train", inputs, *more), step=step, ranks=ranks)
             yield f"SIGTERM to ranks {ranks} {moment}", partial(stop_ranks, signal.SIGTERM, **how)
     for signum in (*SIGNALS, signal.SIGKILL):
-        for to in ("launcher", "rank"):
+        for to in ("launcher", "rank") if signum in (signal.SIGTERM, signal.SIGKILL) else ("launcher",):
             yield f"{signum.name} to the {to} in a step", partial(stop_launched, signum, to, [])
     yield "SIGTERM to the launcher in an evaluation", partial(stop_launched, signal.SIGTERM, "launcher", LONG_EVAL)
 

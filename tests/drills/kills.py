@@ -13,7 +13,7 @@ from commands import TOOLS, Command, at_operation, die, expect, expect_same, run
 
 from training import checkpoint as checkpoints
 
-NUM_RANDOM = 40
+NUM_RANDOM = 15
 
 
 def trials(inputs: Path, shared: Path) -> Iterator[tuple]:
