@@ -15,6 +15,8 @@ from configs import experiments
 from latents.shards import ShardInfo, write_shard
 from setup.cli import CONFIGS, REPOSITORY
 
+# tests/gpu needs a CUDA device; tests/test_gpu_code.py runs its code on a CPU.
+collect_ignore = [] if torch.cuda.is_available() else ["gpu"]
 experiments.register()
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # pytest -n: each worker its share of the cores
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])))
