@@ -31,6 +31,7 @@ from errors import UserError
 from setup import cli
 from setup.schema import Compile
 from setup.settings import Count, Text
+from training.sharding import bucket_mib
 from training.trainer import Trainer
 
 
@@ -46,7 +47,6 @@ class ScalingSettings(CommonSettings):
     output: Text = "runs/benchmarks/scaling"  # the files' name, without its ending
 
 
-DDP_BUCKET_BYTES = 25 * 2**20  # DistributedDataParallel's default
 KINDS = ("alone", "apart", "together", "exchange")
 
 
@@ -80,7 +80,7 @@ def measure_round(accelerator: Accelerator, trainer: Trainer, settings: ScalingS
     """Milliseconds per step of each kind, and of the exchange by itself, as the first process sees them."""
     batches = trainer.batches()
     num_gradients = sum(p.numel() for p in trainer.net.parameters() if p.requires_grad)
-    gradients = torch.zeros(num_gradients, device=trainer.device).split(DDP_BUCKET_BYTES // 4)
+    gradients = torch.zeros(num_gradients, device=trainer.device).split(bucket_mib(trainer.net) * 2**20 // 4)
 
     def step() -> None:
         trainer.train_step(next(batches))

@@ -25,6 +25,7 @@ from routing_module import Route, num_kept_tokens
 from setup import schema
 from sit import SiT
 from sit.sampler import FlowSampler
+from training.sharding import processes_per_node
 
 log = logging.getLogger(__name__)
 
@@ -223,6 +224,8 @@ def check_parallel(train: schema.Train, num_processes: int, launched_as: str) ->
             "train.parallel=fsdp to shard weights and states"
         )
     if train.parallel == "ddp":
+        if train.fsdp_shard == "node":
+            raise UserError("train.fsdp_shard=node is not accepted with train.parallel=ddp; add train.parallel=fsdp")
         return
     if num_processes == 1:
         raise UserError(
@@ -238,6 +241,12 @@ def check_parallel(train: schema.Train, num_processes: int, launched_as: str) ->
         raise UserError(
             f"train.parallel=fsdp needs torch 2.11 or newer, built with torch.distributed; this is torch {torch.__version__}; "
             "install it, or set train.parallel=ddp"
+        )
+    per_node = processes_per_node(num_processes)
+    if train.fsdp_shard == "node" and (per_node == 1 or num_processes % per_node):
+        raise UserError(
+            f"train.fsdp_shard=node shards over the processes of a node, at least two and as many on every node; here are "
+            f"{num_processes} processes in all and {per_node} on this node; use train.fsdp_shard=all"
         )
 
 

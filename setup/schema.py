@@ -269,6 +269,9 @@ class Train(Settings):
     precision: Noted[Literal["fp32", "bf16", "fp8"]]
     attention: Literal["auto", "flash", "cudnn", "efficient", "math"]
     parallel: Literal["ddp", "fsdp"]
+    gradient_precision: Noted[Precision] = "fp32"
+    fsdp_reshard: Literal["after_forward", "after_backward"] = "after_backward"
+    fsdp_shard: Literal["all", "node"] = "all"
     compile: Compile
     activation_checkpointing: Literal["none", "blocks", "selective"]
     cpu_threads: Count | None

@@ -20,9 +20,10 @@ collect_ignore = [] if torch.cuda.is_available() else ["gpu"]
 experiments.register()
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # pytest -n: each worker its share of the cores
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])))
-# Two gloo processes: `--cpu --num_processes 2` would start one.
-LAUNCH_2 = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1"]
-LAUNCH_2 += ["--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0"]
+# gloo processes: `--cpu --num_processes 2` would start one.
+_LAUNCH = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines=1"]
+_LAUNCH += ["--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0"]
+LAUNCH_2, LAUNCH_4 = [*_LAUNCH, "--num_processes=2"], [*_LAUNCH, "--num_processes=4"]
 
 
 def forget_accelerate():

@@ -1,13 +1,12 @@
 """train.parallel=fsdp: the run of one process, with every process holding its part; checkpoints are whole."""
 
 import json
-import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import LAUNCH_2, composed, finish, forget_accelerate, metrics, run_train, start
-from fsdp_runs import BATCH, DENSE, TREAD
+from conftest import LAUNCH_2, LAUNCH_4, composed, finish, forget_accelerate, metrics, run_train, start
+from fsdp_runs import BATCH, DENSE, TREAD, copy_until_step_10
 from PIL import Image, ImageChops
 
 from setup import build, schema
@@ -30,14 +29,16 @@ def runs(tmp_path_factory):
     )
     code, output = finish(start(str(script), launcher=LAUNCH_2), timeout_sec=900)
     assert code == 0, output
+    copy_until_step_10(folder / "tread", folder / "node_after_all")
     return folder
 
 
-def copy_until_step_10(run, copy):
-    """As if it had been killed soon after step 10."""
-    shutil.copytree(run, copy)
-    shutil.rmtree(copy / "checkpoints" / "step_0000020")
-    shutil.rmtree(copy / "samples")
+@pytest.fixture(scope="module")
+def node_runs(runs):
+    """The same folder, with the runs of four processes."""
+    code, output = finish(start(str(runs / "script.py"), launcher=LAUNCH_4), timeout_sec=900)
+    assert code == 0, output
+    return runs
 
 
 def checkpoint(run, step):
@@ -131,6 +132,48 @@ def test_each_of_two_processes_holds_half(runs):
     assert sum(record["fsdp"] for record in records) >= records[0]["ddp"]  # nothing is missing
 
 
+def test_weights_that_are_gathered_twice_give_the_same_losses(runs):
+    expected = losses(runs / "one_dense")
+    assert losses(runs / "resharded") == pytest.approx({step: expected[step] for step in (1, 2)}, rel=1e-5)
+
+
+def test_gradients_as_views_of_larger_buckets_give_the_numbers_of_ddps_defaults_bit_for_bit(runs):
+    """With accumulation over two micro-batches, and with clipping."""
+    record = json.loads((runs / "records_0.json").read_text())
+    assert all(record["views"]) and not any(record["copies"])
+    assert losses(runs / "views") == losses(runs / "copies") and norms(runs / "views") == norms(runs / "copies")
+    a, b = checkpoint(runs / "views", 3), checkpoint(runs / "copies", 3)
+    assert all(torch.equal(a.model[name], b.model[name]) for name in a.model)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_bf16_gradients_differ_from_fp32_ones_by_their_rounding(runs, parallel):
+    """In the step that starts from the same weights, Adam's first moment is a tenth of the gradient; bfloat16 keeps 8 bits."""
+    a, b = (checkpoint(runs / name, 1).optimizer["state"] for name in ("fp32_gradients", f"bf16_gradients_{parallel}"))
+    for x, y in zip((one["exp_avg"] for one in a.values()), (other["exp_avg"] for other in b.values())):
+        assert (x - y).norm() <= 2**-7 * x.norm()
+    assert not all(torch.equal(a[i]["exp_avg"], b[i]["exp_avg"]) for i in a)
+
+
+def test_two_nodes_that_shard_within_give_the_losses_and_weights_of_one_process(node_runs):
+    runs = node_runs
+    assert losses(runs / "node") == pytest.approx(losses(runs / "one"), rel=1e-5)
+    assert_same_checkpoint(runs / "one", runs / "node", 20)
+    expected = {step: norms(runs / "one_dense")[step] for step in range(1, 6)}  # clipped, over both dimensions of the mesh
+    assert norms(runs / "node_dense") == pytest.approx(expected, rel=1e-5)
+
+
+def test_each_process_of_a_node_holds_its_share_of_the_node(node_runs):
+    two, four = (json.loads((node_runs / f"records_{n}.json").read_text()) for n in ("0", "node_0"))
+    assert four["node"] == pytest.approx(two["ddp"] / 2, rel=0.01)
+
+
+@pytest.mark.parametrize("run", ["node_after_all", "all_after_node", "ddp_after_node"])
+def test_a_run_goes_on_under_another_way_of_sharding(node_runs, run):
+    assert losses(node_runs / run) == pytest.approx(losses(node_runs / "one"), rel=1e-5)
+    assert_same_checkpoint(node_runs / "one", node_runs / run, 20)
+
+
 @pytest.mark.parametrize(("name", "last_good"), [("weights", 1), ("loss", 1)])
 def test_values_that_are_not_finite_on_one_process_stop_all_with_the_last_good_checkpoint(runs, name, last_good):
     for rank in (0, 1):
@@ -161,6 +204,18 @@ def test_a_network_compiled_as_a_whole_is_refused(mode):
     train = train_settings(["train.parallel=fsdp", f"train.compile={mode}"])
     with pytest.raises(ValueError, match=rf"train.compile={mode} is not accepted with train.parallel=fsdp.*use none \| blocks"):
         build.check_parallel(train, 2, "MULTI_GPU")
+
+
+def test_nodes_are_for_fsdp_with_several_processes_on_each(monkeypatch):
+    node = ["train.fsdp_shard=node"]
+    with pytest.raises(ValueError, match=r"train.fsdp_shard=node .* train.parallel=ddp; add train.parallel=fsdp"):
+        build.check_parallel(train_settings(node), 4, "MULTI_GPU")
+    for per_node, num_processes in ((1, 4), (4, 6)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(per_node))
+        with pytest.raises(ValueError, match=f"{num_processes} processes in all and {per_node} on .*use train.fsdp_shard=all"):
+            build.check_parallel(train_settings([*node, "train.parallel=fsdp"]), num_processes, "MULTI_GPU")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    build.check_parallel(train_settings([*node, "train.parallel=fsdp"]), 4, "MULTI_GPU")
 
 
 def test_an_old_torch_is_named(monkeypatch):

@@ -26,7 +26,7 @@ from sampling.sampler import Diffusion, ImageSampler, labelled_grid
 from training import checkpoint as checkpoints
 from training.ema import EMA
 from training.run import RunFolder, name_file_in_errors
-from training.sharding import distribute_like, full_tensor, gather_state_dict, local_shard, shard_network
+from training.sharding import ddp_settings, distribute_like, full_tensor, gather_state_dict, local_shard, shard_network
 from training.speed import attention_kernel, checkpoint_activations, compile_network, use_float8
 from training.stop import StopSignal
 
@@ -88,11 +88,12 @@ class Trainer:
         compile_network(self.net, cfg.train.compile)
         checkpoint_activations(self.net, cfg.train.activation_checkpointing)
         if self.is_sharded:
-            shard_network(self.net, self.device, accelerator.num_processes, cfg.train.precision)
+            shard_network(self.net, self.device, accelerator.num_processes, cfg.train)
             self.ema.shard_like(self.net)
             # evaluation_mode: accelerate adds autocast, but no DDP.
             self.model = accelerator.prepare_model(self.net, device_placement=False, evaluation_mode=True)
         else:
+            accelerator.ddp_handler = ddp_settings(self.net, cfg.train.gradient_precision)
             self.model = accelerator.prepare(self.net)
         optimizer = torch.optim.AdamW(
             [p for p in self.net.parameters() if p.requires_grad],
