@@ -129,6 +129,8 @@ def trainer_of(accelerator: Accelerator, cfg: schema.TrainConfig, plain: bool = 
 
 def run_loop(trainer: Trainer, num_steps: int) -> None:
     """`num_steps` steps of `Trainer.train()`: with everything that the loop does around a step, and without a checkpoint."""
-    batches = itertools.islice(trainer.batches(), num_steps)
+    batches, end = itertools.islice(trainer.batches(), num_steps), trainer.step + num_steps
     with mock.patch.object(trainer, "batches", lambda: batches), suppress(StopIteration):
         trainer.train()
+    if trainer.step < end:  # the loop ends on a signal as on its last step
+        raise KeyboardInterrupt

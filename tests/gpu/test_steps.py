@@ -117,11 +117,10 @@ def losses_of(trainer, num_steps):
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
 def test_steps_that_record_cuda_graphs_learn_the_same(device, size, tmp_path, mode):
     # The small network: what is compared is the recording, not the speed.
-    mode = mode if device.type == "cuda" else "default"
+    mode = mode if device.type == "cuda" else "blocks"  # a CPU has no graphs
     with compiler_for(device):
         graphs, plain = (
-            losses_of(open_trainer(device, SMALL, tmp_path / name, f"train.compile={name}", "train.log_every=1"), 12)
+            losses_of(open_trainer(device, SMALL, tmp_path / name, f"train.compile={name}", "train.log_every=1"), 8)
             for name in (mode, "none")
         )
-    assert all(a == pytest.approx(b, rel=0.02) for a, b in zip(graphs, plain)) and len(graphs) == 12
-    assert len(set(graphs)) == 12
+    assert all(a == pytest.approx(b, rel=0.02) for a, b in zip(graphs, plain)) and len(set(graphs)) == 8
