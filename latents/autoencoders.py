@@ -13,6 +13,8 @@ from errors import UserError
 from files import read_json
 
 SD_VAES = ("stabilityai/sd-vae-ft-ema", "stabilityai/sd-vae-ft-mse")
+# An SD-VAE decodes this many pixels at once: 16 images of 256x256. Its largest activations, 256 channels, take 1 GiB each.
+DECODED_PIXELS = 2**20
 
 
 class Autoencoder(Protocol):
@@ -85,7 +87,9 @@ class SDVAE:
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        return self.vae.decode(latents).sample.float()
+        num_pixels = latents.shape[2] * latents.shape[3] * self.factor**2
+        slices = latents.split(max(DECODED_PIXELS // num_pixels, 1))
+        return torch.cat([self.vae.decode(part).sample.float() for part in slices])
 
 
 def _scale_and_factor(config: dict) -> tuple[float, int]:

@@ -197,3 +197,14 @@ def test_float8_without_torchao_names_the_package(net, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     with pytest.raises(ValueError, match="pip install torchao"):
         check_machine(train_keys(precision="fp8", compile="blocks"), net, torch.device("cuda"))
+
+
+def test_a_process_with_a_gpu_uses_its_share_of_the_cores_too(monkeypatch):
+    before = torch.get_num_threads()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    try:
+        torch.set_num_threads(1)  # as under accelerate launch
+        speed.use_cores(torch.device("cuda"), 2)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

@@ -22,6 +22,7 @@ from errors import UserError
 from latents.order import BatchOrder
 from latents.shards import ShardInfo, write_shard
 from routing_module import TokenRouter
+from sampling.sampler import ImageSampler
 from setup.load import load_config
 from training import checkpoint as checkpoints
 from training import trainer as trainer_module
@@ -313,6 +314,25 @@ def test_a_step_waits_for_the_device_only_where_something_is_due(train, monkeypa
     monkeypatch.setattr(trainer_module._Clock, "paused", lambda clock: pauses.append(clock) or paused(clock))
     train("run", "train.num_steps=4", *GRIDS)
     assert len(pauses) == 3  # two grids and the last checkpoint
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_each_process_makes_its_share_of_a_grid(train, monkeypatch, rank):
+    made, call = [], ImageSampler.__call__
+    monkeypatch.setattr(
+        ImageSampler, "__call__", lambda self, seeds, labels: made.append(list(seeds)) or call(self, seeds, labels)
+    )
+    monkeypatch.setattr(trainer_module, "broadcast_object_list", lambda values: values)
+
+    def sample_as_one_of_three(trainer):
+        others = SimpleNamespace(num_processes=3, process_index=rank, is_main_process=rank == 0, trackers=[])
+        others.gather, others.wait_for_everyone = lambda own: own.repeat(3, 1, 1, 1), lambda: None
+        monkeypatch.setattr(trainer, "accelerator", others)
+        Trainer._sample_grid(trainer)
+
+    monkeypatch.setattr(Trainer, "train", sample_as_one_of_three)
+    train("run", "sample.every=1", "sample.num_samples=7", "sample.batch_size=2", "diffusion.sampler.num_steps=2")
+    assert made == [[[0, 1], [2]], [[3, 4], [5]], [[6, 6], [6]]][rank]
 
 
 def test_the_last_evaluation_has_a_number_of_samples_of_its_own(train):

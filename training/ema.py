@@ -57,22 +57,19 @@ class EMA:
             local_shard(average).copy_(local_shard(distribute_like(averages[name], average)))
 
     @contextlib.contextmanager
-    def full_weights(self, here: bool) -> Iterator[None]:
-        """Inside the context, `net` holds full weights on ranks with `here=True`. Every process must enter it.
+    def full_weights(self) -> Iterator[None]:
+        """Inside the context, `net` holds full weights. Every process must enter it.
 
-        If the averages are sharded, these ranks hold all weights in float32 until the exit (DiT-XL/2: 2.5 GiB), at a time
+        If the averages are sharded, every process holds all weights in float32 until the exit (DiT-XL/2: 2.5 GiB), at a time
         without activations and gradients. Otherwise it does nothing.
         """
         if not self._is_sharded:
             yield
             return
-        if here:
-            self.net.to_empty(device=local_shard(next(iter(self.averages.values()))).device)
+        self.net.to_empty(device=local_shard(next(iter(self.averages.values()))).device)
         with torch.no_grad():
             for name, p in self.net.named_parameters():
-                value = full_tensor(self.averages[name])
-                if here:
-                    p.copy_(value)
+                p.copy_(full_tensor(self.averages[name]))
         try:
             yield
         finally:

@@ -208,14 +208,15 @@ def _describe(device: torch.device) -> str:
 
 
 def use_cores(device: torch.device, cpu_threads: int | None) -> None:
-    """If this process computes on the CPU, let it use `cpu_threads` (None: its share of the cores) and keep freed memory.
+    """Let this process use `cpu_threads` (None: its share of the cores), and on a CPU keep freed memory.
 
-    `accelerate launch` sets OMP_NUM_THREADS=1, which would leave the other cores idle. The C library would map every large
-    tensor of every step anew, and the system clear each page: 4 to 12% of a step.
+    `accelerate launch` sets OMP_NUM_THREADS=1, which would leave the other cores idle: those of a GPU machine when evaluation
+    computes covariances and eigenvalues in float64. The C library would map every large tensor of every step anew, and the
+    system clear each page: 4 to 12% of a step on a CPU.
     """
+    torch.set_num_threads(cpu_threads or cores_per_process())
     if device.type != "cpu":
         return
-    torch.set_num_threads(cpu_threads or cores_per_process())
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:  # glibc; others have no such setting
         M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h

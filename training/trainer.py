@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
@@ -273,28 +274,28 @@ class Trainer:
                 self._evaluate()
 
     def _sample_grid(self) -> None:
-        """Write samples/step_N.png. Image i has seed i and class i mod num_classes."""
+        """Write samples/step_N.png. Image i has seed i and class i mod num_classes. The processes share the work."""
         file = self.run.samples / f"{checkpoints.folder_name(self.step)}.png"
         is_main = self.accelerator.is_main_process
         if broadcast_object_list([is_main and file.exists()])[0]:
             return
-        with self.ema.full_weights(here=is_main):
-            if is_main:
-                self._write_grid(file)
+        num_samples, size = self.cfg.sample.num_samples, self.cfg.sample.batch_size
+        labels = [seed % self.sampler.num_classes for seed in range(num_samples)]
+        length = -(-num_samples // self.accelerator.num_processes)  # equal shares can be gathered; the last repeat an image
+        start = self.accelerator.process_index * length
+        seeds = [min(seed, num_samples - 1) for seed in range(start, start + length)]
+        with self.ema.full_weights():
+            parts = [seeds[i : i + size] for i in range(0, length, size)]
+            own = np.concatenate([self.sampler(part, [labels[seed] for seed in part]) for part in parts])
+        images = self.accelerator.gather(torch.from_numpy(own).to(self.device))[:num_samples].cpu().numpy()
+        if is_main:
+            grid = labelled_grid(list(images), labels)
+            with name_file_in_errors(file):
+                grid.save(file)
+            for tracker in self.accelerator.trackers:
+                if tracker.name == "wandb":
+                    tracker.log_images({"samples": [grid]}, step=self.step)
         self.accelerator.wait_for_everyone()
-
-    def _write_grid(self, file: Path) -> None:
-        seeds, size = list(range(self.cfg.sample.num_samples)), self.cfg.sample.batch_size
-        labels = [seed % self.sampler.num_classes for seed in seeds]
-        images = []
-        for i in range(0, len(seeds), size):
-            images.extend(self.sampler(seeds[i : i + size], labels[i : i + size]))
-        grid = labelled_grid(images, labels)
-        with name_file_in_errors(file):
-            grid.save(file)
-        for tracker in self.accelerator.trackers:
-            if tracker.name == "wandb":
-                tracker.log_images({"samples": [grid]}, step=self.step)
 
     def _evaluate(self) -> None:
         """Write a line of metrics with the scores of every guidance scale."""
@@ -305,7 +306,7 @@ class Trainer:
         if self.step == self.cfg.train.num_steps and cfg.final_num_samples is not None:
             num_samples = cfg.final_num_samples
         record, start_sec = {}, time.perf_counter()
-        with self.ema.full_weights(here=True):
+        with self.ema.full_weights():
             for cfg_scale, sampler in self.evaluation.samplers.items():
                 scores = self.evaluation.evaluator.of_samples(sampler, num_samples)
                 record |= {metric_name(metric, num_samples, cfg_scale): value for metric, value in scores.items()}
