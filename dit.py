@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -276,22 +278,31 @@ class DiT(nn.Module):
         ends = {router.routes[i].end_layer_idx for i in active}
         in_fp32 = {end + 1 for end in ends} if self.fp32_after_route else set()
 
-        skipped = ids_keep = None
-        for i, block in enumerate(self.blocks):
+        depth, skipped, ids_keep = len(self.blocks), None, None
+        borders = {0, depth, *starts, *(end + 1 for end in ends), *(min(i + 1, depth) for i in in_fp32)}
+        for i, stop in pairwise(sorted(borders)):  # runs of blocks with the same tokens in the same precision
             if i in starts:
                 scores = None if route_scores is None else route_scores[:, starts[i]]
                 ratio = ratios[starts[i]]
                 ids_keep = router.choose_ids_keep(h, ratio, scores=scores, generator=generator, rule=self.selection_rule)
                 skipped, h = h, router.start_route(h, ids_keep)  # (B, N, D), (B, K, D)
-            h = self._in_fp32(block, h, c) if i in in_fp32 else block(h, c)
-            if i in ends:
+            run = partial(self.run_blocks, [*self.blocks][i:stop])
+            h = self._in_fp32(run, h, c) if i in in_fp32 else run(h, c)
+            if stop - 1 in ends:
                 h = router.end_route(h, skipped, ids_keep)  # (B, N, D)
 
         out = self._in_fp32(self.final_layer, h, c) if len(self.blocks) in in_fp32 else self.final_layer(h, c)  # (B, N, p*p*C)
         return self.unpatchify(out)
 
     @staticmethod
-    def _in_fp32(layer: nn.Module, h: Tensor, c: Tensor) -> Tensor:
+    def run_blocks(blocks: Sequence[nn.Module], h: Tensor, c: Tensor) -> Tensor:
+        """A function of its own so that `training.speed.compile_network` can compile it."""
+        for block in blocks:
+            h = block(h, c)
+        return h
+
+    @staticmethod
+    def _in_fp32(layer: Callable[[Tensor, Tensor], Tensor], h: Tensor, c: Tensor) -> Tensor:
         """Full precision under mixed precision; where the weights themselves are not float32, nothing changes."""
         if not torch.is_autocast_enabled(h.device.type):
             return layer(h, c)

@@ -50,7 +50,7 @@ def main(cfg: DictConfig) -> None:
     if len(given) != 1:
         raise UserError(f"give one of checkpoint=, checkpoints= and images=, not {' and '.join(given) or 'none of them'}")
     guidances = [build.with_scale(guidance, scale) for guidance in cfg.guidance for scale in as_list(cfg.cfg_scale)]
-    accelerator = cli.start_accelerator(cfg.cpu_threads)
+    accelerator = cli.start_accelerator(cfg.cpu_threads, tf32=cfg.tf32)
     check_compile("compile", cfg.compile, accelerator.device)
     # One process chooses: while a run trains, another could find a newer checkpoint.
     folders = broadcast_object_list([find_checkpoints(cfg) if accelerator.is_main_process else None])[0]

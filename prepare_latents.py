@@ -65,6 +65,7 @@ def encode(
     on_error: Literal["stop", "skip"] = "stop",
     seed: Whole = 0,
     cpu_threads: Count | None = None,
+    tf32: bool = True,
 ) -> None:
     """Encode images into a folder of shards, with as many processes as accelerate starts.
 
@@ -81,10 +82,11 @@ def encode(
         num_workers: processes that read images, beside each process that encodes; null: its share of the cores.
         shard_size: images per shard: what is lost when the command is stopped, and what one process makes at a time.
         on_error: stop | skip at an image that cannot be read; manifest.json lists what was skipped.
+        tf32: on CUDA, compute products and convolutions of float32 in TF32.
     """
     # A process that is done waits for the slowest one, however long that takes.
     patience = InitProcessGroupKwargs(timeout=timedelta(days=7))
-    accelerator = cli.start_accelerator(cpu_threads, kwargs_handlers=[patience])
+    accelerator = cli.start_accelerator(cpu_threads, tf32=tf32, kwargs_handlers=[patience])
     vae = autoencoders.build(autoencoder, accelerator.device, None, "autoencoder", precision)
     if resolution % vae.factor:
         raise UserError(f"resolution={resolution} is not a multiple of {vae.factor}, the pixels along one side of a latent")

@@ -37,7 +37,7 @@ MAX_GRID_IMAGES = 100
 
 def main(cfg: DictConfig) -> None:
     cfg = schema.check(cfg, schema.SampleConfig)
-    accelerator = cli.start_accelerator(cfg.cpu_threads)
+    accelerator = cli.start_accelerator(cfg.cpu_threads, tf32=cfg.tf32)
     check_compile("compile", cfg.compile, accelerator.device)
     checkpoint = load.find_checkpoint_together(cfg.checkpoint, "checkpoint", accelerator)
     run_cfg = load.load_config(checkpoint)

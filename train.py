@@ -40,6 +40,7 @@ def main(cfg: DictConfig) -> None:
     cfg, dataset = build.open_data(cfg)
     accelerator = cli.start_accelerator(
         cfg.train.cpu_threads,
+        tf32=cfg.train.tf32,
         mixed_precision=speed.MIXED_PRECISION[cfg.train.precision],
         log_with="wandb" if cfg.wandb.mode != "disabled" else None,
     )
@@ -92,7 +93,12 @@ def build_sampler_and_evaluation(
     build.warn_of_guidance(guidance, cfg)
     settings = load.find_second_checkpoint(guidance, cfg, accelerator)
     autoencoder = build.build_autoencoder(cfg, accelerator.device)
-    sampler = load.build_sampler(ema.net, cfg, settings, autoencoder, accelerator.device, diffusion=diffusion)
+    compile_mode = speed.resolve_compile(cfg.train.compile, accelerator.device)
+    if compile_mode != "none":
+        compile_mode = "blocks"  # training's batches are of other sizes: CUDA graphs or a whole network would take long to make
+        speed.compile_network(ema.net, compile_mode)
+    options = {"diffusion": diffusion, "compile_mode": compile_mode, "precision": cfg.sample.precision}
+    sampler = load.build_sampler(ema.net, cfg, settings, autoencoder, accelerator.device, **options)
     evaluation = None
     if cfg.eval.every:
         reference = build.open_reference(cfg.evaluation.reference, "evaluation.reference")
@@ -109,6 +115,7 @@ def build_sampler_and_evaluation(
                 guidance=build.build_guidance(guidance),
                 diffusion=build.build_diffusion(cfg.diffusion, num_steps=cfg.eval.num_steps),
                 weak=None,
+                precision=cfg.eval.precision,
             )
         evaluation = Evaluation(evaluator, samplers)
     return sampler if cfg.sample.every else None, evaluation
@@ -124,6 +131,10 @@ def describe(trainer: Trainer) -> None:
     ]
     shape = f"{data.channels}x{data.height}x{data.width}"
     size = f"batch {cfg.train.batch_size}, {trainer.accelerator.num_processes} x {trainer.device.type}, {cfg.train.precision}"
+    if trainer.device.type == "cuda" and cfg.train.tf32:
+        size += ", tf32"
+    if (mode := speed.resolve_compile(cfg.train.compile, trainer.device)) != "none":
+        size += f", compiled ({mode})"
     if trainer.is_sharded:
         size += ", sharded (fsdp)"
     log.info("run    %s", trainer.run.path)

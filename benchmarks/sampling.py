@@ -59,11 +59,11 @@ def main(arguments: Sequence[str]) -> None:
     report = Report("Sampling", settings, accelerator.device)
     device = accelerator.device
     configs = [compose_sampling_config(name, settings) for name in settings.guidance]
-    check_compile("compile", settings.compile, device)
+    compile_mode = check_compile("compile", settings.compile, device)
     autoencoder = autoencoders.build(settings.autoencoder, device, configs[0].data.in_channels, "autoencoder")
     set_seed(configs[0].seed)
     net = build.build_network(configs[0]).to(device).eval().requires_grad_(False)
-    compile_network(net, settings.compile)
+    compile_network(net, compile_mode)
     rows = []
     for cfg, num_steps in itertools.product(configs, settings.num_steps):
         diffusion = build.build_diffusion(cfg.diffusion, num_steps=num_steps)

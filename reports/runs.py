@@ -308,7 +308,8 @@ def _add_points(file: Path, runs: Sequence[Run]) -> list[str]:
         }
         sampler = {key: point[key] for key in SAMPLER_SETTINGS if key in point}
         run.points.append(Point(step, {"cfg_scale": cfg_scale, **guidance, **sampler}, figures))
-        own = run.own_sampler | {"precision": "fp32", "detector_precision": "fp32"}  # what training itself would measure
+        precisions = {"precision": "eval.precision", "detector_precision": "evaluation.precision"}
+        own = run.own_sampler | {key: run.config.get(name, "fp32") for key, name in precisions.items()}  # training's own
         if all(point.get(key, value) == value for key, value in own.items()):
             for name, value in figures.items():
                 run.series.setdefault(name, {}).setdefault(step, value)

@@ -31,6 +31,7 @@ class ImageSampler:
         autoencoder: decodes latents / scale_factor.
         latent_shape: (C, H, W).
         precision: of the networks, fp32 | bf16.
+        is_compiled: the networks are compiled for each size of batch: fill up a batch to the largest one so far.
         weak: the second network of autoguidance and its diffusion.
         evaluations_per_image, flops_per_image: of both networks, counted in the last call.
     """
@@ -45,13 +46,20 @@ class ImageSampler:
     scale_factor: float
     device: torch.device
     precision: str = "fp32"
+    is_compiled: bool = False
     weak: tuple[nn.Module, Diffusion] | None = None
     evaluations_per_image: float = field(default=0.0, init=False)
     flops_per_image: float = field(default=0.0, init=False)
+    _largest_batch: int = field(default=0, init=False)
 
     @torch.no_grad()
     def __call__(self, seeds: list[int], labels: list[int]) -> np.ndarray:
         """uint8 [B, H, W, 3]; image i depends on seeds[i] and labels[i] alone."""
+        num_images = len(seeds)
+        if self.is_compiled:
+            self._largest_batch = max(self._largest_batch, num_images)
+            missing = self._largest_batch - num_images
+            seeds, labels = seeds + seeds[-1:] * missing, labels + labels[-1:] * missing
         random = SeedRandom(seeds, self.device)
         random_routes = SeedRandom(seeds, self.device, stream="routes")
         y = torch.tensor(labels, dtype=torch.int64, device=self.device)
@@ -75,7 +83,7 @@ class ImageSampler:
             weak=partial(denoise, *self.weak) if self.weak else None,
         )
         latents = self.diffusion.sample(self.guidance(inputs), random.randn(*self.latent_shape), y, random)
-        return to_uint8(self.autoencoder.decode(latents / self.scale_factor)).cpu().numpy()
+        return to_uint8(self.autoencoder.decode(latents[:num_images] / self.scale_factor)).cpu().numpy()
 
 
 def describe_cost(sampler: ImageSampler, sparse_ratios: tuple[float, float] | None) -> str:

@@ -232,10 +232,10 @@ def check_parallel(train: schema.Train, num_processes: int, launched_as: str) ->
             "train.parallel=fsdp cuts weights and states into a part for each process, and there is one process; "
             "start more (accelerate launch --multi_gpu --num_processes 2 train.py ...), or set train.parallel=ddp"
         )
-    if train.compile not in ("none", "blocks"):
+    if train.compile not in ("auto", "none", "blocks"):
         raise UserError(
             f"train.compile={train.compile} is not accepted with train.parallel=fsdp, which gathers the weights of every "
-            "block between them; use none | blocks"
+            "block between them; use none | blocks | auto"
         )
     if not torch.distributed.is_available() or torch.__version__ < (2, 11):
         raise UserError(

@@ -25,7 +25,7 @@ from pydantic import TypeAdapter, ValidationError, create_model
 from configs import experiments
 from errors import UserError
 from setup.settings import Settings, accepted, keys_of, unknown_key, validate
-from training.speed import use_cores
+from training.speed import allow_tf32, use_cores
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CONFIGS = REPOSITORY / "configs"
@@ -192,8 +192,8 @@ def _read_value(text: str, accepts: TypeAdapter) -> object:
 # Starting.
 
 
-def start_accelerator(cpu_threads: int | None, **settings) -> Accelerator:
-    """accelerate, with its settings; this process's share of the cores; messages from the main process only."""
+def start_accelerator(cpu_threads: int | None, *, tf32: bool = True, **settings) -> Accelerator:
+    """accelerate, with its settings; this process's share of the cores; TF32; messages from the main process only."""
     if torch.distributed.is_available():
         # AdamW imports torch's compiler, which imports this, whose functions hold the process group of that moment as a default
         # argument: it would never be freed, and gloo's threads would meet the end of the interpreter, which then may abort.
@@ -201,4 +201,5 @@ def start_accelerator(cpu_threads: int | None, **settings) -> Accelerator:
     accelerator = Accelerator(**settings)
     logging.basicConfig(format="%(message)s", level=logging.INFO if accelerator.is_main_process else logging.ERROR)
     use_cores(accelerator.device, cpu_threads)
+    allow_tf32(accelerator.device, tf32)
     return accelerator

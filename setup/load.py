@@ -17,7 +17,7 @@ from sampling.sampler import ImageSampler
 from setup import schema
 from setup.build import DEFAULT_ROUTE, Diffusion, build_diffusion, build_guidance, build_network
 from training import checkpoint as checkpoints
-from training.speed import compile_network
+from training.speed import compile_network, resolve_compile
 
 
 def load_config(folder: Path) -> schema.TrainConfig:
@@ -37,7 +37,7 @@ def load_network(
     """
     net = build_network(cfg).eval().requires_grad_(False)
     net.load_state_dict(checkpoints.load_weights(folder, weights))
-    compile_network(net, compile_mode)
+    compile_network(net, resolve_compile(compile_mode, device))
     return net.to(device)
 
 
@@ -96,7 +96,7 @@ def build_sampler(
     Args:
         cfg: of the run, with data.* filled in.
         settings: guidance.*, with the second checkpoint found; its network is loaded here.
-        compile_mode: of the second network.
+        compile_mode: of `net`, which is compiled already, and of the second network.
     """
     data = cfg.data
     return ImageSampler(
@@ -110,6 +110,7 @@ def build_sampler(
         scale_factor=data.scale_factor,
         device=device,
         precision=precision,
+        is_compiled=resolve_compile(compile_mode, device) != "none",
         weak=load_second_network(settings, device, compile_mode),
     )
 

@@ -106,7 +106,10 @@ Bound = Annotated[
 Weights = Literal["ema", "raw"]
 Precision = Literal["fp32", "bf16"]
 Detector = Literal["inception", "digits"]
-Compile = Literal["none", "blocks", "default", "reduce-overhead", "max-autotune"]  # training.speed.compile_network
+# training.speed.compile_network
+Compile = Literal[
+    "auto", "none", "blocks", "segments", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
+]
 
 
 class Role(Enum):
@@ -267,6 +270,7 @@ class Train(Settings):
     grad_clip_norm: Noted[Positive | None]
     ema_decay: Noted[Fraction]
     precision: Noted[Literal["fp32", "bf16", "fp8"]]
+    tf32: Noted[bool] = True
     attention: Literal["auto", "flash", "cudnn", "efficient", "math"]
     parallel: Literal["ddp", "fsdp"]
     gradient_precision: Noted[Precision] = "fp32"
@@ -288,6 +292,7 @@ class Sample(Settings):
     every: Whole
     num_samples: Count
     batch_size: Count
+    precision: Precision = "fp32"
 
 
 class Eval(Settings):
@@ -301,6 +306,7 @@ class Eval(Settings):
     ]
     num_steps: Compared[Count | None]
     batch_size: Count
+    precision: Compared[Precision] = "fp32"
 
 
 class DetectorSettings(Settings):
@@ -377,6 +383,7 @@ class _SampleConfig(Settings):
     cfg_scale: Number | None
     batch_size: Count
     precision: Precision
+    tf32: bool
     compile: Compile
     cpu_threads: Count | None
     npz: bool
@@ -413,6 +420,7 @@ class FidConfig(Settings):
     solver: OneOrMany[Solver] | None
     batch_size: Count
     precision: Precision
+    tf32: bool
     compile: Compile
     cpu_threads: Count | None
     convert_to_rgb: bool

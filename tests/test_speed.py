@@ -1,18 +1,32 @@
 """Fast networks against the plain one: the same values and gradients; and what asks for more than the machine has."""
 
 import copy
+import logging
+from functools import partial
 
 import pytest
 import torch
 from omegaconf import OmegaConf
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import profile
 
 import dit
+from evaluations.metrics import full_float32
 from routing_module import Route
 from training import speed
-from training.speed import attention_kernel, check_machine, checkpoint_activations, compile_network, use_float8
+from training.speed import (
+    allow_tf32,
+    attention_kernel,
+    check_compile,
+    check_machine,
+    checkpoint_activations,
+    compile_network,
+    resolve_compile,
+    use_float8,
+)
 
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 @pytest.fixture
@@ -51,6 +65,21 @@ def test_without_checkpointing_nothing_is_computed_twice(net):
     assert calls == [1]
 
 
+@pytest.fixture
+def graphs(monkeypatch):
+    """Graphs that torch.compile makes from now on, which run as they are: nothing is generated, which would take long."""
+    made = []
+
+    def keep(graph, inputs):
+        made.append(graph)
+        return graph
+
+    torch.compiler.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=keep))
+    with torch._dynamo.config.patch():  # what compile_network sets there ends with the test
+        yield made
+
+
 @pytest.mark.parametrize("checkpointing", ["none", "blocks"])
 def test_compiled_blocks_agree_with_plain_ones_and_are_compiled_once(net, checkpointing):
     plain = [outputs_and_gradients(net, seed) for seed in range(3)]
@@ -68,6 +97,47 @@ def test_compiled_blocks_agree_with_plain_ones_and_are_compiled_once(net, checkp
     # Dense, dense without a gradient for its input, and routed: not once for every block.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3
     assert list(fast.state_dict()) == list(net.state_dict())
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "blocks", "selective"])
+def test_compiled_segments_agree_with_plain_blocks_and_end_where_routes_do(net, graphs, checkpointing):
+    plain = outputs_and_gradients(net)
+    fast = copy.deepcopy(net)
+    compile_network(fast, "segments")
+    checkpoint_activations(fast, checkpointing)
+    for a, b in zip(outputs_and_gradients(fast), plain):
+        assert (a - b).norm() <= 1e-5 * b.norm() + 1e-7
+    # Blocks 0; 1 to 3, routed; 4, after the route. Block 5 is like block 4, but it may differ in precision.
+    assert len(graphs) == 3
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        outputs_and_gradients(fast, 1)
+
+
+@pytest.mark.parametrize("what", ["blocks", "segments"])
+def test_ddp_does_not_cut_what_is_compiled(net, graphs, what):
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+
+        def count_graphs(cut):
+            torch.compiler.reset()
+            graphs.clear()
+            fast = copy.deepcopy(net)
+            compile_network(fast, what)
+            if cut:
+                torch._dynamo.config.optimize_ddp = True
+            outputs_and_gradients(DistributedDataParallel(fast, bucket_cap_mb=0.01, find_unused_parameters=True))
+            return len(graphs)
+
+        assert count_graphs(cut=False) == 3
+        assert count_graphs(cut=True) > 6  # so that the test would see it
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_a_network_compiled_as_a_whole_is_cut_by_ddp_so_that_communication_overlaps(net, graphs):
+    with torch._dynamo.config.patch(optimize_ddp=True):
+        compile_network(net, "default")
+        assert torch._dynamo.config.optimize_ddp
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -132,12 +202,94 @@ def test_float8_changes_no_name_and_leaves_the_float32_block_and_the_modulation(
     assert all(g.isfinite().all() and g.any() for g in outputs_and_gradients(fast))
 
 
+@pytest.fixture
+def tf32_state():
+    """() -> what each of torch's interfaces says of TF32; as it was after the test."""
+    matmul, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+
+    def state():
+        products = (torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32)
+        convolutions = (torch.backends.cudnn.conv.fp32_precision, torch.backends.cudnn.allow_tf32)
+        return (*products, torch.backends.cuda.matmul.fp32_precision, *convolutions)
+
+    yield state
+    torch.set_float32_matmul_precision(matmul)
+    torch.backends.cudnn.allow_tf32 = cudnn
+
+
+def test_tf32_is_allowed_and_forbidden_so_that_all_interfaces_of_torch_agree(tf32_state):
+    # Some of them raise where they do not, and torch's compiler reads several.
+    allow_tf32(GPU, True)
+    assert tf32_state() == ("high", True, "tf32", "tf32", True)
+    allow_tf32(GPU, False)
+    assert tf32_state()[:3] == ("highest", False, "ieee")
+    assert tf32_state()[3] != "tf32" and tf32_state()[4] is False
+
+
+def test_a_cpu_keeps_its_settings(tf32_state):
+    before = tf32_state()
+    allow_tf32(CPU, True)
+    assert tf32_state() == before
+
+
+def test_evaluations_compute_in_full_float32_although_tf32_is_allowed(tf32_state):
+    allow_tf32(GPU, True)
+    allowed = tf32_state()
+    with full_float32():
+        assert tf32_state()[:3] == ("highest", False, "ieee")
+        assert tf32_state()[3] != "tf32" and tf32_state()[4] is False
+    assert tf32_state() == allowed
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # What the machine lacks.
 
 
 def train_keys(**changes):
-    return OmegaConf.create({"precision": "fp32", "attention": "auto", "compile": "none"} | changes)
+    return OmegaConf.create({"precision": "fp32", "attention": "auto", "compile": "none", "grad_accum_steps": 1} | changes)
+
+
+def test_auto_compiles_blocks_on_a_gpu_and_nothing_on_a_cpu():
+    assert resolve_compile("auto", GPU) == check_compile("compile", "auto", GPU) == "blocks"
+    assert resolve_compile("auto", CPU) == check_compile("compile", "auto", CPU) == "none"
+    for mode in ("none", "segments", "max-autotune-no-cudagraphs"):
+        assert {resolve_compile(mode, device) for device in (CPU, GPU)} == {check_compile("compile", mode, CPU)} == {mode}
+
+
+@pytest.mark.parametrize(
+    ("prepare", "words"),
+    [
+        (lambda m: m.setattr(speed.importlib.util, "find_spec", lambda name: None), "triton, .*pip install triton"),
+        (lambda m: m.setattr(speed.shutil, "which", lambda name: None), "a C compiler, .*install gcc"),
+        (lambda m: m.setattr(speed.sysconfig, "get_path", lambda *_: "/nowhere"), r"Python's C headers, .*gcc does not find"),
+        (lambda m: m.setenv("CC", "/nowhere/cc"), "Python's C headers, which /nowhere/cc does not find"),
+    ],
+)  # fmt: skip
+def test_without_triton_or_its_compiler_auto_compiles_nothing_and_a_mode_is_refused(monkeypatch, caplog, prepare, words):
+    monkeypatch.delenv("CC", raising=False)
+    for name in ("CPATH", "C_INCLUDE_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    prepare(monkeypatch)
+    speed._missing_for_triton.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            assert check_compile("train.compile", "auto", GPU) == resolve_compile("auto", GPU) == "none"
+        assert "train.compile=auto compiles nothing" in caplog.text
+        with pytest.raises(ValueError, match=rf"train.compile=blocks on a GPU needs {words}.*, or use train.compile=none"):
+            check_compile("train.compile", "blocks", GPU)
+        check_compile("train.compile", "none", GPU)
+    finally:
+        speed._missing_for_triton.cache_clear()
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_cuda_graphs_are_refused_with_micro_batches(net, mode):
+    message = rf"train.compile={mode} records CUDA graphs, .*grad_accum_steps=2; use train.compile=max-autotune-no-cudagraphs"
+    with pytest.raises(ValueError, match=message):
+        check_machine(train_keys(compile=mode, grad_accum_steps=2), net, GPU)
+    check_machine(train_keys(compile=mode), net, GPU)
+    check_machine(train_keys(compile="max-autotune-no-cudagraphs", grad_accum_steps=2), net, GPU)
+    check_machine(train_keys(compile="max-autotune", grad_accum_steps=2), net, CPU)  # which has no CUDA graphs
 
 
 @pytest.mark.parametrize(
@@ -177,18 +329,18 @@ def test_compilation_without_a_compiler_is_refused(net, monkeypatch):
         ((8, 0), True, {"precision": "fp8", "compile": "blocks"}, r"fp8 needs a GPU .*Some GPU \(compute capability 8.0\)"),
         ((9, 0), True, {"precision": "fp8"}, r"fp8 is slower than bf16 unless .*add train.compile=blocks"),
         ((9, 0), True, {"precision": "fp8", "compile": "blocks"}, None),
+        ((9, 0), True, {"precision": "fp8", "compile": "auto"}, None),
     ],
 )  # fmt: skip
 def test_what_a_gpu_lacks_is_said_at_the_start(net, monkeypatch, capability, has_bf16, changes, message):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
-    gpu = torch.device("cuda")
     if message is None:
-        check_machine(train_keys(**changes), net, gpu)
+        check_machine(train_keys(**changes), net, GPU)
         return
     with pytest.raises(ValueError, match=message):
-        check_machine(train_keys(**changes), net, gpu)
+        check_machine(train_keys(**changes), net, GPU)
 
 
 def test_float8_without_torchao_names_the_package(net, monkeypatch):
@@ -196,7 +348,7 @@ def test_float8_without_torchao_names_the_package(net, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     with pytest.raises(ValueError, match="pip install torchao"):
-        check_machine(train_keys(precision="fp8", compile="blocks"), net, torch.device("cuda"))
+        check_machine(train_keys(precision="fp8", compile="blocks"), net, GPU)
 
 
 def test_a_process_with_a_gpu_uses_its_share_of_the_cores_too(monkeypatch):

@@ -8,11 +8,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib.util
+import logging
 import math
 import os
+import shutil
+import subprocess
 import sys
+import sysconfig
 import warnings
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +27,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import dit
 from errors import UserError
 
+log = logging.getLogger(__name__)
+
 # train.precision -> accelerate's name. fp8 is bf16 with float8 products in the blocks.
 MIXED_PRECISION = {"fp32": "no", "bf16": "bf16", "fp8": "bf16"}
 # train.attention -> torch's name. `auto` leaves the choice to torch.
@@ -32,6 +38,7 @@ ATTENTION_KERNELS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
+CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # the modes of train.compile that record them on a GPU
 FP8_CAPABILITY = (8, 9)  # Ada and Hopper are the first to multiply float8
 
 # What `selective` keeps: matrix products and attention, which are slow to recompute. The rest (norms, modulation,
@@ -62,19 +69,48 @@ def checkpoint_activations(net: dit.DiT, what: str) -> None:
         block.forward = partial(checkpoint, block.forward, **settings)
 
 
+def allow_tf32(device: torch.device, allowed: bool) -> None:
+    """On CUDA, let tensor cores compute products and convolutions of float32 in TF32 (10 bits of mantissa), or forbid it.
+
+    torch.backends.cuda.matmul.fp32_precision alone would not do: parts of inductor read the older setting, and torch raises
+    where the two differ. This function sets both.
+    """
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high" if allowed else "highest")
+        torch.backends.cudnn.allow_tf32 = allowed
+
+
+def resolve_compile(mode: str, device: torch.device) -> str:
+    """A mode of `compile_network`; `auto` is `blocks` on CUDA where its compilers are installed, and `none` elsewhere."""
+    if mode != "auto":
+        return mode
+    return "blocks" if device.type == "cuda" and not _missing_for_triton() else "none"
+
+
 def compile_network(net: dit.DiT, mode: str) -> None:
     """torch.compile for the shapes of this run. Call it before `checkpoint_activations`.
 
     Args:
-        mode: `none`; `blocks` compiles once for all blocks that see the same number of tokens, which is quick; any other is a
-            mode of torch.compile, for the whole network.
+        mode: `none`; `blocks` compiles once for all blocks that see the same number of tokens, which is quick; `segments`
+            compiles each run of blocks between the ends of routes as one; any other is a mode of torch.compile, for the whole
+            network. Not `auto`: see `resolve_compile`.
     """
-    if mode != "none":
-        use_sigmoid_gelu(net)
+    if mode == "none":
+        return
+    use_sigmoid_gelu(net)
+    # All networks of a process compile DiTBlock.forward. Its variants are few: in training dense, routed and in float32; in
+    # sampling one for each size of batch (ImageSampler fills up smaller ones). But 8 are soon reached, and more are an error.
+    torch._dynamo.config.recompile_limit = 64
+    if mode in ("blocks", "segments"):
+        # DDP's forward would cut what is compiled inside of it where its buckets of gradients end. Of a whole network that lets
+        # communication overlap with the backward; blocks are small enough for that, and cuts only undo their fusion.
+        torch._dynamo.config.optimize_ddp = False
     if mode == "blocks":
         for block in net.blocks:
             block.forward = torch.compile(block.forward, dynamic=False, fullgraph=True)
-    elif mode != "none":
+    elif mode == "segments":
+        net.run_blocks = torch.compile(net.run_blocks, dynamic=False, fullgraph=True)
+    else:
         net.compile(mode=mode, dynamic=False)
 
 
@@ -134,6 +170,7 @@ def check_machine(train, net: dit.DiT, device: torch.device) -> None:
     Raises UserError if the machine lacks what a key asks for, with the key and what the machine has.
     """
     precision, name, is_cuda = train.precision, train.attention, device.type == "cuda"
+    mode = check_compile("train.compile", train.compile, device)
     if is_cuda and precision != "fp32" and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise UserError(f"train.precision={precision}: {_describe(device)} has no bfloat16; use train.precision=fp32")
     if precision == "fp8":
@@ -144,7 +181,7 @@ def check_machine(train, net: dit.DiT, device: torch.device) -> None:
             )
         if importlib.util.find_spec("torchao") is None:
             raise UserError("train.precision=fp8 needs torchao, which is not installed: pip install torchao")
-        if train.compile == "none":
+        if mode == "none":
             raise UserError(
                 "train.precision=fp8 is slower than bf16 unless casts and scales are compiled into the products; "
                 "add train.compile=blocks, or use train.precision=bf16"
@@ -160,7 +197,12 @@ def check_machine(train, net: dit.DiT, device: torch.device) -> None:
                 f"train.attention={name} is not there for {dtype} and heads of {head_width} on {_describe(device)}, "
                 f"which has {', '.join(usable)}; or leave the choice to torch: train.attention=auto"
             )
-    check_compile("train.compile", train.compile, device)
+    if is_cuda and mode in CUDA_GRAPHS and train.grad_accum_steps > 1:
+        raise UserError(
+            f"train.compile={mode} records CUDA graphs, whose gradients the next micro-batch would overwrite, and "
+            f"train.grad_accum_steps={train.grad_accum_steps}; use train.compile=max-autotune-no-cudagraphs or blocks, or "
+            "train.grad_accum_steps=1"
+        )
 
 
 def _can_run(kernel: SDPBackend, x: Tensor) -> bool:
@@ -174,16 +216,24 @@ def _can_run(kernel: SDPBackend, x: Tensor) -> bool:
     return True
 
 
-def check_compile(key: str, mode: str, device: torch.device) -> None:
-    """Raise UserError if a mode of `compile_network` needs a compiler that is not installed; `key` is named in the message."""
+def check_compile(key: str, mode: str, device: torch.device) -> str:
+    """`resolve_compile`, with a warning where `auto` would compile but cannot.
+
+    Raises UserError if another mode needs a compiler that is not installed; `key` is named in the message.
+    """
+    missing = _missing_for_triton() if device.type == "cuda" else None
+    if mode == "auto":
+        if missing:
+            log.warning("%s=auto compiles nothing, which makes steps slower: torch.compile needs %s", key, missing)
+        return resolve_compile(mode, device)
     if mode == "none":
-        return
+        return mode
     if mode == "reduce-overhead" and device.type != "cuda":
         raise UserError(
             f"{key}=reduce-overhead records CUDA graphs, and this run is on {_describe(device)}; use blocks or default"
         )
-    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
-        raise UserError(f"{key}={mode} on a GPU needs triton, which is not installed; use {key}=none")
+    if missing:
+        raise UserError(f"{key}={mode} on a GPU needs {missing}, or use {key}=none")
     if device.type == "cpu":
         from torch._inductor.cpp_builder import get_cpp_compiler
         from torch._inductor.exc import InvalidCxxCompiler
@@ -194,6 +244,27 @@ def check_compile(key: str, mode: str, device: torch.device) -> None:
             raise UserError(
                 f"{key}={mode} on a CPU needs a C++ compiler, which is not installed; install g++, or use {key}=none"
             ) from e
+    return mode
+
+
+@cache
+def _missing_for_triton() -> str | None:
+    """What torch.compile lacks on a GPU, in words. Triton starts its kernels by C code that it compiles on this machine."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton, which is not installed; install it (pip install triton)"
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        return "a C compiler, which is not installed; install gcc"
+    include = sysconfig.get_path("include", "posix_prefix")
+    try:
+        subprocess.run(
+            [compiler, f"-I{include}", "-fsyntax-only", "-include", "Python.h", "-x", "c", os.devnull],
+            check=True,
+            capture_output=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return f"Python's C headers, which {compiler} does not find; install them (python3-dev)"
+    return None
 
 
 def _describe(device: torch.device) -> str:

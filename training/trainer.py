@@ -28,7 +28,7 @@ from training import checkpoint as checkpoints
 from training.ema import EMA
 from training.run import RunFolder, name_file_in_errors
 from training.sharding import ddp_settings, distribute_like, full_tensor, gather_state_dict, local_shard, shard_network
-from training.speed import attention_kernel, checkpoint_activations, compile_network, use_float8
+from training.speed import attention_kernel, checkpoint_activations, compile_network, resolve_compile, use_float8
 from training.stop import StopSignal
 
 log = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class Trainer:
             self.ema.net.to(self.device)
         if cfg.train.precision == "fp8":
             use_float8(self.net)  # not the EMA, which stays float32
-        compile_network(self.net, cfg.train.compile)
+        compile_network(self.net, resolve_compile(cfg.train.compile, self.device))
         checkpoint_activations(self.net, cfg.train.activation_checkpointing)
         if self.is_sharded:
             shard_network(self.net, self.device, accelerator.num_processes, cfg.train)
