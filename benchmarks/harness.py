@@ -48,10 +48,10 @@ def choose_device(name: str | None) -> torch.device:
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def open_accelerator(device: str | None, cpu_threads: int | None, precision: str) -> Accelerator:
+def open_accelerator(device: str | None, cpu_threads: int | None, precision: str, tf32: bool = True) -> Accelerator:
     """accelerate on the device that was asked for; None: on what it chooses."""
     choose_device(device)
-    return cli.start_accelerator(cpu_threads, mixed_precision=MIXED_PRECISION[precision], cpu=device == "cpu")
+    return cli.start_accelerator(cpu_threads, tf32=tf32, mixed_precision=MIXED_PRECISION[precision], cpu=device == "cpu")
 
 
 def describe_machine(device: torch.device, settings: Settings) -> dict[str, object]:

@@ -55,11 +55,11 @@ from sampling.flops import step_flops
 from setup import cli
 from setup.schema import Compile
 from setup.settings import Count, Text, Whole
+from training.speed import CUDA_GRAPHS
 from training.trainer import Trainer
 
 # Left out of the Markdown table.
 SHARED = ("backbone", "precision", "batch_size", "resolution", "ms_lowest", "num_timed", "ceiling_tflops_per_sec")
-RECORDS_GRAPHS = ("reduce-overhead", "max-autotune")
 CHILD_LIMIT_SEC = 600
 PARTS = ("data", "forward", "backward", "optimiser", "ema")
 
@@ -93,7 +93,7 @@ rows).
 
 def main(arguments: Sequence[str]) -> None:
     settings = cli.parse_arguments(arguments, TrainStepSettings)
-    accelerator = open_accelerator(settings.device, settings.cpu_threads, settings.precision)
+    accelerator = open_accelerator(settings.device, settings.cpu_threads, settings.precision, settings.tf32)
     is_main, num_processes = accelerator.is_main_process, accelerator.num_processes
     report = Report("Training step", settings, accelerator.device, is_main, num_processes=num_processes)
     lines, sections, words = [], [NOTES], []
@@ -115,7 +115,7 @@ def measure_backbone(accelerator: Accelerator, backbone: str, data: Sequence[str
     variants = [*(["plain"] if settings.plain else []), *settings.compile]
     wanted, rows = list(itertools.product(variants, settings.models)), []
     for variant, model in wanted:
-        if accelerator.device.type == "cuda" and variant in RECORDS_GRAPHS and len(wanted) > 1:
+        if accelerator.device.type == "cuda" and variant in CUDA_GRAPHS and len(wanted) > 1:
             rows.append(measure_apart(accelerator, backbone, model, variant, settings))
             continue
         plain = variant == "plain"

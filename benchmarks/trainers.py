@@ -31,7 +31,7 @@ MODELS = ("dit", "tread")
 SHARD_SIZE = 4096
 # Keys of a benchmark that are keys of the training configuration.
 TRAINING_KEYS = {"model": "model", "backbone": "model.backbone", "seed": "seed", "num_workers": "data.num_workers"}
-TRAINING_KEYS |= {key: f"train.{key}" for key in ("batch_size", "precision", "compile")}
+TRAINING_KEYS |= {key: f"train.{key}" for key in ("batch_size", "precision", "compile", "tf32")}
 
 # What a benchmark leaves out of a run: it ends where the measurement does.
 QUIET = ["name=benchmark", "sample.every=0", "eval.every=0", f"train.num_steps={10**9}", f"checkpoint.every={10**9}"]
@@ -44,6 +44,7 @@ class CommonSettings(Settings):
     resolution: Literal[8, 256, 512] = 256  # of the images: random latents of an SD-VAE, 1,000 classes; 8: the embedded digits
     device: Literal["cpu", "cuda"] | None = None  # null: what accelerate chooses
     cpu_threads: Count | None = None  # as train.cpu_threads
+    tf32: bool = True  # as train.tf32
     overrides: list[str] = []  # more of the training configuration: [train.grad_clip_norm=1]
 
 

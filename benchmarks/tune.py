@@ -30,7 +30,7 @@ from math import inf
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from accelerate.utils import broadcast_object_list
@@ -39,9 +39,9 @@ from benchmarks.harness import Report, choose_device, emit, open_accelerator, re
 from benchmarks.memory import peak_bytes
 from benchmarks.trainers import QUIET, compose_config, trainer_of, write_random_latents
 from errors import UserError
-from setup import cli, schema
+from setup import cli
 from setup.settings import Count, Positive, Settings, Text
-from training.speed import FP8_CAPABILITY
+from training.speed import FP8_CAPABILITY, resolve_compile
 
 SAME_SPEED = 0.02  # two measurements of the same row differ by as much
 CLOSE = 0.15  # to the fastest row: worth another measurement
@@ -133,10 +133,9 @@ class Search:
             best = self.best_of(best, [{"train.attention": kernel} for kernel in ("flash", "cudnn", "efficient")])
         best = self.climb(best)
         if self.num_processes > 1:
-            compiled = (
-                {} if dict(best).get("train.compile", self.train.compile) in ("none", "blocks") else {"train.compile": "blocks"}
-            )
-            best = self.best_of(best, [{"train.parallel": "fsdp"} | compiled, {"train.gradient_precision": "bf16"}])
+            mode = dict(best).get("train.compile", self.configured("train.compile"))
+            sharded = {"train.parallel": "fsdp", "train.compile": mode if mode in ("none", "blocks") else "blocks"}
+            best = self.best_of(best, [sharded, {"train.gradient_precision": "bf16"}])
         return self.confirm()
 
     def precisions(self) -> list[str]:
@@ -145,11 +144,9 @@ class Search:
         return ["bf16", *(["fp8"] if torch.cuda.get_device_capability() >= FP8_CAPABILITY else [])]
 
     def compile_modes(self) -> list[str]:
-        """Those that this version and this device have; not `max-autotune`, which is tried where it is likely to win."""
-        wanted = ["none", "blocks", "segments", "default"]
-        if self.device.type == "cuda":
-            wanted += ["reduce-overhead", "max-autotune-no-cudagraphs"]
-        return [mode for mode in wanted if mode in get_args(schema.Compile)]
+        """Not `max-autotune`, which is tried where it is likely to win."""
+        on_gpu = ["reduce-overhead", "max-autotune-no-cudagraphs"] if self.device.type == "cuda" else []
+        return ["none", "blocks", "segments", "default", *on_gpu]
 
     def fit_in_memory(self) -> Changes:
         """The fewest micro-batches that fit."""
@@ -180,7 +177,7 @@ class Search:
         """The fastest of `best` and of it with one of the choices. Nothing is tried for a key that is given, or twice."""
         for choice in choices:
             candidate = self.with_choice(best, choice)
-            if not any(map(self.is_given, choice)) and candidate not in self.rows:
+            if candidate not in self.rows and not any(self.is_given(key) for key, _ in set(candidate) - set(best)):
                 self.measure(candidate)
         candidates = [candidate for choice in choices if (candidate := self.with_choice(best, choice)) in self.rows]
         fastest = min(candidates, key=self.ms, default=best)
@@ -193,10 +190,8 @@ class Search:
 
     def configured(self, key: str) -> str:
         """What a key of train.* is without changes; `auto` of train.compile is what it stands for."""
-        value = str(getattr(self.train, key.removeprefix("train."), None))
-        if key == "train.compile" and value == "auto":
-            return "blocks" if self.device.type == "cuda" else "none"
-        return value
+        value = getattr(self.train, key.removeprefix("train."))
+        return resolve_compile(value, self.device) if key == "train.compile" else str(value)
 
     def is_given(self, key: str) -> bool:
         return any(argument.lstrip("+-").partition("=")[0] == key for argument in self.given)
@@ -275,7 +270,7 @@ class Search:
 def measure_row(settings: RowSettings) -> None:
     """Steps of the trainer of train.py with these arguments."""
     cfg = compose_config([*settings.overrides, *QUIET])
-    accelerator = open_accelerator(settings.device, cfg.train.cpu_threads, cfg.train.precision)
+    accelerator = open_accelerator(settings.device, cfg.train.cpu_threads, cfg.train.precision, cfg.train.tf32)
     trainer = trainer_of(accelerator, cfg)
     batches, times_ms = trainer.batches(), []
 

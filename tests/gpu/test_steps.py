@@ -15,6 +15,8 @@ from benchmarks.harness import time_ms
 from benchmarks.trainers import run_loop
 from gpu.runs import SMALL, compiler_for, open_trainer
 from routing_module import Route
+from setup import build
+from training import speed
 
 
 @contextlib.contextmanager
@@ -85,16 +87,12 @@ def test_the_float32_block_after_a_route_costs_at_most_two_and_a_half_others(dev
     block = net.blocks[0].to(device)
     shape = (size.batch_size, net.num_tokens, net.pos_embed.shape[-1])
     h, c = torch.randn(shape, device=device, requires_grad=True), torch.randn(shape[0], shape[2], device=device)
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")  # as train.tf32
-    try:
-        with torch.autocast(device.type, torch.bfloat16):
-            fast, exact = (
-                median(time_ms(lambda run=run: run(h, c).float().sum().backward(), 10 if device.type == "cuda" else 1, device, 3))
-                for run in (block, lambda h, c: net._in_fp32(block, h, c))
-            )
-    finally:
-        torch.set_float32_matmul_precision(before)
+    speed.allow_tf32(device, True)
+    with torch.autocast(device.type, torch.bfloat16):
+        fast, exact = (
+            median(time_ms(lambda run=run: run(h, c).float().sum().backward(), 10 if device.type == "cuda" else 1, device, 3))
+            for run in (block, lambda h, c: net._in_fp32(block, h, c))
+        )
     assert exact < 2.5 * fast or device.type == "cpu"
 
 
@@ -124,3 +122,16 @@ def test_steps_that_record_cuda_graphs_learn_the_same(device, size, tmp_path, mo
             for name in (mode, "none")
         )
     assert all(a == pytest.approx(b, rel=0.02) for a, b in zip(graphs, plain)) and len(set(graphs)) == 8
+
+
+@pytest.mark.parametrize("keys", [["train.compile=blocks"], ["train.compile=none", "train.activation_checkpointing=blocks"]])
+def test_the_memory_of_a_step_is_what_was_estimated(device, size, tmp_path, keys):
+    memory = pytest.importorskip("training.memory")
+    trainer = open_trainer(device, size, tmp_path, *keys)
+    estimated = sum(memory.estimate(trainer.cfg.train, lambda: build.build_network(trainer.cfg), 1).values())
+    assert estimated > 0
+    if device.type == "cuda":
+        run_loop(trainer, 3)
+        torch.cuda.reset_peak_memory_stats(device)
+        run_loop(trainer, 3)
+        assert torch.cuda.max_memory_allocated(device) == pytest.approx(estimated, rel=0.15)
