@@ -102,7 +102,7 @@ def test_the_loop_ema_is_the_same_average():
         (train_step, "backbones=[DiT-S/3]", r"backbones='\[DiT-S/3\]' is not accepted; use DiT-XS/1 .*, or a list of them"),
         (train_step, "precision=fp16", r"precision='fp16' is not accepted; use fp32 \| bf16 \| fp8"),
         (loss_curves, "variants=bf16", r"variants='bf16' is not accepted; use .*<train.precision>/<train.compile>"),
-        (train_step, "compile=fast", r"compile='fast' is not accepted; use none \| blocks \| default"),
+        (train_step, "compile=fast", r"compile='fast' is not accepted; use auto \| none \| blocks \| segments"),
         (train_step, "resolution=128", r"resolution='128' is not accepted; use 8 \| 256 \| 512"),
         (train_step, "batch_size", r"batch_size is not a key or has no value; it takes .*\[backbones=\]"),
         (profile, "model=vit", r"model='vit' is not accepted; use dit \| tread"),
@@ -431,6 +431,18 @@ def test_a_gain_within_the_noise_does_not_complicate_the_command(monkeypatch, tm
     speed_of = lambda changes: next(turns[changes["train.precision"]]) if changes.get("train.precision") else 60.0  # noqa: E731
     search = search_with(monkeypatch, tmp_path, speed_of, "train.compile=none", "train.grad_accum_steps=1")
     assert search.run() in ((), (("train.precision", "bf16"),)) and len(search.rows) == 2
+
+
+def test_a_choice_is_compared_with_what_it_replaces_at_the_same_time(monkeypatch, tmp_path):
+    as_given = iter([200.0, 100.0, 100.0, 100.0, 100.0])  # the machine was busy at first
+
+    def speed_of(changes):
+        if not changes:
+            return next(as_given)
+        return 80.0 if changes == {"train.compile": "blocks"} else 150.0
+
+    search = search_with(monkeypatch, tmp_path, speed_of)
+    assert search.run() == (("train.compile", "blocks"),)  # not bf16, and with it blocks at 150
 
 
 def test_what_does_not_fit_is_cut_into_micro_batches(monkeypatch, tmp_path):
