@@ -16,8 +16,9 @@ the rest depends on to what gives least:
 5. train.grad_accum_steps: smaller micro-batches may suit the caches, larger ones a GPU
 6. with several processes train.parallel and train.gradient_precision: communication counts once the rest is fast
 
-What a choice replaces is measured again after it, so that a busy minute decides nothing. At the end the fastest rows are
-measured again, in turns. A row wins over one with fewer changed keys only if it is faster by 2% and in every round. Precision changes results by rounding: give train.precision to keep yours.
+What a choice replaces is measured again after it, so that a busy minute decides nothing. At the end the fastest row and the
+simplest of those close to it are measured again, in turns. A row wins over one with fewer changed keys only if it is faster by
+2% and in every round. Precision changes results by rounding: give train.precision to keep yours.
 """
 
 from __future__ import annotations
@@ -200,12 +201,13 @@ class Search:
         return any(argument.lstrip("+-").partition("=")[0] == key for argument in self.given)
 
     def confirm(self) -> Changes:
-        """Measure the fastest rows again, in turns; the simplest of those that no other beats in every round."""
+        """Measure the fastest and the simplest close to it again, in turns; the simplest that the fastest does not beat."""
         ordered = sorted((changes for changes in self.rows if self.ms(changes) < inf), key=self.ms)
         if not ordered:
             problems = "; ".join(dict.fromkeys(row["problem"] for rows in self.rows.values() for row in rows))
             raise UserError(f"no row could be measured: {problems}")
-        finalists = [c for c in ordered if self.ms(c) <= (1 + CLOSE) * self.ms(ordered[0])][:NUM_CONFIRMED]
+        close = [c for c in ordered[1:] if self.ms(c) <= (1 + CLOSE) * self.ms(ordered[0])]
+        finalists = [ordered[0], *sorted(close, key=lambda c: (len(c), self.ms(c)))][:NUM_CONFIRMED]
         if len(finalists) == 1:
             return finalists[0]
         for changes in [c for _ in range(self.settings.rounds) for c in finalists]:

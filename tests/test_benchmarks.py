@@ -395,6 +395,7 @@ def test_a_process_that_fails_is_a_row_with_a_reason(code, limit_sec, expected):
 def search_with(monkeypatch, tmp_path, speed_of, *given, device="cpu", num_gpus=1):
     """A Search whose rows take `speed_of(changes)` ms; a text is a problem."""
     monkeypatch.setattr(tune, "choose_device", lambda name: torch.device(device))
+    monkeypatch.setattr(tune, "resolve_compile", lambda mode, where: "blocks" if device == "cuda" else "none")  # of auto
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     search = tune.Search(tune.TuneSettings(), given, tmp_path)
@@ -471,7 +472,7 @@ def test_on_gpus_kernels_and_parallel_modes_are_tried_with_one_process_for_each(
     assert command.startswith("accelerate launch --multi_gpu --num_processes 8 train.py train.batch_size=64 ")
     assert "train.attention=cudnn" in command and "train.parallel=fsdp" in command
     tried = {value for changes in search.rows for _, value in changes}
-    assert {"bf16", "fp8", "blocks", "default", "reduce-overhead", "flash", "efficient"} <= tried
+    assert {"fp8", "none", "segments", "default", "reduce-overhead", "flash", "efficient"} <= tried
     assert search_with(monkeypatch, tmp_path, speed_of, "train.batch_size=6", device="cuda", num_gpus=4).num_processes == 3
 
 
