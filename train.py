@@ -23,7 +23,7 @@ from sampling.evaluator import Evaluator
 from sampling.sampler import ImageSampler
 from setup import build, cli, load, schema
 from training import checkpoint as checkpoints
-from training import speed
+from training import memory, speed
 from training.ema import EMA
 from training.provenance import describe_start
 from training.resume import find_initial, find_resume
@@ -46,6 +46,7 @@ def main(cfg: DictConfig) -> None:
     )
     build.check_batch_size(cfg, accelerator.num_processes)
     build.check_parallel(cfg.train, accelerator.num_processes, accelerator.distributed_type)
+    memory_needed = memory.check_memory(cfg.train, lambda: build.build_network(cfg), accelerator)
     set_seed(cfg.seed)
     net = build.build_network(cfg)
     speed.check_machine(cfg.train, net, accelerator.device)
@@ -72,7 +73,7 @@ def main(cfg: DictConfig) -> None:
         run.write_config(cfg.model_dump())
         if trainer.step < cfg.train.num_steps:
             run.log_start(describe_start(accelerator, trainer.step))
-        describe(trainer)
+        describe(trainer, memory_needed)
     if cfg.wandb.mode != "disabled" and accelerator.is_main_process:
         settings = {"name": cfg.name, "mode": cfg.wandb.mode, "dir": str(run.path), "id": run.wandb_id(), "resume": "allow"}
         accelerator.init_trackers(cfg.wandb.project, cfg.model_dump(), init_kwargs={"wandb": settings})
@@ -121,7 +122,7 @@ def build_sampler_and_evaluation(
     return sampler if cfg.sample.every else None, evaluation
 
 
-def describe(trainer: Trainer) -> None:
+def describe(trainer: Trainer, memory_needed: str) -> None:
     """What is about to run, in a few lines."""
     cfg, net, data = trainer.cfg, trainer.net, trainer.dataset
     num_parameters = sum(p.numel() for p in net.parameters() if p.requires_grad)
@@ -144,6 +145,7 @@ def describe(trainer: Trainer) -> None:
         log.log(logging.WARNING if line.startswith("warning:") else logging.INFO, "       %s", line)
     if trainer.step < cfg.train.num_steps:
         log.info("train  steps %d to %d, %s", trainer.step, cfg.train.num_steps, size)
+        log.info("memory %s", memory_needed)
     else:
         log.info("this run is complete at step %d; raise train.num_steps=%d to go on", trainer.step, cfg.train.num_steps)
 

@@ -23,10 +23,10 @@ from torch import nn
 
 from attach import as_routes, attach
 from benchmarks.harness import Several, choose_device, describe_machine, emit, spread, time_ms
-from benchmarks.memory import saved_for_backward
 from setup import cli
 from setup.schema import Precision
 from setup.settings import Count, Settings, Text
+from training.memory import saved_for_backward
 
 
 class AttachSettings(Settings):
@@ -75,7 +75,7 @@ def measure_network(network: nn.Module, inputs: dict, settings: AttachSettings) 
         for kind in sec:
             attachment = attach(network, routes, per_sample=settings.per_sample) if kind == "routed" else None
             if i == 0:  # the first step of each warms up
-                saved[kind] = saved_for_backward(network, forward)
+                saved[kind] = saved_for_backward(network, forward).total()
                 train_step()
             else:
                 sec[kind].append(time_ms(train_step, 1, device)[0] / 1000)

@@ -1,4 +1,4 @@
-"""Memory: of the process or the device, and of what a forward pass keeps for the backward."""
+"""Memory of the process or the device."""
 
 from __future__ import annotations
 
@@ -8,26 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
 
 PROCESS = Path("/proc/self")  # Linux alone has it
-
-
-def saved_for_backward(network: nn.Module, compute_loss: Callable[[], Tensor]) -> int:
-    """Bytes that a forward pass keeps for the backward; weights do not count, casts of them do."""
-    weights = {p.untyped_storage().data_ptr() for p in network.parameters()}
-    saved: dict[int, int] = {}  # by address: everything that is kept is alive until the loss goes
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            saved[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = compute_loss()
-    del loss
-    return sum(saved.values())
 
 
 def peak_bytes(action: Callable[[], object], device: torch.device) -> int | None:

@@ -47,7 +47,7 @@ from benchmarks.harness import (
     time_ms,
     timed,
 )
-from benchmarks.memory import peak_bytes, saved_for_backward
+from benchmarks.memory import peak_bytes
 from benchmarks.peaks import fastest_product, published_flops
 from benchmarks.trainers import MODELS, CommonSettings, data_overrides, open_trainer, run_loop
 from errors import UserError
@@ -55,6 +55,7 @@ from sampling.flops import step_flops
 from setup import cli
 from setup.schema import Compile
 from setup.settings import Count, Text, Whole
+from training.memory import saved_for_backward
 from training.speed import CUDA_GRAPHS
 from training.trainer import Trainer
 
@@ -219,7 +220,7 @@ class StepRow:
         self.peak_flops.append((before + fastest_product(*ceiling)) / 2)
         if is_first and self.variant in ("none", "plain"):
             trainer, (micro_batch, *_) = self.trainer, next(self.batches)
-            self.saved_bytes = saved_for_backward(trainer.net, lambda: trainer.loss(trainer.parts[0], *micro_batch))
+            self.saved_bytes = saved_for_backward(trainer.net, lambda: trainer.loss(trainer.parts[0], *micro_batch)).total()
 
     def take_loop_turn(self) -> None:
         """The same through `Trainer.train()`: what it does around a step, a wait for the device say, is in no step alone."""

@@ -11,7 +11,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import dit
 from benchmarks import gpu, harness, loader, loss_curves, peaks, profile, sampling, scaling, train_step, tune
-from benchmarks.memory import saved_for_backward
 from benchmarks.plain import PlainEMA
 from errors import UserError
 from routing_module import Route, TokenRouter
@@ -19,6 +18,7 @@ from sampling import flops
 from setup import cli
 from setup.settings import Count, Settings
 from training.ema import EMA
+from training.memory import saved_for_backward
 
 TINY_STEP = ["backbones=DiT-XS/2", "resolution=8", "batch_size=4", "rounds=2", "steps=1", "warmup=1", "cpu_threads=1"]
 
@@ -68,7 +68,7 @@ def test_an_image_of_dit_s_2_costs_36_gflop():
 def saved_bytes(net, batch_size):
     g = torch.Generator().manual_seed(0)
     inputs = torch.randn(batch_size, 4, 32, 32, generator=g), torch.randn(batch_size, generator=g), torch.arange(batch_size)
-    return saved_for_backward(net, lambda: net(*inputs).square().mean())
+    return saved_for_backward(net, lambda: net(*inputs).square().mean()).total()
 
 
 def test_what_a_step_saves_grows_linearly_in_the_batch_and_routes_lower_it_as_they_lower_the_flops():

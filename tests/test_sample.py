@@ -2,6 +2,8 @@
 
 import re
 import shutil
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,7 +11,14 @@ import torch
 from conftest import LAUNCH_2, composed, finish, forget_accelerate, start
 from PIL import Image
 
+import dit
+import guidance as guidances
+from latents.autoencoders import Identity
+from sampling.sampler import ImageSampler
+from setup import build, schema
 from training import checkpoint as checkpoints
+from training.ema import EMA
+from training.speed import compile_network
 
 FEW = ["num_steps=3", "cpu_threads=1"]
 
@@ -63,6 +72,33 @@ def test_a_compiled_network_samples_the_same_images(sample, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda f, **how: compiled.append(f) or compile_function(f, **how))
     assert_same_images(plain, sample("fast", "seeds=0-1", "compile=blocks"))
     assert len(compiled) == 12
+
+
+def test_a_compiled_network_meets_one_size_of_batch_and_weights_that_come_and_go(monkeypatch):
+    graphs, compile_function = [], torch.compile
+    keep = lambda graph, inputs: graphs.append(graph) or graph  # noqa: E731
+    monkeypatch.setattr(torch, "compile", partial(compile_function, backend=keep))
+    torch.compiler.reset()
+    net = dit.DiT(input_size=4, patch_size=2, in_channels=1, num_classes=3, depth=2, width=16, num_heads=2, init="official_tread")
+    ema = EMA(net, 0.9)
+    diffusion = build.build_diffusion(schema.check(composed(["diffusion.sampler.num_steps=2"]), schema.TrainConfig).diffusion)
+    guidance = partial(guidances.cfg, cfg_scale=2.0)
+    shape = {"latent_shape": (1, 4, 4), "num_classes": 3, "scale_factor": 1.0, "device": torch.device("cpu")}
+    with torch._dynamo.config.patch():
+        plain = ImageSampler(ema.net, diffusion, net.router, guidance, Identity(), **shape)
+        expected = [plain([0, 1, 2], [0, 1, 2]), plain([3], [0])]
+        compile_network(ema.net, "blocks")
+        sampler = replace(plain, is_compiled=True)
+        got = [sampler([0, 1, 2], [0, 1, 2]), sampler([3], [0])]
+        ema.shard_like(net)  # as FSDP has it: the network has weights inside full_weights only
+        for _ in range(2):
+            with ema.full_weights(here=True):
+                got.append(sampler([3], [0]))
+    for images, others in zip(got, [*expected, expected[1], expected[1]]):
+        assert images.shape == others.shape
+        assert np.abs(images.astype(int) - others).max() <= 1
+    assert len(graphs) == 1  # one batch of 3, with and without label, of every step
+    assert sampler.evaluations_per_image == plain.evaluations_per_image
 
 
 @pytest.mark.parametrize("subset", ["redraw", "fixed"])

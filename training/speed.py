@@ -43,7 +43,7 @@ FP8_CAPABILITY = (8, 9)  # Ada and Hopper are the first to multiply float8
 
 # What `selective` keeps: matrix products and attention, which are slow to recompute. The rest (norms, modulation,
 # activations) is most of the memory and little of the time.
-_KEPT = [
+SELECTIVELY_KEPT = [
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
@@ -64,7 +64,7 @@ def checkpoint_activations(net: dit.DiT, what: str) -> None:
         return
     settings = {"use_reentrant": False, "preserve_rng_state": False}  # nothing in a block is random
     if what == "selective":
-        settings["context_fn"] = partial(create_selective_checkpoint_contexts, _KEPT)
+        settings["context_fn"] = partial(create_selective_checkpoint_contexts, SELECTIVELY_KEPT)
     for block in net.blocks:
         block.forward = partial(checkpoint, block.forward, **settings)
 
