@@ -193,7 +193,7 @@ def test_every_key_has_a_comment():
         ("train.batch_size=true", r"train.batch_size=True is not accepted"),
         ("train.precision=fp16", r"train.precision='fp16' is not accepted; use fp32 \| bf16 \| fp8"),
         ("train.attention=triton", r"train.attention='triton' is not accepted; use auto \| flash \| cudnn \| efficient \| math"),
-        ("train.compile=always", r"train.compile='always' is not accepted; use none \| blocks \| default"),
+        ("train.compile=always", r"train.compile='always' is not accepted; use auto \| none \| blocks \| segments"),
         (
             "train.activation_checkpointing=all",
             r"train.activation_checkpointing='all' is not accepted; use none \| blocks \| select",

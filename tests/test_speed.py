@@ -114,7 +114,10 @@ def test_compiled_segments_agree_with_plain_blocks_and_end_where_routes_do(net, 
 
 
 @pytest.mark.parametrize("what", ["blocks", "segments"])
-def test_ddp_does_not_cut_what_is_compiled(net, graphs, what):
+def test_ddp_does_not_cut_what_is_compiled(graphs, what):
+    # Two buckets of 1 MiB, the least that DDP's optimizer takes, in each block.
+    settings = dict(input_size=8, patch_size=2, in_channels=3, num_classes=5, depth=6, width=192, num_heads=2)
+    net = dit.DiT(**settings, routes=[Route(0.5, 1, 3)]).train()
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
 
@@ -125,11 +128,11 @@ def test_ddp_does_not_cut_what_is_compiled(net, graphs, what):
             compile_network(fast, what)
             if cut:
                 torch._dynamo.config.optimize_ddp = True
-            outputs_and_gradients(DistributedDataParallel(fast, bucket_cap_mb=0.01, find_unused_parameters=True))
+            outputs_and_gradients(DistributedDataParallel(fast, bucket_cap_mb=1, find_unused_parameters=True))
             return len(graphs)
 
         assert count_graphs(cut=False) == 2  # dense and routed
-        assert count_graphs(cut=True) > 4  # so that the test would see it
+        assert count_graphs(cut=True) > 2  # so that the test would see it
     finally:
         distributed.destroy_process_group()
 
