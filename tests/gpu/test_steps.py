@@ -16,7 +16,7 @@ from benchmarks.trainers import run_loop
 from gpu.runs import SMALL, compiler_for, open_trainer
 from routing_module import Route
 from setup import build
-from training import speed
+from training import memory, speed
 
 
 @contextlib.contextmanager
@@ -126,7 +126,6 @@ def test_steps_that_record_cuda_graphs_learn_the_same(device, size, tmp_path, mo
 
 @pytest.mark.parametrize("keys", [["train.compile=blocks"], ["train.compile=none", "train.activation_checkpointing=blocks"]])
 def test_the_memory_of_a_step_is_what_was_estimated(device, size, tmp_path, keys):
-    memory = pytest.importorskip("training.memory")
     trainer = open_trainer(device, size, tmp_path, *keys)
     estimated = sum(memory.estimate(trainer.cfg.train, lambda: build.build_network(trainer.cfg), 1).values())
     assert estimated > 0
