@@ -194,6 +194,24 @@ def test_bfloat16_and_float8_are_as_wrong_as_their_digits_allow(net):
     assert fp8[1] > bf16[1]
 
 
+def test_float8_from_bfloat16_weights_is_as_exact(net, monkeypatch):
+    """As FSDP gathers them. torchao asks for CUDA's autocast alone."""
+    monkeypatch.setattr(torch, "get_autocast_gpu_dtype", lambda: torch.bfloat16)
+    expected, fast = outputs_and_gradients(net), copy.deepcopy(net)
+    use_float8(fast, emulate=True)
+    rounded = copy.deepcopy(fast)
+    for i, block in enumerate(rounded.blocks):
+        if i not in net.fp32_layers:
+            block.bfloat16()
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            errors, errors_rounded = relative_errors(fast, expected), relative_errors(rounded, expected)
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+    assert errors_rounded == pytest.approx(errors, rel=0.2)
+
+
 def test_float8_changes_no_name_and_leaves_the_float32_block_and_the_modulation(net):
     fast = copy.deepcopy(net)
     use_float8(fast, emulate=True)
