@@ -87,6 +87,8 @@ def main(arguments: Sequence[str]) -> None:
         report = Report("The fastest settings", settings, search.device, arguments=given, num_processes=search.num_processes)
         command = search.command(search.run())
         rows = search.records()
+        if (drift := search.drift()) > CLOSE:
+            emit(f"warning: repeated rows differ by up to {drift:.0%}: the machine did other work; run it again when it is idle")
         report.save(rows, [NOTES, table(rows), f"Fastest: `{command}`\n"], [table(rows), f"fastest: {command}"])
 
 
@@ -245,6 +247,11 @@ class Search:
     def ms(self, changes: Changes) -> float:
         """Milliseconds per step; infinite for a row that did not run."""
         return median([row.get("ms_per_step", inf) for row in self.rows.get(changes, [{}])])
+
+    def drift(self) -> float:
+        """The largest relative difference between two measurements of a row."""
+        measured = [[row["ms_per_step"] for row in rows if "ms_per_step" in row] for rows in self.rows.values()]
+        return max((max(times) / min(times) - 1 for times in measured if times), default=0.0)
 
     def records(self) -> list[dict[str, object]]:
         """The table: the rows in the order of their first measurement."""
