@@ -247,7 +247,8 @@ class DiT(nn.Module):
         """Args:
             x: (B, C, H, W) latents.
             t: (B,) noise level, as the diffusion conditions on it (EDM: c_noise).
-            y: (B,) int64 labels; num_classes is the null class.
+            y: (B,) int64 labels, 0 to num_classes; num_classes is the null class. Nobody looks at the values: a GPU stops the
+                process at a label beyond them.
             drop_labels: (B,) bool, labels to replace by the null class; drawn when absent. Training mode only.
             route_scores: (B, R, N) uniform numbers for the selection rule; drawn when absent.
             selection_ratios: route with these ratios (one, or one per route), in evaluation mode too. By default the routes'
@@ -259,10 +260,14 @@ class DiT(nn.Module):
             (B, out_channels, H, W).
 
         Raises:
-            ValueError: latents of another size; drop_labels in evaluation mode; ratios or scores that do not fit the routes.
+            ValueError: latents of another size; t, y or drop_labels of another shape; drop_labels in evaluation mode; ratios
+                or scores that do not fit the routes; a router of another depth.
         """
         if x.shape[2:] != (self.input_size, self.input_size):
             raise ValueError(f"latents of {'x'.join(map(str, x.shape[2:]))}, but the network is for input_size={self.input_size}")
+        for name, value in (("t", t), ("y", y), ("drop_labels", drop_labels)):
+            if value is not None and value.shape != x.shape[:1]:  # one number would broadcast
+                raise ValueError(f"{name} has shape {tuple(value.shape)}; {len(x)} latents need {(len(x),)}")
         if self.training and drop_labels is None and self.class_dropout > 0:
             drop_labels = torch.rand(len(y), device=y.device, generator=generator) < self.class_dropout
         if drop_labels is not None and not self.training:
@@ -272,6 +277,11 @@ class DiT(nn.Module):
         c = self.t_embedder(t) + self.y_embedder(y, drop_labels)  # (B, D)
 
         router = router or self.router
+        if router.depth != len(self.blocks):
+            raise ValueError(f"the router is for a network of {router.depth} blocks, this one has {len(self.blocks)}")
+        if route_scores is not None and route_scores.shape[:2] != (len(x), len(router.routes)):
+            needed = (len(x), len(router.routes), self.num_tokens)
+            raise ValueError(f"route_scores has shape {tuple(route_scores.shape)}; these routes need {needed}")
         ratios = router.selection_ratios(selection_ratios) if self.training or selection_ratios is not None else ()
         active = [i for i, ratio in enumerate(ratios) if ratio > 0]
         starts = {router.routes[i].start_layer_idx: i for i in active}  # block index -> route

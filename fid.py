@@ -1,9 +1,9 @@
 """Judge checkpoints, or images on disk, with ADM's evaluation suite: FID, sFID, Inception Score, precision and recall.
 
-    accelerate launch fid.py checkpoint=runs/x/checkpoints/step_0400000 reference=VIRTUAL_imagenet256_labeled.npz \\
+    python fid.py checkpoint=runs/x/checkpoints/step_0400000 reference=VIRTUAL_imagenet256_labeled.npz \\
         num_samples=50000 guidance=cfg cfg_scale=1.5
-    accelerate launch fid.py checkpoints=runs/x num_samples=5000 guidance=cfg cfg_scale=[1.0,1.25,1.5]     # a sweep
-    accelerate launch fid.py images=samples.npz reference=VIRTUAL_imagenet256_labeled.npz
+    python fid.py checkpoints=runs/x num_samples=5000 guidance=cfg cfg_scale=[1.0,1.25,1.5]     # a sweep
+    python fid.py images=samples.npz reference=VIRTUAL_imagenet256_labeled.npz
 
 A list of checkpoints, weights, cfg_scale, num_steps, S_churn, solver or of a setting of the guidance (guidance.w=[1.2,1.5]) makes
 a sweep over all combinations: a table (CSV and Markdown) and a plot. Finished points are kept in results.jsonl; the same command
@@ -31,6 +31,7 @@ from errors import UserError
 from evaluations.images import open_images
 from evaluations.suite import format_metric, format_metrics, metrics_of, short_count
 from files import append_line, markdown_table, read_lines, write_file
+from latents import autoencoders
 from sampling.evaluator import Evaluator
 from sampling.sampler import ImageSampler
 from setup import build, cli, load, schema
@@ -77,6 +78,8 @@ def main(cfg: DictConfig) -> None:
     missing = broadcast_object_list([[i for i, (settings, _) in enumerate(points) if not results.find(settings)]])[0]
     log.info("%d of %d evaluations to do, in %s", len(missing), len(points), output)
     if missing:
+        for run_cfg in runs.values():  # before a detector and a reference that take minutes
+            autoencoders.find(cfg.autoencoder or run_cfg.data.autoencoder, "autoencoder")
         detector = build.build_detector(cfg.evaluation, accelerator)
         evaluator = Evaluator.open(accelerator, detector, reference, cfg.batch_size)
     for settings, load_sampler in (points[i] for i in missing):
@@ -100,7 +103,11 @@ def find_checkpoints(cfg: schema.FidConfig) -> list[Path]:
     if cfg.checkpoints is not None:
         folders = list(checkpoints.list_steps(Path(cfg.checkpoints) / "checkpoints").values())
         if not folders:
-            raise UserError(f"checkpoints={cfg.checkpoints} is not the folder of a run with checkpoints")
+            raise UserError(
+                f"checkpoints={cfg.checkpoints} is a run without checkpoints"
+                if (Path(cfg.checkpoints) / "checkpoints").is_dir()
+                else checkpoints.explain_path(Path(cfg.checkpoints), "checkpoints")
+            )
         for folder in folders:
             checkpoints.verify(folder)
         return folders

@@ -5,13 +5,18 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+from filelock import lock_descriptor
 
 from errors import UserError
+
+log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 22
 
@@ -45,6 +50,24 @@ def read_file(path: Path, size: int = -1) -> bytes:
         raise UserError(f"cannot read {path}: {e.strerror}") from e
 
 
+def lock_file(path: Path) -> IO | None:
+    """The opened file, locked until it is closed or this process ends, killed or not; None where another process holds the lock.
+
+    On a file system without locks (some NFS and Lustre mounts) it warns and goes on. Raises OSError where the file cannot be
+    opened.
+    """
+    file = open(path, "ab")
+    try:
+        is_ours = lock_descriptor(file.fileno(), blocking=False)
+    except OSError as e:
+        log.warning("%s cannot be locked (%s): make sure that no other process writes to this folder", path, e.strerror)
+        return file
+    if is_ours:
+        return file
+    file.close()
+    return None
+
+
 def append_line(path: Path, record: dict) -> None:
     """Append one JSON object to a file of JSON lines. A last line that was cut off is not joined to it.
 
@@ -67,7 +90,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, dict | None]]:
     """
     if not path.exists():
         return
-    for number, line in enumerate(path.read_text(errors="replace").splitlines(), start=1):
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
         try:
             value = json.loads(line)
         except ValueError:
@@ -122,6 +145,14 @@ def list_images(folder: Path, suffixes: Sequence[str]) -> list[str]:
 def is_hidden(name: str) -> bool:
     """Of a file or folder: hidden, or what macOS adds to a .zip. `list_images` leaves these out."""
     return name.startswith(".") or name == "__MACOSX"
+
+
+def relative_path(path: str | Path) -> str:
+    """The path from the working folder; on Windows, the whole path of what lies on another drive."""
+    try:
+        return os.path.relpath(path)
+    except ValueError:
+        return str(path)
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]], escape: Callable[[str], str] = str) -> str:

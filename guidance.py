@@ -11,6 +11,8 @@ the first branch elsewhere; None leaves a side open.
 from __future__ import annotations
 
 import functools
+import math
+import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -86,12 +88,16 @@ def sparse(
 
     Args:
         w: 1 is off: the strong branch alone, which for r_strong = 0 is the dense network.
-        r_strong, r_weak: fractions of the tokens that SKIP, 0 <= r_strong < r_weak < 1; 0 is dense.
+        r_strong, r_weak: fractions of the tokens that SKIP, 0 <= r_strong <= r_weak < 1; 0 is dense, equal ones guide nothing.
         subset: `redraw` draws the tokens at every evaluation, `fixed` once for each image.
 
     Raises:
-        ValueError: the network has no routes.
+        ValueError: the network has no routes; other ratios, an unknown subset.
     """
+    if subset not in SUBSETS or not 0 <= r_strong <= r_weak < 1:
+        raise ValueError(
+            f"r_strong={r_strong}, r_weak={r_weak}, subset={subset!r}: need 0 <= r_strong <= r_weak < 1 and one of {SUBSETS}"
+        )
     if inputs.routes_shape[0] == 0:
         raise ValueError("guidance=sparse needs a network with routes; use guidance=cfg, or give the network routes")
     scores = functools.cache(inputs.route_scores) if subset == "fixed" else inputs.route_scores
@@ -136,15 +142,31 @@ def _guide(
     level_lo: float | None,
     level_hi: float | None,
 ) -> Denoiser:
-    """D_weak + scale * (D - D_weak) of the two `estimates` (D, D_weak); `unguided` for scale 1 and outside of the bounds."""
+    """D_weak + scale * (D - D_weak) of the two `estimates` (D, D_weak); `unguided` for scale 1 and outside of the bounds.
+
+    Raises:
+        ValueError: a scale that is no finite number; bounds that leave nothing between them; a batch of mixed noise levels.
+    """
+    if not isinstance(scale, numbers.Real) or not math.isfinite(scale):
+        raise ValueError(f"the guidance scale {scale!r} must be one finite number, for all samples")
+    if level_lo is not None and level_hi is not None and level_lo >= level_hi:
+        raise ValueError(f"level_lo={level_lo} must be below level_hi={level_hi}: guidance is on between them")
     if scale == 1:
         return unguided
 
     def denoiser(x: Tensor, level: Tensor, y: Tensor) -> Tensor:
-        # In the precision of `level`, so that a bound equal to one of the sampler's noise levels counts. Waits for the device.
-        first = level[:1]
-        if (level_lo is not None and (first <= level_lo).item()) or (level_hi is not None and (first > level_hi).item()):
-            return unguided(x, level, y)
+        if level_lo is not None or level_hi is not None:
+            # In the precision of `level`, so that a bound equal to one of the sampler's noise levels counts.
+            outside = torch.zeros_like(level, dtype=torch.bool)
+            if level_lo is not None:
+                outside |= level <= level_lo
+            if level_hi is not None:
+                outside |= level > level_hi
+            some, every = torch.stack([outside.any(), outside.all()]).tolist()  # waits for the device
+            if some and not every:
+                raise ValueError("a batch holds noise levels on both sides of level_lo or level_hi; guide equal levels together")
+            if every:
+                return unguided(x, level, y)
         D, D_weak = estimates(x, level, y)
         return D_weak + scale * (D - D_weak)
 

@@ -7,6 +7,7 @@
     python prepare_latents.py synthetic num_items=4096 output=latents/random    # for benchmarks
     python prepare_latents.py digits output=<folder>     # the embedded digits, bit for bit as the repository ships them
     python prepare_latents.py reference images=<folder> output=<file.npz>       # for fid.py
+    python prepare_latents.py fetch                      # the SD-VAE and Inception, once where there is a network
 
 `encode` and `convert` continue where they were stopped when the same command is given again.
 """
@@ -24,7 +25,7 @@ import torch
 from accelerate.utils import InitProcessGroupKwargs
 
 from errors import UserError
-from evaluations.detector import InceptionDetector
+from evaluations.detector import InceptionDetector, fetch_weights
 from evaluations.images import open_images
 from evaluations.reference import write_reference
 from files import hash_bytes
@@ -35,10 +36,10 @@ from latents.prepare.formats import FORMATS, open_latents
 from latents.prepare.generate import digits, synthetic
 from latents.prepare.images import open_labelled_images
 from latents.prepare.inspect import fetch_spread, inspect_latents
-from latents.prepare.write import SHARD_SIZE, Dtype, Kind, ShardWriter
-from latents.progress import progress_bar
+from latents.prepare.write import SHARD_SIZE, Dtype, Kind, ShardWriter, check_output
 from latents.shards import LatentDataset, ShardInfo
 from latents.webdataset import TarLatents
+from progress import progress_bar
 from sampling.sampler import labelled_grid
 from setup import cli
 from setup.schema import Autoencoder, Precision
@@ -87,14 +88,16 @@ def encode(
     # A process that is done waits for the slowest one, however long that takes.
     patience = InitProcessGroupKwargs(timeout=timedelta(days=7))
     accelerator = cli.start_accelerator(cpu_threads, tf32=tf32, kwargs_handlers=[patience])
-    vae = autoencoders.build(autoencoder, accelerator.device, None, "autoencoder", precision)
-    if resolution % vae.factor:
-        raise UserError(f"resolution={resolution} is not a multiple of {vae.factor}, the pixels along one side of a latent")
     if autoencoder == "identity" and kind == "moments":
         raise UserError("kind=moments: pixels have no log-variance; use kind=sample with autoencoder=identity")
     source = open_labelled_images(images, labels)
     if Path(images).resolve() in (Path(output).resolve(), *Path(output).resolve().parents):
         raise UserError(f"output={output} lies in images={images}; give a folder elsewhere")
+    check_output(Path(output))
+    if known := autoencoders.known_scale_and_factor(autoencoder):
+        check_resolution(resolution, known[1])
+    vae = autoencoders.build(autoencoder, accelerator.device, None, "autoencoder", precision)
+    check_resolution(resolution, vae.factor)
     info = ShardInfo(kind, vae.scale_factor, autoencoder, resolution, source.count_classes(num_classes))
     settings = {
         "command": "encode",
@@ -113,6 +116,11 @@ def encode(
     if accelerator.is_main_process:
         writer.finish(source.class_names, source=images, crop=settings["crop"], precision=precision)
     accelerator.end_training()
+
+
+def check_resolution(resolution: int, factor: int) -> None:
+    if resolution % factor:
+        raise UserError(f"resolution={resolution} is not a multiple of {factor}, the pixels along one side of a latent")
 
 
 def convert(
@@ -252,7 +260,28 @@ def reference(
     log.info("wrote %s", output)
 
 
-COMMANDS = {command.__name__: command for command in (encode, convert, inspect, synthetic, digits, reference)}
+def fetch(autoencoder: Autoencoder = SD_VAE) -> None:
+    """Download the autoencoder and Inception into their caches, so that no other command needs a network.
+
+    What is there already is checked, and not downloaded again.
+    """
+
+    def fetch_autoencoder() -> Path | None:
+        folder = autoencoders.find(autoencoder, "autoencoder")
+        autoencoders.build(autoencoder, torch.device("cpu"), None, "autoencoder")  # reads it whole
+        return folder
+
+    problems = []
+    for name, action in ((autoencoder, fetch_autoencoder), ("Inception", fetch_weights)):
+        try:
+            log.info("%s is complete: %s", name, action())
+        except UserError as e:
+            problems.append(str(e))
+    if problems:
+        raise UserError("\n".join(problems))
+
+
+COMMANDS = {command.__name__: command for command in (encode, convert, inspect, synthetic, digits, reference, fetch)}
 
 
 def main(arguments: list[str]) -> None:
@@ -267,7 +296,7 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    logging.basicConfig(format="%(message)s", level=logging.INFO)
+    cli.log_to_stderr()
     try:
         cli.guard(lambda: main(sys.argv[1:]))
     except KeyboardInterrupt:

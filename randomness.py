@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -22,10 +23,23 @@ class SampleRandom(Protocol):
     def rand(self, *shape: int) -> Tensor: ...  # (B, *shape), in [0, 1)
 
 
-def _key(*parts: object) -> int:
-    """A 63-bit seed for a generator, from everything that the numbers depend on."""
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+def _key(*parts: int | str | tuple) -> int:
+    """A 63-bit seed for a generator, from everything that the numbers depend on. Raises TypeError for a float."""
+    digest = hashlib.blake2b(repr(tuple(map(_plain, parts))).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def _plain(part: int | str | tuple) -> int | str | tuple:
+    """Equal numbers give equal draws, also as NumPy's integers or tensors, which repr writes in another way."""
+    if isinstance(part, str):
+        return part
+    return tuple(map(_plain, part)) if isinstance(part, tuple) else int(operator.index(part))
+
+
+def check_rows(part: slice, batch_size: int) -> None:
+    """Raise ValueError unless a slice names rows of a batch of `batch_size`, at least one."""
+    if not isinstance(part, slice) or (part.stop or 0) > batch_size or not range(batch_size)[part]:
+        raise ValueError(f"{part} are not rows of a batch of {batch_size}")
 
 
 class StepRandom:
@@ -39,9 +53,14 @@ class StepRandom:
         stream: what the numbers are for. Streams are independent: one more draw in one does not change the others.
         batch_size: of the global batch.
         part: the rows of this process's micro-batch.
+
+    Raises:
+        ValueError: part goes beyond the batch.
+        TypeError: seed or step is no integer.
     """
 
     def __init__(self, seed: int, step: int, stream: str, batch_size: int, part: slice, device: torch.device):
+        check_rows(part, batch_size)
         self.batch_size, self.part, self.device = batch_size, part, device
         self.generator = torch.Generator(device).manual_seed(_key(seed, step, stream))
 
@@ -56,7 +75,7 @@ class SeedRandom:
     """Random numbers of sampling: row i is a function of seeds[i] alone. They are drawn on the CPU, so any device gets the same.
 
     Args:
-        seeds: one per sample; numbers, or tuples of them.
+        seeds: one per sample; integers, or tuples of them. Others raise TypeError.
         stream: what the numbers are for; streams are independent.
     """
 
@@ -65,10 +84,10 @@ class SeedRandom:
         self.device = device
 
     def randn(self, *shape: int) -> Tensor:
-        return torch.stack([torch.randn(*shape, generator=g) for g in self.generators]).to(self.device)
+        return torch.stack([torch.randn(shape, generator=g) for g in self.generators]).to(self.device)
 
     def rand(self, *shape: int) -> Tensor:
-        return torch.stack([torch.rand(*shape, generator=g) for g in self.generators]).to(self.device)
+        return torch.stack([torch.rand(shape, generator=g) for g in self.generators]).to(self.device)
 
 
 def class_of_seed(seed: int, num_classes: int) -> int:

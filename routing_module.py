@@ -28,7 +28,8 @@ class Route:
     end_layer_idx: int
 
 
-# Selection rules: (tokens (B, N, D), uniform random numbers (B, N)) -> scores (B, N). The highest scores stay in the route.
+# Selection rules: (tokens (B, N, D), uniform random numbers (B, N)) -> finite scores (B, N). The highest scores stay in the
+# route. NaN would count as the highest: nobody looks, as that would wait for the device.
 SelectionRule = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -61,7 +62,21 @@ SELECTIONS: dict[str, SelectionRule] = {"uniform": uniform_scores, "importance":
 
 def num_kept_tokens(num_tokens: int, selection_ratio: float) -> int:
     """K, the number of tokens that stay in the window: N - int(N * selection_ratio), at least 1."""
-    return num_tokens - int(num_tokens * selection_ratio)
+    _check_ratio("selection_ratio", selection_ratio)
+    return max(num_tokens - int(num_tokens * selection_ratio), 1)
+
+
+def _check_ratio(name: str, ratio: float) -> None:
+    if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 <= ratio < 1:
+        raise ValueError(f"{name}={ratio!r} must be a number in [0, 1): the fraction of tokens that skip the route")
+
+
+def apply_rule(rule: SelectionRule, x: Tensor, uniform: Tensor) -> Tensor:
+    """The scores (B, N) that a rule gives to tokens x (B, N, D). Raises ValueError if it gives another shape."""
+    scores = rule(x, uniform)
+    if scores.shape != x.shape[:2]:
+        raise ValueError(f"the selection rule gives scores of shape {tuple(scores.shape)}, the tokens need {tuple(x.shape[:2])}")
+    return scores
 
 
 class TokenRouter:
@@ -80,7 +95,7 @@ class TokenRouter:
         self.routes: tuple[Route, ...] = ()  # with indices that are not negative
         for i, route in enumerate(routes):
             start, end = (self._absolute(i, name, getattr(route, name)) for name in ("start_layer_idx", "end_layer_idx"))
-            self._check_ratio(f"routes[{i}].selection_ratio", route.selection_ratio)
+            _check_ratio(f"routes[{i}].selection_ratio", route.selection_ratio)
             if start > end:
                 raise ValueError(
                     f"routes[{i}]: start_layer_idx={route.start_layer_idx} (block {start}) comes after "
@@ -103,11 +118,6 @@ class TokenRouter:
             )
         return layer_idx % self.depth
 
-    @staticmethod
-    def _check_ratio(name: str, ratio: float) -> None:
-        if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 <= ratio < 1:
-            raise ValueError(f"{name}={ratio!r} must be a number in [0, 1): the fraction of tokens that skip the route")
-
     def selection_ratios(self, overrides: float | Sequence[float] | None = None) -> tuple[float, ...]:
         """The ratio of every route: its own, or `overrides` (one number for all routes, or one per route)."""
         if overrides is None:
@@ -117,7 +127,7 @@ class TokenRouter:
         if len(overrides) != len(self.routes):
             raise ValueError(f"selection_ratios={list(overrides)} must hold one ratio for each of {len(self.routes)} routes")
         for i, ratio in enumerate(overrides):
-            self._check_ratio(f"selection_ratios[{i}]", ratio)
+            _check_ratio(f"selection_ratios[{i}]", ratio)
         return tuple(float(ratio) for ratio in overrides)
 
     @staticmethod
@@ -139,13 +149,16 @@ class TokenRouter:
 
         Returns:
             ids_keep: (B, K) int64, the positions that stay, ascending (so that memory is read in order).
+
+        Raises:
+            ValueError: a ratio outside [0, 1); scores of another shape, given or by the rule.
         """
         B, N = x.shape[:2]
         if scores is None:
             scores = torch.rand(B, N, device=x.device, generator=generator)
         elif scores.shape != (B, N):
             raise ValueError(f"scores have shape {tuple(scores.shape)}, the tokens need {(B, N)}")
-        return TokenRouter.keep_highest(rule(x, scores), num_kept_tokens(N, selection_ratio))
+        return TokenRouter.keep_highest(apply_rule(rule, x, scores), num_kept_tokens(N, selection_ratio))
 
     @staticmethod
     def keep_highest(scores: Tensor, num_kept: int) -> Tensor:
@@ -155,6 +168,8 @@ class TokenRouter:
     @staticmethod
     def start_route(x: Tensor, ids_keep: Tensor) -> Tensor:
         """(B, N, D) -> (B, K, D): the tokens at `ids_keep`. Also for positions or masks (B, N) and (B, N, ...)."""
+        if len(ids_keep) != len(x):  # gather would drop the other samples
+            raise ValueError(f"ids_keep has shape {tuple(ids_keep.shape)}, but there are {len(x)} samples")
         index = ids_keep.reshape(ids_keep.shape + (1,) * (x.ndim - 2)).expand(-1, -1, *x.shape[2:])
         return x.gather(1, index)
 
@@ -170,5 +185,8 @@ class TokenRouter:
         Returns:
             (B, N, D). Tokens that skipped are bit-identical to `skipped`; gradients reach both inputs.
         """
+        if ids_keep.shape != x.shape[:2] or (len(x), *x.shape[2:]) != (len(skipped), *skipped.shape[2:]):  # it could broadcast
+            shapes = [tuple(tensor.shape) for tensor in (x, skipped, ids_keep)]
+            raise ValueError("x, skipped and ids_keep of shapes {}, {} and {} are not of one route".format(*shapes))
         index = ids_keep.unsqueeze(-1).expand_as(x)
         return skipped.scatter(1, index, x.to(skipped.dtype))  # (B, N, D)

@@ -1,7 +1,7 @@
 """Sample images from a checkpoint.
 
-    accelerate launch sample.py checkpoint=runs/digits_tread seeds=0-49 classes=0-9
-    accelerate launch sample.py checkpoint=runs/digits_tread/checkpoints/step_0000800 guidance=cfg cfg_scale=2 num_steps=30
+    python sample.py checkpoint=runs/digits_tread seeds=0-49 classes=0-9
+    python sample.py checkpoint=runs/digits_tread/checkpoints/step_0000800 guidance=cfg cfg_scale=2 num_steps=30
     accelerate launch --num_processes 8 sample.py checkpoint=runs/in256 seeds=0-49999 batch_size=128
 
 Image i depends on seed i (and the settings) alone, not on the batch size or the number of processes. The same command
@@ -18,11 +18,11 @@ from pathlib import Path
 import numpy as np
 from omegaconf import DictConfig, OmegaConf
 from PIL import Image
-from tqdm import tqdm
 
 from errors import UserError
 from evaluations.npz import write_npz
 from files import write_file
+from progress import progress_bar
 from randomness import class_of_seed
 from sampling.sampler import ImageSampler, describe_cost, labelled_grid
 from setup import build, cli, load, schema
@@ -128,7 +128,7 @@ def make_images(
 ) -> None:
     """Sample this process's seeds, {seed: label}, and write one PNG each; a PNG that exists is whole."""
     seeds = list(labels)
-    with tqdm(total=len(seeds), unit="image", dynamic_ncols=True, disable=not show_progress) as bar:
+    with progress_bar(total=len(seeds), unit="image", disable=not show_progress) as bar:
         for start in range(0, len(seeds), batch_size):
             batch = seeds[start : start + batch_size]
             for seed, image in zip(batch, sampler(batch, [labels[seed] for seed in batch])):

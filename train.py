@@ -1,10 +1,11 @@
 """Train a diffusion transformer, with or without token routing, on precomputed latents.
 
-    accelerate launch train.py model=tread                                  # the embedded digits, minutes on a laptop
-    accelerate launch train.py model=dit                                    # the same network without routes
-    accelerate launch train.py model=tread data=imagenet256 data.path=latents/in256 model.backbone=DiT-XL/2
-    accelerate launch train.py model=tread name=mine train.num_steps=2000   # any key of configs/ can be set
-    accelerate launch train.py model=dit name=tuned init_from=runs/mine     # from the weights of another run, without routes
+    python train.py model=tread                                  # the embedded digits, minutes on a laptop
+    accelerate launch train.py model=tread                       # the same, with a process for each GPU
+    python train.py model=dit                                    # the same network without routes
+    python train.py model=tread data=imagenet256 data.path=latents/in256 model.backbone=DiT-XL/2
+    python train.py model=tread name=mine train.num_steps=2000   # any key of configs/ can be set
+    python train.py model=dit name=tuned init_from=runs/mine     # from the weights of another run, without routes
 
 The run lives in runs/<name>/. The same command again goes on where it stopped.
 """
@@ -19,9 +20,10 @@ from accelerate.utils import set_seed
 from omegaconf import DictConfig
 
 from errors import UserError
+from progress import say_if_slow
 from sampling.evaluator import Evaluator
 from sampling.sampler import ImageSampler
-from setup import build, cli, load, schema
+from setup import build, cli, load, rows, schema
 from training import checkpoint as checkpoints
 from training import memory, speed
 from training.ema import EMA
@@ -35,9 +37,10 @@ log = logging.getLogger("train")
 
 def main(cfg: DictConfig) -> None:
     # Everything that can be wrong with the configuration, the data and the folder, before any slow work.
-    cfg = schema.check(cfg, schema.TrainConfig)
+    cfg, remarks = rows.name_run(cfg, schema.check(cfg, schema.TrainConfig))
     diffusion = build.build_diffusion(cfg.diffusion)
-    cfg, dataset = build.open_data(cfg)
+    with say_if_slow(log, "opening data.path=%s", cfg.data.path):
+        cfg, dataset = build.open_data(cfg)
     accelerator = cli.start_accelerator(
         cfg.train.cpu_threads,
         tf32=cfg.train.tf32,
@@ -48,7 +51,8 @@ def main(cfg: DictConfig) -> None:
     build.check_parallel(cfg.train, accelerator.num_processes, accelerator.distributed_type)
     memory_needed = memory.check_memory(cfg.train, lambda: build.build_network(cfg), accelerator)
     set_seed(cfg.seed)
-    net = build.build_network(cfg)
+    with say_if_slow(log, "building %s", cfg.model.backbone):
+        net = build.build_network(cfg)
     speed.check_machine(cfg.train, net, accelerator.device)
     ema = EMA(net, cfg.train.ema_decay)
     sampler, evaluation = build_sampler_and_evaluation(cfg, ema, accelerator)
@@ -73,7 +77,7 @@ def main(cfg: DictConfig) -> None:
         run.write_config(cfg.model_dump())
         if trainer.step < cfg.train.num_steps:
             run.log_start(describe_start(accelerator, trainer.step))
-        describe(trainer, memory_needed)
+        describe(trainer, remarks, memory_needed)
     if cfg.wandb.mode != "disabled" and accelerator.is_main_process:
         settings = {"name": cfg.name, "mode": cfg.wandb.mode, "dir": str(run.path), "id": run.wandb_id(), "resume": "allow"}
         accelerator.init_trackers(cfg.wandb.project, cfg.model_dump(), init_kwargs={"wandb": settings})
@@ -92,6 +96,7 @@ def build_sampler_and_evaluation(
     guidance = cfg.guidance if cfg.sample.every else schema.NoGuidance(name="none")  # guidance.* is for the grids
     build.check_guidance(guidance, cfg, diffusion)
     build.warn_of_guidance(guidance, cfg)
+    reference = build.open_reference(cfg.evaluation.reference, "evaluation.reference") if cfg.eval.every else None
     settings = load.find_second_checkpoint(guidance, cfg, accelerator)
     autoencoder = build.build_autoencoder(cfg, accelerator.device)
     compile_mode = speed.resolve_compile(cfg.train.compile, accelerator.device)
@@ -102,7 +107,6 @@ def build_sampler_and_evaluation(
     sampler = load.build_sampler(ema.net, cfg, settings, autoencoder, accelerator.device, **options)
     evaluation = None
     if cfg.eval.every:
-        reference = build.open_reference(cfg.evaluation.reference, "evaluation.reference")
         evaluator = Evaluator.open(accelerator, build.build_detector(cfg.evaluation, accelerator), reference, cfg.eval.batch_size)
         samplers = {}
         for scale in cfg.eval.cfg_scales:
@@ -110,7 +114,7 @@ def build_sampler_and_evaluation(
             try:
                 build.check_guidance(guidance, cfg, diffusion)
             except UserError as e:
-                raise UserError(f"eval.cfg_scales={scale:g}: {e}") from e
+                raise UserError(f"eval.cfg_scales={scale:g}: {e}; or set eval.cfg_scales=[1.0]") from e
             samplers[scale] = replace(
                 sampler,
                 guidance=build.build_guidance(guidance),
@@ -122,8 +126,8 @@ def build_sampler_and_evaluation(
     return sampler if cfg.sample.every else None, evaluation
 
 
-def describe(trainer: Trainer, memory_needed: str) -> None:
-    """What is about to run, in a few lines."""
+def describe(trainer: Trainer, remarks: list[str], memory_needed: str) -> None:
+    """What is about to run, in a few lines, with the remarks about its name."""
     cfg, net, data = trainer.cfg, trainer.net, trainer.dataset
     num_parameters = sum(p.numel() for p in net.parameters() if p.requires_grad)
     routes = [
@@ -139,6 +143,8 @@ def describe(trainer: Trainer, memory_needed: str) -> None:
     if trainer.is_sharded:
         size += ", sharded (fsdp)"
     log.info("run    %s", trainer.run.path)
+    for line in remarks:
+        log.info("       %s", line)
     log.info("model  %s, %.1fM parameters, %s", cfg.model.backbone, num_parameters / 1e6, ", ".join(routes) or "no routes")
     log.info("data   %s: %d latents %s, %d classes", data.path, len(data), shape, data.info.num_classes)
     for line in data.statements:

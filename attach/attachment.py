@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from attach.adapters import Adapter, ImageTokens, find_adapter
 from attach.hooks import BlockHooks, Plan, argument_names, check_thread
 from attach.presets import as_routes
-from routing_module import SELECTIONS, Route, SelectionRule, TokenRouter, num_kept_tokens, uniform_scores
+from routing_module import SELECTIONS, Route, SelectionRule, TokenRouter, apply_rule, num_kept_tokens, uniform_scores
 
 NO_BACKWARD = -1  # what torch calls the backward pass that runs when none does
 
@@ -248,7 +248,7 @@ class Attachment:
         """
         scores = plan.uniform[route]
         if tokens is not None:
-            scores = self.rule(tokens, scores.to(tokens.device).expand(len(tokens), -1))
+            scores = apply_rule(self.rule, tokens, scores.to(tokens.device).expand(len(tokens), -1))
             if self.shared:
                 scores = scores.mean(dim=0, keepdim=True)
         scores = scores.expand(plan.image.batch, -1)

@@ -9,7 +9,6 @@ It prints a JSON line per measurement, with the machine and the versions in the 
 
 from __future__ import annotations
 
-import resource
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -19,6 +18,11 @@ from unittest import mock
 
 import numpy as np
 import torch
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
 
 from benchmarks.harness import choose_device, describe_machine, emit, time_ms
 from evaluations import metrics
@@ -56,8 +60,10 @@ def main(arguments: Sequence[str]) -> None:
 def measure(what: str, action: Callable[[], object], device: torch.device, num_images: int = 0, repeats: int = 1) -> None:
     """Time `repeats` calls together and print the line."""
     sec = sum(time_ms(action, repeats, device)) / 1000
-    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    line = {"what": what, "sec": round(sec, 3), "peak_memory_gib": round(peak_bytes / 2**30, 2)}
+    line = {"what": what, "sec": round(sec, 3)}
+    if resource is not None:
+        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        line["peak_memory_gib"] = round(peak_bytes / 2**30, 2)
     if num_images:
         line["images_per_sec"] = round(num_images / sec, 1)
     if device.type == "cuda":

@@ -183,6 +183,9 @@ class Report:
 
     def __init__(self, title: str, settings: Settings, device: torch.device, is_main: bool = True, **about: object):
         self.title, self.output, self.is_main = title, settings.output, is_main
+        if self.output.endswith("/") or Path(self.output).is_dir():
+            folder = self.output.rstrip("/")
+            raise UserError(f"output={self.output} is a folder; give the name of the files in it: output={folder}/results")
         self._write("", "")
         machine = describe_machine(device, settings)
         described = machine.pop("settings")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,7 +24,7 @@ def peak_bytes(action: Callable[[], object], device: torch.device) -> int | None
         action()
         return None
     release_freed_memory()
-    (PROCESS / "clear_refs").write_text("5")  # the peak starts anew
+    (PROCESS / "clear_refs").write_text("5", encoding="utf-8")  # the peak starts anew
     before = process_bytes("status", "VmRSS")
     action()
     return process_bytes("status", "VmHWM") - before
@@ -31,13 +32,13 @@ def peak_bytes(action: Callable[[], object], device: torch.device) -> int | None
 
 def process_bytes(file: str, field: str) -> int | None:
     """What a file in /proc/self tells of this process; None where there is none."""
-    lines = (PROCESS / file).read_text().splitlines() if (PROCESS / file).exists() else []
+    lines = (PROCESS / file).read_text(encoding="utf-8").splitlines() if (PROCESS / file).exists() else []
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")), None)
 
 
 def release_freed_memory() -> None:
     """Give back to the system the memory that speed.use_cores keeps, so that one row's memory is not another's."""
     gc.collect()
-    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if malloc_trim is not None:
         malloc_trim(0)

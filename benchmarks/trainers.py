@@ -20,7 +20,7 @@ from benchmarks.plain import PlainEMA, make_blocks_plain, make_optimizer_plain
 from configs import experiments
 from errors import UserError
 from latents.shards import ShardInfo, write_shard
-from setup import build, cli, schema
+from setup import arguments, build, schema
 from setup.settings import Count, Settings
 from training import speed
 from training.ema import EMA
@@ -56,10 +56,10 @@ def compose_config(overrides: Sequence[str]) -> schema.TrainConfig:
     """
     experiments.register()
     try:
-        with initialize_config_dir(str(cli.CONFIGS), version_base="1.3"):
+        with initialize_config_dir(str(arguments.CONFIGS), version_base="1.3"):
             return schema.check(compose("config", list(overrides)), schema.TrainConfig)
     except HydraException as e:
-        raise UserError(f"overrides: {cli.explain(e, schema.TrainConfig)}") from e
+        raise UserError(f"overrides: {arguments.explain(e, schema.TrainConfig)}") from e
 
 
 def write_random_latents(folder: Path, num_items: int, resolution: int, kind: str) -> None:

@@ -21,7 +21,7 @@ GROUPS = ("data", "model", "diffusion", "guidance")
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a table. Its run is named after it and the seed: table2_dit_b2_tread_seed0.
+    """A row of a table. Its run is named after it, the seed, and what the run changed: table2_dit_b2_tread_seed0.
 
     Attributes:
         table: the heading that reports put it under.

@@ -30,6 +30,10 @@ class EDM:
     P_std: float = 1.2
     sampler: HeunSampler = HeunSampler()
 
+    def __post_init__(self):
+        if self.sigma_data <= 0 or self.P_std < 0:
+            raise ValueError(f"sigma_data={self.sigma_data} must be above 0, and P_std={self.P_std} at least 0")
+
     def coefficients(self, sigma: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """c_skip, c_out, c_in, c_noise (Table 1, column "Ours"), each of sigma's shape."""
         total = sigma**2 + self.sigma_data**2
@@ -40,15 +44,22 @@ class EDM:
 
         Args:
             x: (B, C, H, W) float32, latents plus noise of standard deviation sigma.
-            sigma: (B,) float32.
+            sigma: (B,) float32, above 0.
             y: (B,) int64 labels.
 
         Returns:
             (B, C, H, W) float32, the network's estimate of the clean latents. Extra output channels of the network
             (the learned variance of published DiT checkpoints) are dropped.
+
+        Raises:
+            ValueError: sigma of another shape; a network whose output is not of x's shape.
         """
+        if sigma.shape != x.shape[:1]:
+            raise ValueError(f"sigma has shape {tuple(sigma.shape)}; {len(x)} latents need {(len(x),)}")
         c_skip, c_out, c_in, c_noise = self.coefficients(sigma.reshape(-1, 1, 1, 1))
         F_x = net(c_in * x, c_noise.flatten(), y, **net_kwargs)[:, : x.shape[1]]
+        if F_x.shape != x.shape:  # it would broadcast
+            raise ValueError(f"the network makes {tuple(F_x.shape)} of latents {tuple(x.shape)}")
         return c_skip * x + c_out * F_x.float()
 
     def loss(self, net: Callable[..., Tensor], x: Tensor, y: Tensor, random: SampleRandom, **net_kwargs) -> Tensor:
@@ -57,7 +68,7 @@ class EDM:
         Args:
             x: (B, C, H, W) float32, clean latents.
             y: (B,) int64 labels.
-            random: source of sigma, then of the noise.
+            random: source of sigma, then of the noise, for B samples.
         """
         sigma = (self.P_mean + self.P_std * random.randn()).exp()  # (B,)
         noisy = x + sigma.reshape(-1, 1, 1, 1) * random.randn(*x.shape[1:])

@@ -32,6 +32,10 @@ class HeunSampler:
     S_max: float = math.inf
     S_noise: float = 1.0
 
+    def __post_init__(self):
+        if self.num_steps < 1 or not 0 < self.sigma_min <= self.sigma_max or self.rho <= 0 or self.S_churn < 0:
+            raise ValueError(f"{self} needs num_steps >= 1, 0 < sigma_min <= sigma_max, rho > 0 and S_churn >= 0")
+
     def noise_levels(self) -> list[float]:
         """num_steps levels from sigma_max to sigma_min, then 0 (Eq. 5)."""
         last = max(self.num_steps - 1, 1)
@@ -65,6 +69,9 @@ class HeunSampler:
 
         Returns:
             (B, C, H, W) float32 latents. The state in between is float64 where the device has it.
+
+        Raises:
+            ValueError: S_churn > 0 without random.
         """
         if self.S_churn > 0 and random is None:
             raise ValueError(f"S_churn={self.S_churn} adds noise: pass random, or set S_churn=0")

@@ -11,9 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from downloads import download
 from errors import UserError
 from evaluations.features import Features, check_images, sha256_of_file
 from evaluations.metrics import full_float32
+from progress import say_if_slow
 
 log = logging.getLogger(__name__)
 
@@ -36,14 +38,13 @@ def fetch_weights(show_progress: bool = True) -> Path:
     """
     file = cached_weights_file()
     if not file.exists():
-        log.info("downloading %s to %s", WEIGHTS_URL, file)
         try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            torch.hub.download_url_to_file(WEIGHTS_URL, str(file), hash_prefix=WEIGHTS_SHA256, progress=show_progress)
-        except (OSError, RuntimeError) as e:  # urllib's errors are OSErrors; RuntimeError: another hash
+            download(WEIGHTS_URL, file, WEIGHTS_SHA256, show_progress)
+        except UserError as e:
             raise UserError(
-                f"the Inception weights cannot be downloaded ({e}); get {WEIGHTS_URL} elsewhere and put it at {file}, "
-                "or set evaluation.weights=<the file> (weights= for prepare_latents.py reference)"
+                f"the Inception weights cannot be downloaded ({e}); run `python prepare_latents.py fetch` once where there is a "
+                f"network (TORCH_HOME moves the cache), or get {WEIGHTS_URL} elsewhere and put it at {file}, or set "
+                "evaluation.weights=<the file> (weights= for prepare_latents.py reference)"
             ) from e
     sha256 = sha256_of_file(file)
     if not sha256.startswith(WEIGHTS_SHA256):
@@ -83,9 +84,12 @@ class InceptionDetector:
         if not sha256.startswith(WEIGHTS_SHA256):
             log.warning("%s is not the published Inception (SHA-256 %s...): its scores compare with no paper's", file, sha256[:8])
         self.weights_hash = sha256 if precision == "fp32" else f"{sha256}-{precision}"
-        net = _Network(_build_extractor(file)).to(self.device)
+        with say_if_slow(log, "loading Inception"):
+            net = _Network(_build_extractor(file)).to(self.device)
         if self.device.type == "cuda":
             net = net.to(memory_format=torch.channels_last)
+        if compile:
+            log.info("compiling Inception: the first batch takes about a minute longer, once")
         self._net = torch.compile(net) if compile else net
 
     @torch.no_grad()

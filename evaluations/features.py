@@ -37,6 +37,11 @@ class Features:
     spatial: Tensor | None = None
     statistics: dict[str, Statistics] = field(default_factory=dict)
 
+    def __post_init__(self):
+        sizes = {name: tuple(x.shape) for name, x in self.tensors().items()}
+        if any(len(size) != 2 or size[0] != len(self.pool) for size in sizes.values()):
+            raise ValueError(f"features must be [N, ...] with one N, not {sizes}")
+
     def __len__(self) -> int:
         return len(self.pool)
 

@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from errors import UserError
-from evaluations.npz import NpzImages, check_stop
+from evaluations.npz import NpzImages, check_range
 from files import hash_bytes, list_images
 
 SUFFIXES = (".png", ".jpg", ".jpeg")
@@ -33,6 +33,8 @@ def adm_center_crop(image: Image.Image, resolution: int) -> np.ndarray:
     A box filter halves the image (RGB) while its shorter side has 2 * resolution pixels or more. A bicubic filter then scales
     the shorter side to the resolution, and the centre is cut out: uint8 [resolution, resolution, 3].
     """
+    if image.mode != "RGB":
+        raise ValueError(f"the image has mode {image.mode}; read_rgb gives RGB")
     while min(image.size) >= 2 * resolution:
         image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
     factor = resolution / min(image.size)
@@ -100,7 +102,7 @@ class ImageFolder:
 
     def batches(self, batch_size: int, start: int = 0, stop: int | None = None) -> Iterator[np.ndarray]:
         """As `NpzImages.batches`; errors name the file that cannot be decoded."""
-        stop = check_stop(self, stop)
+        stop = check_range(self, batch_size, start, stop)
         with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
             for i in range(start, stop, batch_size):
                 yield np.stack(list(pool.map(self._read, self.files[i : min(i + batch_size, stop)])))

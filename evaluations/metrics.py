@@ -32,7 +32,7 @@ def frechet_distance(first: Statistics | Tensor, second: Statistics | Tensor) ->
     Raises:
         UserError: different D, fewer than 2 samples, NaN or infinite features.
     """
-    _check_same_size(*(x.shape[1] if isinstance(x, Tensor) else len(x.mu) for x in (first, second)))
+    _check_same_size(*(x.shape[-1] if isinstance(x, Tensor) else len(x.mu) for x in (first, second)))
     first, second = (statistics_of(x) if isinstance(x, Tensor) and len(x) > x.shape[1] else x for x in (first, second))
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         (mu1, x1), (mu2, x2) = _centred(first), _centred(second)
@@ -85,10 +85,15 @@ def inception_score(logits: Tensor, split_size: int = 5000) -> float:
 
     Args:
         logits: [N, C], in the order of the samples; for Inception without the bias of the last layer.
+
+    Raises:
+        UserError: no samples, NaN or infinite logits, probabilities instead of logits.
     """
     if len(logits) == 0:
         raise UserError("the Inception Score needs samples; there are none")
     check_finite(logits)
+    if not logits.is_floating_point() or ((logits >= 0).all() and (logits.double().sum(1) - 1).abs().max() < 1e-3):
+        raise UserError("the Inception Score takes logits; these are probabilities or integers")
     scores = []
     for split in logits.split(split_size):
         log_p = split.double().log_softmax(dim=1)  # finite where log(softmax) is not
@@ -104,10 +109,13 @@ def class_agreement(logits: Tensor, labels: Tensor) -> float:
     """Share of samples [N, C] whose most likely class is the one that was asked for, labels [N]."""
     if labels.shape != logits.shape[:1] or len(labels) == 0:
         raise UserError(f"{list(labels.shape)} labels do not match {len(logits)} samples")
+    if labels.is_floating_point():
+        raise UserError(f"labels are {labels.dtype}; need integers")
+    check_finite(logits)
     low, high = int(labels.min()), int(labels.max())
     if low < 0 or high >= logits.shape[1]:
         raise UserError(f"labels run from {low} to {high}, outside the detector's {logits.shape[1]} classes")
-    return (logits.argmax(dim=1) == labels.to(logits.device)).double().mean().item()
+    return (logits.argmax(dim=1) == labels.to(logits.device)).sum().item() / len(labels)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -123,7 +131,9 @@ def precision_recall(reference: Tensor, samples: Tensor, num_neighbours: int = 3
     Raises:
         UserError: a set has no more than num_neighbours points; different D; NaN or infinite features.
     """
-    _check_same_size(reference.shape[1], samples.shape[1])
+    _check_same_size(reference.shape[-1], samples.shape[-1])
+    # float16 overflows at 65504, which a squared norm exceeds.
+    reference, samples = (x if x.dtype == torch.float64 else x.float() for x in (reference, samples))
     for name, x in (("reference", reference), ("samples", samples)):
         if len(x) <= num_neighbours:
             raise UserError(f"precision and recall need more than {num_neighbours} images on each side; {name}: {len(x)}")
@@ -141,14 +151,17 @@ def precision_recall(reference: Tensor, samples: Tensor, num_neighbours: int = 3
                 distances = _squared_distances(reference[rows], samples[columns])
                 sample_inside[columns] |= (distances <= radii_reference[rows, None]).any(dim=0)
                 reference_inside[rows] |= (distances <= radii_samples[None, columns]).any(dim=1)
-    return sample_inside.double().mean().item(), reference_inside.double().mean().item()
+    return sample_inside.sum().item() / len(samples), reference_inside.sum().item() / len(reference)  # MPS has no float64
 
 
 def neighbour_radii(x: Tensor, num_neighbours: int, tile_size: int = 2048) -> Tensor:
     """Squared distance of each point of x [N, D] to its num_neighbours-th nearest other point, [N].
 
     Not below what rounding can make of a distance of zero, so that copies of a point count as inside its ball.
+    x is float32 or float64, and has more than num_neighbours rows.
     """
+    if not 0 < num_neighbours < len(x):
+        raise ValueError(f"{len(x)} points have no {num_neighbours}-th nearest other point")
     nearest = x.new_full((len(x), num_neighbours), float("inf"))
 
     def keep_smallest(rows: slice, distances: Tensor) -> None:

@@ -43,9 +43,14 @@ def write_npz(
     Args:
         images: N arrays, uint8 [H, W, 3].
         shape: (N, H, W, 3).
-        labels: [N] int64, stored as `labels`.
+        labels: [N] integers, stored as `labels`.
         statistics: Inception's, `pool` and `spatial`, stored under ADM's names.
+
+    Raises:
+        UserError: images or labels of another shape, type or number.
     """
+    if labels is not None and (np.shape(labels) != shape[:1] or not np.issubdtype(np.asarray(labels).dtype, np.integer)):
+        raise UserError(f"labels are {np.asarray(labels).dtype} {list(np.shape(labels))}; need integers [{shape[0]}]")
     arrays = {} if labels is None else {"labels": np.asarray(labels, dtype=np.int64)}
     arrays |= {key: x.numpy() for key, x in statistics_by_key(statistics or {}).items()}
     temporary = path.with_name(f".tmp_{path.name}")
@@ -108,7 +113,7 @@ class NpzImages:
 
         Raises UserError also where no pixel is above 1: that is what 0..1 floats cast to uint8 look like.
         """
-        stop, brightest = check_stop(self, stop), 0
+        stop, brightest = check_range(self, batch_size, start, stop), 0
         with _errors_of(self.path), zipfile.ZipFile(self.path) as archive, archive.open("arr_0.npy") as f:
             _read_header(f)
             f.seek(start * int(np.prod(self.shape[1:])), os.SEEK_CUR)
@@ -158,8 +163,10 @@ class NpzImages:
         return statistics
 
 
-def check_stop(images, stop: int | None) -> int:
-    """`stop`, or the number of images for None. Raises UserError where a set holds fewer."""
+def check_range(images, batch_size: int, start: int, stop: int | None) -> int:
+    """`stop`, or the number of images for None. Raises UserError where a set holds fewer, ValueError for what is no range."""
+    if batch_size < 1 or start < 0 or (stop is not None and stop < start):
+        raise ValueError(f"images {start} to {stop} in batches of {batch_size}: need batch_size >= 1 and 0 <= start <= stop")
     if stop is not None and stop > len(images):
         raise UserError(f"{images.path} holds {len(images)} images, but {stop} were asked for; ask for fewer or make more")
     return len(images) if stop is None else stop

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
@@ -18,6 +19,7 @@ from evaluations.images import ImageSet, read_ahead
 from evaluations.npz import STATISTICS_KEYS, statistics_by_key, write_npz
 from evaluations.statistics import Statistics, statistics_of
 from files import write_file
+from progress import SLOW_SEC, progress_bar, say_if_slow
 
 log = logging.getLogger(__name__)
 
@@ -25,12 +27,28 @@ FORMAT = "1"  # of the cache; another one is not read
 
 
 def features_of_images(
-    images: ImageSet, detector: Detector, batch_size: int = 64, start: int = 0, stop: int | None = None
+    images: ImageSet,
+    detector: Detector,
+    batch_size: int = 64,
+    start: int = 0,
+    stop: int | None = None,
+    show_progress: bool = True,
 ) -> Features:
     """Features of images start .. stop - 1, computed in this process; none for an .npz that holds statistics only."""
     if len(images) == 0:
         return Features(detector.name, pool=torch.empty(0, 0), logits=torch.empty(0, 0))
-    return extract(detector, read_ahead(images.batches(batch_size, start, stop)))
+    count = (len(images) if stop is None else stop) - start
+    bar = progress_bar(
+        total=count, desc=f"features of {images.path.name}", unit="images", delay=SLOW_SEC, leave=False, disable=not show_progress
+    )
+
+    def batches() -> Iterator[np.ndarray]:
+        for batch in read_ahead(images.batches(batch_size, start, stop)):
+            yield batch
+            bar.update(len(batch))
+
+    with bar:
+        return extract(detector, batches())
 
 
 def load_reference(
@@ -48,7 +66,8 @@ def load_reference(
         compute: gives features that are not cached; with several processes, one that shares the work between them.
     """
     stored = stored_statistics(images, detector)
-    features = read_cache(images, detector)
+    with say_if_slow(log, "reading the features of %s", images.path):
+        features = read_cache(images, detector)
     if features is None:
         features = compute(images, detector, batch_size)
         layers = {name: x for name, x in features.tensors().items() if name in STATISTICS_KEYS and len(x) > x.shape[1]}

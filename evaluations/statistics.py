@@ -12,7 +12,7 @@ from errors import UserError
 
 @dataclass(frozen=True)
 class Statistics:
-    """The Gaussian that is fitted to features.
+    """The Gaussian that is fitted to features. Other precisions become float64.
 
     Attributes:
         mu: [D] float64, the mean.
@@ -25,8 +25,13 @@ class Statistics:
     def __post_init__(self):
         if self.mu.ndim != 1 or self.sigma.shape != 2 * self.mu.shape:
             raise UserError(f"mu {list(self.mu.shape)} and sigma {list(self.sigma.shape)} must be [D] and [D, D]")
+        for name in ("mu", "sigma"):  # the dataclass is frozen
+            object.__setattr__(self, name, getattr(self, name).double())
         if not (self.mu.isfinite().all() and self.sigma.isfinite().all()):
             raise UserError("mu or sigma holds NaN or infinity")
+        tolerance = 1e-6 * self.sigma.abs().max() if len(self.mu) else 0.0
+        if (self.sigma - self.sigma.T).abs().gt(tolerance).any() or self.sigma.diagonal().lt(-tolerance).any():
+            raise UserError("sigma is no covariance: it must be symmetric, and nowhere negative on its diagonal")
 
 
 def statistics_of(features: Tensor, chunk_size: int = 4096) -> Statistics:
@@ -53,14 +58,16 @@ def statistics_of(features: Tensor, chunk_size: int = 4096) -> Statistics:
 
 
 def check_samples(features: Tensor) -> None:
-    """Raise UserError unless there are 2 samples or more, all of them finite."""
+    """Raise UserError unless there are 2 samples [D] or more, all of them finite."""
+    check_finite(features)
     if len(features) < 2:
         raise UserError(f"a covariance needs at least 2 samples, not {len(features)}")
-    check_finite(features)
 
 
 def check_finite(features: Tensor) -> None:
-    """Raise UserError for NaN or infinity in features [N, D]."""
+    """Raise UserError unless features are real numbers [N, D] without NaN and infinity."""
+    if features.ndim != 2 or features.is_complex():
+        raise UserError(f"features are {features.dtype} {list(features.shape)}; need real numbers [N, D]")
     if bad := rows_not_finite(features):
         raise UserError(f"features hold NaN or infinity, first in sample {bad[0]} ({len(bad)} of {len(features)} samples)")
 

@@ -100,8 +100,9 @@ def metrics_of(detector: str) -> list[Metric]:
 def evaluate(
     reference: Features, samples: Features, labels: Tensor | None = None, device: torch.device | str = "cpu"
 ) -> dict[str, float]:
-    """The metrics of the detector by name, in the order of the table, without those that cannot be computed; warns of caveats.
+    """The metrics of the detector by name, in the order of the table, without those that cannot be computed.
 
+    Each of the caveats is logged once, however often it applies.
     `class_agreement` needs labels; precision and recall need images on both sides, not only stored statistics.
 
     Args:
@@ -112,10 +113,16 @@ def evaluate(
     if reference.detector != samples.detector:
         raise UserError(f"the reference has features of {reference.detector}, the samples of {samples.detector}")
     for caveat in caveats(reference, samples):
-        log.warning("%s", caveat)
+        _warn_once(caveat)
     pair = FeaturePair(reference, samples, labels, device)
     values = {metric.name: metric.compute(pair) for metric in metrics_of(samples.detector)}
     return {name: value for name, value in values.items() if value is not None}
+
+
+@functools.cache
+def _warn_once(caveat: str) -> None:
+    """At the first evaluation alone: a run repeats it at every guidance scale and step."""
+    log.warning("%s", caveat)
 
 
 def caveats(reference: Features, samples: Features) -> list[str]:

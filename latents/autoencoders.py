@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from downloads import ANSWER_SEC, answer_within
 from errors import UserError
 from files import read_json
+from progress import say_if_slow
+
+log = logging.getLogger(__name__)
 
 SD_VAES = ("stabilityai/sd-vae-ft-ema", "stabilityai/sd-vae-ft-mse")
 # An SD-VAE decodes this many pixels at once: 16 images of 256x256. Its largest activations, 256 channels, take 1 GiB each.
 DECODED_PIXELS = 2**20
+CONFIG_NAME = "config.json"
+WEIGHTS_NAMES = ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin")  # the first one that is there
 
 
 class Autoencoder(Protocol):
@@ -28,7 +35,10 @@ class Autoencoder(Protocol):
         ...
 
     def encode_moments(self, images: Tensor) -> Tensor:
-        """[B, 1 or 3, H, W], float32, -1 to 1 -> float32 [B, 2C, h, w]: mean, then log-variance."""
+        """[B, 1 or 3, H, W], float32, -1 to 1 -> float32 [B, 2C, h, w]: mean, then log-variance.
+
+        Nobody can tell images of 0 to 1 from pale ones: `from_uint8` makes the right range.
+        """
         ...
 
     def decode(self, latents: Tensor) -> Tensor:
@@ -55,10 +65,12 @@ class SDVAE:
     """A diffusers AutoencoderKL from a local folder or the Hugging Face hub; the other arguments are those of `build`."""
 
     def __init__(self, source: str, device: torch.device, channels: int | None, key: str, precision: str = "fp32"):
-        from diffusers import AutoencoderKL  # slow to import; data of pixels does not need it
-
+        folder = find_files(source, key)
         try:
-            self.vae = AutoencoderKL.from_pretrained(source).to(device).eval().requires_grad_(False)
+            with say_if_slow(log, "loading the autoencoder sd-vae:%s", source):
+                from diffusers import AutoencoderKL  # slow to import; data of pixels does not need it
+
+                self.vae = AutoencoderKL.from_pretrained(folder).to(device).eval().requires_grad_(False)
         except (OSError, ValueError) as e:
             raise UserError(
                 f"the autoencoder sd-vae:{source} cannot be loaded ({str(e).splitlines()[0]}); give a local copy with "
@@ -92,6 +104,78 @@ class SDVAE:
         return torch.cat([self.vae.decode(part).sample.float() for part in slices])
 
 
+def find(spec: str, key: str) -> Path | None:
+    """Find or download what `build` will load, for a command that builds it late. None: there is nothing to load."""
+    kind, _, source = spec.partition(":")
+    return find_files(source, key) if kind == "sd-vae" and source else None
+
+
+def find_files(source: str, key: str) -> Path:
+    """The folder that holds configuration and weights of sd-vae:<source>.
+
+    Args:
+        source: that folder, or an id of the Hugging Face hub: then the hub's cache is used without asking the network, and a
+            model that is not there is downloaded. Of several processes one downloads; the hub's locks have the others wait.
+        key: the key of the configuration that sets it, for the messages.
+
+    Raises:
+        UserError: there is no such folder or model, or it cannot be downloaded; within ANSWER_SEC where nothing answers.
+    """
+    if Path(source).is_dir():
+        return Path(source)
+    from huggingface_hub import HfApi, constants, hf_hub_download
+    from huggingface_hub.errors import HFValidationError, HTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(source)
+    except HFValidationError as e:
+        raise UserError(
+            f"the autoencoder sd-vae:{source} cannot be loaded (there is no such folder); give a local copy with "
+            f"{key}=sd-vae:<folder>, or the id of a model on the Hugging Face hub, such as sd-vae:{SD_VAES[0]}"
+        ) from e
+    if (folder := _find_cached(source)) is not None:
+        return folder
+    where, reason = f"the cache {constants.HF_HUB_CACHE} (HF_HOME moves it)", ""
+    try:
+        listing = answer_within(ANSWER_SEC, lambda: HfApi().model_info(source, timeout=ANSWER_SEC))
+        names = {file.rfilename for file in listing.siblings or ()}
+        weights = next((name for name in WEIGHTS_NAMES if name in names), None)
+        if CONFIG_NAME not in names or weights is None:
+            raise UserError(
+                f"{key}=sd-vae:{source}: this model of the hub is not an AutoencoderKL of diffusers, which has {CONFIG_NAME} and "
+                f"{WEIGHTS_NAMES[0]}; give another one, or a folder"
+            )
+        log.info("downloading %s from the Hugging Face hub to %s", source, where)
+        for name in (CONFIG_NAME, weights):
+            file = hf_hub_download(source, name)
+        return Path(file).parent
+    except OfflineModeIsEnabled:
+        reason = "HF_HUB_OFFLINE=1 forbids to download it"
+    except RepositoryNotFoundError as e:
+        raise UserError(
+            f"{key}=sd-vae:{source}: there is no such folder, and the Hugging Face hub has no model of this name that you may "
+            f"read; the usual one is sd-vae:{SD_VAES[0]}"
+        ) from e
+    # HTTPError is that of the library which the hub's client uses; its errors of connections are not OSErrors.
+    except (OSError, HTTPError) as e:
+        reason = f"it cannot be downloaded ({(str(e) or type(e).__name__).splitlines()[0]})"
+    fetch = "fetch" if source == SD_VAES[0] else f"fetch autoencoder=sd-vae:{source}"
+    raise UserError(
+        f"the autoencoder sd-vae:{source} is not in {where}, and {reason}; run `python prepare_latents.py {fetch}` once where "
+        f"there is a network, or give a local copy with {key}=sd-vae:<folder>"
+    )
+
+
+def _find_cached(source: str) -> Path | None:
+    """The folder of a model in the hub's cache; None where a file is missing."""
+    from huggingface_hub import try_to_load_from_cache
+
+    config, *weights = (try_to_load_from_cache(source, name) for name in (CONFIG_NAME, *WEIGHTS_NAMES))
+    is_whole = isinstance(config, str) and any(isinstance(file, str) for file in weights)
+    return Path(config).parent if is_whole else None
+
+
 def _scale_and_factor(config: dict) -> tuple[float, int]:
     return float(config["scaling_factor"]), 2 ** (len(config["block_out_channels"]) - 1)
 
@@ -109,7 +193,7 @@ def known_scale_and_factor(spec: str) -> tuple[float, int] | None:
         return 0.18215, 8
     if kind == "sd-vae" and Path(source).is_dir():
         try:
-            return _scale_and_factor(read_json(Path(source) / "config.json"))
+            return _scale_and_factor(read_json(Path(source) / CONFIG_NAME))
         except (ValueError, KeyError) as e:
             raise UserError(f"autoencoder={spec}: {Path(source) / 'config.json'} is not that of an AutoencoderKL ({e!r})") from e
     return None
@@ -139,11 +223,22 @@ def build(spec: str, device: torch.device, channels: int | None, key: str, preci
 
 
 def from_uint8(images: Tensor) -> Tensor:
-    """uint8 [B, H, W, 3] -> float32 [B, 3, H, W], -1 to 1."""
+    """uint8 [B, H, W, 3] -> float32 [B, 3, H, W], -1 to 1. Raises ValueError for other types and shapes."""
+    if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[3] != 3:
+        raise ValueError(f"images are {images.dtype} {list(images.shape)}; need uint8 [B, H, W, 3]")
     return images.permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
 def to_uint8(images: Tensor) -> Tensor:
-    """[B, 1 or 3, H, W], -1 to 1 -> uint8 [B, H, W, 3]; grey becomes RGB."""
+    """[B, 1 or 3, H, W], -1 to 1 -> uint8 [B, H, W, 3]; grey becomes RGB.
+
+    Raises:
+        ValueError: integers, which are pixels already.
+        UserError: NaN or infinity, which would look like black pixels.
+    """
+    if not images.is_floating_point():
+        raise ValueError(f"images are {images.dtype}; need floats, -1 to 1")
+    if not images.isfinite().all():
+        raise UserError("decoded images hold NaN or infinity: the network or the autoencoder overflows; if it is bf16, try fp32")
     pixels = (images * 127.5 + 127.5).round().clamp(0, 255).to(torch.uint8)
     return pixels.expand(-1, 3, -1, -1).permute(0, 2, 3, 1).contiguous()

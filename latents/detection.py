@@ -10,7 +10,8 @@ from torch import Tensor
 
 from errors import UserError
 from latents.autoencoders import SD_VAES, known_scale_and_factor
-from latents.shards import KINDS, ShardInfo, mean_and_log_variance
+from latents.shards import KINDS, ShardInfo
+from latents.statistics import ChannelStatistics
 
 SD_VAE = "sd-vae:stabilityai/sd-vae-ft-ema"
 SD_SCALE = 0.18215  # brings SD-VAE latents, whose standard deviation is about 5.5, to about 1
@@ -85,27 +86,31 @@ def detect(
         raise UserError(f"{key_prefix}kind=moments needs an even number of channels (mean and log-variance), not {channels}")
     if likely_kind not in (None, kind):
         statements.append(f"warning: kind={kind}, but the values look like kind={likely_kind}: {look}")
-    mean, log_variance = mean_and_log_variance(latents, kind)
+    statistics = ChannelStatistics()
+    statistics.add(latents, kind)
+    num_channels = len(statistics.mean)
 
     shared = "(-ft-ema and -ft-mse share one encoder)"
     autoencoder, _ = settle(
         "autoencoder",
         autoencoder,
         (
-            SD_VAE if mean.shape[1] == 4 else None,
+            SD_VAE if num_channels == 4 else None,
             f"assumed, as latents have 4 channels {shared}; {key_prefix}autoencoder= names another",
         ),
-        otherwise=f"latents have {mean.shape[1]} channels, which is not SD-VAE's 4; name what made them with "
+        otherwise=f"latents have {num_channels} channels, which is not SD-VAE's 4; name what made them with "
         f"{key_prefix}autoencoder=sd-vae:<hub id or folder>, or {key_prefix}autoencoder=none where nothing decodes them",
     )
     known_factor, pixels = known_scale_and_factor(autoencoder) or (None, None)
     is_sd_vae = autoencoder.removeprefix("sd-vae:") in SD_VAES
 
-    std = mean.double().std(correction=0).item()
-    measured = f"stored {'means' if kind == 'moments' else 'latents'} have a standard deviation of {std:.3g}"
+    std = statistics.overall_std  # of `moments`: of the latents that training draws from them
+    measured = f"{'drawn' if kind == 'moments' else 'stored'} latents have a standard deviation of {std:.3g}"
     stored_scale, reason = settle(
         "stored_scale",
         stored_scale,
+        # A log-variance cannot be scaled with its mean, and no project stores such.
+        (1.0 if kind == "moments" else None, f"moments are stored as the autoencoder makes them; {measured}"),
         (known_stored_scale, "the format says so"),
         (None if is_sd_vae else 1.0, f"assumed, as for any autoencoder but SD-VAE; {measured}"),
         (1.0 if 4 <= std <= 7 else None, f"{measured}, as SD-VAE makes them"),
@@ -116,20 +121,18 @@ def detect(
     if kind == "moments" and stored_scale != 1:
         raise UserError(
             f"{key_prefix}stored_scale={stored_scale:g} ({reason}) does not go with kind=moments: a log-variance cannot be "
-            f"scaled with its mean, and no project stores such; set {key_prefix}stored_scale=1, or {key_prefix}kind=sample "
+            f"scaled with its mean; set {key_prefix}stored_scale=1, or {key_prefix}kind=sample "
             "if these are samples"
         )
     if is_sd_vae and not 2 <= std / stored_scale <= 12:
         statements.append(
             f"warning: {measured}, which is {std / stored_scale:.3g} at stored_scale={stored_scale:g}, but SD-VAE makes 4 to 7; "
-            f"check {key_prefix}stored_scale and {key_prefix}autoencoder"
+            f"check {key_prefix}{'kind' if kind == 'moments' else 'stored_scale'} and {key_prefix}autoencoder"
         )
 
-    variance = 0.0 if log_variance is None else log_variance.double().exp().mean().item()
-    drawn_std = math.sqrt(std**2 + variance) / stored_scale  # of mean + sqrt(variance) * noise, which training draws
     advice = "these latents are constant"
-    if drawn_std:
-        advice = f"{SIGMA_DATA / drawn_std:.4g} gives it the standard deviation {SIGMA_DATA} that EDM assumes"
+    if std:
+        advice = f"{SIGMA_DATA * stored_scale / std:.4g} gives it the standard deviation {SIGMA_DATA} that EDM assumes"
     scale_factor, _ = settle(
         "scale_factor",
         scale_factor,

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from errors import UserError
 from files import write_file
+from latents.contents import way_on
 from latents.manifest import MANIFEST, UNFINISHED, check_files, read_manifest
 
 KINDS = ("sample", "moments")
@@ -160,11 +161,11 @@ class LatentDataset:
             raise UserError(
                 f"{self.path} is not finished: prepare_latents.py was stopped; run the same command again, which goes on there"
             )
-        if not self.files:
-            raise UserError(f"{key}={self.path} holds no latent shards (*.safetensors)")
+        if not self.files or self.files[0].suffix != ".safetensors":
+            raise UserError(f"{key}={self.path} holds no latent shards (*.safetensors); it {_way_on(self.path, key)}")
         if check_folder and manifest is not None:
             check_files(self.path, self.files, manifest)
-        opened = [_open_shard(file) for file in self.files]
+        opened = [_open_shard(file, self.path, key) for file in self.files]
         self.info: ShardInfo = opened[0][0]
         self.labels: np.ndarray = np.concatenate([shard.pop("labels") for _, shard in opened])
         self._shards: list[dict[str, np.ndarray]] = [shard for _, shard in opened]
@@ -198,7 +199,15 @@ class LatentDataset:
 
         Returns:
             latents [b, C or 2C, H, W] as stored, labels [b] int64.
+
+        Raises:
+            ValueError: flips and indices of different lengths, or flips where there are none.
+            IndexError: an item that does not exist; negative numbers do not count from the end.
         """
+        if len(indices) != len(flips) or (not self.has_flips and flips.any()):
+            raise ValueError(f"{len(indices)} items with {len(flips)} flips; mirrored latents are there: {self.has_flips}")
+        if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
+            raise IndexError(f"items {indices.min()} to {indices.max()} are not all in 0 .. {len(self) - 1}")
         shard_of = np.searchsorted(self._first_item, indices, side="right") - 1
         rows = indices - self._first_item[shard_of]
         like = self._shards[0]["latents"]
@@ -219,7 +228,11 @@ class LatentDataset:
         return digest.hexdigest()
 
 
-def _open_shard(file: Path) -> tuple[ShardInfo, dict[str, np.ndarray]]:
+def _way_on(path: Path, key: str) -> str:
+    return way_on(path, key, f"{key.removesuffix('path')}format")
+
+
+def _open_shard(file: Path, path: Path, key: str) -> tuple[ShardInfo, dict[str, np.ndarray]]:
     """The header and the arrays, which stay the mapped file: nothing is read until it is indexed."""
     try:
         with safe_open(file, framework="pt") as f:
@@ -230,7 +243,8 @@ def _open_shard(file: Path) -> tuple[ShardInfo, dict[str, np.ndarray]]:
     try:
         info = ShardInfo.from_metadata(metadata)
     except ValueError as e:
-        raise UserError(f"{file} is not a latent shard: {e}") from e
+        hint = "" if "kind" in (metadata or {}) else f"; {path} {_way_on(path, key)}"
+        raise UserError(f"{file} is not a latent shard: {e}{hint}") from e
     _check_tensors(file, info, shard)
     return info, {name: tensor.numpy() for name, tensor in shard.items()}
 
@@ -241,6 +255,8 @@ def _open_shard(file: Path) -> tuple[ShardInfo, dict[str, np.ndarray]]:
 
 def mean_and_log_variance(stored: Tensor, kind: str) -> tuple[Tensor, Tensor | None]:
     """[b, C or 2C, H, W] -> [b, C, H, W] each: the latents (the mean, of `moments`) and the log-variance, None for `sample`."""
+    if kind not in KINDS or (kind == "moments" and stored.shape[1] % 2):
+        raise ValueError(f"kind={kind!r} does not fit {stored.shape[1]} channels; moments have mean and log-variance of each")
     if kind == "sample":
         return stored, None
     mean, log_variance = stored.chunk(2, dim=1)
@@ -254,6 +270,8 @@ def draw_latents(stored: Tensor, kind: str, random=None) -> Tensor:
         random: source of the noise with which `moments` are sampled, `random.randn(C, H, W)` -> [b, C, H, W].
     """
     mean, log_variance = mean_and_log_variance(stored, kind)
+    if log_variance is not None and random is None:
+        raise ValueError("moments are sampled: pass random, or take the mean with mean_and_log_variance")
     return mean if log_variance is None else mean + (log_variance / 2).exp() * random.randn(*mean.shape[1:])
 
 

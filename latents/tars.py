@@ -125,7 +125,13 @@ def read_samples(
         UserError: as `walk_tar`; a label that is no whole number, a key that has two members of a kind, or none.
     """
     samples: dict[str, list] = {}
-    for member in walk_tar(file, extensions + LABEL_EXTENSIONS, ignored):
+    others: set[str] = set()
+
+    def note(extension: str) -> None:
+        others.add(extension)
+        ignored(extension)
+
+    for member in walk_tar(file, extensions + LABEL_EXTENSIONS, note):
         where, is_label = f"{file}: member {member.name}", member.extension in LABEL_EXTENSIONS
         sample = samples.setdefault(member.key, [None, None])
         if sample[is_label] is not None:
@@ -134,7 +140,11 @@ def read_samples(
     for key, sample in samples.items():
         if None in sample:
             has, lacks = (kind, ".cls") if sample[1] is None else (".cls", kind)
-            raise UserError(f"{file}: sample {key} has a {has} but no {lacks} member; make the tar again")
+            hint = "make the tar again"
+            if others and sample[0] is None:
+                held = ", ".join(f".{extension}" for extension in sorted(others)[:4])
+                hint = f"it holds {held}: `encode` reads tars of images, `convert` and data.format=webdataset those of .latent"
+            raise UserError(f"{file}: sample {key} has a {has} but no {lacks} member; {hint}")
     return {key: tuple(sample) for key, sample in samples.items()}
 
 

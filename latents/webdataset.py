@@ -8,7 +8,6 @@ values of every sample lie in its tar, so that any item is one copy from a mappe
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import hashlib
 import json
@@ -20,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from filelock import lock_descriptor
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 from torch import Tensor
@@ -28,10 +28,11 @@ from tqdm import tqdm
 from errors import UserError
 from files import write_file
 from latents.arrays import check_float, locate_in_pickle, locate_npy, unpickle_array
+from latents.contents import find_formats, way_on
 from latents.detection import detect
-from latents.progress import progress_bar
 from latents.shards import spread_items
 from latents.tars import Member, find_tars, map_file, read_samples
+from progress import progress_bar
 
 log = logging.getLogger(__name__)
 
@@ -85,8 +86,8 @@ class TarIndex:
         if index is None:
             with contextlib.ExitStack() as stack:
                 with contextlib.suppress(OSError):  # no permission to write, or a file system without locks: all scan
-                    lock = stack.enter_context(open(index_file.with_suffix(".lock"), "w"))
-                    fcntl.lockf(lock, fcntl.LOCK_EX)
+                    lock = stack.enter_context(open(index_file.with_suffix(".lock"), "ab"))
+                    lock_descriptor(lock.fileno())
                     index = cls._load(index_file, files, state)
                 if index is None:
                     index = cls._scan(files, allow_pickle, flag)
@@ -253,12 +254,17 @@ class TarLatents:
         self.path = Path(path)
         if not self.path.exists():
             raise UserError(f"{key_prefix}path={self.path} does not exist; give a folder of uncompressed tars (*.tar)")
+        fitting = find_formats(self.path)[0]
+        if "webdataset" not in fitting and (fitting or self.path.is_dir()):
+            ways = way_on(self.path, f"{key_prefix}path", f"{key_prefix}format")
+            raise UserError(f"{key_prefix}path={self.path} holds no tars (*.tar); it {ways}")
         index = TarIndex.open(self.path, allow_pickle, f"{key_prefix}allow_pickle")
         if index.pickle_bytes.any():
             item = int(np.flatnonzero(index.pickle_bytes)[0])
             raise UserError(
                 f"{index.name_of(item)} is a pickle of protocol 2 or older, whose values cannot be read by offset; make native "
-                f"shards of the tars with `python prepare_latents.py convert`, and train on those"
+                f"shards of the tars and train on those: python prepare_latents.py convert path={self.path} output=<folder> "
+                "allow_pickle=true"
             )
         spread = spread_items(len(index), 256)
         sample = index.read(spread)
@@ -279,7 +285,10 @@ class TarLatents:
 
         Latents are as the autoencoder makes them: the stored values divided by stored_scale.
         """
-        assert not flips.any(), "these tars hold no mirrored latents"
+        if len(indices) != len(flips) or flips.any():
+            raise ValueError(f"{len(indices)} items with {len(flips)} flips; tars hold no mirrored latents")
+        if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
+            raise IndexError(f"items {indices.min()} to {indices.max()} are not all in 0 .. {len(self) - 1}")
         latents = torch.from_numpy(self._index.read(indices))
         if self.stored_scale != 1:
             latents = latents.float().div_(self.stored_scale)

@@ -33,15 +33,24 @@ class ReportSettings(Settings):
 
 
 def main(arguments: Sequence[str]) -> None:
-    own = [argument for argument in arguments if "=" in argument and not Path(argument).exists()]
+    own = [argument for argument in arguments if argument.startswith("--") or "=" in argument and not Path(argument).exists()]
+    for argument in own:
+        key, _, value = argument.partition("=")
+        if key not in ReportSettings.model_fields and value and Path(value).is_dir():
+            raise UserError(f"{argument}: give the folder alone: python -m reports {value}")
+        if key.removeprefix("--") not in (*ReportSettings.model_fields, "help") and key.startswith("--"):
+            raise UserError(f"{key} is not an option; beside folders there are output=<file.html> and title=<text>")
     settings = cli.parse_arguments(own, ReportSettings, "report")
     folders = [Path(argument) for argument in arguments if argument not in own]
     if not folders:
         raise UserError(USAGE)
     for folder in folders:
         if not folder.is_dir():
-            raise UserError(f"{folder} is not a folder; {USAGE}")
+            inside = f"it is a file; give its folder: python -m reports {folder.parent}" if folder.is_file() else USAGE
+            raise UserError(f"{folder} is not a folder; {inside}")
     page = Path(settings.output or folders[0] / "report.html")
+    if page.is_dir():
+        raise UserError(f"output={page} is a folder; use output={page / 'report.html'}")
     if page.suffix not in (".html", ".htm"):
         raise UserError(f"output={page} is not the name of a page; use output={page.with_suffix('.html')}")
     files = (page, page.with_suffix(".md"))
@@ -50,7 +59,9 @@ def main(arguments: Sequence[str]) -> None:
     runs, problems = read_runs(folders)
     if not runs:
         reasons = "".join(f"\n  {path}: {'; '.join(words)}" for path, words in problems.items())
-        raise UserError(f"no run can be read below {' '.join(map(str, folders))}{reasons or f'; {USAGE}'}")
+        inside = [path for one in folders for path in (one, *one.parents) if path.name == "checkpoints"]
+        usage = f"give the run's folder: python -m reports {inside[0].parent}" if inside else USAGE
+        raise UserError(f"no run can be read below {' '.join(map(str, folders))}{reasons or f'; {usage}'}")
     tables = group(runs)
     num_runs, num_experiments = counted(len(runs), "run"), counted(sum(map(len, tables.values())), "experiment")
     names = " ".join(folder.name or str(folder) for folder in folders)
@@ -65,7 +76,7 @@ def main(arguments: Sequence[str]) -> None:
 def check_replaceable(file: Path) -> None:
     """Raises UserError if the file is another program's, or cannot be read."""
     try:
-        beginning = file.read_text(errors="replace")[:600] if file.exists() else MARKER
+        beginning = file.read_text(encoding="utf-8", errors="replace")[:600] if file.exists() else MARKER
     except OSError as e:
         raise UserError(f"output={file} cannot be replaced ({e.strerror}); choose another output=<file.html>") from e
     if not any(marker in beginning for marker in MARKERS):

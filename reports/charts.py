@@ -17,6 +17,8 @@ from reports.experiments import Experiment, curve_metric, leading_metric, mean_o
 from reports.runs import Point, Run, is_figure
 
 MAX_POINTS = 160  # of a line; neighbours are averaged beyond that, since nobody sees them and every reader loads them
+MAX_LABEL = 44  # characters of an axis's label, which fit beside " (log scale)"; the chart's title has all of it
+TICK_WIDTH = 7  # of a character
 LOG_FROM = 8  # the ratio of largest to smallest value from which the vertical axis is logarithmic
 
 
@@ -50,6 +52,7 @@ class Chart:
 
     width, height = 440, 270
     left, right, top, bottom = 52, 420, 12, 228  # of the plot inside the axes
+    header = 20  # above it, for the vertical axis's label: beside the axis, a long one would cross the ticks'
 
     def __init__(
         self, series: Sequence[Series], identifier: str, title: str, axes: tuple[str, str], markers: bool, from_zero: bool
@@ -58,11 +61,16 @@ class Chart:
         xs = [x for one in series for x, _ in one.points]
         ys = [y for one in series for _, y in one.points] + [y for one in series for pair in one.band for y in pair]
         self.is_logarithmic = min(ys) > 0 and max(ys) / min(ys) > LOG_FROM
-        self.x_label, self.y_label = axes[0], axes[1] + (" (log scale)" if self.is_logarithmic else "")
+        self.x_label, self.y_label = axes[0], cut(axes[1]) + (" (log scale)" if self.is_logarithmic else "")
         self.x_ticks = linear_ticks(0.0 if from_zero else min(xs), max(xs))
         self.y_ticks = (log_ticks if self.is_logarithmic else linear_ticks)(min(ys), max(ys))
         self.x_range = min(self.x_ticks[0], *xs), max(self.x_ticks[-1], *xs)
         self.y_range = min(self.y_ticks[0], *ys), max(self.y_ticks[-1], *ys)
+
+    @property
+    def start(self) -> float:
+        """The left end, as far out as the ticks' labels need it."""
+        return min(0, self.left - 6 - TICK_WIDTH * max(len(short(tick)) for tick in self.y_ticks))
 
     @property
     def description(self) -> str:
@@ -235,6 +243,12 @@ def log_ticks(low: float, high: float) -> list[float]:
         if len(ticks) <= 9:
             break
     return ticks
+
+
+def cut(text: str) -> str:
+    """At most MAX_LABEL characters: the beginning and the end."""
+    half = MAX_LABEL // 2
+    return text if len(text) <= MAX_LABEL else f"{text[:half]}…{text[1 - half :]}"
 
 
 def short(value: float) -> str:

@@ -7,16 +7,14 @@ import re
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 
 from evaluations.suite import METRICS, MetricName, read_metric_name
 from reports.runs import Run, interpolate
-from setup.schema import role_of
+from setup import rows
 
-# What a dense run and a routed one may differ in.
-ROUTING = ("model.name", "model.routes", "model.selection")
 UNGUIDED = ("", "cfg1.0")
+MAX_WORDS = 3  # of a label: more are in the list of what differs
 
 
 @dataclass(frozen=True)
@@ -53,18 +51,29 @@ class Experiment:
 
     Attributes:
         identity: what its runs have in common: the keys of the configuration that have a role in the schema.
+        changes: what it changed of its row of the paper's tables, by key: (the row's value, its own). None: it names a row that
+            this version does not have.
         baseline: the dense experiment that it is compared with.
     """
 
     label: str
     runs: list[Run]
     identity: dict[str, object]
+    changes: dict[str, tuple[object, object]] | None = field(default_factory=dict)
     baseline: Experiment | None = None
 
     @property
     def about(self) -> dict[str, object]:
-        """experiment.* of the configuration: name, table, paper, source, differs and baseline, as far as they are there."""
-        return self.runs[0].experiment
+        """experiment.* of the configuration: name, table, paper, source, differs and baseline, as far as they are there.
+
+        The paper's figures, and where they stand, belong to the row as it is.
+        """
+        stored = self.runs[0].experiment
+        if not self.changes:
+            return stored
+        changed = f"not the row itself: {rows.change_words(self.changes)}"
+        own = {key: value for key, value in stored.items() if key not in ("paper", "source")}
+        return own | {"differs": "; ".join(filter(None, (changed, stored.get("differs"))))}
 
     @property
     def is_routed(self) -> bool:
@@ -218,9 +227,11 @@ def group(runs: Sequence[Run]) -> dict[str, list[Experiment]]:
     """Experiments by the table that they belong to, the paper's tables first; those without one are grouped by their data."""
     found: dict[tuple, Experiment] = {}
     for run in sorted(runs, key=lambda run: run.name):
-        identity = identity_of(run)
-        key = (run.experiment.get("name"), repr(sorted(identity.items())))
-        found.setdefault(key, Experiment("", [], identity)).runs.append(run)
+        identity, row = rows.identity_of(run.config), run.experiment.get("name")
+        key = (row, repr(sorted(identity.items())))
+        if key not in found:
+            found[key] = Experiment("", [], identity, rows.changes_of(row, identity) if row else {})
+        found[key].runs.append(run)
     experiments = list(found.values())
     label_experiments(experiments)
     for experiment in experiments:
@@ -232,40 +243,62 @@ def group(runs: Sequence[Run]) -> dict[str, list[Experiment]]:
     return dict(sorted(tables.items(), key=lambda item: (item[0].startswith("Other runs"), item[0])))
 
 
-def identity_of(run: Run) -> dict[str, object]:
-    """The values that make two runs different experiments: those of keys with a role in the schema, the seed excepted."""
-    identity = {key: value for key, value in run.config.items() if role_of(key) is not None and key != "seed"}
-    if isinstance(init_from := identity.get("init_from"), str):  # its run and step, without the folder and the seed
-        path = Path(init_from)
-        name = f"{path.parent.parent.name}/{path.name}" if path.parent.name == "checkpoints" else path.name
-        identity["init_from"] = re.sub(r"[-_.]*seed[-_.]*\d+", "", name)
-    return identity
-
-
 def by_number(label: str) -> list[str | int]:
     """A key that sorts `0_10` after `0_2`."""
     return [int(part) if part.isdigit() else part for part in re.split(r"([0-9]+)", label)]
 
 
 def label_experiments(experiments: Sequence[Experiment]) -> None:
-    """Label each by its name, or by what the names of its runs share; equal labels also say what differs."""
+    """Label each by its row and what it changed of it, or by its runs; equal labels also say what differs."""
     for experiment in experiments:
-        names = [run.name for run in experiment.runs]
-        shared = re.sub(r"[-_.]*(seed[-_.]*\d*)?$", "", os.path.commonprefix(names)) if len(names) > 1 else names[0]
-        experiment.label = str(experiment.about.get("name") or shared or names[0])
+        row = experiment.about.get("name")
+        experiment.label = str(row) + changed_label(experiment.changes) if row else shared_name(experiment)
     for label, count in Counter(experiment.label for experiment in experiments).items():
         same = [experiment for experiment in experiments if experiment.label == label] if count > 1 else []
-        keys = sorted({key for experiment in same for key in different_keys(same[0], experiment)})[:3]
+        keys = sorted({key for experiment in same for key in different_keys(same[0], experiment)})[:MAX_WORDS]
         for number, experiment in enumerate(same, start=1):
-            words = ", ".join(f"{key}={experiment.identity.get(key)}" for key in keys)
+            words = ", ".join(f"{key}={rows.typed(experiment.identity.get(key))}" for key in keys)
             experiment.label = f"{label} ({words or number})"
 
 
+def changed_label(changes: dict[str, tuple[object, object]] | None) -> str:
+    """` with backbone=DiT-XS/2, batch_size=8 and 2 more`."""
+    words = [f"{rows.short_change_key(key)}={rows.typed(new)}" for key, (_, new) in (changes or {}).items()]
+    more = f" and {len(words) - MAX_WORDS} more" if len(words) > MAX_WORDS else ""
+    return f" with {', '.join(words[:MAX_WORDS])}{more}" if words else ""
+
+
+def shared_name(experiment: Experiment) -> str:
+    """What the names of its runs share beside seeds and numbers; if that is nothing, or a fragment, what the runs are."""
+    names = [run.name for run in experiment.runs]
+    if len(names) == 1:
+        return names[0]
+    unseeded = [rows.without_seed(name) for name in names]
+    for candidates in (unseeded, [re.sub(r"(^|[-_. ])s?\d+$", "", name) for name in unseeded]):
+        if len({*candidates}) == 1 and candidates[0]:
+            return candidates[0]
+    shared = os.path.commonprefix([re.split(r"([-_. ]+)", name) for name in unseeded])  # of words, not of letters
+    words = "".join(shared).strip("-_. ")
+    if len(shared) >= 3:  # two words and what separates them
+        return words
+    config, kind = experiment.runs[0].config, "tread" if experiment.is_routed else "dit"
+    return " ".join(str(word) for word in (config.get("data.name"), kind, config.get("model.backbone")) if word)
+
+
 def find_baseline(experiment: Experiment, experiments: Sequence[Experiment]) -> Experiment | None:
-    """The dense experiment that the configuration names, or the only one that differs in nothing but the routes."""
+    """The dense experiment that the configuration names, or the only one that differs in nothing but the routes.
+
+    What changed its row is compared only with dense runs that changed theirs alike, beside the routes and the length, and a row
+    as it is only with a row as it is.
+    """
     named = experiment.about.get("baseline")
     if named:
         found = [other for other in experiments if other.about.get("name") == named and other is not experiment]
+        found = [other for other in found if not other.is_routed and common_changes(other) == common_changes(experiment)]
+        if not experiment.changes:
+            found = [other for other in found if not other.changes]
+        elif not experiment.is_routed and experiment.changes.keys() & rows.ROUTING:
+            return None  # the routed row without its routes is a dense run itself
         # Of several with this name, the one that differs least, and then the one of the same length.
         distances = [
             (len(other_settings(experiment, one)), "train.num_steps" in different_keys(experiment, one)) for one in found
@@ -274,10 +307,16 @@ def find_baseline(experiment: Experiment, experiments: Sequence[Experiment]) -> 
     if not experiment.is_routed or experiment.about:
         return None
     dense = [other for other in experiments if not other.is_routed]
-    for expected in (ROUTING, (*ROUTING, "train.num_steps")):
+    for expected in (rows.ROUTING, (*rows.ROUTING, "train.num_steps")):
         if found := [other for other in dense if not set(different_keys(experiment, other)) - set(expected)]:
             return found[0] if len(found) == 1 else None
     return None
+
+
+def common_changes(experiment: Experiment) -> dict[str, object]:
+    """The values that it changed of its row, beside the routes and the length."""
+    changes = experiment.changes or {}
+    return {key: new for key, (_, new) in changes.items() if key not in (*rows.ROUTING, "train.num_steps")}
 
 
 def different_keys(one: Experiment, other: Experiment) -> list[str]:
@@ -287,5 +326,7 @@ def different_keys(one: Experiment, other: Experiment) -> list[str]:
 
 def other_settings(experiment: Experiment, baseline: Experiment) -> list[str]:
     """The keys that two experiments differ in, beside the routes, the length and what they start from."""
-    expected = (*ROUTING, "train.num_steps", "init_from", "init_state")
+    expected = (*rows.ROUTING, "init_from", "init_state")
+    if not (experiment.changes or baseline.changes):  # rows differ in length as the paper's do
+        expected = (*expected, "train.num_steps")
     return [key for key in different_keys(experiment, baseline) if key not in expected]

@@ -15,13 +15,11 @@ without training again. Logs and outcomes are in <output_dir>/sweeps/<time>/. Th
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import itertools
 import json
 import logging
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -34,8 +32,8 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from errors import UserError
-from files import write_file
-from setup import cli, load
+from files import relative_path, write_file
+from setup import cli, load, rows
 from setup.schema import SAME_RUN, Role, TrainConfig, check, differences
 from setup.settings import Settings, Text, keys_of
 from training import checkpoint as checkpoints
@@ -51,7 +49,6 @@ LAUNCHERS = {
 # Overrides that do not say which run it is. Other keys without a role in the schema (data.path, guidance, ...) are in the name:
 # jobs that differ in one of them must not share a folder.
 NOT_IN_NAMES = ("name", "output_dir", "resume", "wandb.mode", "wandb.project", "train.cpu_threads", "data.num_workers")
-MAX_NAME_LENGTH = 120
 
 
 class Options(Settings):
@@ -74,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         cli.run(job, "config", TrainConfig)
     finally:
-        outcomes = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
+        outcomes = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*.json"))]
         if outcomes:
             sys.stdout.write(summary(outcomes, folder))
     return int(any(outcome["status"] == "failed" for outcome in outcomes))
@@ -124,19 +121,9 @@ def run_name(overrides: Sequence[str], default: str) -> str:
     values = values_of(overrides)
     base = values.pop("name", "") or values.pop("experiment", "").replace("/", "_")
     left_out = NOT_IN_NAMES if base else (*NOT_IN_NAMES, "data", "model")  # these two are in the default
-    last_parts = [key.rpartition(".")[2] for key in keys_of(TrainConfig)]
-    words = []
-    for key, value in sorted(values.items()):
-        if key not in left_out:
-            short = key.rpartition(".")[2]
-            is_plain = re.fullmatch(r"[\w.+-]{1,24}", value) is not None
-            words.append(f"{key if last_parts.count(short) > 1 else short}-{value if is_plain else hash_text(value)}")
-    name = "_".join([re.sub(r"[^\w.+-]", "-", base or default), *words])
-    return name if len(name) <= MAX_NAME_LENGTH else f"{name[: MAX_NAME_LENGTH - 9]}_{hash_text(name)}"
-
-
-def hash_text(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+    keys = list(keys_of(TrainConfig))
+    words = [(rows.short_key(key, keys), value) for key, value in sorted(values.items()) if key not in left_out]
+    return rows.name_with(base or default, words)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -212,10 +199,10 @@ def launch(script: str, overrides: Sequence[str], options: Options, log_file: Pa
 
     Ctrl-C in a terminal reaches the script as well: it finishes its step and saves, and this function waits for it.
     """
-    arguments = [*shlex.split(options.launch), os.path.relpath(cli.REPOSITORY / script), *overrides]
+    arguments = [*shlex.split(options.launch), relative_path(cli.REPOSITORY / script), *overrides]
     # setup.cli has set FULL_ERRORS in this process.
     environment = {key: value for key, value in os.environ.items() if options.full_errors or key != cli.FULL_ERRORS}
-    with open(log_file, "a") as output:
+    with open(log_file, "a", encoding="utf-8") as output:
         output.write(f"$ {shlex.join(['accelerate', 'launch', *arguments])}\n")
         output.flush()
         command = [sys.executable, "-m", "accelerate.commands.launch", *arguments]
@@ -229,7 +216,7 @@ def launch(script: str, overrides: Sequence[str], options: Options, log_file: Pa
 
 def reason_in(log_file: Path, code: int) -> str:
     """The script's own words for its failure, or the exit code."""
-    errors = [line for line in log_file.read_text(errors="replace").splitlines() if line.startswith("error")]
+    errors = [line for line in log_file.read_text(encoding="utf-8", errors="replace").splitlines() if line.startswith("error")]
     return errors[-1] if errors else f"exit code {code}; see {log_file}"
 
 

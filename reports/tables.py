@@ -150,6 +150,9 @@ def notes_on(experiment: Experiment, figure: Figure | None) -> list[str]:
         notes.append(f"the figure is of step {figure.step:,}")
     if len({run.config.get("seed") for run in runs}) < len(runs):
         notes.append("several runs have the same seed, and count as runs of their own in the mean and in ±")
+    if experiment.changes is None:
+        name = experiment.about["name"]
+        notes.append(f"this version has no row {name}: whether these runs are what it was cannot be seen")
     if runs[0].config.get("init_from"):
         notes.append(f"started from {experiment.identity['init_from']}, whose training is not in the images and hours")
     if experiment.baseline is not None and (keys := other_settings(experiment, experiment.baseline)):

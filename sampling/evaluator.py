@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -9,14 +10,16 @@ from functools import partial
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
-from tqdm import tqdm
 
 from evaluations.features import Detector, Features, extract
 from evaluations.images import ImageSet
 from evaluations.reference import features_of_images, load_reference, stored_statistics
 from evaluations.suite import evaluate
+from progress import progress_bar, say_if_slow
 from randomness import class_of_seed
 from sampling.sampler import ImageSampler
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -41,7 +44,8 @@ class Evaluator:
 
         def compute(start: int, stop: int) -> Features:
             batches = [range(i, min(i + self.batch_size, stop)) for i in range(start, stop, self.batch_size)]
-            bar = tqdm(batches, "evaluation", unit="batch", leave=False, disable=not self.accelerator.is_main_process)
+            is_main = self.accelerator.is_main_process
+            bar = progress_bar(batches, desc="evaluation", unit="batch", leave=False, disable=not is_main)
             return extract(self.detector, (sampler(list(seeds), [labels[seed] for seed in seeds]) for seeds in bar))
 
         return self._metrics(shared_features(self.accelerator, num_samples, compute), torch.tensor(labels))
@@ -59,7 +63,8 @@ class Evaluator:
 
     def _metrics(self, samples: Features, labels: torch.Tensor | None) -> dict[str, float]:
         compute = partial(evaluate, self.reference, samples, labels, self.accelerator.device)
-        return broadcast_object_list([compute() if self.accelerator.is_main_process else None])[0]
+        with say_if_slow(log, "computing the metrics of %d images", len(samples)):
+            return broadcast_object_list([compute() if self.accelerator.is_main_process else None])[0]
 
 
 def shared_features(accelerator: Accelerator, count: int, compute: Callable[[int, int], Features]) -> Features:
@@ -86,5 +91,5 @@ def shared_features_of_images(
     accelerator: Accelerator, images: ImageSet, detector: Detector, batch_size: int, count: int | None = None
 ) -> Features:
     """Features of the first `count` images on disk, by default all, shared between the processes."""
-    compute = partial(features_of_images, images, detector, batch_size)
+    compute = partial(features_of_images, images, detector, batch_size, show_progress=accelerator.is_main_process)
     return shared_features(accelerator, len(images) if count is None else count, compute)

@@ -54,7 +54,13 @@ class ImageSampler:
 
     @torch.no_grad()
     def __call__(self, seeds: list[int], labels: list[int]) -> np.ndarray:
-        """uint8 [B, H, W, 3]; image i depends on seeds[i] and labels[i] alone."""
+        """uint8 [B, H, W, 3]; image i depends on seeds[i] and labels[i] alone.
+
+        Args:
+            labels: one per seed; num_classes is the null class. Raises ValueError for others.
+        """
+        if len(labels) != len(seeds) or not all(0 <= label <= self.num_classes for label in labels):
+            raise ValueError(f"{len(seeds)} seeds need as many labels, each 0 to {self.num_classes}, not {labels}")
         num_images = len(seeds)
         if self.is_compiled:
             self._largest_batch = max(self._largest_batch, num_images)
@@ -97,6 +103,8 @@ def describe_cost(sampler: ImageSampler, sparse_ratios: tuple[float, float] | No
 
 def labelled_grid(images: list[np.ndarray], labels: list[int], num_columns: int = 10, min_pixels: int = 64) -> Image.Image:
     """Images (uint8 [H, W, 3], all of one size) side by side, each below its label, with sides of at least min_pixels."""
+    if not images or len(images) != len(labels) or len({image.shape for image in images}) > 1:
+        raise ValueError(f"{len(images)} images of shapes {sorted({i.shape for i in images})} do not fit {len(labels)} labels")
     height, width = images[0].shape[:2]
     factor = -(-min_pixels // min(height, width))
     height, width, gap, caption = height * factor, width * factor, 4, 14

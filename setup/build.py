@@ -44,7 +44,11 @@ def open_data(cfg: schema.TrainConfig) -> tuple[schema.TrainConfig, Dataset]:
     """Open the latents, compare them with data.*, and return a configuration that has what it left to them."""
     data = cfg.data
     if data.path is None:
-        raise UserError(f"data.path is not set: give the folder that holds the latent shards (*.safetensors) of {data.name}")
+        made = data.model_copy(update={"path": f"latents/{data.name}"})
+        raise UserError(
+            f"data.path is not set: give the folder that holds the latent shards (*.safetensors) of {data.name}; "
+            f"to make it: {command_for(made)}"
+        )
     if not Path(data.path).exists():
         raise UserError(f"data.path={data.path} does not exist; to make it: {command_for(data)}, or give another data.path=")
     if data.format == "webdataset":
@@ -63,7 +67,8 @@ def open_data(cfg: schema.TrainConfig) -> tuple[schema.TrainConfig, Dataset]:
     if data.in_channels not in (None, dataset.channels):
         hint = ""
         if info.kind == "sample" and dataset.channels == 2 * data.in_channels:
-            hint = "; they look like moments (mean and log-variance) written as kind=sample: rewrite the shards with kind=moments"
+            again = "set data.kind=moments" if data.format == "webdataset" else "make the shards again with kind=moments"
+            hint = f"; they look like moments (mean and log-variance) taken for kind=sample: {again}"
         latents = f"the latents of {dataset.path} have {dataset.channels} channels"
         raise UserError(f"data.in_channels={data.in_channels}, but {latents}{hint}")
     found = {"in_channels": dataset.channels, "input_size": dataset.height}

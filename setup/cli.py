@@ -8,6 +8,7 @@ import importlib
 import inspect
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,20 +18,23 @@ import hydra
 import torch
 import yaml
 from accelerate import Accelerator
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError, create_model
 
 from configs import experiments
 from errors import UserError
-from setup.settings import Settings, accepted, keys_of, unknown_key, validate
+from progress import LogHandler
+from setup.arguments import CONFIGS, check_arguments, check_value, explain, explain_composition
+from setup.settings import Settings, accepted, keys_of, validate
 from training.speed import allow_tf32, use_cores
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-CONFIGS = REPOSITORY / "configs"
 FULL_ERRORS = "HYDRA_FULL_ERROR"  # Hydra's own switch, for all of our commands
 OmegaConf.register_new_resolver("repository", lambda path: str(REPOSITORY / path), replace=True)
+
+log = logging.getLogger(__name__)
 
 S = TypeVar("S", bound=Settings)
 
@@ -80,47 +84,36 @@ def run(main: Callable[[DictConfig], None], config_name: str, settings: type[Set
         experiments.register()
     compose = functools.partial(hydra.main, version_base="1.3", config_path=str(CONFIGS), config_name=config_name)
     if _wants_tracebacks():
+        check_arguments(sys.argv[1:], settings)
         compose()(main)()
         return
+    is_composed = False
 
     @functools.wraps(main)
     def guarded(cfg: DictConfig) -> None:
+        nonlocal is_composed
+        is_composed = True
         _one_line(lambda: main(cfg))  # here and not around all: Hydra prints a line of its own for what leaves `main`
 
     def start() -> None:
+        log_to_stderr()
+        check_arguments(sys.argv[1:], settings)
         os.environ[FULL_ERRORS] = "1"  # have Hydra raise its errors, and those of `main`, instead of printing them
         try:
             compose()(guarded)()
         except HydraException as e:
             raise UserError(explain(e, settings)) from e
+        except ValueError as e:  # of OmegaConf, for a key below a list
+            if is_composed:
+                raise
+            raise UserError(explain_composition(e, settings)) from e
+        except KeyboardInterrupt:
+            log.warning("stopped; the same command goes on where it was")
+            sys.exit(128 + signal.SIGINT)
         finally:
             del os.environ[FULL_ERRORS]
 
     guard(start)
-
-
-def explain(error: HydraException, settings: type[Settings]) -> str:
-    """What Hydra says, in one line; about keys and choices, in our words."""
-    cause = error.__cause__
-    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options is not None:
-        group, _, name = error.missing_cfg_file.partition("/")
-        if group == "hydra":
-            group, _, name = error.missing_cfg_file.rpartition("/")
-        options = experiments.names() if group == "experiment" else error.options
-        near = difflib.get_close_matches(name, options, n=5) if group == "experiment" else []
-        return f"{group}={name} is not a choice; accepted: {', '.join(near or sorted(options))}"
-    if isinstance(error, OverrideParseException) and "=" not in error.override:
-        return f"{error.override!r} is not of the form key=value"
-    if isinstance(error, OverrideParseException):
-        return f"{error.override!r} cannot be read: {str(error).partition(chr(10))[0]}; quote text with special characters"
-    if isinstance(cause, ConfigAttributeError | ConfigKeyError) and cause.full_key and not cause.full_key.startswith("hydra"):
-        return unknown_key(cause.full_key, settings)
-    # A group that the command does not have: Hydra's error names it in its text alone.
-    given = [argument.lstrip("+~").partition("=")[0] for argument in sys.argv[1:] if "=" in argument]
-    for key in given:
-        if f"'{key}'" in str(error) and key.partition(".")[0] not in settings.model_fields and not key.startswith("hydra"):
-            return unknown_key(key, settings)
-    return " ".join([*str(error).split(), *str(cause or "").partition("\n")[0].split()])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -149,6 +142,7 @@ def parse_arguments(arguments: Sequence[str], settings: type[S], command: str = 
     fields = {key: found[0] for key, found in keys_of(settings).items()}
     usage = ", ".join(f"{name}=" if field.is_required() else f"[{name}=]" for name, field in fields.items())
     rest = iter(arguments)
+    before = ""
     for argument in rest:
         if argument in ("--help", "-h"):
             sys.stdout.write(f"{sys.modules['__main__'].__doc__ or ''}\n{prefix}it takes {usage}\n")
@@ -157,10 +151,17 @@ def parse_arguments(arguments: Sequence[str], settings: type[S], command: str = 
         if argument.startswith("--"):  # as argparse has it: dashes, and the value may be the next argument
             key, text = key.replace("-", "_"), text if equals else next(rest, "")
         if key not in fields or not text:
-            raise UserError(f"{prefix}{key} is not a key or has no value; it takes {usage}")
+            near, hint = difflib.get_close_matches(key, fields, n=1), ""
+            if key not in fields and near:
+                hint = f"; nearest: {near[0]}="
+            elif not equals and before:
+                hint = f"; if it belongs to {before!r}, quote both: '{before} {argument}'"
+            raise UserError(f"{prefix}{key} is not a key or has no value; it takes {usage}{hint}")
+        check_value(key, text)
         if key in raw:
             raise UserError(f"{prefix}{key} is given twice")
         raw[key] = _read_value(text, TypeAdapter(fields[key].rebuild_annotation(), config=None))
+        before = argument
     for name, field in fields.items():
         if field.is_required() and name not in raw:
             raise UserError(f"{prefix}{name}= is missing; it accepts {accepted([field])}")
@@ -192,6 +193,12 @@ def _read_value(text: str, accepts: TypeAdapter) -> object:
 # Starting.
 
 
+def log_to_stderr() -> None:
+    """Messages of the main process, and errors of the others. `start_accelerator` does it; a command may earlier."""
+    level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR
+    logging.basicConfig(format="%(message)s", level=level, handlers=[LogHandler()])
+
+
 def start_accelerator(cpu_threads: int | None, *, tf32: bool = True, **settings) -> Accelerator:
     """accelerate, with its settings; this process's share of the cores; TF32; messages from the main process only."""
     if torch.distributed.is_available():
@@ -199,7 +206,9 @@ def start_accelerator(cpu_threads: int | None, *, tf32: bool = True, **settings)
         # argument: it would never be freed, and gloo's threads would meet the end of the interpreter, which then may abort.
         importlib.import_module("torch.distributed.nn.functional")
     accelerator = Accelerator(**settings)
-    logging.basicConfig(format="%(message)s", level=logging.INFO if accelerator.is_main_process else logging.ERROR)
+    log_to_stderr()
+    if not accelerator.is_main_process:
+        logging.getLogger().setLevel(logging.ERROR)
     use_cores(accelerator.device, cpu_threads)
     allow_tf32(accelerator.device, tf32)
     return accelerator

@@ -65,6 +65,12 @@ def _is_routes(value: list) -> bool:
     return all(isinstance(route, dict) and route.keys() == names for route in value)
 
 
+_ROUTES_IN_WORDS = (  # without the quotes, the shell takes the braces
+    f"a list of routes, each with {', '.join(field.name for field in fields(Route))}, in quotes: "
+    "'model.routes=[{selection_ratio:0.5,start_layer_idx:2,end_layer_idx:-4}]'"
+)
+
+
 def _is_numbers(value: object) -> bool:
     try:
         return len(parse_numbers(value)) > 0
@@ -135,7 +141,7 @@ SAME_RUN = (Role.ARCHITECTURE, Role.FIXED)
 class Model(Settings):
     name: Fixed[Literal["dit", "tread"]]
     backbone: Architecture[Annotated[str, one_of(dit.BACKBONES)]]
-    routes: Fixed[Annotated[list, Accepts(_is_routes, f"a list of routes, each with {', '.join(f.name for f in fields(Route))}")]]
+    routes: Fixed[Annotated[list, Accepts(_is_routes, _ROUTES_IN_WORDS)]]
     selection: Fixed[Annotated[str, one_of(SELECTIONS)]] = "uniform"
     fp32_after_route: Fixed[bool]
     class_dropout: Fixed[Fraction]
@@ -345,7 +351,7 @@ class TrainConfig(Settings):
     output_dir: Text
     experiment: ExperimentSettings | None
     seed: Fixed[Whole]
-    resume: Text
+    resume: Annotated[Text, Accepts(bool, "auto | never | the folder of a checkpoint or of a run")]
     init_from: Fixed[Text | None] = None
     init_state: Compared[Literal["weights", "all"]] = "weights"
     model: Model

@@ -92,10 +92,24 @@ def _explain(error: dict, raw: dict, settings: type[Settings]) -> str:
     if error["type"] == "extra_forbidden":
         return unknown_key(key, settings)
     if error["type"] == "missing":
-        return f"{key} is missing; it accepts {accepted(fields[key]) if key in fields else 'keys and values'}"
+        return f"{key} is missing; it accepts {accepted(fields[key])}" if key in fields else f"{key} is missing: it was removed"
     if error["type"].startswith("union_tag"):
         key, value, fields = f"{key}.name", value.get("name") if isinstance(value, dict) else value, keys_of(settings)
-    return f"{key}={value!r} is not accepted; use {accepted(fields[key]) if key in fields else 'keys and values'}"
+    if key not in fields:
+        return f"{key}={value!r} is not accepted; set its keys: {_keys_inside(key, fields)}"
+    words = accepted(fields[key])
+    if value == "":
+        return f"{key}= has no value; it accepts {words}"
+    hint = f"; write {key}={value:.0f}" if isinstance(value, float) and value.is_integer() and "whole number" in words else ""
+    if isinstance(value, str) and words.count(" | ") > 8:  # too many to be seen at a glance
+        folded = {choice.lower(): choice for choice in words.split(" | ")}
+        near = difflib.get_close_matches(value.lower(), folded, n=3)
+        hint = f"; nearest: {', '.join(folded[choice] for choice in near)}" if near else ""
+    return f"{key}={value!r} is not accepted; use {words}{hint}"
+
+
+def _keys_inside(group: str, fields: Iterable[str]) -> str:
+    return ", ".join(key for key in fields if key.startswith(f"{group}."))
 
 
 def keys_of(settings: type[Settings], raw: dict | None = None, prefix: str = "") -> dict[str, list[FieldInfo]]:
@@ -168,14 +182,23 @@ def _bare(annotation: Any) -> Any:
 
 
 def unknown_key(key: str, settings: type[Settings]) -> str:
-    """The message for a key that does not exist: the nearest ones, or those beside it."""
+    """The message for a key that does not exist: those of that name in other groups, the nearest ones, or those beside it."""
     group, _, own = key.partition(".")
     field = settings.model_fields.get(group)
     choices = [one for one in _members(field.annotation) if isinstance(one, type) and issubclass(one, Settings)] if field else []
     if len(choices) > 1 and any(own in keys_of(one) for one in choices):
         owners = " and ".join(f"{group}={group_name(one)}" for one in choices if own in keys_of(one))
         return f"{key} is not a key of this {group}; it belongs to {owners}"
+    if same := same_name_keys(key, settings):
+        return f"{key} is not a key of the configuration; accepted: {', '.join(same)}"
     keys = list(keys_of(settings))
     near = difflib.get_close_matches(key, keys, n=3, cutoff=0.75)
     beside = near or [k for k in keys if k.rpartition(".")[0] == key.rpartition(".")[0]] or keys
-    return f"{key} is not a key of the configuration; accepted: {', '.join(beside)}"
+    more = "" if near else "; --help lists all keys"
+    return f"{key} is not a key of the configuration; accepted: {', '.join(beside)}{more}"
+
+
+def same_name_keys(key: str, settings: type[Settings]) -> list[str]:
+    """The keys whose last part is that of `key`: lr -> [train.lr]."""
+    name = key.rpartition(".")[2]
+    return [] if name == "name" else [k for k in keys_of(settings) if k.rpartition(".")[2] == name]

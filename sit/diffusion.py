@@ -41,12 +41,24 @@ class SiT:
     logit_std: float = 1.0
     sampler: FlowSampler = FlowSampler()
 
+    def __post_init__(self):
+        if self.timestep not in TIMESTEPS:
+            raise ValueError(f"timestep={self.timestep!r} is unknown; choose one of {', '.join(TIMESTEPS)}")
+
     def velocity(self, net: Callable[..., Tensor], x: Tensor, t: Tensor, y: Tensor, **net_kwargs) -> Tensor:
         """(B, C, H, W) float32, the network's estimate of v = E[eps - x | x_t].
 
         Extra output channels of the network (the learned variance of published DiT and SiT checkpoints) are dropped.
+
+        Raises:
+            ValueError: t of another shape than (B,); a network whose output is not of x's shape.
         """
-        return net(x, t, y, **net_kwargs)[:, : x.shape[1]].float()
+        if t.shape != x.shape[:1]:
+            raise ValueError(f"t has shape {tuple(t.shape)}; {len(x)} latents need {(len(x),)}")
+        v = net(x, t, y, **net_kwargs)[:, : x.shape[1]].float()
+        if v.shape != x.shape:  # it would broadcast
+            raise ValueError(f"the network makes {tuple(v.shape)} of latents {tuple(x.shape)}")
+        return v
 
     def denoise(self, net: Callable[..., Tensor], x: Tensor, t: Tensor, y: Tensor, **net_kwargs) -> Tensor:
         """D_x = x_t - t v, from x_t = x + t (eps - x) with the expected velocity for eps - x.
@@ -67,7 +79,7 @@ class SiT:
         Args:
             x: (B, C, H, W) float32, clean latents.
             y: (B,) int64 labels.
-            random: source of t, then of the noise.
+            random: source of t, then of the noise, for B samples.
         """
         t = random.rand() if self.timestep == "uniform" else (self.logit_mean + self.logit_std * random.randn()).sigmoid()  # (B,)
         eps = random.randn(*x.shape[1:])

@@ -55,6 +55,14 @@ class FlowSampler:
     last_step_size: float = 0.04
     last_step: str = "mean"
 
+    def __post_init__(self):
+        choices = (("solver", SOLVERS), ("diffusion_form", DIFFUSION_FORMS), ("last_step", LAST_STEPS))
+        for name, known in choices:
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; choose one of {', '.join(known)}")
+        if self.num_steps < 1 or self.diffusion_norm < 0 or not 0 < self.last_step_size < 1:
+            raise ValueError(f"{self} needs num_steps >= 1, diffusion_norm >= 0 and last_step_size between 0 and 1")
+
     def noise_levels(self) -> list[float]:
         """The num_steps values of t at which steps begin, from 1 downwards, then 0."""
         if self.solver != "euler_maruyama":

@@ -13,7 +13,8 @@ from hydra import compose, initialize_config_dir
 
 from configs import experiments
 from latents.shards import ShardInfo, write_shard
-from setup.cli import CONFIGS, REPOSITORY
+from setup.arguments import CONFIGS
+from setup.cli import REPOSITORY
 
 # tests/gpu needs a CUDA device; tests/test_gpu_code.py runs its code on a CPU.
 collect_ignore = [] if torch.cuda.is_available() else ["gpu"]

@@ -18,7 +18,8 @@ FLOORS = [
     ["sampling"],
     ["dit", "guidance", "edm", "sit"],
     ["latents", "evaluations", "configs"],
-    ["routing_module", "randomness", "files"],
+    ["downloads"],
+    ["routing_module", "randomness", "files", "progress"],
     ["errors"],
 ]
 EXTRAS = {"benchmarks", "examples", "reports", "attach", "latents.prepare"}

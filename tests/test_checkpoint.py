@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -128,6 +129,43 @@ def test_a_run_whose_checkpoints_are_all_bad_is_refused_under_the_key_that_named
     truncate(save(tmp_path / "checkpoints", 10))
     with pytest.raises(checkpoints.CheckpointError, match="init_from=.*without a whole checkpoint: .*truncated.* Give another"):
         checkpoints.find_checkpoint(tmp_path, "init_from")
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        (
+            "runs/mine/checkpoints",
+            "=runs/mine/checkpoints is no checkpoint; give the folder of the run, KEY=runs/mine, for its newest",
+        ),
+        (
+            "runs/mine/checkpoints/step_0000020/ema.safetensors",
+            "lies in a checkpoint; give KEY=runs/mine/checkpoints/step_0000020$",
+        ),
+        ("runs/mine/checkpoints/step_0000030", "KEY=runs/mine, .*; runs/mine/checkpoints holds step_0000010, step_0000020$"),
+        ("runs/mine/metrics.jsonl", "is no checkpoint; give the folder of the run, KEY=runs/mine"),
+        ("runs/mien", "runs/mien is not a folder; give a checkpoint .* or a run .*; nearest: KEY=runs/mine$"),
+        ("runs/other_name", "or a run such as runs/<name>, of which the newest checkpoint is taken$"),
+        ("mine", "nearest: KEY=runs/mine$"),
+        ("runs", "KEY=runs is a folder of runs; give one of them: KEY=runs/mine$"),
+        ("empty", "KEY: empty is not a checkpoint or a run: it has no manifest.json and no folder checkpoints"),
+    ],
+)
+def test_a_path_near_a_checkpoint_is_answered_with_the_one_to_give(tmp_path, monkeypatch, path, message):
+    monkeypatch.chdir(tmp_path)
+    save(tmp_path / "runs" / "mine" / "checkpoints", 10, 20)
+    (tmp_path / "empty").mkdir()
+    for key in ("checkpoint", "init_from"):
+        with pytest.raises(checkpoints.CheckpointError, match=message.replace("KEY", key)):
+            checkpoints.find_checkpoint(Path(path), key)
+
+
+def test_a_run_can_be_resumed_from_the_newest_checkpoint_of_another(tmp_path):
+    save(tmp_path / "theirs" / "checkpoints", 10, 20)
+    run, main = RunFolder(tmp_path, "mine"), SimpleNamespace(is_main_process=True)
+    with pytest.raises(checkpoints.CheckpointError, match=f"give the folder of the run, resume={tmp_path / 'theirs'}, for its"):
+        find_resume(run, str(tmp_path / "theirs" / "checkpoints"), main)
+    assert find_resume(run, str(tmp_path / "theirs"), main) == tmp_path / "theirs" / "checkpoints" / "step_0000020"
 
 
 def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):

@@ -6,6 +6,7 @@ import sys
 import pytest
 from conftest import REPOSITORY
 
+from errors import UserError
 from setup import cli, schema
 from setup.schema import FidConfig, SampleConfig, TrainConfig
 
@@ -56,11 +57,62 @@ def test_what_hydra_accepts_is_accepted(command, arguments):
         ("~train.lrr", "Could not delete from config. 'train.lrr' does not exist."),
         ("model='vit'", "model=vit is not a choice; accepted: dit, tread"),
         ("model=", "model= is not a choice; accepted: dit, tread"),
-        ("experiment=table2/dit_b2_treat", "experiment=table2/dit_b2_treat is not a choice; accepted: table2/dit_b2_tread, "),
-        ("experiment=tables/dit_b2", "experiment=tables/dit_b2 is not a choice; accepted: table2/dit_b2, "),
-        ("train.lr", "'train.lr' is not of the form key=value"),
-        ("train.betas=[0.9", "'train.betas=[0.9' cannot be read: "),
-        ("init_from=a=b", "'init_from=a=b' cannot be read: mismatched input '=' expecting <EOF>; quote text"),
+        (
+            "experiment=table2/dit_b2_treat",
+            "experiment=table2/dit_b2_treat is not a row of the paper's tables; nearest: table2/dit_b2_tread, ",
+        ),
+        ("experiment=tables/dit_b2", "experiment=tables/dit_b2 is not a row of the paper's tables; nearest: table2/dit_b2, "),
+        ("experiment=xl2", "experiment=xl2 is not a row of the paper's tables; nearest: table2/dit_xl2, "),
+        ("train.lr", "'train.lr' is not of the form key=value; give train.lr=<value>"),
+        ("tread", "'tread' is not of the form key=value; give model=tread"),
+        ("train.betas=[0.9", "'train.betas=[0.9' cannot be read: a bracket is not closed"),
+        (
+            "init_from=a=b",
+            "'init_from=a=b' cannot be read; quote text with special characters, and the whole for the shell: \"init",
+        ),
+        (
+            "name=run#1",
+            "'name=run#1' cannot be read; quote text with special characters, and the whole for the shell: \"name='run",
+        ),
+        ("model=1", "model=1 is not a choice; accepted: dit, tread ["),
+        ("data=true", "data=true is not a choice; accepted: custom, digits, imagenet256, imagenet512"),
+        ("model=Tread", "model=Tread is not a choice; accepted: dit, tread"),
+        ("model==tread", "model==tread has two equals signs; write model=tread"),
+        ("-model=tread", "-model=tread: settings are given without dashes: model=tread"),
+        ("--model=tread", "--model=tread: settings are given without dashes: model=tread"),
+        ("--lr=1e-3", "--lr=1e-3: settings are given without dashes: train.lr=1e-3"),
+        ("--resume", "--resume: settings are given without dashes: resume=<value>"),
+        (
+            "data.path=~/latents",
+            "data.path=~/latents: the shell does not expand ~ after an equals sign; write data.path=$HOME/lat",
+        ),
+        ("train.lr=1e-4,", "'train.lr=1e-4,' ends with a comma; write train.lr=1e-4 ["),
+        (
+            "train.betas=(0.9,0.95)",
+            "'train.betas=(0.9,0.95)' cannot be read; a list has square brackets: 'train.betas=[0.9,0.95]'",
+        ),
+        ("train.betas=0.9,0.95", "train.betas=0.9,0.95 has a comma: a list is 'train.betas=[0.9,0.95]', text is "),
+        ("model=dit,tread", "model=dit,tread names several choices; give one of them, or add -m"),
+        ("model.routes.selection_ratio=0.3", "model.routes.selection_ratio is not a key: model.routes is a list of routes, each"),
+        (
+            "train.num_steps=1e5",
+            "train.num_steps=100000.0 is not accepted; use a whole number of at least 1; write train.num_steps=10",
+        ),
+        ("data.path=", "data.path= has no value; it accepts text, or null"),
+        ("resume=true", "resume=True is not accepted; use auto | never | the folder of a checkpoint or of a run"),
+        ("wandb=online", "wandb='online' is not accepted; set its keys: wandb.mode, wandb.project"),
+        (
+            "model.routes=[selection_ratio:0.5]",
+            "model.routes=['selection_ratio:0.5'] is not accepted; use a list of routes, each with",
+        ),
+        ("cfg_scale=1.5", "cfg_scale is not a key of the configuration; accepted: guidance.cfg_scale ["),
+        ("lr=1e-3", "lr is not a key of the configuration; accepted: train.lr ["),
+        ("backbone=DiT-S/2", "backbone is not a key of the configuration; accepted: model.backbone ["),
+        (
+            "batch_size=8",
+            "batch_size is not a key of the configuration; accepted: train.batch_size, sample.batch_size, eval.batch_size [",
+        ),
+        ("epochs=4", "epochs is not a key of the configuration; accepted: name, output_dir, experiment, seed, resume, init_from"),
     ],
 )
 def test_an_argument_that_cannot_be_right_is_refused_by_name(command, argument, message):
@@ -84,7 +136,19 @@ def test_a_key_or_a_group_of_another_command_is_refused(command):
         (["train={lrr: 1}"], "train.lrr is not a key of the configuration; accepted: train.lr"),
         (["+train.lr=1"], "Could not append to config. An item is already at 'train.lr'. Either remove + prefix: 'train.lr=1'"),
         (["model.routes.7.selection_ratio=0.1"], "Error merging override model.routes.7.selection_ratio=0.1 list index out of"),
-        (["seed=1,2"], "Ambiguous value for argument 'seed=1,2' 1. To use it as a list"),
+        (["seed=1,2"], "seed=1,2 has a comma: a list is 'seed=[1,2]', text is \"seed='1,2'\", and -m runs once for each value"),
+        (["--model", "tread"], "--model: settings are given without dashes: model=tread"),
+        (["model=dit", "model=tread"], "model=dit and model=tread are two values for one group; give one of them"),
+        (["data.path=my", "old", "latents"], "'old' is not of the form key=value; if it belongs to 'data.path=my', quote both: "),
+        (
+            ["eval.cfg_scales=[1.0,", "1.5]"],
+            "the shell broke eval.cfg_scales= at its spaces; quote the list: 'eval.cfg_scales=[1",
+        ),
+        (
+            ["model.routes=[{selection_ratio:0.5,", "start_layer_idx:2,", "end_layer_idx:-4}]"],
+            "the shell broke model.routes= at its spaces; quote the list: 'model.routes=[{selection_ratio:0.5, start_layer",
+        ),
+        (["wandb.mode=a,", "b"], "'wandb.mode=a,' ends with a comma; a list is quoted and has brackets: 'wandb.mode=[a, b]'"),
         (["hydra/launcher=nope"], "hydra/launcher=nope is not a choice; accepted: basic, "),
         (
             ["hydra.zzz=1"],
@@ -92,7 +156,7 @@ def test_a_key_or_a_group_of_another_command_is_refused(command):
         ),
         (["-cd", ".", "model=vit"], "model=vit is not a choice; accepted: dit, tread"),
         (["-cn", "nope"], "Cannot find primary config 'nope'."),
-        (["~guidance"], "guidance is missing; it accepts keys and values"),
+        (["~guidance"], "guidance is missing: it was removed"),
         (["~model"], "name: Interpolation key 'model.name' not found"),
         (["data.path='${nope}'"], "data.path: Interpolation key 'nope' not found"),
     ],
@@ -106,12 +170,69 @@ def test_a_wrong_command_line_ends_with_one_line_and_writes_nothing(command, tmp
 
 def test_a_sweep_over_a_choice_that_does_not_exist_runs_nothing(command):
     code, _, errors, configs = command("-m", "experiment=table2/dit_b2,table2/dit_b2_treat")
-    assert (code, configs) == (1, []) and "error: experiment=table2/dit_b2_treat is not a choice" in errors
+    assert (code, configs) == (1, []) and "error: experiment=table2/dit_b2_treat is not a row" in errors
 
 
 def test_a_row_that_resembles_none_is_answered_with_all(command):
     _, _, errors, _ = command("experiment=nothing_like_it")
     assert "final/xl2_dit, " in errors and "digits/table2/dit_xs2, " in errors and "base/" not in errors
+
+
+def test_other_commands_explain_their_arguments_as_well(command, tmp_path):
+    (tmp_path / "runs" / "x").mkdir(parents=True)
+    for settings, arguments, message in (
+        (
+            FidConfig,
+            ["cfg_scale=[1.0,", "1.5]"],
+            "the shell broke cfg_scale= at its spaces; quote the list: 'cfg_scale=[1.0, 1.5]'",
+        ),
+        (FidConfig, ["detector=digits"], "detector is not a key of the configuration; accepted: evaluation.detector"),
+        (FidConfig, ["guidance=cfg", "guidance=none"], "guidance=cfg and guidance=none are two values for one group"),
+        (
+            SampleConfig,
+            ["seeds=0-3,", "7"],
+            "'seeds=0-3,' ends with a comma; a list is quoted and has brackets: 'seeds=[0-3, 7]'",
+        ),
+        (SampleConfig, ["runs/x"], "'runs/x' is not of the form key=value; give checkpoint=runs/x"),
+        (SampleConfig, ["checkpoint="], "checkpoint= has no value; it accepts the folder of a checkpoint or of a run"),
+    ):
+        code, _, errors, _ = command(*arguments, settings=settings)
+        assert code == 1 and errors.startswith(f"error: {message}") and errors.count("\n") == 1
+
+
+def test_what_a_message_tells_to_type_is_accepted(command):
+    for typed in (
+        "eval.cfg_scales=[1.0, 1.5]",
+        "data.path=my old latents",
+        "init_from='a=b'",
+        "model.routes.0.selection_ratio=0.3",
+    ):
+        code, _, errors, _ = command(typed)
+        assert (code, errors) == (0, "")
+    code, output, _, _ = command("--help")  # lists all rows
+    assert code == 0 and "dit_xl2_tread" in output
+
+
+def test_a_group_may_be_given_the_same_value_twice_and_a_key_another_one(command):
+    code, _, _, (cfg,) = command("model=dit", "model=dit", "train.lr=1", "train.lr=2")
+    assert (code, cfg.model.name, cfg.train.lr) == (0, "dit", 2)
+
+
+def test_arguments_of_commands_without_a_configuration_are_explained():
+    def example(images: str, output: str = "x"):
+        pass
+
+    for arguments, message in (
+        (
+            ["images=my", "photos"],
+            "photos is not a key or has no value; .* it belongs to 'images=my', quote both: 'images=my photos'",
+        ),
+        (["image=x"], r"image is not a key or has no value; it takes images=, \[output=\]; nearest: images="),
+        (["images=~/x"], r"images=~/x: the shell does not expand ~ after an equals sign; write images=\$HOME/x"),
+        (["images==x"], "images==x has two equals signs; write images=x"),
+    ):
+        with pytest.raises(UserError, match=message):
+            cli.parse_arguments(arguments, cli.settings_of(example))
 
 
 def test_help_prints_the_keys_of_a_command_without_a_configuration(capsys):
@@ -138,6 +259,19 @@ def test_errors_of_our_own_code_keep_their_traceback(monkeypatch, tmp_path):
 
     with pytest.raises(ValueError, match="ours"):
         cli.run(main, "config", TrainConfig)
+
+
+def test_ctrl_c_ends_a_command_with_one_line(monkeypatch, tmp_path, caplog):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["sample.py", "checkpoint=x"])
+    monkeypatch.delenv(cli.FULL_ERRORS, raising=False)
+
+    def main(cfg):
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as end:
+        cli.run(main, "sample", SampleConfig)
+    assert end.value.code == 130 and caplog.messages == ["stopped; the same command goes on where it was"]
 
 
 def test_an_experiment_takes_other_settings_on_top(command):

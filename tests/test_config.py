@@ -202,6 +202,7 @@ def test_every_key_has_a_comment():
         ("train.grad_clip_norm=-1", r"train.grad_clip_norm=-1 is not accepted; .* or null"),
         ("checkpoint.keep_last=0", r"checkpoint.keep_last=0 is not accepted"),
         ("model.backbone=DiT-H/2", r"model.backbone='DiT-H/2' is not accepted; use DiT-XS/1 \| .*DiT-XL/8"),
+        ("model.backbone=dit-xl2", r"model.backbone='dit-xl2' is not accepted; .*; nearest: DiT-XL/2, "),
         ("model.init=zeros", r"model.init='zeros' is not accepted; use adaln_zero \| official_tread"),
         ("model.routes=[{selection_ratio:0.5}]", r"model.routes=.* use a list of routes, each with selection_ratio, start"),
         ("wandb.mode=maybe", r"wandb.mode='maybe' is not accepted; use disabled \| offline \| online"),
@@ -225,7 +226,7 @@ def test_noise_levels_in_the_wrong_order_are_refused():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("data.path=null", "data.path is not set"),
+        ("data.path=null", "data.path is not set: .* to make it: python prepare_latents.py digits output=latents/digits"),
         ("data.path=/nonexistent", "data.path=/nonexistent does not exist"),
         ("data.in_channels=4", "data.in_channels=4, but the latents of .* have 1 channels"),
         ("data.input_size=32", "data.input_size=32, but the latents of .* say 8"),
@@ -239,7 +240,7 @@ def test_data_that_do_not_fit_are_refused(override, message):
 
 def test_moments_passed_off_as_samples_are_recognised(tmp_path):
     make_shard(tmp_path / "x.safetensors", channels=8, size=32, num_classes=1000, num_items=2)
-    with pytest.raises(ValueError, match="have 8 channels; they look like moments"):
+    with pytest.raises(ValueError, match="have 8 channels; they look like moments .* make the shards again with kind=moments"):
         build.open_data(checked("data=imagenet256", f"data.path={tmp_path}"))
 
 
@@ -274,6 +275,7 @@ def test_a_typo_in_a_key_of_a_choice_is_answered_with_the_nearest_ones():
     assert unknown.startswith("diffusion.P_meen is not a key of the configuration; accepted: diffusion.P_mean")
     assert "accepted: diffusion.sampler.solver" in unknown_key("diffusion.sampler.solvers", schema.TrainConfig)
     assert "accepted: guidance.cfg_scale" in unknown_key("guidance.cfg_scal", schema.SampleConfig)
+    assert unknown_key("train.path", schema.TrainConfig).endswith("accepted: data.path")
 
 
 def test_weights_for_latents_of_another_scale_are_refused():

@@ -2,17 +2,23 @@
 
 import json
 import logging
+import os
+import re
 
 import numpy as np
 import pytest
 import torch
-from conftest import losses
-from test_formats import as_mean_and_std, write_fast_dit, write_lightningdit, write_lmdb, write_repa
+from conftest import losses, make_shard
+from PIL import Image
+from test_formats import as_mean_and_std, write_fast_dit, write_lightningdit, write_lmdb, write_repa, zip_of
 from test_webdataset import npy_members, pickle_members, sd_moments, two_tars, write_tar
 
 import prepare_latents
+from errors import UserError
+from latents.contents import way_on
 from latents.detection import SD_SCALE
 from latents.prepare.formats import MaskDiTLMDB
+from latents.prepare.images import open_labelled_images
 from latents.shards import LatentDataset
 
 NUM_ITEMS = 23
@@ -194,3 +200,176 @@ def test_an_autoencoder_that_is_not_known_is_not_taken_for_stable_diffusions(tmp
     (tmp_path / "vae" / "config.json").write_text('{"scaling_factor": 0.25, "block_out_channels": [8, 8, 8]}')
     info = convert(tmp_path / "theirs", tmp_path / "ours", f"autoencoder=sd-vae:{tmp_path / 'vae'}").info
     assert (info.scale_factor, info.resolution) == (0.25, 32)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# From what another project or a camera wrote to a first step.
+
+
+def edm2_zip_of(folder, moments):
+    repa_of(folder / "unpacked", moments)
+    zip_of(folder / "unpacked" / "vae-sd", folder / "edm2.zip")
+
+
+@pytest.mark.parametrize("make", [lmdb_of, tars_of, fast_dit_of, repa_of, edm2_zip_of, lightningdit_of])
+def test_latents_of_every_project_are_converted_found_sound_and_trained_on(tmp_path, train, make, caplog):
+    moments = sd_moments(NUM_ITEMS, size=8)
+    make(tmp_path / "theirs", moments)
+    path = next((tmp_path / "theirs").glob("*.zip"), tmp_path / "theirs")
+    dataset = convert(path, tmp_path / "ours", *(["allow_pickle=true"] if make is tars_of else []))
+    latents, labels = fetch_all(dataset)
+    assert np.allclose(latents, moments[:, : latents.shape[1]], rtol=2**-10, atol=1e-6) and labels == LABELS
+    with caplog.at_level(logging.INFO):
+        prepare_latents.main(["inspect", f"path={tmp_path / 'ours'}", "grid=none"])
+    assert "nothing wrong was found" in caplog.text and "checksums agree" in caplog.text
+    data = ["data=custom", f"data.path={tmp_path / 'ours'}", "model.backbone=DiT-XS/8", "train.precision=fp32"]
+    assert len(losses(train("run", *data, "train.num_steps=3"))) == 3
+
+
+def test_images_in_class_folders_are_encoded_found_sound_and_trained_on(tmp_path, train, caplog):
+    pixels = np.random.default_rng(0).integers(0, 256, (6, 8, 8, 3), dtype=np.uint8)
+    for i, image in enumerate(pixels):
+        folder = tmp_path / "images" / ("cat", "dog")[i % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(folder / f"{i}.png")
+    settings = ["autoencoder=identity", "kind=sample", "resolution=8", "dtype=float32", "num_workers=0", "cpu_threads=1"]
+    prepare_latents.main(["encode", f"images={tmp_path / 'images'}", f"output={tmp_path / 'ours'}", *settings])
+    latents, labels = fetch_all(LatentDataset(tmp_path / "ours"))
+    expected = np.concatenate([pixels[0::2], pixels[1::2]]).transpose(0, 3, 1, 2) / 127.5 - 1
+    assert np.allclose(latents, expected, atol=1e-6) and labels == [0, 0, 0, 1, 1, 1]
+    with caplog.at_level(logging.INFO):
+        prepare_latents.main(["inspect", f"path={tmp_path / 'ours'}", "grid=none"])
+    assert "nothing wrong was found" in caplog.text
+    data = ["data=custom", f"data.path={tmp_path / 'ours'}", "model.backbone=DiT-XS/8", "train.precision=fp32"]
+    assert len(losses(train("run", *data, "train.num_steps=3"))) == 3
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Paths that hold something else: the message says what to type, and that is accepted.
+
+
+def images_of(folder, _):
+    (folder / "n01440764").mkdir(parents=True)
+    Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(folder / "n01440764" / "0.JPEG")
+
+
+@pytest.mark.parametrize(
+    ("make", "held", "command"),
+    [
+        (lmdb_of, "an LMDB of MaskDiT", "convert"),
+        (tars_of, "WebDataset tars: give {format}=webdataset, which reads them as they are, or", "convert"),
+        (fast_dit_of, "features of fast-DiT", "convert"),
+        (repa_of, "latents of REPA or EDM2", "convert"),
+        (lightningdit_of, "safetensors without a header of ours, such as LightningDiT's", "convert"),
+        (images_of, "images", "encode"),
+    ],
+)
+def test_a_path_that_holds_no_shards_is_answered_with_the_command_that_reads_it(tmp_path, train, make, held, command):
+    theirs = tmp_path / "their data"
+    theirs.mkdir()
+    make(theirs, sd_moments(NUM_ITEMS, size=8))
+    key = {"convert": "path", "encode": "images"}[command]
+    typed = f"python prepare_latents.py {command} '{key}={theirs}' 'output=latents/their data_shards'"
+    for format_key, call in (
+        ("data.format", lambda: train("run", "data=custom", f"data.path='{theirs}'")),
+        ("format", lambda: prepare_latents.main(["inspect", f"path={theirs}"])),
+    ):
+        with pytest.raises(UserError, match=f"{re.escape(held.format(format=format_key))}.* {re.escape(typed)}$"):
+            call()
+    if command == "convert":
+        convert(theirs, tmp_path / "ours", *(["allow_pickle=true"] if make is tars_of else []))
+        with pytest.raises(
+            UserError, match=r"images=.* holds no images .* and no tars; it holds|member; it holds .latent: `encode`"
+        ):
+            open_labelled_images(theirs)
+    else:
+        with pytest.raises(
+            UserError, match=f"path={re.escape(str(theirs))} holds no latents; it holds images: encode them: python"
+        ):
+            convert(theirs, tmp_path / "ours")
+
+
+def test_other_paths_are_answered_with_what_they_hold(tmp_path, train):
+    (tmp_path / "native" / "in256").mkdir(parents=True)
+    make_shard(tmp_path / "native" / "in256" / "a.safetensors")
+    lmdb_of(tmp_path / "maskdit" / "train", sd_moments(NUM_ITEMS, size=8))
+    (tmp_path / "empty").mkdir()
+    for settings, message in (
+        (["path=native"], "holds no latents itself, but .*in256 does: data.path=.*in256$"),
+        (["path=empty"], "it holds neither latents nor images; found nothing$"),
+        (["path=maskdit"], "holds an LMDB of MaskDiT: .* convert path=.*maskdit/train output=latents/maskdit_shards$"),
+        (["path=native/in256", "format=webdataset"], "holds no tars .* native latent shards: leave out data.format=webdataset$"),
+        (["path=maskdit/train", "format=webdataset"], "holds no tars .* convert path=.*maskdit/train"),
+    ):
+        with pytest.raises(UserError, match=message):
+            train("run", "data=custom", *(f"data.{s}".replace("path=", f"path={tmp_path}/") for s in settings))
+
+
+def test_what_a_folder_holds_is_told_from_a_few_names(tmp_path, monkeypatch):
+    for i in range(300):
+        (tmp_path / "classes" / f"n{i:03d}").mkdir(parents=True)
+        (tmp_path / "classes" / f"n{i:03d}" / "0.JPEG").touch()
+    listed, scandir = [], os.scandir
+    monkeypatch.setattr(os, "scandir", lambda folder: listed.append(str(folder)) or scandir(folder))
+    assert "holds images" in way_on(tmp_path / "classes", "data.path")
+    assert len(listed) < 8 and listed.count(str(tmp_path / "classes")) <= 2
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Messages that agree with each other.
+
+
+def test_moments_imply_their_scale_whatever_their_deviation(tmp_path, train, caplog):
+    moments = sd_moments(NUM_ITEMS, size=8)
+    moments[:, :4] *= 0.5  # 2.7: SD-VAE's are 4 to 7, or 0.6 to 1.4 once scaled
+    write_tar(tmp_path / "tars" / "a.tar", npy_members(moments, LABELS))
+    moments[:, :4] *= 0.1
+    write_tar(tmp_path / "small" / "a.tar", npy_members(moments, LABELS))
+    data = ["data=custom", "data.format=webdataset", "model.backbone=DiT-XS/8", "train.precision=fp32", "train.num_steps=1"]
+    for name, is_warned in (("tars", False), ("small", True)):
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            train(name, *data, f"data.path={tmp_path / name}")
+        assert "stored_scale=1: moments are stored as the autoencoder makes them" in caplog.text
+        assert ("but SD-VAE makes 4 to 7; check data.kind and data.autoencoder" in caplog.text) == is_warned
+    assert convert(tmp_path / "small", tmp_path / "ours").info.kind == "moments"
+
+
+def test_the_scale_factor_that_convert_advises_is_the_one_that_inspect_finds_right(tmp_path, caplog):
+    samples = torch.from_numpy(sd_moments(NUM_ITEMS, size=8)[:, :4] + np.float32([[[[-9]], [[3]], [[0]], [[20]]]]))
+    write_lightningdit(tmp_path / "theirs" / "a.safetensors", samples, samples.flip(-1).contiguous(), LABELS)
+    settings = ["autoencoder=none", "resolution=64", "dtype=float32"]
+    with pytest.raises(UserError, match="scale_factor= is missing") as refused:
+        convert(tmp_path / "theirs", tmp_path / "ours", *settings)
+    advised = re.search(r"([\d.]+) gives it the standard deviation 0.5", str(refused.value))[1]
+    convert(tmp_path / "theirs", tmp_path / "ours", *settings, f"scale_factor={advised}")
+    with caplog.at_level(logging.INFO):
+        prepare_latents.main(["inspect", f"path={tmp_path / 'ours'}"])
+    assert "the network sees a standard deviation of 0.500 over all channels, 1.00 times sigma_data" in caplog.text
+
+
+def test_halves_with_equal_labels_that_are_no_mirror_images_are_asked_about(tmp_path, caplog):
+    moments = sd_moments(2 * NUM_ITEMS, size=8)
+    write_lmdb(tmp_path / "theirs", moments, LABELS * 2)
+    with caplog.at_level(logging.INFO):
+        dataset = convert(tmp_path / "theirs", tmp_path / "ours")
+    assert len(dataset) == 2 * NUM_ITEMS and not dataset.has_flips
+    assert "warning: the second 23 items have the labels of the first in the same order, as --xflip stores" in caplog.text
+
+
+def test_a_dtype_that_the_error_advises_may_be_given_for_the_same_output(tmp_path):
+    moments = sd_moments(NUM_ITEMS, size=8)
+    for name, item in (("first", 5), ("second", 15)):
+        large = moments.copy()
+        large[item, 0, 0, 0] = 1e6
+        write_tar(tmp_path / name / "a.tar", npy_members(large, LABELS))
+    with pytest.raises(UserError, match=r"do not fit float16; use dtype=float32$"):
+        convert(tmp_path / "first", tmp_path / "out", "kind=moments")
+    assert len(convert(tmp_path / "first", tmp_path / "out", "kind=moments", "dtype=float32")) == NUM_ITEMS
+    with pytest.raises(UserError, match=r"use dtype=float32, and another output= than that of the shards that are finished$"):
+        convert(tmp_path / "second", tmp_path / "other", "kind=moments")
+
+
+def test_a_scale_for_evaluation_without_a_null_class_is_refused_with_the_key_to_set(train):
+    with pytest.raises(UserError, match=r"eval.cfg_scales=1.5: .* or set eval.cfg_scales=\[1.0\]"):
+        train("run", "model.class_dropout=0", "eval.every=6", "eval.cfg_scales=[1.5]")

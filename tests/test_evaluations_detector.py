@@ -6,10 +6,12 @@ import hashlib
 import logging
 import pickle
 import urllib.error
+import urllib.request
 
 import numpy as np
 import pytest
 import torch
+from stand_ins import untrained_inception
 from torch_fidelity import feature_extractor_inceptionv3 as port
 
 from evaluations import detector as detectors
@@ -20,26 +22,8 @@ from evaluations.features import Features, concatenate, extract
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory):
     """A weights file of the real network's layout, with random numbers."""
-
-    class Untrained(port.FeatureExtractorInceptionV3):
-        def load_state_dict(self, state_dict):  # keep the initial weights
-            pass
-
-    with pytest.MonkeyPatch.context() as patch, torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        patch.setattr(port, "load_state_dict_from_url", lambda url, progress: {})
-        net = Untrained("random", ["2048"])
-        for module in net.modules():
-            if isinstance(module, torch.nn.Conv2d):
-                torch.nn.init.kaiming_normal_(module.weight)  # the default shrinks features to nothing over 20 layers
-            elif isinstance(module, torch.nn.BatchNorm2d):
-                torch.nn.init.normal_(module.running_mean, std=0.1)
-                torch.nn.init.uniform_(module.running_var, 0.8, 1.2)
-    # As published: a plain dict without the counters that newer versions of BatchNorm keep.
-    state = {name: x for name, x in net.state_dict().items() if not name.endswith("num_batches_tracked")}
-    assert len(state) == 472
     file = tmp_path_factory.mktemp("weights") / "random.pth"
-    torch.save(state, file)
+    untrained_inception(file)
     return file
 
 
@@ -137,15 +121,16 @@ def test_weights_that_would_run_code_are_refused(tmp_path):
 
 
 def test_offline_the_error_says_which_file_to_put_where(tmp_path, monkeypatch):
-    def offline(url, dst, hash_prefix, progress):
+    def offline(url, timeout):
         raise urllib.error.URLError("no route to host")
 
-    monkeypatch.setattr(torch.hub, "download_url_to_file", offline)
+    monkeypatch.setattr(urllib.request, "urlopen", offline)
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     file = tmp_path / "hub" / "checkpoints" / "weights-inception-2015-12-05-6726825d.pth"
     with pytest.raises(ValueError, match="no route to host") as error:
         InceptionDetector()
     assert f"put it at {file}, or set evaluation.weights=" in str(error.value)
+    file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(b"something else")
     with pytest.raises(ValueError, match="is not the published file"):
         InceptionDetector()

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from errors import UserError
-from evaluations import digits_detector, metrics, reference
+from evaluations import digits_detector, metrics, reference, suite
 from evaluations.digits_detector import DigitsDetector
 from evaluations.features import Features, concatenate, extract
 from evaluations.images import open_images
@@ -188,7 +188,13 @@ def inception_features(num: int, seed: int) -> Features:
     return FakeInception().features(images)
 
 
-def test_inception_gets_the_five_names_with_warnings_about_too_few_samples(caplog):
+@pytest.fixture
+def forget_caveats():
+    """A caveat is logged once in a process; the test is to see it."""
+    suite._warn_once.cache_clear()
+
+
+def test_inception_gets_the_five_names_with_warnings_about_too_few_samples(caplog, forget_caveats):
     first, second = inception_features(60, 0), inception_features(50, 1)
     with caplog.at_level(logging.WARNING):
         result = evaluate(first, second)
@@ -217,7 +223,7 @@ def small_statistics(features: Features) -> dict[str, Statistics]:
     return {"pool": statistics_of(features.pool), "spatial": statistics_of(features.spatial)}
 
 
-def test_stored_statistics_are_used_and_those_without_images_have_no_precision(caplog):
+def test_stored_statistics_are_used_and_those_without_images_have_no_precision(caplog, forget_caveats):
     samples, other = inception_features(30, 1), inception_features(40, 2)
     known = small_statistics(other)
     only = Features("inception", pool=samples.pool[:0], logits=samples.logits[:0], spatial=samples.spatial[:0], statistics=known)

@@ -8,7 +8,7 @@ import torch
 from conftest import composed, make_shard
 
 from configs import experiments
-from setup import build, schema
+from setup import build, cli, rows, schema
 from training.checkpoint import list_steps
 
 EXPERIMENTS = experiments.names()
@@ -152,3 +152,136 @@ def test_an_experiment_of_the_digits_runs_and_says_in_its_folder_what_it_is(trai
     assert "name: digits/selection_rate/50" in stored and "baseline: digits/selection_rate/0" in stored
     assert 2 in list_steps(run / "checkpoints")
     assert re.search(r"selection_ratio: 0.5", stored)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What is not the row.
+
+
+def changes(*overrides, **stored):
+    """What a run changed of its row; `stored` stands in its config.yaml beside that."""
+    cfg = schema.check(composed(overrides), schema.TrainConfig)
+    return rows.changes_of(cfg.experiment.name, schema.flatten(cfg.model_dump()) | stored)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["model.backbone=DiT-XS/2"], {"model.backbone": ("DiT-B/2", "DiT-XS/2")}),
+        (["train.batch_size=8", "eval.num_steps=18"], {"train.batch_size": (256, 8), "eval.num_steps": (None, 18)}),
+        # A choice of a group stands for all that it brings, and what is set on top of it is there as well.
+        (["model=dit"], {"model": ("tread", "dit")}),
+        (["diffusion=sit"], {"diffusion": ("edm", "sit")}),
+        (
+            ["diffusion=sit", "diffusion.timestep=logit_normal"],
+            {"diffusion": ("edm", "sit"), "diffusion.timestep": ("uniform", "logit_normal")},
+        ),
+        (["data=imagenet512"], {"data": ("imagenet256", "imagenet512")}),
+        (["data.name=mine"], {"data.name": ("imagenet256", "mine")}),
+    ],
+)
+def test_what_a_run_changed_of_its_row_is_found(overrides, expected):
+    assert changes("experiment=table2/dit_b2_tread", *overrides) == expected
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["seed=3", "name=mine", "output_dir=elsewhere", "data.path=/scratch/latents", "data.num_workers=9"],
+        ["train.compile=blocks", "train.grad_accum_steps=4", "checkpoint.every=7", "eval.every=0", "guidance=cfg"],
+        ["model.name=dit"],  # the routes are what is trained
+    ],
+)
+def test_what_says_where_a_run_is_and_how_fast_changes_no_row(overrides):
+    assert changes("experiment=table2/dit_b2_tread", *overrides) == {}
+
+
+def test_what_the_data_fill_in_changes_no_row_and_what_the_row_states_does():
+    filled = {"data.kind": "moments", "data.scale_factor": 0.18215, "data.resolution": 256, "data.autoencoder": "sd-vae:a/b"}
+    assert changes("experiment=table2/dit_b2", **filled) == {}
+    assert changes("experiment=lightning/xl1", **filled) == {"data.autoencoder": ("none", "sd-vae:a/b")}
+
+
+def test_the_same_run_in_another_folder_or_of_another_seed_is_what_a_row_starts_from():
+    row = "experiment=final/xl2_tread_finetune_220"
+    assert changes(row, "output_dir=elsewhere", "seed=2") == {}
+    assert changes(row, "init_from=/sweep/final_xl2_tread_160_seed-0") == {}
+    assert changes(row, "init_from=runs/mine")["init_from"] == ("final_xl2_tread_160", "mine")
+
+
+def test_a_row_of_another_version_and_keys_that_a_run_does_not_know_are_not_compared():
+    assert rows.changes_of("table9/dit", {"train.lr": 1.0}) is None
+    assert rows.changes_of("table2/dit_b2", {"train.lr": 1.0, "model.name": ["a"]}) == {"train.lr": (1e-4, 1.0)}
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS[::7])
+def test_a_row_is_itself(name):
+    cfg = compose_experiment(name)
+    assert rows.changes_of(name, schema.flatten(cfg.model_dump())) == {}
+
+
+ROUTE = "model.routes=[{selection_ratio:0.5,start_layer_idx:1,end_layer_idx:-2}]"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name"),
+    [
+        (["model=tread"], "digits_tread"),
+        (["model=dit", "model.backbone=DiT-S/2"], "digits_dit"),
+        (["model=dit", ROUTE], "digits_tread"),
+        (["model=tread", "model.routes=[]"], "digits_dit"),
+        (["model=tread", "model.routes=[{selection_ratio:0,start_layer_idx:1,end_layer_idx:-2}]"], "digits_dit"),
+        (["model=dit", ROUTE, "name=mine"], "mine"),
+        (["model=dit", ROUTE, "name=digits_dit"], "digits_dit"),
+        (["experiment=table2/dit_b2_tread"], "table2_dit_b2_tread_seed0"),
+        (["experiment=table2/dit_b2_tread", "train.num_steps=500000", "train.lr=1e-3"], "table2_dit_b2_tread_seed0"),
+        (["experiment=table2/dit_b2_tread", "model=dit"], "table2_dit_b2_tread_seed0_model-dit"),
+        (["experiment=table2/dit_b2_tread", "model=dit", "name=table2_dit_b2_tread_seed0"], "table2_dit_b2_tread_seed0"),
+        (
+            ["experiment=lightning/xl1_tread", "model.backbone=DiT-XS/2", "train.batch_size=8", "seed=4"],
+            "lightning_xl1_tread_seed4_backbone-DiT-XS-2_batch_size-8",
+        ),
+    ],
+)
+def test_the_default_name_says_what_a_run_is(overrides, name):
+    raw = composed(overrides)
+    assert rows.name_run(raw, schema.check(raw, schema.TrainConfig))[0].name == name
+
+
+def test_long_lists_of_changes_and_lists_as_values_are_folders_names_too():
+    one, two = (["experiment=table2/dit_b2", "model.class_dropout=0.2", ROUTE.replace("-2", end)] for end in ("-2", "-3"))
+    more = ["model.init=official_tread", "model.fp32_after_route=false", "diffusion.P_mean=-0.41234", "diffusion.P_std=1.3123"]
+    names = []
+    for overrides in (one, two, [*one, *more]):
+        raw = composed(overrides)
+        names.append(rows.name_run(raw, schema.check(raw, schema.TrainConfig))[0].name)
+    assert len({*names}) == 3 and all(re.fullmatch(r"table2_dit_b2_seed0_[\w.-]+", name) and len(name) <= 120 for name in names)
+
+
+def test_training_says_that_a_run_is_not_its_row_and_what_a_routed_dit_is(train, caplog):
+    caplog.set_level("INFO")
+    train("x", "experiment=digits/selection_rate/50")
+    said = (
+        "not the row digits/selection_rate/50: train.batch_size=4 instead of 64, train.num_steps=6 instead of 300; reports give"
+    )
+    assert caplog.text.count(said) == 1
+    caplog.clear()
+    train("y", "model=dit", ROUTE, "train.num_steps=1")
+    assert "model=dit with model.routes=... is a routed network: the run is named y" in caplog.text
+    caplog.clear()
+    train("z", "model=tread", "train.num_steps=1")
+    assert "not the row" not in caplog.text and "the run is named" not in caplog.text
+
+
+def test_the_name_is_found_inside_hydra_too_where_a_row_is_composed_beside_the_run(monkeypatch):
+    found = []
+
+    def main(raw):
+        found.append(rows.name_run(raw, schema.check(raw, schema.TrainConfig))[0].name)
+
+    rows.compose_row.cache_clear()
+    rows.row_identity.cache_clear()
+    monkeypatch.setattr("sys.argv", ["train.py", "experiment=digits/selection_rate/50", "train.batch_size=8", "diffusion=sit"])
+    cli.run(main, "config", schema.TrainConfig)
+    assert found == ["digits_selection_rate_50_seed0_diffusion-sit_batch_size-8"]

@@ -431,7 +431,10 @@ def test_a_truncated_safetensors_file_is_refused_by_name(tmp_path):
 
 def test_native_shards_are_not_converted(tmp_path):
     make_shard(tmp_path / "a.safetensors")
-    with pytest.raises(ValueError, match="these are native shards already; train reads them as they are"):
+    with pytest.raises(
+        ValueError,
+        match="path=.* holds native latent shards: training reads them as they are: python train.py data=custom data.path=",
+    ):
         open_latents(tmp_path)
 
 
@@ -445,8 +448,8 @@ def test_what_fits_no_format_is_refused_with_what_was_looked_for_and_found(tmp_p
     with pytest.raises(ValueError, match=r"holds no latents that are known: looked for data.mdb .MaskDiT.*; found nothing"):
         open_latents(tmp_path)
     for i in range(10):
-        (tmp_path / f"{i}.png").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"found 0.png, .*, 7.png and 2 more"):
+        (tmp_path / f"{i}.txt").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"found 0.txt, .*, 7.txt and 2 more"):
         open_latents(tmp_path)
     with pytest.raises(ValueError, match=re.escape(f"format=zip is not accepted; use auto | {' | '.join(FORMATS)}")):
         open_latents(tmp_path, format="zip")

@@ -583,7 +583,9 @@ def test_inspection_finds_what_is_wrong(tmp_path):
     assert "1 items hold NaN or Inf: 4" in found and "1 items repeat an earlier one, bit for bit: 9 = 3" in found
     assert "1 of 3 classes have fewer than 1 items: 2 0" in found
     assert re.search(
-        r"would see a standard deviation of (9|10)\.\d+, (19|20)\.\d+ times sigma_data=0.5; is the scale factor 0.5 right", found
+        r"would see a standard deviation of (9|10)\.\d+ over all channels, (19|20)\.\d+ times sigma_data=0.5; is the scale "
+        r"factor 0.5 right",
+        found,
     )
 
 
@@ -645,5 +647,5 @@ def test_synthetic_latents_are_as_the_network_expects_them(tmp_path, kind):
 
 def test_the_command_line_ends_with_one_line_and_exit_code_1(tmp_path):
     code, text = finish(start("prepare_latents.py", "inspect", f"path={tmp_path}"))
-    error = f"error: path={tmp_path} holds no latent shards (*.safetensors)"
+    error = f"error: path={tmp_path} holds no latent shards (*.safetensors); it holds neither latents nor images; found nothing"
     assert code == 1 and text.strip() == f"{error} [HYDRA_FULL_ERROR=1 shows where]"

@@ -9,14 +9,17 @@ import subprocess
 from html.parser import HTMLParser
 
 import pytest
+from conftest import composed
 from omegaconf import OmegaConf
 from PIL import Image
 
 from reports.__main__ import main
 from reports.charts import MAX_POINTS, Series, line_chart, linear_ticks, log_ticks, swept_curves, thin
 from reports.experiments import by_number, curve_metric, first_reached, group, metric_order
+from reports.page import load_templates
 from reports.runs import read_runs
 from reports.tables import equal_table, results_table, speedup_table
+from setup import schema
 
 ROUTE = {"selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": -4}
 TABLE = "Table 2: backbones"
@@ -207,6 +210,136 @@ def test_the_dense_runs_are_those_that_differ_least_and_what_differs_is_said(tmp
     make_run(tmp_path, "b", experiment=about("d", {}), fid={400: 20.0}, train=large)
     table = results_table(table_of(tmp_path))
     assert cells(table, "r")["Against dense"] == "−5.00 (−25%)" and not any("more than routes" in note for note in table.notes)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What is not the paper's row.
+
+
+def make_row(root, row, *overrides, fid=(), **config):
+    """A run of one of the paper's rows, with other settings on top, 400 steps long unless they say otherwise."""
+    cfg = schema.check(composed([f"experiment={row}", *overrides]), schema.TrainConfig).model_dump()
+    return make_run(root, cfg.pop("name") + "".join(overrides).replace("/", "-"), fid=fid, **cfg | config)
+
+
+def figures(table):
+    return {row[0]: dict(zip(table.columns, row)) for row in table.rows}
+
+
+TREAD_B2, DIT_B2 = "table2/dit_b2_tread", "table2/dit_b2"
+
+
+@pytest.mark.parametrize("changed", ["model.backbone=DiT-XS/2", "train.batch_size=8"])
+def test_a_run_that_changed_its_row_keeps_no_figure_of_the_paper_and_stands_in_a_row_of_its_own(tmp_path, changed):
+    short = changed.partition(".")[2]
+    make_row(tmp_path, TREAD_B2, fid={400: 25.0})
+    make_row(tmp_path, TREAD_B2, changed, fid={400: 90.0})
+    (table,) = group(read_runs([tmp_path])[0]).values()
+    rows = figures(results_table(table))
+    assert rows[TREAD_B2]["Paper"] == "21.34 [fid50k/cfg1.0]" and rows[TREAD_B2]["Measured"] == "25.00"
+    own = rows[f"{TREAD_B2} with {short}"]
+    assert (own["Measured"], own["Paper"], own["Difference"]) == ("90.00", "—", "—")
+    main([str(tmp_path)])
+    for file in ("report.html", "report.md"):
+        text = (tmp_path / file).read_text().replace("<wbr>", "")
+        assert f"not the row itself: {changed} instead of " in text
+
+
+def test_a_changed_run_alone_does_not_choose_the_papers_metric(tmp_path):
+    make_row(tmp_path, TREAD_B2, "train.batch_size=8", fid={400: 90.0})
+    table = results_table(table_of(tmp_path))
+    assert "Paper" not in table.columns and "Difference" not in table.columns
+    (experiment,) = table_of(tmp_path)
+    assert experiment.comparisons() == [] and "source" not in experiment.about
+
+
+def test_a_run_that_changed_its_row_is_compared_only_with_dense_runs_that_changed_theirs_alike(tmp_path):
+    small = "model.backbone=DiT-XS/2"
+    make_row(tmp_path, DIT_B2, fid={400: 40.0})
+    make_row(tmp_path, TREAD_B2, small, fid={400: 80.0})
+    (dense, routed) = table_of(tmp_path)
+    assert routed.baseline is None
+    make_row(tmp_path, DIT_B2, small, fid={400: 100.0})
+    rows = figures(results_table(table_of(tmp_path)))
+    assert rows[f"{TREAD_B2} with backbone=DiT-XS/2"]["Against dense"] == "−20.00 (−20%)"
+    # And what is as the paper has it only with what is, too.
+    make_row(tmp_path, TREAD_B2, fid={400: 30.0})
+    rows = figures(results_table(table_of(tmp_path)))
+    assert rows[TREAD_B2]["Against dense"] == "−10.00 (−25%)"
+    for folder in tmp_path.glob("table2_dit_b2_seed0"):
+        shutil.rmtree(folder)
+    assert next(e for e in table_of(tmp_path) if e.label == TREAD_B2).baseline is None
+
+
+def test_other_routes_are_compared_with_the_rows_dense_run_and_another_length_is_said(tmp_path):
+    route = "model.routes=[{selection_ratio:0.25,start_layer_idx:1,end_layer_idx:-2}]"
+    make_row(tmp_path, DIT_B2, fid={400: 40.0})
+    make_row(tmp_path, TREAD_B2, route, fid={400: 30.0})
+    make_row(tmp_path, TREAD_B2, "train.num_steps=500000", fid={400: 20.0})
+    table = results_table(table_of(tmp_path))
+    against = {label: row["Against dense"] for label, row in figures(table).items() if "tread" in label}
+    routes = "routes=[{selection_ratio:0.25,start_layer_idx:1,end_layer_idx:-2}]"
+    assert against == {
+        f"{TREAD_B2} with {routes}": "−10.00 (−25%)",
+        f"{TREAD_B2} with train.num_steps=500000": "−20.00 (−50%)",
+    }
+    notes = [note for note in table.notes if "more than routes" in note]
+    assert len(notes) == 1 and "train.num_steps=400000 instead of 500000" in notes[0]
+
+
+def test_a_routed_row_without_its_route_is_no_routed_run_of_the_row(tmp_path):
+    make_row(tmp_path, DIT_B2, fid={400: 40.0})
+    make_row(tmp_path, TREAD_B2, "model=dit", fid={400: 41.0})
+    labels = {experiment.label: experiment for experiment in table_of(tmp_path)}
+    assert labels.keys() == {DIT_B2, f"{TREAD_B2} with model=dit"}
+    assert all(experiment.baseline is None for experiment in labels.values())
+
+
+def test_an_unfinished_run_of_a_row_stays_in_its_row_and_is_said_to_be(tmp_path):
+    make_row(tmp_path, TREAD_B2, fid={400: 25.0})
+    table = results_table(table_of(tmp_path))
+    assert [row[0] for row in table.rows] == [TREAD_B2] and any("is unfinished, at step 400 of 400,000" in n for n in table.notes)
+
+
+def test_many_changes_are_counted_in_the_label_and_listed_where_it_is_said_what_differs(tmp_path):
+    changed = ["model.backbone=DiT-XS/2", "train.batch_size=8", "train.lr=1e-3", "train.ema_decay=0.9", "diffusion=sit"]
+    make_row(tmp_path, TREAD_B2, *changed)
+    (experiment,) = table_of(tmp_path)
+    assert experiment.label == f"{TREAD_B2} with diffusion=sit, backbone=DiT-XS/2, batch_size=8 and 2 more"
+    assert "train.ema_decay=0.9 instead of 0.9999, train.lr=0.001 instead of 0.0001" in experiment.about["differs"]
+
+
+def test_a_row_that_this_version_does_not_have_is_said_to_be_unknown(tmp_path):
+    make_run(tmp_path, "a", experiment=about("table9/dit", {"fid5k": 20.0}), fid={400: 30.0})
+    table = results_table(table_of(tmp_path))
+    assert cells(table, "table9/dit")["Paper"] == "20.00"
+    assert any("this version has no row table9/dit: whether these runs are what it was cannot be seen" in n for n in table.notes)
+
+
+@pytest.mark.parametrize(
+    ("names", "label"),
+    [
+        (["digits_tread_seed0", "digits_tread_s1"], "digits_tread"),
+        (["digits_tread_seed-0", "digits_tread_seed-1"], "digits_tread"),
+        (["digits_seed0_tread", "digits_seed1_tread"], "digits_tread"),
+        (["tread", "tread_seed1", "tread-2"], "tread"),
+        (["xl", "xl_2"], "xl"),
+        (["lr_1e-3_seed0", "lr_1e-3_seed1"], "lr_1e-3"),
+        (["digits_tread_first", "digits_tread_again"], "digits_tread"),
+        (["run1", "rerun"], "imagenet256 dit DiT-B/2"),
+        (["r1", "r2"], "imagenet256 dit DiT-B/2"),
+        (["my_first", "my_second"], "imagenet256 dit DiT-B/2"),
+        (["seed0", "seed1"], "imagenet256 dit DiT-B/2"),
+        (["0", "1"], "imagenet256 dit DiT-B/2"),
+        (["a b", "a b 2"], "a b"),
+        (["only_seed0"], "only_seed0"),
+    ],
+)
+def test_runs_that_are_joined_are_named_after_what_they_share(tmp_path, names, label):
+    for seed, name in enumerate(names):
+        make_run(tmp_path, name, seed=seed, steps=100)
+    (experiment,) = table_of(tmp_path)
+    assert experiment.label == label
 
 
 def test_runs_of_the_same_seed_are_said_to_be(tmp_path):
@@ -420,10 +553,20 @@ def test_a_report_replaces_its_own_and_nothing_else(runs, tmp_path, capsys):
         (["{runs}", "outptu=a.html"], "report: outptu is not a key"),
         (["{runs}", "output=a.pdf"], "use output=a.html"),
         (["{empty}"], "no run can be read below .*empty"),
+        (
+            ["{runs}/tread_seed-0/metrics.jsonl"],
+            "is not a folder; it is a file; give its folder: python -m reports .*/tread_seed-0$",
+        ),
+        (["{runs}/tread_seed-0/checkpoints"], "no run .*; give the run's folder: python -m reports .*/tread_seed-0$"),
+        (["{runs}/tread_seed-0/checkpoints/step_1"], "no run .*; give the run's folder: python -m reports .*/tread_seed-0$"),
+        (["{runs}", "output={empty}"], "output=.*empty is a folder; use output=.*empty/report.html"),
+        (["{runs}", "--titel", "x"], "--titel is not an option; beside folders there are output=<file.html> and title=<text>"),
+        (["runs={runs}"], "runs=.*: give the folder alone: python -m reports .*runs$"),
     ],
 )
 def test_arguments_that_cannot_work_are_refused(runs, tmp_path, arguments, message):
     (tmp_path / "empty").mkdir()
+    (runs / "tread_seed-0" / "checkpoints" / "step_1").mkdir(parents=True)
     with pytest.raises(ValueError, match=message):
         main([argument.format(runs=runs, empty=tmp_path / "empty") for argument in arguments])
 
@@ -543,6 +686,21 @@ def test_logarithmic_ticks_enclose_the_values():
 def test_long_lines_are_averaged():
     one = thin(Series("a", tuple((float(i), float(i)) for i in range(1000))))
     assert len(one.points) <= MAX_POINTS and one.points[0] == (3.0, 3.0)  # the mean of 0 .. 6
+
+
+LONG = "inception_score50k/interval,0.28,2.9,1.5,of_a_detector_with_a_long_name"
+
+
+def test_the_label_of_the_vertical_axis_is_above_all_ticks_and_within_the_chart(tmp_path):
+    for values in ((0.00012, 0.0009), (-12345.6, 9e9), (1e-7, 1.0)):
+        chart = line_chart([Series("a", ((0, values[0]), (9, values[1])))], "c", "t", "steps", LONG, markers=True)
+        text = load_templates().from_string('{% from "chart.svg.j2" import draw %}{{ draw(chart) }}').render(chart=chart)
+        x, y, label = re.search(r'<text class="axis" x="([^"]+)" y="([^"]+)">([^<]+)<', text).groups()
+        left, top, width, _ = map(float, re.search(r'viewBox="([^"]+)"', text).group(1).split())
+        ticks = re.findall(r'x="([^"]+)" y="([^"]+)" text-anchor="end">([^<]+)<', text)
+        assert float(y) < min(float(tick_y) for _, tick_y, _ in ticks) - 10 and float(y) - 12.5 >= top
+        assert float(x) + 7.5 * len(label) <= left + width and label.startswith("inception_score50k/") and "…" in label
+        assert all(float(tick_x) - 7 * len(tick) >= left for tick_x, _, tick in ticks)
 
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -1,10 +1,13 @@
 """The planner: FLOPs and times of candidate routes, and what is advised."""
 
+import itertools
 import json
 
 import pytest
 
+from benchmarks import routes as planner
 from benchmarks.routes import (
+    MAX_MEASUREMENTS,
     Parts,
     RouteSettings,
     candidates,
@@ -13,6 +16,7 @@ from benchmarks.routes import (
     main,
     predict,
 )
+from errors import UserError
 from routing_module import Route, TokenRouter
 from setup import cli
 
@@ -48,10 +52,16 @@ def test_every_candidate_is_a_valid_route_and_none_is_there_twice(depth):
 @pytest.mark.parametrize(
     ("routes", "words"),
     [
-        ([Route(0.5, 2, 8)], "follows all [DiT-B/2: FID -21.87 against 49.89 dense; DiT-B/2 at 400K: 21.34 against 43.47 dense]"),
-        ([Route(0.5, 0, 10)], "against: starts at block 0, ends 1 before the last [DiT-B/2: FID +7.47 against 49.89 dense]"),
+        (
+            [Route(0.5, 2, 8)],
+            "follows all [DiT-B/2: FID 28.02, 21.87 below dense (49.89); DiT-B/2 at 400K: 21.34 against 43.47 dense]",
+        ),
+        (
+            [Route(0.5, 0, 10)],
+            "against: starts at block 0, ends 1 before the last [DiT-B/2: FID 57.36, 7.47 above dense (49.89)]",
+        ),
         ([Route(0.75, 2, 8)], "against: skips more than half [DiT-B/2 at 400K: 49.29 against 43.47 dense]"),
-        ([Route(0.5, 7, 8)], "against: short: 2 of 12 blocks [DiT-B/2: FID +0.61 against 49.89 dense]"),
+        ([Route(0.5, 7, 8)], "against: short: 2 of 12 blocks [DiT-B/2: FID 50.50, 0.61 above dense (49.89)]"),
         ([Route(0.5, 2, 5), Route(0.5, 6, 8)], "follows all"),
         ([Route(0.5, 3, 11)], "against: ends with the last block"),
     ],
@@ -84,12 +94,69 @@ def test_any_depth_and_token_count_and_a_route_of_ones_own(plan):
     assert rows["yours"]["step_ms"] == 2 * 8 + 18 * 3 and rows["yours"]["guidelines"] == "against: ends 1 before the last"
 
 
-def test_times_are_measured_part_by_part(plan):
-    text, rows = plan(
-        "model.backbone=DiT-XS/2", "data.input_size=8", "data.in_channels=1", "repeats=1", "batch_size=2", "verify=true"
-    )
+DIGITS = ["model.backbone=DiT-XS/2", "data.input_size=8", "data.in_channels=1", "repeats=1", "batch_size=2"]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """clock(times): every part is run, and takes as long as the next of these, in milliseconds."""
+
+    def set_to(times):
+        remaining = iter(times)
+
+        def time_ms(action, repeats, device, warmup=0):
+            action()
+            return [next(remaining)] * repeats
+
+        monkeypatch.setattr(planner, "time_ms", time_ms)
+
+    return set_to
+
+
+def test_times_are_measured_part_by_part(plan, clock):
+    clock(itertools.chain(range(100, 0, -1), itertools.repeat(1)))  # blocks first, on fewer and fewer tokens
+    text, rows = plan(*DIGITS, "verify=true")
     assert all(row["step_ms"] > 0 for name, row in rows.items() if "step_ms" in row)
     assert "predicted_ms" in text and "batch 2, fp32" in text
+
+
+# In the order of measuring: a block on 16 tokens; on 12, 8 and 4, each followed by a route; what is around; two updates.
+BUSY = [1.0, 0.9, 0.1, 40.0, 0.1, 0.5, 0.1, 1.0, 0.1, 0.1]  # 40 ms on 8 tokens
+ROUTE = [1.0, 0.9, 0.1, 0.7, 30.0, 0.5, 0.1, 1.0, 0.1, 0.1]  # a route that takes as long as 30 blocks
+CALM = [1.0, 0.9, 0.1, 0.7, 0.1, 0.5, 0.1, 1.0, 0.1, 0.1]
+
+
+@pytest.mark.parametrize("busy", [BUSY, ROUTE])
+def test_times_that_cannot_be_are_measured_again(plan, clock, busy):
+    clock([*busy, *CALM])
+    _, rows = plan(*DIGITS)
+    # 12 blocks of 1 ms, 1 ms around them and 13 updates of 0.1 ms; 7 of the blocks see 8 tokens and take 0.7 ms.
+    assert rows["dense"]["step_ms"] == pytest.approx(12 + 1 + 1.3)
+    assert rows["default"]["step_ms"] == pytest.approx(14.3 - 7 * 0.3 + 0.1) and rows["default"]["time_saved"] == "14.0%"
+
+
+@pytest.mark.parametrize(
+    ("times", "what"),
+    [
+        (BUSY, "a block took 40 ms on 8 tokens and 1 ms on 16"),
+        (ROUTE, "starting and ending a route took 30 ms, more than a whole"),
+    ],
+)
+def test_a_machine_that_stays_busy_is_not_believed(plan, clock, times, what):
+    clock(times * MAX_MEASUREMENTS)
+    with pytest.raises(
+        ValueError, match=f"{what}.*, in each of 4 measurements: the machine does other work.*repeats=4, or.*block_ms="
+    ):
+        plan(*DIGITS)
+
+
+def test_a_route_that_costs_more_than_it_saves_is_said_to(plan, clock):
+    clock([1.0, 1.0, 0.9, 1.05, 0.9, 1.0, 0.9, 1.0, 0.1, 0.1])  # the same time on any number of tokens, as far as one can see
+    text, rows = plan(*DIGITS)
+    longer = (7 * 0.05 + 0.9) / 14.3
+    assert rows["default"]["time_saved"] == f"none: {longer:.1%} longer"
+    assert f"but no time: a step is predicted to take {longer:.1%} longer than a dense one, because with so few tokens" in text
+    assert "-" not in "".join(row["time_saved"] for row in rows.values())
 
 
 def test_too_shallow_a_network_is_advised_to_stay_dense(plan):
@@ -118,3 +185,39 @@ def test_routes_and_times_that_do_not_fit_are_refused(plan):
         plan("block_ms=256:2,128:1", "model.routes=[{selection_ratio:0.5,start_layer_idx:2,end_layer_idx:40}]")
     with pytest.raises(ValueError, match="block_ms gives 1 number of tokens; give two or more, of 256, 192, 128, 64"):
         plan("block_ms=256:2")
+    with pytest.raises(ValueError, match="block_ms=128:6,256:4: a block takes no longer on 128 tokens than on 256; are the two"):
+        plan("block_ms=256:4,128:6")
+    with pytest.raises(ValueError, match="block_ms=128:2,256:10 leaves no time for 64 tokens; add 64:<ms>"):
+        plan("block_ms=256:10,128:2")
+
+
+def test_a_refusal_of_given_times_leaves_earlier_results(plan, tmp_path):
+    plan("block_ms=256:10,128:6")
+    before = (tmp_path / "routes.md").read_text()
+    with pytest.raises(ValueError, match="block_ms gives 1 number"):
+        plan("block_ms=256:2")
+    assert (tmp_path / "routes.md").read_text() == before != ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["data.input_size=33"],
+            "data.input_size=33, model.backbone=DiT-XL/2: latents of size 33 cannot be cut into patches of 2",
+        ),
+        (["verify=true"], "verify=true times whole steps here, and block_ms gives the blocks alone; leave one of them out"),
+    ],
+)
+def test_sizes_and_checks_that_do_not_go_together_are_refused(plan, arguments, message):
+    with pytest.raises(UserError, match=message):
+        plan("block_ms=256:10,128:6", *arguments)
+
+
+@pytest.mark.parametrize("ending", ["", "/", "/new/"])
+def test_an_output_that_is_a_folder_is_refused(tmp_path, ending):
+    with pytest.raises(
+        UserError, match=f"output={tmp_path}{ending} is a folder; give the name of the files in it: output=.*/results"
+    ):
+        main(["block_ms=256:10,128:6", f"output={tmp_path}{ending}"])
+    assert list(tmp_path.iterdir()) == []

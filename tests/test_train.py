@@ -490,6 +490,7 @@ def test_a_signal_finishes_the_step_saves_and_exits_with_0(train, tmp_path, sign
     step = metrics(tmp_path / "run")[-1]["step"]
     assert list(checkpoints.list_steps(tmp_path / "run" / "checkpoints")) == [step]
     assert f"stopped by a signal after step {step}" in output
+    assert "stopping after this step, with a checkpoint; a second signal ends at once" in output
     train("run", f"train.num_steps={step + 2}")
     assert losses(tmp_path / "run") == losses(train("whole", f"train.num_steps={step + 2}"))
 

@@ -475,15 +475,15 @@ def test_a_folder_that_cannot_be_written_to_costs_only_time(tmp_path, scans, cap
 
 def test_of_several_processes_one_scans(tmp_path, scans, monkeypatch):
     two_tars(tmp_path)
-    lock = webdataset.fcntl.lockf
+    lock = webdataset.lock_descriptor
 
     def as_if_waited_for(*arguments):
         """Another process holds the lock, and leaves an index."""
-        lock(*arguments)
-        monkeypatch.setattr(webdataset.fcntl, "lockf", lock)
+        monkeypatch.setattr(webdataset, "lock_descriptor", lock)
         TarIndex.open(tmp_path)
+        lock(*arguments)
 
-    monkeypatch.setattr(webdataset.fcntl, "lockf", as_if_waited_for)
+    monkeypatch.setattr(webdataset, "lock_descriptor", as_if_waited_for)
     assert len(TarIndex.open(tmp_path)) == 11 and len(scans) == 2
 
 

@@ -7,12 +7,15 @@ only if its files match the manifest; damaged ones are renamed, never deleted.
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import hashlib
 import json
 import logging
 import os
 import re
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +27,7 @@ from torch import Tensor
 
 from errors import UserError
 from files import hash_file
+from progress import say_if_slow
 
 log = logging.getLogger(__name__)
 
@@ -96,8 +100,11 @@ def save(root: Path, checkpoint: Checkpoint, keep_last: int, keep_every: int) ->
         raise SaveError(f"cannot write the checkpoint {final}: {e}; intact before it: {', '.join(kept) or 'none'}") from e
     for step, path in list(list_steps(root).items())[:-keep_last]:
         if not (keep_every and step % keep_every == 0):
-            path.rename(root / f".del_{path.name}")  # a half-deleted checkpoint must not look like a complete one
-            shutil.rmtree(root / f".del_{path.name}", ignore_errors=True)
+            # A half-deleted checkpoint must not look like a complete one. Windows refuses while somebody reads it: the next
+            # save tries again.
+            with contextlib.suppress(PermissionError):
+                path.rename(root / f".del_{path.name}")
+                shutil.rmtree(root / f".del_{path.name}", ignore_errors=True)
     return final
 
 
@@ -105,14 +112,16 @@ def _write_files(folder: Path, checkpoint: Checkpoint) -> None:
     save_file({k: v.contiguous() for k, v in checkpoint.model.items()}, folder / WEIGHTS["raw"])
     save_file({k: v.contiguous() for k, v in checkpoint.ema.items()}, folder / WEIGHTS["ema"])
     torch.save(checkpoint.optimizer, folder / "optimizer.pt")
-    (folder / "state.json").write_text(json.dumps({"step": checkpoint.step} | checkpoint.state, indent=1))
-    (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(checkpoint.config)))
+    (folder / "state.json").write_text(json.dumps({"step": checkpoint.step} | checkpoint.state, indent=1), encoding="utf-8")
+    (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(checkpoint.config)), encoding="utf-8")
     manifest = {file.name: size_and_hash(file) for file in sorted(folder.iterdir())}
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
 
 
 def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+    if sys.platform == "win32" and path.is_dir():  # Windows cannot open a folder
+        return
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)  # Windows flushes only what may be written
     try:
         os.fsync(descriptor)
     finally:
@@ -130,25 +139,27 @@ def verify(folder: Path) -> None:
     if not (folder / MANIFEST).exists():
         raise CheckpointError(f"{folder} is not a whole checkpoint: it has no {MANIFEST}")
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         expected = {name: (entry["size"], entry["blake2b"]) for name, entry in manifest.items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as e:
         raise CheckpointError(f"{folder / MANIFEST} is not readable: {e!r}") from e
     missing = [name for name in (*WEIGHTS.values(), "optimizer.pt", "state.json", "config.yaml") if name not in expected]
     if missing:
         raise CheckpointError(f"{folder / MANIFEST} does not list {missing[0]}")
-    for name, (size, digest) in expected.items():
-        file = folder / name
-        if not file.is_file():
-            raise CheckpointError(f"{file} is missing")
-        if file.stat().st_size != size:
-            raise CheckpointError(f"{file} has {file.stat().st_size} bytes instead of {size}: it is truncated or altered")
-        if hash_file(file) != digest:
-            raise CheckpointError(f"{file} was altered: its hash is not the one in {MANIFEST}")
+    num_bytes = sum(size for size, _ in expected.values())
+    with say_if_slow(log, "comparing %s with its checksums (%.1f GB)", folder, num_bytes / 1e9):
+        for name, (size, digest) in expected.items():
+            file = folder / name
+            if not file.is_file():
+                raise CheckpointError(f"{file} is missing")
+            if file.stat().st_size != size:
+                raise CheckpointError(f"{file} has {file.stat().st_size} bytes instead of {size}: it is truncated or altered")
+            if hash_file(file) != digest:
+                raise CheckpointError(f"{file} was altered: its hash is not the one in {MANIFEST}")
 
 
 def step_of(folder: Path) -> int:
-    return json.loads((folder / "state.json").read_text())["step"]
+    return json.loads((folder / "state.json").read_text(encoding="utf-8"))["step"]
 
 
 def run_of(folder: Path) -> Path | None:
@@ -175,7 +186,7 @@ def load_weights(folder: Path, weights: str) -> dict[str, Tensor]:
 def load(folder: Path) -> Checkpoint:
     """Verify a checkpoint and read it. Raises CheckpointError if it is incomplete or altered."""
     verify(folder)
-    state = json.loads((folder / "state.json").read_text())
+    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
     return Checkpoint(
         step=state.pop("step"),
         model=load_weights(folder, "raw"),
@@ -202,6 +213,9 @@ def find_newest(root: Path) -> tuple[Path | None, dict[Path, str]]:
 def find_checkpoint(folder: Path, key: str) -> Path:
     """A verified checkpoint: the folder itself, or the newest good one of a run. CheckpointError names `key` if there is none."""
     if not (folder / "checkpoints").is_dir():
+        is_checkpoint = _STEP.fullmatch(folder.name) or any((folder / name).exists() for name in (MANIFEST, *WEIGHTS.values()))
+        if not (folder.is_dir() and is_checkpoint):
+            raise CheckpointError(explain_path(folder, key))
         try:
             verify(folder)
         except CheckpointError as e:
@@ -214,6 +228,31 @@ def find_checkpoint(folder: Path, key: str) -> Path:
     for problem in problems.values():
         log.warning("%s; taking an earlier checkpoint", problem)
     return newest
+
+
+def explain_path(path: Path, key: str) -> str:
+    """The message for a path that is no checkpoint and no run: what it is, and what to give for `key` instead."""
+    checkpoint = next((folder for folder in path.parents if _STEP.fullmatch(folder.name) and folder.is_dir()), None)
+    if checkpoint is not None:
+        return f"{key}={path} lies in a checkpoint; give {key}={checkpoint}"
+    run = next((folder for folder in path.parents if (folder / "checkpoints").is_dir()), None)
+    if run is not None:
+        steps = ", ".join(folder.name for folder in list(list_steps(run / "checkpoints").values())[-5:])
+        held = f"; {run / 'checkpoints'} holds {steps}" if steps else ""
+        return f"{key}={path} is no checkpoint; give the folder of the run, {key}={run}, for its newest one{held}"
+    place = path if path.is_dir() else path.parent
+    runs = [folder for folder in sorted(place.iterdir()) if (folder / "checkpoints").is_dir()] if place.is_dir() else []
+    if path.is_dir():
+        if runs:
+            return f"{key}={path} is a folder of runs; give one of them: " + ", ".join(f"{key}={run}" for run in runs[:5])
+        return f"{key}: {path} is not a checkpoint or a run: it has no {MANIFEST} and no folder checkpoints"
+    near = difflib.get_close_matches(path.name, [run.name for run in runs], n=3)
+    found = [place / name for name in near] or [run for run in [Path("runs") / path] if (run / "checkpoints").is_dir()]
+    nearest = f"; nearest: {', '.join(f'{key}={run}' for run in found)}" if found else ""
+    return (
+        f"{key}: {path} is not a folder; give a checkpoint such as runs/<name>/checkpoints/{folder_name(400)}, or a run such as "
+        f"runs/<name>, of which the newest checkpoint is taken{nearest}"
+    )
 
 
 def set_aside(folder: Path) -> Path:

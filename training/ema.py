@@ -25,6 +25,8 @@ class EMA:
     """
 
     def __init__(self, net: nn.Module, decay: float):
+        if not 0 <= decay < 1:
+            raise ValueError(f"decay={decay} must be in [0, 1)")
         self.decay = decay
         self.num_updates_before = 0
         self.net = copy.deepcopy(net).float().eval().requires_grad_(False)
@@ -44,7 +46,12 @@ class EMA:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Update the averages after step `step`. Sharded averages need no communication."""
+        """Update the averages after step `step`, counted from 0: once per step, in order, which it does not check.
+
+        Sharded averages need no communication. Buffers (the statistics of a BatchNorm) are not averaged.
+        """
+        if step < 0:
+            raise ValueError(f"step={step} must be 0 or more")
         num_updates = self.num_updates_before + step
         decay = min(self.decay, (1 + num_updates) / (10 + num_updates))
         averages, weights = ([local_shard(tensor) for tensor in side] for side in zip(*self._pairs))
@@ -52,7 +59,11 @@ class EMA:
 
     @torch.no_grad()
     def load(self, averages: dict[str, Tensor]) -> None:
-        """Load the averages of a checkpoint: full tensors by parameter name."""
+        """Load the averages of a checkpoint: full tensors by parameter name. Raises ValueError for other names or shapes."""
+        for name in {**self.averages, **averages}:  # smaller tensors would broadcast
+            own, given = (tuple(side[name].shape) if name in side else "nothing" for side in (self.averages, averages))
+            if own != given:
+                raise ValueError(f"the average of {name} is {own} here and {given} in what is loaded")
         for name, average in self.averages.items():
             local_shard(average).copy_(local_shard(distribute_like(averages[name], average)))
 

@@ -13,6 +13,8 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
+from files import relative_path
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
@@ -36,7 +38,7 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(errors="replace").splitlines() if cpuinfo.exists() else []
+    lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
 
@@ -62,4 +64,4 @@ def launch_command() -> str:
             return shlex.join([Path(argument).name, *parent[i + 1 :]])
         if argument == "accelerate.commands.launch":
             return shlex.join(["accelerate", "launch", *parent[i + 1 :]])
-    return shlex.join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]])
+    return shlex.join(["python", relative_path(sys.argv[0]), *sys.argv[1:]])

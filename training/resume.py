@@ -19,7 +19,8 @@ def find_resume(run: RunFolder, where: str, accelerator: Accelerator) -> Path | 
     """The verified checkpoint that `resume=` names; None: the run starts at step 0.
 
     Args:
-        where: auto (the newest good checkpoint of the run; damaged newer ones are renamed) | never | a checkpoint's folder.
+        where: auto (the newest good checkpoint of the run; damaged newer ones are renamed) | never | the folder of a
+            checkpoint, or of a run for its newest.
 
     Raises:
         UserError: all checkpoints are damaged; resume=never in a run with checkpoints; the named checkpoint is missing,
@@ -38,8 +39,7 @@ def find_resume(run: RunFolder, where: str, accelerator: Accelerator) -> Path | 
             for folder, problem in problems.items():
                 log.warning("%s; set aside as %s", problem, checkpoints.set_aside(folder))
         elif where != "never":
-            found = Path(where)
-            checkpoints.verify(found)
+            found = checkpoints.find_checkpoint(Path(where), "resume")
             if newest_step is not None and newest_step > checkpoints.step_of(found):
                 raise UserError(
                     f"resume={where}, but {run.checkpoints} already holds step {newest_step}, which going on from there would "

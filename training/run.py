@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import secrets
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from errors import UserError
-from files import append_line, read_lines, write_file
+from files import append_line, lock_file, read_lines, write_file
 
 
 @contextlib.contextmanager
@@ -40,7 +39,7 @@ class RunFolder:
         try:
             for folder in (self.checkpoints, self.samples):
                 folder.mkdir(parents=True, exist_ok=True)
-            self._lock = open(self.path / ".lock", "w")
+            self._lock = lock_file(self.path / ".lock")
             self.metrics.touch()
             # A checkpoint needs the permission to create a folder, too.
             probe = self.checkpoints / ".tmp_step_probe"
@@ -48,11 +47,8 @@ class RunFolder:
             probe.rmdir()
         except OSError as e:
             raise UserError(f"output_dir: cannot write to {self.path} ({e.strerror}); choose another output_dir=...") from e
-        try:
-            # The system releases it when this process ends.
-            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError) as e:
-            raise UserError(f"another process is training in {self.path}; wait for it, or choose another name=...") from e
+        if self._lock is None:
+            raise UserError(f"another process is training in {self.path}; wait for it, or choose another name=...")
 
     def write_config(self, config: dict) -> None:
         """Write config.yaml: the resolved configuration of the run, of plain values."""
@@ -63,7 +59,7 @@ class RunFolder:
         file = self.path / "wandb_id"
         if not file.exists():
             write_file(file, secrets.token_hex(4))
-        return file.read_text().strip()
+        return file.read_text(encoding="utf-8").strip()
 
     def log_metrics(self, record: dict) -> None:
         append_line(self.metrics, record)
@@ -80,5 +76,5 @@ class RunFolder:
         lines = [line for _, line in read_lines(self.metrics)]
         kept = [line for line in lines if line and isinstance(line.get("step"), int) and line["step"] <= step]
         wanted = "".join(json.dumps(line) + "\n" for line in kept)
-        if wanted != self.metrics.read_text(errors="replace"):
+        if wanted != self.metrics.read_text(encoding="utf-8", errors="replace"):
             write_file(self.metrics, wanted)

@@ -217,7 +217,7 @@ def _can_run(kernel: SDPBackend, x: Tensor) -> bool:
 
 
 def check_compile(key: str, mode: str, device: torch.device) -> str:
-    """`resolve_compile`, with a warning where `auto` would compile but cannot.
+    """`resolve_compile`, with a line about the wait, or a warning where `auto` would compile but cannot.
 
     Raises UserError if another mode needs a compiler that is not installed; `key` is named in the message.
     """
@@ -225,7 +225,7 @@ def check_compile(key: str, mode: str, device: torch.device) -> str:
     if mode == "auto":
         if missing:
             log.warning("%s=auto compiles nothing, which makes steps slower: torch.compile needs %s", key, missing)
-        return resolve_compile(mode, device)
+        mode = resolve_compile(mode, device)
     if mode == "none":
         return mode
     if mode == "reduce-overhead" and device.type != "cuda":
@@ -244,6 +244,7 @@ def check_compile(key: str, mode: str, device: torch.device) -> str:
             raise UserError(
                 f"{key}={mode} on a CPU needs a C++ compiler, which is not installed; install g++, or use {key}=none"
             ) from e
+    log.info("%s=%s: the first step takes about a minute longer, once", key, mode)
     return mode
 
 

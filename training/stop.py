@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -10,6 +11,8 @@ import time
 
 import torch
 import torch.distributed as dist
+
+log = logging.getLogger(__name__)
 
 # Terminal and launcher both forward a Ctrl-C: signals this close together are one request.
 SAME_REQUEST_SEC = 1.0
@@ -44,6 +47,7 @@ class StopSignal:
                 continue
             if self._first_sec is None:
                 self._first_sec = now_sec
+                log.info("stopping after this step, with a checkpoint; a second signal ends at once")
             elif now_sec - self._first_sec > SAME_REQUEST_SEC:
                 os._exit(128 + signum)
         self._reader.close()

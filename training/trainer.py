@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,12 +14,12 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from errors import UserError
 from evaluations.suite import format_metrics, metric_name
 from latents.order import BatchOrder, read_batches
 from latents.shards import LatentDataset, latents_for_network
+from progress import progress_bar, say_if_slow
 from randomness import StepRandom
 from sampling.evaluator import Evaluator
 from sampling.sampler import Diffusion, ImageSampler, labelled_grid
@@ -179,9 +178,7 @@ class Trainer:
         """
         cfg, is_main = self.cfg, self.accelerator.is_main_process
         batches, clock = self.batches(), _Clock(self.device)
-        bar = tqdm(
-            total=cfg.train.num_steps, initial=self.step, unit="step", dynamic_ncols=True, disable=not is_main, mininterval=0.5
-        )
+        bar = progress_bar(total=cfg.train.num_steps, initial=self.step, unit="step", disable=not is_main, mininterval=0.5)
         with contextlib.closing(StopSignal()) as stop, bar:
             self._sample_and_evaluate(clock)  # what an interruption after the last checkpoint left undone
             while self.step < cfg.train.num_steps:
@@ -193,7 +190,7 @@ class Trainer:
                 bar.update()
                 stopping = stop.requested()
                 if self._is_due(cfg.train.log_every):
-                    bar.set_postfix(self._log(clock))
+                    bar.set_postfix(self._log(clock), refresh=False)  # shown when the bar is drawn next
                 if self._is_due(cfg.checkpoint.every) or stopping:
                     with clock.paused():
                         self._save()
@@ -286,7 +283,8 @@ class Trainer:
         seeds = [min(seed, num_samples - 1) for seed in range(start, start + length)]
         with self.ema.full_weights():
             parts = [seeds[i : i + size] for i in range(0, length, size)]
-            own = np.concatenate([self.sampler(part, [labels[seed] for seed in part]) for part in parts])
+            bar = progress_bar(parts, desc="grid", unit="batch", leave=False, disable=not is_main)
+            own = np.concatenate([self.sampler(part, [labels[seed] for seed in part]) for part in bar])
         images = self.accelerator.gather(torch.from_numpy(own).to(self.device))[:num_samples].cpu().numpy()
         if is_main:
             grid = labelled_grid(list(images), labels)
@@ -312,7 +310,7 @@ class Trainer:
                 record |= {metric_name(metric, num_samples, cfg_scale): value for metric, value in scores.items()}
         if is_main:
             self.run.log_metrics({"step": self.step, **record, "evaluation_sec": time.perf_counter() - start_sec})
-            tqdm.write(f"step {self.step}: {format_metrics(record)}", file=sys.stderr)
+            log.info("step %d: %s", self.step, format_metrics(record))
         self.accelerator.log(record, step=self.step)
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -342,7 +340,9 @@ class Trainer:
         )
         if is_main:
             try:
-                checkpoints.save(self.run.checkpoints, checkpoint, self.cfg.checkpoint.keep_last, self.cfg.checkpoint.keep_every)
+                with say_if_slow(log, "writing the checkpoint of step %d", self.step):
+                    keep = self.cfg.checkpoint
+                    checkpoints.save(self.run.checkpoints, checkpoint, keep.keep_last, keep.keep_every)
             except checkpoints.SaveError as e:
                 error = e
         failed = self.accelerator.reduce(torch.tensor(float(error is not None), device=self.device)).item()

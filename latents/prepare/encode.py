@@ -18,8 +18,8 @@ from evaluations.images import adm_center_crop, read_rgb
 from latents.autoencoders import Autoencoder, from_uint8
 from latents.prepare.images import LabelledImages
 from latents.prepare.write import ShardWriter
-from latents.progress import progress_bar
 from latents.shards import ShardInfo, draw_latents
+from progress import progress_bar
 from randomness import SeedRandom
 
 log = logging.getLogger(__name__)

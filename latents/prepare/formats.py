@@ -27,10 +27,11 @@ from torch import Tensor
 from errors import UserError
 from files import hash_bytes, read_file
 from latents.arrays import check_float, parse_npy
+from latents.contents import find_formats, way_on
 from latents.detection import SD_SCALE
-from latents.progress import progress_bar
 from latents.shards import shard_files, spread_items
 from latents.webdataset import TarIndex
+from progress import progress_bar
 
 
 class LatentSource:
@@ -121,7 +122,8 @@ class MaskDiTLMDB(LatentSource):
     """MaskDiT's LMDB, the folder of data.mdb or a single file: moments [8, h, w] `z-<i>`, labels `y-<i>`, their number `length`.
 
     With --xflip MaskDiT stores the mirrored images after all others, and nothing marks them. If the labels of the halves
-    agree and latents of the second half correlate with mirrored ones of the first, the second half becomes the flips.
+    agree and latents of the second half correlate with mirrored ones of the first, the second half becomes the flips. If
+    they do not correlate, all stay items, with a warning.
     """
 
     name, known_kind, known_stored_scale = "MaskDiT LMDB", "moments", 1.0
@@ -148,13 +150,20 @@ class MaskDiTLMDB(LatentSource):
                 )
             self.shape = (self.CHANNELS, size, size)
             correlation = self._mirror_correlation(txn, labels)
-        self.has_flips = correlation > 0.5
+        self.has_flips = correlation is not None and correlation > 0.5
         self.labels = labels[: length // 2] if self.has_flips else labels
         self.identity = self.file.stat().st_size, self.has_flips
         if self.has_flips:
             self.statements = [
                 f"latents_flip: the second {len(self.labels)} items (--xflip); the labels of the halves agree, and latents "
                 f"correlate by {correlation:.2f} with mirrored ones of the first half"
+            ]
+        elif correlation is not None:
+            self.statements = [
+                f"warning: the second {length // 2} items have the labels of the first in the same order, as --xflip stores "
+                f"mirrored images, but their latents correlate by {correlation:.2f} with mirrored ones, not by more than 0.5: "
+                "they stay items of their own. If you extracted with --xflip, the two halves are not of the same images: "
+                "extract again. Otherwise this is no problem"
             ]
 
     def _read(self, start: int, stop: int) -> list[np.ndarray]:
@@ -215,11 +224,11 @@ class MaskDiTLMDB(LatentSource):
             row[:] = np.frombuffer(value, dtype="<f4").reshape(self.shape)
         return latents
 
-    def _mirror_correlation(self, txn, labels: np.ndarray) -> float:
-        """Median correlation of the means of item N/2 + i with the mirrored ones of item i; 0 where labels differ."""
+    def _mirror_correlation(self, txn, labels: np.ndarray) -> float | None:
+        """Median correlation of the means of item N/2 + i with the mirrored ones of item i; None where labels differ."""
         half = len(labels) // 2
         if len(labels) % 2 or not np.array_equal(labels[:half], labels[half:]):
-            return 0.0
+            return None
         correlations = []
         for i in spread_items(half, 32).tolist():
             first, second = self._items(txn, range(i, half + i + 1, half))[:, : self.CHANNELS // 2]
@@ -431,7 +440,7 @@ class LightningDiTFolder(FilesOfItems):
         except (SafetensorError, OSError) as e:
             raise UserError(f"{file} is truncated or not a safetensors file: {e}") from e
         if "kind" in metadata:
-            raise UserError(f"{file} is a native shard: these are native shards already; train reads them as they are")
+            raise UserError(f"{file} is a native shard, which training reads as it is")
         if not {"latents", "labels"} <= held.keys():
             raise UserError(f"{file} holds {', '.join(held) or 'nothing'}; need latents [M, C, h, w] and labels [M]")
         names = [name for name in ("latents", "latents_flip") if name in held]
@@ -491,26 +500,15 @@ def open_latents(path: str | Path, format: str = "auto", allow_pickle: bool = Fa
 
 def _detect_format(path: Path) -> str:
     """The format that fits what a path holds. Raises UserError where none or several do."""
-    names, folders = [path.name], []
-    if path.is_dir():
-        # Not Path.iterdir: asking each of a million files whether it is one takes long.
-        entries = sorted((e for e in os.scandir(path) if not e.name.startswith(".")), key=lambda e: e.name)
-        names, folders = [e.name for e in entries if e.is_file()], [e.name for e in entries if e.is_dir()]
-    signs = {
-        "maskdit_lmdb": any(n.endswith(".mdb") for n in names) or any((path / n / "data.mdb").exists() for n in ("train", "val")),
-        "webdataset": any(n.endswith((".tar", ".tgz")) or ".tar." in n for n in names),
-        "fast_dit": any(n.endswith("_features") for n in folders) or path.name.endswith("_features"),
-        "repa": "dataset.json" in names
-        or (path / "vae-sd" / "dataset.json").exists()
-        or (path.is_file() and path.suffix == ".zip"),
-        "lightningdit": any(n.endswith(".safetensors") for n in names),
-    }
-    fitting = [format for format, fits in signs.items() if fits]
+    fitting, held = find_formats(path)
+    if "native" in fitting:
+        raise UserError(f"path={path} {way_on(path, 'path')}")
+    if fitting == ["images"]:
+        raise UserError(f"path={path} holds no latents; it {way_on(path, 'path')}")
     if len(fitting) == 1:
         return fitting[0]
     if fitting:
         raise UserError(f"{path} may be {' or '.join(fitting)}; say which with format=")
-    held = [*names, *(f"{n}/" for n in folders)]
     more = f" and {len(held) - 8} more" if len(held) > 8 else ""
     raise UserError(
         f"{path} holds no latents that are known: looked for data.mdb (MaskDiT), *.tar (WebDataset), <name>_features/ "

@@ -11,8 +11,8 @@ import torch
 
 from errors import UserError
 from latents.prepare.write import SHARD_SIZE, Dtype, Kind, ShardWriter
-from latents.progress import progress_bar
 from latents.shards import ShardInfo, write_shard
+from progress import progress_bar
 from setup.settings import Count, Text, Whole
 
 log = logging.getLogger(__name__)

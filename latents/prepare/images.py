@@ -17,12 +17,12 @@ import numpy as np
 
 from errors import UserError
 from files import is_hidden, list_images
+from latents.contents import IMAGE_SUFFIXES, way_on
 from latents.shards import spread_items
 from latents.tars import COMPRESSED_SUFFIXES, MAX_LABEL, find_tars, read_samples
 
 log = logging.getLogger(__name__)
 
-SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff")
 LABEL_FILES = ("labels.csv", "labels.json", "dataset.json", "metadata.csv")
 NAME_COLUMNS = ("file_name", "filename", "file", "path", "image", "name")
 LABEL_COLUMNS = ("label", "class", "cls", "class_id", "target", "category")
@@ -93,7 +93,7 @@ def open_labelled_images(path: str | Path, labels: str = "auto") -> LabelledImag
         raise UserError(f"images={path} does not exist; give a folder of images or WebDataset tars")
     if path.is_file() and path.suffix.lower() != ".tar":
         raise UserError(f"images={path} is a file; give a folder of images, or a tar")
-    names = [] if path.is_file() else list_images(path, SUFFIXES)
+    names = [] if path.is_file() else list_images(path, IMAGE_SUFFIXES)
     tars = path.is_file() or any(f.suffix.lower() == ".tar" and not f.name.startswith(".") for f in path.iterdir())
     if tars and names:
         raise UserError(f"images={path} holds tars and images ({names[0]}, ...); put them into folders of their own")
@@ -104,7 +104,7 @@ def open_labelled_images(path: str | Path, labels: str = "auto") -> LabelledImag
     if not names:
         if any(f.name.lower().endswith(COMPRESSED_SUFFIXES) for f in path.iterdir()):
             find_tars(path)  # raises an error that says what to do
-        raise UserError(f"images={path} holds no images ({', '.join(SUFFIXES)}) and no tars")
+        raise UserError(f"images={path} holds no images ({', '.join(IMAGE_SUFFIXES)}) and no tars; it {way_on(path, 'images')}")
     if labels == "none":
         return LabelledImages(path, names, [0] * len(names), None)
     if labels == "auto":
@@ -131,7 +131,7 @@ def _label_by_folder(path: Path, names: list[str]) -> LabelledImages:
     empty = sorted({f.name for f in path.iterdir() if f.is_dir() and not is_hidden(f.name)} - set(classes))
     if empty:
         raise UserError(
-            f"images={path}: the class folder {empty[0]!r} holds no images ({', '.join(SUFFIXES)}), and leaving it out "
+            f"images={path}: the class folder {empty[0]!r} holds no images ({', '.join(IMAGE_SUFFIXES)}), and leaving it out "
             "would shift the labels of the classes after it; remove it, or convert what it holds"
         )
     number = {name: i for i, name in enumerate(classes)}
@@ -240,14 +240,14 @@ class TarImages(LabelledImages):
 
     def __init__(self, path: Path):
         names, labels, self._where = [], [], []
-        extensions = tuple(suffix[1:] for suffix in SUFFIXES)
+        extensions = tuple(suffix[1:] for suffix in IMAGE_SUFFIXES)
         for tar in find_tars(path):
             for member, label in read_samples(tar, extensions, ".jpg (or other image)", lambda member: member).values():
                 names.append(f"{tar.name}/{member.name}")
                 labels.append(label)
                 self._where.append((tar, member.start, len(member.payload)))
         if not names:
-            raise UserError(f"images={path}: the tars hold no images ({', '.join(SUFFIXES)})")
+            raise UserError(f"images={path}: the tars hold no images ({', '.join(IMAGE_SUFFIXES)})")
         super().__init__(path, names, labels, None)
 
     def size(self, index: int) -> int:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from files import hash_bytes
 from latents.manifest import MANIFEST, UNFINISHED, check_files, find_changed_files, read_manifest
-from latents.prepare.write import ChannelStatistics
-from latents.progress import progress_bar
 from latents.shards import LatentDataset, mean_and_log_variance, spread_items
+from latents.statistics import ChannelStatistics
 from latents.webdataset import TarLatents
+from progress import progress_bar
 
 # Outside of these, the network's input is far from what EDM's preconditioning assumes: SD-VAE latents at their scale come to
 # 1.5 to 2 times sigma_data = 0.5; unscaled ones to 10, those that were scaled twice to 0.3.
@@ -119,8 +119,8 @@ def _inspect_values(dataset: Dataset, sigma_data: float, found: Findings) -> Non
     for title, factor in (("stored", 1), ("network", scale)):
         found.lines.append(f"{title:11}mean     " + "".join(f"{value * factor:12.4f}" for value in statistics.mean))
         found.lines.append(f"{'':11}std      " + "".join(f"{value * factor:12.4f}" for value in statistics.std))
-    std = scale * float(np.sqrt(np.mean(np.square(statistics.std))))
-    seen = f"a standard deviation of {std:.3f}, {std / sigma_data:.2f} times sigma_data={sigma_data:g}"
+    std = scale * statistics.overall_std
+    seen = f"a standard deviation of {std:.3f} over all channels, {std / sigma_data:.2f} times sigma_data={sigma_data:g}"
     found.lines.append(f"the network sees {seen}")
     if not USUAL_STD[0] <= std / sigma_data <= USUAL_STD[1]:
         found.problems.append(

@@ -6,13 +6,12 @@ record in .unfinished/; when all have one, the records become manifest.json and 
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -21,9 +20,10 @@ import torch
 from torch import Tensor
 
 from errors import UserError
-from files import hash_bytes, hash_file, read_json, write_file
+from files import hash_bytes, hash_file, lock_file, read_json, write_file
 from latents.manifest import MANIFEST, UNFINISHED, read_manifest
 from latents.shards import KINDS, LatentDataset, ShardInfo, mean_and_log_variance, serialize_shard, shard_files
+from latents.statistics import ChannelStatistics
 
 log = logging.getLogger(__name__)
 
@@ -31,37 +31,6 @@ DTYPES = {"float16": torch.float16, "float32": torch.float32}
 Dtype = Literal[tuple(DTYPES)]
 Kind = Literal[KINDS]
 SHARD_SIZE = 4096  # items of the source that make one shard: 64 MiB of moments at 256 pixels
-
-
-@dataclass
-class ChannelStatistics:
-    """Mean and standard deviation of each latent channel, in the units of the stored latents; of `moments`, of their samples."""
-
-    count: int = 0  # values seen of each channel
-    sums: list[float] = field(default_factory=list)  # [C], of these values
-    square_sums: list[float] = field(default_factory=list)
-
-    def add(self, latents: Tensor, kind: str) -> None:
-        """Take in latents [b, C or 2C, H, W]."""
-        x, log_variance = mean_and_log_variance(latents.double(), kind)
-        squares = x.square() + (0.0 if log_variance is None else log_variance.exp())
-        count = x.shape[0] * x.shape[2] * x.shape[3]
-        self.merge(ChannelStatistics(count, x.sum(dim=(0, 2, 3)).tolist(), squares.sum(dim=(0, 2, 3)).tolist()))
-
-    def merge(self, other: ChannelStatistics) -> None:
-        if other.count:
-            zeros = [0.0] * len(other.sums)
-            self.sums = [a + b for a, b in zip(self.sums or zeros, other.sums)]
-            self.square_sums = [a + b for a, b in zip(self.square_sums or zeros, other.square_sums)]
-            self.count += other.count
-
-    @property
-    def mean(self) -> list[float]:
-        return [total / self.count for total in self.sums]
-
-    @property
-    def std(self) -> list[float]:
-        return [max(square / self.count - mean**2, 0.0) ** 0.5 for square, mean in zip(self.square_sums, self.mean)]
 
 
 @dataclass(frozen=True)
@@ -72,6 +41,20 @@ class PlannedShard:
     start: int
     stop: int
     source: str
+
+
+def check_output(output: Path) -> None:
+    """Raises UserError for a file, and for a folder with shards of another origin."""
+    if output.exists() and not output.is_dir():
+        raise UserError(f"output={output} is a file; give a folder")
+    if not (output / MANIFEST).exists() and not (output / UNFINISHED).exists():
+        _refuse_strange(output, set())
+
+
+def _refuse_strange(output: Path, known: set[str]) -> None:
+    strange = [file.name for file in shard_files(output) if file.name not in known]
+    if strange:
+        raise UserError(f"output={output} already holds {strange[0]}, which this command did not write; choose another folder")
 
 
 class ShardWriter:
@@ -111,8 +94,7 @@ class ShardWriter:
 
     def _check_folder(self) -> None:
         """Raises UserError where the folder holds anything but shards of these settings and items."""
-        if self.output.exists() and not self.output.is_dir():
-            raise UserError(f"output={self.output} is a file; give a folder")
+        check_output(self.output)
         settings, records, known = self.settings, [], set()
         manifest = read_manifest(self.output)
         if manifest is not None:
@@ -129,16 +111,12 @@ class ShardWriter:
         sources = {(shard.number, shard.source) for shard in self.shards}
         if records and not changed and sources.isdisjoint((record["number"], record.get("source")) for record in records):
             changed = ["made of other items"]
-        if changed:
+        if changed and records:  # without a finished shard, nothing is lost under other settings
             raise UserError(
                 f"output={self.output} already holds another data set ({'; '.join(changed)}); choose another folder, "
                 "or restore these settings to go on with that one"
             )
-        strange = [file.name for file in shard_files(self.output) if file.name not in known]
-        if strange:
-            raise UserError(
-                f"output={self.output} already holds {strange[0]}, which this command did not write; choose another folder"
-            )
+        _refuse_strange(self.output, known)
 
     def _file(self, number: int) -> Path:
         return self.output / f"latents_{number:05d}.safetensors"
@@ -158,13 +136,11 @@ class ShardWriter:
         manifest = read_manifest(self.output)
         try:
             self._unfinished.mkdir(parents=True, exist_ok=True)
-            self._lock = open(self._unfinished / "lock", "w")
+            self._lock = lock_file(self._unfinished / "lock")
         except OSError as e:
             raise UserError(f"output={self.output} cannot be written to ({e.strerror}); choose another folder") from e
-        try:
-            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released by the system when this process ends
-        except (BlockingIOError, PermissionError) as e:
-            raise UserError(f"another process is writing to output={self.output}; wait for it, or choose another folder") from e
+        if self._lock is None:
+            raise UserError(f"another process is writing to output={self.output}; wait for it, or choose another folder")
         for record in _records_of(manifest) if manifest is not None else []:
             write_file(self._record_file(record["number"]), json.dumps(record))
         write_file(self._settings_file, json.dumps(self.settings, indent=1))
@@ -214,7 +190,10 @@ class ShardWriter:
         rounded = [None if x is None else x.to(self.dtype) for x in (latents, latents_flip)]
         for exact, kept in zip((latents, latents_flip), rounded):
             if exact is not None and exact.isfinite().all() and not kept.isfinite().all():
-                raise UserError(f"latents up to {exact.abs().max():.3g} do not fit float16; use dtype=float32")
+                raise UserError(
+                    f"latents up to {exact.abs().max():.3g} do not fit float16; use dtype=float32"
+                    + (", and another output= than that of the shards that are finished" if self._records() else "")
+                )
         stored, stored_flip = rounded
         blob = serialize_shard(file, stored, labels, info, stored_flip)
         exact, kept = (mean_and_log_variance(x.double(), info.kind)[0] for x in (latents, stored))
@@ -266,6 +245,7 @@ class ShardWriter:
             "empty_shards": [record for record in records if record["file"] is None],
         }
         write_file(self.output / MANIFEST, json.dumps(manifest, indent=1))
+        self._lock.close()  # an open file cannot be deleted on Windows, and keeps its folder on NFS
         shutil.rmtree(self._unfinished)
         log.info("%d latents %s are in %d shards in %s", len(dataset), shape, len(shards), self.output)
         if left_out:
