@@ -34,6 +34,8 @@ def test_a_run_draws_grids_and_is_evaluated(device, tmp_path):
 def test_two_devices_learn_what_one_does(device, tmp_path, parallel):
     if device.type == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("there is one GPU")
+    if device.type == "cpu" and parallel == "fsdp":
+        pytest.skip("tests/test_fsdp.py trains so on the CPU")
     keys = ["train.batch_size=8", "train.num_steps=4", "train.precision=fp32", "train.compile=none"]
     one = run_train(tmp_path, "one", *keys)
     own = ["train.log_every=1", "sample.every=0", "eval.every=0", "train.cpu_threads=1", f"output_dir={tmp_path}", "name=two"]
