@@ -12,6 +12,11 @@ again computes those that are missing.
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__":  # Ctrl-C during the imports, which take seconds, ends without a traceback; afterwards see setup/cli.py
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import csv
 import io
 import itertools

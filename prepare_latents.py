@@ -14,6 +14,11 @@
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__":  # Ctrl-C during the imports, which take seconds, ends without a traceback; afterwards see setup/cli.py
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import logging
 import sys
 from dataclasses import asdict
@@ -22,7 +27,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from accelerate.utils import InitProcessGroupKwargs
 
 from errors import UserError
 from evaluations.detector import InceptionDetector, fetch_weights
@@ -86,8 +90,7 @@ def encode(
         tf32: on CUDA, compute products and convolutions of float32 in TF32.
     """
     # A process that is done waits for the slowest one, however long that takes.
-    patience = InitProcessGroupKwargs(timeout=timedelta(days=7))
-    accelerator = cli.start_accelerator(cpu_threads, tf32=tf32, kwargs_handlers=[patience])
+    accelerator = cli.start_accelerator(cpu_threads, tf32=tf32, patience=timedelta(days=7))
     if autoencoder == "identity" and kind == "moments":
         raise UserError("kind=moments: pixels have no log-variance; use kind=sample with autoencoder=identity")
     source = open_labelled_images(images, labels)
@@ -297,7 +300,4 @@ def main(arguments: list[str]) -> None:
 
 if __name__ == "__main__":
     cli.log_to_stderr()
-    try:
-        cli.guard(lambda: main(sys.argv[1:]))
-    except KeyboardInterrupt:
-        sys.exit("stopped; the same command continues where it was")
+    cli.guard(lambda: main(sys.argv[1:]))

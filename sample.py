@@ -10,6 +10,11 @@ again makes the images that are missing. Output: a PNG per seed, a labelled grid
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__":  # Ctrl-C during the imports, which take seconds, ends without a traceback; afterwards see setup/cli.py
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import hashlib
 import logging
 import os

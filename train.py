@@ -12,6 +12,11 @@ The run lives in runs/<name>/. The same command again goes on where it stopped.
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__":  # Ctrl-C during the imports, which take seconds, ends without a traceback; afterwards see setup/cli.py
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import logging
 from dataclasses import replace
 
@@ -81,6 +86,9 @@ def main(cfg: DictConfig) -> None:
     if cfg.wandb.mode != "disabled" and accelerator.is_main_process:
         settings = {"name": cfg.name, "mode": cfg.wandb.mode, "dir": str(run.path), "id": run.wandb_id(), "resume": "allow"}
         accelerator.init_trackers(cfg.wandb.project, cfg.model_dump(), init_kwargs={"wandb": settings})
+        # By our steps and not by wandb's count, which ignores what goes back to an earlier step, as a resume does after a crash.
+        for tracker in accelerator.trackers:
+            tracker.tracker.define_metric("*", step_metric="step")
 
     trainer.train()
     accelerator.end_training()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -20,6 +21,20 @@ from randomness import class_of_seed
 from sampling.sampler import ImageSampler
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Interrupted(Exception):
+    """Sampling was given up because it was asked to stop."""
+
+
+def until_stopped(batches: Iterable[T], stop: Callable[[], bool]) -> Iterator[T]:
+    """The batches. Asks `stop` before each one, and raises Interrupted if it answers yes."""
+    for batch in batches:
+        if stop():
+            raise Interrupted
+        yield batch
 
 
 @dataclass
@@ -38,15 +53,23 @@ class Evaluator:
         features = load_reference(reference, detector, batch_size, partial(shared_features_of_images, accelerator))
         return cls(accelerator, detector, features, batch_size)
 
-    def of_samples(self, sampler: ImageSampler, num_samples: int) -> dict[str, float]:
-        """Metrics of the images of seeds 0 .. num_samples - 1, each of a random class drawn from its seed."""
+    def of_samples(self, sampler: ImageSampler, num_samples: int, stop: Callable[[], bool] = lambda: False) -> dict[str, float]:
+        """Metrics of the images of seeds 0 .. num_samples - 1, each of a random class drawn from its seed.
+
+        Args:
+            stop: asked before every batch, equally often on every process, which all must get the same answer.
+
+        Raises:
+            Interrupted: `stop` answered yes.
+        """
         labels = [class_of_seed(seed, sampler.num_classes) for seed in range(num_samples)]
 
-        def compute(start: int, stop: int) -> Features:
-            batches = [range(i, min(i + self.batch_size, stop)) for i in range(start, stop, self.batch_size)]
+        def compute(start: int, end: int) -> Features:
+            batches = [range(i, min(i + self.batch_size, end)) for i in range(start, end, self.batch_size)]
             is_main = self.accelerator.is_main_process
             bar = progress_bar(batches, desc="evaluation", unit="batch", leave=False, disable=not is_main)
-            return extract(self.detector, (sampler(list(seeds), [labels[seed] for seed in seeds]) for seeds in bar))
+            images = (sampler(list(seeds), [labels[seed] for seed in seeds]) for seeds in until_stopped(bar, stop))
+            return extract(self.detector, images)
 
         return self._metrics(shared_features(self.accelerator, num_samples, compute), torch.tensor(labels))
 

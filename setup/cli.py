@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -18,6 +19,7 @@ import hydra
 import torch
 import yaml
 from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -44,11 +46,19 @@ S = TypeVar("S", bound=Settings)
 
 
 def guard(action: Callable[[], None]) -> None:
-    """Do it; an error that a user can cause becomes one line, and exit code 1. HYDRA_FULL_ERROR=1 keeps its traceback."""
+    """Do it; an error that a user can cause becomes one line, and exit code 1. So does Ctrl-C, with 130.
+
+    HYDRA_FULL_ERROR=1 keeps the tracebacks.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the commands start without it
     if _wants_tracebacks():
         action()
-    else:
+        return
+    try:
         _one_line(action)
+    except KeyboardInterrupt:
+        log.warning("stopped; the same command goes on where it was")
+        sys.exit(128 + signal.SIGINT)
 
 
 def _one_line(action: Callable[[], None]) -> None:
@@ -84,7 +94,7 @@ def run(main: Callable[[DictConfig], None], config_name: str, settings: type[Set
         experiments.register()
     compose = functools.partial(hydra.main, version_base="1.3", config_path=str(CONFIGS), config_name=config_name)
     if _wants_tracebacks():
-        check_arguments(sys.argv[1:], settings)
+        guard(lambda: check_arguments(sys.argv[1:], settings))
         compose()(main)()
         return
     is_composed = False
@@ -107,9 +117,6 @@ def run(main: Callable[[DictConfig], None], config_name: str, settings: type[Set
             if is_composed:
                 raise
             raise UserError(explain_composition(e, settings)) from e
-        except KeyboardInterrupt:
-            log.warning("stopped; the same command goes on where it was")
-            sys.exit(128 + signal.SIGINT)
         finally:
             del os.environ[FULL_ERRORS]
 
@@ -199,13 +206,24 @@ def log_to_stderr() -> None:
     logging.basicConfig(format="%(message)s", level=level, handlers=[LogHandler()])
 
 
-def start_accelerator(cpu_threads: int | None, *, tf32: bool = True, **settings) -> Accelerator:
-    """accelerate, with its settings; this process's share of the cores; TF32; messages from the main process only."""
+# How long a process waits for the others. NCCL's own 10 minutes are too short for what one of them does alone (saving or hashing
+# checkpoints on a slow file system), and for how far they drift apart over 50,000 samples.
+PROCESS_PATIENCE = timedelta(hours=2)
+
+
+def start_accelerator(
+    cpu_threads: int | None, *, tf32: bool = True, patience: timedelta = PROCESS_PATIENCE, **settings
+) -> Accelerator:
+    """accelerate, with its settings; this process's share of the cores; TF32; messages from the main process only.
+
+    Args:
+        patience: a process that waits this long for another one ends with an error.
+    """
     if torch.distributed.is_available():
         # AdamW imports torch's compiler, which imports this, whose functions hold the process group of that moment as a default
         # argument: it would never be freed, and gloo's threads would meet the end of the interpreter, which then may abort.
         importlib.import_module("torch.distributed.nn.functional")
-    accelerator = Accelerator(**settings)
+    accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=patience)], **settings)
     log_to_stderr()
     if not accelerator.is_main_process:
         logging.getLogger().setLevel(logging.ERROR)

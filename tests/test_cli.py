@@ -1,10 +1,12 @@
 """Hydra's command line: what is refused, in one line that names the argument, and what is left to Hydra."""
 
 import os
+import signal
 import sys
+from datetime import timedelta
 
 import pytest
-from conftest import REPOSITORY
+from conftest import REPOSITORY, finish, forget_accelerate, start
 
 from errors import UserError
 from setup import cli, schema
@@ -272,6 +274,33 @@ def test_ctrl_c_ends_a_command_with_one_line(monkeypatch, tmp_path, caplog):
     with pytest.raises(SystemExit) as end:
         cli.run(main, "sample", SampleConfig)
     assert end.value.code == 130 and caplog.messages == ["stopped; the same command goes on where it was"]
+
+
+@pytest.mark.parametrize("command", ["train", "sample", "fid", "prepare_latents"])
+def test_ctrl_c_during_the_imports_ends_without_a_traceback(tmp_path, command):
+    (tmp_path / "torch.py").write_text("import time; print('importing', flush=True); time.sleep(60)")
+    (tmp_path / "accelerate.py").write_text("import torch")
+    run = "import runpy, sys; sys.path.insert(0, sys.argv[1]); runpy.run_path(sys.argv[2], run_name='__main__')"
+    process = start("-c", run, str(tmp_path), f"{command}.py")
+    assert process.stdout.readline() == "importing\n"
+    process.send_signal(signal.SIGINT)
+    assert finish(process) == (-signal.SIGINT, "")
+
+
+def test_ctrl_c_ends_a_command_without_a_configuration_with_one_line(monkeypatch, caplog):
+    def action():
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(SystemExit) as end:
+        cli.guard(action)
+    assert end.value.code == 130 and caplog.messages == ["stopped; the same command goes on where it was"]
+
+
+def test_processes_wait_longer_for_each_other_than_nccls_ten_minutes():
+    forget_accelerate()
+    assert cli.start_accelerator(1, cpu=True).init_handler.timeout == timedelta(hours=2)
+    forget_accelerate()
+    assert cli.start_accelerator(1, cpu=True, patience=timedelta(days=7)).init_handler.timeout == timedelta(days=7)
 
 
 def test_an_experiment_takes_other_settings_on_top(command):

@@ -1,6 +1,8 @@
 """Runs from end to end: the same numbers however a run is cut, resumed or spread; errors before any work."""
 
+import contextlib
 import json
+import logging
 import os
 import random
 import shutil
@@ -13,24 +15,29 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import wandb
 from accelerate import Accelerator
+from accelerate.tracking import WandBTracker
 from conftest import LAUNCH_2, TINY, finish, losses, make_shard, metrics, start
 from PIL import Image
 from safetensors.torch import load_file
 
 from errors import UserError
+from files import lock_file
 from latents.order import BatchOrder
 from latents.shards import ShardInfo, write_shard
 from routing_module import TokenRouter
 from sampling.sampler import ImageSampler
 from setup.load import load_config
 from training import checkpoint as checkpoints
+from training import stop as stop_module
 from training import trainer as trainer_module
 from training.run import RunFolder
-from training.stop import StopSignal
+from training.stop import STOP_SIGNALS, StopSignal
 from training.trainer import Trainer, TrainingDiverged
 
 GRIDS = ["sample.every=2", "sample.num_samples=3", "diffusion.sampler.num_steps=2"]
+EVALUATION = ["eval.every=2", "eval.num_samples=6", "eval.batch_size=2", "eval.num_steps=1", "eval.cfg_scales=[1.0]"]
 
 
 needs_dev_full = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="/dev/full stands in for a full disk")
@@ -284,6 +291,23 @@ def test_a_resume_continues_the_run_of_wandb_and_another_run_starts_its_own(trai
     assert {settings["resume"] for settings in (first, resumed, other)} == {"allow"}
 
 
+def test_wandb_gets_our_step_with_every_row_so_that_a_resume_from_an_earlier_one_loses_nothing(train, monkeypatch):
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    rows, axes, log = [], [], WandBTracker.log
+    monkeypatch.setattr(WandBTracker, "log", lambda self, values, **how: rows.append((values, how)) or log(self, values, **how))
+    define_metric = wandb.Run.define_metric
+    monkeypatch.setattr(
+        wandb.Run, "define_metric", lambda *args, **how: axes.append((args[1:], how)) or define_metric(*args, **how)
+    )
+    train("run", "wandb.mode=offline", "train.num_steps=2", *GRIDS, *EVALUATION)
+    assert axes == [(("*",), {"step_metric": "step"})]
+    # wandb drops a row whose step= is lower than one that it has.
+    assert all(how.get("step") is None for _, how in rows)
+    committed = [values for values, how in rows if how.get("commit") is not False]
+    assert [values["step"] for values in committed] == [1, 2, 2, 2]  # two of training, the grid's, the evaluation's
+    assert "loss" in committed[1] and "fd_digits6/cfg1.0" in committed[3]
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Sample grids and evaluation on the way.
 
@@ -329,7 +353,7 @@ def test_each_process_makes_its_share_of_a_grid(train, monkeypatch, rank):
         others = SimpleNamespace(num_processes=3, process_index=rank, is_main_process=rank == 0, trackers=[])
         others.gather, others.wait_for_everyone = lambda own: own.repeat(3, 1, 1, 1), lambda: None
         monkeypatch.setattr(trainer, "accelerator", others)
-        Trainer._sample_grid(trainer)
+        Trainer._sample_grid(trainer, lambda: False)
 
     monkeypatch.setattr(Trainer, "train", sample_as_one_of_three)
     train("run", "sample.every=1", "sample.num_samples=7", "sample.batch_size=2", "diffusion.sampler.num_steps=2")
@@ -490,8 +514,8 @@ def test_a_signal_finishes_the_step_saves_and_exits_with_0(train, tmp_path, sign
     assert code == 0, output
     step = metrics(tmp_path / "run")[-1]["step"]
     assert list(checkpoints.list_steps(tmp_path / "run" / "checkpoints")) == [step]
-    assert f"stopped by a signal after step {step}" in output
-    assert "stopping after this step, with a checkpoint; a second signal ends at once" in output
+    assert f"stopped after step {step}, as asked" in output
+    assert f"{signum.name}: stopping after this step, with a checkpoint; a second SIGTERM or Ctrl-C ends at once" in output
     train("run", f"train.num_steps={step + 2}")
     assert losses(tmp_path / "run") == losses(train("whole", f"train.num_steps={step + 2}"))
 
@@ -502,6 +526,47 @@ def assert_two_signals_end_it(process, timeout_sec):
     process.send_signal(signal.SIGTERM)
     code, output = finish(process, timeout_sec)
     assert code == 128 + signal.SIGTERM, output
+
+
+@pytest.mark.parametrize("what", ["grid", "evaluation"])
+@pytest.mark.parametrize("signum", [s for s in STOP_SIGNALS if s != signal.SIGINT])
+def test_a_signal_while_it_samples_saves_and_leaves_and_the_next_start_samples_again(train, monkeypatch, caplog, what, signum):
+    caplog.set_level(logging.INFO)
+    looks = {"grid": GRIDS + ["sample.batch_size=1"], "evaluation": EVALUATION}[what]
+    call, batches = ImageSampler.__call__, []
+
+    def signalled(self, seeds, labels):
+        batches.append(seeds)
+        if len(batches) == 2:
+            os.kill(os.getpid(), signum)
+            wait_for(lambda: f"{signum.name}: stopping after this step" in caplog.text)
+        return call(self, seeds, labels)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ImageSampler, "__call__", signalled)
+        run = train("run", "train.num_steps=2", *looks)  # not a multiple of checkpoint.every
+    assert len(batches) == 2 and list(checkpoints.list_steps(run / "checkpoints")) == [2]
+    assert "stopped after step 2, as asked; the same command goes on from there" in caplog.text
+    is_there = {
+        "grid": (run / "samples" / "step_0000002.png").exists,
+        "evaluation": lambda: RunFolder(run.parent, "run").has_evaluation(2),
+    }
+    assert not is_there[what]()
+    train("run", "train.num_steps=2", *looks)
+    assert is_there[what]()
+
+
+def test_a_stop_between_checkpoints_while_it_samples_changes_nothing_of_the_run(train, monkeypatch):
+    asked, looks = [], ["train.num_steps=4", *GRIDS]
+    with monkeypatch.context() as patch:
+        patch.setattr(StopSignal, "requested_now", lambda self: asked.append(1) or len(asked) == 1)
+        run = train("run", *looks)
+    assert list(checkpoints.list_steps(run / "checkpoints")) == [2]
+    train("run", *looks)
+    whole = train("whole", *looks)
+    assert losses(run) == losses(whole)
+    assert_same_weights(whole, run, 4)
+    assert all((run / "samples" / file.name).read_bytes() == file.read_bytes() for file in (whole / "samples").iterdir())
 
 
 def test_a_second_signal_exits_at_once(tmp_path):
@@ -532,6 +597,79 @@ def test_signals_return_to_whoever_had_them():
     stop.close()
     assert [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)] == before
     assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_warning_that_somebody_handles_or_ignores_stays_theirs():
+    ignored = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with contextlib.closing(StopSignal()) as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            time.sleep(0.2)
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN and not stop.requested()
+    finally:
+        signal.signal(signal.SIGHUP, ignored)
+
+
+def test_warnings_are_requests_that_never_end_a_run_at_once():
+    with contextlib.closing(StopSignal()) as stop:
+        for signum in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):  # as Slurm does: a warning, and later the request
+            os.kill(os.getpid(), signum)
+            time.sleep(1.1)
+        assert stop.requested()
+
+
+@pytest.mark.parametrize("launcher", ["TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_BACKEND", None])
+def test_a_run_stops_when_its_launcher_ends_and_not_when_its_shell_does(monkeypatch, launcher):
+    for name in ("TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_BACKEND"):
+        monkeypatch.delenv(name, raising=False)
+    if launcher is not None:
+        monkeypatch.setenv(launcher, "x")
+    monkeypatch.setattr(stop_module, "_PARENT", -1)  # as if it had ended: this process now has another parent
+    with contextlib.closing(StopSignal()) as stop:
+        time.sleep(2.5 * stop_module.CHECK_PARENT_SEC)
+        assert stop.requested() == (launcher is not None)
+
+
+def test_the_processes_of_a_killed_launcher_save_and_leave_even_while_they_evaluate(tmp_path):
+    extra = [*EVALUATION, "eval.num_samples=100000", "train.batch_size=8"]
+    arguments = [*TINY, "name=run", f"output_dir={tmp_path}", *extra]
+    process = start("train.py", *arguments, launcher=LAUNCH_2)
+    try:
+        wait_for(lambda: process.poll() is not None or len(metrics_so_far(tmp_path)) >= 2)
+        time.sleep(1)  # now in the evaluation of step 2, which would take an hour
+        process.kill()
+        wait_for(lambda: lock_file(tmp_path / "run" / ".lock") is not None, timeout_sec=60)
+    finally:
+        process.kill()
+    code, output = finish(process)  # when both have closed their output
+    assert list(checkpoints.list_steps(tmp_path / "run" / "checkpoints")) == [2], output
+    assert "the launcher has ended: stopping after this step" in output
+    assert "stopped after step 2, as asked" in output and "Traceback" not in output
+
+
+def test_a_process_that_hangs_is_named(tmp_path):
+    code = f"""
+import sys, time
+from datetime import timedelta
+import torch.distributed as dist
+from errors import UserError
+from files import lock_file
+from training.stop import StopSignal
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://{tmp_path}/store", rank=rank, world_size=2)
+stop = StopSignal(timedelta(seconds=3))
+stop.requested_now()
+if rank == 1:
+    time.sleep(8)
+    sys.exit()
+try:
+    stop.requested_now()
+except UserError as e:
+    print(e)
+"""
+    asleep, waiting = start("-c", code, "1"), start("-c", code, "0")
+    assert "waited 0.05 minutes for process 1: it hangs, or is that much slower" in finish(waiting)[1]
+    finish(asleep)
 
 
 def test_kill_9_at_any_time_and_a_resume_give_the_uninterrupted_run(train, tmp_path):

@@ -1,75 +1,148 @@
-"""SIGTERM and SIGINT end training after the step, with a checkpoint; a second signal ends it at once."""
+"""A signal, or the end of the launcher, asks training to save a checkpoint and leave; a second signal ends it at once."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import socket
 import threading
 import time
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from errors import UserError
+
 log = logging.getLogger(__name__)
 
+# Slurm and submitit warn with USR1 and USR2, a terminal that closes with HUP. Windows has neither.
+STOP_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)]
+# A second one of these ends the run at once. The others are warnings, which a SIGTERM may follow while the run still saves.
+URGENT = (signal.SIGTERM, signal.SIGINT)
 # Terminal and launcher both forward a Ctrl-C: signals this close together are one request.
 SAME_REQUEST_SEC = 1.0
+CHECK_PARENT_SEC = 1.0
+PATIENCE = timedelta(minutes=30)  # between two calls of one process and of the slowest
+
+# Set by torch's elastic launcher, and by accelerate's for one process.
+LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_BACKEND")
+_PARENT = os.getppid()  # read at the import: the launcher may end before training starts
 
 
 class StopSignal:
-    """Whether a signal asked this run to stop, with the same answer on every process.
+    """Whether this run was asked to stop, with the same answer on every process.
 
     The processes agree by an all-reduce on the CPU, started at one step and read at the next: none waits for an accelerator,
     and all stop after the same step.
 
     A thread counts the signals; the C-level handler wakes it. Python's own handlers run only between bytecodes of the main
-    thread: two signals within one backward, which can take seconds on a CPU, would arrive late and as one.
+    thread: two signals within one backward, which can take seconds on a CPU, would arrive late and as one. The thread also
+    notices when the launcher that started this process has ended.
+
+    Args:
+        patience: how long a process waits for the others, before it ends with an error that names those that are missing.
     """
 
-    def __init__(self):
-        self._first_sec: float | None = None
-        self._group = dist.new_group(backend="gloo") if dist.is_initialized() and dist.get_world_size() > 1 else None
+    def __init__(self, patience: timedelta = PATIENCE):
+        self._asked = False
+        self._first_urgent_sec: float | None = None
+        self._patience = patience
+        self._num_calls = 0
+        self._group = self._store = None
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            self._group = dist.new_group(backend="gloo", timeout=patience)
+            self._store = dist.PrefixStore("stop", dist.distributed_c10d._get_default_store())
         self._pending: tuple[dist.Work, torch.Tensor] | None = None
+        # A warning that somebody handles or ignores already stays theirs: nohup ignores SIGHUP.
+        self._signals = [s for s in STOP_SIGNALS if s in URGENT or signal.getsignal(s) == signal.SIG_DFL]
         self._reader, self._writer = socket.socketpair()
+        self._reader.settimeout(CHECK_PARENT_SEC)
         self._writer.setblocking(False)
         threading.Thread(target=self._listen, name="signals", daemon=True).start()
         self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         # These handlers only replace the default action.
-        self._previous = {s: signal.signal(s, lambda signum, frame: None) for s in (signal.SIGTERM, signal.SIGINT)}
+        self._previous = {s: signal.signal(s, lambda signum, frame: None) for s in self._signals}
 
     def _listen(self) -> None:
         """Read one byte per signal, its number, until the writer is closed."""
-        while received := self._reader.recv(1):
-            signum, now_sec = received[0], time.monotonic()
-            if signum not in (signal.SIGTERM, signal.SIGINT):
+        has_launcher = any(name in os.environ for name in LAUNCHERS)
+        while True:
+            try:
+                received = self._reader.recv(1)
+            except TimeoutError:
+                if has_launcher and os.getppid() != _PARENT:
+                    self._ask("the launcher has ended")
                 continue
-            if self._first_sec is None:
-                self._first_sec = now_sec
-                log.info("stopping after this step, with a checkpoint; a second signal ends at once")
-            elif now_sec - self._first_sec > SAME_REQUEST_SEC:
-                os._exit(128 + signum)
+            if not received:
+                break
+            signum, now_sec = received[0], time.monotonic()
+            if signum not in self._signals:
+                continue
+            self._ask(signal.Signals(signum).name)
+            if signum in URGENT:
+                if self._first_urgent_sec is None:
+                    self._first_urgent_sec = now_sec
+                elif now_sec - self._first_urgent_sec > SAME_REQUEST_SEC:
+                    os._exit(128 + signum)
         self._reader.close()
 
+    def _ask(self, reason: str) -> None:
+        if not self._asked:
+            self._asked = True
+            log.info("%s: stopping after this step, with a checkpoint; a second SIGTERM or Ctrl-C ends at once", reason)
+
     def requested(self) -> bool:
-        """Whether to stop after this step. Every process must call it once per step."""
-        here = self._first_sec is not None
+        """Whether to stop after this step. Every process must call it once per step. It may answer one step late."""
+        here = self._asked
         if self._group is None:
             return here
         answer = self.finish()
         flag = torch.tensor([int(here)])
+        self._num_calls += 1
         self._pending = (dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True), flag)
         return answer
 
+    def requested_now(self) -> bool:
+        """`requested` without the delay: it waits for the other processes. For batches of samples, which take seconds."""
+        return self.requested() or self.finish()
+
     def finish(self) -> bool:
-        """Wait for the all-reduce of the step before, and return its answer. Every process must call it after the last step."""
+        """Wait for the all-reduce of the step before, and return its answer. Every process must call it after the last step.
+
+        Raises:
+            UserError: a process did not call `requested` within the patience, or has ended.
+        """
         if self._pending is None:
             return False
         work, flag = self._pending
-        work.wait()
         self._pending = None
+        start_sec = time.monotonic()
+        with contextlib.suppress(RuntimeError):
+            work.wait(self._patience / 10)
+        try:
+            if not work.is_completed():
+                # For the error below: who waits here, too, is not who is missing.
+                self._store.set(self._waits(dist.get_rank()), "")
+            work.wait()
+        except RuntimeError as e:
+            late = timedelta(seconds=time.monotonic() - start_sec) > self._patience / 2
+            raise UserError(self._missing() if late else f"the connection to another process broke: {e}") from e
         return bool(flag.item())
+
+    def _waits(self, rank: int) -> str:
+        return f"{self._num_calls}/{rank}"
+
+    def _missing(self) -> str:
+        """Which processes did not come."""
+        missing = "another process"
+        with contextlib.suppress(RuntimeError):  # the store ends with the process that holds it
+            others = (rank for rank in range(dist.get_world_size()) if rank != dist.get_rank())
+            missing = ", ".join(f"process {rank}" for rank in others if not self._store.check([self._waits(rank)])) or missing
+        minutes = self._patience / timedelta(minutes=1)
+        return f"waited {minutes:g} minutes for {missing}: it hangs, or is that much slower. The same command resumes the run"
 
     def close(self) -> None:
         """Restore the handlers from before."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from latents.order import BatchOrder, read_batches
 from latents.shards import LatentDataset, latents_for_network
 from progress import progress_bar, say_if_slow
 from randomness import StepRandom
-from sampling.evaluator import Evaluator
+from sampling.evaluator import Evaluator, Interrupted, until_stopped
 from sampling.sampler import Diffusion, ImageSampler, labelled_grid
 from training import checkpoint as checkpoints
 from training.ema import EMA
@@ -173,33 +173,43 @@ class Trainer:
     def train(self) -> None:
         """Train from self.step to the end of the run, or until a signal; log, save, sample and evaluate when due.
 
+        A signal is obeyed after the step or the batch of samples, with a checkpoint of this step. A grid or an evaluation that
+        it cuts short is made at the next start.
+
         Raises:
-            UserError: TrainingDiverged; SaveError; a step does not fit in the memory of the device.
+            UserError: TrainingDiverged; SaveError; a step does not fit in the memory of the device; another process hangs.
         """
         cfg, is_main = self.cfg, self.accelerator.is_main_process
         batches, clock = self.batches(), _Clock(self.device)
         bar = progress_bar(total=cfg.train.num_steps, initial=self.step, unit="step", disable=not is_main, mininterval=0.5)
+        saved_step, is_stopped = self.step, False
         with contextlib.closing(StopSignal()) as stop, bar:
-            self._sample_and_evaluate(clock)  # what an interruption after the last checkpoint left undone
-            while self.step < cfg.train.num_steps:
-                try:
-                    self.train_step(next(batches))
-                except torch.OutOfMemoryError as e:
-                    raise UserError(self._out_of_memory()) from e
-                clock.num_steps += 1
-                bar.update()
-                stopping = stop.requested()
-                if self._is_due(cfg.train.log_every):
-                    bar.set_postfix(self._log(clock), refresh=False)  # shown when the bar is drawn next
-                if self._is_due(cfg.checkpoint.every) or stopping:
-                    with clock.paused():
-                        self._save()
-                if stopping and self.step < cfg.train.num_steps:
-                    break
-                self._sample_and_evaluate(clock)
+            try:
+                self._sample_and_evaluate(clock, stop.requested_now)  # what an interruption left undone
+                while self.step < cfg.train.num_steps:
+                    try:
+                        self.train_step(next(batches))
+                    except torch.OutOfMemoryError as e:
+                        raise UserError(self._out_of_memory()) from e
+                    clock.num_steps += 1
+                    bar.update()
+                    stopping = stop.requested()
+                    if self._is_due(cfg.train.log_every):
+                        bar.set_postfix(self._log(clock), refresh=False)  # shown when the bar is drawn next
+                    if self._is_due(cfg.checkpoint.every):
+                        with clock.paused():
+                            self._save()
+                        saved_step = self.step
+                    if stopping and self.step < cfg.train.num_steps:
+                        raise Interrupted
+                    self._sample_and_evaluate(clock, stop.requested_now)
+            except Interrupted:
+                is_stopped = True
+            if self.step != saved_step:
+                self._save()
             stop.finish()
-        if self.step < cfg.train.num_steps and is_main:
-            log.warning("stopped by a signal after step %d; the same command goes on from there", self.step)
+        if is_stopped and is_main:
+            log.warning("stopped after step %d, as asked; the same command goes on from there", self.step)
 
     def _is_due(self, every: int) -> bool:
         return self.step > 0 and (self.step % every == 0 or self.step == self.cfg.train.num_steps)
@@ -238,7 +248,7 @@ class Trainer:
             record["peak_memory_gib"] = torch.cuda.max_memory_allocated(self.device) / 2**30
         if self.accelerator.is_main_process:
             self.run.log_metrics(record)
-        self.accelerator.log({k: v for k, v in record.items() if k != "step"}, step=self.step)
+        self.accelerator.log(record)
         self.loss_sum, self.loss_count = torch.zeros_like(self.loss_sum), 0
         clock.restart()
         return {"loss": f"{loss:.4f}", "images/s": f"{record['images_per_sec']:.0f}"}
@@ -261,16 +271,20 @@ class Trainer:
     # ------------------------------------------------------------------------------------------------------------------
     # Sample grids and evaluation, both from the EMA.
 
-    def _sample_and_evaluate(self, clock: _Clock) -> None:
-        """Make the grid and the evaluation that are due at this step, unless the run folder has them."""
+    def _sample_and_evaluate(self, clock: _Clock, stop: Callable[[], bool]) -> None:
+        """Make the grid and the evaluation that are due at this step, unless the run folder has them.
+
+        Args:
+            stop: asked before every batch of samples. Raises Interrupted if it answers yes.
+        """
         if self.sampler is not None and self._is_due(self.cfg.sample.every):
             with clock.paused():
-                self._sample_grid()
+                self._sample_grid(stop)
         if self.evaluation is not None and self._is_due(self.cfg.eval.every):
             with clock.paused():
-                self._evaluate()
+                self._evaluate(stop)
 
-    def _sample_grid(self) -> None:
+    def _sample_grid(self, stop: Callable[[], bool]) -> None:
         """Write samples/step_N.png. Image i has seed i and class i mod num_classes. The processes share the work."""
         file = self.run.samples / f"{checkpoints.folder_name(self.step)}.png"
         is_main = self.accelerator.is_main_process
@@ -284,7 +298,7 @@ class Trainer:
         with self.ema.full_weights():
             parts = [seeds[i : i + size] for i in range(0, length, size)]
             bar = progress_bar(parts, desc="grid", unit="batch", leave=False, disable=not is_main)
-            own = np.concatenate([self.sampler(part, [labels[seed] for seed in part]) for part in bar])
+            own = np.concatenate([self.sampler(part, [labels[seed] for seed in part]) for part in until_stopped(bar, stop)])
         images = self.accelerator.gather(torch.from_numpy(own).to(self.device))[:num_samples].cpu().numpy()
         if is_main:
             grid = labelled_grid(list(images), labels)
@@ -292,10 +306,11 @@ class Trainer:
                 grid.save(file)
             for tracker in self.accelerator.trackers:
                 if tracker.name == "wandb":
-                    tracker.log_images({"samples": [grid]}, step=self.step)
+                    tracker.log_images({"samples": [grid]}, commit=False)
+                    tracker.log({"step": self.step})
         self.accelerator.wait_for_everyone()
 
-    def _evaluate(self) -> None:
+    def _evaluate(self, stop: Callable[[], bool]) -> None:
         """Write a line of metrics with the scores of every guidance scale."""
         cfg, is_main = self.cfg.eval, self.accelerator.is_main_process
         if broadcast_object_list([is_main and self.run.has_evaluation(self.step)])[0]:
@@ -306,12 +321,12 @@ class Trainer:
         record, start_sec = {}, time.perf_counter()
         with self.ema.full_weights():
             for cfg_scale, sampler in self.evaluation.samplers.items():
-                scores = self.evaluation.evaluator.of_samples(sampler, num_samples)
+                scores = self.evaluation.evaluator.of_samples(sampler, num_samples, stop)
                 record |= {metric_name(metric, num_samples, cfg_scale): value for metric, value in scores.items()}
         if is_main:
             self.run.log_metrics({"step": self.step, **record, "evaluation_sec": time.perf_counter() - start_sec})
             log.info("step %d: %s", self.step, format_metrics(record))
-        self.accelerator.log(record, step=self.step)
+        self.accelerator.log({"step": self.step, **record})
 
     # ------------------------------------------------------------------------------------------------------------------
     # Checkpoints.
