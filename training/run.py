@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,6 +64,11 @@ class RunFolder:
 
     def log_metrics(self, record: dict) -> None:
         append_line(self.metrics, record)
+
+    def flush_metrics(self) -> None:
+        """Return once metrics.jsonl is on the disk."""
+        with name_file_in_errors(self.metrics), open(self.metrics, "ab") as f:
+            os.fsync(f.fileno())
 
     def log_start(self, record: dict) -> None:
         append_line(self.starts, record)
