@@ -332,7 +332,9 @@ class Trainer:
             SaveError: the one before could not be written.
         """
         self._mean_loss()
-        extremes = [torch.stack(p.aminmax()) for p in map(local_shard, self.net.parameters()) if p.numel()]  # NaN wins
+        shards = [local_shard(p.detach()) for p in self.net.parameters()]
+        # The least and the greatest value; both are NaN where one is. Several times as fast as isfinite() of all of them.
+        extremes = [torch.stack(shard.aminmax()) for shard in shards if shard.numel()]
         finite = torch.stack(extremes).isfinite().all()
         if not self.accelerator.gather(finite.reshape(1)).all().item():
             raise self._diverged(self.step)
