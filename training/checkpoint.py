@@ -92,7 +92,7 @@ def save(root: Path, checkpoint: Checkpoint, keep_last: int, keep_every: int) ->
             final.rename(root / f".del_{final.name}")
         temporary.rename(final)
         _flush_folder(root)
-    except (OSError, RuntimeError) as e:  # RuntimeError: of torch.save
+    except OSError as e:
         shutil.rmtree(temporary, ignore_errors=True)
         kept = [path.name for path in list_steps(root).values()]
         raise SaveError(f"cannot write the checkpoint {final}: {e}; intact before it: {', '.join(kept) or 'none'}") from e
@@ -131,8 +131,11 @@ def _new_file(path: Path, manifest: dict) -> Iterator[HashingFile]:
             file.flush()
             os.fsync(file.fileno())
             manifest[path.name] = {"size": file.tell(), "blake2b": file.hash()}
-    except OSError as e:
-        raise OSError(e.errno, e.strerror, path.name) from e
+    except (OSError, RuntimeError) as e:
+        error = e if isinstance(e, OSError) else e.__context__  # torch.save follows the disk's error by one of its own
+        if not isinstance(error, OSError):
+            raise
+        raise OSError(error.errno, error.strerror, path.name) from e
 
 
 def _write_safetensors(file: IO[bytes], tensors: dict[str, Tensor]) -> None:
