@@ -66,9 +66,12 @@ class RunFolder:
         append_line(self.metrics, record)
 
     def flush_metrics(self) -> None:
-        """Return once metrics.jsonl is on the disk."""
-        with name_file_in_errors(self.metrics), open(self.metrics, "ab") as f:
-            os.fsync(f.fileno())
+        """Return once metrics.jsonl is on the disk. Raises UserError if it cannot be written."""
+        try:
+            with open(self.metrics, "ab") as f:
+                os.fsync(f.fileno())
+        except OSError as e:
+            raise UserError(f"cannot write {self.metrics}: {e.strerror}") from e
 
     def log_start(self, record: dict) -> None:
         append_line(self.starts, record)
