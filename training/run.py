@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,6 +64,14 @@ class RunFolder:
 
     def log_metrics(self, record: dict) -> None:
         append_line(self.metrics, record)
+
+    def flush_metrics(self) -> None:
+        """Return once metrics.jsonl is on the disk. Raises UserError if it cannot be written."""
+        try:
+            with open(self.metrics, "ab") as f:
+                os.fsync(f.fileno())
+        except OSError as e:
+            raise UserError(f"cannot write {self.metrics}: {e.strerror}") from e
 
     def log_start(self, record: dict) -> None:
         append_line(self.starts, record)
