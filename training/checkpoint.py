@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 WEIGHTS = {"raw": "model.safetensors", "ema": "ema.safetensors"}
+_MAX_DEPTH = 50  # of the values in config.yaml
 _STEP = re.compile(r"step_(\d{7,})")
 
 
@@ -213,9 +214,12 @@ def read_config(folder: Path) -> dict:
     """The resolved configuration of the run that wrote a checkpoint, as it was stored."""
     file = folder / "config.yaml"
     with reading(file):
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(file.read_text(encoding="utf-8"))):
-            # Nested aliases multiply: a few lines can stand for more values than memory holds.
-            raise CheckpointError(f"{file} holds a YAML alias, which training does not write")
+        depth = 0
+        for event in yaml.parse(file.read_text(encoding="utf-8")):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            # Aliases multiply: a few lines can stand for more values than memory holds. Deep nesting takes hours to read.
+            if isinstance(event, yaml.AliasEvent) or depth > _MAX_DEPTH:
+                raise CheckpointError(f"{file} holds an alias or more than {_MAX_DEPTH} levels, which training does not write")
         return OmegaConf.to_container(OmegaConf.load(file))
 
 
