@@ -28,7 +28,6 @@ from functools import partial
 from pathlib import Path
 
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 from omegaconf import DictConfig
 
 import evaluations
@@ -41,6 +40,7 @@ from sampling.evaluator import Evaluator
 from sampling.sampler import ImageSampler
 from setup import build, cli, load, schema
 from training import checkpoint as checkpoints
+from training.resume import check_shared, decide_together
 from training.speed import check_compile
 
 log = logging.getLogger("fid")
@@ -59,7 +59,9 @@ def main(cfg: DictConfig) -> None:
     accelerator = cli.start_accelerator(cfg.cpu_threads, tf32=cfg.tf32)
     check_compile("compile", cfg.compile, accelerator.device)
     # One process chooses: while a run trains, another could find a newer checkpoint.
-    folders = broadcast_object_list([find_checkpoints(cfg) if accelerator.is_main_process else None])[0]
+    folders = decide_together(lambda: find_checkpoints(cfg), accelerator)
+    for folder in folders:
+        check_shared(folder / checkpoints.MANIFEST, "checkpoints" if cfg.checkpoints else "checkpoint", accelerator)
     runs = {folder: load.load_config(folder) for folder in folders}
     cfg = with_settings_of_run(cfg, runs[folders[0]] if folders else None)
     reference = build.open_reference(cfg.reference, "reference")
@@ -80,7 +82,7 @@ def main(cfg: DictConfig) -> None:
     }
     output = Path(cfg.output) if cfg.output else default_folder(cfg, folders)
     results = Results(output, conditions, images.fingerprint() if images else None)
-    missing = broadcast_object_list([[i for i, (settings, _) in enumerate(points) if not results.find(settings)]])[0]
+    missing = decide_together(lambda: [i for i, (settings, _) in enumerate(points) if not results.find(settings)], accelerator)
     log.info("%d of %d evaluations to do, in %s", len(missing), len(points), output)
     if missing:
         for run_cfg in runs.values():  # before a detector and a reference that take minutes

@@ -32,6 +32,7 @@ from randomness import class_of_seed
 from sampling.sampler import ImageSampler, describe_cost, labelled_grid
 from setup import build, cli, load, schema
 from training import checkpoint as checkpoints
+from training.resume import check_shared, decide_together, find_checkpoint_together
 from training.run import name_file_in_errors
 from training.speed import check_compile
 
@@ -44,7 +45,7 @@ def main(cfg: DictConfig) -> None:
     cfg = schema.check(cfg, schema.SampleConfig)
     accelerator = cli.start_accelerator(cfg.cpu_threads, tf32=cfg.tf32)
     check_compile("compile", cfg.compile, accelerator.device)
-    checkpoint = load.find_checkpoint_together(cfg.checkpoint, "checkpoint", accelerator)
+    checkpoint = find_checkpoint_together(cfg.checkpoint, "checkpoint", accelerator)
     run_cfg = load.load_config(checkpoint)
     guidance = build.with_scale(cfg.guidance, cfg.cfg_scale)
     diffusion = build.build_diffusion(run_cfg.diffusion, **{key: getattr(cfg, key) for key in schema.SAMPLER_OVERRIDES})
@@ -63,14 +64,14 @@ def main(cfg: DictConfig) -> None:
         "precision": cfg.precision,
     }
 
-    output = Path(cfg.output) if cfg.output else default_output(checkpoint, cfg.weights, settings)
-    if accelerator.is_main_process:
-        open_output(output, settings)
-    accelerator.wait_for_everyone()
+    def choose_output() -> Path:
+        return Path(cfg.output) if cfg.output else default_output(checkpoint, cfg.weights, settings)
 
+    output = decide_together(choose_output, accelerator)
+    decide_together(lambda: open_output(output, settings), accelerator)
+    check_shared(output / "settings.yaml", "output", accelerator)
     files = {seed: output / f"seed_{seed:06d}_class_{label:03d}.png" for seed, label in labels.items()}
-    missing = [seed for seed, file in files.items() if not file.exists()]
-    accelerator.wait_for_everyone()  # all processes look before the first one writes
+    missing = decide_together(lambda: [seed for seed, file in files.items() if not file.exists()], accelerator)
     log.info("%s: %d of %d images to make, in %s", checkpoint, len(missing), len(files), output)
     if missing:
         options = {"weights": cfg.weights, "diffusion": diffusion, "command": cfg}

@@ -33,7 +33,7 @@ from training import checkpoint as checkpoints
 from training import memory, speed
 from training.ema import EMA
 from training.provenance import describe_start
-from training.resume import find_initial, find_resume
+from training.resume import decide_together, find_initial, find_resume
 from training.run import RunFolder
 from training.trainer import Evaluation, Trainer
 
@@ -66,14 +66,13 @@ def main(cfg: DictConfig) -> None:
     initial = find_initial(run, cfg.init_from, cfg.resume, accelerator)
     if initial is not None:
         build.check_initial(load.load_config(initial), checkpoints.step_of(initial), cfg)
-    if accelerator.is_main_process:
-        run.open()
-    accelerator.wait_for_everyone()
-
-    trainer = Trainer(accelerator, cfg, net, ema, diffusion, dataset, run, sampler, evaluation)
+    decide_together(run.open, accelerator)
     newest = find_resume(run, cfg.resume, accelerator)
     if newest is not None:
         build.check_resume(load.load_config(newest), cfg, newest)
+
+    trainer = Trainer(accelerator, cfg, net, ema, diffusion, dataset, run, sampler, evaluation)
+    if newest is not None:
         trainer.resume(newest)
     elif initial is not None:
         trainer.init_from(initial, cfg.init_state)

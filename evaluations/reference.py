@@ -56,7 +56,9 @@ def load_reference(
     detector: Detector,
     batch_size: int = 64,
     compute: Callable[[ImageSet, Detector, int], Features] = features_of_images,
-) -> Features:
+    agree: Callable[[bool], bool] = bool,
+    is_main: bool = True,
+) -> Features | None:
     """Features of all images, from the cache or computed and cached, with the statistics that the metrics need.
 
     Statistics that the file stores are used (ADM's, for Inception); others are computed here once. A layer that has no more
@@ -64,12 +66,18 @@ def load_reference(
 
     Args:
         compute: gives features that are not cached; with several processes, one that shares the work between them.
+        agree: gives every process the main one's answer to whether they are cached.
+        is_main: the other processes neither read nor write the cache, and get None.
     """
     stored = stored_statistics(images, detector)
     with say_if_slow(log, "reading the features of %s", images.path):
-        features = read_cache(images, detector)
-    if features is None:
+        features = read_cache(images, detector) if is_main else None
+    is_cached = agree(features is not None)
+    if not is_cached:
         features = compute(images, detector, batch_size)
+    if not is_main:
+        return None
+    if not is_cached:
         layers = {name: x for name, x in features.tensors().items() if name in STATISTICS_KEYS and len(x) > x.shape[1]}
         features = replace(features, statistics={name: statistics_of(x) for name, x in layers.items()})
         if len(features):

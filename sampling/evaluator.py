@@ -39,18 +39,26 @@ def until_stopped(batches: Iterable[T], stop: Callable[[], bool]) -> Iterator[T]
 
 @dataclass
 class Evaluator:
-    """A detector and the features of the reference. Every process calls it; they share the work, and each gets the result."""
+    """A detector and the features of the reference. Every process calls it; they share the work, and each gets the result.
+
+    Attributes:
+        reference: None in all but the main process, which alone computes metrics.
+    """
 
     accelerator: Accelerator
     detector: Detector
-    reference: Features
+    reference: Features | None
     batch_size: int
 
     @classmethod
     def open(cls, accelerator: Accelerator, detector: Detector, reference: ImageSet, batch_size: int) -> Evaluator:
-        """Load the features of the reference from its cache, or compute them together."""
-        accelerator.wait_for_everyone()  # all processes look for the cache before one of them writes it
-        features = load_reference(reference, detector, batch_size, partial(shared_features_of_images, accelerator))
+        """Load the features of the reference from its cache, or compute them together, as the main process decides."""
+
+        def agree(is_cached: bool) -> bool:  # on other nodes the folder may be another one
+            return broadcast_object_list([is_cached])[0]
+
+        compute = partial(shared_features_of_images, accelerator)
+        features = load_reference(reference, detector, batch_size, compute, agree, accelerator.is_main_process)
         return cls(accelerator, detector, features, batch_size)
 
     def of_samples(self, sampler: ImageSampler, num_samples: int, stop: Callable[[], bool] = lambda: False) -> dict[str, float]:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 from torch import nn
 
 from errors import UserError
@@ -17,12 +16,14 @@ from sampling.sampler import ImageSampler
 from setup import schema
 from setup.build import DEFAULT_ROUTE, Diffusion, build_diffusion, build_guidance, build_network
 from training import checkpoint as checkpoints
+from training.resume import find_checkpoint_together
 from training.speed import compile_network, resolve_compile
 
 
 def load_config(folder: Path) -> schema.TrainConfig:
-    """The configuration of the run that wrote a verified checkpoint."""
-    return schema.from_checkpoint(checkpoints.read_config(folder))
+    """The configuration of the run that wrote a verified checkpoint. Raises CheckpointError if this version cannot read it."""
+    with checkpoints.reading(folder / "config.yaml"):
+        return schema.from_checkpoint(checkpoints.read_config(folder))
 
 
 def load_network(
@@ -36,14 +37,11 @@ def load_network(
         compile_mode: of `training.speed.compile_network`.
     """
     net = build_network(cfg).eval().requires_grad_(False)
-    net.load_state_dict(checkpoints.load_weights(folder, weights))
+    stored = checkpoints.load_weights(folder, weights)
+    checkpoints.check_tensors(folder / checkpoints.WEIGHTS[weights], stored, net.state_dict())
+    net.load_state_dict(stored)
     compile_network(net, resolve_compile(compile_mode, device))
     return net.to(device)
-
-
-def find_checkpoint_together(path: str, key: str, accelerator: Accelerator) -> Path:
-    """`training.checkpoint.find_checkpoint` by one process for all: while a run trains, another could find a newer checkpoint."""
-    return broadcast_object_list([checkpoints.find_checkpoint(Path(path), key) if accelerator.is_main_process else None])[0]
 
 
 def find_second_checkpoint(settings: schema.Guidance, run_cfg: schema.TrainConfig, accelerator: Accelerator) -> schema.Guidance:

@@ -1,7 +1,9 @@
 """Checkpoints are whole or not there, whatever interrupts a save or damages a file."""
 
+import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from errors import UserError
 from setup.cli import REPOSITORY
 from training import checkpoint as checkpoints
 from training.resume import find_resume
@@ -106,6 +109,51 @@ def shorten_the_manifest(folder):
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
+def make_the_manifest_a_folder(folder):
+    (folder / "manifest.json").unlink()
+    (folder / "manifest.json").mkdir()
+
+
+def nest_the_manifest(folder):
+    (folder / "manifest.json").write_text("[" * 100_000)
+
+
+def list_a_name_that_is_too_long(folder):
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps({"x" * 300: {"size": 1, "blake2b": ""}} | manifest))
+
+
+def list_a_size_that_is_no_number(folder):
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps({"x": {"size": "large", "blake2b": ""}} | manifest))
+
+
+def swap_in_a_link_to_itself(folder):
+    (folder / "optimizer.pt").unlink()
+    (folder / "optimizer.pt").symlink_to("optimizer.pt")
+
+
+def nest_the_state(folder):
+    (folder / "state.json").write_text("[" * 100_000)
+    sign(folder)
+
+
+def take_the_step_out_of_the_state(folder):
+    (folder / "state.json").write_text('{"images_seen": 8}')
+    sign(folder)
+
+
+def put_another_step_in_its_place(folder):
+    shutil.rmtree(folder)
+    shutil.copytree(folder.with_name("step_0000010"), folder)
+
+
+def sign(folder):
+    """Have the manifest tell of the files as they are now."""
+    files = [file for file in sorted(folder.iterdir()) if file.name != "manifest.json"]
+    (folder / "manifest.json").write_text(json.dumps({file.name: checkpoints.size_and_hash(file) for file in files}))
+
+
 DAMAGES = {
     truncate: r"model.safetensors has \d+ bytes instead of \d+: it is truncated or altered",
     flip_a_bit: r"ema.safetensors was altered",
@@ -113,6 +161,14 @@ DAMAGES = {
     lose_the_manifest: r"it has no manifest.json",
     garble_the_manifest: r"manifest.json is not readable",
     shorten_the_manifest: r"manifest.json does not list ema.safetensors",
+    make_the_manifest_a_folder: r"manifest.json is not readable: Is a directory",
+    nest_the_manifest: r"manifest.json is not readable: RecursionError",
+    list_a_name_that_is_too_long: r"x is not readable: File name too long",
+    list_a_size_that_is_no_number: r"manifest.json is not readable: ValueError",
+    swap_in_a_link_to_itself: r"optimizer.pt is missing",
+    nest_the_state: r"state.json is not readable: RecursionError",
+    take_the_step_out_of_the_state: r"state.json has no step",
+    put_another_step_in_its_place: r"step_0000020 holds step 10: it was renamed. Its name must be step_0000010",
 }
 
 
@@ -122,11 +178,63 @@ def test_a_damaged_checkpoint_is_noticed_and_the_previous_one_found(tmp_path, da
     bad = tmp_path / "step_0000020"
     damage(bad)
     with pytest.raises(checkpoints.CheckpointError, match=DAMAGES[damage]):
-        checkpoints.load(bad)
+        checkpoints.verify(bad)
     newest, problems = checkpoints.find_newest(tmp_path)
     assert newest == tmp_path / "step_0000010" and list(problems) == [bad]
     assert checkpoints.set_aside(bad).name == "bad_step_0000020"
     assert names(tmp_path) == ["bad_step_0000020", "step_0000010"]
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "ema.safetensors", "state.json"])
+def test_a_file_that_the_disk_does_not_give_means_the_previous_checkpoint(tmp_path, monkeypatch, name):
+    save(tmp_path, 10, 20)
+    bad = tmp_path / "step_0000020" / name
+
+    def fail(path):
+        if Path(path) == bad:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    monkeypatch.setattr("builtins.open", preceded_by(fail, open))
+    monkeypatch.setattr(Path, "open", preceded_by(fail, Path.open))
+    newest, problems = checkpoints.find_newest(tmp_path)
+    assert newest == tmp_path / "step_0000010"
+    assert problems == {bad.parent: f"{bad} is not readable: Input/output error"}
+
+
+def preceded_by(check, function):
+    def checked(path, *args, **kwargs):
+        check(path)
+        return function(path, *args, **kwargs)
+
+    return checked
+
+
+def test_checkpoints_that_cannot_be_listed_are_not_taken_for_none(tmp_path, monkeypatch):
+    run = RunFolder(tmp_path, "run")
+    save(run.checkpoints, 10)
+
+    def fail(path):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "iterdir", preceded_by(fail, Path.iterdir))
+    with pytest.raises(checkpoints.CheckpointError, match=f"{run.checkpoints} is not readable: Permission denied"):
+        find_resume(run, "auto", SimpleNamespace(is_main_process=True))
+
+
+def test_a_name_that_no_file_system_takes_is_answered_in_one_line(tmp_path):
+    with pytest.raises(checkpoints.CheckpointError, match="checkpoint=.*x is not readable: File name too long"):
+        checkpoints.find_checkpoint(tmp_path / ("x" * 300), "checkpoint")
+
+
+def test_a_damaged_checkpoint_that_cannot_be_renamed_is_named(tmp_path, monkeypatch):
+    bad = save(tmp_path, 10)
+
+    def fail(path):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "rename", preceded_by(fail, Path.rename))
+    with pytest.raises(UserError, match=f"{bad} is damaged, and cannot be renamed to bad_step_0000010: Permission denied; move"):
+        checkpoints.set_aside(bad)
 
 
 def test_a_second_bad_checkpoint_of_a_step_does_not_replace_the_first(tmp_path):
@@ -261,7 +369,7 @@ def test_loading_runs_no_code_from_the_file(tmp_path):
             return os.mkdir, (str(tmp_path / "pwned"),)
 
     torch.save({"state": Evil()}, folder / "optimizer.pt")
-    renew_manifest(folder)
-    with pytest.raises(Exception, match="weights_only|Weights only"):
+    sign(folder)
+    with pytest.raises(checkpoints.CheckpointError, match="optimizer.pt is not readable: .*[wW]eights.only"):
         checkpoints.load(folder)
     assert not (tmp_path / "pwned").exists()

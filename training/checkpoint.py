@@ -17,12 +17,13 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 import torch
+import yaml
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from torch import Tensor
@@ -38,12 +39,13 @@ WEIGHTS = {"raw": "model.safetensors", "ema": "ema.safetensors"}
 # As safetensors names them.
 _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _DTYPES |= {torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"}
+_MAX_DEPTH = 50  # of the values in config.yaml
 _STEP = re.compile(r"step_(\d{7,})")
 
 
 @dataclass
 class Checkpoint:
-    """The content of a checkpoint. What is loaded is on the CPU."""
+    """The content of a checkpoint. Tensors that `load` gives are maps of its files: copy them, and do not write to them."""
 
     step: int  # optimizer steps done
     model: dict[str, Tensor]
@@ -67,8 +69,23 @@ def folder_name(step: int) -> str:
 
 def list_steps(root: Path) -> dict[int, Path]:
     """Checkpoint folders below `root` by step, oldest first, without temporary and damaged (renamed) ones."""
-    found = {int(m.group(1)): p for p in root.glob("step_*") if p.is_dir() and (m := _STEP.fullmatch(p.name))}
-    return dict(sorted(found.items()))
+    with reading(root):  # unlike glob, which finds nothing in a folder that it cannot read
+        folders = [p for p in root.iterdir() if _STEP.fullmatch(p.name) and p.is_dir()] if root.is_dir() else []
+    return dict(sorted((int(folder.name.removeprefix("step_")), folder) for folder in folders))
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Any error inside becomes a CheckpointError that names what could not be read: what is damaged can make any parser fail."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except UserError as e:
+        raise CheckpointError(f"{path} is not readable: {e}") from e
+    except Exception as e:
+        reason = e.strerror if isinstance(e, OSError) and e.strerror else f"{type(e).__name__}: {e}".partition("\n")[0]
+        raise CheckpointError(f"{path} is not readable: {reason}") from e
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -167,20 +184,25 @@ def _flush_folder(path: Path) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Reading. All but `verify`, `load` and the searches need a checkpoint that was verified.
+# Reading. All but `verify` and the searches need a checkpoint that was verified.
 
 
 def verify(folder: Path) -> None:
-    """Compare every file with the manifest. Raises CheckpointError naming the one that is missing, truncated or altered."""
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not a folder; give a checkpoint such as runs/<name>/checkpoints/{folder_name(400)}")
-    if not (folder / MANIFEST).exists():
-        raise CheckpointError(f"{folder} is not a whole checkpoint: it has no {MANIFEST}")
-    try:
+    """Compare every file with the manifest, and the folder's name with its step.
+
+    Raises:
+        CheckpointError: a file is missing, truncated, altered or unreadable, or the folder has the name of another step.
+    """
+    with reading(folder):
+        if not folder.is_dir():
+            raise CheckpointError(
+                f"{folder} is not a folder; give a checkpoint such as runs/<name>/checkpoints/{folder_name(400)}"
+            )
+        if not (folder / MANIFEST).exists():
+            raise CheckpointError(f"{folder} is not a whole checkpoint: it has no {MANIFEST}")
+    with reading(folder / MANIFEST):
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        expected = {name: (entry["size"], entry["blake2b"]) for name, entry in manifest.items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as e:
-        raise CheckpointError(f"{folder / MANIFEST} is not readable: {e!r}") from e
+        expected = {name: (int(entry["size"]), entry["blake2b"]) for name, entry in manifest.items()}
     missing = [name for name in (*WEIGHTS.values(), "optimizer.pt", "state.json", "config.yaml") if name not in expected]
     if missing:
         raise CheckpointError(f"{folder / MANIFEST} does not list {missing[0]}")
@@ -188,16 +210,30 @@ def verify(folder: Path) -> None:
     with say_if_slow(log, "comparing %s with its checksums (%.1f GB)", folder, num_bytes / 1e9):
         for name, (size, digest) in expected.items():
             file = folder / name
-            if not file.is_file():
-                raise CheckpointError(f"{file} is missing")
-            if file.stat().st_size != size:
-                raise CheckpointError(f"{file} has {file.stat().st_size} bytes instead of {size}: it is truncated or altered")
-            if hash_file(file) != digest:
-                raise CheckpointError(f"{file} was altered: its hash is not the one in {MANIFEST}")
+            with reading(file):
+                if not file.is_file():
+                    raise CheckpointError(f"{file} is missing")
+                if (found := file.stat().st_size) != size:
+                    raise CheckpointError(f"{file} has {found} bytes instead of {size}: it is truncated or altered")
+                if hash_file(file) != digest:
+                    raise CheckpointError(f"{file} was altered: its hash is not the one in {MANIFEST}")
+    step = step_of(folder)
+    if _STEP.fullmatch(folder.name) and folder.name != folder_name(step):
+        raise CheckpointError(f"{folder} holds step {step}: it was renamed. Its name must be {folder_name(step)}")
 
 
 def step_of(folder: Path) -> int:
-    return json.loads((folder / "state.json").read_text(encoding="utf-8"))["step"]
+    return _read_state(folder)["step"]
+
+
+def _read_state(folder: Path) -> dict:
+    """state.json. Raises CheckpointError where it has no step."""
+    file = folder / "state.json"
+    with reading(file):
+        state = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(state, dict) or type(state.get("step")) is not int or state["step"] < 0:
+        raise CheckpointError(f"{file} has no step")
+    return state
 
 
 def run_of(folder: Path) -> Path | None:
@@ -213,26 +249,53 @@ def identity(folder: Path) -> str:
 
 def read_config(folder: Path) -> dict:
     """The resolved configuration of the run that wrote a checkpoint, as it was stored."""
-    return OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
+    file = folder / "config.yaml"
+    with reading(file):
+        depth = 0
+        for event in yaml.parse(file.read_text(encoding="utf-8")):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            # Aliases multiply: a few lines can stand for more values than memory holds. Deep nesting takes hours to read.
+            if isinstance(event, yaml.AliasEvent) or depth > _MAX_DEPTH:
+                raise CheckpointError(f"{file} holds an alias or more than {_MAX_DEPTH} levels, which training does not write")
+        return OmegaConf.to_container(OmegaConf.load(file))
 
 
 def load_weights(folder: Path, weights: str) -> dict[str, Tensor]:
-    """`ema` or `raw` weights."""
-    return load_file(folder / WEIGHTS[weights])
+    """`ema` or `raw` weights, mapped from the file: see `Checkpoint`."""
+    with reading(folder / WEIGHTS[weights]):
+        return load_file(folder / WEIGHTS[weights])
 
 
 def load(folder: Path) -> Checkpoint:
-    """Verify a checkpoint and read it. Raises CheckpointError if it is incomplete or altered."""
-    verify(folder)
-    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    """Read a checkpoint. Raises CheckpointError naming the file that cannot be read."""
+    state = _read_state(folder)
+    with reading(folder / "optimizer.pt"):
+        optimizer = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True, mmap=True)
     return Checkpoint(
         step=state.pop("step"),
         model=load_weights(folder, "raw"),
         ema=load_weights(folder, "ema"),
-        optimizer=torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True),
+        optimizer=optimizer,
         state=state,
         config=read_config(folder),
     )
+
+
+def check_tensors(file: Path, given: Mapping[str, object], like: Mapping[str, Tensor]) -> None:
+    """Compare what `file` holds with the tensors that are to take its values.
+
+    Raises:
+        CheckpointError: with the first name that only one side has, or whose shape or type differs.
+    """
+
+    def describe(values: Mapping[str, object], name: str) -> str:
+        value = values.get(name)
+        is_plain = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta
+        return f"{list(value.shape)} {value.dtype}" if is_plain else "no tensor"
+
+    for name in {**like, **given}:
+        if (found := describe(given, name)) != (wanted := describe(like, name)):
+            raise CheckpointError(f"{file}: {name} is {found} there and {wanted} in this network")
 
 
 def find_newest(root: Path) -> tuple[Path | None, dict[Path, str]]:
@@ -250,10 +313,12 @@ def find_newest(root: Path) -> tuple[Path | None, dict[Path, str]]:
 
 def find_checkpoint(folder: Path, key: str) -> Path:
     """A verified checkpoint: the folder itself, or the newest good one of a run. CheckpointError names `key` if there is none."""
-    if not (folder / "checkpoints").is_dir():
+    with reading(Path(f"{key}={folder}")):
+        is_run = (folder / "checkpoints").is_dir()
         is_checkpoint = _STEP.fullmatch(folder.name) or any((folder / name).exists() for name in (MANIFEST, *WEIGHTS.values()))
-        if not (folder.is_dir() and is_checkpoint):
+        if not is_run and not (folder.is_dir() and is_checkpoint):
             raise CheckpointError(explain_path(folder, key))
+    if not is_run:
         try:
             verify(folder)
         except CheckpointError as e:
@@ -294,10 +359,13 @@ def explain_path(path: Path, key: str) -> str:
 
 
 def set_aside(folder: Path) -> Path:
-    """Rename a damaged checkpoint to bad_<name>, so that `list_steps` skips it; nothing is deleted."""
+    """Rename a damaged checkpoint to bad_<name>, so that `list_steps` skips it; nothing is deleted. UserError if it cannot be."""
     target, number = folder.with_name(f"bad_{folder.name}"), 1
     while target.exists():
         number += 1
         target = folder.with_name(f"bad_{folder.name}_{number}")
-    folder.rename(target)
+    try:
+        folder.rename(target)
+    except OSError as e:
+        raise UserError(f"{folder} is damaged, and cannot be renamed to {target.name}: {e.strerror}; move it away") from e
     return target

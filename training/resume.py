@@ -1,18 +1,60 @@
-"""Which checkpoint a run starts or continues from. Every process gets the answer of the main process."""
+"""Which checkpoint a run starts or continues from. The main process decides for all, and the others see the same files."""
 
 from __future__ import annotations
 
 import logging
+import os
+import socket
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 
 from errors import UserError
+from files import hash_bytes
 from training import checkpoint as checkpoints
 from training.run import RunFolder
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+def decide_together(decide: Callable[[], T], accelerator: Accelerator) -> T:
+    """What `decide` returns in the main process, on every process. A UserError of it is raised on every process."""
+    result: list = [None, None]
+    if accelerator.is_main_process:
+        try:
+            result[0] = decide()
+        except UserError as e:
+            result[1] = e
+    value, error = broadcast_object_list(result)
+    if error is not None:
+        raise error
+    return value
+
+
+def check_shared(file: Path, key: str, accelerator: Accelerator) -> None:
+    """Make sure that every process reads `file` as the main process does. A small file stands for the folder it lies in.
+
+    Raises:
+        UserError: on every process, if one has no such file or another one. It names the key, the host and the folder.
+    """
+    try:
+        content = hash_bytes(file.read_bytes())
+    except OSError:
+        content = None
+    processes = gather_object([(content, socket.gethostname(), os.path.abspath(file.parent))])
+    main_content, main_host, main_folder = processes[0]
+    for rank, (content, host, folder) in enumerate(processes):
+        if content != main_content:
+            found = "not there" if content is None else "another one"
+            raise UserError(
+                f"{key}: process 0, on {main_host}, uses {main_folder}; for process {rank}, on {host}, {folder} is {found}. "
+                f"Give {key} as an absolute path on a file system that all nodes share"
+            )
 
 
 def find_resume(run: RunFolder, where: str, accelerator: Accelerator) -> Path | None:
@@ -24,10 +66,10 @@ def find_resume(run: RunFolder, where: str, accelerator: Accelerator) -> Path | 
 
     Raises:
         UserError: all checkpoints are damaged; resume=never in a run with checkpoints; the named checkpoint is missing,
-            damaged or older than the run's newest.
+            damaged or older than the run's newest; a node does not have it.
     """
-    found = None
-    if accelerator.is_main_process:
+
+    def decide() -> Path | None:
         newest_step = max(checkpoints.list_steps(run.checkpoints), default=None)
         if where == "auto":
             found, problems = checkpoints.find_newest(run.checkpoints)
@@ -38,24 +80,41 @@ def find_resume(run: RunFolder, where: str, accelerator: Accelerator) -> Path | 
                 )
             for folder, problem in problems.items():
                 log.warning("%s; set aside as %s", problem, checkpoints.set_aside(folder))
-        elif where != "never":
+            return found
+        if where != "never":
             found = checkpoints.find_checkpoint(Path(where), "resume")
             if newest_step is not None and newest_step > checkpoints.step_of(found):
                 raise UserError(
                     f"resume={where}, but {run.checkpoints} already holds step {newest_step}, which going on from there would "
                     "overwrite; choose another name=..."
                 )
-        elif newest_step is not None:
+            return found
+        if newest_step is not None:
             raise UserError(f"resume=never, but {run.checkpoints} holds checkpoints; choose another name=..., or resume=auto")
-    return broadcast_object_list([found])[0]
+        return None
+
+    return _see_together(decide, "output_dir" if where == "auto" else "resume", accelerator)
 
 
 def find_initial(run: RunFolder, init_from: str | None, resume: str, accelerator: Accelerator) -> Path | None:
     """The verified checkpoint that `init_from=` names; None without that key, and for a run with checkpoints of its own."""
-    found = None
-    if init_from is not None and accelerator.is_main_process:
+
+    def decide() -> Path | None:
         if checkpoints.list_steps(run.checkpoints) or resume not in ("auto", "never"):
             log.info("init_from=%s is not read again: the run goes on from a checkpoint of its own", init_from)
-        else:
-            found = checkpoints.find_checkpoint(Path(init_from), "init_from")
-    return broadcast_object_list([found])[0]
+            return None
+        return checkpoints.find_checkpoint(Path(init_from), "init_from")
+
+    return None if init_from is None else _see_together(decide, "init_from", accelerator)
+
+
+def find_checkpoint_together(path: str, key: str, accelerator: Accelerator) -> Path:
+    """`training.checkpoint.find_checkpoint` by one process for all: while a run trains, another could find a newer checkpoint."""
+    return _see_together(lambda: checkpoints.find_checkpoint(Path(path), key), key, accelerator)
+
+
+def _see_together(decide: Callable[[], Path | None], key: str, accelerator: Accelerator) -> Path | None:
+    folder = decide_together(decide, accelerator)
+    if folder is not None:
+        check_shared(folder / checkpoints.MANIFEST, key, accelerator)
+    return folder

@@ -100,9 +100,9 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def distribute_like(full: Tensor, like: Tensor) -> Tensor:
-    """`full`, which every process has, sharded like `like`; unchanged if `like` is a plain tensor."""
+    """A copy of `full`, which every process has, on the device of `like` and sharded as it is."""
     if not hasattr(like, "to_local"):
-        return full
+        return full.to(like.device, copy=True)
     from torch.distributed.tensor import distribute_tensor
 
     # src_data_rank=None: no communication, every process cuts its own shard. It is a view; the clone lets `full` be freed.

@@ -401,43 +401,75 @@ class Trainer:
             return self._saving.exception()
 
     def resume(self, folder: Path) -> None:
-        """Continue this run from one of its checkpoints. Raises UserError if it was trained on other latents."""
+        """Continue this run from one of its checkpoints, verified. Raises UserError if it was trained on other latents."""
         checkpoint = checkpoints.load(folder)
+        _check_state(folder, checkpoint, data_fingerprint=str, loss_sum=float, loss_count=int)
         if checkpoint.state["data_fingerprint"] != self.data_fingerprint:
             trained_on = checkpoint.config["data"]["path"]
             raise UserError(
                 f"resume: {folder} cannot go on: data: other latents or labels: {trained_on!r} -> {self.cfg.data.path!r}. "
                 "Restore the data, or start another run with name=..."
             )
-        self._load(checkpoint, with_optimizer=True)
+        self._load(folder, checkpoint, with_optimizer=True)
         self.loss_sum.fill_(checkpoint.state["loss_sum"])
         self.loss_count = checkpoint.state["loss_count"]
         log.info("resumed from %s", folder)
 
     def init_from(self, folder: Path, init_state: str) -> None:
-        """Start from another run's weights and EMA, with init_state=all also from its optimizer and step."""
-        self._load(checkpoints.load(folder), with_optimizer=init_state == "all")
+        """Start from another run's weights and EMA (a verified checkpoint), with init_state=all also its optimizer and step."""
+        self._load(folder, checkpoints.load(folder), with_optimizer=init_state == "all")
         log.info("weights and EMA from %s%s", folder, f", with optimiser and step {self.step}" if init_state == "all" else "")
 
-    def _load(self, checkpoint: checkpoints.Checkpoint, *, with_optimizer: bool) -> None:
-        own = self.net.state_dict()
-        self.net.load_state_dict({name: distribute_like(value, own[name]) for name, value in checkpoint.model.items()})
-        self.ema.load(checkpoint.ema)
+    @torch.no_grad()
+    def _load(self, folder: Path, checkpoint: checkpoints.Checkpoint, *, with_optimizer: bool) -> None:
+        """Copy the values of a checkpoint, tensor by tensor: a process never holds more than its own part in its memory."""
         # The EMA continues without a new warm-up. Checkpoints of versions without init_from do not count its updates.
-        self.ema.num_updates_before = checkpoint.state.get("ema_num_updates", checkpoint.step)
+        checkpoint.state.setdefault("ema_num_updates", checkpoint.step)
+        _check_state(folder, checkpoint, ema_num_updates=int)
+        own = self.net.state_dict()
+        checkpoints.check_tensors(folder / checkpoints.WEIGHTS["raw"], checkpoint.model, own)
+        checkpoints.check_tensors(folder / checkpoints.WEIGHTS["ema"], checkpoint.ema, self.ema.averages)
+        if with_optimizer:
+            self._check_optimizer_state(folder / "optimizer.pt", checkpoint)
+        for name, value in own.items():
+            local_shard(value).copy_(local_shard(distribute_like(checkpoint.model[name], value)))
+        self.ema.load(checkpoint.ema)
+        self.ema.num_updates_before = checkpoint.state["ema_num_updates"]
         if not with_optimizer:
             return
         self.step = checkpoint.step
         self.ema.num_updates_before -= self.step
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         state = {
-            i: {key: distribute_like(value, parameters[i]) if key != "step" else value for key, value in values.items()}
+            i: {key: distribute_like(value, parameters[i]) if key != "step" else value.clone() for key, value in values.items()}
             for i, values in checkpoint.optimizer["state"].items()
         }
-        self.optimizer.load_state_dict(checkpoint.optimizer | {"state": state})
-        for group in self.optimizer.param_groups:  # a resume may change these
-            group["lr"], group["betas"] = self.cfg.train.lr, tuple(self.cfg.train.betas)
-            group["weight_decay"] = self.cfg.train.weight_decay
+        # Learning rate, betas and weight decay are this start's: a resume may change them.
+        self.optimizer.load_state_dict({"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]})
+
+    def _check_optimizer_state(self, file: Path, checkpoint: checkpoints.Checkpoint) -> None:
+        """Raises CheckpointError if AdamW's states do not fit the parameters."""
+        trained = [(name, p) for name, p in self.net.named_parameters() if p.requires_grad]
+        with checkpoints.reading(file):
+            given = {
+                f"{key} of {trained[i][0] if i in range(len(trained)) else i}": value
+                for i, values in checkpoint.optimizer["state"].items()
+                for key, value in values.items()
+            }
+            like = {}
+            for i, (name, p) in enumerate(trained):
+                # A parameter that never had a gradient has no state, and an average that is equal to it.
+                if i in checkpoint.optimizer["state"] or not torch.equal(checkpoint.model[name], checkpoint.ema[name]):
+                    like |= {f"step of {name}": torch.zeros(()), f"exp_avg of {name}": p, f"exp_avg_sq of {name}": p}
+            checkpoints.check_tensors(file, given, like)
+
+
+def _check_state(folder: Path, checkpoint: checkpoints.Checkpoint, **types: type) -> None:
+    """Raises CheckpointError if a value of state.json is missing, of another type, or no number that a run could have."""
+    for key, kind in types.items():
+        value = checkpoint.state.get(key)
+        if type(value) is not kind or (kind is not str and not 0 <= abs(value) < _NEVER):
+            raise checkpoints.CheckpointError(f"{folder / 'state.json'}: {key} is {value!r:.60} instead of a {kind.__name__}")
 
 
 class _Clock:

@@ -1,0 +1,68 @@
+"""What tests/test_two_nodes.py looks at: two processes, each in a folder of its own as if on nodes that share no files.
+
+One launch makes all runs, since starting takes longer than most of them.
+"""
+
+import json
+import os
+from pathlib import Path
+from unittest import mock
+
+import torch
+from accelerate import Accelerator
+from conftest import TINY, composed, forget_accelerate
+
+from errors import UserError
+from evaluations.digits_detector import DigitsDetector
+from evaluations.images import open_images
+from evaluations.reference import cache_file
+
+FID = ["num_samples=4", "batch_size=2", "num_steps=2", "cpu_threads=1", "reference=reference.npz"]
+FEW = ["seeds=0-2", "num_steps=2", "cpu_threads=1"]
+HERE, SHARED = "runs/one", "{shared}/runs/one"
+# name: script, arguments
+RUNS = {
+    "resume": ("train", [*TINY, "name=one", "output_dir=runs", "train.num_steps=3"]),
+    "resume_from": ("train", [*TINY, "name=two", "output_dir=runs", f"resume={HERE}"]),
+    "damaged": ("train", [*TINY, "name=damaged", "output_dir=runs"]),
+    "init_from": ("train", [*TINY, "name=two", "output_dir=runs", f"init_from={HERE}"]),
+    "sample": ("sample", [*FEW, f"checkpoint={HERE}"]),
+    "output": ("sample", [*FEW, f"checkpoint={SHARED}", "output=images"]),
+    "autoguidance": (
+        "sample", [*FEW, f"checkpoint={SHARED}", "output=images", "guidance=autoguidance", f"guidance.checkpoint={HERE}"]
+    ),
+    "fid": ("fid", [*FID, f"checkpoint={HERE}"]),
+    "sweep": ("fid", [*FID, f"checkpoints={HERE}"]),
+    "cached_there": ("fid", [*FID, f"checkpoint={SHARED}", "output=cached_there"]),
+    "cached_here": ("fid", [*FID, f"checkpoint={SHARED}", "output=cached_here"]),
+    "shared": ("sample", [*FEW, f"checkpoint={SHARED}", "output={shared}/images"]),
+    "resumed": ("train", [*TINY, "name=one", "output_dir={shared}/runs", "train.num_steps=4"]),
+}  # fmt: skip
+
+
+def main(folder: Path) -> None:
+    rank = int(os.environ["RANK"])
+    os.chdir(folder / f"node{rank}")
+    computed = []
+    features = DigitsDetector.features
+
+    def count(detector, images):
+        computed.append(len(images))
+        return features(detector, images)
+
+    # A second process group could not be opened in the same launch.
+    with mock.patch.object(Accelerator, "end_training", lambda self: None), mock.patch.object(DigitsDetector, "features", count):
+        for name, (script, arguments) in RUNS.items():
+            forget_accelerate()
+            computed.clear()
+            if name == "cached_here" and rank == 1:
+                cache_file(open_images("reference.npz"), DigitsDetector).unlink()
+            arguments = [argument.format(shared=folder / "shared") for argument in arguments]
+            result = {"error": None}
+            try:
+                __import__(script).main(composed(arguments, {"train": "config"}.get(script, script)))
+            except UserError as e:
+                result["error"] = str(e)
+            result["computed"] = sum(computed)
+            (folder / f"{name}_{rank}.json").write_text(json.dumps(result))
+    torch.distributed.destroy_process_group()
