@@ -6,7 +6,6 @@ import concurrent.futures
 import hashlib
 import http.client
 import logging
-import secrets
 import threading
 import urllib.request
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from errors import UserError
+from files import write_file
 from progress import progress_bar
 
 log = logging.getLogger(__name__)
@@ -54,26 +54,21 @@ def download(url: str, file: Path, sha256: str, show_progress: bool) -> None:
     Raises:
         UserError: with the reason alone; the caller says what helps.
     """
-    temporary = file.with_name(f".tmp_{secrets.token_hex(8)}_{file.name}")
-    digest = hashlib.sha256()
+    content = bytearray()
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
         response = answer_within(ANSWER_SEC, lambda: urllib.request.urlopen(url, timeout=STALL_SEC))
         log.info("downloading %s to %s", url, file)
         size = response.headers.get("Content-Length")
         bar = progress_bar(
             total=size and int(size), desc=file.name, unit="B", unit_scale=True, delay=1, leave=False, disable=not show_progress
         )
-        with response, bar, open(temporary, "wb") as f:
+        with response, bar:
             while chunk := response.read(CHUNK_BYTES):
-                f.write(chunk)
-                digest.update(chunk)
+                content += chunk
                 bar.update(len(chunk))
-        if not digest.hexdigest().startswith(sha256):
-            raise UserError(f"invalid hash value: its SHA-256 is {digest.hexdigest()[:8]}... instead of {sha256}...")
-        temporary.replace(file)
     except (OSError, http.client.HTTPException) as e:  # urllib's errors are OSErrors
         raise UserError(str(getattr(e, "reason", e)) or type(e).__name__) from e
-    finally:
-        if temporary.exists():
-            temporary.unlink()
+    digest = hashlib.sha256(content).hexdigest()
+    if not digest.startswith(sha256):
+        raise UserError(f"invalid hash value: its SHA-256 is {digest[:8]}... instead of {sha256}...")
+    write_file(file, content)

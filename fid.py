@@ -26,6 +26,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import IO
 
 from accelerate import Accelerator
 from omegaconf import DictConfig
@@ -34,7 +35,7 @@ import evaluations
 from errors import UserError
 from evaluations.images import open_images
 from evaluations.suite import format_metric, format_metrics, metrics_of, short_count
-from files import append_line, markdown_table, read_lines, write_file
+from files import append_line, lock_file, markdown_table, read_lines, remove_leftovers, write_file
 from latents import autoencoders
 from sampling.evaluator import Evaluator
 from sampling.sampler import ImageSampler
@@ -81,6 +82,7 @@ def main(cfg: DictConfig) -> None:
         "reference": reference.fingerprint(),
     }
     output = Path(cfg.output) if cfg.output else default_folder(cfg, folders)
+    lock = lock_output(output) if accelerator.is_main_process else None
     results = Results(output, conditions, images.fingerprint() if images else None)
     missing = decide_together(lambda: [i for i, (settings, _) in enumerate(points) if not results.find(settings)], accelerator)
     log.info("%d of %d evaluations to do, in %s", len(missing), len(points), output)
@@ -102,6 +104,7 @@ def main(cfg: DictConfig) -> None:
             log.info("%s: %s", in_words(shown(settings)), format_metrics(metrics))
     if accelerator.is_main_process:
         sys.stdout.write(results.write([settings for settings, _ in points], metrics_of(cfg.evaluation.detector)[0].name))
+        lock.close()
     accelerator.end_training()
 
 
@@ -182,6 +185,17 @@ def shown(settings: dict) -> dict:
     return {"run": run.name, "step": checkpoints.step_of(checkpoint), **others}
 
 
+def lock_output(folder: Path) -> IO[bytes]:
+    """Create the folder of the results; returns its lock."""
+    try:
+        busy = f"another process is evaluating into {folder}"
+        lock = lock_file(folder / ".lock", busy, "wait for it, or choose another output=...")
+    except OSError as e:
+        raise UserError(f"cannot write to {folder} ({e.strerror}); choose another output=...") from e
+    remove_leftovers(folder)
+    return lock
+
+
 def in_words(settings: dict) -> str:
     return ", ".join(f"{name} {value}" for name, value in settings.items())
 
@@ -199,11 +213,7 @@ class Results:
     def __init__(self, folder: Path, conditions: dict, images: str | None):
         self.folder, self.conditions, self.images = folder, conditions, images
         self.file = folder / "results.jsonl"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self.lines = [line for _, line in read_lines(self.file) if line and "point" in line and "metrics" in line]
-        except OSError as e:
-            raise UserError(f"cannot write to {folder} ({e.strerror}); choose another output=...") from e
+        self.lines = [line for _, line in read_lines(self.file) if line and "point" in line and "metrics" in line]
 
     def _key(self, settings: dict) -> dict:
         content = checkpoints.identity(Path(settings["checkpoint"])) if "checkpoint" in settings else self.images

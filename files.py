@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import io
 import json
 import logging
 import os
+import platform
 import secrets
+import shlex
+import shutil
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,26 +26,60 @@ from errors import UserError
 log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 22
+MAX_HOLDER_BYTES = 400  # of the words in a lock
 
 
-def write_file(path: Path, content: bytes | str) -> None:
-    """Write a file that appears under its name only when it is complete and on the disk. Its folder is created.
+@contextlib.contextmanager
+def whole_file(path: Path, flush: bool = True) -> Iterator[IO[bytes]]:
+    """A file to write to, which appears under its name only when it is complete and on the disk. Its folder is created.
+
+    Args:
+        flush: False leaves it to the system when the content reaches the disk: for many files that can be made again.
 
     Raises:
-        UserError: the disk is full, or the folder cannot be written to. An earlier file of that name is untouched.
+        UserError: it cannot be written. An earlier file of that name is untouched.
     """
     temporary = path.with_name(f".tmp_{secrets.token_hex(8)}_{path.name}")  # process ids repeat: containers share folders
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "wb") as f:
-            f.write(content.encode() if isinstance(content, str) else content)
+            yield f
             f.flush()
-            os.fsync(f.fileno())
+            if flush:
+                os.fsync(f.fileno())
         os.replace(temporary, path)
     except OSError as e:
+        raise UserError(f"cannot write {path}: {why_not_written(path, e)}") from e
+    finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-        raise UserError(f"cannot write {path}: {e.strerror}") from e
+
+
+def write_file(path: Path, content: bytes | str) -> None:
+    """Write a file as a whole. Raises UserError as `whole_file` does."""
+    with whole_file(path) as f:
+        f.write(content.encode() if isinstance(content, str) else content)
+
+
+def why_not_written(path: Path, error: Exception) -> str:
+    """The cause of an error in writing, in words; with the free space, where the disk may be full."""
+    reason = getattr(error, "strerror", None) or (str(error).splitlines() or [type(error).__name__])[0]
+    # Libraries that write by themselves (torch, safetensors) wrap the system's error in their own.
+    if getattr(error, "errno", None) in (None, errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        with contextlib.suppress(OSError):
+            folder = next(parent for parent in path.absolute().parents if parent.is_dir())
+            reason += f"; {shutil.disk_usage(folder).free / 1e6:.0f} MB are free on the disk of {folder}"
+    return reason
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what an interrupted process left half written or half deleted. Only for a folder that this process has locked."""
+    for path in [*folder.glob(".tmp_*"), *folder.glob(".del_*")]:
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 def read_file(path: Path, size: int = -1) -> bytes:
@@ -51,22 +91,38 @@ def read_file(path: Path, size: int = -1) -> bytes:
         raise UserError(f"cannot read {path}: {e.strerror}") from e
 
 
-def lock_file(path: Path) -> IO | None:
-    """The opened file, locked until it is closed or this process ends, killed or not; None where another process holds the lock.
+def lock_file(path: Path, busy: str, remedy: str) -> IO[bytes]:
+    """The opened file, locked until it is closed or this process ends, killed or not.
 
-    On a file system without locks (some NFS and Lustre mounts) it warns and goes on. Raises OSError where the file cannot be
-    opened.
+    Its content says who holds it. Its folder is created. On a file system without locks (some NFS and Lustre mounts) it warns
+    and goes on.
+
+    Args:
+        busy, remedy: what another process does that holds the lock, and what helps; for the message.
+
+    Raises:
+        UserError: another process holds the lock; the message names it.
+        OSError: the file cannot be opened.
     """
-    file = open(path, "ab")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = open(path, "a+b")
     try:
         is_ours = lock_descriptor(file.fileno(), blocking=False)
     except OSError as e:
         log.warning("%s cannot be locked (%s): make sure that no other process writes to this folder", path, e.strerror)
         return file
-    if is_ours:
-        return file
-    file.close()
-    return None
+    if not is_ours:
+        with file:
+            file.seek(1)
+            holder = file.read(MAX_HOLDER_BYTES).decode(errors="replace").strip()
+        raise UserError(f"{busy} ({holder}); {remedy}" if holder else f"{busy}; {remedy}")
+    since = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+    holder = f"process {os.getpid()} on {platform.node()}, since {since}: {shlex.join(sys.argv)}"
+    with contextlib.suppress(OSError):  # a full disk: the lock holds without a name
+        file.truncate(0)
+        file.write(b"\n" + holder.encode(errors="replace")[:MAX_HOLDER_BYTES])  # Windows locks the first byte, also for readers
+        file.flush()
+    return file
 
 
 def append_line(path: Path, record: dict) -> None:
@@ -81,17 +137,17 @@ def append_line(path: Path, record: dict) -> None:
             is_torn = f.read(1) not in (b"", b"\n")
             f.write((b"\n" if is_torn else b"") + json.dumps(record).encode() + b"\n")
     except OSError as e:
-        raise UserError(f"cannot write {path}: {e.strerror}") from e
+        raise UserError(f"cannot write {path}: {why_not_written(path, e)}") from e
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, dict | None]]:
     """(line number, object) of a file of JSON lines; None for a line that is cut off, damaged or no object.
 
-    A file that does not exist has no lines.
+    A file that does not exist has no lines. Raises UserError where it cannot be read.
     """
     if not path.exists():
         return
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+    for number, line in enumerate(read_file(path).decode(errors="replace").splitlines(), start=1):
         try:
             value = json.loads(line)
         except ValueError:

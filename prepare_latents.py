@@ -32,7 +32,7 @@ from errors import UserError
 from evaluations.detector import InceptionDetector, fetch_weights
 from evaluations.images import open_images
 from evaluations.reference import write_reference
-from files import hash_bytes
+from files import hash_bytes, whole_file
 from latents import autoencoders
 from latents.detection import SD_VAE, detect
 from latents.prepare.encode import encode_images
@@ -47,7 +47,7 @@ from progress import progress_bar
 from sampling.sampler import labelled_grid
 from setup import cli
 from setup.schema import Autoencoder, Precision
-from setup.settings import Count, Positive, Text, Whole
+from setup.settings import BatchSize, NumClasses, NumThreads, NumWorkers, Positive, Resolution, ShardSize, Text, Whole
 from training.speed import cores_per_process
 
 log = logging.getLogger("prepare_latents")
@@ -57,19 +57,19 @@ def encode(
     images: Text,
     output: Text,
     labels: Text = "auto",
-    resolution: Count = 256,
+    resolution: Resolution = 256,
     autoencoder: Autoencoder = SD_VAE,
     kind: Kind = "moments",
     flips: bool = False,
-    num_classes: Count | None = None,
+    num_classes: NumClasses | None = None,
     precision: Precision = "fp32",
     dtype: Dtype = "float16",
-    batch_size: Count = 64,
-    num_workers: Whole | None = None,
-    shard_size: Count = SHARD_SIZE,
+    batch_size: BatchSize = 64,
+    num_workers: NumWorkers | None = None,
+    shard_size: ShardSize = SHARD_SIZE,
     on_error: Literal["stop", "skip"] = "stop",
     seed: Whole = 0,
-    cpu_threads: Count | None = None,
+    cpu_threads: NumThreads | None = None,
     tf32: bool = True,
 ) -> None:
     """Encode images into a folder of shards, with as many processes as accelerate starts.
@@ -134,10 +134,10 @@ def convert(
     stored_scale: Positive | None = None,
     scale_factor: Positive | None = None,
     autoencoder: Autoencoder | None = None,
-    resolution: Count | None = None,
-    num_classes: Count | None = None,
+    resolution: Resolution | None = None,
+    num_classes: NumClasses | None = None,
     dtype: Dtype = "float16",
-    shard_size: Count = SHARD_SIZE,
+    shard_size: ShardSize = SHARD_SIZE,
     allow_pickle: bool = False,
 ) -> None:
     """Rewrite the latents of another project as shards. What is not given is detected and logged, or asked for.
@@ -186,10 +186,10 @@ def inspect(
     kind: Kind | None = None,
     stored_scale: Positive | None = None,
     scale_factor: Positive | None = None,
-    resolution: Count | None = None,
-    num_classes: Count | None = None,
+    resolution: Resolution | None = None,
+    num_classes: NumClasses | None = None,
     allow_pickle: bool = False,
-    cpu_threads: Count | None = None,
+    cpu_threads: NumThreads | None = None,
 ) -> None:
     """Read all latents once, print what is there, draw 16 of them; the exit code is not 0 when something is wrong.
 
@@ -232,17 +232,18 @@ def inspect(
         latents, labels = fetch_spread(dataset)
         images = autoencoders.to_uint8(decoder.decode(latents.to(device)).cpu()).numpy()
         try:
-            labelled_grid(list(images), labels, num_columns=4).save(file)
+            with whole_file(file) as f:
+                labelled_grid(list(images), labels, num_columns=4).save(f)
             log.info("drew %d of them in %s", len(labels), file)
-        except OSError as e:
-            log.warning("%s cannot be written (%s); grid=<file> draws elsewhere", file, e.strerror)
+        except UserError as e:
+            log.warning("%s; grid=<file> draws elsewhere", e)
     if found.problems:
         raise UserError(f"{path}: {len(found.problems)} problems\n" + "\n".join(f"- {problem}" for problem in found.problems))
     log.info("nothing wrong was found")
 
 
 def reference(
-    images: Text, output: Text, resolution: Count | None = None, weights: Text | None = None, statistics: bool = True
+    images: Text, output: Text, resolution: Resolution | None = None, weights: Text | None = None, statistics: bool = True
 ) -> None:
     """Write the images of a folder (or an .npz) as a reference batch: arr_0 and Inception's mu, sigma, mu_s, sigma_s.
 

@@ -17,23 +17,23 @@ if __name__ == "__main__":  # Ctrl-C during the imports, which take seconds, end
 
 import hashlib
 import logging
-import os
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 from omegaconf import DictConfig, OmegaConf
 from PIL import Image
 
 from errors import UserError
+from evaluations.images import DECODE_ERRORS
 from evaluations.npz import write_npz
-from files import write_file
+from files import lock_file, remove_leftovers, whole_file, write_file
 from progress import progress_bar
 from randomness import class_of_seed
 from sampling.sampler import ImageSampler, describe_cost, labelled_grid
 from setup import build, cli, load, schema
 from training import checkpoint as checkpoints
 from training.resume import check_shared, decide_together, find_checkpoint_together
-from training.run import name_file_in_errors
 from training.speed import check_compile
 
 log = logging.getLogger("sample")
@@ -68,7 +68,8 @@ def main(cfg: DictConfig) -> None:
         return Path(cfg.output) if cfg.output else default_output(checkpoint, cfg.weights, settings)
 
     output = decide_together(choose_output, accelerator)
-    decide_together(lambda: open_output(output, settings), accelerator)
+    locks: list[IO] = []  # of the main process
+    decide_together(lambda: locks.append(open_output(output, settings)), accelerator)
     check_shared(output / "settings.yaml", "output", accelerator)
     files = {seed: output / f"seed_{seed:06d}_class_{label:03d}.png" for seed, label in labels.items()}
     missing = decide_together(lambda: [seed for seed, file in files.items() if not file.exists()], accelerator)
@@ -84,6 +85,7 @@ def main(cfg: DictConfig) -> None:
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         write_grid_and_npz(output, cfg, files, labels)
+        locks[0].close()
     accelerator.end_training()
 
 
@@ -114,19 +116,27 @@ def read_yaml(file: Path) -> dict:
     return OmegaConf.to_container(OmegaConf.load(file))
 
 
-def open_output(output: Path, settings: dict) -> None:
-    """Create the folder, or make sure that the images in it were made with the same settings."""
+def open_output(output: Path, settings: dict) -> IO[bytes]:
+    """Create the folder, or make sure that the images in it were made with the same settings; returns its lock."""
     file = output / "settings.yaml"
+    held = {path.name for path in output.iterdir()} if output.is_dir() else set()
+    if file.name not in held and not all(name == ".lock" or name.startswith(".tmp_") for name in held):
+        raise UserError(f"output={output} is not empty and not made by sample.py; choose another folder")
+    try:
+        busy = f"another process is sampling into {output}"
+        lock = lock_file(output / ".lock", busy, "wait for it, or choose another output=...")
+    except OSError as e:
+        raise UserError(f"cannot write to {output} ({e.strerror}); choose another output=...") from e
+    remove_leftovers(output)
     if file.exists():
         if changed := schema.differences(read_yaml(file), settings):
             raise UserError(f"{output} holds images of other settings ({'; '.join(changed)}); choose another output=...")
-        return
-    if output.exists() and any(not path.name.startswith(".tmp_") for path in output.iterdir()):
-        raise UserError(f"output={output} is not empty and not made by sample.py; choose another folder")
+        return lock
     try:
         write_file(file, OmegaConf.to_yaml(OmegaConf.create(settings)))
     except UserError as e:
         raise UserError(f"{e}; choose another output=...") from e
+    return lock
 
 
 def make_images(
@@ -138,10 +148,8 @@ def make_images(
         for start in range(0, len(seeds), batch_size):
             batch = seeds[start : start + batch_size]
             for seed, image in zip(batch, sampler(batch, [labels[seed] for seed in batch])):
-                temporary = files[seed].with_name(f".tmp_{files[seed].name}")
-                with name_file_in_errors(files[seed]):
-                    Image.fromarray(image).save(temporary, format="PNG")
-                    os.replace(temporary, files[seed])
+                with whole_file(files[seed], flush=False) as f:  # to flush each would take longer than to write it
+                    Image.fromarray(image).save(f)
             bar.update(len(batch))
 
 
@@ -152,18 +160,20 @@ def write_grid_and_npz(output: Path, cfg: schema.SampleConfig, files: dict[int, 
         spec = f"{len(files)}_{hashlib.blake2b(spec.encode(), digest_size=4).hexdigest()}"
 
     def read(seed: int) -> np.ndarray:
-        return np.asarray(Image.open(files[seed]).convert("RGB"))
+        try:
+            return np.asarray(Image.open(files[seed]).convert("RGB"))
+        except DECODE_ERRORS as e:
+            raise UserError(f"{files[seed]} cannot be read ({e}); remove it, and the same command makes it again") from e
 
     shown = list(files)[:MAX_GRID_IMAGES]
     grid_file = output / f"grid_{spec}.png"
     grid = labelled_grid([read(seed) for seed in shown], [labels[seed] for seed in shown])
-    with name_file_in_errors(grid_file):
-        grid.save(grid_file)
+    with whole_file(grid_file) as f:
+        grid.save(f)
     log.info("grid     %s", grid_file)
     if cfg.npz:
         npz_file = output / f"samples_{spec}.npz"
-        with name_file_in_errors(npz_file):
-            write_npz(npz_file, map(read, files), (len(files), *read(shown[0]).shape), np.array(list(labels.values())))
+        write_npz(npz_file, map(read, files), (len(files), *read(shown[0]).shape), np.array(list(labels.values())))
         log.info("npz      %s", npz_file)
 
 

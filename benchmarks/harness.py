@@ -26,7 +26,7 @@ from pydantic import AfterValidator
 
 import dit
 from errors import UserError
-from files import markdown_table, write_file
+from files import markdown_table, read_file, write_file
 from setup import cli
 from setup.schema import flatten
 from setup.settings import OneOrMany, Settings, one_of
@@ -186,7 +186,8 @@ class Report:
         if self.output.endswith("/") or Path(self.output).is_dir():
             folder = self.output.rstrip("/")
             raise UserError(f"output={self.output} is a folder; give the name of the files in it: output={folder}/results")
-        self._write("", "")
+        old = [Path(self.output + ending) for ending in (".jsonl", ".md")]  # an interrupted measurement leaves them as they are
+        self._write(*(read_file(file).decode() if file.exists() else "" for file in old))
         machine = describe_machine(device, settings)
         described = machine.pop("settings")
         self.machine = machine | about | {"settings": described}

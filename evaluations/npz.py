@@ -20,7 +20,7 @@ from torch import Tensor
 
 from errors import UserError
 from evaluations.statistics import Statistics
-from files import hash_file
+from files import hash_file, whole_file
 
 STATISTICS_KEYS = {"pool": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}
 SMALL_ARRAYS = {"labels", "arr_1", *itertools.chain(*STATISTICS_KEYS.values())}  # the others are streamed or not read
@@ -47,14 +47,13 @@ def write_npz(
         statistics: Inception's, `pool` and `spatial`, stored under ADM's names.
 
     Raises:
-        UserError: images or labels of another shape, type or number.
+        UserError: images or labels of another shape, type or number; the file cannot be written.
     """
     if labels is not None and (np.shape(labels) != shape[:1] or not np.issubdtype(np.asarray(labels).dtype, np.integer)):
         raise UserError(f"labels are {np.asarray(labels).dtype} {list(np.shape(labels))}; need integers [{shape[0]}]")
     arrays = {} if labels is None else {"labels": np.asarray(labels, dtype=np.int64)}
     arrays |= {key: x.numpy() for key, x in statistics_by_key(statistics or {}).items()}
-    temporary = path.with_name(f".tmp_{path.name}")
-    with zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as archive:
+    with whole_file(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         with archive.open("arr_0.npy", "w", force_zip64=True) as f:
             np.lib.format.write_array_header_1_0(f, {"descr": "|u1", "fortran_order": False, "shape": shape})
             count = 0
@@ -68,7 +67,6 @@ def write_npz(
         for key, array in arrays.items():
             with archive.open(f"{key}.npy", "w", force_zip64=True) as f:
                 np.lib.format.write_array(f, array)
-    os.replace(temporary, path)
 
 
 class NpzImages:
@@ -179,7 +177,8 @@ def _errors_of(path: Path):
         yield
     except UserError:
         raise
-    except (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError) as e:
+    # MemoryError: a header of an absurd shape.
+    except (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError, MemoryError) as e:
         raise UserError(f"{path} is damaged or not an .npz file ({e}); copy or download it again") from e
     except ValueError as e:  # NumPy's
         raise UserError(f"{path}: {e}") from e

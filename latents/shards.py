@@ -1,4 +1,4 @@
-"""The native shard format: safetensors files that are memory-mapped and read by index, in batches.
+"""The native shard format: safetensors files that are read by index, in batches.
 
 A shard holds `latents` [M, C, H, W] (float16 or float32), `labels` [M] (int64), optionally `latents_flip` (the
 latents of the mirrored images, same shape), and in its header `kind`, `scale_factor`, `autoencoder`, `resolution` and
@@ -20,11 +20,13 @@ from safetensors.torch import save
 from torch import Tensor
 
 from errors import UserError
-from files import write_file
+from files import read_file, write_file
 from latents.contents import way_on
 from latents.manifest import MANIFEST, UNFINISHED, check_files, read_manifest
+from latents.reader import FileReader
 
 KINDS = ("sample", "moments")
+MAX_CLASSES, MAX_RESOLUTION = 10**6, 2**16  # beyond, tables over classes and images would not fit into memory
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,9 @@ class ShardInfo:
             raise UserError(f"kind={self.kind!r} must be one of {', '.join(KINDS)}")
         if not (math.isfinite(self.scale_factor) and self.scale_factor > 0):
             raise UserError(f"scale_factor={self.scale_factor} must be a positive number")
-        if self.resolution < 1 or self.num_classes < 1:
-            raise UserError(f"resolution={self.resolution} and num_classes={self.num_classes} must be at least 1")
+        for name, largest in (("resolution", MAX_RESOLUTION), ("num_classes", MAX_CLASSES)):
+            if not 1 <= getattr(self, name) <= largest:
+                raise UserError(f"{name}={getattr(self, name)} must be a whole number from 1 to {largest}")
 
     def to_metadata(self) -> dict[str, str]:
         return {name: str(value) for name, value in vars(self).items()}
@@ -166,20 +169,20 @@ class LatentDataset:
         if check_folder and manifest is not None:
             check_files(self.path, self.files, manifest)
         opened = [_open_shard(file, self.path, key) for file in self.files]
-        self.info: ShardInfo = opened[0][0]
-        self.labels: np.ndarray = np.concatenate([shard.pop("labels") for _, shard in opened])
-        self._shards: list[dict[str, np.ndarray]] = [shard for _, shard in opened]
-        layouts = [
-            ", ".join([str(info), *(f"{name} {x.dtype} {list(x.shape[1:])}" for name, x in shard.items())])
-            for info, shard in opened
-        ]
-        for file, layout in zip(self.files, layouts):
-            if layout != layouts[0]:
-                raise UserError(f"{file} does not belong with {self.files[0]}: {layout} against {layouts[0]}")
-        self._first_item = np.cumsum([0] + [len(shard["latents"]) for shard in self._shards])
-        channels, self.height, self.width = self._shards[0]["latents"].shape[1:]
+        first = opened[0]
+        self.info: ShardInfo = first.info
+        self.labels: np.ndarray = np.concatenate([shard.labels for shard in opened])
+        for file, shard in zip(self.files, opened):
+            if shard.layout != first.layout:
+                raise UserError(f"{file} does not belong with {self.files[0]}: {shard.layout} against {first.layout}")
+        self._shape, self._dtype = first.shape[1:], first.dtype  # of an item
+        self._item_bytes = self._dtype.itemsize * math.prod(self._shape)
+        self._offsets = [[shard.offsets[name] for shard in opened] for name in ("latents", "latents_flip")[: len(first.offsets)]]
+        self._first_item = np.cumsum([0] + [shard.shape[0] for shard in opened])
+        self._reader = FileReader(self.files)
+        channels, self.height, self.width = self._shape
         self.channels = channels // 2 if self.info.kind == "moments" else channels
-        self.has_flips = "latents_flip" in self._shards[0]
+        self.has_flips = len(self._offsets) == 2
         self.class_names: list[str] | None = manifest.get("class_names") if manifest else None
         if check_folder and manifest is not None and manifest["fingerprint"] != self.fingerprint():
             raise UserError(
@@ -203,6 +206,7 @@ class LatentDataset:
         Raises:
             ValueError: flips and indices of different lengths, or flips where there are none.
             IndexError: an item that does not exist; negative numbers do not count from the end.
+            UserError: a shard was cut off since it was opened, or cannot be read.
         """
         if len(indices) != len(flips) or (not self.has_flips and flips.any()):
             raise ValueError(f"{len(indices)} items with {len(flips)} flips; mirrored latents are there: {self.has_flips}")
@@ -210,17 +214,18 @@ class LatentDataset:
             raise IndexError(f"items {indices.min()} to {indices.max()} are not all in 0 .. {len(self) - 1}")
         shard_of = np.searchsorted(self._first_item, indices, side="right") - 1
         rows = indices - self._first_item[shard_of]
-        like = self._shards[0]["latents"]
-        latents = np.empty((len(indices), *like.shape[1:]), dtype=like.dtype)
+        latents = np.empty((len(indices), *self._shape), dtype=self._dtype)
+        parts = latents.view(np.uint8).reshape(len(indices), self._item_bytes)
         # Item by item: where a batch is spread over as many shards as it has items, indexing shard by shard costs ten times more.
-        for i, (shard_idx, row, flip) in enumerate(zip(shard_of.tolist(), rows.tolist(), flips.tolist())):
-            latents[i] = self._shards[shard_idx]["latents_flip" if flip else "latents"][row]
+        for part, shard_idx, row, flip in zip(parts, shard_of.tolist(), rows.tolist(), flips.tolist()):
+            self._reader.read_into(part, shard_idx, self._offsets[flip][shard_idx] + row * self._item_bytes)
         return torch.from_numpy(latents), torch.from_numpy(self.labels[indices])
 
     def fingerprint(self) -> str:
         """A hash of the headers, sizes, labels and 64 latents spread over the data: other data, another value."""
         digest = hashlib.blake2b(digest_size=16)
-        digest.update(repr((self.info, [list(shard["latents"].shape) for shard in self._shards])).encode())
+        shapes = [[int(num_items), *self._shape] for num_items in np.diff(self._first_item)]
+        digest.update(repr((self.info, shapes)).encode())
         digest.update(self.labels.tobytes())
         spread = spread_items(len(self), 64)
         for flip in (False, True)[: 1 + self.has_flips]:
@@ -232,13 +237,31 @@ def _way_on(path: Path, key: str) -> str:
     return way_on(path, key, f"{key.removesuffix('path')}format")
 
 
-def _open_shard(file: Path, path: Path, key: str) -> tuple[ShardInfo, dict[str, np.ndarray]]:
-    """The header and the arrays, which stay the mapped file: nothing is read until it is indexed."""
+@dataclass(frozen=True)
+class _Shard:
+    """What a shard holds and where: all but its latents."""
+
+    info: ShardInfo
+    labels: np.ndarray
+    shape: tuple[int, ...]  # [M, C or 2C, H, W]
+    dtype: np.dtype
+    offsets: dict[str, int]  # of `latents` and, where there are some, `latents_flip`: their first byte in the file
+
+    @property
+    def layout(self) -> str:
+        """What all shards of a folder have in common, in words."""
+        return ", ".join([str(self.info), *(f"{name} {self.dtype} {list(self.shape[1:])}" for name in self.offsets)])
+
+
+def _open_shard(file: Path, path: Path, key: str) -> _Shard:
+    """The header and the labels."""
     try:
         with safe_open(file, framework="pt") as f:
             metadata = f.metadata()
-            shard = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 (not a dict)
-    except (SafetensorError, OSError) as e:
+            shard = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 (not a dict); mapped, and not read until used
+        size = int.from_bytes(read_file(file, 8), "little")
+        header = json.loads(read_file(file, 8 + size)[8:])
+    except (SafetensorError, OSError, UserError, ValueError) as e:
         raise UserError(f"{file} is truncated or not a safetensors file: {e}") from e
     try:
         info = ShardInfo.from_metadata(metadata)
@@ -246,7 +269,9 @@ def _open_shard(file: Path, path: Path, key: str) -> tuple[ShardInfo, dict[str, 
         hint = "" if "kind" in (metadata or {}) else f"; {path} {_way_on(path, key)}"
         raise UserError(f"{file} is not a latent shard: {e}{hint}") from e
     _check_tensors(file, info, shard)
-    return info, {name: tensor.numpy() for name, tensor in shard.items()}
+    offsets = {name: 8 + size + header[name]["data_offsets"][0] for name in ("latents", "latents_flip") if name in shard}
+    latents = shard["latents"]
+    return _Shard(info, shard["labels"].numpy(), tuple(latents.shape), latents[:0].numpy().dtype, offsets)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

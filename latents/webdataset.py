@@ -2,13 +2,12 @@
 
 A sample is two members of an uncompressed tar: `<key>.latent` (a pickled array) or `<key>.latent.npy`, float16 or float32
 [C, h, w], and `<key>.cls` or `<key>.cls.txt`, the label as decimal text. Other members are ignored. The index knows where the
-values of every sample lie in its tar, so that any item is one copy from a mapped file.
+values of every sample lie in its tar, so that any item is one read.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import json
 import logging
@@ -30,8 +29,9 @@ from files import write_file
 from latents.arrays import check_float, locate_in_pickle, locate_npy, unpickle_array
 from latents.contents import find_formats, way_on
 from latents.detection import detect
+from latents.reader import FileReader
 from latents.shards import spread_items
-from latents.tars import Member, find_tars, map_file, read_samples
+from latents.tars import Member, find_tars, read_samples
 from progress import progress_bar
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,6 @@ log = logging.getLogger(__name__)
 LATENT_EXTENSIONS = ("latent", "latent.npy")
 INDEX_FORMAT = "1"  # goes up with every change of what an index file holds
 INDEX_ARRAYS = ("labels", "tar_of", "offsets", "pickle_bytes")
-MAX_OPEN_TARS = 256  # a mapping keeps a file descriptor, of which a process has 1,024 by default
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -62,7 +61,7 @@ class TarIndex:
         self.files, self.dtype, self.shape, self.first_pickle = files, np.dtype(dtype), tuple(shape), first_pickle
         self.labels, self.tar_of, self.offsets, self.pickle_bytes = (arrays[name] for name in INDEX_ARRAYS)
         self._item_bytes = self.dtype.itemsize * math.prod(self.shape)
-        self._map = functools.lru_cache(maxsize=MAX_OPEN_TARS)(lambda tar: map_file(self.files[tar]))
+        self._reader = FileReader(files)
 
     @classmethod
     def open(cls, path: str | Path, allow_pickle: bool = False, flag: str = "allow_pickle") -> TarIndex:
@@ -100,16 +99,17 @@ class TarIndex:
         return len(self.labels)
 
     def read(self, items: np.ndarray) -> np.ndarray:
-        """[b] item numbers -> [b, C, h, w] as stored."""
+        """[b] item numbers -> [b, C, h, w] as stored. Raises UserError where a tar was cut off, or cannot be read."""
         values = np.empty((len(items), *self.shape), dtype=self.dtype)
         rows = values.view(np.uint8).reshape(len(items), self._item_bytes)
         places = zip(rows, self.tar_of[items].tolist(), self.offsets[items].tolist(), self.pickle_bytes[items].tolist())
         for row, tar, offset, pickle_bytes in places:
             if pickle_bytes:
-                payload = self._map(tar)[offset : offset + pickle_bytes].tobytes()
-                row[:] = np.frombuffer(unpickle_array(str(self.files[tar]), payload).tobytes(), dtype=np.uint8)
+                payload = np.empty(pickle_bytes, dtype=np.uint8)
+                self._reader.read_into(payload, tar, offset)
+                row[:] = np.frombuffer(unpickle_array(str(self.files[tar]), payload.tobytes()).tobytes(), dtype=np.uint8)
             else:
-                row[:] = self._map(tar)[offset : offset + self._item_bytes]
+                self._reader.read_into(row, tar, offset)
         return values
 
     def name_of(self, item: int) -> str:

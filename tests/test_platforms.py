@@ -4,12 +4,15 @@ import ast
 import errno
 import logging
 import multiprocessing
+import platform
+import re
 import subprocess
 
 import pytest
 from conftest import REPOSITORY, finish, run_train, start
 
 import files
+from errors import UserError
 from training import checkpoint as checkpoints
 from training.run import RunFolder
 
@@ -118,7 +121,9 @@ def test_the_lock_of_a_killed_run_is_free(tmp_path):
     code = f"import time\nfrom training.run import RunFolder\nrun = RunFolder({str(tmp_path)!r}, 'run')\nrun.open()\n"
     process = start("-c", code + "print('open', flush=True)\ntime.sleep(60)")
     assert process.stdout.readline() == "open\n"
-    assert files.lock_file(tmp_path / "run" / ".lock") is None
+    held = re.escape(f"another process is training in {tmp_path / 'run'} (process {process.pid} on {platform.node()}, since 20")
+    with pytest.raises(UserError, match=f"^{held}.*: -c\\); wait for it, or choose another name=...$"):
+        RunFolder(str(tmp_path), "run").open()
     process.kill()
     finish(process)
     RunFolder(str(tmp_path), "run").open()
@@ -129,15 +134,17 @@ def test_a_program_that_a_run_starts_does_not_keep_its_lock(tmp_path):
 import subprocess, sys
 from files import lock_file
 from pathlib import Path
-file = lock_file(Path({str(tmp_path / ".lock")!r}))
+file = lock_file(Path({str(tmp_path / ".lock")!r}), "busy", "wait")
 print(subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL).pid, flush=True)
 input()
 """
     process = start("-c", code, stdin=subprocess.PIPE)
-    assert int(process.stdout.readline()) and files.lock_file(tmp_path / ".lock") is None
+    assert int(process.stdout.readline())
+    with pytest.raises(UserError, match=f"^busy .process {process.pid} .*; wait$"):
+        files.lock_file(tmp_path / ".lock", "busy", "wait")
     process.kill()
     finish(process)
-    assert files.lock_file(tmp_path / ".lock") is not None
+    assert files.lock_file(tmp_path / ".lock", "busy", "wait")
 
 
 def test_a_checkpoint_that_somebody_reads_on_windows_is_deleted_at_a_later_save(tmp_path, monkeypatch):

@@ -13,7 +13,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 import wandb
@@ -541,40 +540,6 @@ def test_a_copy_of_a_state_dict_takes_the_memory_of_the_one_before():
 
 # ----------------------------------------------------------------------------------------------------------------------
 # In processes of their own.
-
-
-def full_disk(file):
-    """Every write to `file` finds the disk full."""
-    file.unlink(missing_ok=True)
-    file.symlink_to("/dev/full")
-    return file
-
-
-@needs_dev_full
-def test_a_full_disk_is_named_with_the_file_alone_by_a_run_and_by_sample_py(tmp_path):
-    import sample
-
-    run = RunFolder(tmp_path, "run")
-    run.open()
-    for file, write in ((full_disk(run.metrics), run.log_metrics), (full_disk(run.starts), run.log_start)):
-        with pytest.raises(UserError, match=f"^cannot write {file}: No space left on device$"):
-            write({"step": 1})
-    image = tmp_path / "seed_000003_class_001.png"
-    full_disk(tmp_path / f".tmp_{image.name}")
-    with pytest.raises(UserError, match=f"^cannot write {image}: No space left on device$"):
-        sample.make_images(lambda seeds, labels: np.zeros((1, 64, 64, 3), np.uint8), {3: 1}, {3: image}, 1, False)
-    Image.new("RGB", (8, 8)).save(image)
-    cfg = SimpleNamespace(seeds=3, npz=False)
-    with pytest.raises(UserError, match=f"^cannot write {full_disk(tmp_path / 'grid_3.png')}: No space left on device$"):
-        sample.write_grid_and_npz(tmp_path, cfg, {3: image}, {3: 1})
-
-
-@needs_dev_full
-def test_a_full_disk_while_a_grid_is_written_names_the_grid(train, monkeypatch):
-    original = Image.Image.save
-    monkeypatch.setattr(Image.Image, "save", lambda image, file: original(image, full_disk(file)))
-    with pytest.raises(UserError, match="^cannot write .*samples/step_0000002.png: No space left on device$"):
-        train("run", "train.num_steps=2", *GRIDS)
 
 
 def wait_for(condition, timeout_sec=120):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from latents import webdataset
+from latents import reader, webdataset
 from latents.arrays import unpickle_array
 from latents.detection import SD_SCALE, SD_VAE, detect
 from latents.order import BatchOrder, read_batches
@@ -143,7 +143,7 @@ def test_keys_may_recur_in_another_tar(tmp_path):
 
 
 def test_more_tars_than_are_kept_open_are_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(webdataset, "MAX_OPEN_TARS", 2)
+    monkeypatch.setattr(reader, "MAX_OPEN_FILES", 2)
     latents = sd_moments(7)
     for i in range(7):
         write_tar(tmp_path / f"{i}.tar", npy_members(latents[i : i + 1], [i]))

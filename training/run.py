@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import secrets
-from collections.abc import Iterator
 from pathlib import Path
 
 from omegaconf import OmegaConf
 
 from errors import UserError
-from files import append_line, lock_file, read_lines, write_file
-
-
-@contextlib.contextmanager
-def name_file_in_errors(file: Path) -> Iterator[None]:
-    """An OSError inside becomes a UserError that names the file: the system's own for a full disk does not."""
-    try:
-        yield
-    except OSError as e:
-        raise UserError(f"cannot write {file}: {e.strerror or e}") from e
+from files import append_line, lock_file, read_lines, remove_leftovers, write_file
 
 
 class RunFolder:
@@ -38,9 +27,12 @@ class RunFolder:
     def open(self) -> None:
         """Create the folders and lock them. Raises UserError without permission to write, and if another process trains here."""
         try:
+            busy = f"another process is training in {self.path}"
+            self._lock = lock_file(self.path / ".lock", busy, "wait for it, or choose another name=...")
             for folder in (self.checkpoints, self.samples):
-                folder.mkdir(parents=True, exist_ok=True)
-            self._lock = lock_file(self.path / ".lock")
+                folder.mkdir(exist_ok=True)
+            for folder in (self.path, self.checkpoints, self.samples):
+                remove_leftovers(folder)
             self.metrics.touch()
             # A checkpoint needs the permission to create a folder, too.
             probe = self.checkpoints / ".tmp_step_probe"
@@ -48,8 +40,6 @@ class RunFolder:
             probe.rmdir()
         except OSError as e:
             raise UserError(f"output_dir: cannot write to {self.path} ({e.strerror}); choose another output_dir=...") from e
-        if self._lock is None:
-            raise UserError(f"another process is training in {self.path}; wait for it, or choose another name=...")
 
     def write_config(self, config: dict) -> None:
         """Write config.yaml: the resolved configuration of the run, of plain values."""

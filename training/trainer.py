@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from errors import UserError
 from evaluations.suite import format_metrics, metric_name
+from files import whole_file
 from latents.order import BatchOrder, read_batches
 from latents.shards import LatentDataset, latents_for_network
 from progress import progress_bar, say_if_slow
@@ -26,7 +27,7 @@ from sampling.evaluator import Evaluator, Interrupted, until_stopped
 from sampling.sampler import Diffusion, ImageSampler, labelled_grid
 from training import checkpoint as checkpoints
 from training.ema import EMA
-from training.run import RunFolder, name_file_in_errors
+from training.run import RunFolder
 from training.sharding import copy_state_dict, ddp_settings, distribute_like, full_tensor, local_shard, shard_network
 from training.speed import attention_kernel, checkpoint_activations, compile_network, resolve_compile, use_float8
 from training.stop import StopSignal
@@ -310,8 +311,8 @@ class Trainer:
         images = self.accelerator.gather(torch.from_numpy(own).to(self.device))[:num_samples].cpu().numpy()
         if is_main:
             grid = labelled_grid(list(images), labels)
-            with name_file_in_errors(file):
-                grid.save(file)
+            with whole_file(file) as f:
+                grid.save(f)
             for tracker in self.accelerator.trackers:
                 if tracker.name == "wandb":
                     tracker.log_images({"samples": [grid]}, commit=False)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from errors import UserError
-from files import hash_bytes, hash_file, lock_file, read_json, write_file
+from files import hash_bytes, hash_file, lock_file, read_json, remove_leftovers, write_file
 from latents.manifest import MANIFEST, UNFINISHED, read_manifest
 from latents.shards import KINDS, LatentDataset, ShardInfo, mean_and_log_variance, serialize_shard, shard_files
 from latents.statistics import ChannelStatistics
@@ -135,12 +135,12 @@ class ShardWriter:
         """
         manifest = read_manifest(self.output)
         try:
-            self._unfinished.mkdir(parents=True, exist_ok=True)
-            self._lock = lock_file(self._unfinished / "lock")
+            busy = f"another process is writing to output={self.output}"
+            self._lock = lock_file(self._unfinished / "lock", busy, "wait for it, or choose another folder")
         except OSError as e:
             raise UserError(f"output={self.output} cannot be written to ({e.strerror}); choose another folder") from e
-        if self._lock is None:
-            raise UserError(f"another process is writing to output={self.output}; wait for it, or choose another folder")
+        for folder in (self.output, self._unfinished):
+            remove_leftovers(folder)
         for record in _records_of(manifest) if manifest is not None else []:
             write_file(self._record_file(record["number"]), json.dumps(record))
         write_file(self._settings_file, json.dumps(self.settings, indent=1))
@@ -222,8 +222,6 @@ class ShardWriter:
             statistics.merge(ChannelStatistics(**record["statistics"]))
         largest = max(error["max"] for error in errors)
         relative_rms = (sum(error["square_sum"] for error in errors) / (sum(error["of"] for error in errors) or 1)) ** 0.5
-        for file in self.output.glob(".tmp_*"):
-            file.unlink()  # of a process that was killed while it wrote
         dataset = LatentDataset(self.output, check_folder=False)  # all shards agree, or this says which does not
         shape = [dataset.channels, dataset.height, dataset.width]
         manifest = {
