@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test drills lint env lock clean
+.PHONY: demo test drills gpu lint env lock clean
 
 # Train on the embedded digits: `accelerate launch train.py model=tread` in one process, a few minutes on 2 CPU cores.
 demo: env
@@ -10,10 +10,22 @@ demo: env
 	@$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no train.py model=tread
 	@echo "done. Look at runs/digits_tread/samples/ (grids of samples, newest last) and runs/digits_tread/metrics.jsonl"
 
+# On a machine with a CUDA device also tests/gpu, alone: they measure times and memory.
 test: env
-	$(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile tests
+	$(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile --ignore tests/gpu tests
+	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then $(BIN)/python -m pytest -q tests/gpu; fi
 
-# Kill, damage, fill the disk, signal and deceive every command: under 20 minutes on 2 cores. docs/drills.md.
+# tests/gpu and the benchmarks, with one file of results in benchmarks/results/: under 15 minutes on an H100. With PYTHON=python
+# it runs with that Python and sets up nothing. ARGS are those of benchmarks/gpu.py: make gpu ARGS="parts=tests".
+ifeq ($(origin PYTHON),file)
+gpu: env
+	$(BIN)/python -m benchmarks.gpu $(ARGS)
+else
+gpu:
+	$(PYTHON) -m benchmarks.gpu $(ARGS)
+endif
+
+# Kill, damage, fill the disk, signal and deceive every command: about 20 minutes on 2 cores. docs/drills.md.
 drills: env
 	$(BIN)/python tests/drills
 

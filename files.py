@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import io
 import json
 import logging
 import os
@@ -179,6 +180,22 @@ def hash_file(path: Path) -> str:
         while chunk := f.read(CHUNK_BYTES):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+class HashingFile(io.BufferedWriter):
+    """A new file, opened for writing, that hashes what passes through it. Its writer must not seek; torch.save does not."""
+
+    def __init__(self, path: Path):
+        super().__init__(io.FileIO(path, "w"))
+        self._digest = hashlib.blake2b(digest_size=16)
+
+    def write(self, data) -> int:
+        self._digest.update(data)
+        return super().write(data)
+
+    def hash(self) -> str:
+        """`hash_bytes` of what was written so far."""
+        return self._digest.hexdigest()
 
 
 def list_images(folder: Path, suffixes: Sequence[str]) -> list[str]:

@@ -47,7 +47,7 @@ from progress import progress_bar
 from sampling.sampler import labelled_grid
 from setup import cli
 from setup.schema import Autoencoder, Precision
-from setup.settings import Count, Positive, Text, Whole
+from setup.settings import BatchSize, NumClasses, NumThreads, NumWorkers, Positive, Resolution, ShardSize, Text, Whole
 from training.speed import cores_per_process
 
 log = logging.getLogger("prepare_latents")
@@ -57,19 +57,19 @@ def encode(
     images: Text,
     output: Text,
     labels: Text = "auto",
-    resolution: Count = 256,
+    resolution: Resolution = 256,
     autoencoder: Autoencoder = SD_VAE,
     kind: Kind = "moments",
     flips: bool = False,
-    num_classes: Count | None = None,
+    num_classes: NumClasses | None = None,
     precision: Precision = "fp32",
     dtype: Dtype = "float16",
-    batch_size: Count = 64,
-    num_workers: Whole | None = None,
-    shard_size: Count = SHARD_SIZE,
+    batch_size: BatchSize = 64,
+    num_workers: NumWorkers | None = None,
+    shard_size: ShardSize = SHARD_SIZE,
     on_error: Literal["stop", "skip"] = "stop",
     seed: Whole = 0,
-    cpu_threads: Count | None = None,
+    cpu_threads: NumThreads | None = None,
     tf32: bool = True,
 ) -> None:
     """Encode images into a folder of shards, with as many processes as accelerate starts.
@@ -134,10 +134,10 @@ def convert(
     stored_scale: Positive | None = None,
     scale_factor: Positive | None = None,
     autoencoder: Autoencoder | None = None,
-    resolution: Count | None = None,
-    num_classes: Count | None = None,
+    resolution: Resolution | None = None,
+    num_classes: NumClasses | None = None,
     dtype: Dtype = "float16",
-    shard_size: Count = SHARD_SIZE,
+    shard_size: ShardSize = SHARD_SIZE,
     allow_pickle: bool = False,
 ) -> None:
     """Rewrite the latents of another project as shards. What is not given is detected and logged, or asked for.
@@ -186,10 +186,10 @@ def inspect(
     kind: Kind | None = None,
     stored_scale: Positive | None = None,
     scale_factor: Positive | None = None,
-    resolution: Count | None = None,
-    num_classes: Count | None = None,
+    resolution: Resolution | None = None,
+    num_classes: NumClasses | None = None,
     allow_pickle: bool = False,
-    cpu_threads: Count | None = None,
+    cpu_threads: NumThreads | None = None,
 ) -> None:
     """Read all latents once, print what is there, draw 16 of them; the exit code is not 0 when something is wrong.
 
@@ -243,7 +243,7 @@ def inspect(
 
 
 def reference(
-    images: Text, output: Text, resolution: Count | None = None, weights: Text | None = None, statistics: bool = True
+    images: Text, output: Text, resolution: Resolution | None = None, weights: Text | None = None, statistics: bool = True
 ) -> None:
     """Write the images of a folder (or an .npz) as a reference batch: arr_0 and Inception's mu, sigma, mu_s, sigma_s.
 

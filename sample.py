@@ -67,14 +67,9 @@ def main(cfg: DictConfig) -> None:
     def choose_output() -> Path:
         return Path(cfg.output) if cfg.output else default_output(checkpoint, cfg.weights, settings)
 
-    def lock_output() -> None:
-        nonlocal lock
-        lock = open_output(output, settings)
-
-    lock: IO | None = None
-
     output = decide_together(choose_output, accelerator)
-    decide_together(lock_output, accelerator)
+    locks: list[IO] = []  # of the main process
+    decide_together(lambda: locks.append(open_output(output, settings)), accelerator)
     check_shared(output / "settings.yaml", "output", accelerator)
     files = {seed: output / f"seed_{seed:06d}_class_{label:03d}.png" for seed, label in labels.items()}
     missing = decide_together(lambda: [seed for seed, file in files.items() if not file.exists()], accelerator)
@@ -90,7 +85,7 @@ def main(cfg: DictConfig) -> None:
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         write_grid_and_npz(output, cfg, files, labels)
-        lock.close()
+        locks[0].close()
     accelerator.end_training()
 
 

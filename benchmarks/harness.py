@@ -10,7 +10,9 @@ import json
 import os
 import platform
 import re
+import signal
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -46,10 +48,10 @@ def choose_device(name: str | None) -> torch.device:
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def open_accelerator(device: str | None, cpu_threads: int | None, precision: str) -> Accelerator:
+def open_accelerator(device: str | None, cpu_threads: int | None, precision: str, tf32: bool = True) -> Accelerator:
     """accelerate on the device that was asked for; None: on what it chooses."""
     choose_device(device)
-    return cli.start_accelerator(cpu_threads, mixed_precision=MIXED_PRECISION[precision], cpu=device == "cpu")
+    return cli.start_accelerator(cpu_threads, tf32=tf32, mixed_precision=MIXED_PRECISION[precision], cpu=device == "cpu")
 
 
 def describe_machine(device: torch.device, settings: Settings) -> dict[str, object]:
@@ -67,6 +69,50 @@ def describe_machine(device: torch.device, settings: Settings) -> dict[str, obje
         "command": re.sub(r"^python benchmarks/(\w+)\.py", r"python -m benchmarks.\1", launch_command()),
         "settings": flatten(settings.model_dump()),
     }
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Measurements in processes of their own.
+
+
+def arguments_for(settings: Settings, **changed: object) -> list[str]:
+    """The command line of another run of the same benchmark: the keys that were given, with some changed."""
+    given = settings.model_dump(exclude_unset=True) | changed
+    return [f"{key}={json.dumps(value)}" for key, value in given.items()]
+
+
+def run_python(arguments: Sequence[str], limit_sec: float) -> tuple[int | None, str]:
+    """`python <arguments>` in a process of its own: (exit code, what it wrote). The code is None where it took too long."""
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=cli.REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,  # the launcher's processes and the compiler's end with it
+    )
+    try:
+        written, _ = process.communicate(timeout=limit_sec)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return None, process.communicate()[0]
+    except BaseException:  # Ctrl-C reaches this process alone
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    return process.returncode, written
+
+
+def reason(code: int | None, written: str, limit_sec: float) -> str:
+    """Why such a process failed, in one line."""
+    if code is None:
+        return f"not done after {limit_sec:.0f} s"
+    if "OutOfMemoryError" in written or "out of memory" in written:
+        return "out of memory"
+    lines = [line for line in written.splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"error|\w*(\.\w+)*(Error|Exception)\b", line)]
+    said = (errors or lines or ["no output"])[-1]
+    return f"exit code {code}: {said.removeprefix('error: ').partition(' [HYDRA_FULL_ERROR')[0]}"
 
 
 # ----------------------------------------------------------------------------------------------------------------------

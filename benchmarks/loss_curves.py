@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> None:
     if settings.window > settings.steps:
         raise UserError(f"window={settings.window} is more than steps={settings.steps}")
     in_float32 = all(variant.startswith("fp32/") for variant in settings.variants)
-    accelerator = open_accelerator(settings.device, settings.cpu_threads, "fp32" if in_float32 else "bf16")
+    accelerator = open_accelerator(settings.device, settings.cpu_threads, "fp32" if in_float32 else "bf16", settings.tf32)
     if accelerator.num_processes > 1:
         raise UserError(f"benchmarks.loss_curves runs in one process, not in {accelerator.num_processes}")
     report = Report("Loss curves of fast and plain steps", settings, accelerator.device)

@@ -49,7 +49,7 @@ the times are of kernels, and the step is the sum of all kernels.
 
 def main(arguments: Sequence[str]) -> None:
     settings = cli.parse_arguments(arguments, ProfileSettings)
-    accelerator = open_accelerator(settings.device, settings.cpu_threads, settings.precision)
+    accelerator = open_accelerator(settings.device, settings.cpu_threads, settings.precision, settings.tf32)
     report = Report("Where a training step's time goes", settings, accelerator.device)
     with data_overrides(settings) as data:
         rows, step_ms = profile_steps(open_trainer(accelerator, settings, data, compile="none"), settings)

@@ -55,7 +55,7 @@ sampling, but for sparse guidance.
 
 def main(arguments: Sequence[str]) -> None:
     settings = cli.parse_arguments(arguments, SamplingSettings)
-    accelerator = open_accelerator(settings.device, settings.cpu_threads, settings.precision)
+    accelerator = open_accelerator(settings.device, settings.cpu_threads, settings.precision, settings.tf32)
     report = Report("Sampling", settings, accelerator.device)
     device = accelerator.device
     configs = [compose_sampling_config(name, settings) for name in settings.guidance]

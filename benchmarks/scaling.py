@@ -52,7 +52,7 @@ KINDS = ("alone", "apart", "together", "exchange")
 
 def main(arguments: Sequence[str]) -> None:
     settings = cli.parse_arguments(arguments, ScalingSettings)
-    accelerator = open_accelerator(settings.device, settings.cpu_threads, settings.precision)
+    accelerator = open_accelerator(settings.device, settings.cpu_threads, settings.precision, settings.tf32)
     num_processes = accelerator.num_processes
     if num_processes == 1:
         raise UserError(

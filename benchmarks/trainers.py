@@ -1,12 +1,14 @@
-"""Trainers of the project's own configuration, for the benchmarks of a training step."""
+"""Trainers of the project's own configuration, for the benchmarks of a training step and of the loop around it."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
+from unittest import mock
 
 import torch
 from accelerate import Accelerator
@@ -29,7 +31,10 @@ MODELS = ("dit", "tread")
 SHARD_SIZE = 4096
 # Keys of a benchmark that are keys of the training configuration.
 TRAINING_KEYS = {"model": "model", "backbone": "model.backbone", "seed": "seed", "num_workers": "data.num_workers"}
-TRAINING_KEYS |= {key: f"train.{key}" for key in ("batch_size", "precision", "compile")}
+TRAINING_KEYS |= {key: f"train.{key}" for key in ("batch_size", "precision", "compile", "tf32")}
+
+# What a benchmark leaves out of a run: it ends where the measurement does.
+QUIET = ["name=benchmark", "sample.every=0", "eval.every=0", f"train.num_steps={10**9}", f"checkpoint.every={10**9}"]
 
 
 class CommonSettings(Settings):
@@ -39,6 +44,7 @@ class CommonSettings(Settings):
     resolution: Literal[8, 256, 512] = 256  # of the images: random latents of an SD-VAE, 1,000 classes; 8: the embedded digits
     device: Literal["cpu", "cuda"] | None = None  # null: what accelerate chooses
     cpu_threads: Count | None = None  # as train.cpu_threads
+    tf32: bool = True  # as train.tf32
     overrides: list[str] = []  # more of the training configuration: [train.grad_clip_norm=1]
 
 
@@ -70,35 +76,44 @@ def write_random_latents(folder: Path, num_items: int, resolution: int, kind: st
 
 @contextmanager
 def data_overrides(settings: CommonSettings) -> Iterator[list[str]]:
-    """The overrides that name the data. Random latents exist inside the context only."""
-    if settings.resolution == 8:
-        yield ["data=digits", "data.num_workers=0"]
-        return
+    """The overrides that name the data and the folder of the runs. Random latents and runs exist inside the context only."""
     with TemporaryDirectory() as folder:
-        write_random_latents(Path(folder), max(2 * settings.batch_size, 64), settings.resolution, "moments")
-        yield [f"data=imagenet{settings.resolution}", f"data.path={folder}", "data.num_workers=0"]
+        data = ["data=digits"]
+        if settings.resolution != 8:
+            latents = Path(folder) / "latents"
+            write_random_latents(latents, max(2 * settings.batch_size, 64), settings.resolution, "moments")
+            data = [f"data=imagenet{settings.resolution}", f"data.path={latents}"]
+        yield [*data, "data.num_workers=0", f"output_dir={folder}"]
 
 
 def open_trainer(accelerator: Accelerator, settings: CommonSettings, data: Sequence[str], plain: bool = False, **own) -> Trainer:
-    """A trainer as train.py opens it, without samples and evaluations.
+    """A trainer of a benchmark's settings, which can leave the device while another row has its turn.
 
     Args:
         settings: their TRAINING_KEYS count, then their `overrides`.
         data: from `data_overrides`.
-        plain: with the blocks, the EMA and the optimiser of benchmarks/plain.py.
         own: values of TRAINING_KEYS for this trainer.
     """
     values = {name: value for name, value in (settings.model_dump() | own).items() if name in TRAINING_KEYS}
     overrides = [*data, *(f"{TRAINING_KEYS[name]}={value}" for name, value in values.items()), *settings.overrides]
-    quiet = ["name=benchmark", "sample.every=0", "eval.every=0", f"train.num_steps={10**9}"]
-    cfg = compose_config([*overrides, *quiet])
+    cfg = compose_config([*overrides, *QUIET])
     if cfg.train.parallel != "ddp":
         raise UserError(
             f"train.parallel={cfg.train.parallel} cannot be measured here: rows take turns on the device, and a sharded trainer "
-            "cannot leave it; use train.parallel=ddp"
+            "cannot leave it; use train.parallel=ddp, or python -m benchmarks.tune"
         )
+    return trainer_of(accelerator, cfg, plain)
+
+
+def trainer_of(accelerator: Accelerator, cfg: schema.TrainConfig, plain: bool = False) -> Trainer:
+    """A trainer as train.py opens it, without samples and evaluations.
+
+    Args:
+        plain: with the blocks, the EMA and the optimiser of benchmarks/plain.py.
+    """
     cfg, dataset = build.open_data(cfg)
     build.check_batch_size(cfg, accelerator.num_processes)
+    build.check_parallel(cfg.train, accelerator.num_processes, accelerator.distributed_type)
     set_seed(cfg.seed)
     net = build.build_network(cfg)
     speed.check_machine(cfg.train, net, accelerator.device)
@@ -106,7 +121,17 @@ def open_trainer(accelerator: Accelerator, settings: CommonSettings, data: Seque
         make_blocks_plain(net)
     ema = (PlainEMA if plain else EMA)(net, cfg.train.ema_decay)
     diffusion, run = build.build_diffusion(cfg.diffusion), RunFolder(cfg.output_dir, cfg.name)
+    run.path.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(accelerator, cfg, net, ema, diffusion, dataset, run)
     if plain:
         make_optimizer_plain(trainer.optimizer)
     return trainer
+
+
+def run_loop(trainer: Trainer, num_steps: int) -> None:
+    """`num_steps` steps of `Trainer.train()`: with everything that the loop does around a step, and without a checkpoint."""
+    batches, end = itertools.islice(trainer.batches(), num_steps), trainer.step + num_steps
+    with mock.patch.object(trainer, "batches", lambda: batches), suppress(StopIteration):
+        trainer.train()
+    if trainer.step < end:  # the loop ends on a signal as on its last step
+        raise KeyboardInterrupt

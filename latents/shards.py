@@ -26,6 +26,7 @@ from latents.manifest import MANIFEST, UNFINISHED, check_files, read_manifest
 from latents.reader import FileReader
 
 KINDS = ("sample", "moments")
+MAX_CLASSES, MAX_RESOLUTION = 10**6, 2**16  # beyond, tables over classes and images would not fit into memory
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,9 @@ class ShardInfo:
             raise UserError(f"kind={self.kind!r} must be one of {', '.join(KINDS)}")
         if not (math.isfinite(self.scale_factor) and self.scale_factor > 0):
             raise UserError(f"scale_factor={self.scale_factor} must be a positive number")
-        if self.resolution < 1 or self.num_classes < 1:
-            raise UserError(f"resolution={self.resolution} and num_classes={self.num_classes} must be at least 1")
+        for name, largest in (("resolution", MAX_RESOLUTION), ("num_classes", MAX_CLASSES)):
+            if not 1 <= getattr(self, name) <= largest:
+                raise UserError(f"{name}={getattr(self, name)} must be a whole number from 1 to {largest}")
 
     def to_metadata(self) -> dict[str, str]:
         return {name: str(value) for name, value in vars(self).items()}

@@ -27,13 +27,22 @@ from latents.shards import KINDS
 from routing_module import SELECTIONS, Route
 from setup.settings import (
     Accepts,
+    BatchSize,
     Count,
     Fraction,
+    LatentSize,
     NotNegative,
     Number,
+    NumClasses,
+    NumSamples,
+    NumThreads,
+    NumWorkers,
     OneOrMany,
     Positive,
+    Resolution,
     S,
+    SamplerSteps,
+    Seed,
     Settings,
     Text,
     Whole,
@@ -45,6 +54,7 @@ from sit.diffusion import TIMESTEPS
 from sit.sampler import DIFFUSION_FORMS, LAST_STEPS, SOLVERS
 
 T = TypeVar("T")
+MAX_NUMBERS, MAX_NUMBER = 10**7, 2**63 - 1  # of seeds or classes in a command
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -82,15 +92,19 @@ def parse_numbers(spec: str | int | list) -> list[int]:
     """`0-3`, `[0-3,7]` -> [0, 1, 2, 3, 7].
 
     Raises:
-        UserError: anything else, or a number that is named twice.
+        UserError: anything else, a number that is named twice, more than MAX_NUMBERS of them, or one above MAX_NUMBER.
     """
-    numbers = []
+    numbers, count = [], 0
     for part in ",".join(map(str, spec if isinstance(spec, list) else [spec])).split(","):
         first, _, last = part.strip().partition("-")
         is_range = first.isdecimal() and (last.isdecimal() or "-" not in part) and int(last or first) >= int(first)
         if not is_range:
             raise UserError(f"{spec!r} is not a list of numbers and ranges such as [0-3,7]")
-        numbers.extend(range(int(first), int(last or first) + 1))
+        low, high = int(first), int(last or first)
+        count += high - low + 1
+        if count > MAX_NUMBERS or high > MAX_NUMBER:
+            raise UserError(f"{spec!r} names {count} numbers up to {high}; at most {MAX_NUMBERS} up to {MAX_NUMBER} are accepted")
+        numbers.extend(range(low, high + 1))
     if len(set(numbers)) < len(numbers):
         raise UserError(f"{spec!r} names a number twice")
     return numbers
@@ -103,7 +117,9 @@ FolderName = Annotated[
 ]
 Checkpoint = Annotated[str, Accepts(bool, "the folder of a checkpoint or of a run: checkpoint=runs/<name>")]
 Autoencoder = Annotated[str, Accepts(_is_autoencoder, "identity | none | sd-vae:<hub id or folder>")]
-Numbers = Annotated[Any, Accepts(_is_numbers, "numbers and ranges such as 0-49 or [3,7,100-199], none of them twice")]
+Numbers = Annotated[
+    Any, Accepts(_is_numbers, "numbers and ranges such as 0-49 or [3,7,100-199], none of them twice, at most 10000000 in all")
+]
 Bound = Annotated[
     float,
     Field(ge=0, lt=math.inf),
@@ -156,19 +172,19 @@ class Data(Settings):
     kind: Compared[Literal[KINDS] | None]
     stored_scale: Compared[Positive | None]
     scale_factor: Architecture[Positive | None]
-    resolution: Compared[Count | None]
+    resolution: Compared[Resolution | None]
     allow_pickle: bool
     autoencoder: Compared[Autoencoder | None]
-    in_channels: Architecture[Count | None]
-    input_size: Architecture[Count | None]
-    num_classes: Architecture[Count | None]
-    num_workers: Whole
+    in_channels: Architecture[LatentSize | None]
+    input_size: Architecture[LatentSize | None]
+    num_classes: Architecture[NumClasses | None]
+    num_workers: NumWorkers
 
 
 class HeunSettings(Settings):
     """Of `edm.sampler.HeunSampler`."""
 
-    num_steps: Compared[Count]
+    num_steps: Compared[SamplerSteps]
     sigma_min: Compared[Annotated[float, Field(gt=0)]]
     sigma_max: Compared[Positive]
     rho: Compared[Positive]
@@ -181,7 +197,7 @@ class HeunSettings(Settings):
 class FlowSettings(Settings):
     """Of `sit.sampler.FlowSampler`."""
 
-    num_steps: Compared[Count]
+    num_steps: Compared[SamplerSteps]
     solver: Compared[Literal[SOLVERS]]
     diffusion_form: Compared[Literal[tuple(DIFFUSION_FORMS)]]
     diffusion_norm: Compared[NotNegative]
@@ -268,7 +284,7 @@ Guidance = Annotated[NoGuidance | CFG | Interval | Sparse | Autoguidance, Field(
 
 class Train(Settings):
     num_steps: Compared[Count]
-    batch_size: Fixed[Count]
+    batch_size: Fixed[BatchSize]
     grad_accum_steps: Count
     lr: Noted[Positive]
     betas: Noted[Annotated[list[Fraction], Field(min_length=2, max_length=2), Accepts(bool, "two numbers in [0, 1)")]]
@@ -284,7 +300,7 @@ class Train(Settings):
     fsdp_shard: Literal["all", "node"] = "all"
     compile: Compile
     activation_checkpointing: Literal["none", "blocks", "selective"]
-    cpu_threads: Count | None
+    cpu_threads: NumThreads | None
     log_every: Count
 
 
@@ -296,22 +312,22 @@ class CheckpointSettings(Settings):
 
 class Sample(Settings):
     every: Whole
-    num_samples: Count
-    batch_size: Count
+    num_samples: Annotated[int, Field(ge=1, le=10**4)]  # one picture
+    batch_size: BatchSize
     precision: Precision = "fp32"
 
 
 class Eval(Settings):
     every: Whole
-    num_samples: Count
-    final_num_samples: Count | None = None
+    num_samples: NumSamples
+    final_num_samples: NumSamples | None = None
     cfg_scales: Annotated[
         list[Number],
         Field(min_length=1),
         Accepts(lambda v: len(set(v)) == len(v), "a list of different numbers, such as [1.0, 1.5]"),
     ]
-    num_steps: Compared[Count | None]
-    batch_size: Count
+    num_steps: Compared[SamplerSteps | None]
+    batch_size: BatchSize
     precision: Compared[Precision] = "fp32"
 
 
@@ -350,7 +366,7 @@ class TrainConfig(Settings):
     name: FolderName
     output_dir: Text
     experiment: ExperimentSettings | None
-    seed: Fixed[Whole]
+    seed: Fixed[Seed]
     resume: Annotated[Text, Accepts(bool, "auto | never | the folder of a checkpoint or of a run")]
     init_from: Fixed[Text | None] = None
     init_state: Compared[Literal["weights", "all"]] = "weights"
@@ -387,11 +403,11 @@ class _SampleConfig(Settings):
     classes: Numbers | None
     guidance: Guidance
     cfg_scale: Number | None
-    batch_size: Count
+    batch_size: BatchSize
     precision: Precision
     tf32: bool
     compile: Compile
-    cpu_threads: Count | None
+    cpu_threads: NumThreads | None
     npz: bool
 
 
@@ -410,7 +426,7 @@ class FidConfig(Settings):
     images: Text | None
     reference: Text | None
     output: Text | None
-    num_samples: Count | None
+    num_samples: NumSamples | None
     weights: OneOrMany[Weights]
     autoencoder: Autoencoder | None
     guidance: Annotated[list[Guidance], Field(min_length=1)]  # one for every combination of the values that the command lists
@@ -421,14 +437,14 @@ class FidConfig(Settings):
         return raw | {"guidance": combinations(raw["guidance"])} if isinstance(raw.get("guidance"), dict) else raw
 
     cfg_scale: OneOrMany[Number] | None
-    num_steps: OneOrMany[Count] | None
+    num_steps: OneOrMany[SamplerSteps] | None
     S_churn: OneOrMany[SChurn] | None
     solver: OneOrMany[Solver] | None
-    batch_size: Count
+    batch_size: BatchSize
     precision: Precision
     tf32: bool
     compile: Compile
-    cpu_threads: Count | None
+    cpu_threads: NumThreads | None
     convert_to_rgb: bool
     evaluation: FidDetector
 

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from errors import UserError
+from latents.shards import MAX_CLASSES, MAX_RESOLUTION
 
 T = TypeVar("T")
 
@@ -54,6 +55,17 @@ def one_of(choices: Iterable[str]) -> Accepts:
 
 Whole = Annotated[int, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
+# Bounds far above all that is sensible: a slip of the keyboard is an error, not a MemoryError or a hang.
+BatchSize = Annotated[int, Field(ge=1, le=2**20)]
+NumClasses = Annotated[int, Field(ge=1, le=MAX_CLASSES)]
+Resolution = Annotated[int, Field(ge=1, le=MAX_RESOLUTION)]
+LatentSize = Annotated[int, Field(ge=1, le=2**12)]  # channels, and height or width
+NumSamples = Annotated[int, Field(ge=1, le=10**7)]
+ShardSize = Annotated[int, Field(ge=1, le=10**7)]  # items
+NumWorkers = Annotated[int, Field(ge=0, le=2**10)]
+NumThreads = Annotated[int, Field(ge=1, le=2**12)]
+SamplerSteps = Annotated[int, Field(ge=1, le=10**5)]
+Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # NumPy's global generator takes no other
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, lt=math.inf)]
 NotNegative = Annotated[float, Field(ge=0, lt=math.inf)]
@@ -100,12 +112,21 @@ def _explain(error: dict, raw: dict, settings: type[Settings]) -> str:
     words = accepted(fields[key])
     if value == "":
         return f"{key}= has no value; it accepts {words}"
-    hint = f"; write {key}={value:.0f}" if isinstance(value, float) and value.is_integer() and "whole number" in words else ""
+    is_whole = isinstance(value, float) and value.is_integer() and "whole number" in words
+    hint = f"; write {key}={value:.0f}" if is_whole and _fits(int(value), fields[key][0]) else ""
     if isinstance(value, str) and words.count(" | ") > 8:  # too many to be seen at a glance
         folded = {choice.lower(): choice for choice in words.split(" | ")}
         near = difflib.get_close_matches(value.lower(), folded, n=3)
         hint = f"; nearest: {', '.join(folded[choice] for choice in near)}" if near else ""
     return f"{key}={value!r} is not accepted; use {words}{hint}"
+
+
+def _fits(value: object, field: FieldInfo) -> bool:
+    try:
+        TypeAdapter(field.rebuild_annotation()).validate_python(value, strict=True)
+    except ValidationError:
+        return False
+    return True
 
 
 def _keys_inside(group: str, fields: Iterable[str]) -> str:
@@ -168,6 +189,8 @@ def _words(annotation: Any, metadata: Sequence = ()) -> str:
     if annotation is bool:
         return "true | false"
     if annotation is int:
+        if "le" in limits:
+            return f"a whole number from {limits['ge']} to {limits['le']}"
         return f"a whole number of at least {limits['ge']}" if "ge" in limits else "a whole number"
     if annotation is float:
         if not limits:

@@ -12,10 +12,13 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from hydra import compose, initialize_config_dir
 
 from configs import experiments
+from files import hash_file
 from latents.shards import ShardInfo, write_shard
 from setup.arguments import CONFIGS
 from setup.cli import REPOSITORY
 
+# tests/gpu needs a CUDA device; tests/test_gpu_code.py runs its code on a CPU.
+collect_ignore = [] if torch.cuda.is_available() else ["gpu"]
 experiments.register()
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # pytest -n: each worker its share of the cores
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])))
@@ -91,6 +94,13 @@ def finish(process, timeout_sec=180):
     """(exit code, output)."""
     output, _ = process.communicate(timeout=timeout_sec)
     return process.returncode, output
+
+
+def renew_manifest(folder):
+    """Have the manifest of a checkpoint agree with its files, as whoever changed them could."""
+    files = [file for file in folder.iterdir() if file.name != "manifest.json"]
+    manifest = {file.name: {"size": file.stat().st_size, "blake2b": hash_file(file)} for file in files}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
 def metrics(run):

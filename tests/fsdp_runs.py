@@ -86,6 +86,13 @@ def make_runs(folder: Path, records: dict) -> None:
             except TrainingDiverged as e:
                 records[name] = str(e)
 
+    for every in (1, 100):  # found out by the next checkpoint, by a line of metrics or at the end
+        with mock.patch.object(trainer.checkpoints, "save", fail_to_save):
+            try:
+                run(f"unwritten_{every}", *FSDP, f"checkpoint.every={every}", f"train.log_every={every}", "train.num_steps=3")
+            except trainer.checkpoints.SaveError as e:
+                records[f"unwritten_{every}"] = str(e)
+
 
 def make_runs_of_two_nodes(folder: Path, records: dict) -> None:
     """Four processes, as if two were on each of two nodes; after `make_runs`, whose runs some go on from."""
@@ -142,3 +149,7 @@ def spoil_loss(trainer: Trainer, original, *args) -> torch.Tensor:
     """The second process's loss of step 2 is not finite."""
     loss = original(trainer, *args)
     return loss * torch.inf if trainer.step == 1 and not trainer.accelerator.is_main_process else loss
+
+
+def fail_to_save(root: Path, checkpoint, *keep) -> None:
+    raise trainer.checkpoints.SaveError(f"no room for step {checkpoint.step}")

@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,8 +10,9 @@ from conftest import LAUNCH_2, finish, forget_accelerate, start
 from torch.utils.flop_counter import FlopCounterMode
 
 import dit
-from benchmarks import harness, loader, loss_curves, profile, sampling, scaling, train_step
+from benchmarks import gpu, harness, loader, loss_curves, peaks, profile, sampling, scaling, train_step, tune
 from benchmarks.plain import PlainEMA
+from errors import UserError
 from routing_module import Route, TokenRouter
 from sampling import flops
 from setup import cli
@@ -139,7 +141,7 @@ def test_train_step_writes_rows_ratios_and_a_last_line_that_sums_them_up(run):
     for row in rows:
         assert row["num_timed"] == 2 and row["ms_lowest"] <= row["ms_per_step"]
         assert row["images_per_sec"] == pytest.approx(4000 / row["ms_per_step"], rel=1e-3)
-        assert 0 < row["mfu"] < 1 and row["tflops_per_sec"] < row["ceiling_tflops_per_sec"]
+        assert row["mfu"] is None and 0 < row["of_fastest_product"] < 1 and row["tflops_per_sec"] < row["ceiling_tflops_per_sec"]
         assert all(row[f"{part}_ms"] > 0 for part in train_step.PARTS)
     dense, routed = rows[2:]
     assert routed["saved_mib"] < dense["saved_mib"]
@@ -270,3 +272,280 @@ def test_the_loader_is_measured(tmp_path, capsys):
     assert '"latents_per_sec"' in capsys.readouterr().out
     with pytest.raises(ValueError, match="num_batch is not a key"):
         loader.main(["num_batch=3"])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# MFU.
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16", "fp8"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312e12, None),
+        ("NVIDIA A100 80GB PCIe", 312e12, None),
+        ("NVIDIA H100 80GB HBM3", 989.4e12, 1978.9e12),
+        ("NVIDIA H100 PCIe", 756e12, 1513e12),
+        ("NVIDIA H200", 989.4e12, 1978.9e12),
+        ("NVIDIA B200", 2250e12, 4500e12),
+        ("NVIDIA L40S", 362e12, 733e12),
+        ("NVIDIA GeForce RTX 4090", 165.2e12, 330.3e12),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None, None),  # a seventh of the GPU
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None, None),  # another chip
+        ("Tesla V100-SXM2-16GB", None, None),
+    ],
+)
+def test_the_published_peak_is_that_of_the_whole_name_or_unknown(monkeypatch, name, bf16, fp8):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    cuda = torch.device("cuda")
+    assert peaks.published_flops(cuda, "bf16") == bf16 and peaks.published_flops(cuda, "fp8") == fp8
+    assert peaks.published_flops(cuda, "fp32") is None and peaks.published_flops(torch.device("cpu"), "bf16") is None
+
+
+def test_mfu_is_of_the_published_peak_and_counts_routed_flops(monkeypatch, run):
+    monkeypatch.setattr(train_step, "published_flops", lambda device, precision: 1e12)
+    monkeypatch.setattr(train_step, "fastest_product", lambda *args: 1e12)
+    lines, _, _ = run(train_step, *TINY_STEP, "plain=false")
+    for row in lines[1:3]:
+        assert row["mfu"] == pytest.approx(row["tflops_per_sec"], rel=1e-3)
+        assert row["tflops_per_sec"] == pytest.approx(row["gflops_per_image"] * row["images_per_sec"] / 1000, rel=1e-3)
+    assert lines[2]["gflops_per_image"] < 0.75 * lines[1]["gflops_per_image"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
+def test_every_precision_has_a_fastest_product_of_its_own(monkeypatch, precision):
+    block, types = dit.DiTBlock(32, 2), set()
+
+    def record(action, repeats, device, warmup):
+        types.add(action().dtype)
+        return [2.0] * repeats
+
+    monkeypatch.setattr(peaks, "time_ms", record)
+    assert peaks.fastest_product(block, 64, precision, torch.device("cpu")) == 2000 * 2048**3 / 2
+    assert types == {torch.float32 if precision == "fp32" else torch.bfloat16}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The whole loop; rows in processes of their own.
+
+
+def test_the_loop_around_the_step_is_timed_too(run, monkeypatch):
+    steps = []
+    original = train_step.Trainer._log
+
+    def log(trainer, *args):
+        steps.append(trainer.step)
+        return original(trainer, *args)
+
+    monkeypatch.setattr(train_step.Trainer, "_log", log)
+    monkeypatch.setattr(train_step, "fastest_product", lambda *args: 1e12)
+    lines, _, out = run(train_step, *TINY_STEP, "plain=false", "loop_steps=4", "overrides=[train.log_every=2]")
+    assert len(steps) >= 8 and all(row["loop_ms_per_step"] > 0 for row in lines[1:3])
+    assert lines[3]["loop_tread_over_dit"] > 0 and "loop tread/dit" in out[-1]
+
+
+def test_a_row_that_records_cuda_graphs_has_its_own_process_beside_others(monkeypatch):
+    started = []
+
+    def run_python(arguments, limit_sec):
+        started.append(arguments)
+        output = next(a for a in arguments if a.startswith("output=")).partition("=")[2].strip('"')
+        row = {"model": "tread", "ms_per_step": 5.0, "gflops_per_image": 2.0, "loop_ms_per_step": 6.0}
+        with open(output + ".jsonl", "w") as file:
+            file.write("{}\n" + json.dumps(row) + "\n")
+        return 0, ""
+
+    monkeypatch.setattr(train_step, "run_python", run_python)
+    settings = cli.parse_arguments(
+        ["compile=[none,reduce-overhead]", "precision=bf16", "overrides=[a=1]"], train_step.TrainStepSettings
+    )
+    accelerator = SimpleNamespace(num_processes=1)
+    row = train_step.measure_apart(accelerator, "DiT-B/2", "tread", "reduce-overhead", settings)
+    child = cli.parse_arguments(started[0][2:], train_step.TrainStepSettings)
+    assert (child.backbones, child.models, child.compile, child.plain) == (["DiT-B/2"], ["tread"], ["reduce-overhead"], False)
+    assert child.precision == "bf16" and child.overrides == ["a=1"]
+    assert (row.rounds_ms, row.loops_ms, row.flops_per_image, row.problem) == ([[5.0]], [6.0], 2e9, None)
+    monkeypatch.setattr(train_step, "run_python", lambda arguments, limit_sec: (1, "torch.OutOfMemoryError: CUDA out of memory."))
+    row = train_step.measure_apart(accelerator, "DiT-B/2", "dit", "reduce-overhead", settings)
+    assert row.problem == row.record()["problem"] == "out of memory"
+    with pytest.raises(
+        UserError, match="compile=reduce-overhead records CUDA graphs; with several processes it is measured alone"
+    ):
+        train_step.measure_apart(SimpleNamespace(num_processes=2), "DiT-B/2", "dit", "reduce-overhead", settings)
+
+
+@pytest.mark.parametrize(
+    ("code", "limit_sec", "expected"),
+    [
+        ("print('x')", 60, (0, "x\n")),
+        ("raise SystemExit('error: no [HYDRA_FULL_ERROR=1 shows where]')", 60, "exit code 1: no"),
+        ("raise ValueError('wrong')", 60, "exit code 1: ValueError: wrong"),
+        ("import torch; raise torch.OutOfMemoryError('x')", 60, "out of memory"),
+        ("import time; time.sleep(60)", 1, "not done after 1 s"),
+    ],
+)
+def test_a_process_that_fails_is_a_row_with_a_reason(code, limit_sec, expected):
+    result = harness.run_python(["-c", code], limit_sec)
+    assert (result if isinstance(expected, tuple) else harness.reason(*result, limit_sec)) == expected
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The search for the fastest settings.
+
+
+def search_with(monkeypatch, tmp_path, speed_of, *given, device="cpu", num_gpus=1):
+    """A Search whose rows take `speed_of(changes)` ms; a text is a problem."""
+    monkeypatch.setattr(tune, "choose_device", lambda name: torch.device(device))
+    monkeypatch.setattr(tune, "resolve_compile", lambda mode, where: "blocks" if device == "cuda" else "none")  # of auto
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    search = tune.Search(tune.TuneSettings(), given, tmp_path)
+
+    def measure(changes):
+        ms = speed_of(dict(changes))
+        row = {"problem": ms} if isinstance(ms, str) else {"ms_per_step": ms}
+        search.rows.setdefault(changes, []).append(row)
+        return row
+
+    monkeypatch.setattr(search, "measure", measure)
+    return search
+
+
+def test_the_search_keeps_what_is_faster_and_leaves_what_is_given(monkeypatch, tmp_path):
+    gains = {"bf16": 0.6, "blocks": 0.8, "default": 0.9}
+
+    def speed_of(changes):
+        ms = 100.0
+        for value in changes.values():
+            ms *= gains.get(value, 1.1)
+        return ms
+
+    search = search_with(monkeypatch, tmp_path, speed_of)
+    assert search.command(search.run()) == "python train.py train.compile=blocks train.precision=bf16"
+    search = search_with(monkeypatch, tmp_path, speed_of, "train.precision=fp32", "model=dit")
+    assert search.command(search.run()) == "python train.py train.precision=fp32 model=dit train.compile=blocks"
+
+
+def test_a_gain_within_the_noise_does_not_complicate_the_command(monkeypatch, tmp_path):
+    search = search_with(monkeypatch, tmp_path, lambda changes: 99.0 if "train.compile" in changes else 100.0)
+    assert search.run() == ()
+    turns = {"bf16": iter([50.0, 90.0, 120.0]), None: iter([100.0, 100.0, 100.0])}  # faster, but not in every round
+    speed_of = lambda changes: next(turns[changes["train.precision"]]) if changes.get("train.precision") else 60.0  # noqa: E731
+    search = search_with(monkeypatch, tmp_path, speed_of, "train.compile=none", "train.grad_accum_steps=1")
+    assert search.run() in ((), (("train.precision", "bf16"),)) and len(search.rows) == 2
+
+
+def test_a_choice_is_compared_with_what_it_replaces_at_the_same_time(monkeypatch, tmp_path):
+    as_given = iter([200.0, 100.0, 100.0, 100.0, 100.0])  # the machine was busy at first
+
+    def speed_of(changes):
+        if not changes:
+            return next(as_given)
+        return 80.0 if changes == {"train.compile": "blocks"} else 150.0
+
+    search = search_with(monkeypatch, tmp_path, speed_of)
+    assert search.run() == (("train.compile", "blocks"),)  # not bf16, and with it blocks at 150
+
+
+def test_what_does_not_fit_is_cut_into_micro_batches(monkeypatch, tmp_path):
+    def speed_of(changes):
+        num_images = 64 // int(changes.get("train.grad_accum_steps", 1))
+        return "out of memory" if num_images > 16 else 90.0 if num_images == 8 else 100.0
+
+    search = search_with(monkeypatch, tmp_path, speed_of)
+    assert search.run() == (("train.grad_accum_steps", "8"),)  # 4 fit; 8 are faster here
+    search = search_with(monkeypatch, tmp_path, lambda changes: "out of memory")
+    with pytest.raises(UserError, match="train.batch_size=64 in 64 micro-batches does not fit into memory"):
+        search.run()
+    search = search_with(monkeypatch, tmp_path, lambda changes: "exit code 1: no compiler")
+    with pytest.raises(UserError, match="no row could be measured: exit code 1: no compiler"):
+        search.run()
+
+
+def test_on_gpus_kernels_and_parallel_modes_are_tried_with_one_process_for_each(monkeypatch, tmp_path):
+    def speed_of(changes):
+        if changes.get("train.compile") == "reduce-overhead":
+            return "not done after 300 s"
+        return 100.0 * (0.8 if changes.get("train.attention") == "cudnn" else 1) * (0.9 if "train.parallel" in changes else 1)
+
+    search = search_with(monkeypatch, tmp_path, speed_of, "train.batch_size=64", device="cuda", num_gpus=8)
+    command = search.command(search.run())
+    assert command.startswith("accelerate launch --multi_gpu --num_processes 8 train.py train.batch_size=64 ")
+    assert "train.attention=cudnn" in command and "train.parallel=fsdp" in command
+    tried = {value for changes in search.rows for _, value in changes}
+    assert {"fp8", "none", "segments", "default", "reduce-overhead", "flash", "efficient"} <= tried
+    assert search_with(monkeypatch, tmp_path, speed_of, "train.batch_size=6", device="cuda", num_gpus=4).num_processes == 3
+
+
+def test_tune_measures_rows_in_processes_and_prints_the_fastest_command(tmp_path, capsys):
+    given = [
+        "train.batch_size=4",
+        "train.precision=fp32",
+        "train.compile=none",
+        "train.grad_accum_steps=2",
+        "train.cpu_threads=1",
+    ]
+    tune.main([*given, "device=cpu", "sec_per_row=0.1", f"output={tmp_path / 'tune'}"])
+    out = capsys.readouterr().out.splitlines()
+    assert out[-1] == f"fastest: python train.py {' '.join(given)}" and out[0].startswith("as given: ")
+    machine, row = (json.loads(line) for line in (tmp_path / "tune.jsonl").read_text().splitlines())
+    assert machine["arguments"] == given and row["images_per_sec"] == pytest.approx(4000 / row["ms_per_step"], rel=1e-3)
+    assert row["first_step_sec"] > 0 and out[-1].removeprefix("fastest: ") in (tmp_path / "tune.md").read_text()
+    with pytest.raises(UserError, match="train.batch is not a key"):
+        tune.main(["train.batch=4"])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The verification on a GPU.
+
+
+def test_every_part_of_the_verification_is_written_down_failed_or_not(monkeypatch, tmp_path, capsys):
+    report = """<testsuites><testsuite><testcase name="a" time="1.5"/><testcase name="b" time="2">
+        <failure message="assert 3 &lt; 2&#10;more"/></testcase></testsuite></testsuites>"""
+
+    def run_python(arguments, limit_sec):
+        assert 0 < limit_sec <= gpu.LIMITS_SEC["tests"]
+        if "pytest" in arguments:
+            file = next(a for a in arguments if a.startswith("--junitxml=")).partition("=")[2]
+            with open(file, "w") as f:
+                f.write(report)
+            return 1, "1 failed"
+        if "part=detector" in arguments:
+            return None, ""
+        return 0, '{"machine": "x"}\n{"what": "fid", "sec": 1.0}\n'
+
+    monkeypatch.setattr(gpu, "run_python", run_python)
+    output = tmp_path / "gpu"
+    with pytest.raises(UserError, match=f"failed: tests, detector; {output}.md says why"):
+        gpu.main(["parts=[tests,metrics,detector]", "size=small", f"output={output}"])
+    lines = [json.loads(line) for line in output.with_suffix(".jsonl").read_text().splitlines()][1:]
+    assert [(line["part"], line.get("problem")) for line in lines if "problem" in line] == [
+        ("tests", "1 of 2 tests failed"), ("metrics", None), ("detector", "not done after 60 s")
+    ]  # fmt: skip
+    assert {"part": "tests", "test": "b", "outcome": "failed", "sec": 2.0, "why": "assert 3 < 2"} in lines
+    assert {"part": "metrics", "what": "fid", "sec": 1.0} in lines
+    gpu.main(["parts=metrics", "size=small", f"output={output}"])  # the other parts stay
+    markdown = output.with_suffix(".md").read_text()
+    assert "## tests" in markdown and "assert 3 < 2" in markdown and "| fid | 1 |" in markdown
+    with pytest.raises(UserError, match="failed: metrics"):
+        gpu.main(["parts=metrics", "size=small", f"output={output}", "total_sec=1e-9"])
+    assert "total_sec is over" in output.with_suffix(".md").read_text()
+
+
+@pytest.mark.parametrize("size", ["small", "full"])
+def test_the_arguments_of_every_part_are_accepted(size, monkeypatch):
+    from benchmarks import evaluation
+
+    settings = {"train_step": train_step.TrainStepSettings, "sampling": sampling.SamplingSettings}
+    settings["evaluation"] = evaluation.TimingSettings
+    commands = gpu.plan(size, torch.device("cuda"))
+    assert commands.keys() == gpu.LIMITS_SEC.keys()
+    for name, (_, module, *arguments) in commands.items():
+        if name != "tests":
+            cli.parse_arguments(arguments, settings[module.removeprefix("benchmarks.")])
+
+
+def test_a_part_of_the_verification_runs(tmp_path, capsys):
+    gpu.main(["parts=step_xl2", "size=small", f"output={tmp_path / 'gpu'}"])
+    lines = [json.loads(line) for line in (tmp_path / "gpu.jsonl").read_text().splitlines()]
+    assert lines[1]["problem"] is None and lines[-1]["loop_tread_over_dit"] > 0
+    assert "## step_xl2" in (tmp_path / "gpu.md").read_text()

@@ -13,8 +13,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from errors import UserError
+from files import hash_file
 from setup.cli import REPOSITORY
 from training import checkpoint as checkpoints
 from training.resume import find_resume
@@ -54,6 +56,24 @@ def test_what_is_saved_is_what_is_loaded(tmp_path):
     assert loaded.step == 400 and loaded.state == expected.state and loaded.config == expected.config
     assert torch.equal(loaded.model["w"], expected.model["w"]) and torch.equal(loaded.ema["w"], expected.ema["w"])
     assert torch.equal(loaded.optimizer["state"][0]["exp_avg"], torch.ones(3))
+
+
+def test_weights_are_the_bytes_that_safetensors_writes(tmp_path):
+    g = torch.Generator().manual_seed(0)
+    weights = {"b": torch.randn(3, 4, generator=g), "a": torch.randn(2, 5, generator=g).T, 'Ω"': torch.tensor(1.5)}
+    weights |= {"count": torch.tensor([7]), "none": torch.empty(0, 3), "half": torch.randn(3, generator=g).bfloat16()}
+    checkpoint = make(10)
+    checkpoint.model = weights
+    folder = checkpoints.save(tmp_path, checkpoint, 1, 0)
+    save_file({name: value.contiguous() for name, value in weights.items()}, tmp_path / "theirs")
+    assert (folder / "model.safetensors").read_bytes() == (tmp_path / "theirs").read_bytes()
+
+
+def test_a_save_hashes_what_it_writes_without_reading_it_again(tmp_path, monkeypatch):
+    with monkeypatch.context() as context:
+        context.setattr(checkpoints, "hash_file", lambda file: pytest.fail(f"{file} is read"))
+        folder = save(tmp_path, 10)
+    checkpoints.verify(folder)
 
 
 def test_the_newest_and_every_mth_are_kept(tmp_path):
@@ -132,7 +152,8 @@ def put_another_step_in_its_place(folder):
 def sign(folder):
     """Have the manifest tell of the files as they are now."""
     files = [file for file in sorted(folder.iterdir()) if file.name != "manifest.json"]
-    (folder / "manifest.json").write_text(json.dumps({file.name: checkpoints.size_and_hash(file) for file in files}))
+    manifest = {file.name: {"size": file.stat().st_size, "blake2b": hash_file(file)} for file in files}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
 DAMAGES = {
@@ -317,14 +338,17 @@ def test_a_kill_in_the_middle_of_a_save_leaves_the_previous_checkpoint(tmp_path,
     assert names(tmp_path) == ["step_0000010", "step_0000020"]
 
 
-def test_a_full_disk_leaves_the_previous_checkpoint_and_no_debris(tmp_path):
+@pytest.mark.parametrize(("kib", "file"), [(4, "model.safetensors"), (12, "optimizer.pt")])
+def test_a_full_disk_leaves_the_previous_checkpoint_and_no_debris(tmp_path, kib, file):
     save(tmp_path, 10)
     result = in_a_process(
         tmp_path,
-        """
-        # Files may not grow beyond 4 KiB: writing fails as on a full disk.
+        f"""
+        import torch
+        checkpoint.optimizer["state"][0]["exp_avg"] = torch.ones(5000)
+        # Files may not grow beyond a few KiB: writing fails as on a full disk.
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+        resource.setrlimit(resource.RLIMIT_FSIZE, ({kib * 1024}, {kib * 1024}))
         try:
             checkpoints.save(root, checkpoint, 10, 0)
         except checkpoints.SaveError as e:
@@ -332,6 +356,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint_and_no_debris(tmp_path):
         """,
     )
     assert "cannot write the checkpoint" in result.stderr and "intact before it: step_0000010" in result.stderr
+    assert f"File too large: '{file}'" in result.stderr
     assert names(tmp_path) == ["step_0000010"]
     checkpoints.verify(tmp_path / "step_0000010")
 

@@ -182,6 +182,12 @@ def test_values_that_are_not_finite_on_one_process_stop_all_with_the_last_good_c
     assert list(checkpoints.list_steps(runs / f"spoiled_{name}" / "checkpoints")) == [last_good]
 
 
+@pytest.mark.parametrize(("every", "step"), [(1, 1), (100, 3)])
+def test_a_checkpoint_that_the_main_process_cannot_write_ends_all(runs, every, step):
+    main, other = (json.loads((runs / f"records_{rank}.json").read_text())[f"unwritten_{every}"] for rank in (0, 1))
+    assert (main, other) == (f"no room for step {step}", "the main process could not write the checkpoint")
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # What is refused, before any work.
 

@@ -203,6 +203,7 @@ def test_the_slurm_configuration_is_submitits_with_what_a_training_needs():
     with initialize_config_dir(str(REPOSITORY / "configs"), version_base="1.3"):
         launcher = compose("config", overrides=["hydra/launcher=slurm"], return_hydra_config=True).hydra.launcher
     assert launcher._target_.endswith("SlurmLauncher") and launcher.tasks_per_node == 1 and launcher.max_num_timeout > 0
+    assert any("TORCH_ELASTIC_SHUTDOWN_TIMEOUT" in line for line in launcher.setup) and launcher.signal_delay_s > 110
 
 
 def test_the_command_starts_accelerates_launcher_with_the_jobs_overrides(tmp_path):

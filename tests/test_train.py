@@ -10,15 +10,15 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 import wandb
 from accelerate import Accelerator
 from accelerate.tracking import WandBTracker
-from conftest import LAUNCH_2, TINY, finish, losses, make_shard, metrics, start
+from conftest import LAUNCH_2, TINY, finish, losses, make_shard, metrics, renew_manifest, start
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -33,6 +33,7 @@ from training import checkpoint as checkpoints
 from training import stop as stop_module
 from training import trainer as trainer_module
 from training.run import RunFolder
+from training.sharding import copy_state_dict
 from training.stop import STOP_SIGNALS, StopSignal
 from training.trainer import Trainer, TrainingDiverged
 
@@ -128,7 +129,8 @@ def test_routing_is_on_in_training_and_off_in_grids(train, monkeypatch):
         TokenRouter, "start_route", staticmethod(lambda x, ids: calls.append((len(x), ids.shape[1])) or original(x, ids))
     )
     run = train("run", "train.num_steps=2", *GRIDS, "sample.batch_size=2")
-    assert calls == [(4, 8), (4, 8)]  # once per training step, half of 16 tokens, and never while sampling
+    # Half of 16 tokens, and never while sampling: once for the estimate of the memory, and once per training step.
+    assert calls == [(4, 8)] * 3
     assert Image.open(run / "samples" / "step_0000002.png").size[0] > 3 * 64
 
 
@@ -435,53 +437,109 @@ def test_weights_that_do_not_fit_are_refused_before_anything_is_written(train, t
 def test_a_run_of_a_version_without_init_from_resumes(train):
     whole, run = train("whole"), train("run", "train.num_steps=3")
     (folder,) = checkpoints.list_steps(run / "checkpoints").values()
-    manifest = json.loads((folder / "manifest.json").read_text())
     for name, drop in (("config.yaml", "init_"), ("state.json", "ema_num_updates")):
         lines = [line for line in (folder / name).read_text().splitlines() if drop not in line]
         (folder / name).write_text("\n".join(lines).replace("1,\n}", "1\n}") + "\n")
-        manifest[name] = checkpoints.size_and_hash(folder / name)
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    renew_manifest(folder)
     train("run")
     assert losses(run) == losses(whole)
     assert_same_weights(whole, run, 6)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Checkpoints that are written while training goes on.
+
+
+class AtOnce(ThreadPoolExecutor):
+    """Training waits for what the thread does."""
+
+    def submit(self, function, *args):
+        future = super().submit(function, *args)
+        future.exception()
+        return future
+
+
+def patch_save(monkeypatch, before):
+    """Call before(checkpoint) in the thread that writes, before it does; returns the steps trained so far."""
+    original_save, original_step, trained = checkpoints.save, Trainer.train_step, []
+
+    def save(root, checkpoint, *args):
+        before(checkpoint)
+        return original_save(root, checkpoint, *args)
+
+    def train_step(trainer, micro_batches):
+        original_step(trainer, micro_batches)
+        trained.append(trainer.step)
+
+    monkeypatch.setattr(checkpoints, "save", save)
+    monkeypatch.setattr(Trainer, "train_step", train_step)
+    return trained
+
+
+def test_training_goes_on_until_the_next_save_while_a_checkpoint_is_written_that_holds_its_own_step(train, monkeypatch):
+    settings = ["checkpoint.every=1", "checkpoint.keep_last=10"]
+    with monkeypatch.context() as context:
+        context.setattr(trainer_module, "ThreadPoolExecutor", AtOnce)
+        whole = train("whole", *settings)
+    trained = patch_save(monkeypatch, lambda c: wait_for(lambda: trained[-1] == min(c.step + 1, 6), timeout_sec=10))
+    run = train("run", *settings)
+    for step in range(1, 7):
+        first, second = (path / "checkpoints" / checkpoints.folder_name(step) for path in (whole, run))
+        for name in ("model.safetensors", "ema.safetensors", "optimizer.pt", "state.json"):
+            assert (first / name).read_bytes() == (second / name).read_bytes(), (step, name)
+
+
+def test_a_signal_waits_for_the_checkpoint_that_is_being_written_and_saves_its_own_step(train, monkeypatch):
+    def slow(checkpoint):
+        if checkpoint.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1)
+
+    patch_save(monkeypatch, slow)
+    run = train("run", "checkpoint.every=2", "train.num_steps=100000")
+    first, *_, last = checkpoints.list_steps(run / "checkpoints").values()
+    assert first.name == "step_0000002" and last.name == checkpoints.folder_name(metrics(run)[-1]["step"])
+    checkpoints.verify(first)
+    checkpoints.verify(last)
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_before_the_next_one_is_due(train, monkeypatch, tmp_path):
+    def fail(checkpoint):
+        raise checkpoints.SaveError(f"no room for step {checkpoint.step}")
+
+    patch_save(monkeypatch, fail)
+    with pytest.raises(checkpoints.SaveError, match="^no room for step 20$"):
+        train("run", "checkpoint.every=20", "train.num_steps=100000")
+    assert 20 < metrics(tmp_path / "run")[-1]["step"] < 40
+    with pytest.raises(checkpoints.SaveError, match="^no room for step 3$"):
+        train("other", "train.num_steps=3", "train.log_every=3")  # the last step's too
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of open files are in /proc")
+def test_metrics_are_on_the_disk_before_the_checkpoint_that_covers_them(train, monkeypatch):
+    flushed, original = [], os.fsync
+    record = lambda fd: flushed.append(os.path.basename(os.readlink(f"/proc/self/fd/{fd}"))) or original(fd)  # noqa: E731
+    monkeypatch.setattr(os, "fsync", record)
+    train("run", "train.num_steps=2", "checkpoint.every=1")
+    files = ["model.safetensors", "ema.safetensors", "optimizer.pt", "state.json", "config.yaml", "manifest.json"]
+    saves = [["metrics.jsonl", *files, f".tmp_step_000000{step}", "checkpoints"] for step in (1, 2)]
+    assert flushed[-18:] == saves[0] + saves[1]
+
+
+def test_a_copy_of_a_state_dict_takes_the_memory_of_the_one_before():
+    state = {"state": {0: {"step": torch.tensor(1.0), "exp_avg": torch.randn(3, 4).T}}, "param_groups": [{"betas": (0.9, 0.99)}]}
+    first = copy_state_dict(state, keep=True)
+    copied = first["state"][0]["exp_avg"]
+    assert torch.equal(copied, state["state"][0]["exp_avg"]) and first["param_groups"] == state["param_groups"]
+    state["state"][0]["exp_avg"] += 1
+    assert not torch.equal(copied, state["state"][0]["exp_avg"])
+    second = copy_state_dict(state, keep=True, into=first)
+    assert second["state"][0]["exp_avg"] is copied and torch.equal(copied, state["state"][0]["exp_avg"])
+    assert copy_state_dict(state, keep=False)["state"] == {0: {"step": None, "exp_avg": None}}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # In processes of their own.
-
-
-def full_disk(file):
-    """Every write to `file` finds the disk full."""
-    file.unlink(missing_ok=True)
-    file.symlink_to("/dev/full")
-    return file
-
-
-@needs_dev_full
-def test_a_full_disk_is_named_with_the_file_alone_by_a_run_and_by_sample_py(tmp_path):
-    import sample
-
-    run = RunFolder(tmp_path, "run")
-    run.open()
-    for file, write in ((full_disk(run.metrics), run.log_metrics), (full_disk(run.starts), run.log_start)):
-        with pytest.raises(UserError, match=f"^cannot write {file}: No space left on device$"):
-            write({"step": 1})
-    image = tmp_path / "seed_000003_class_001.png"
-    full_disk(tmp_path / f".tmp_{image.name}")
-    with pytest.raises(UserError, match=f"^cannot write {image}: No space left on device$"):
-        sample.make_images(lambda seeds, labels: np.zeros((1, 64, 64, 3), np.uint8), {3: 1}, {3: image}, 1, False)
-    Image.new("RGB", (8, 8)).save(image)
-    cfg = SimpleNamespace(seeds=3, npz=False)
-    with pytest.raises(UserError, match=f"^cannot write {full_disk(tmp_path / 'grid_3.png')}: No space left on device$"):
-        sample.write_grid_and_npz(tmp_path, cfg, {3: image}, {3: 1})
-
-
-@needs_dev_full
-def test_a_full_disk_while_a_grid_is_written_names_the_grid(train, monkeypatch):
-    original = Image.Image.save
-    monkeypatch.setattr(Image.Image, "save", lambda image, file: original(image, full_disk(file)))
-    with pytest.raises(UserError, match="^cannot write .*samples/step_0000002.png: No space left on device$"):
-        train("run", "train.num_steps=2", *GRIDS)
 
 
 def wait_for(condition, timeout_sec=120):
@@ -586,6 +644,25 @@ hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # many minutes without a byt
     process = start("-c", code)
     assert "ready\n" in iter(process.stdout.readline, "")
     assert_two_signals_end_it(process, timeout_sec=10)
+
+
+def test_a_second_signal_exits_at_once_while_the_checkpoint_of_the_first_is_written(train, tmp_path):
+    code = """
+import time
+import torch
+import train
+from setup import cli, schema
+
+torch.save = lambda *args: time.sleep(600)
+cli.run(train.main, "config", schema.TrainConfig)
+"""
+    process = start("-c", code, *TINY, "name=run", f"output_dir={tmp_path}", "checkpoint.every=2")
+    temporary = tmp_path / "run" / "checkpoints" / ".tmp_step_0000002"
+    wait_for(temporary.exists)
+    assert_two_signals_end_it(process, timeout_sec=10)
+    assert os.listdir(temporary.parent) == [temporary.name]
+    train("run")
+    assert os.listdir(temporary.parent) == ["step_0000006"]
 
 
 def test_signals_return_to_whoever_had_them():

@@ -1,8 +1,9 @@
 """Checkpoints: folders that are complete, or not there.
 
 step_0000400/ holds model.safetensors, ema.safetensors, optimizer.pt, state.json, config.yaml, and manifest.json with the
-size and hash of each. `save` writes it under a temporary name, flushes it to disk and then renames it. A checkpoint counts
-only if its files match the manifest; damaged ones are renamed, never deleted.
+size and hash of each. `save` writes it under a temporary name, flushes it to disk and then renames it. The trainer calls it
+in a thread, with a copy of the weights, and trains on. A checkpoint counts only if its files match the manifest; damaged ones
+are renamed, never deleted.
 """
 
 from __future__ import annotations
@@ -19,22 +20,26 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import torch
 import yaml
 from omegaconf import OmegaConf
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from errors import UserError
-from files import hash_file
+from files import HashingFile, hash_file
 from progress import say_if_slow
 
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 WEIGHTS = {"raw": "model.safetensors", "ema": "ema.safetensors"}
+# As safetensors names them.
+_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_DTYPES |= {torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"}
+_MAX_DEPTH = 50  # of the values in config.yaml
 _STEP = re.compile(r"step_(\d{7,})")
 
 
@@ -83,11 +88,6 @@ def reading(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path} is not readable: {reason}") from e
 
 
-def size_and_hash(file: Path) -> dict[str, int | str]:
-    """The manifest's entry for a file."""
-    return {"size": file.stat().st_size, "blake2b": hash_file(file)}
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Writing.
 
@@ -104,14 +104,12 @@ def save(root: Path, checkpoint: Checkpoint, keep_last: int, keep_every: int) ->
             shutil.rmtree(leftover, ignore_errors=True)
         temporary.mkdir(parents=True)
         _write_files(temporary, checkpoint)
-        for path in [*temporary.iterdir(), temporary]:
-            _flush(path)
+        _flush_folder(temporary)
         if final.exists():  # after a resume from an earlier step; the old folder goes last
             final.rename(root / f".del_{final.name}")
         temporary.rename(final)
-        _flush(root)
-    # safetensors and torch.save wrap the errors of the disk in their own.
-    except (OSError, SafetensorError, RuntimeError) as e:
+        _flush_folder(root)
+    except OSError as e:
         shutil.rmtree(temporary, ignore_errors=True)
         kept = [path.name for path in list_steps(root).values()]
         raise SaveError(f"cannot write the checkpoint {final}: {e}; intact before it: {', '.join(kept) or 'none'}") from e
@@ -126,19 +124,59 @@ def save(root: Path, checkpoint: Checkpoint, keep_last: int, keep_every: int) ->
 
 
 def _write_files(folder: Path, checkpoint: Checkpoint) -> None:
-    save_file({k: v.contiguous() for k, v in checkpoint.model.items()}, folder / WEIGHTS["raw"])
-    save_file({k: v.contiguous() for k, v in checkpoint.ema.items()}, folder / WEIGHTS["ema"])
-    torch.save(checkpoint.optimizer, folder / "optimizer.pt")
-    (folder / "state.json").write_text(json.dumps({"step": checkpoint.step} | checkpoint.state, indent=1), encoding="utf-8")
-    (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(checkpoint.config)), encoding="utf-8")
-    manifest = {file.name: size_and_hash(file) for file in sorted(folder.iterdir())}
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    manifest = {}
+    with _new_file(folder / WEIGHTS["raw"], manifest) as file:
+        _write_safetensors(file, checkpoint.model)
+    with _new_file(folder / WEIGHTS["ema"], manifest) as file:
+        _write_safetensors(file, checkpoint.ema)
+    with _new_file(folder / "optimizer.pt", manifest) as file:
+        torch.save(checkpoint.optimizer, file)
+    with _new_file(folder / "state.json", manifest) as file:
+        file.write(json.dumps({"step": checkpoint.step} | checkpoint.state, indent=1).encode())
+    with _new_file(folder / "config.yaml", manifest) as file:
+        file.write(OmegaConf.to_yaml(OmegaConf.create(checkpoint.config)).encode())
+    with _new_file(folder / MANIFEST, {}) as file:
+        file.write(json.dumps(manifest, indent=1).encode())
 
 
-def _flush(path: Path) -> None:
-    if sys.platform == "win32" and path.is_dir():  # Windows cannot open a folder
+@contextlib.contextmanager
+def _new_file(path: Path, manifest: dict) -> Iterator[HashingFile]:
+    """Open a file to write it. At the exit it is flushed to the disk and listed in the manifest. An OSError names it."""
+    try:
+        with HashingFile(path) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            manifest[path.name] = {"size": file.tell(), "blake2b": file.hash()}
+    except (OSError, RuntimeError) as e:
+        error = e if isinstance(e, OSError) else e.__context__  # torch.save follows the disk's error by one of its own
+        if not isinstance(error, OSError):
+            raise
+        raise OSError(error.errno, error.strerror, path.name) from e
+
+
+def _write_safetensors(file: IO[bytes], tensors: dict[str, Tensor]) -> None:
+    """Write the bytes that safetensors.torch.save_file writes; that function takes a path only, which leaves no way to hash.
+
+    The format: the header's length (8 bytes), the header in JSON, and the values in the order of the header.
+    """
+    # Larger types first, so that all values are aligned.
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header, end = {}, 0
+    for name in names:
+        tensor, start, end = tensors[name], end, end + tensors[name].nbytes
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for name in names:
+        file.write(tensors[name].reshape(-1).view(torch.uint8).numpy())
+
+
+def _flush_folder(path: Path) -> None:
+    if sys.platform == "win32":  # Windows cannot open a folder
         return
-    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)  # Windows flushes only what may be written
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -213,9 +251,12 @@ def read_config(folder: Path) -> dict:
     """The resolved configuration of the run that wrote a checkpoint, as it was stored."""
     file = folder / "config.yaml"
     with reading(file):
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(file.read_text(encoding="utf-8"))):
-            # Nested aliases multiply: a few lines can stand for more values than memory holds.
-            raise CheckpointError(f"{file} holds a YAML alias, which training does not write")
+        depth = 0
+        for event in yaml.parse(file.read_text(encoding="utf-8")):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            # Aliases multiply: a few lines can stand for more values than memory holds. Deep nesting takes hours to read.
+            if isinstance(event, yaml.AliasEvent) or depth > _MAX_DEPTH:
+                raise CheckpointError(f"{file} holds an alias or more than {_MAX_DEPTH} levels, which training does not write")
         return OmegaConf.to_container(OmegaConf.load(file))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
 from pathlib import Path
 
@@ -53,6 +54,14 @@ class RunFolder:
 
     def log_metrics(self, record: dict) -> None:
         append_line(self.metrics, record)
+
+    def flush_metrics(self) -> None:
+        """Return once metrics.jsonl is on the disk. Raises UserError if it cannot be written."""
+        try:
+            with open(self.metrics, "ab") as f:
+                os.fsync(f.fileno())
+        except OSError as e:
+            raise UserError(f"cannot write {self.metrics}: {e.strerror}") from e
 
     def log_start(self, record: dict) -> None:
         append_line(self.starts, record)

@@ -71,10 +71,8 @@ def shard_network(net: dit.DiT, device: torch.device, num_processes: int, train)
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     size = num_shards(train, num_processes)
-    # A mesh of two dimensions: fully_shard shards over the second, and averages gradients over both.
-    mesh = init_device_mesh(device.type, (num_processes // size, size), mesh_dim_names=("nodes", "processes"))
-    if size == num_processes:
-        mesh = mesh["processes"]
+    # Of a mesh of two dimensions, fully_shard shards over the second, and averages gradients over both.
+    mesh = init_device_mesh(device.type, (num_processes,) if size == num_processes else (num_processes // size, size))
     reduce_dtype = torch.bfloat16 if train.gradient_precision == "bf16" else torch.float32
     in_fp32 = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
     in_bf16 = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
@@ -112,17 +110,25 @@ def distribute_like(full: Tensor, like: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def gather_state_dict(state: object, keep: bool) -> object:
-    """A state dict of a network or optimizer with its sharded tensors gathered on the CPU; without `keep`, None in their place.
+def copy_state_dict(state: object, keep: bool, into: object = None) -> object:
+    """A copy in host memory of a state dict of a network or optimizer, with sharded tensors gathered. Every process must call it.
 
-    Every process must call it. Tensors are gathered one at a time, so that a device needs room for one only.
-    torch.distributed.checkpoint.state_dict does the same, but renames the states of the optimizer.
+    Tensors are gathered one at a time, so that a device needs room for one only. torch.distributed.checkpoint.state_dict does
+    the same, but renames the states of the optimizer. Copies from CUDA may still be under way at the return: synchronize first.
+
+    Args:
+        keep: without it, None takes the place of tensors.
+        into: an earlier copy of the same state dict, whose memory is used again: new memory costs more than the copy.
     """
     if isinstance(state, dict):
-        return {key: gather_state_dict(value, keep) for key, value in state.items()}
+        return {key: copy_state_dict(value, keep, into.get(key) if into else None) for key, value in state.items()}
     if isinstance(state, list):
-        return [gather_state_dict(value, keep) for value in state]
-    if not hasattr(state, "full_tensor"):
+        return [copy_state_dict(value, keep) for value in state]
+    if not isinstance(state, Tensor):
         return state
-    full = state.full_tensor()
-    return full.cpu() if keep else None
+    full = full_tensor(state)
+    if not keep:
+        return None
+    if into is None:  # pinned memory is copied to several times as fast
+        into = torch.empty(full.shape, dtype=full.dtype, device="cpu", pin_memory=full.is_cuda)
+    return into.copy_(full, non_blocking=True)

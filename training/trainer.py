@@ -6,6 +6,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from sampling.sampler import Diffusion, ImageSampler, labelled_grid
 from training import checkpoint as checkpoints
 from training.ema import EMA
 from training.run import RunFolder
-from training.sharding import ddp_settings, distribute_like, full_tensor, gather_state_dict, local_shard, shard_network
+from training.sharding import copy_state_dict, ddp_settings, distribute_like, full_tensor, local_shard, shard_network
 from training.speed import attention_kernel, checkpoint_activations, compile_network, resolve_compile, use_float8
 from training.stop import StopSignal
 
@@ -116,6 +117,9 @@ class Trainer:
         self.loss_count = 0
         self.first_bad_step = torch.full((), _NEVER, device=self.device)
         self.grad_norm: Tensor | None = None
+        # On the main process: the checkpoint that is being written, and the memory that holds its tensors.
+        self._saving: Future | None = None
+        self._snapshot: dict | None = None
 
     # ------------------------------------------------------------------------------------------------------------------
     # One step.
@@ -184,7 +188,7 @@ class Trainer:
         batches, clock = self.batches(), _Clock(self.device)
         bar = progress_bar(total=cfg.train.num_steps, initial=self.step, unit="step", disable=not is_main, mininterval=0.5)
         saved_step, is_stopped = self.step, False
-        with contextlib.closing(StopSignal()) as stop, bar:
+        with contextlib.closing(StopSignal()) as stop, bar, ThreadPoolExecutor(1, "checkpoint") as self._writer:
             try:
                 self._sample_and_evaluate(clock, stop.requested_now)  # what an interruption left undone
                 while self.step < cfg.train.num_steps:
@@ -209,6 +213,7 @@ class Trainer:
             if self.step != saved_step:
                 self._save()
             stop.finish()
+            self._check_save(wait=True)
         if is_stopped and is_main:
             log.warning("stopped after step %d, as asked; the same command goes on from there", self.step)
 
@@ -251,6 +256,7 @@ class Trainer:
             self.run.log_metrics(record)
         self.accelerator.log(record)
         self.loss_sum, self.loss_count = torch.zeros_like(self.loss_sum), 0
+        self._check_save(wait=False)
         clock.restart()
         return {"loss": f"{loss:.4f}", "images/s": f"{record['images_per_sec']:.0f}"}
 
@@ -263,6 +269,8 @@ class Trainer:
         return (self.loss_sum / max(self.loss_count, 1)).item()
 
     def _diverged(self, first_bad: int) -> TrainingDiverged:
+        self._wait_for_save()
+        self.accelerator.wait_for_everyone()
         intact = list(checkpoints.list_steps(self.run.checkpoints).values())
         return TrainingDiverged(
             f"loss or weights are not finite since step {first_bad}; last good checkpoint: {intact[-1] if intact else 'none'}. "
@@ -333,18 +341,29 @@ class Trainer:
     # Checkpoints.
 
     def _save(self) -> None:
-        """Write a checkpoint from the main process. Every process raises if it failed, or if weights are not finite."""
+        """Have the main process write a checkpoint while training goes on; wait for the one before.
+
+        Raises, on every process:
+            TrainingDiverged: the loss or weights are not finite.
+            SaveError: the one before could not be written.
+        """
         self._mean_loss()
-        finite = torch.stack([local_shard(p).isfinite().all() for p in self.net.parameters()]).all()
+        shards = [local_shard(p.detach()) for p in self.net.parameters()]
+        # The least and the greatest value; both are NaN where one is. Several times as fast as isfinite() of all of them.
+        extremes = [torch.stack(shard.aminmax()) for shard in shards if shard.numel()]
+        finite = torch.stack(extremes).isfinite().all()
         if not self.accelerator.gather(finite.reshape(1)).all().item():
             raise self._diverged(self.step)
-        is_main, error = self.accelerator.is_main_process, None
+        self._check_save(wait=True)
+        is_main = self.accelerator.is_main_process
+        states = {"model": self.net.state_dict(), "ema": self.ema.averages, "optimizer": self.optimizer.state_dict()}
         # Every process helps to gather sharded tensors; the main process receives them.
+        self._snapshot = copy_state_dict(states, keep=is_main, into=self._snapshot)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         checkpoint = checkpoints.Checkpoint(
             step=self.step,
-            model=gather_state_dict(self.net.state_dict(), keep=is_main),
-            ema=gather_state_dict(self.ema.averages, keep=is_main),
-            optimizer=gather_state_dict(self.optimizer.state_dict(), keep=is_main),
+            **self._snapshot,
             state={
                 "images_seen": self.step * self.cfg.train.batch_size,
                 "data_fingerprint": self.data_fingerprint,
@@ -355,15 +374,32 @@ class Trainer:
             config=self.cfg.model_dump(),
         )
         if is_main:
-            try:
-                with say_if_slow(log, "writing the checkpoint of step %d", self.step):
-                    keep = self.cfg.checkpoint
-                    checkpoints.save(self.run.checkpoints, checkpoint, keep.keep_last, keep.keep_every)
-            except checkpoints.SaveError as e:
-                error = e
+            self._saving = self._writer.submit(self._write, checkpoint)
+
+    def _write(self, checkpoint: checkpoints.Checkpoint) -> None:
+        """In the thread: write a checkpoint. The metrics up to it come first: a resume does not write them again."""
+        self.run.flush_metrics()
+        keep = self.cfg.checkpoint
+        checkpoints.save(self.run.checkpoints, checkpoint, keep.keep_last, keep.keep_every)
+
+    def _check_save(self, wait: bool) -> None:
+        """Every process raises if a checkpoint could not be written. Every process must call it.
+
+        Args:
+            wait: for the checkpoint that is being written; otherwise its error is raised by a later call.
+        """
+        is_done = self._saving is not None and self._saving.done()
+        error = self._wait_for_save() if wait or is_done else None
         failed = self.accelerator.reduce(torch.tensor(float(error is not None), device=self.device)).item()
         if failed:
             raise error or checkpoints.SaveError("the main process could not write the checkpoint")
+
+    def _wait_for_save(self) -> BaseException | None:
+        """The error of the checkpoint that is being written, once it ended; None without one."""
+        if self._saving is None:
+            return None
+        with say_if_slow(log, "waiting until the checkpoint is written"):
+            return self._saving.exception()
 
     def resume(self, folder: Path) -> None:
         """Continue this run from one of its checkpoints, verified. Raises UserError if it was trained on other latents."""

@@ -5,29 +5,31 @@ from __future__ import annotations
 import logging
 from dataclasses import asdict
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import torch
+from pydantic import Field
 
 from errors import UserError
 from latents.prepare.write import SHARD_SIZE, Dtype, Kind, ShardWriter
 from latents.shards import ShardInfo, write_shard
 from progress import progress_bar
-from setup.settings import Count, Text, Whole
+from setup.settings import LatentSize, NumClasses, ShardSize, Text, Whole
 
 log = logging.getLogger(__name__)
 
 
 def synthetic(
     output: Text,
-    num_items: Count,
-    channels: Count = 4,
-    size: Count = 32,
-    num_classes: Count = 1000,
+    num_items: Annotated[int, Field(ge=1, le=10**9)],
+    channels: LatentSize = 4,
+    size: LatentSize = 32,
+    num_classes: NumClasses = 1000,
     kind: Kind = "sample",
     flips: bool = False,
     dtype: Dtype = "float16",
-    shard_size: Count = SHARD_SIZE,
+    shard_size: ShardSize = SHARD_SIZE,
     seed: Whole = 0,
 ) -> None:
     """Write random latents for benchmarks: the network sees a standard deviation of 0.5; item i has label i mod num_classes."""
