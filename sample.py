@@ -149,7 +149,7 @@ def make_images(
             batch = seeds[start : start + batch_size]
             for seed, image in zip(batch, sampler(batch, [labels[seed] for seed in batch])):
                 with whole_file(files[seed], flush=False) as f:  # to flush each would take longer than to write it
-                    Image.fromarray(image).save(f)
+                    Image.fromarray(image).save(f, format="PNG")
             bar.update(len(batch))
 
 
@@ -169,7 +169,7 @@ def write_grid_and_npz(output: Path, cfg: schema.SampleConfig, files: dict[int, 
     grid_file = output / f"grid_{spec}.png"
     grid = labelled_grid([read(seed) for seed in shown], [labels[seed] for seed in shown])
     with whole_file(grid_file) as f:
-        grid.save(f)
+        grid.save(f, format="PNG")
     log.info("grid     %s", grid_file)
     if cfg.npz:
         npz_file = output / f"samples_{spec}.npz"

@@ -83,8 +83,8 @@ def read_batches(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Micro-batches (latents, labels) in the given order; the same for any number of workers.
 
-    Threads and not processes: reading is copying from mapped files, which needs no interpreter, and handing a batch from one
-    process to another costs several times what reading it does (benchmarks/loader.py).
+    Threads and not processes: a read does not keep other threads waiting, and handing a batch from one process to another costs
+    several times what reading it does (benchmarks/loader.py).
 
     Args:
         num_workers: threads that read ahead; 0 reads a batch when it is asked for.

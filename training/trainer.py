@@ -312,7 +312,7 @@ class Trainer:
         if is_main:
             grid = labelled_grid(list(images), labels)
             with whole_file(file) as f:
-                grid.save(f)
+                grid.save(f, format="PNG")
             for tracker in self.accelerator.trackers:
                 if tracker.name == "wandb":
                     tracker.log_images({"samples": [grid]}, commit=False)
