@@ -92,7 +92,7 @@ def test_a_compiled_network_meets_one_size_of_batch_and_weights_that_come_and_go
         got = [sampler([0, 1, 2], [0, 1, 2]), sampler([3], [0])]
         ema.shard_like(net)  # as FSDP has it: the network has weights inside full_weights only
         for _ in range(2):
-            with ema.full_weights(here=True):
+            with ema.full_weights():
                 got.append(sampler([3], [0]))
     for images, others in zip(got, [*expected, expected[1], expected[1]]):
         assert images.shape == others.shape
