@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from errors import UserError
-from files import HashingFile, hash_file
+from files import HashingFile, hash_file, why_not_written
 from progress import say_if_slow
 
 log = logging.getLogger(__name__)
@@ -112,7 +112,8 @@ def save(root: Path, checkpoint: Checkpoint, keep_last: int, keep_every: int) ->
     except OSError as e:
         shutil.rmtree(temporary, ignore_errors=True)
         kept = [path.name for path in list_steps(root).values()]
-        raise SaveError(f"cannot write the checkpoint {final}: {e}; intact before it: {', '.join(kept) or 'none'}") from e
+        reason = f"{why_not_written(final, e)}{f' ({e.filename})' if e.filename else ''}"
+        raise SaveError(f"cannot write the checkpoint {final}: {reason}; intact before it: {', '.join(kept) or 'none'}") from e
     for step, path in list(list_steps(root).items())[:-keep_last]:
         if not (keep_every and step % keep_every == 0):
             # A half-deleted checkpoint must not look like a complete one. Windows refuses while somebody reads it: the next
