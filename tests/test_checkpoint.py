@@ -356,7 +356,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint_and_no_debris(tmp_path, kib,
         """,
     )
     assert "cannot write the checkpoint" in result.stderr and "intact before it: step_0000010" in result.stderr
-    assert f"File too large: '{file}'" in result.stderr
+    assert "File too large; " in result.stderr and f" MB are free on the disk of {tmp_path} ({file}); intact" in result.stderr
     assert names(tmp_path) == ["step_0000010"]
     checkpoints.verify(tmp_path / "step_0000010")
 

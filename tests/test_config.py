@@ -189,7 +189,7 @@ def test_every_key_has_a_comment():
         ("train.lr=fast", r"train.lr='fast' is not accepted; use a number in \(0, inf\)"),
         ("train.lr=0", r"train.lr=0 is not accepted"),
         ("train.lr=nan", r"train.lr=nan is not accepted"),
-        ("train.batch_size=2.5", r"train.batch_size=2.5 is not accepted; use a whole number of at least 1"),
+        ("train.batch_size=2.5", r"train.batch_size=2.5 is not accepted; use a whole number from 1 to 1048576"),
         ("train.batch_size=true", r"train.batch_size=True is not accepted"),
         ("train.precision=fp16", r"train.precision='fp16' is not accepted; use fp32 \| bf16 \| fp8"),
         ("train.attention=triton", r"train.attention='triton' is not accepted; use auto \| flash \| cudnn \| efficient \| math"),

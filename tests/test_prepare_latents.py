@@ -514,7 +514,7 @@ def test_what_encode_does_not_accept_is_refused(images, vae, tmp_path):
         (["num_classes=2"], "num_classes=2, but cow/.* has the label 2; set num_classes=3 or more"),
         (["resolution=33"], "resolution=33 is not a multiple of 2"),
         (["kind=mean"], r"kind='mean' is not accepted; use sample \| moments"),
-        (["resolution=big"], "resolution='big' is not accepted; use a whole number of at least 1"),
+        (["resolution=big"], "resolution='big' is not accepted; use a whole number from 1 to 65536"),
         (["on_error=ignore"], r"on_error='ignore' is not accepted; use stop \| skip"),
         (["autoencoder=vqgan"], "autoencoder='vqgan' is not accepted"),
         (["autoencoder=identity"], "kind=moments: pixels have no log-variance"),

@@ -263,7 +263,9 @@ def test_two_trainings_do_not_share_a_folder(train, tmp_path):
     code += "print('open', flush=True)\ninput()"
     other = start("-c", code, stdin=subprocess.PIPE)
     assert other.stdout.readline() == "open\n"
-    with pytest.raises(ValueError, match="another process is training in .*run; wait for it, or choose another name="):
+    holder = rf"process {other.pid} on .*, since .*: -c"
+    held = rf"another process is training in .*run \({holder}\); wait for it, or choose another name="
+    with pytest.raises(ValueError, match=held):
         train("run")
     other.communicate("\n")
     train("run", "train.num_steps=1")
@@ -706,6 +708,14 @@ def test_a_run_stops_when_its_launcher_ends_and_not_when_its_shell_does(monkeypa
         assert stop.requested() == (launcher is not None)
 
 
+def is_free(lock):
+    try:
+        lock_file(lock, "it is held", "wait").close()
+    except UserError:
+        return False
+    return True
+
+
 def test_the_processes_of_a_killed_launcher_save_and_leave_even_while_they_evaluate(tmp_path):
     extra = [*EVALUATION, "eval.num_samples=100000", "train.batch_size=8"]
     arguments = [*TINY, "name=run", f"output_dir={tmp_path}", *extra]
@@ -714,7 +724,7 @@ def test_the_processes_of_a_killed_launcher_save_and_leave_even_while_they_evalu
         wait_for(lambda: process.poll() is not None or len(metrics_so_far(tmp_path)) >= 2)
         time.sleep(1)  # now in the evaluation of step 2, which would take an hour
         process.kill()
-        wait_for(lambda: lock_file(tmp_path / "run" / ".lock") is not None, timeout_sec=60)
+        wait_for(lambda: is_free(tmp_path / "run" / ".lock"), timeout_sec=60)
     finally:
         process.kill()
     code, output = finish(process)  # when both have closed their output
@@ -729,7 +739,6 @@ import sys, time
 from datetime import timedelta
 import torch.distributed as dist
 from errors import UserError
-from files import lock_file
 from training.stop import StopSignal
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://{tmp_path}/store", rank=rank, world_size=2)
