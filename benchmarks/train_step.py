@@ -146,7 +146,7 @@ def measure_apart(accelerator: Accelerator, backbone: str, model: str, variant: 
         own = {"backbones": backbone, "models": model, "compile": variant, "plain": False, "output": output}
         code, written = run_python(["-m", "benchmarks.train_step", *arguments_for(settings, **own)], CHILD_LIMIT_SEC)
         if code == 0:
-            record = json.loads(Path(f"{output}.jsonl").read_text().splitlines()[1])
+            record = json.loads(Path(f"{output}.jsonl").read_text(encoding="utf-8").splitlines()[1])
         else:
             record = {"model": model, "variant": variant, "problem": reason(code, written, CHILD_LIMIT_SEC)}
     row.record = lambda: record

@@ -239,7 +239,7 @@ class Search:
         arguments = [f"{key}={json.dumps(value)}" for key, value in row.items()]
         limit_sec = self.settings.limit_sec
         code, written = run_python([*launcher, "-m", "benchmarks.tune", "row", *arguments], limit_sec)
-        record = json.loads(result.read_text()) if code == 0 else {"problem": reason(code, written, limit_sec)}
+        record = json.loads(result.read_text(encoding="utf-8")) if code == 0 else {"problem": reason(code, written, limit_sec)}
         self.rows.setdefault(changes, []).append(record)
         emit(f"{self._name(changes)}: " + (record.get("problem") or f"{record['images_per_sec']:.4g} images/s"))
         return record
@@ -303,7 +303,7 @@ def measure_row(settings: RowSettings) -> None:
         "peak_memory_mib": peak and peak / 2**20,
     }
     if accelerator.is_main_process:
-        Path(settings.result).write_text(json.dumps(record))
+        Path(settings.result).write_text(json.dumps(record), encoding="utf-8")
     accelerator.end_training()
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import composed
+from conftest import composed, forget_accelerate
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import profile
 
@@ -45,6 +45,7 @@ def peak_of_two_steps(*overrides):
     "settings", [[], ["train.activation_checkpointing=blocks"], ["train.activation_checkpointing=selective"]]
 )
 def test_the_estimate_is_within_a_tenth_of_what_the_steps_allocate(settings):
+    forget_accelerate()
     own = ["model=tread", "model.backbone=DiT-XS/2", "train.batch_size=4", "train.precision=fp32", *settings]
     needed = sum(estimated(*own).values())
     assert needed == pytest.approx(peak_of_two_steps(*own), rel=memory.MARGIN)

@@ -108,7 +108,8 @@ def test_compiled_segments_agree_with_plain_blocks_and_end_where_routes_do(net, 
     for a, b in zip(outputs_and_gradients(fast), plain):
         assert (a - b).norm() <= 1e-5 * b.norm() + 1e-7
     # Blocks 1 to 3, which are routed, together; blocks 0, 4 and 5 alone, all by one graph. Block 4 may differ in precision.
-    assert len(graphs) == 2
+    # With checkpointing, each block has a function of its own.
+    assert len(graphs) == (2 if checkpointing == "none" else 4)
     with torch._dynamo.config.patch(error_on_recompile=True):
         outputs_and_gradients(fast, 1)
 

@@ -72,7 +72,10 @@ def shard_network(net: dit.DiT, device: torch.device, num_processes: int, train)
 
     size = num_shards(train, num_processes)
     # Of a mesh of two dimensions, fully_shard shards over the second, and averages gradients over both.
-    mesh = init_device_mesh(device.type, (num_processes,) if size == num_processes else (num_processes // size, size))
+    if size < num_processes:
+        mesh = init_device_mesh(device.type, (num_processes // size, size), mesh_dim_names=("nodes", "processes"))
+    else:
+        mesh = init_device_mesh(device.type, (num_processes,))
     reduce_dtype = torch.bfloat16 if train.gradient_precision == "bf16" else torch.float32
     in_fp32 = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
     in_bf16 = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
