@@ -601,9 +601,11 @@ def test_a_signal_while_it_samples_saves_and_leaves_and_the_next_start_samples_a
             wait_for(lambda: f"{signum.name}: stopping after this step" in caplog.text)
         return call(self, seeds, labels)
 
+    before = signal.signal(signum, signal.SIG_DFL)  # nohup has the tests ignore SIGHUP
     with monkeypatch.context() as patch:
         patch.setattr(ImageSampler, "__call__", signalled)
         run = train("run", "train.num_steps=2", *looks)  # not a multiple of checkpoint.every
+    signal.signal(signum, before)
     assert len(batches) == 2 and list(checkpoints.list_steps(run / "checkpoints")) == [2]
     assert "stopped after step 2, as asked; the same command goes on from there" in caplog.text
     is_there = {
