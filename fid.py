@@ -26,7 +26,6 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import IO
 
 from accelerate import Accelerator
 from omegaconf import DictConfig
@@ -35,7 +34,7 @@ import evaluations
 from errors import UserError
 from evaluations.images import open_images
 from evaluations.suite import format_metric, format_metrics, metrics_of, short_count
-from files import append_line, lock_file, markdown_table, read_lines, remove_leftovers, write_file
+from files import append_line, lock_output, markdown_table, read_lines, write_file
 from latents import autoencoders
 from sampling.evaluator import Evaluator
 from sampling.sampler import ImageSampler
@@ -82,7 +81,7 @@ def main(cfg: DictConfig) -> None:
         "reference": reference.fingerprint(),
     }
     output = Path(cfg.output) if cfg.output else default_folder(cfg, folders)
-    lock = lock_output(output) if accelerator.is_main_process else None
+    lock = lock_output(output, "evaluating into") if accelerator.is_main_process else None
     results = Results(output, conditions, images.fingerprint() if images else None)
     missing = decide_together(lambda: [i for i, (settings, _) in enumerate(points) if not results.find(settings)], accelerator)
     log.info("%d of %d evaluations to do, in %s", len(missing), len(points), output)
@@ -183,17 +182,6 @@ def shown(settings: dict) -> dict:
     run = checkpoints.run_of(checkpoint) or checkpoint.resolve().parent
     others = {name: value for name, value in settings.items() if name != "checkpoint"}
     return {"run": run.name, "step": checkpoints.step_of(checkpoint), **others}
-
-
-def lock_output(folder: Path) -> IO[bytes]:
-    """Create the folder of the results; returns its lock."""
-    try:
-        busy = f"another process is evaluating into {folder}"
-        lock = lock_file(folder / ".lock", busy, "wait for it, or choose another output=...")
-    except OSError as e:
-        raise UserError(f"cannot write to {folder} ({e.strerror}); choose another output=...") from e
-    remove_leftovers(folder)
-    return lock
 
 
 def in_words(settings: dict) -> str:

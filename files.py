@@ -125,6 +125,23 @@ def lock_file(path: Path, busy: str, remedy: str) -> IO[bytes]:
     return file
 
 
+def lock_output(folder: Path, doing: str) -> IO[bytes]:
+    """Create and lock the folder that a command's output= names, without what an interrupted one left; returns the lock.
+
+    Args:
+        doing: what the command does to the folder, for the message: `sampling into`.
+
+    Raises:
+        UserError: another process holds the lock, or the folder cannot be written to.
+    """
+    try:
+        lock = lock_file(folder / ".lock", f"another process is {doing} {folder}", "wait for it, or choose another output=...")
+    except OSError as e:
+        raise UserError(f"cannot write to {folder} ({e.strerror}); choose another output=...") from e
+    remove_leftovers(folder)
+    return lock
+
+
 def append_line(path: Path, record: dict) -> None:
     """Append one JSON object to a file of JSON lines. A last line that was cut off is not joined to it.
 

@@ -27,7 +27,7 @@ from PIL import Image
 from errors import UserError
 from evaluations.images import DECODE_ERRORS
 from evaluations.npz import write_npz
-from files import lock_file, remove_leftovers, whole_file, write_file
+from files import lock_output, whole_file, write_file
 from progress import progress_bar
 from randomness import class_of_seed
 from sampling.sampler import ImageSampler, describe_cost, labelled_grid
@@ -122,12 +122,7 @@ def open_output(output: Path, settings: dict) -> IO[bytes]:
     held = {path.name for path in output.iterdir()} if output.is_dir() else set()
     if file.name not in held and not all(name == ".lock" or name.startswith(".tmp_") for name in held):
         raise UserError(f"output={output} is not empty and not made by sample.py; choose another folder")
-    try:
-        busy = f"another process is sampling into {output}"
-        lock = lock_file(output / ".lock", busy, "wait for it, or choose another output=...")
-    except OSError as e:
-        raise UserError(f"cannot write to {output} ({e.strerror}); choose another output=...") from e
-    remove_leftovers(output)
+    lock = lock_output(output, "sampling into")
     if file.exists():
         if changed := schema.differences(read_yaml(file), settings):
             raise UserError(f"{output} holds images of other settings ({'; '.join(changed)}); choose another output=...")

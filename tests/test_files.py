@@ -164,7 +164,8 @@ def hold(folder):
 
 
 @pytest.mark.parametrize(
-    ("lock", "doing"), [(lambda f: sample_script.open_output(f, {}), "sampling"), (fid_script.lock_output, "evaluating")]
+    ("lock", "doing"),
+    [(lambda f: sample_script.open_output(f, {}), "sampling"), (lambda f: files.lock_output(f, "evaluating into"), "evaluating")],
 )
 def test_a_second_sample_or_fid_on_a_folder_says_who_is_there(lock, doing, tmp_path):
     process = hold(tmp_path)

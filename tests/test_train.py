@@ -41,9 +41,6 @@ GRIDS = ["sample.every=2", "sample.num_samples=3", "diffusion.sampler.num_steps=
 EVALUATION = ["eval.every=2", "eval.num_samples=6", "eval.batch_size=2", "eval.num_steps=1", "eval.cfg_scales=[1.0]"]
 
 
-needs_dev_full = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="/dev/full stands in for a full disk")
-
-
 def weights(run, step, which="model"):
     return load_file(run / "checkpoints" / checkpoints.folder_name(step) / f"{which}.safetensors")
 

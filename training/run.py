@@ -10,7 +10,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from errors import UserError
-from files import append_line, lock_file, read_lines, remove_leftovers, write_file
+from files import append_line, lock_file, read_lines, remove_leftovers, why_not_written, write_file
 
 
 class RunFolder:
@@ -61,7 +61,7 @@ class RunFolder:
             with open(self.metrics, "ab") as f:
                 os.fsync(f.fileno())
         except OSError as e:
-            raise UserError(f"cannot write {self.metrics}: {e.strerror}") from e
+            raise UserError(f"cannot write {self.metrics}: {why_not_written(self.metrics, e)}") from e
 
     def log_start(self, record: dict) -> None:
         append_line(self.starts, record)
