@@ -6,4 +6,15 @@ class UserError(ValueError):
 
     Commands print it as one line and exit with 1. Every other exception is a defect of the program, of a library or of
     the researcher's own code, and keeps its traceback.
+
+    Args:
+        lines: the message; more than one where a command lists what it found.
     """
+
+    def __init__(self, *lines: str):
+        super().__init__("\n".join(map(printable, lines)))
+
+
+def printable(line: str) -> str:
+    r"""The line with line breaks and control characters as `\n` and `\x1b`: names of files may hold them."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in line)

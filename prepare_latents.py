@@ -238,7 +238,7 @@ def inspect(
         except UserError as e:
             log.warning("%s; grid=<file> draws elsewhere", e)
     if found.problems:
-        raise UserError(f"{path}: {len(found.problems)} problems\n" + "\n".join(f"- {problem}" for problem in found.problems))
+        raise UserError(f"{path}: {len(found.problems)} problems", *(f"- {problem}" for problem in found.problems))
     log.info("nothing wrong was found")
 
 
@@ -282,7 +282,7 @@ def fetch(autoencoder: Autoencoder = SD_VAE) -> None:
         except UserError as e:
             problems.append(str(e))
     if problems:
-        raise UserError("\n".join(problems))
+        raise UserError(*problems)
 
 
 COMMANDS = {command.__name__: command for command in (encode, convert, inspect, synthetic, digits, reference, fetch)}

@@ -31,13 +31,10 @@ def find_formats(path: Path, at_most: int | None = None) -> tuple[list[str], lis
     """
     names, folders = [path.name], []
     if path.is_dir():
-        # Not Path.iterdir: asking each of a million files whether it is one takes long.
-        with os.scandir(path) as listing:
-            entries = [e for e in itertools.islice(listing, at_most) if not e.name.startswith(".")]
-        entries = [e for e in entries if not e.is_symlink() or os.path.exists(e.path)]  # asking a link to itself raises
+        entries = [e for e in _peek(path, at_most) if not e.name.startswith(".")]
         names, folders = (sorted(e.name for e in entries if is_kind(e)) for is_kind in (os.DirEntry.is_file, os.DirEntry.is_dir))
     shards = [path / n if path.is_dir() else path for n in names if n.endswith(".safetensors")]
-    is_native = bool(shards) and _has_native_header(shards[0])
+    is_native = bool(shards) and shards[0].is_file() and _has_native_header(shards[0])
     signs = {
         "native": is_native,
         "maskdit_lmdb": any(n.endswith(".mdb") for n in names) or any((path / n / "data.mdb").exists() for n in ("train", "val")),
@@ -90,13 +87,15 @@ def _has_native_header(file: Path) -> bool:
         return False
 
 
-def _peek(folder: Path) -> list[os.DirEntry]:
-    """The first entries of a folder; none of what cannot be read."""
+def _peek(folder: Path, at_most: int | None = PEEK) -> list[os.DirEntry]:
+    """The first entries of a folder, without links that lead nowhere; none of what cannot be read."""
     try:
-        with os.scandir(folder) as entries:
-            return list(itertools.islice(entries, PEEK))
+        # Not Path.iterdir: asking each of a million files whether it is one takes long.
+        with os.scandir(folder) as listing:
+            entries = list(itertools.islice(listing, at_most))
     except OSError:
         return []
+    return [e for e in entries if not e.is_symlink() or os.path.exists(e.path)]  # asking a link to itself what it is raises
 
 
 def _has_images(path: Path, depth: int) -> bool:

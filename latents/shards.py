@@ -255,6 +255,8 @@ class _Shard:
 
 def _open_shard(file: Path, path: Path, key: str) -> _Shard:
     """The header and the labels."""
+    if not file.is_file():  # opening a pipe would wait for ever
+        raise UserError(f"{file} is not a file")
     try:
         with safe_open(file, framework="pt") as f:
             metadata = f.metadata()

@@ -58,10 +58,10 @@ def main(arguments: Sequence[str]) -> None:
         check_replaceable(file)
     runs, problems = read_runs(folders)
     if not runs:
-        reasons = "".join(f"\n  {path}: {'; '.join(words)}" for path, words in problems.items())
+        reasons = [f"  {path}: {'; '.join(words)}" for path, words in problems.items()]
         inside = [path for one in folders for path in (one, *one.parents) if path.name == "checkpoints"]
         usage = f"give the run's folder: python -m reports {inside[0].parent}" if inside else USAGE
-        raise UserError(f"no run can be read below {' '.join(map(str, folders))}{reasons or f'; {usage}'}")
+        raise UserError(f"no run can be read below {' '.join(map(str, folders))}{'' if reasons else f'; {usage}'}", *reasons)
     tables = group(runs)
     num_runs, num_experiments = counted(len(runs), "run"), counted(sum(map(len, tables.values())), "experiment")
     names = " ".join(folder.name or str(folder) for folder in folders)

@@ -314,10 +314,11 @@ def open_reference(path: str | None, key: str) -> ImageSet:
             f"{key} is not set: give a reference batch, VIRTUAL_imagenet256_labeled.npz of ADM's evaluation suite, say, or a "
             "folder of images"
         )
-    if not Path(path).exists():
+    if not (Path(path).is_dir() or Path(path).is_file()):
+        found = "is not a file" if Path(path).exists() else "does not exist"
         adm = "https://github.com/openai/guided-diffusion/tree/main/evaluations"
         raise UserError(
-            f"{key}={path} does not exist; reference batches are at {adm}, and `prepare_latents.py reference` makes one of "
+            f"{key}={path} {found}; reference batches are at {adm}, and `prepare_latents.py reference` makes one of "
             "images of your own"
         )
     return open_images(path)

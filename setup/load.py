@@ -36,9 +36,11 @@ def load_network(
         weights: `ema` or `raw`.
         compile_mode: of `training.speed.compile_network`.
     """
-    net = build_network(cfg).eval().requires_grad_(False)
     stored = checkpoints.load_weights(folder, weights)
-    checkpoints.check_tensors(folder / checkpoints.WEIGHTS[weights], stored, net.state_dict())
+    with checkpoints.reading(folder / "config.yaml"), torch.device("meta"):  # absurd sizes take no memory here
+        expected = build_network(cfg).state_dict()
+    checkpoints.check_tensors(folder / checkpoints.WEIGHTS[weights], stored, expected)
+    net = build_network(cfg).eval().requires_grad_(False)
     net.load_state_dict(stored)
     compile_network(net, resolve_compile(compile_mode, device))
     return net.to(device)

@@ -291,7 +291,7 @@ def check_tensors(file: Path, given: Mapping[str, object], like: Mapping[str, Te
 
     def describe(values: Mapping[str, object], name: str) -> str:
         value = values.get(name)
-        is_plain = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta
+        is_plain = isinstance(value, Tensor) and value.layout is torch.strided and not (values is given and value.is_meta)
         return f"{list(value.shape)} {value.dtype}" if is_plain else "no tensor"
 
     for name in {**like, **given}:

@@ -52,7 +52,7 @@ TRIALS: list[tuple] = []  # (drill, name, function), for the processes that are 
 
 def main(only: str = ",".join(DRILLS), like: str = "", seed: str = "0", jobs: str = "2", table: str = "") -> int:
     start_sec, root = time.monotonic(), Path(tempfile.mkdtemp(prefix="drills_"))
-    dit.SIZES["XS"] = (12, 24, 3)  # narrow: checkpoints of 1 MB are copied hundreds of times
+    dit.BACKBONES["DiT-XS/2"] = (12, 24, 3, 2)  # narrow: checkpoints of 1 MB are copied hundreds of times
     make_inputs(root / "inputs")
     import_what_commands_import(root, [tool(name, root / "inputs") for name in TOOLS])
     for drill in only.split(","):
