@@ -137,7 +137,7 @@ def lock_output(folder: Path, doing: str) -> IO[bytes]:
     try:
         lock = lock_file(folder / ".lock", f"another process is {doing} {folder}", "wait for it, or choose another output=...")
     except OSError as e:
-        raise UserError(f"cannot write to {folder} ({e.strerror}); choose another output=...") from e
+        raise UserError(f"cannot write to {folder} ({why_not_written(folder, e)}); choose another output=...") from e
     remove_leftovers(folder)
     return lock
 
@@ -146,14 +146,17 @@ def append_line(path: Path, record: dict) -> None:
     """Append one JSON object to a file of JSON lines. A last line that was cut off is not joined to it.
 
     Raises:
-        UserError: the file cannot be written.
+        UserError: the file cannot be written; it is as it was.
     """
+    size = path.stat().st_size if path.exists() else 0
     try:
         with open(path, "a+b") as f:
             f.seek(max(f.tell() - 1, 0))
             is_torn = f.read(1) not in (b"", b"\n")
             f.write((b"\n" if is_torn else b"") + json.dumps(record).encode() + b"\n")
     except OSError as e:
+        with contextlib.suppress(OSError):  # it did not exist, say
+            os.truncate(path, size)  # not half a line
         raise UserError(f"cannot write {path}: {why_not_written(path, e)}") from e
 
 

@@ -4,6 +4,8 @@ import errno
 import json
 import os
 import re
+import resource
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -298,3 +300,22 @@ def test_an_npz_of_an_absurd_shape_is_refused_by_name(tmp_path):
         np.lib.format.write_array_header_1_0(f, {"descr": "<f8", "fortran_order": False, "shape": (10**15,)})
     with pytest.raises(UserError, match="a.npz is damaged or not an .npz file"):
         NpzImages(tmp_path / "a.npz")
+
+
+def test_a_line_that_does_not_fit_leaves_the_file_as_it_was(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    files.append_line(file, {"step": 1})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20, limits[1]))
+        with pytest.raises(UserError, match="metrics.jsonl: File too large"):
+            files.append_line(file, {"step": 2, "loss": 1.25})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert file.read_text() == '{"step": 1}\n'
+
+
+def test_an_error_about_a_name_with_line_breaks_is_one_line():
+    assert str(UserError("a\nerror: b\x1b[2J does not exist", "- more")) == "a\\nerror: b\\x1b[2J does not exist\n- more"

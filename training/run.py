@@ -39,7 +39,8 @@ class RunFolder:
             probe.mkdir(exist_ok=True)
             probe.rmdir()
         except OSError as e:
-            raise UserError(f"output_dir: cannot write to {self.path} ({e.strerror}); choose another output_dir=...") from e
+            why = why_not_written(self.path, e)
+            raise UserError(f"output_dir: cannot write to {self.path} ({why}); choose another output_dir=...") from e
 
     def write_config(self, config: dict) -> None:
         """Write config.yaml: the resolved configuration of the run, of plain values."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from errors import UserError
-from files import hash_bytes, hash_file, lock_file, read_json, remove_leftovers, write_file
+from files import hash_bytes, hash_file, lock_file, read_json, remove_leftovers, why_not_written, write_file
 from latents.manifest import MANIFEST, UNFINISHED, read_manifest
 from latents.shards import KINDS, LatentDataset, ShardInfo, mean_and_log_variance, serialize_shard, shard_files
 from latents.statistics import ChannelStatistics
@@ -138,7 +138,8 @@ class ShardWriter:
             busy = f"another process is writing to output={self.output}"
             self._lock = lock_file(self._unfinished / "lock", busy, "wait for it, or choose another folder")
         except OSError as e:
-            raise UserError(f"output={self.output} cannot be written to ({e.strerror}); choose another folder") from e
+            why = why_not_written(self.output, e)
+            raise UserError(f"output={self.output} cannot be written to ({why}); choose another folder") from e
         for folder in (self.output, self._unfinished):
             remove_leftovers(folder)
         for record in _records_of(manifest) if manifest is not None else []:

@@ -29,7 +29,7 @@ WRITTEN = {
     "reference": ["ref.npz"],
 }  # fmt: skip
 # How the error names it, where not by the last part.
-NAMED = {".unfinished": "latents", "rename run/checkpoints": "step_0000002", "mkdir run/checkpoints/": "checkpoints"}
+NAMED = {".unfinished": "latents", "rename run/checkpoints": "step_0000002", "mkdir run/checkpoints/": "run"}
 FIRST = {"metrics.jsonl": 2}  # the first operation on it creates it, to see whether the folder can be written to
 FAULTS = {errno.ENOSPC: ("No space left", "free"), errno.EIO: ("Input/output error",), errno.EDQUOT: ("quota",)}
 SIZES = {  # bytes to which files may grow
