@@ -199,7 +199,7 @@ def verify(folder: Path) -> None:
             raise CheckpointError(
                 f"{folder} is not a folder; give a checkpoint such as runs/<name>/checkpoints/{folder_name(400)}"
             )
-        if not (folder / MANIFEST).exists():
+        if not (folder / MANIFEST).is_file():
             raise CheckpointError(f"{folder} is not a whole checkpoint: it has no {MANIFEST}")
     with reading(folder / MANIFEST):
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))

@@ -81,9 +81,13 @@ def swap(first: str, second: str) -> Damage:
     return damage
 
 
-def rename(folder: Path, name: str, source: str = NEWEST) -> None:
-    shutil.rmtree(folder) if source != NEWEST else None
-    (folder.parent / source).rename(folder.parent / name)
+def rename(folder: Path, name: str) -> None:
+    folder.rename(folder.parent / name)
+
+
+def pretend(source: str, name: str) -> Damage:
+    """Another checkpoint takes the place of the newest one."""
+    return lambda folder, rng: (shutil.rmtree(folder), shutil.copytree(folder.parent / source, folder.parent / name))
 
 
 OF_FOLDERS: dict[str, Damage] = {
@@ -94,10 +98,10 @@ OF_FOLDERS: dict[str, Damage] = {
     "a file": lambda folder, rng: (shutil.rmtree(folder), folder.write_text("")),
     "a link to itself": lambda folder, rng: (shutil.rmtree(folder), folder.symlink_to(folder)),
     "only a manifest": lambda folder, rng: [file.unlink() for file in folder.iterdir() if file.name != "manifest.json"],
-    "step 4 under the name of step 6": lambda folder, rng: rename(folder, NEWEST, BEFORE),
-    "step 2 under the name of step 6": lambda folder, rng: rename(folder, NEWEST, FIRST),
+    "step 4 under the name of step 6": pretend(BEFORE, NEWEST),
+    "step 2 under the name of step 6": pretend(FIRST, NEWEST),
     "step 6 under the name of step 100": lambda folder, rng: rename(folder, "step_0000100"),
-    "step 4 under the name of step 100": lambda folder, rng: rename(folder, "step_0000100", BEFORE),
+    "step 4 under the name of step 100": pretend(BEFORE, "step_0000100"),
     "step 6 under a name without zeros": lambda folder, rng: folder.rename(folder.with_name("step_6")),
     "step 6 under a name of ten million": lambda folder, rng: rename(folder, "step_10000000"),
 }
@@ -177,12 +181,11 @@ DEEP = "[" * 100_000
 _ALIASES = "a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n" + "".join(f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 12))
 
 WRONG_WEIGHTS: dict[str, Damage] = {  # wrong for every command
-    "weights without a tensor": of_weights(lambda t: t.pop(_first(t)) and None),
+    "weights without a tensor": of_weights(lambda t: t.pop(_first(t))),
     "weights with one tensor more": of_weights(_set("more", torch.zeros(3))),
     "weights of another shape": of_weights(lambda t: t.__setitem__(_first(t), torch.zeros(3, 5))),
     "weights without tensors": of_weights(lambda t: t.clear()),
     "weights under other names": of_weights(lambda t: {f"module.{name}": x for name, x in t.items()}),
-    "weights that are not finite": of_weights(lambda t: t[_first(t)].fill_(float("nan")) and None),
     "weights that are text": of_bytes(b"{}", *FILES[:2]),
     "weights with an absurd header": of_bytes(b"\xff" * 7 + b"\x7f" + b"{}", *FILES[:2]),
     "weights with a deep header": of_bytes(len(DEEP).to_bytes(8, "little") + DEEP.encode(), *FILES[:2]),
@@ -204,7 +207,7 @@ WRONG_WEIGHTS: dict[str, Damage] = {  # wrong for every command
         "config.yaml", lambda text: text.replace("num_classes: 10", "num_classes: 1000000000000")),
     "config.yaml with a scale that is not finite": of_text(
         "config.yaml", lambda text: text.replace("scale_factor: 0.66", "scale_factor: .nan #")),
-    "state.json without the step": of_json(lambda state: state.pop("step") and None),
+    "state.json without the step": of_json(lambda state: state.pop("step")),
     "state.json whose step is a word": of_json(_set("step", "six")),
     "state.json whose step is another's": of_json(_set("step", 4)),
     "state.json whose step is absurd": of_json(_set("step", 10**30)),
@@ -224,15 +227,15 @@ WRONG_WEIGHTS: dict[str, Damage] = {  # wrong for every command
 WRONG_FOR_TRAINING: dict[str, Damage] = {
     "AdamW without a state": of_optimizer(lambda state: state["state"].pop(0) and None),
     "AdamW without states": of_optimizer(lambda state: state["state"].clear()),
-    "AdamW without a key": of_optimizer(lambda state: state["state"][0].pop("exp_avg_sq").sum() * 0 + 1 and None),
+    "AdamW without a key": of_optimizer(lambda state: state["state"][0].pop("exp_avg_sq")),
     "AdamW of another shape": of_optimizer(lambda state: state["state"][0].update(exp_avg=torch.zeros(3))),
-    "AdamW that is not finite": of_optimizer(lambda state: state["state"][0]["exp_avg"].fill_(float("inf")) and None),
+    "AdamW that is not finite": of_optimizer(lambda state: state["state"][0]["exp_avg"].fill_(float("inf"))),
     "AdamW without groups": of_optimizer(lambda state: state.update(param_groups=[])),
     "AdamW with another group": of_optimizer(lambda state: state["param_groups"].append(state["param_groups"][0])),
     "AdamW that is a list": of_optimizer(lambda state: [1, 2]),
     "AdamW that is text": of_bytes(b"text", "optimizer.pt"),
     "state.json without the data": of_json(lambda state: state.pop("data_fingerprint") and None),
-    "state.json without the sum of losses": of_json(lambda state: state.pop("loss_sum") * 0 + 1 and None),
+    "state.json without the sum of losses": of_json(lambda state: state.pop("loss_sum")),
     "state.json with words for numbers": of_json(_set("loss_count", "many")),
     "state.json with losses that are not finite": of_json(_set("loss_sum", float("nan"))),
 }  # fmt: skip
