@@ -168,7 +168,9 @@ def _guide(
             if every:
                 return unguided(x, level, y)
         D, D_weak = estimates(x, level, y)
-        return D_weak + scale * (D - D_weak)
+        C = x.shape[1]
+        guided = D_weak[:, :C] + scale * (D[:, :C] - D_weak[:, :C])
+        return torch.cat([guided, D[:, C:]], dim=1)  # DDPM's learned variance, if there is one, is that of D
 
     return denoiser
 

@@ -43,6 +43,7 @@ log = logging.getLogger("train")
 def main(cfg: DictConfig) -> None:
     # Everything that can be wrong with the configuration, the data and the folder, before any slow work.
     cfg, remarks = rows.name_run(cfg, schema.check(cfg, schema.TrainConfig))
+    build.check_loss(cfg.diffusion)
     diffusion = build.build_diffusion(cfg.diffusion)
     with say_if_slow(log, "opening data.path=%s", cfg.data.path):
         cfg, dataset = build.open_data(cfg)

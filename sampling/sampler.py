@@ -10,6 +10,7 @@ import torch
 from PIL import Image, ImageDraw
 from torch import Tensor, nn
 
+from ddpm import DDPM
 from edm import EDM
 from guidance import Guidance, GuidanceInputs
 from latents.autoencoders import Autoencoder, to_uint8
@@ -18,7 +19,7 @@ from routing_module import TokenRouter
 from sampling.flops import forward_flops, sparse_saving
 from sit import SiT
 
-Diffusion = EDM | SiT
+Diffusion = EDM | SiT | DDPM
 
 
 @dataclass

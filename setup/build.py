@@ -11,6 +11,8 @@ from accelerate import Accelerator
 
 import dit
 import guidance
+from ddpm import DDPM
+from ddpm.sampler import AncestralSampler
 from edm import EDM
 from edm.sampler import HeunSampler
 from errors import UserError
@@ -23,13 +25,14 @@ from latents.shards import LatentDataset
 from latents.webdataset import TarLatents
 from routing_module import Route, num_kept_tokens
 from setup import schema
+from setup.settings import validate
 from sit import SiT
 from sit.sampler import FlowSampler
 from training.sharding import processes_per_node
 
 log = logging.getLogger(__name__)
 
-Diffusion = EDM | SiT
+Diffusion = EDM | SiT | DDPM
 Dataset = LatentDataset | TarLatents
 
 # TREAD's (section 4), for sparse guidance of a network that was trained without routes.
@@ -134,12 +137,24 @@ def build_diffusion(settings: schema.Diffusion, **sampler_overrides) -> Diffusio
                 f"leave it out. It has {', '.join(sampler)}"
             )
         sampler[key] = value
+    sampler = validate(sampler, type(settings.sampler)).model_dump()  # each diffusion has solvers of its own
     own = settings.model_dump(exclude={"name", "sampler"})
     if settings.name == "sit":
         return SiT(**own, sampler=FlowSampler(**sampler))
+    if settings.name == "ddpm":
+        return DDPM(**own, sampler=AncestralSampler(**sampler))
     if not sampler["sigma_min"] < sampler["sigma_max"]:
         raise UserError(f"diffusion.sampler.sigma_min={sampler['sigma_min']} must be below sigma_max={sampler['sigma_max']}")
     return EDM(**own, sampler=HeunSampler(**sampler))
+
+
+def check_loss(settings: schema.Diffusion) -> None:
+    """Raises UserError for a diffusion that cannot be trained."""
+    if settings.name == "ddpm":
+        raise UserError(
+            "diffusion=ddpm is for sampling from imported weights (kind=dit) and has no loss to train with; train with "
+            "diffusion=edm or diffusion=sit, from the start or from weights of the same diffusion"
+        )
 
 
 def build_guidance(settings: schema.Guidance) -> guidance.Guidance:
@@ -182,7 +197,7 @@ def check_guidance(settings: schema.Guidance, run_cfg: schema.TrainConfig, diffu
             )
     levels = diffusion.sampler.evaluated_levels()
     low, high = getattr(settings, "level_lo", None), getattr(settings, "level_hi", None)
-    symbol = {"edm": "sigma", "sit": "t"}[run_cfg.diffusion.name]
+    symbol = {"edm": "sigma", "sit": "t", "ddpm": "t"}[run_cfg.diffusion.name]
     sampler = f"the sampler of diffusion={run_cfg.diffusion.name}, whose {symbol} goes from {levels[0]:g} to {levels[-1]:.3g}"
     top = levels[0] * (1 + 1e-6)  # levels are rounded to float32 when they are compared
     for key, value in (("level_lo", low), ("level_hi", high)):

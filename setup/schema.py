@@ -22,6 +22,7 @@ from pydantic import BeforeValidator, Field, create_model, model_validator
 
 import dit
 import guidance
+from ddpm.sampler import DDPM_SOLVERS, NUM_TIMESTEPS
 from errors import UserError
 from latents.shards import KINDS
 from routing_module import SELECTIONS, Route
@@ -123,7 +124,7 @@ Numbers = Annotated[
 Bound = Annotated[
     float,
     Field(ge=0, lt=math.inf),
-    Accepts(lambda _: True, "a noise level: sigma for diffusion=edm (0.28 to 2.9, say), t for diffusion=sit (0.22 to 0.74, say)"),
+    Accepts(lambda _: True, "a noise level: sigma for diffusion=edm (0.28 to 2.9, say), t for diffusion=sit (0.22 to 0.74, say) and ddpm (0 to 999)"),
 ]
 Weights = Literal["ema", "raw"]
 Precision = Literal["fp32", "bf16"]
@@ -205,6 +206,13 @@ class FlowSettings(Settings):
     last_step: Compared[Literal[LAST_STEPS]]
 
 
+class AncestralSettings(Settings):
+    """Of `ddpm.sampler.AncestralSampler`."""
+
+    num_steps: Compared[Annotated[int, Field(ge=1, le=NUM_TIMESTEPS)]]
+    solver: Compared[Literal[DDPM_SOLVERS]]
+
+
 class EDMSettings(Settings):
     name: Architecture[Literal["edm"]]
     sigma_data: Architecture[Positive]
@@ -221,7 +229,12 @@ class SiTSettings(Settings):
     sampler: FlowSettings
 
 
-Diffusion = Annotated[EDMSettings | SiTSettings, Field(discriminator="name")]
+class DDPMSettings(Settings):
+    name: Architecture[Literal["ddpm"]]
+    sampler: AncestralSettings
+
+
+Diffusion = Annotated[EDMSettings | SiTSettings | DDPMSettings, Field(discriminator="name")]
 
 
 class NoGuidance(Settings):
@@ -388,7 +401,7 @@ SAMPLER_OVERRIDES = {
     for settings in (HeunSettings, FlowSettings)
     for key, field in settings.model_fields.items()
     if key not in ("sigma_min", "sigma_max", "rho")
-}
+} | {"solver": Literal[(*SOLVERS, *DDPM_SOLVERS)]}  # `build.build_diffusion` knows which of them the run's diffusion has
 
 
 SChurn, Solver = SAMPLER_OVERRIDES["S_churn"], SAMPLER_OVERRIDES["solver"]
