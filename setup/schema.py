@@ -199,6 +199,7 @@ class FlowSettings(Settings):
 
     num_steps: Compared[SamplerSteps]
     solver: Compared[Literal[SOLVERS]]
+    timestep_shift: Compared[Positive] = 1.0
     diffusion_form: Compared[Literal[tuple(DIFFUSION_FORMS)]]
     diffusion_norm: Compared[NotNegative]
     last_step_size: Compared[Annotated[float, Field(gt=0, lt=1)]]
@@ -218,6 +219,7 @@ class SiTSettings(Settings):
     timestep: Fixed[Literal[TIMESTEPS]]
     logit_mean: Fixed[Number]
     logit_std: Fixed[Positive]
+    cosine_weight: Fixed[NotNegative] = 0.0
     sampler: FlowSettings
 
 
@@ -231,11 +233,13 @@ class NoGuidance(Settings):
 class CFG(Settings):
     name: Literal["cfg"]
     cfg_scale: Number
+    channels: LatentSize | None = None
 
 
 class Interval(Settings):
     name: Literal["interval"]
     cfg_scale: Number
+    channels: LatentSize | None = None
     level_lo: Bound
     level_hi: Bound
 
