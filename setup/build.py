@@ -178,7 +178,7 @@ def check_guidance(settings: schema.Guidance, run_cfg: schema.TrainConfig, diffu
     """Compare guidance.* with the run that it is to guide; `diffusion` has the sampler that is to be used.
 
     Raises:
-        UserError: the null class was never trained; an interval outside the sampler's noise levels, or between them; two
+        UserError: the null class was never trained; more channels than the latents have; an interval outside the sampler's noise levels, or between them; two
             branches of sparse guidance that keep the same number of tokens.
     """
     scale = getattr(settings, "cfg_scale", 1.0)
@@ -195,6 +195,12 @@ def check_guidance(settings: schema.Guidance, run_cfg: schema.TrainConfig, diffu
                 f"guidance.r_strong={settings.r_strong} and guidance.r_weak={settings.r_weak} both keep {weak} of the "
                 f"{num_tokens} tokens of {run_cfg.model.backbone}, so that there is nothing to guide by; raise guidance.r_weak"
             )
+    channels = getattr(settings, "channels", None)
+    if channels is not None and channels > run_cfg.data.in_channels:
+        raise UserError(
+            f"guidance.channels={channels}, but the latents have {run_cfg.data.in_channels} channels; give at most as many, or "
+            "guidance.channels=null for all"
+        )
     levels = diffusion.sampler.evaluated_levels()
     low, high = getattr(settings, "level_lo", None), getattr(settings, "level_hi", None)
     symbol = {"edm": "sigma", "sit": "t", "ddpm": "t"}[run_cfg.diffusion.name]

@@ -124,7 +124,10 @@ Numbers = Annotated[
 Bound = Annotated[
     float,
     Field(ge=0, lt=math.inf),
-    Accepts(lambda _: True, "a noise level: sigma for diffusion=edm (0.28 to 2.9, say), t for diffusion=sit (0.22 to 0.74, say) and ddpm (0 to 999)"),
+    Accepts(
+        lambda _: True,
+        "a noise level: sigma for diffusion=edm (0.28 to 2.9, say), t for diffusion=sit (0.22 to 0.74, say) and ddpm (0 to 999)",
+    ),
 ]
 Weights = Literal["ema", "raw"]
 Precision = Literal["fp32", "bf16"]
@@ -200,6 +203,7 @@ class FlowSettings(Settings):
 
     num_steps: Compared[SamplerSteps]
     solver: Compared[Literal[SOLVERS]]
+    timestep_shift: Compared[Positive] = 1.0
     diffusion_form: Compared[Literal[tuple(DIFFUSION_FORMS)]]
     diffusion_norm: Compared[NotNegative]
     last_step_size: Compared[Annotated[float, Field(gt=0, lt=1)]]
@@ -226,6 +230,7 @@ class SiTSettings(Settings):
     timestep: Fixed[Literal[TIMESTEPS]]
     logit_mean: Fixed[Number]
     logit_std: Fixed[Positive]
+    cosine_weight: Fixed[NotNegative] = 0.0
     sampler: FlowSettings
 
 
@@ -244,11 +249,13 @@ class NoGuidance(Settings):
 class CFG(Settings):
     name: Literal["cfg"]
     cfg_scale: Number
+    channels: LatentSize | None = None
 
 
 class Interval(Settings):
     name: Literal["interval"]
     cfg_scale: Number
+    channels: LatentSize | None = None
     level_lo: Bound
     level_hi: Bound
 
