@@ -82,10 +82,13 @@ class TimestepEmbedder(nn.Module):
         super().__init__()
         self.mlp = nn.Sequential(nn.Linear(self.NUM_FEATURES, width), nn.SiLU(), nn.Linear(width, width))
 
+    @classmethod
+    def frequencies(cls, device: torch.device | None = None) -> Tensor:  # (128,)
+        half = cls.NUM_FEATURES // 2
+        return torch.exp(-math.log(10000) / half * torch.arange(half, dtype=torch.float32, device=device))
+
     def forward(self, t: Tensor) -> Tensor:  # (B,) -> (B, D)
-        half = self.NUM_FEATURES // 2
-        frequencies = torch.exp(-math.log(10000) / half * torch.arange(half, dtype=torch.float32, device=t.device))
-        angles = t.float()[:, None] * frequencies  # (B, 128)
+        angles = t.float()[:, None] * self.frequencies(t.device)  # (B, 128)
         return self.mlp(torch.cat([angles.cos(), angles.sin()], dim=1))
 
 
