@@ -81,7 +81,7 @@ class SwiGLU(nn.Module):
 
 
 class LightningDiTBlock(DiTBlock):
-    """DiT's block of other parts: `forward(x, c, cos, sin)`."""
+    """DiT's block, of other parts."""
 
     def __init__(self, width: int, num_heads: int, mlp_ratio: float = 4.0):
         nn.Module.__init__(self)  # DiT's parts would be made for nothing
@@ -90,6 +90,9 @@ class LightningDiTBlock(DiTBlock):
         self.norm2 = RMSNorm(width, eps=1e-6)
         self.mlp = SwiGLU(width, int(2 / 3 * int(width * mlp_ratio)))  # as many weights as DiT's MLP
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
+
+    def forward(self, x: Tensor, c: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # (B, K, D), (B, D), (B or 1, K, d) twice
+        return super().forward(x, c, cos, sin)
 
 
 class LightningDiT(DiT):
