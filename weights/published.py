@@ -21,9 +21,16 @@ import dit
 from errors import UserError
 from training import checkpoint as checkpoints
 
-KINDS_OF_WEIGHTS = ("dit", "sit", "repa", "tread")
+# Whose layout a file has: the choices of model and diffusion.
+KINDS_OF_WEIGHTS = {
+    "dit": ("dit", "ddpm"),
+    "sit": ("dit", "sit"),
+    "repa": ("dit", "sit"),
+    "tread": ("tread", "edm"),
+    "lightningdit": ("lightningdit", "sit"),
+}
+TURNED = ("sit", "lightningdit")  # their clock runs from noise at 0 to data at 1, and they predict data - noise
 FILE_TYPES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
-DIFFUSIONS = {"dit": "ddpm", "sit": "sit", "repa": "sit", "tread": "edm"}
 # As training codes call the weights, their EMA and the count of steps in one file.
 _CONTAINERS = (("model", "ema"), ("model_state_dict", "ema_state_dict"))
 _STEP_NAMES = ("step", "steps", "train_steps")
@@ -120,7 +127,7 @@ def read_sizes(file: Path, state: dict[str, Tensor]) -> Sizes:
             raise UserError(f"{file}: {name} is {found}; give the weights of a DiT in the names of facebookresearch/DiT")
     width, in_channels, patch_size, _ = state["x_embedder.proj.weight"].shape
     depth = len({name.split(".")[1] for name in state if name.startswith("blocks.")})
-    names = {(d, w, p): name for name, (d, w, _, p) in dit.BACKBONES.items()}
+    names = {(d, w, p): name for name, (d, w, _, p) in backbones.items()}
     if (depth, width, patch_size) not in names:
         sizes = ", ".join(f"{size} {d} x {w}" for size, (d, w, _) in dit.SIZES.items())
         raise UserError(
