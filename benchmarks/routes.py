@@ -34,7 +34,7 @@ from errors import UserError
 from routing_module import Route, TokenRouter, num_kept_tokens
 from sampling.flops import forward_flops
 from setup import cli, schema
-from setup.schema import Precision
+from setup.schema import BACKBONES, Precision
 from setup.settings import Accepts, Count, Positive, Settings, Text
 from training.ema import EMA
 from training.speed import use_cores
@@ -131,12 +131,12 @@ def build_candidate(
     settings: RouteSettings, device: str | torch.device, depth: int | None = None, routes: Sequence[Route] = ()
 ) -> dit.DiT:
     """The network of the settings, or one of another depth."""
-    own_depth, width, num_heads, patch_size = dit.BACKBONES[settings.model.backbone]
-    depth = (settings.depth or own_depth) if depth is None else depth
-    sizes = {"patch_size": patch_size, "num_classes": 1000, "depth": depth, "width": width, "num_heads": num_heads}
+    backbone = settings.model.backbone
+    depth = (settings.depth or BACKBONES[backbone][0]) if depth is None else depth
     try:
         with torch.device(device):
-            return dit.DiT(**settings.data.model_dump(), **sizes, routes=routes)
+            network, _ = schema.family_of(backbone)
+            return network.build(backbone, **settings.data.model_dump(), num_classes=1000, depth=depth, routes=routes)
     except ValueError as e:
         raise UserError(f"data.input_size={settings.data.input_size}, model.backbone={settings.model.backbone}: {e}") from e
 
@@ -355,7 +355,7 @@ def shortest(first: Parts, second: Parts) -> Parts:
 
 def measure_parts(settings: RouteSettings, token_counts: Sequence[int], device: torch.device) -> Parts:
     """Time every part by itself: a block at each number of tokens, a route, the rest of the network, and the update."""
-    depth = settings.depth or dit.BACKBONES[settings.model.backbone][0]
+    depth = settings.depth or BACKBONES[settings.model.backbone][0]
     block = build_candidate(settings, device, depth=1).train().blocks[0]
     around = build_candidate(settings, device, depth=0).train()
     num_tokens, width = around.num_tokens, around.pos_embed.shape[-1]
@@ -367,7 +367,9 @@ def measure_parts(settings: RouteSettings, token_counts: Sequence[int], device: 
 
     block_ms, route_ms, B = {}, {num_tokens: 0.0}, settings.batch_size
     for tokens in token_counts:
-        block_ms[tokens] = pass_ms(settings, block, torch.randn(B, tokens, width, **like), torch.randn(B, width, **like))
+        tables = [table[:, :tokens] for table in around.token_tables()]
+        inputs = torch.randn(B, tokens, width, **like), torch.randn(B, width, **like), *tables
+        block_ms[tokens] = pass_ms(settings, block, *inputs)
         if tokens < num_tokens:
             scores = torch.rand(B, num_tokens, device=device)
             route_ms[tokens] = pass_ms(settings, route, torch.randn(B, num_tokens, width, **like), scores)

@@ -104,8 +104,9 @@ def command_for(data: schema.Data) -> str:
 def build_network(cfg: schema.TrainConfig) -> dit.DiT:
     """The network of a configuration whose data.in_channels, input_size and num_classes are filled in."""
     model, data = cfg.model, cfg.data
+    network, _ = schema.family_of(model.backbone)
     try:
-        return dit.build(
+        return network.build(
             model.backbone,
             input_size=data.input_size,
             in_channels=data.in_channels,
@@ -176,7 +177,7 @@ def check_guidance(settings: schema.Guidance, run_cfg: schema.TrainConfig, diffu
             "model.class_dropout=0. Use guidance=none, or guidance=sparse, which keeps the label"
         )
     if settings.name == "sparse":
-        num_tokens = (run_cfg.data.input_size // dit.BACKBONES[run_cfg.model.backbone][-1]) ** 2
+        num_tokens = (run_cfg.data.input_size // schema.BACKBONES[run_cfg.model.backbone][-1]) ** 2
         strong, weak = (num_kept_tokens(num_tokens, ratio) for ratio in (settings.r_strong, settings.r_weak))
         if strong == weak:
             raise UserError(

@@ -29,11 +29,13 @@ from configs import experiments
 from errors import UserError
 from progress import LogHandler
 from setup.arguments import CONFIGS, check_arguments, check_value, explain, explain_composition
+from setup.schema import backbone_of
 from setup.settings import Settings, accepted, keys_of, validate
 from training.speed import allow_tf32, use_cores
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 FULL_ERRORS = "HYDRA_FULL_ERROR"  # Hydra's own switch, for all of our commands
+OmegaConf.register_new_resolver("backbone", lambda size, _root_: backbone_of(_root_.model.name, size), replace=True)
 OmegaConf.register_new_resolver("repository", lambda path: str(REPOSITORY / path), replace=True)
 
 log = logging.getLogger(__name__)

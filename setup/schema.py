@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import fields
 from enum import Enum
+from types import ModuleType
 from typing import Annotated, Any, Literal, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
@@ -22,6 +23,7 @@ from pydantic import BeforeValidator, Field, create_model, model_validator
 
 import dit
 import guidance
+import lightningdit
 from errors import UserError
 from latents.shards import KINDS
 from routing_module import SELECTIONS, Route
@@ -155,15 +157,40 @@ SAME_RUN = (Role.ARCHITECTURE, Role.FIXED)
 # The groups.
 
 
+# By the first word of model.backbone: the file of the network, and model.name without and with routes.
+FAMILIES = {"DiT": (dit, ("dit", "tread")), "LightningDiT": (lightningdit, ("lightningdit", "lightningdit_tread"))}
+BACKBONES = {**dit.BACKBONES, **lightningdit.BACKBONES}  # name: (depth, width, heads, patch size)
+
+
+def family_of(backbone: str) -> tuple[ModuleType, tuple[str, str]]:
+    """The value of FAMILIES for a name in BACKBONES."""
+    return FAMILIES[backbone.partition("-")[0]]
+
+
+def backbone_of(name: str, size: str) -> str:
+    """The backbone of this size ("XS/2") for model=<name>, in the configuration of the digits."""
+    return next((f"{family}-{size}" for family, (_, names) in FAMILIES.items() if name in names), size)
+
+
 class Model(Settings):
-    name: Fixed[Literal["dit", "tread"]]
-    backbone: Architecture[Annotated[str, one_of(dit.BACKBONES)]]
+    name: Fixed[Literal["dit", "tread", "lightningdit", "lightningdit_tread"]]
+    backbone: Architecture[Annotated[str, one_of(BACKBONES)]]
     routes: Fixed[Annotated[list, Accepts(_is_routes, _ROUTES_IN_WORDS)]]
     selection: Fixed[Annotated[str, one_of(SELECTIONS)]] = "uniform"
     fp32_after_route: Fixed[bool]
     class_dropout: Fixed[Fraction]
     learn_sigma: Architecture[bool]
     init: Fixed[Literal[dit.INITS]]
+
+    @model_validator(mode="after")
+    def _of_one_family(self) -> Model:
+        if self.name not in family_of(self.backbone)[1]:
+            own = next(module.BACKBONES for module, names in FAMILIES.values() if self.name in names)
+            other = " or ".join(f"model={name}" for name in family_of(self.backbone)[1])
+            raise UserError(
+                f"model.backbone={self.backbone} is for {other}; use that, or one for model={self.name}: {', '.join(own)}"
+            )
+        return self
 
 
 class Data(Settings):

@@ -16,6 +16,7 @@ FLOORS = [
     ["setup"],
     ["training"],
     ["sampling"],
+    ["lightningdit"],
     ["dit", "guidance", "edm", "sit"],
     ["latents", "evaluations", "configs"],
     ["downloads"],

@@ -288,7 +288,7 @@ def test_weights_for_latents_of_another_scale_are_refused():
     ("argument", "message"),
     [
         ("train.lrr=1", "error: train.lrr is not a key of the configuration; accepted: train.lr"),
-        ("model=vit", "error: model=vit is not a choice; accepted: dit, tread"),
+        ("model=vit", "error: model=vit is not a choice; accepted: dit, lightningdit, lightningdit_tread, tread"),
     ],
 )
 def test_the_command_line_says_it_in_one_line_and_exits_with_1(argument, message, tmp_path):
