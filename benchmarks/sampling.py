@@ -41,7 +41,7 @@ class SamplingSettings(CommonSettings):  # overrides=[guidance.cfg_scale=2.0] is
     precision: Precision = "fp32"
     compile: Compile = "none"  # as train.compile
     resolution: Literal[256, 512] = 256  # of the images
-    autoencoder: Autoencoder = "identity"  # identity | sd-vae:<hub id or folder>
+    autoencoder: Autoencoder = "identity"  # identity | sd-vae:<hub id or folder> | va-vae:<file or folder>
     rounds: Count = 3
     batches: Count = 1  # timed in each turn
     output: Text = "runs/benchmarks/sampling"  # the files' name, without its ending

@@ -1,14 +1,19 @@
-"""Arrays in .npy files and in pickles. A pickle is read without running code that it names."""
+"""Arrays in .npy files, in pickles and in files of torch.save. None is read by running code that it names."""
 
 from __future__ import annotations
 
 import io
 import math
 import pickle
+import re
 import struct
 import tokenize
+import zipfile
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 
 from errors import UserError
 
@@ -150,3 +155,28 @@ def locate_in_pickle(payload: bytes, values: bytes) -> int | None:
     pushes += [b"C" + struct.pack("<B", size)] if size < 2**8 else []
     places = [payload.find(push + values) + len(push) for push in pushes if push + values in payload]
     return places[0] if len(places) == 1 else None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Files of torch.save.
+
+
+def load_torch_file(file: Path) -> Any:
+    """What torch.save wrote, read without running code that it names: tensors, and dictionaries and lists of them.
+
+    Raises:
+        UserError: it names anything else, is damaged, or cannot be read.
+    """
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except pickle.UnpicklingError as e:
+        named = re.search(r"GLOBAL (\S+)", str(e))
+        raise UserError(
+            f"{file} is refused: {f'it names {named[1]}' if named else 'it is damaged, or holds more than tensors'}, and only "
+            "tensors are admitted, because other pickles can run code; where you trust it, save its tensors alone: "
+            "torch.save(dict_of_tensors, file)"
+        ) from e
+    except OSError as e:
+        raise UserError(f"cannot read {file}: {e.strerror or e}") from e
+    except (RuntimeError, EOFError, ValueError, KeyError, IndexError, TypeError, AttributeError) as e:  # damaged
+        raise UserError(f"{file} is truncated or not a file of torch.save: {str(e).splitlines()[0] if str(e) else e!r}") from e

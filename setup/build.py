@@ -76,6 +76,9 @@ def open_data(cfg: schema.TrainConfig) -> tuple[schema.TrainConfig, Dataset]:
         raise UserError(f"data.in_channels={data.in_channels}, but {latents}{hint}")
     found = {"in_channels": dataset.channels, "input_size": dataset.height}
     found |= {key: getattr(info, key) for key in ("num_classes", "kind", "scale_factor", "resolution")}
+    found |= {
+        key: values and list(values) for key, values in (("latents_mean", info.latents_mean), ("latents_std", info.latents_std))
+    }
     for key, value in found.items():
         if getattr(data, key) not in (None, value):
             raise UserError(
@@ -179,8 +182,8 @@ def check_guidance(settings: schema.Guidance, run_cfg: schema.TrainConfig, diffu
     """Compare guidance.* with the run that it is to guide; `diffusion` has the sampler that is to be used.
 
     Raises:
-        UserError: the null class was never trained; more channels than the latents have; an interval outside the sampler's noise levels, or between them; two
-            branches of sparse guidance that keep the same number of tokens.
+        UserError: the null class was never trained; more channels than the latents have; an interval outside the sampler's
+            noise levels, or between them; two branches of sparse guidance that keep the same number of tokens.
     """
     scale = getattr(settings, "cfg_scale", 1.0)
     if scale != 1 and run_cfg.model.class_dropout == 0:

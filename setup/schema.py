@@ -69,7 +69,8 @@ def _is_folder_name(value: str) -> bool:
 
 
 def _is_autoencoder(value: str) -> bool:
-    return value in ("identity", "none") or (value.startswith("sd-vae:") and value != "sd-vae:")
+    kind, _, source = value.partition(":")
+    return value in ("identity", "none") or (kind in ("sd-vae", "va-vae") and source != "")
 
 
 def _is_routes(value: list) -> bool:
@@ -119,7 +120,7 @@ FolderName = Annotated[
     Accepts(_is_folder_name, "the name of a folder, without slashes"),
 ]
 Checkpoint = Annotated[str, Accepts(bool, "the folder of a checkpoint or of a run: checkpoint=runs/<name>")]
-Autoencoder = Annotated[str, Accepts(_is_autoencoder, "identity | none | sd-vae:<hub id or folder>")]
+Autoencoder = Annotated[str, Accepts(_is_autoencoder, "identity | none | sd-vae:<hub id or folder> | va-vae:<file or folder>")]
 Numbers = Annotated[
     Any, Accepts(_is_numbers, "numbers and ranges such as 0-49 or [3,7,100-199], none of them twice, at most 10000000 in all")
 ]
@@ -203,6 +204,8 @@ class Data(Settings):
     kind: Compared[Literal[KINDS] | None]
     stored_scale: Compared[Positive | None]
     scale_factor: Architecture[Positive | None]
+    latents_mean: Architecture[list[Number] | None] = None
+    latents_std: Architecture[list[Positive] | None] = None
     resolution: Compared[Resolution | None]
     allow_pickle: bool
     autoencoder: Compared[Autoencoder | None]
