@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import Literal
 
 from errors import UserError
-from latents.detection import SD_VAE
 from setup import cli
 from setup.schema import Autoencoder
 from setup.settings import Positive, Resolution, Text, Whole
-from weights.importing import import_published
+from weights.importing import Latents, import_published
 from weights.published import KINDS_OF_WEIGHTS
 
 log = logging.getLogger("prepare_checkpoint")
@@ -31,26 +30,28 @@ log = logging.getLogger("prepare_checkpoint")
 
 def import_weights(
     source: Text,
-    kind: Literal[KINDS_OF_WEIGHTS],
+    kind: Literal[tuple(KINDS_OF_WEIGHTS)],
     output: Text,
     step: Whole | None = None,
-    autoencoder: Autoencoder = SD_VAE,
+    autoencoder: Autoencoder | None = None,
     scale_factor: Positive | None = None,
     resolution: Resolution | None = None,
+    latents_stats: Text | None = None,
 ) -> None:
     """Write published weights as a run: sizes come from the tensors' shapes, the sampler is that of the published scores.
 
     Args:
         source: a file (.pt or .safetensors), or of the Hugging Face hub <owner>/<name> or <owner>/<name>/<file>.
-        kind: whose layout, clock and diffusion it has: dit | sit | repa | tread.
+        kind: whose layout, clock and diffusion it has: dit | sit | repa | tread | lightningdit.
         output: the folder of the new run.
         step: optimizer steps that it was trained for; null: what the file says, else 0.
-        autoencoder: decodes its latents.
+        autoencoder: decodes its latents; null: the SD-VAE, and for lightningdit none, which each command can name.
         scale_factor: what its latents are multiplied by; null: that of the autoencoder.
         resolution: of its images, in pixels; null: that of the autoencoder.
+        latents_stats: of lightningdit, its latents_stats.pt, or none for weights trained without normalisation of channels.
     """
-    data = {"autoencoder": autoencoder, "scale_factor": scale_factor, "resolution": resolution}
-    checkpoint = import_published(source, kind, Path(output), step, data)
+    latents = Latents(autoencoder, scale_factor, resolution, latents_stats)
+    checkpoint = import_published(source, kind, Path(output), step, latents)
     log.info("wrote %s; sample from it: python sample.py checkpoint=%s", checkpoint, output)
 
 

@@ -66,7 +66,8 @@ def main(cfg: DictConfig) -> None:
     run = RunFolder(cfg.output_dir, cfg.name)
     initial = find_initial(run, cfg.init_from, cfg.resume, accelerator)
     if initial is not None:
-        build.check_initial(load.load_config(initial), checkpoints.step_of(initial), cfg)
+        stored, step = load.load_config(initial), checkpoints.step_of(initial)
+        build.check_initial(stored, step, cfg, checkpoints.imported_from(initial))
     decide_together(run.open, accelerator)
     newest = find_resume(run, cfg.resume, accelerator)
     if newest is not None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from errors import UserError
 
@@ -180,3 +181,14 @@ def load_torch_file(file: Path) -> Any:
         raise UserError(f"cannot read {file}: {e.strerror or e}") from e
     except (RuntimeError, EOFError, ValueError, KeyError, IndexError, TypeError, AttributeError) as e:  # damaged
         raise UserError(f"{file} is truncated or not a file of torch.save: {str(e).splitlines()[0] if str(e) else e!r}") from e
+
+
+def read_channel_statistics(file: Path, num_channels: int) -> tuple[list[float], list[float]]:
+    """LightningDiT's latents_stats.pt: mean and standard deviation of each channel. Raises UserError where it is none."""
+    stored = load_torch_file(file)
+    values = [stored.get(name) for name in ("mean", "std")] if isinstance(stored, dict) else []
+    fit = [isinstance(value, Tensor) and value.numel() == num_channels and bool(value.isfinite().all()) for value in values]
+    if not (fit == [True, True] and (values[1] > 0).all()):
+        raise UserError(f"{file} must hold mean and std, {num_channels} finite numbers each, as the latents have channels")
+    mean, std = (value.double().flatten().tolist() for value in values)
+    return mean, std

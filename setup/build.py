@@ -280,12 +280,17 @@ def check_parallel(train: schema.Train, num_processes: int, launched_as: str) ->
         )
 
 
-def check_initial(stored: schema.TrainConfig, step: int, cfg: schema.TrainConfig) -> None:
+def check_initial(stored: schema.TrainConfig, step: int, cfg: schema.TrainConfig, imported_from: str | None = None) -> None:
     """Compare the checkpoint that init_from names (`stored`, `step`) with the run that is to start from it.
 
     Routes may differ: they have no weights. Raises UserError with the keys that differ; with init_state=all, also when no step
-    is left to do.
+    is left to do, and for imported weights, which have no optimizer.
     """
+    if cfg.init_state == "all" and imported_from:
+        raise UserError(
+            f"init_from={cfg.init_from} with init_state=all needs an optimizer, and weights imported from {imported_from} have "
+            "none; set init_state=weights"
+        )
     if changed := schema.differences(stored, cfg, [schema.Role.ARCHITECTURE]):
         raise UserError(
             f"init_from={cfg.init_from}: its weights are of another architecture: {'; '.join(changed)}. Set these keys to the "

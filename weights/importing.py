@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import logging
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from omegaconf import OmegaConf
-from torch import Tensor
 
 from downloads import ANSWER_SEC, answer_within
 from errors import UserError
 from files import lock_output, write_file
 from latents import autoencoders
+from latents.arrays import read_channel_statistics
+from latents.detection import SD_VAE
 from setup import rows, schema
 from setup.build import build_network
 from training import checkpoint as checkpoints
 from weights.published import (
-    DIFFUSIONS,
     FILE_TYPES,
+    KINDS_OF_WEIGHTS,
+    TURNED,
     Sizes,
     check_names,
     read_published,
@@ -30,19 +33,36 @@ from weights.published import (
 
 log = logging.getLogger(__name__)
 
-# The samplers of the published scores, where they are not this project's defaults.
-SAMPLERS = {"sit": {"num_steps": 250, "solver": "euler_maruyama"}, "repa": {"num_steps": 250, "solver": "euler_maruyama"}}
+# What the published scores were sampled with, and LightningDiT trained, where it is not this project's default.
+OF_DIFFUSION = {
+    "sit": {"sampler": {"num_steps": 250, "solver": "euler_maruyama"}},
+    "repa": {"sampler": {"num_steps": 250, "solver": "euler_maruyama"}},
+    "lightningdit": {
+        "timestep": "logit_normal",
+        "cosine_weight": 1.0,
+        "sampler": {"num_steps": 250, "solver": "euler", "timestep_shift": 0.3},
+    },
+}
 # Of weights whose file does not say how long they were trained: long enough that an EMA started from them has no warm-up.
 LONG_TRAINED = 10**6
 
 
-def import_published(source: str, kind: str, output: Path, step: int | None, data: dict[str, object]) -> Path:
+@dataclass(frozen=True)
+class Latents:
+    """What a file of weights does not say about the latents. None: as is usual for the kind and the autoencoder."""
+
+    autoencoder: str | None = None
+    scale_factor: float | None = None
+    resolution: int | None = None
+    stats: str | None = None  # LightningDiT's latents_stats.pt, or none
+
+
+def import_published(source: str, kind: str, output: Path, step: int | None, latents: Latents) -> Path:
     """Write published weights as the only checkpoint of a new run, which appears under its name when it is whole.
 
     Args:
         source: a file, or of the Hugging Face hub owner/name or owner/name/file.
         step: optimizer steps that the weights were trained for; None: what the file says, else 0.
-        data: data.autoencoder, and scale_factor and resolution, which None leaves to the autoencoder.
 
     Returns:
         The folder of the checkpoint.
@@ -53,56 +73,67 @@ def import_published(source: str, kind: str, output: Path, step: int | None, dat
     check_free(output)
     file = find_published(source)
     published = read_published(file)
-    model, ema = ((without_projectors(one) if kind == "repa" else one) for one in (published.model, published.ema))
-    sizes = read_sizes(file, model)
+    states = {"model": published.model, "ema": published.ema}
+    if kind == "repa":
+        states = {name: without_projectors(state) for name, state in states.items()}
+    model, _ = KINDS_OF_WEIGHTS[kind]
+    backbones = next(network.BACKBONES for network, names in schema.FAMILIES.values() if model in names)
+    sizes = read_sizes(file, states["model"], backbones)
     step = published.step or 0 if step is None else step
-    as_published = build_config(sizes, kind, output, step, data)
+    cfg = build_config(sizes, kind, output, step, latents)
     with torch.device("meta"):
-        like = build_network(as_published).state_dict()
-    for state in (model, ema):
+        like = build_network(cfg).state_dict()
+    for state in states.values():
         check_names(file, state, like, sizes.backbone)
-    turned = {id(state): as_ours(state, kind) for state in (model, ema)}  # one state dict, if the file holds one
-    learn_sigma = sizes.learn_sigma and kind != "sit"
-    cfg = as_published.model_copy(update={"model": as_published.model.model_copy(update={"learn_sigma": learn_sigma})})
-    checkpoint = checkpoints.Checkpoint(
-        step=step,
-        model=turned[id(model)],
-        ema=turned[id(ema)],
-        optimizer={},
-        state={"ema_num_updates": step or LONG_TRAINED, "imported_from": f"{source} (kind={kind})"},
-        config=cfg.model_dump(),
-    )
-    log.info("%s: %s for latents of %s x %s x %s, %s classes", file, sizes.backbone, sizes.in_channels, *[sizes.input_size] * 2,
-             sizes.num_classes)  # fmt: skip
-    return write_run(output, checkpoint)
+    states = {name: {key: value.float() for key, value in state.items()} for name, state in states.items()}
+    if kind in TURNED:
+        states = {name: turn_clock_and_sign(state) for name, state in states.items()}
+        cfg = cfg.model_copy(update={"model": cfg.model.model_copy(update={"learn_sigma": False})})
+    size = f"{sizes.in_channels}x{sizes.input_size}x{sizes.input_size}"
+    log.info("%s: %s for latents of %s, %s classes", file, sizes.backbone, size, sizes.num_classes)
+    state = {"ema_num_updates": step or LONG_TRAINED, "imported_from": f"{source} (kind={kind})"}
+    return write_run(output, checkpoints.Checkpoint(step, **states, optimizer={}, state=state, config=cfg.model_dump()))
 
 
-def as_ours(state: dict[str, Tensor], kind: str) -> dict[str, Tensor]:
-    state = {name: value.float() for name, value in state.items()}
-    return turn_clock_and_sign(state) if kind == "sit" else state
-
-
-def build_config(sizes: Sizes, kind: str, output: Path, step: int, data: dict[str, object]) -> schema.TrainConfig:
+def build_config(sizes: Sizes, kind: str, output: Path, step: int, latents: Latents) -> schema.TrainConfig:
     """The configuration of the run: what the shapes say, the published sampler, and this project's defaults."""
-    known = autoencoders.known_scale_and_factor(data["autoencoder"])
-    for key, value in zip(("scale_factor", "resolution"), (known[0], known[1] * sizes.input_size) if known else (None, None)):
-        if data[key] is None and value is None:
-            raise UserError(
-                f"{key}= is missing: autoencoder={data['autoencoder']} is not loaded here, and the file does not say it; give "
-                f"{key}=<{'what the network was given latents times' if key == 'scale_factor' else 'of the images, in pixels'}>"
-            )
-        data = data | {key: data[key] or value}
+    model, diffusion = KINDS_OF_WEIGHTS[kind]
     group = {(4, 32, 1000): "imagenet256", (4, 64, 1000): "imagenet512"}
     group = group.get((sizes.in_channels, sizes.input_size, sizes.num_classes), "custom")
-    model = "tread" if kind == "tread" else "dit"
-    composed = rows.compose_row(None, f"model={model}", f"diffusion={DIFFUSIONS[kind]}", f"data={group}")
+    composed = rows.compose_row(None, f"model={model}", f"diffusion={diffusion}", f"data={group}")
     raw = OmegaConf.to_container(composed, resolve=True)
     raw |= {"name": output.name, "output_dir": str(output.parent)}
     raw["model"] |= {"backbone": sizes.backbone, "learn_sigma": sizes.learn_sigma}
-    raw["data"] |= data | {key: getattr(sizes, key) for key in ("in_channels", "input_size", "num_classes")}
-    raw["diffusion"]["sampler"] |= SAMPLERS.get(kind, {})
+    raw["data"] |= {key: getattr(sizes, key) for key in ("in_channels", "input_size", "num_classes")}
+    raw["data"] |= describe_latents(kind, sizes, latents)
+    given = dict(OF_DIFFUSION.get(kind, {}))
+    raw["diffusion"]["sampler"] |= given.pop("sampler", {})
+    raw["diffusion"] |= given
     raw["train"]["num_steps"] = max(step, 1)
     return schema.check(raw, schema.TrainConfig)
+
+
+def describe_latents(kind: str, sizes: Sizes, latents: Latents) -> dict[str, object]:
+    """data.* that says what the network sees of an image."""
+    # VA-VAE is a file of the user's: until a command names it, nothing decodes the latents.
+    autoencoder = latents.autoencoder or ("none" if kind == "lightningdit" else SD_VAE)
+    known = (1.0, 16) if kind == "lightningdit" else autoencoders.known_scale_and_factor(autoencoder)
+    found: dict[str, object] = {"autoencoder": autoencoder}
+    for i, (key, words) in enumerate((("scale_factor", "what latents are multiplied by"), ("resolution", "of the images"))):
+        found[key] = getattr(latents, key)
+        if found[key] is None and known is None:
+            raise UserError(f"{key}= is missing: autoencoder={autoencoder} does not say it before it is loaded; give {words}")
+        if found[key] is None:
+            found[key] = known[i] * (sizes.input_size if key == "resolution" else 1)
+    if latents.stats not in (None, "none"):
+        mean, std = read_channel_statistics(Path(latents.stats), sizes.in_channels)
+        found |= {"latents_mean": mean, "latents_std": std}
+    elif kind == "lightningdit" and latents.stats is None:
+        raise UserError(
+            "latents_stats= is missing: LightningDiT normalises each channel of the latents; give latents_stats.pt, which is "
+            "published beside the VA-VAE, or latents_stats=none for weights that were trained without"
+        )
+    return found
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -1,25 +1,24 @@
 """Published state dicts in the names, the clock and the sign of this project's networks.
 
-All of them have the parameter names of facebookresearch/DiT. Shapes: D width, C channels, p patch size, N tokens.
+Their parameter names are those of facebookresearch/DiT or of hustvl/LightningDiT, as here. C channels, p patch size.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import pickle
-import re
-import zipfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 import dit
 from errors import UserError
-from training import checkpoint as checkpoints
+from latents.arrays import load_torch_file
 
 # Whose layout a file has: the choices of model and diffusion.
 KINDS_OF_WEIGHTS = {
@@ -68,10 +67,11 @@ def read_published(file: Path) -> Published:
         UserError: it cannot be read, holds objects that could run code, or no state dict.
     """
     try:
-        with checkpoints.reading(file):
-            content = load_file(file) if file.suffix == ".safetensors" else _read_torch(file)
-    except checkpoints.CheckpointError as e:
-        raise UserError(f"{e}; give its published file, unchanged and downloaded whole") from e
+        # Training codes store their arguments, plain values in a Namespace, beside the weights.
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            content = load_file(file) if file.suffix == ".safetensors" else load_torch_file(file)
+    except (OSError, SafetensorError) as e:
+        raise UserError(f"{file} is truncated or not a safetensors file: {e}; download it again") from e
     if not isinstance(content, dict):
         raise UserError(f"{file} holds a {type(content).__name__} and no state dict; give a file of weights by name")
     for names in _CONTAINERS:
@@ -82,20 +82,6 @@ def read_published(file: Path) -> Published:
             return Published(model, ema, steps[0] if steps else None)
     weights = _plain_tensors(file, content)
     return Published(weights, weights, None)
-
-
-def _read_torch(file: Path) -> object:
-    try:
-        # Training codes store their arguments, plain values in a Namespace, beside the weights.
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-    except pickle.UnpicklingError as e:
-        if not (name := re.search(r"GLOBAL ([\w.]+)", str(e))):
-            raise ValueError("it is no file of torch.save") from e
-        raise UserError(
-            f"it holds {name[1]}, which could run code, and nothing in it was run; load it where you trust it, write its tensors "
-            "alone, safetensors.torch.save_file(state_dict, 'weights.safetensors'), and give that file"
-        ) from e
 
 
 def _plain_tensors(file: Path, state: dict) -> dict[str, Tensor]:
@@ -116,23 +102,29 @@ def _plain_tensors(file: Path, state: dict) -> dict[str, Tensor]:
 # Shapes.
 
 
-def read_sizes(file: Path, state: dict[str, Tensor]) -> Sizes:
-    """The backbone and its sizes. Raises UserError if the network is none of this project's, with what its tensors say."""
+def read_sizes(file: Path, state: dict[str, Tensor], backbones: Mapping[str, tuple[int, int, int, int]]) -> Sizes:
+    """The backbone and its sizes.
+
+    Args:
+        backbones: (depth, width, heads, patch size) by name.
+
+    Raises:
+        UserError: it is none of these networks, with what its tensors say.
+    """
     wanted = {"x_embedder.proj.weight": 4, "pos_embed": 3, "y_embedder.embedding_table.weight": 2, "final_layer.linear.weight": 2}
     for name, num_axes in wanted.items():
         if name not in state or state[name].ndim != num_axes:
             found = (
                 f"shape {list(state[name].shape)}" if name in state else f"not there; it holds {', '.join(list(state)[:4])}, ..."
             )
-            raise UserError(f"{file}: {name} is {found}; give the weights of a DiT in the names of facebookresearch/DiT")
+            raise UserError(f"{file}: {name} is {found}; give the weights of a DiT, in its published names")
     width, in_channels, patch_size, _ = state["x_embedder.proj.weight"].shape
     depth = len({name.split(".")[1] for name in state if name.startswith("blocks.")})
     names = {(d, w, p): name for name, (d, w, _, p) in backbones.items()}
     if (depth, width, patch_size) not in names:
-        sizes = ", ".join(f"{size} {d} x {w}" for size, (d, w, _) in dit.SIZES.items())
         raise UserError(
-            f"{file} has {depth} blocks of width {width} and patches of {patch_size}, which is no backbone of this project; "
-            f"it has (blocks x width) {sizes}, and patches of {', '.join(map(str, dit.PATCH_SIZES))}; add a size to dit.SIZES"
+            f"{file} has {depth} blocks of width {width} and patches of {patch_size}; the backbones of this kind= have (blocks x "
+            f"width / patch) {', '.join(f'{d} x {w} / {p}' for d, w, p in names)}; give another kind=, or weights of one of these"
         )
     grid = math.isqrt(num_tokens := state["pos_embed"].shape[1])
     out_channels, rest = divmod(len(state["final_layer.linear.weight"]), patch_size**2)

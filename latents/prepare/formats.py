@@ -26,7 +26,7 @@ from torch import Tensor
 
 from errors import UserError
 from files import hash_bytes, read_file
-from latents.arrays import check_float, load_torch_file, parse_npy
+from latents.arrays import check_float, parse_npy, read_channel_statistics
 from latents.contents import find_formats, way_on
 from latents.detection import SD_SCALE
 from latents.shards import shard_files, spread_items
@@ -442,12 +442,7 @@ class LightningDiTFolder(FilesOfItems):
                 "normalize=true measures them"
             ]
             return
-        stored = load_torch_file(file)
-        values = [stored.get(name) for name in ("mean", "std")] if isinstance(stored, dict) else []
-        fit = [isinstance(value, Tensor) and value.numel() == self.shape[0] and bool(value.isfinite().all()) for value in values]
-        if not (fit == [True, True] and (values[1] > 0).all()):
-            raise UserError(f"{file} must hold mean and std, {self.shape[0]} finite numbers each, as the latents have channels")
-        self.channel_statistics = tuple(value.double().flatten().tolist() for value in values)
+        self.channel_statistics = read_channel_statistics(file, self.shape[0])
         self.statements = [f"latents_mean and latents_std: those of {file.name}, by which the network's input is normalised"]
 
     @staticmethod
