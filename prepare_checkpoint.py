@@ -1,9 +1,12 @@
-"""Weights of other projects as runs of ours.
+"""Weights of other projects as runs of ours, and a run's weights for others.
 
     python prepare_checkpoint.py import DiT-XL-2-256x256.pt kind=dit output=runs/dit_xl2
-    python prepare_checkpoint.py import source=nyu-visionx/SiT-collections/SiT-XL-2-256.pt kind=sit output=runs/sit_xl2
+    python prepare_checkpoint.py import nyu-visionx/SiT-collections/SiT-XL-2-256.pt kind=sit output=runs/sit_xl2    # of the hub
+    python prepare_checkpoint.py export checkpoint=runs/in256 output=exported/in256
+    python prepare_checkpoint.py export checkpoint=runs/in256 output=exported/in256 push=you/in256   # and upload them
 
-docs/weights.md says what the files of each kind look like and how to check their published FID.
+`import` writes a run that sample.py, fid.py and init_from read. `export` writes a folder that diffusers loads:
+DiffusionPipeline.from_pretrained("exported/in256", trust_remote_code=True). docs/weights.md says more about both.
 """
 
 from __future__ import annotations
@@ -18,10 +21,11 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-from errors import UserError
 from setup import cli
-from setup.schema import Autoencoder
+from setup.schema import Autoencoder, Checkpoint, Weights
 from setup.settings import Positive, Resolution, Text, Whole
+from training import checkpoint as checkpoints
+from weights.export import check_hub, check_output_folder, export_checkpoint, push_folder
 from weights.importing import Latents, import_published
 from weights.published import KINDS_OF_WEIGHTS
 
@@ -55,20 +59,43 @@ def import_weights(
     log.info("wrote %s; sample from it: python sample.py checkpoint=%s", checkpoint, output)
 
 
-COMMANDS = {"import": import_weights}
+def export(
+    checkpoint: Checkpoint,
+    output: Text,
+    weights: Weights = "ema",
+    autoencoder: Autoencoder | None = None,
+    license: Text | None = None,
+    push: Text | None = None,
+    private: bool = True,
+) -> None:
+    """Write a checkpoint as a folder that diffusers loads, with a model card.
+
+    Args:
+        checkpoint: a run's folder (its newest good checkpoint) or a checkpoint's folder.
+        output: a folder that does not exist yet, or is empty.
+        weights: ema | raw.
+        autoencoder: null keeps the run's. It is saved with the network.
+        license: of the weights, for the model card: a name that the hub knows, mit or cc-by-nc-4.0, say.
+        push: the hub's name to upload the folder to, you/model.
+        private: whether the hub shows a new repository to you alone.
+    """
+    check_output_folder(Path(output))
+    if push:
+        check_hub(push)
+    folder = checkpoints.find_checkpoint(Path(checkpoint), "checkpoint")
+    export_checkpoint(folder, Path(output), weights, autoencoder, license, push)
+    log.info("exported %s to %s", folder, output)
+    if push:
+        log.info("uploaded to %s", push_folder(Path(output), push, private))
+
+
+COMMANDS = {"import": import_weights, "export": export}
 
 
 def main(arguments: list[str]) -> None:
-    name, *settings = arguments or ["--help"]
-    if name in ("--help", "-h", "help"):
-        sys.stdout.write(__doc__)
-        return
-    if name not in COMMANDS:
-        raise UserError(f"unknown command {name!r}; use one of {', '.join(COMMANDS)}")
-    if name == "import" and settings and not settings[0].startswith("-") and "=" not in settings[0]:
-        settings[0] = f"source={settings[0]}"
-    command = COMMANDS[name]
-    command(**dict(cli.parse_arguments(settings, cli.settings_of(command), command=name)))
+    if len(arguments) > 1 and arguments[0] == "import" and not (arguments[1].startswith("-") or "=" in arguments[1]):
+        arguments = ["import", f"source={arguments[1]}", *arguments[2:]]
+    cli.run_command(COMMANDS, __doc__, arguments)
 
 
 if __name__ == "__main__":

@@ -301,14 +301,7 @@ COMMANDS = {command.__name__: command for command in (encode, convert, inspect, 
 
 
 def main(arguments: list[str]) -> None:
-    name, *settings = arguments or ["--help"]
-    if name in ("--help", "-h", "help"):
-        sys.stdout.write(__doc__)
-        return
-    if name not in COMMANDS:
-        raise UserError(f"unknown command {name!r}; use one of {', '.join(COMMANDS)}")
-    command = COMMANDS[name]
-    command(**dict(cli.parse_arguments(settings, cli.settings_of(command), command=name)))
+    cli.run_command(COMMANDS, __doc__, arguments)
 
 
 if __name__ == "__main__":

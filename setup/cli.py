@@ -136,6 +136,22 @@ def settings_of(function: Callable[..., Any]) -> type[Settings]:
     return create_model(function.__name__, __base__=Settings, **fields)
 
 
+def run_command(commands: dict[str, Callable[..., None]], description: str, arguments: Sequence[str]) -> None:
+    """Call the one of several commands that the first argument names, with the others as its settings.
+
+    Args:
+        description: what `--help` prints.
+    """
+    name, *settings = arguments or ["--help"]
+    if name in ("--help", "-h", "help"):
+        sys.stdout.write(description)
+        return
+    if name not in commands:
+        raise UserError(f"unknown command {name!r}; use one of {', '.join(commands)}")
+    command = commands[name]
+    command(**dict(parse_arguments(settings, settings_of(command), command=name)))
+
+
 def parse_arguments(arguments: Sequence[str], settings: type[S], command: str = "") -> S:
     """`key=value` (or `--key value`) arguments as checked settings. `--help` prints the program's docstring and the keys.
 

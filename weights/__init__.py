@@ -1,1 +1,1 @@
-"""Weights of other projects as runs of ours."""
+"""Weights in and out: networks that others published become runs, and checkpoints become folders that others load."""

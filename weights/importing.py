@@ -40,7 +40,8 @@ OF_DIFFUSION = {
     "lightningdit": {
         "timestep": "logit_normal",
         "cosine_weight": 1.0,
-        "sampler": {"num_steps": 250, "solver": "euler", "timestep_shift": 0.3},
+        # Its 250 "steps" are the ends of 249.
+        "sampler": {"num_steps": 249, "solver": "euler", "timestep_shift": 0.3},
     },
 }
 # Of weights whose file does not say how long they were trained: long enough that an EMA started from them has no warm-up.
