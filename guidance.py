@@ -58,7 +58,7 @@ def cfg(inputs: GuidanceInputs, *, cfg_scale: float, channels: int | None = None
         cfg_scale: 1 is off (one evaluation a step), 0 is unconditional, above 1 guides. Both estimates come from one
             batched evaluation.
         channels: guide this many first channels of the latents, and take D_label for the others; None guides all. The
-            published code of DiT, and of SiT, REPA and LightningDiT after it, guides three.
+            published code of DiT, and of SiT and LightningDiT after it, guides three.
     """
     return interval(inputs, cfg_scale=cfg_scale, level_lo=None, level_hi=None, channels=channels)
 

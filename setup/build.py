@@ -93,6 +93,9 @@ def command_for(data: schema.Data) -> str:
     """The command that makes the latents of data.*."""
     if data.name == "digits":
         return f"python prepare_latents.py digits output={data.path}"
+    if data.name == "vavae_imagenet256":
+        source = f"path=<latents as LightningDiT stores them> output={data.path}"
+        return f"python prepare_latents.py convert {source} autoencoder=va-vae:<file of VA-VAE's weights>"
     if data.autoencoder == "none":  # one that is not here: its project has made the latents
         source = f"path=<latents as its project stores them> output={data.path} autoencoder=none"
         return f"python prepare_latents.py convert {source} resolution={data.resolution or '<of the images>'}"
