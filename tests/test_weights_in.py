@@ -160,6 +160,18 @@ def test_repa_keeps_its_clock_and_its_projectors_are_set_aside(import_file):
     assert folder.name == "step_0000070" and cfg.diffusion.name == "sit" and cfg.train.num_steps == 70
 
 
+def test_the_two_halves_of_repas_first_checkpoints_are_joined(import_file):
+    w, legacy = dit_weights(), {}
+    for name, value in w.items():
+        parts = name.split(".")
+        if parts[0] == "blocks" and int(parts[1]) >= 8:
+            name = ".".join(["decoder_blocks", str(int(parts[1]) - 8), *parts[2:]])
+        legacy[name] = value
+    _, folder = import_file({"ema": legacy}, "repa", *PIXELS)
+    stored = checkpoints.load_weights(folder, "ema")
+    assert stored.keys() == w.keys() and all(torch.equal(stored[name], w[name]) for name in w)
+
+
 @torch.no_grad()
 def test_tread_brings_model_and_ema_and_its_step(import_file):
     model, ema = ({f"module.{name}": value for name, value in dit_weights(seed=seed).items()} for seed in (1, 2))

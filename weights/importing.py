@@ -24,11 +24,11 @@ from weights.published import (
     KINDS_OF_WEIGHTS,
     TURNED,
     Sizes,
+    as_dit,
     check_names,
     read_published,
     read_sizes,
     turn_clock_and_sign,
-    without_projectors,
 )
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ def import_published(source: str, kind: str, output: Path, step: int | None, lat
     published = read_published(file)
     states = {"model": published.model, "ema": published.ema}
     if kind == "repa":
-        states = {name: without_projectors(state) for name, state in states.items()}
+        states = {name: as_dit(state) for name, state in states.items()}
     model, _ = KINDS_OF_WEIGHTS[kind]
     backbones = next(network.BACKBONES for network, names in schema.FAMILIES.values() if model in names)
     sizes = read_sizes(file, states["model"], backbones)

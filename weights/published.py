@@ -161,9 +161,21 @@ def check_names(file: Path, state: dict[str, Tensor], like: dict[str, Tensor], b
 # Names, clock and sign.
 
 
-def without_projectors(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict of REPA without what aligns hidden states with an encoder in training. Sampling does not use it."""
-    return {name: value for name, value in state.items() if not name.startswith("projectors.")}
+def as_dit(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict of REPA without its projectors, which align hidden states with an encoder in training alone.
+
+    Its first checkpoints call the blocks after the aligned ones decoder_blocks.0, ...: here they are counted on.
+    """
+    depth = len({name.split(".")[1] for name in state if name.startswith("blocks.")})
+    renamed = {}
+    for name, value in state.items():
+        first, _, rest = name.partition(".")
+        number, _, last = rest.partition(".")
+        if first == "decoder_blocks" and number.isdecimal():
+            name = f"blocks.{depth + int(number)}.{last}"
+        if first != "projectors":
+            renamed[name] = value
+    return renamed
 
 
 def turn_clock_and_sign(state: dict[str, Tensor]) -> dict[str, Tensor]:
