@@ -122,7 +122,11 @@ def main(arguments: Sequence[str]) -> None:
     rows = [{"route": name, **describe_candidate(routes, dense, parts)} for name, routes in options.items()]
     verified = verify_prediction(settings, default, parts, device) if settings.verify else []
     where = f"{report.machine['machine']}, batch {settings.batch_size}, {settings.precision}"
-    sections = [table(rows), *([table(verified)] if verified else []), f"{advice(depth, default, rows)}\n"]
+    sections = [
+        table(rows),
+        *([table(verified)] if verified else []),
+        f"{advice(settings.model.backbone, depth, default, rows)}\n",
+    ]
     times = f"step_ms: {'blocks alone, from block_ms' if settings.block_ms else where}\n"
     report.save([*rows, *verified], sections, [title, times, *sections])
 
@@ -229,10 +233,14 @@ def describe_candidate(routes: Routes, dense: dit.DiT, parts: Parts) -> dict[str
     }
 
 
-def advice(depth: int, default: Route | None, rows: Sequence[dict]) -> str:
+def advice(backbone: str, depth: int, default: Route | None, rows: Sequence[dict]) -> str:
     """The default choice with its reason."""
+    _, (dense_name, routed_name) = schema.family_of(backbone)
     if default is None:
-        return f"Choice: no route. {depth} blocks leave no window with a dense block on either side; train dense (model=dit)."
+        return (
+            f"Choice: no route. {depth} blocks leave no window with a dense block on either side; train dense "
+            f"(model={dense_name})."
+        )
     mine = next(row for row in rows if row["route"] == "default")
     start, end = default.start_layer_idx, default.end_layer_idx
     setting = f"{{selection_ratio:{default.selection_ratio},start_layer_idx:{start},end_layer_idx:{end - depth}}}"
@@ -251,7 +259,7 @@ def advice(depth: int, default: Route | None, rows: Sequence[dict]) -> str:
         time = f"but no time: a step is predicted to take {mine['step_ms'] / dense_ms - 1:.1%} longer than a dense one, because "
         time += "with so few tokens a route costs more than it saves"
     savings = f"It saves {mine['flops_saved']} of the FLOPs {time}."
-    return f"Choice: model=tread 'model.routes=[{setting}]', because {reason}. {savings}"
+    return f"Choice: model={routed_name} 'model.routes=[{setting}]', because {reason}. {savings}"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
