@@ -68,11 +68,13 @@ def export_checkpoint(
         if isinstance(decoder, Identity):
             index["vae"] = [None, None]
         else:
+            spec = without_folders({"": autoencoder or cfg.data.autoencoder})[""]
+            decoder.vae.register_to_config(_name_or_path=spec.partition(":")[2])  # diffusers has put the whole path here
             decoder.vae.save_pretrained(staged / "vae")
             index["vae"] = ["diffusers", type(decoder.vae).__name__]
         _write_json(staged / "model_index.json", index | describe_sampling(cfg))
         (staged / "training.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(describe_run(cfg))), encoding="utf-8")
-        card = make_card(checkpoint, cfg, weights, net, license, push or output.name)
+        card = make_card(checkpoint, cfg, weights, net, decoder.factor, license, push or output.name)
         (staged / "README.md").write_text(card, encoding="utf-8")
         for file in staged.rglob("*.safetensors"):  # which safetensors lets nobody but their owner read
             shutil.copymode(staged / "README.md", file)
