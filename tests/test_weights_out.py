@@ -21,6 +21,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from PIL import Image
 from safetensors.torch import load_file
 
+import dit
 import prepare_checkpoint
 from errors import UserError
 from files import append_line
@@ -346,18 +347,29 @@ def test_of_an_absolute_path_the_public_sees_the_name(value, shown):
     assert without_folders({"key": value}) == {"key": shown}
 
 
-def test_an_export_describes_guidance_and_null_class_of_its_run(runs):
+def test_an_export_describes_network_guidance_and_null_class_of_its_run(runs):
     (checkpoint,) = checkpoints.list_steps(runs["edm"] / "checkpoints").values()
     cfg = load.load_config(checkpoint)
     assert describe_sampling(cfg)["guidance"] == {"cfg_scale": 1.5} and describe_sampling(cfg)["null_class"] == 10
     no_null = cfg.model_copy(update={"model": cfg.model.model_copy(update={"class_dropout": 0.0})})
     assert describe_sampling(no_null)["null_class"] is None
     json.dumps(describe_sampling(cfg), allow_nan=False)
-    net, described = build.build_network(cfg), describe_network(cfg)
     from weights.network import DiTModel
 
-    made = DiTModel(**described)
-    assert {name: x.shape for name, x in made.state_dict().items()} == {name: x.shape for name, x in net.state_dict().items()}
+    for learn_sigma in (False, True):
+        net = build.build_network(cfg.model_copy(update={"model": cfg.model.model_copy(update={"learn_sigma": learn_sigma})}))
+        made = DiTModel(**describe_network(net))
+        shapes = [{name: x.shape for name, x in one.state_dict().items()} for one in (made, net)]
+        assert shapes[0] == shapes[1] and made.config.learn_sigma == learn_sigma
+
+
+def test_a_network_that_diffusers_has_no_class_for_is_named(runs, tmp_path, monkeypatch):
+    monkeypatch.setattr(dit.DiT, "__name__", "MyDiT")
+    with pytest.raises(
+        UserError, match="export has no class for diffusers of the network MyDiT; write one in weights/network.py"
+    ):
+        export(runs["edm"], tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_files_that_give_one_name_two_meanings_are_not_joined(tmp_path, monkeypatch):
