@@ -21,7 +21,6 @@ from huggingface_hub.errors import HfHubHTTPError
 from PIL import Image
 from safetensors.torch import load_file
 
-import dit
 import prepare_checkpoint
 from errors import UserError
 from files import append_line
@@ -29,7 +28,7 @@ from setup import build, load
 from training import checkpoint as checkpoints
 from weights import source
 from weights.card import describe_figures, without_folders
-from weights.export import describe_network, describe_sampling, push_folder
+from weights.export import NETWORKS, describe_network, describe_sampling, push_folder
 
 SEEDS, LABELS = [0, 1, 2], [2, 0, 1]
 # Loads what sys.argv[1] lists, one after the other, and writes an .npy file of images (uint8) for each call.
@@ -364,10 +363,8 @@ def test_an_export_describes_network_guidance_and_null_class_of_its_run(runs):
 
 
 def test_a_network_that_diffusers_has_no_class_for_is_named(runs, tmp_path, monkeypatch):
-    monkeypatch.setattr(dit.DiT, "__name__", "MyDiT")
-    with pytest.raises(
-        UserError, match="export has no class for diffusers of the network MyDiT; write one in weights/network.py"
-    ):
+    monkeypatch.delitem(NETWORKS, "DiT")
+    with pytest.raises(UserError, match="export has no class for diffusers of the network DiT; write one in weights/network.py"):
         export(runs["edm"], tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
