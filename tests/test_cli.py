@@ -276,7 +276,7 @@ def test_ctrl_c_ends_a_command_with_one_line(monkeypatch, tmp_path, caplog):
     assert end.value.code == 130 and caplog.messages == ["stopped; the same command goes on where it was"]
 
 
-@pytest.mark.parametrize("command", ["train", "sample", "fid", "prepare_latents"])
+@pytest.mark.parametrize("command", ["train", "sample", "fid", "prepare_latents", "prepare_checkpoint"])
 def test_ctrl_c_during_the_imports_ends_without_a_traceback(tmp_path, command):
     (tmp_path / "torch.py").write_text("import time; print('importing', flush=True); time.sleep(60)")
     (tmp_path / "accelerate.py").write_text("import torch")

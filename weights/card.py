@@ -61,12 +61,15 @@ The code has the MIT licence that its files state. {license}
 """
 
 
-def make_card(checkpoint: Path, cfg: schema.TrainConfig, weights: str, net: nn.Module, license: str | None, name: str) -> str:
+def make_card(
+    checkpoint: Path, cfg: schema.TrainConfig, weights: str, net: nn.Module, factor: int, license: str | None, name: str
+) -> str:
     """The text of README.md.
 
     Args:
         checkpoint: a verified one; figures and starts are read from the run that it lies in.
         net: the network, to count its parameters.
+        factor: pixels of an image along one side of a latent.
         license: of the weights.
         name: what the example loads: a hub id or a folder's name.
     """
@@ -80,10 +83,9 @@ def make_card(checkpoint: Path, cfg: schema.TrainConfig, weights: str, net: nn.M
         f"{route['selection_ratio']:g} of the tokens, blocks {route['start_layer_idx']} to {route['end_layer_idx']}"
         for route in cfg.model.routes
     )
-    what = "pixels" if data.autoencoder == "identity" else "latents"
-    latents = f"{what} of {data.in_channels}x{data.input_size}x{data.input_size}"
-    if data.resolution and what == "latents":
-        latents += f" for images of {data.resolution}x{data.resolution}"
+    latents = f"{'pixels' if factor == 1 else 'latents'} of {data.in_channels}x{data.input_size}x{data.input_size}"
+    if factor > 1:
+        latents += " for images of {0}x{0}".format(factor * data.input_size)
     return TEMPLATE.format(
         header=f"---\n{header}\n---\n",
         title=cfg.name,

@@ -14,7 +14,7 @@ import torch
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
-import dit
+from dit import DiT
 from downloads import ANSWER_SEC, answer_within
 from errors import UserError
 from files import why_not_written
@@ -26,6 +26,7 @@ from weights.source import join_source
 
 log = logging.getLogger(__name__)
 
+NETWORKS = {"DiT": "DiTModel"}  # the class of a network -> the one in weights/network.py
 CODE_NAMES = ["*.py", "*/*.py"]  # on the hub, code of an earlier export goes
 
 
@@ -43,36 +44,43 @@ def export_checkpoint(
         push: the hub's name that the card shows in its example.
 
     Raises:
-        UserError: there is something in `output`, or it cannot be written; the autoencoder cannot be loaded.
+        UserError: `output` cannot be written; the autoencoder cannot be loaded; the network is none of NETWORKS.
     """
     import diffusers  # slow to import; prepare_checkpoint.py has other commands
 
     cfg = load.load_config(checkpoint)
     decoder = autoencoders.build(autoencoder or cfg.data.autoencoder, torch.device("cpu"), cfg.data.in_channels, "autoencoder")
     net = load.load_network(checkpoint, cfg, weights, torch.device("cpu"))
+    if type(net).__name__ not in NETWORKS:
+        raise UserError(
+            f"export has no class for diffusers of the network {type(net).__name__}; write one in weights/network.py, and add "
+            "it to NETWORKS in weights/export.py"
+        )
     staged = output.with_name(f".tmp_{secrets.token_hex(8)}_{output.name}")
     try:
         (staged / "transformer").mkdir(parents=True)
         index: dict[str, object] = {"_diffusers_version": diffusers.__version__}
         for key, module, class_name, folder in (
             ("_class_name", "weights.pipeline", "ClassToImagePipeline", staged),
-            ("transformer", "weights.network", "DiTModel", staged / "transformer"),
+            ("transformer", "weights.network", NETWORKS[type(net).__name__], staged / "transformer"),
         ):
             name, code = join_source(module, f"{class_name}, for diffusers.")
             (folder / f"{name}.py").write_text(code, encoding="utf-8")
             index[key] = [name, class_name]
-        config = {"_class_name": "DiTModel", "_diffusers_version": diffusers.__version__} | describe_network(cfg)
-        _write_json(staged / "transformer" / "config.json", config)
+        about = {"_class_name": NETWORKS[type(net).__name__], "_diffusers_version": diffusers.__version__}
+        _write_json(staged / "transformer" / "config.json", about | describe_network(net))
         tensors = {name: tensor.contiguous() for name, tensor in net.state_dict().items()}
         save_file(tensors, staged / "transformer" / "diffusion_pytorch_model.safetensors", metadata={"format": "pt"})
         if isinstance(decoder, Identity):
             index["vae"] = [None, None]
         else:
+            spec = without_folders({"": autoencoder or cfg.data.autoencoder})[""]
+            decoder.vae.register_to_config(_name_or_path=spec.partition(":")[2])  # diffusers has put the whole path here
             decoder.vae.save_pretrained(staged / "vae")
             index["vae"] = ["diffusers", type(decoder.vae).__name__]
         _write_json(staged / "model_index.json", index | describe_sampling(cfg))
         (staged / "training.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(describe_run(cfg))), encoding="utf-8")
-        card = make_card(checkpoint, cfg, weights, net, license, push or output.name)
+        card = make_card(checkpoint, cfg, weights, net, decoder.factor, license, push or output.name)
         (staged / "README.md").write_text(card, encoding="utf-8")
         for file in staged.rglob("*.safetensors"):  # which safetensors lets nobody but their owner read
             shutil.copymode(staged / "README.md", file)
@@ -91,12 +99,18 @@ def check_output_folder(output: Path) -> None:
         raise UserError(f"output={output} is not empty; export overwrites nothing: give another folder, or remove it")
 
 
-def describe_network(cfg: schema.TrainConfig) -> dict[str, object]:
-    """The arguments of `weights.network.DiTModel`."""
-    depth, width, num_heads, patch_size = dit.BACKBONES[cfg.model.backbone]
-    sizes = {"depth": depth, "width": width, "num_heads": num_heads, "patch_size": patch_size}
-    latents = {key: getattr(cfg.data, key) for key in ("in_channels", "input_size", "num_classes")}
-    return sizes | latents | {"learn_sigma": cfg.model.learn_sigma}
+def describe_network(net: DiT) -> dict[str, object]:
+    """The arguments of the network's class in weights/network.py."""
+    return {
+        "input_size": net.input_size,
+        "patch_size": net.patch_size,
+        "in_channels": net.x_embedder.proj.in_channels,
+        "num_classes": net.num_classes,
+        "depth": len(net.blocks),
+        "width": net.x_embedder.proj.out_channels,
+        "num_heads": net.blocks[0].attn.num_heads,
+        "learn_sigma": net.out_channels > net.x_embedder.proj.in_channels,
+    }
 
 
 def describe_sampling(cfg: schema.TrainConfig) -> dict[str, object]:

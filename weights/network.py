@@ -9,7 +9,7 @@ from dit import DiT
 
 
 class DiTModel(DiT, ModelMixin, ConfigMixin):
-    """`dit.DiT` without routes: sampling is dense. transformer/config.json holds the arguments."""
+    """`dit.DiT` without routes, which sampling does not use. transformer/config.json holds the arguments."""
 
     @register_to_config
     def __init__(
