@@ -13,7 +13,7 @@ from files import markdown_table, read_lines
 from setup import schema
 from training import checkpoint as checkpoints
 
-PAPERS = {"edm": "2206.00364", "sit": "2401.08740"}
+PAPERS = {"edm": "2206.00364", "sit": "2401.08740", "ddpm": "2006.11239"}
 ROUTED = (
     "In training, a part of the tokens skipped blocks (TREAD, [arXiv 2501.04765](https://arxiv.org/abs/2501.04765)): {routes}. "
 )
@@ -53,7 +53,7 @@ The code is in this folder. `trust_remote_code=True` lets diffusers run it.
 ## Training
 
 {training}
-`training.yaml` holds all settings that figures depend on.
+`training.yaml` holds the settings that figures depend on.
 
 ## Licence
 
@@ -167,6 +167,8 @@ def _figures_of_training(checkpoint: Path, cfg: schema.TrainConfig) -> Iterator[
 def describe_training(checkpoint: Path, cfg: schema.TrainConfig, weights: str) -> str:
     """A list: steps, data and optimiser of the configuration, machines of starts.jsonl."""
     train, step = cfg.train, checkpoints.step_of(checkpoint)
+    if source := checkpoints.imported_from(checkpoint):
+        return f"The weights were imported from {_last_part(source)}. Its authors say how they were trained.\n"
     lines = [
         f"Weights: {'exponential moving average, decay ' + format(train.ema_decay, 'g') if weights == 'ema' else 'raw'}, "
         f"step {step:,} of {train.num_steps:,}, {step * train.batch_size:,} images in batches of {train.batch_size:,}",
@@ -186,7 +188,8 @@ def describe_training(checkpoint: Path, cfg: schema.TrainConfig, weights: str) -
 
 def without_folders(settings: dict[str, object]) -> dict[str, object]:
     """Settings for the public: of an absolute path, its last part."""
-    return {
-        key: re.sub(r"^(sd-vae:)?(/|[A-Za-z]:\\).*[/\\]", r"\1", value) if isinstance(value, str) else value
-        for key, value in settings.items()
-    }
+    return {key: _last_part(value) if isinstance(value, str) else value for key, value in settings.items()}
+
+
+def _last_part(text: str) -> str:
+    return re.sub(r"^([a-z-]{2,}:)?(/|[A-Za-z]:\\).*[/\\]", r"\1", text)
