@@ -28,7 +28,7 @@ INITS = ("adaln_zero", "official_tread")
 
 
 def build(backbone: str, **kwargs) -> DiT:
-    """A network by its name, `DiT-B/2` say. Other keywords go to `DiT`.
+    """A network by its name, `DiT-B/2` say. Other keywords go to `DiT`, and replace the name's sizes.
 
     Raises:
         ValueError: an unknown name, with those that exist.
@@ -36,7 +36,7 @@ def build(backbone: str, **kwargs) -> DiT:
     if backbone not in BACKBONES:
         raise ValueError(f"model.backbone={backbone!r} is unknown; choose one of {', '.join(BACKBONES)}")
     depth, width, num_heads, patch_size = BACKBONES[backbone]
-    return DiT(depth=depth, width=width, num_heads=num_heads, patch_size=patch_size, **kwargs)
+    return DiT(**{"depth": depth, "width": width, "num_heads": num_heads, "patch_size": patch_size} | kwargs)
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
@@ -82,10 +82,13 @@ class TimestepEmbedder(nn.Module):
         super().__init__()
         self.mlp = nn.Sequential(nn.Linear(self.NUM_FEATURES, width), nn.SiLU(), nn.Linear(width, width))
 
+    @classmethod
+    def frequencies(cls, device: torch.device | None = None) -> Tensor:  # (128,)
+        half = cls.NUM_FEATURES // 2
+        return torch.exp(-math.log(10000) / half * torch.arange(half, dtype=torch.float32, device=device))
+
     def forward(self, t: Tensor) -> Tensor:  # (B,) -> (B, D)
-        half = self.NUM_FEATURES // 2
-        frequencies = torch.exp(-math.log(10000) / half * torch.arange(half, dtype=torch.float32, device=t.device))
-        angles = t.float()[:, None] * frequencies  # (B, 128)
+        angles = t.float()[:, None] * self.frequencies(t.device)  # (B, 128)
         return self.mlp(torch.cat([angles.cos(), angles.sin()], dim=1))
 
 
@@ -131,9 +134,9 @@ class DiTBlock(nn.Module):
         self.mlp = nn.Sequential(OrderedDict(fc1=nn.Linear(width, hidden), act=nn.GELU("tanh"), fc2=nn.Linear(hidden, width)))
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
 
-    def forward(self, x: Tensor, c: Tensor) -> Tensor:  # (B, N, D), (B, D) -> (B, N, D)
+    def forward(self, x: Tensor, c: Tensor, *tables: Tensor) -> Tensor:  # (B, N, D), (B, D) -> (B, N, D)
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = self.adaLN_modulation(c).chunk(6, dim=1)
-        x = torch.addcmul(x, gate_msa.unsqueeze(1), self.attn(modulate(self.norm1(x), shift_msa, scale_msa)))
+        x = torch.addcmul(x, gate_msa.unsqueeze(1), self.attn(modulate(self.norm1(x), shift_msa, scale_msa), *tables))
         return torch.addcmul(x, gate_mlp.unsqueeze(1), self.mlp(modulate(self.norm2(x), shift_mlp, scale_mlp)))
 
 
@@ -168,6 +171,8 @@ class DiT(nn.Module):
     Raises:
         ValueError: settings that do not fit together, naming the key.
     """
+
+    block_class: type[nn.Module] = DiTBlock
 
     def __init__(
         self,
@@ -207,7 +212,7 @@ class DiT(nn.Module):
         self.y_embedder = LabelEmbedder(num_classes, width)
         self.num_tokens = (input_size // patch_size) ** 2
         self.pos_embed = nn.Parameter(sincos_2d(input_size // patch_size, width)[None], requires_grad=False)
-        self.blocks = nn.ModuleList(DiTBlock(width, num_heads, mlp_ratio) for _ in range(depth))
+        self.blocks = nn.ModuleList(self.block_class(width, num_heads, mlp_ratio) for _ in range(depth))
         self.final_layer = FinalLayer(width, patch_size, self.out_channels)
 
         self.router = TokenRouter(routes, depth)
@@ -273,7 +278,7 @@ class DiT(nn.Module):
         if drop_labels is not None and not self.training:
             raise ValueError("drop_labels is for training; in evaluation pass y = num_classes for the null class")
 
-        h = self.x_embedder(x) + self.pos_embed  # (B, N, D)
+        h, tables = self.x_embedder(x) + self.pos_embed, self.token_tables()  # (B, N, D), each (1, N, ...)
         c = self.t_embedder(t) + self.y_embedder(y, drop_labels)  # (B, D)
 
         router = router or self.router
@@ -288,7 +293,7 @@ class DiT(nn.Module):
         ends = {router.routes[i].end_layer_idx for i in active}
         in_fp32 = {end + 1 for end in ends} if self.fp32_after_route else set()
 
-        depth, skipped, ids_keep = len(self.blocks), None, None
+        depth, skipped, ids_keep, all_tables = len(self.blocks), None, None, tables
         borders = {0, depth, *starts, *(end + 1 for end in ends), *(min(i + 1, depth) for i in in_fp32)}
         for i, stop in pairwise(sorted(borders)):  # runs of blocks with the same tokens in the same precision
             if i in starts:
@@ -296,28 +301,33 @@ class DiT(nn.Module):
                 ratio = ratios[starts[i]]
                 ids_keep = router.choose_ids_keep(h, ratio, scores=scores, generator=generator, rule=self.selection_rule)
                 skipped, h = h, router.start_route(h, ids_keep)  # (B, N, D), (B, K, D)
+                tables = [router.start_route(table.expand(len(x), *table.shape[1:]), ids_keep) for table in all_tables]
             run = partial(self.run_blocks, [*self.blocks][i:stop])
-            h = self._in_fp32(run, h, c) if i in in_fp32 else run(h, c)
+            h = self._in_fp32(run, h, c, *tables) if i in in_fp32 else run(h, c, *tables)
             if stop - 1 in ends:
-                h = router.end_route(h, skipped, ids_keep)  # (B, N, D)
+                h, tables = router.end_route(h, skipped, ids_keep), all_tables  # (B, N, D)
 
         out = self._in_fp32(self.final_layer, h, c) if len(self.blocks) in in_fp32 else self.final_layer(h, c)  # (B, N, p*p*C)
         return self.unpatchify(out)
 
+    def token_tables(self) -> tuple[Tensor, ...]:
+        """What blocks need of every token beside the tokens, each (1, N, ...): they get the rows of the tokens that they see."""
+        return ()
+
     @staticmethod
-    def run_blocks(blocks: Sequence[nn.Module], h: Tensor, c: Tensor) -> Tensor:
+    def run_blocks(blocks: Sequence[nn.Module], h: Tensor, c: Tensor, *tables: Tensor) -> Tensor:
         """A function of its own so that `training.speed.compile_network` can compile it."""
         for block in blocks:
-            h = block(h, c)
+            h = block(h, c, *tables)
         return h
 
     @staticmethod
-    def _in_fp32(layer: Callable[[Tensor, Tensor], Tensor], h: Tensor, c: Tensor) -> Tensor:
+    def _in_fp32(layer: Callable[..., Tensor], h: Tensor, c: Tensor, *tables: Tensor) -> Tensor:
         """Full precision under mixed precision; where the weights themselves are not float32, nothing changes."""
         if not torch.is_autocast_enabled(h.device.type):
-            return layer(h, c)
+            return layer(h, c, *tables)
         with torch.autocast(h.device.type, enabled=False):
-            return layer(h.float(), c.float())
+            return layer(h.float(), c.float(), *tables)
 
     def unpatchify(self, tokens: Tensor) -> Tensor:
         """(B, N, p*p*C) -> (B, C, H, W); within a token: row, column, channel."""

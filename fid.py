@@ -166,10 +166,13 @@ def sweep(
 
 
 def guidance_settings(guidance: schema.Guidance) -> dict:
-    """Guidance in the settings of a point: cfg_scale alone means none or cfg; others have `guidance` and `guidance.*`."""
-    if guidance.name in ("none", "cfg"):
-        return {"cfg_scale": getattr(guidance, "cfg_scale", 1.0)}
-    own = guidance.model_dump(exclude={"name"})
+    """Guidance in the settings of a point: cfg_scale alone means none or cfg; others have `guidance` and `guidance.*`.
+
+    Keys at the default that earlier versions did not have are left out, so that the results of these are still found.
+    """
+    own = guidance.model_dump(exclude={"name"}, exclude_defaults=True)
+    if guidance.name == "none" or own.keys() == {"cfg_scale"}:
+        return {"cfg_scale": own.get("cfg_scale", 1.0)}
     scale = {"cfg_scale": own.pop("cfg_scale")} if "cfg_scale" in own else {}
     return {"guidance": guidance.name, **scale, **{f"guidance.{key}": value for key, value in own.items()}}
 

@@ -51,24 +51,28 @@ def none(inputs: GuidanceInputs) -> Denoiser:
     return inputs.denoise
 
 
-def cfg(inputs: GuidanceInputs, *, cfg_scale: float) -> Denoiser:
+def cfg(inputs: GuidanceInputs, *, cfg_scale: float, channels: int | None = None) -> Denoiser:
     """Classifier-free guidance (arXiv 2207.12598): D = D_null + cfg_scale * (D_label - D_null).
 
     Args:
         cfg_scale: 1 is off (one evaluation a step), 0 is unconditional, above 1 guides. Both estimates come from one
             batched evaluation.
+        channels: guide this many first channels of the latents, and take D_label for the others; None guides all. The
+            published code of DiT, and of SiT and LightningDiT after it, guides three.
     """
-    return interval(inputs, cfg_scale=cfg_scale, level_lo=None, level_hi=None)
+    return interval(inputs, cfg_scale=cfg_scale, level_lo=None, level_hi=None, channels=channels)
 
 
-def interval(inputs: GuidanceInputs, *, cfg_scale: float, level_lo: float | None, level_hi: float | None) -> Denoiser:
+def interval(
+    inputs: GuidanceInputs, *, cfg_scale: float, level_lo: float | None, level_hi: float | None, channels: int | None = None
+) -> Denoiser:
     """`cfg` at noise levels in (level_lo, level_hi], the conditional estimate elsewhere (arXiv 2404.07724)."""
 
     def label_and_null(x: Tensor, level: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         null = torch.full_like(y, inputs.num_classes)
         return inputs.denoise(torch.cat([x, x]), torch.cat([level, level]), torch.cat([y, null])).chunk(2)
 
-    return _guide(label_and_null, inputs.denoise, cfg_scale, level_lo, level_hi)
+    return _guide(label_and_null, inputs.denoise, cfg_scale, level_lo, level_hi, channels)
 
 
 def sparse(
@@ -141,8 +145,11 @@ def _guide(
     scale: float,
     level_lo: float | None,
     level_hi: float | None,
+    channels: int | None = None,
 ) -> Denoiser:
     """D_weak + scale * (D - D_weak) of the two `estimates` (D, D_weak); `unguided` for scale 1 and outside of the bounds.
+
+    With `channels`, D itself beyond the first ones.
 
     Raises:
         ValueError: a scale that is no finite number; bounds that leave nothing between them; a batch of mixed noise levels.
@@ -168,7 +175,9 @@ def _guide(
             if every:
                 return unguided(x, level, y)
         D, D_weak = estimates(x, level, y)
-        return D_weak + scale * (D - D_weak)
+        C = x.shape[1] if channels is None else channels
+        guided = D_weak[:, :C] + scale * (D[:, :C] - D_weak[:, :C])
+        return torch.cat([guided, D[:, C:]], dim=1)  # beyond x's channels, the learned variance of `ddpm.DDPM.denoise`
 
     return denoiser
 

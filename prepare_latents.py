@@ -21,7 +21,7 @@ if __name__ == "__main__":  # Ctrl-C during the imports, which take seconds, end
 
 import logging
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Literal
@@ -61,6 +61,7 @@ def encode(
     autoencoder: Autoencoder = SD_VAE,
     kind: Kind = "moments",
     flips: bool = False,
+    normalize: bool = False,
     num_classes: NumClasses | None = None,
     precision: Precision = "fp32",
     dtype: Dtype = "float16",
@@ -78,9 +79,10 @@ def encode(
         images: a folder with a folder per class (ImageNet's layout), a folder with a file of labels, or WebDataset tars.
         labels: auto | folders | none (one class) | a CSV or JSON file.
         resolution: of the square that ADM's centre crop leaves, in pixels.
-        autoencoder: sd-vae:<hub id or folder>, or identity for pixels.
+        autoencoder: sd-vae:<hub id or folder>, va-vae:<file or folder>, or identity for pixels.
         kind: moments (mean and log-variance, sampled afresh at every read) or sample (drawn once, from `seed`).
         flips: encode the mirrored images as well.
+        normalize: the network sees each channel with a mean of 0 and a standard deviation of 1, measured over all latents.
         num_classes: null: as many as there are class names, or the largest label + 1.
         precision: of the autoencoder; bf16 is for GPUs.
         dtype: of the stored latents.
@@ -101,13 +103,14 @@ def encode(
         check_resolution(resolution, known[1])
     vae = autoencoders.build(autoencoder, accelerator.device, None, "autoencoder", precision)
     check_resolution(resolution, vae.factor)
-    info = ShardInfo(kind, vae.scale_factor, autoencoder, resolution, source.count_classes(num_classes))
+    info = ShardInfo(kind, 1.0 if normalize else vae.scale_factor, autoencoder, resolution, source.count_classes(num_classes))
     settings = {
         "command": "encode",
         **asdict(info),
         "weights": vae.fingerprint(),
         "crop": "adm_center_crop",
         "flips": flips,
+        "normalize": normalize or None,
         "precision": precision,
         "seed": seed if kind == "sample" else None,
     }
@@ -117,7 +120,7 @@ def encode(
     encode_images(source, vae, writer, info, accelerator, **how)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        writer.finish(source.class_names, source=images, crop=settings["crop"], precision=precision)
+        writer.finish(source.class_names, normalize, source=images, crop=settings["crop"], precision=precision)
     accelerator.end_training()
 
 
@@ -136,6 +139,7 @@ def convert(
     autoencoder: Autoencoder | None = None,
     resolution: Resolution | None = None,
     num_classes: NumClasses | None = None,
+    normalize: bool | None = None,
     dtype: Dtype = "float16",
     shard_size: ShardSize = SHARD_SIZE,
     allow_pickle: bool = False,
@@ -148,8 +152,10 @@ def convert(
         kind: moments | sample.
         stored_scale: what the stored values were multiplied by before they were stored (1, or 0.18215); shards hold them without.
         scale_factor: what the network's input is multiplied by.
-        autoencoder: sd-vae:<hub id or folder>, identity, or none where nothing decodes them.
+        autoencoder: sd-vae:<hub id or folder>, va-vae:<file or folder>, identity, or none where nothing decodes them.
         resolution: of the images, in pixels.
+        normalize: true: the network sees each channel with a mean of 0 and a standard deviation of 1, measured over all
+            latents; null: so by LightningDiT's latents_stats.pt, where there is one; false: never.
         dtype: of the stored latents.
         allow_pickle: read pickled items; a restricted reader admits NumPy arrays and nothing else.
     """
@@ -157,12 +163,18 @@ def convert(
     spread = source.read_spread()
     given = dict(kind=kind, stored_scale=stored_scale, scale_factor=scale_factor, autoencoder=autoencoder)
     given |= dict(resolution=resolution, num_classes=num_classes)
+    told = source.channel_statistics if normalize is None else None
     known = dict(known_kind=source.known_kind, known_stored_scale=source.known_stored_scale)
+    known["known_scale_factor"] = 1.0 if told or normalize else None
     info, stored_scale, statements = detect(spread, labels=source.labels, **given, **known)
+    if told:
+        mean, std = (tuple(value / stored_scale for value in values) for values in told)
+        info = replace(info, latents_mean=mean, latents_std=std)
     statements = [*source.statements, *statements]
     for line in (f"{path}: {len(source.labels)} items, {source.name}", *statements):
         log.info("%s", line)
     settings = {"command": "convert", "format": source.name, **asdict(info), "stored_scale": stored_scale}
+    settings["normalize"] = normalize or None
     # Names, sizes and labels can be equal where values differ, so some values are hashed as well.
     fingerprint = hash_bytes(f"{source.fingerprint()} {hash_bytes(spread.numpy().tobytes())}".encode())
     writer = ShardWriter(output, settings, lambda start, stop: fingerprint, len(source.labels), shard_size, dtype)
@@ -173,7 +185,7 @@ def convert(
         if stored_scale != 1:
             latents, latents_flip = (None if x is None else x / stored_scale for x in (latents, latents_flip))
         writer.write(shard, latents, torch.from_numpy(source.labels[shard.start : shard.stop]), info, latents_flip)
-    writer.finish(source=path, detected=statements)
+    writer.finish(normalize=bool(normalize), source=path, detected=statements)
 
 
 def inspect(
@@ -289,14 +301,7 @@ COMMANDS = {command.__name__: command for command in (encode, convert, inspect, 
 
 
 def main(arguments: list[str]) -> None:
-    name, *settings = arguments or ["--help"]
-    if name in ("--help", "-h", "help"):
-        sys.stdout.write(__doc__)
-        return
-    if name not in COMMANDS:
-        raise UserError(f"unknown command {name!r}; use one of {', '.join(COMMANDS)}")
-    command = COMMANDS[name]
-    command(**dict(cli.parse_arguments(settings, cli.settings_of(command), command=name)))
+    cli.run_command(COMMANDS, __doc__, arguments)
 
 
 if __name__ == "__main__":

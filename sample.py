@@ -59,8 +59,9 @@ def main(cfg: DictConfig) -> None:
         "weights": cfg.weights,
         "classes": None if cfg.classes is None else schema.parse_numbers(cfg.classes),
         "autoencoder": cfg.autoencoder or run_cfg.data.autoencoder,
-        "guidance": guidance.model_dump() | second,
-        "sampler": {key: getattr(diffusion.sampler, key) for key in type(run_cfg.diffusion.sampler).model_fields},
+        # Without the keys that earlier versions did not have, where they are at their defaults: so their folders go on.
+        "guidance": guidance.model_dump(exclude_defaults=True) | second,
+        "sampler": type(run_cfg.diffusion.sampler)(**vars(diffusion.sampler)).model_dump(exclude_defaults=True),
         "precision": cfg.precision,
     }
 

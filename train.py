@@ -43,6 +43,7 @@ log = logging.getLogger("train")
 def main(cfg: DictConfig) -> None:
     # Everything that can be wrong with the configuration, the data and the folder, before any slow work.
     cfg, remarks = rows.name_run(cfg, schema.check(cfg, schema.TrainConfig))
+    build.check_loss(cfg.diffusion)
     diffusion = build.build_diffusion(cfg.diffusion)
     with say_if_slow(log, "opening data.path=%s", cfg.data.path):
         cfg, dataset = build.open_data(cfg)
@@ -65,7 +66,8 @@ def main(cfg: DictConfig) -> None:
     run = RunFolder(cfg.output_dir, cfg.name)
     initial = find_initial(run, cfg.init_from, cfg.resume, accelerator)
     if initial is not None:
-        build.check_initial(load.load_config(initial), checkpoints.step_of(initial), cfg)
+        stored, step = load.load_config(initial), checkpoints.step_of(initial)
+        build.check_initial(stored, step, cfg, checkpoints.imported_from(initial))
     decide_together(run.open, accelerator)
     newest = find_resume(run, cfg.resume, accelerator)
     if newest is not None:

@@ -166,8 +166,11 @@ LUMINA2_BLOCKS = BlockList("layers", layout="text_image", axes=LUMINA2_AXES)
 Z_IMAGE_BLOCKS = BlockList("layers", "x", layout="image_text", axes=Z_IMAGE_AXES)
 TIMM_BLOCKS = BlockList("blocks", "x", layout="text_image", axes=TIMM_AXES)  # class and register tokens come first
 
+LIGHTNING_BLOCKS = BlockList("blocks", "x", axes=(TokenAxis("cos", dim=1), TokenAxis("sin", dim=1)))  # (1, N, D_head)
+
 ADAPTERS = {
     "dit": (Adapter("DiT", "x_embedder", (BlockList("blocks", "x"),), obstacle=own_routes),),
+    "lightningdit": (Adapter("LightningDiT", "x_embedder", (LIGHTNING_BLOCKS,), obstacle=own_routes),),
     "diffusers": (
         Adapter("FluxTransformer2DModel", "x_embedder", (FLUX_DOUBLE, FLUX_SINGLE)),
         Adapter("Flux2Transformer2DModel", "x_embedder", (FLUX_DOUBLE, FLUX2_SINGLE)),

@@ -24,11 +24,10 @@ import torch
 from accelerate import Accelerator
 from pydantic import AfterValidator
 
-import dit
 from errors import UserError
 from files import markdown_table, read_file, write_file
 from setup import cli
-from setup.schema import flatten
+from setup.schema import BACKBONES, flatten
 from setup.settings import OneOrMany, Settings, one_of
 from training.provenance import device_name, git_commit, launch_command
 from training.speed import MIXED_PRECISION
@@ -38,7 +37,7 @@ from training.speed import MIXED_PRECISION
 
 T = TypeVar("T")
 Several = Annotated[OneOrMany[T], AfterValidator(lambda value: value if isinstance(value, list) else [value])]
-Backbone = Annotated[str, one_of(dit.BACKBONES)]
+Backbone = Annotated[str, one_of(BACKBONES)]
 
 
 def choose_device(name: str | None) -> torch.device:

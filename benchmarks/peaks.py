@@ -9,6 +9,7 @@ import torch
 from torch.nn.functional import linear
 
 from benchmarks.harness import time_ms
+from training.speed import fits_float8
 
 # TFLOP/s of dense products of the vendor's tensor cores, (bf16, fp8), accumulated in float32, by torch.cuda.get_device_name.
 # Data sheets that state sparse products are halved. The whole name must match: a part of a GPU (MIG) has no published peak.
@@ -46,7 +47,7 @@ def published_flops(device: torch.device, precision: str) -> float | None:
 
 
 def fastest_product(block: torch.nn.Module, num_rows: int, precision: str, device: torch.device) -> float:
-    """FLOP/s of the fastest x W^T of a precision: squares, and the layers of a block of dit.py; each the median of 5.
+    """FLOP/s of the fastest x W^T of a precision: squares, and the layers of a block of the network; each the median of 5.
 
     Args:
         num_rows: of x, for the layers: images times tokens.
@@ -55,7 +56,9 @@ def fastest_product(block: torch.nn.Module, num_rows: int, precision: str, devic
     squares = (4096, 8192)
     if device.type != "cuda":
         squares, num_rows = (1024, 2048), min(num_rows, 4096)  # as fast as more rows, and sooner done
-    layers = (block.attn.qkv, block.mlp.fc1, block.mlp.fc2)
+    layers = [block.attn.qkv, *(layer for layer in block.mlp.modules() if isinstance(layer, torch.nn.Linear))]
+    if precision == "fp8":
+        layers = [layer for layer in layers if fits_float8(layer)]
     shapes = [*((n, n, n) for n in squares), *((num_rows, layer.in_features, layer.out_features) for layer in layers)]
 
     def flops_per_sec(m: int, k: int, n: int) -> float:

@@ -12,19 +12,22 @@ import dit
 from training.ema import EMA
 
 
-def plain_forward(block: dit.DiTBlock, x: Tensor, c: Tensor) -> Tensor:  # (B, N, D), (B, D) -> (B, N, D)
+def plain_forward(block: dit.DiTBlock, x: Tensor, c: Tensor, *tables: Tensor) -> Tensor:  # (B, N, D), (B, D) -> (B, N, D)
     """A block as DiT's own code writes it, one operation at a time."""
     shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = block.adaLN_modulation(c).chunk(6, dim=1)
-    x = x + gate_msa.unsqueeze(1) * block.attn(block.norm1(x) * (1 + scale_msa.unsqueeze(1)) + shift_msa.unsqueeze(1))
+    modulated = block.norm1(x) * (1 + scale_msa.unsqueeze(1)) + shift_msa.unsqueeze(1)
+    x = x + gate_msa.unsqueeze(1) * block.attn(modulated, *tables)
     return x + gate_mlp.unsqueeze(1) * block.mlp(block.norm2(x) * (1 + scale_mlp.unsqueeze(1)) + shift_mlp.unsqueeze(1))
 
 
 def make_blocks_plain(net: dit.DiT) -> None:
-    """Give a new network plain blocks with timm's attention; names and values of its parameters stay."""
+    """Give a new network plain blocks, in DiT with timm's attention; names and values of its parameters stay."""
     for block in net.blocks:
-        attn = TimmAttention(block.attn.proj.in_features, block.attn.num_heads, qkv_bias=True)
-        attn.qkv, attn.proj = block.attn.qkv, block.attn.proj
-        block.attn, block.forward = attn, partial(plain_forward, block)
+        block.forward = partial(plain_forward, block)
+        if type(block.attn) is dit.Attention:
+            attn = TimmAttention(block.attn.proj.in_features, block.attn.num_heads, qkv_bias=True)
+            attn.qkv, attn.proj = block.attn.qkv, block.attn.proj
+            block.attn = attn
 
 
 class PlainEMA(EMA):

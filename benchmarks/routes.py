@@ -34,7 +34,7 @@ from errors import UserError
 from routing_module import Route, TokenRouter, num_kept_tokens
 from sampling.flops import forward_flops
 from setup import cli, schema
-from setup.schema import Precision
+from setup.schema import BACKBONES, Precision
 from setup.settings import Accepts, Count, Positive, Settings, Text
 from training.ema import EMA
 from training.speed import use_cores
@@ -122,7 +122,11 @@ def main(arguments: Sequence[str]) -> None:
     rows = [{"route": name, **describe_candidate(routes, dense, parts)} for name, routes in options.items()]
     verified = verify_prediction(settings, default, parts, device) if settings.verify else []
     where = f"{report.machine['machine']}, batch {settings.batch_size}, {settings.precision}"
-    sections = [table(rows), *([table(verified)] if verified else []), f"{advice(depth, default, rows)}\n"]
+    sections = [
+        table(rows),
+        *([table(verified)] if verified else []),
+        f"{advice(settings.model.backbone, depth, default, rows)}\n",
+    ]
     times = f"step_ms: {'blocks alone, from block_ms' if settings.block_ms else where}\n"
     report.save([*rows, *verified], sections, [title, times, *sections])
 
@@ -131,12 +135,12 @@ def build_candidate(
     settings: RouteSettings, device: str | torch.device, depth: int | None = None, routes: Sequence[Route] = ()
 ) -> dit.DiT:
     """The network of the settings, or one of another depth."""
-    own_depth, width, num_heads, patch_size = dit.BACKBONES[settings.model.backbone]
-    depth = (settings.depth or own_depth) if depth is None else depth
-    sizes = {"patch_size": patch_size, "num_classes": 1000, "depth": depth, "width": width, "num_heads": num_heads}
+    backbone = settings.model.backbone
+    depth = (settings.depth or BACKBONES[backbone][0]) if depth is None else depth
     try:
         with torch.device(device):
-            return dit.DiT(**settings.data.model_dump(), **sizes, routes=routes)
+            network, _ = schema.family_of(backbone)
+            return network.build(backbone, **settings.data.model_dump(), num_classes=1000, depth=depth, routes=routes)
     except ValueError as e:
         raise UserError(f"data.input_size={settings.data.input_size}, model.backbone={settings.model.backbone}: {e}") from e
 
@@ -229,10 +233,14 @@ def describe_candidate(routes: Routes, dense: dit.DiT, parts: Parts) -> dict[str
     }
 
 
-def advice(depth: int, default: Route | None, rows: Sequence[dict]) -> str:
+def advice(backbone: str, depth: int, default: Route | None, rows: Sequence[dict]) -> str:
     """The default choice with its reason."""
+    _, (dense_name, routed_name) = schema.family_of(backbone)
     if default is None:
-        return f"Choice: no route. {depth} blocks leave no window with a dense block on either side; train dense (model=dit)."
+        return (
+            f"Choice: no route. {depth} blocks leave no window with a dense block on either side; train dense "
+            f"(model={dense_name})."
+        )
     mine = next(row for row in rows if row["route"] == "default")
     start, end = default.start_layer_idx, default.end_layer_idx
     setting = f"{{selection_ratio:{default.selection_ratio},start_layer_idx:{start},end_layer_idx:{end - depth}}}"
@@ -251,7 +259,7 @@ def advice(depth: int, default: Route | None, rows: Sequence[dict]) -> str:
         time = f"but no time: a step is predicted to take {mine['step_ms'] / dense_ms - 1:.1%} longer than a dense one, because "
         time += "with so few tokens a route costs more than it saves"
     savings = f"It saves {mine['flops_saved']} of the FLOPs {time}."
-    return f"Choice: model=tread 'model.routes=[{setting}]', because {reason}. {savings}"
+    return f"Choice: model={routed_name} 'model.routes=[{setting}]', because {reason}. {savings}"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -355,7 +363,7 @@ def shortest(first: Parts, second: Parts) -> Parts:
 
 def measure_parts(settings: RouteSettings, token_counts: Sequence[int], device: torch.device) -> Parts:
     """Time every part by itself: a block at each number of tokens, a route, the rest of the network, and the update."""
-    depth = settings.depth or dit.BACKBONES[settings.model.backbone][0]
+    depth = settings.depth or BACKBONES[settings.model.backbone][0]
     block = build_candidate(settings, device, depth=1).train().blocks[0]
     around = build_candidate(settings, device, depth=0).train()
     num_tokens, width = around.num_tokens, around.pos_embed.shape[-1]
@@ -367,7 +375,9 @@ def measure_parts(settings: RouteSettings, token_counts: Sequence[int], device: 
 
     block_ms, route_ms, B = {}, {num_tokens: 0.0}, settings.batch_size
     for tokens in token_counts:
-        block_ms[tokens] = pass_ms(settings, block, torch.randn(B, tokens, width, **like), torch.randn(B, width, **like))
+        tables = [table[:, :tokens] for table in around.token_tables()]
+        inputs = torch.randn(B, tokens, width, **like), torch.randn(B, width, **like), *tables
+        block_ms[tokens] = pass_ms(settings, block, *inputs)
         if tokens < num_tokens:
             scores = torch.rand(B, num_tokens, device=device)
             route_ms[tokens] = pass_ms(settings, route, torch.randn(B, num_tokens, width, **like), scores)

@@ -22,7 +22,7 @@ from typing import Literal
 from accelerate.utils import set_seed
 
 from benchmarks.harness import Backbone, Report, Several, open_accelerator, table, time_ms, timed
-from benchmarks.trainers import CommonSettings, compose_config
+from benchmarks.trainers import CommonSettings, compose_config, model_of
 from errors import UserError
 from latents import autoencoders
 from sampling.sampler import ImageSampler
@@ -41,7 +41,7 @@ class SamplingSettings(CommonSettings):  # overrides=[guidance.cfg_scale=2.0] is
     precision: Precision = "fp32"
     compile: Compile = "none"  # as train.compile
     resolution: Literal[256, 512] = 256  # of the images
-    autoencoder: Autoencoder = "identity"  # identity | sd-vae:<hub id or folder>
+    autoencoder: Autoencoder = "identity"  # identity | sd-vae:<hub id or folder> | va-vae:<file or folder>
     rounds: Count = 3
     batches: Count = 1  # timed in each turn
     output: Text = "runs/benchmarks/sampling"  # the files' name, without its ending
@@ -103,8 +103,8 @@ def compose_sampling_config(guidance: str, settings: SamplingSettings) -> schema
             own.append(override)
     channels = 3 if settings.autoencoder == "identity" else 4
     shape = [f"data.in_channels={channels}", f"data.input_size={settings.resolution // 8}", "data.num_classes=1000"]
-    model = ["model=tread", f"model.backbone={settings.backbone}", "data=custom", "data.scale_factor=1.0"]
-    return compose_config([*model, *shape, f"guidance={guidance}", *own])
+    model = [f"model={model_of('tread', settings.backbone)}", f"model.backbone={settings.backbone}"]
+    return compose_config([*model, "data=custom", "data.scale_factor=1.0", *shape, f"guidance={guidance}", *own])
 
 
 class SampledRow:

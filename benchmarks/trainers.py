@@ -27,7 +27,7 @@ from training.ema import EMA
 from training.run import RunFolder
 from training.trainer import Trainer
 
-MODELS = ("dit", "tread")
+MODELS = ("dit", "tread")  # the dense network and the routed one, also of LightningDiT
 SHARD_SIZE = 4096
 # Keys of a benchmark that are keys of the training configuration.
 TRAINING_KEYS = {"model": "model", "backbone": "model.backbone", "seed": "seed", "num_workers": "data.num_workers"}
@@ -86,6 +86,12 @@ def data_overrides(settings: CommonSettings) -> Iterator[list[str]]:
         yield [*data, "data.num_workers=0", f"output_dir={folder}"]
 
 
+def model_of(model: str, backbone: str) -> str:
+    """model.name of the dense network or the routed one, one of MODELS, for this backbone."""
+    _, names = schema.family_of(backbone)
+    return names[MODELS.index(model)]
+
+
 def open_trainer(accelerator: Accelerator, settings: CommonSettings, data: Sequence[str], plain: bool = False, **own) -> Trainer:
     """A trainer of a benchmark's settings, which can leave the device while another row has its turn.
 
@@ -95,6 +101,7 @@ def open_trainer(accelerator: Accelerator, settings: CommonSettings, data: Seque
         own: values of TRAINING_KEYS for this trainer.
     """
     values = {name: value for name, value in (settings.model_dump() | own).items() if name in TRAINING_KEYS}
+    values["model"] = model_of(values["model"], values["backbone"])
     overrides = [*data, *(f"{TRAINING_KEYS[name]}={value}" for name, value in values.items()), *settings.overrides]
     cfg = compose_config([*overrides, *QUIET])
     if cfg.train.parallel != "ddp":

@@ -1,14 +1,20 @@
-"""Arrays in .npy files and in pickles. A pickle is read without running code that it names."""
+"""Arrays in .npy files, in pickles and in files of torch.save. None is read by running code that it names."""
 
 from __future__ import annotations
 
 import io
 import math
 import pickle
+import re
 import struct
 import tokenize
+import zipfile
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from errors import UserError
 
@@ -150,3 +156,39 @@ def locate_in_pickle(payload: bytes, values: bytes) -> int | None:
     pushes += [b"C" + struct.pack("<B", size)] if size < 2**8 else []
     places = [payload.find(push + values) + len(push) for push in pushes if push + values in payload]
     return places[0] if len(places) == 1 else None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Files of torch.save.
+
+
+def load_torch_file(file: Path) -> Any:
+    """What torch.save wrote, read without running code that it names: tensors, and dictionaries and lists of them.
+
+    Raises:
+        UserError: it names anything else, is damaged, or cannot be read.
+    """
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except pickle.UnpicklingError as e:
+        named = re.search(r"GLOBAL (\S+)", str(e))
+        raise UserError(
+            f"{file} is refused: {f'it names {named[1]}' if named else 'it is damaged, or holds more than tensors'}, and only "
+            "tensors are admitted, because other pickles can run code; where you trust it, save its tensors alone: "
+            "torch.save(dict_of_tensors, file)"
+        ) from e
+    except OSError as e:
+        raise UserError(f"cannot read {file}: {e.strerror or e}") from e
+    except (RuntimeError, EOFError, ValueError, KeyError, IndexError, TypeError, AttributeError) as e:  # damaged
+        raise UserError(f"{file} is truncated or not a file of torch.save: {str(e).splitlines()[0] if str(e) else e!r}") from e
+
+
+def read_channel_statistics(file: Path, num_channels: int) -> tuple[list[float], list[float]]:
+    """LightningDiT's latents_stats.pt: mean and standard deviation of each channel. Raises UserError where it is none."""
+    stored = load_torch_file(file)
+    values = [stored.get(name) for name in ("mean", "std")] if isinstance(stored, dict) else []
+    fit = [isinstance(value, Tensor) and value.numel() == num_channels and bool(value.isfinite().all()) for value in values]
+    if not (fit == [True, True] and (values[1] > 0).all()):
+        raise UserError(f"{file} must hold mean and std, {num_channels} finite numbers each, as the latents have channels")
+    mean, std = (value.double().flatten().tolist() for value in values)
+    return mean, std

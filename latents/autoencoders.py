@@ -13,6 +13,7 @@ from torch import Tensor
 from downloads import ANSWER_SEC, answer_within
 from errors import UserError
 from files import read_json
+from latents.va_vae import find_va_vae, load_va_vae
 from progress import say_if_slow
 
 log = logging.getLogger(__name__)
@@ -61,28 +62,30 @@ class Identity:
         return latents
 
 
-class SDVAE:
-    """A diffusers AutoencoderKL from a local folder or the Hugging Face hub; the other arguments are those of `build`."""
+class KLAutoencoder:
+    """A diffusers AutoencoderKL: sd-vae:<hub id or folder>, or va-vae:<file or folder>. The arguments are those of `build`."""
 
-    def __init__(self, source: str, device: torch.device, channels: int | None, key: str, precision: str = "fp32"):
-        folder = find_files(source, key)
+    def __init__(self, spec: str, device: torch.device, channels: int | None, key: str, precision: str = "fp32"):
+        kind, _, source = spec.partition(":")
+        file = find_files(source, key) if kind == "sd-vae" else find_va_vae(source, key)
         try:
-            with say_if_slow(log, "loading the autoencoder sd-vae:%s", source):
+            with say_if_slow(log, "loading the autoencoder %s", spec):
                 from diffusers import AutoencoderKL  # slow to import; data of pixels does not need it
 
-                self.vae = AutoencoderKL.from_pretrained(folder).to(device).eval().requires_grad_(False)
+                vae = AutoencoderKL.from_pretrained(file) if kind == "sd-vae" else load_va_vae(file)
+                self.vae = vae.to(device).eval().requires_grad_(False)
+        except UserError:
+            raise
         except (OSError, ValueError) as e:
             raise UserError(
-                f"the autoencoder sd-vae:{source} cannot be loaded ({str(e).splitlines()[0]}); give a local copy with "
+                f"the autoencoder {spec} cannot be loaded ({str(e).splitlines()[0]}); give a local copy with "
                 f"{key}=sd-vae:<folder>"
             ) from e
         self.precision = precision
         if channels is not None and self.vae.config.latent_channels != channels:
-            raise UserError(
-                f"{key}: sd-vae:{source} decodes {self.vae.config.latent_channels} channels, but the latents have {channels}"
-            )
+            raise UserError(f"{key}: {spec} decodes {self.vae.config.latent_channels} channels, but the latents have {channels}")
         if getattr(self.vae.config, "shift_factor", None):
-            raise UserError(f"{key}: sd-vae:{source} shifts its latents (shift_factor), which shards have no place for")
+            raise UserError(f"{key}: {spec} shifts its latents (shift_factor), which shards have no place for")
         self.scale_factor, self.factor = _scale_and_factor(self.vae.config)
 
     def fingerprint(self) -> str:
@@ -107,6 +110,8 @@ class SDVAE:
 def find(spec: str, key: str) -> Path | None:
     """Find or download what `build` will load, for a command that builds it late. None: there is nothing to load."""
     kind, _, source = spec.partition(":")
+    if kind == "va-vae" and source:
+        return find_va_vae(source, key)
     return find_files(source, key) if kind == "sd-vae" and source else None
 
 
@@ -191,6 +196,8 @@ def known_scale_and_factor(spec: str) -> tuple[float, int] | None:
         return Identity.scale_factor, Identity.factor
     if kind == "sd-vae" and source in SD_VAES:
         return 0.18215, 8
+    if kind == "va-vae":
+        return 1.0, 16
     if kind == "sd-vae" and Path(source).is_dir():
         try:
             return _scale_and_factor(read_json(Path(source) / CONFIG_NAME))
@@ -200,7 +207,7 @@ def known_scale_and_factor(spec: str) -> tuple[float, int] | None:
 
 
 def build(spec: str, device: torch.device, channels: int | None, key: str, precision: str = "fp32") -> Autoencoder:
-    """The autoencoder that shards and data.autoencoder name: `identity` or `sd-vae:<hub id or folder>`.
+    """The autoencoder that shards and data.autoencoder name: identity, sd-vae:<hub id or folder> or va-vae:<file or folder>.
 
     Args:
         channels: of the latents to decode; None: whatever it makes.
@@ -217,9 +224,9 @@ def build(spec: str, device: torch.device, channels: int | None, key: str, preci
         if channels not in (None, 1, 3):
             raise UserError(f"{key}=identity shows latents as pixels, which have 1 or 3 channels, not {channels}")
         return Identity()
-    if kind == "sd-vae" and source:
-        return SDVAE(source, device, channels, key, precision)
-    raise UserError(f"{key}={spec!r} is unknown; use identity, none or sd-vae:<hub id or folder>")
+    if kind in ("sd-vae", "va-vae") and source:
+        return KLAutoencoder(spec, device, channels, key, precision)
+    raise UserError(f"{key}={spec!r} is unknown; use identity, none, sd-vae:<hub id or folder> or va-vae:<file or folder>")
 
 
 def from_uint8(images: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ def detect(
     num_classes: int | None = None,
     known_kind: str | None = None,
     known_stored_scale: float | None = None,
+    known_scale_factor: float | None = None,
     key_prefix: str = "",
 ) -> tuple[ShardInfo, float, list[str]]:
     """Find what a header of native shards says, for latents that come without one.
@@ -41,6 +42,7 @@ def detect(
         kind, scale_factor, autoencoder, resolution, num_classes: as in ShardInfo; None is detected.
         stored_scale: what the stored values were multiplied by after the autoencoder made them; None is detected.
         known_kind, known_stored_scale: what the format says; `kind` and `stored_scale` override it.
+        known_scale_factor: 1, for latents of which each channel is normalised.
         key_prefix: goes before the keys in messages (`data.` in training).
 
     Returns:
@@ -99,7 +101,8 @@ def detect(
             f"assumed, as latents have 4 channels {shared}; {key_prefix}autoencoder= names another",
         ),
         otherwise=f"latents have {num_channels} channels, which is not SD-VAE's 4; name what made them with "
-        f"{key_prefix}autoencoder=sd-vae:<hub id or folder>, or {key_prefix}autoencoder=none where nothing decodes them",
+        f"{key_prefix}autoencoder=sd-vae:<hub id or folder> (VA-VAE: va-vae:<file>), or "
+        f"{key_prefix}autoencoder=none where nothing decodes them",
     )
     known_factor, pixels = known_scale_and_factor(autoencoder) or (None, None)
     is_sd_vae = autoencoder.removeprefix("sd-vae:") in SD_VAES
@@ -136,6 +139,7 @@ def detect(
     scale_factor, _ = settle(
         "scale_factor",
         scale_factor,
+        (known_scale_factor, "each channel is brought to a mean of 0 and a standard deviation of 1"),
         (known_factor, f"that of {autoencoder}"),
         otherwise=f"{key_prefix}scale_factor= is missing: the network sees latents x scale_factor, and that of "
         f"autoencoder={autoencoder} is not known; {advice}",

@@ -1,17 +1,21 @@
 """The native shard format: safetensors files that are read by index, in batches.
 
 A shard holds `latents` [M, C, H, W] (float16 or float32), `labels` [M] (int64), optionally `latents_flip` (the
-latents of the mirrored images, same shape), and in its header `kind`, `scale_factor`, `autoencoder`, `resolution` and
-`num_classes`. Latents are stored as the autoencoder makes them; the network sees latents * scale_factor.
+latents of the mirrored images, same shape), and in its header `kind`, `scale_factor`, `autoencoder`, `resolution`,
+`num_classes` and optionally `latents_mean` and `latents_std`. Latents are stored as the autoencoder makes them; the network sees
+(latents - latents_mean) / latents_std * scale_factor.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -29,15 +33,17 @@ KINDS = ("sample", "moments")
 MAX_CLASSES, MAX_RESOLUTION = 10**6, 2**16  # beyond, tables over classes and images would not fit into memory
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ShardInfo:
     """What the header of a shard says; equal for all shards of a folder."""
 
     kind: str  # sample (C channels) | moments (2C channels: mean, then log-variance; sampled afresh at every read)
     scale_factor: float  # multiplies a stored latent to give what the network sees
-    autoencoder: str  # identity | none | sd-vae:<hub id or folder>
+    autoencoder: str  # identity | none | sd-vae:<hub id or folder> | va-vae:<file or folder>
     resolution: int  # height = width of the images, in pixels
     num_classes: int  # labels are 0 .. num_classes - 1
+    latents_mean: tuple[float, ...] | None = None  # of each of the C channels, over all latents; None: nothing is subtracted
+    latents_std: tuple[float, ...] | None = None  # their standard deviations; both are None, or neither
 
     def __post_init__(self):
         if self.kind not in KINDS:
@@ -47,17 +53,38 @@ class ShardInfo:
         for name, largest in (("resolution", MAX_RESOLUTION), ("num_classes", MAX_CLASSES)):
             if not 1 <= getattr(self, name) <= largest:
                 raise UserError(f"{name}={getattr(self, name)} must be a whole number from 1 to {largest}")
+        means, stds = self.latents_mean or (), self.latents_std or ()
+        if len(means) != len(stds) or not all(map(math.isfinite, (*means, *stds))) or not all(std > 0 for std in stds):
+            raise UserError(
+                f"latents_mean has {len(means)} and latents_std {len(stds)} numbers; need finite ones, a mean and a standard "
+                "deviation above 0 for each channel"
+            )
+
+    def __repr__(self) -> str:  # is hashed in fingerprints: without what is not there
+        return f"ShardInfo({', '.join(f'{name}={value!r}' for name, value in vars(self).items() if value is not None)})"
 
     def to_metadata(self) -> dict[str, str]:
-        return {name: str(value) for name, value in vars(self).items()}
+        lists = {name: json.dumps(getattr(self, name)) for name in _PER_CHANNEL if getattr(self, name) is not None}
+        return {name: str(value) for name, value in vars(self).items() if name not in _PER_CHANNEL} | lists
 
     @classmethod
     def from_metadata(cls, metadata: dict[str, str] | None) -> ShardInfo:
-        missing = [name for name in cls.__dataclass_fields__ if name not in (metadata or {})]
+        names = [name for name in cls.__dataclass_fields__ if name not in _PER_CHANNEL or name in (metadata or {})]
+        missing = [name for name in names if name not in (metadata or {})]
         if missing:
             raise UserError(f"its header lacks {', '.join(missing)}")
-        types = {"scale_factor": float, "resolution": int, "num_classes": int}
-        return cls(**{name: types.get(name, str)(metadata[name]) for name in cls.__dataclass_fields__})
+        types = {"scale_factor": float, "resolution": int, "num_classes": int} | dict.fromkeys(_PER_CHANNEL, _parse_numbers)
+        return cls(**{name: types.get(name, str)(metadata[name]) for name in names})
+
+
+_PER_CHANNEL = ("latents_mean", "latents_std")
+
+
+def _parse_numbers(text: str) -> tuple[float, ...]:
+    numbers = json.loads(text)
+    if not isinstance(numbers, list) or not all(type(number) in (int, float) for number in numbers):
+        raise UserError(f"{text[:40]} is not a list of numbers")
+    return tuple(map(float, numbers))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -110,6 +137,9 @@ def _check_tensors(file: Path, info: ShardInfo, shard: dict[str, Tensor]) -> Non
         raise UserError(f"{file}: latents_flip {list(flipped.shape)} differs from latents {list(latents.shape)}")
     if info.kind == "moments" and latents.shape[1] % 2:
         raise UserError(f"{file}: kind=moments needs an even number of channels, not {latents.shape[1]}")
+    channels = latents.shape[1] // 2 if info.kind == "moments" else latents.shape[1]
+    if info.latents_mean is not None and len(info.latents_mean) != channels:
+        raise UserError(f"{file}: latents have {channels} channels, but latents_mean and latents_std {len(info.latents_mean)}")
     if labels.dtype != torch.int64 or labels.shape != latents.shape[:1]:
         raise UserError(f"{file}: labels are {labels.dtype} {list(labels.shape)}; need int64 [{len(latents)}]")
     low, high = int(labels.min()), int(labels.max())
@@ -304,4 +334,34 @@ def draw_latents(stored: Tensor, kind: str, random=None) -> Tensor:
 
 def latents_for_network(stored: Tensor, info: ShardInfo, random=None) -> Tensor:
     """Stored latents [b, C or 2C, H, W] -> float32 [b, C, H, W] as the network sees them; `random` as for `draw_latents`."""
-    return draw_latents(stored.float(), info.kind, random) * info.scale_factor
+    return normalize_latents(draw_latents(stored.float(), info.kind, random), info)
+
+
+class Normalized(Protocol):
+    """What says how the network sees latents: a header, data.* of a configuration, a sampler."""
+
+    scale_factor: float
+    latents_mean: Sequence[float] | None
+    latents_std: Sequence[float] | None
+
+
+def normalize_latents(latents: Tensor, how: Normalized) -> Tensor:
+    """[b, C, H, W] of the autoencoder -> as the network sees them, (x - latents_mean) / latents_std * scale_factor."""
+    if how.latents_mean is not None:
+        mean, std = (_per_channel(tuple(values), latents.device) for values in (how.latents_mean, how.latents_std))
+        latents = (latents - mean) / std
+    return latents * how.scale_factor
+
+
+def restore_latents(latents: Tensor, how: Normalized) -> Tensor:
+    """The inverse of `normalize_latents`, for the autoencoder that decodes them."""
+    latents = latents / how.scale_factor
+    if how.latents_mean is None:
+        return latents
+    mean, std = (_per_channel(tuple(values), latents.device) for values in (how.latents_mean, how.latents_std))
+    return latents * std + mean
+
+
+@functools.lru_cache(maxsize=16)  # a new one for every batch would have the device wait
+def _per_channel(values: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=device).reshape(-1, 1, 1)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from latents.shards import mean_and_log_variance
+from latents.shards import Normalized, mean_and_log_variance
 
 
 @dataclass
@@ -30,6 +30,17 @@ class ChannelStatistics:
             self.sums = [a + b for a, b in zip(self.sums or zeros, other.sums)]
             self.square_sums = [a + b for a, b in zip(self.square_sums or zeros, other.square_sums)]
             self.count += other.count
+
+    def as_network_sees(self, how: Normalized) -> ChannelStatistics:
+        """The statistics of the same latents after `normalize_latents`."""
+        means, stds = (how.latents_mean or [0.0] * len(self.sums)), (how.latents_std or [1.0] * len(self.sums))
+        factors = [how.scale_factor / std for std in stds]
+        of_channels = list(zip(self.sums, self.square_sums, means, factors))
+        return ChannelStatistics(
+            self.count,
+            [(total - self.count * mean) * factor for total, _, mean, factor in of_channels],
+            [(square - 2 * mean * total + self.count * mean**2) * factor**2 for total, square, mean, factor in of_channels],
+        )
 
     @property
     def mean(self) -> list[float]:

@@ -160,7 +160,7 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[str, list[str]]]
     """All runs below the folders, and what could not be read, by path.
 
     A folder is a run if it holds config.yaml or metrics.jsonl. Results of fid.py, wherever they are below the folders, count
-    for the run whose checkpoint they name.
+    for the run whose checkpoint they name. A run of imported weights has no other figures.
     """
     runs, problems, results = [], {}, []
     for path, files in _walk(folders):
@@ -172,6 +172,9 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[str, list[str]]]
             except UserError as e:
                 problems[str(path)] = [str(e)]
     problems |= {str(file): found for file in results if (found := _add_points(file, runs))}
+    for run in [run for run in runs if not run.series]:
+        runs.remove(run)
+        problems[str(run.path)] = ["; ".join([f"{METRICS} holds no figures yet", *run.problems])]
     return runs, problems | {str(run.path): run.problems for run in runs if run.problems}
 
 
@@ -221,8 +224,6 @@ def read_run(path: Path) -> Run:
         for key, value in numbers.items():
             if key in TRAINING_SERIES or "/" in key:
                 run.series.setdefault(key, {})[line["step"]] = value
-    if not run.series:
-        raise UserError("; ".join([f"{METRICS} holds no figures yet", *run.problems]))
     run.grid = _find_grid(path / "samples", run.problems)
     return run
 

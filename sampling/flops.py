@@ -1,4 +1,4 @@
-"""FLOPs of a DiT's matrix products, from its sizes. A multiply-add is 2 FLOPs.
+"""FLOPs of a network's matrix products (dit.py, lightningdit.py), from its sizes. A multiply-add is 2 FLOPs.
 
 Norms, activations, modulation and softmax are not counted, as is usual.
 """
@@ -6,6 +6,8 @@ Norms, activations, modulation and softmax are not counted, as is usual.
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+from torch import nn
 
 import dit
 from routing_module import TokenRouter, num_kept_tokens
@@ -36,7 +38,7 @@ def forward_flops(net: dit.DiT, selection_ratios: float | Sequence[float] | None
 
 def block_flops(block: dit.DiTBlock, num_tokens: int) -> int:
     """FLOPs of one block for `num_tokens` tokens of one image."""
-    per_token = (block.attn.qkv, block.attn.proj, block.mlp.fc1, block.mlp.fc2)
+    per_token = [layer for part in (block.attn, block.mlp) for layer in part.modules() if isinstance(layer, nn.Linear)]
     linear = 2 * num_tokens * sum(layer.weight.numel() for layer in per_token)
     attention = 2 * 2 * num_tokens**2 * block.attn.proj.in_features  # Q K^T, and its product with V
     return linear + attention + 2 * block.adaLN_modulation[1].weight.numel()

@@ -10,15 +10,17 @@ import torch
 from PIL import Image, ImageDraw
 from torch import Tensor, nn
 
+from ddpm import DDPM
 from edm import EDM
 from guidance import Guidance, GuidanceInputs
 from latents.autoencoders import Autoencoder, to_uint8
+from latents.shards import restore_latents
 from randomness import SeedRandom
 from routing_module import TokenRouter
 from sampling.flops import forward_flops, sparse_saving
 from sit import SiT
 
-Diffusion = EDM | SiT
+Diffusion = EDM | SiT | DDPM
 
 
 @dataclass
@@ -28,7 +30,7 @@ class ImageSampler:
     Attributes:
         net: in evaluation mode, on the device to sample on.
         router: with the routes that sparse guidance forces.
-        autoencoder: decodes latents / scale_factor.
+        autoencoder: decodes latents as `restore_latents` makes them of scale_factor, latents_mean and latents_std.
         latent_shape: (C, H, W).
         precision: of the networks, fp32 | bf16.
         is_compiled: the networks are compiled for each size of batch: fill up a batch to the largest one so far.
@@ -48,6 +50,8 @@ class ImageSampler:
     precision: str = "fp32"
     is_compiled: bool = False
     weak: tuple[nn.Module, Diffusion] | None = None
+    latents_mean: list[float] | None = None
+    latents_std: list[float] | None = None
     evaluations_per_image: float = field(default=0.0, init=False)
     flops_per_image: float = field(default=0.0, init=False)
     _largest_batch: int = field(default=0, init=False)
@@ -89,7 +93,7 @@ class ImageSampler:
             weak=partial(denoise, *self.weak) if self.weak else None,
         )
         latents = self.diffusion.sample(self.guidance(inputs), random.randn(*self.latent_shape), y, random)
-        return to_uint8(self.autoencoder.decode(latents[:num_images] / self.scale_factor)).cpu().numpy()
+        return to_uint8(self.autoencoder.decode(restore_latents(latents[:num_images], self))).cpu().numpy()
 
 
 def describe_cost(sampler: ImageSampler, sparse_ratios: tuple[float, float] | None) -> str:

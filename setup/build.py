@@ -11,6 +11,8 @@ from accelerate import Accelerator
 
 import dit
 import guidance
+from ddpm import DDPM
+from ddpm.sampler import AncestralSampler
 from edm import EDM
 from edm.sampler import HeunSampler
 from errors import UserError
@@ -23,13 +25,14 @@ from latents.shards import LatentDataset
 from latents.webdataset import TarLatents
 from routing_module import Route, num_kept_tokens
 from setup import schema
+from setup.settings import validate
 from sit import SiT
 from sit.sampler import FlowSampler
 from training.sharding import processes_per_node
 
 log = logging.getLogger(__name__)
 
-Diffusion = EDM | SiT
+Diffusion = EDM | SiT | DDPM
 Dataset = LatentDataset | TarLatents
 
 # TREAD's (section 4), for sparse guidance of a network that was trained without routes.
@@ -73,6 +76,9 @@ def open_data(cfg: schema.TrainConfig) -> tuple[schema.TrainConfig, Dataset]:
         raise UserError(f"data.in_channels={data.in_channels}, but {latents}{hint}")
     found = {"in_channels": dataset.channels, "input_size": dataset.height}
     found |= {key: getattr(info, key) for key in ("num_classes", "kind", "scale_factor", "resolution")}
+    found |= {
+        key: values and list(values) for key, values in (("latents_mean", info.latents_mean), ("latents_std", info.latents_std))
+    }
     for key, value in found.items():
         if getattr(data, key) not in (None, value):
             raise UserError(
@@ -87,6 +93,9 @@ def command_for(data: schema.Data) -> str:
     """The command that makes the latents of data.*."""
     if data.name == "digits":
         return f"python prepare_latents.py digits output={data.path}"
+    if data.name == "vavae_imagenet256":
+        source = f"path=<latents as LightningDiT stores them> output={data.path}"
+        return f"python prepare_latents.py convert {source} autoencoder=va-vae:<file of VA-VAE's weights>"
     if data.autoencoder == "none":  # one that is not here: its project has made the latents
         source = f"path=<latents as its project stores them> output={data.path} autoencoder=none"
         return f"python prepare_latents.py convert {source} resolution={data.resolution or '<of the images>'}"
@@ -101,8 +110,9 @@ def command_for(data: schema.Data) -> str:
 def build_network(cfg: schema.TrainConfig) -> dit.DiT:
     """The network of a configuration whose data.in_channels, input_size and num_classes are filled in."""
     model, data = cfg.model, cfg.data
+    network, _ = schema.family_of(model.backbone)
     try:
-        return dit.build(
+        return network.build(
             model.backbone,
             input_size=data.input_size,
             in_channels=data.in_channels,
@@ -134,12 +144,24 @@ def build_diffusion(settings: schema.Diffusion, **sampler_overrides) -> Diffusio
                 f"leave it out. It has {', '.join(sampler)}"
             )
         sampler[key] = value
+    sampler = validate(sampler, type(settings.sampler)).model_dump()  # each diffusion has solvers of its own
     own = settings.model_dump(exclude={"name", "sampler"})
     if settings.name == "sit":
         return SiT(**own, sampler=FlowSampler(**sampler))
+    if settings.name == "ddpm":
+        return DDPM(**own, sampler=AncestralSampler(**sampler))
     if not sampler["sigma_min"] < sampler["sigma_max"]:
         raise UserError(f"diffusion.sampler.sigma_min={sampler['sigma_min']} must be below sigma_max={sampler['sigma_max']}")
     return EDM(**own, sampler=HeunSampler(**sampler))
+
+
+def check_loss(settings: schema.Diffusion) -> None:
+    """Raises UserError for a diffusion that cannot be trained."""
+    if settings.name == "ddpm":
+        raise UserError(
+            "diffusion=ddpm is for sampling from imported weights (kind=dit) and has no loss to train with; train with "
+            "diffusion=edm or diffusion=sit, from the start or from weights of the same diffusion"
+        )
 
 
 def build_guidance(settings: schema.Guidance) -> guidance.Guidance:
@@ -163,8 +185,8 @@ def check_guidance(settings: schema.Guidance, run_cfg: schema.TrainConfig, diffu
     """Compare guidance.* with the run that it is to guide; `diffusion` has the sampler that is to be used.
 
     Raises:
-        UserError: the null class was never trained; an interval outside the sampler's noise levels, or between them; two
-            branches of sparse guidance that keep the same number of tokens.
+        UserError: the null class was never trained; more channels than the latents have; an interval outside the sampler's
+            noise levels, or between them; two branches of sparse guidance that keep the same number of tokens.
     """
     scale = getattr(settings, "cfg_scale", 1.0)
     if scale != 1 and run_cfg.model.class_dropout == 0:
@@ -173,16 +195,22 @@ def check_guidance(settings: schema.Guidance, run_cfg: schema.TrainConfig, diffu
             "model.class_dropout=0. Use guidance=none, or guidance=sparse, which keeps the label"
         )
     if settings.name == "sparse":
-        num_tokens = (run_cfg.data.input_size // dit.BACKBONES[run_cfg.model.backbone][-1]) ** 2
+        num_tokens = (run_cfg.data.input_size // schema.BACKBONES[run_cfg.model.backbone][-1]) ** 2
         strong, weak = (num_kept_tokens(num_tokens, ratio) for ratio in (settings.r_strong, settings.r_weak))
         if strong == weak:
             raise UserError(
                 f"guidance.r_strong={settings.r_strong} and guidance.r_weak={settings.r_weak} both keep {weak} of the "
                 f"{num_tokens} tokens of {run_cfg.model.backbone}, so that there is nothing to guide by; raise guidance.r_weak"
             )
+    channels = getattr(settings, "channels", None)
+    if channels is not None and channels > run_cfg.data.in_channels:
+        raise UserError(
+            f"guidance.channels={channels}, but the latents have {run_cfg.data.in_channels} channels; give at most as many, or "
+            "guidance.channels=null for all"
+        )
     levels = diffusion.sampler.evaluated_levels()
     low, high = getattr(settings, "level_lo", None), getattr(settings, "level_hi", None)
-    symbol = {"edm": "sigma", "sit": "t"}[run_cfg.diffusion.name]
+    symbol = {"edm": "sigma", "sit": "t", "ddpm": "t"}[run_cfg.diffusion.name]
     sampler = f"the sampler of diffusion={run_cfg.diffusion.name}, whose {symbol} goes from {levels[0]:g} to {levels[-1]:.3g}"
     top = levels[0] * (1 + 1e-6)  # levels are rounded to float32 when they are compared
     for key, value in (("level_lo", low), ("level_hi", high)):
@@ -255,12 +283,17 @@ def check_parallel(train: schema.Train, num_processes: int, launched_as: str) ->
         )
 
 
-def check_initial(stored: schema.TrainConfig, step: int, cfg: schema.TrainConfig) -> None:
+def check_initial(stored: schema.TrainConfig, step: int, cfg: schema.TrainConfig, imported_from: str | None = None) -> None:
     """Compare the checkpoint that init_from names (`stored`, `step`) with the run that is to start from it.
 
     Routes may differ: they have no weights. Raises UserError with the keys that differ; with init_state=all, also when no step
-    is left to do.
+    is left to do, and for imported weights, which have no optimizer.
     """
+    if cfg.init_state == "all" and imported_from:
+        raise UserError(
+            f"init_from={cfg.init_from} with init_state=all needs an optimizer, and weights imported from {imported_from} have "
+            "none; set init_state=weights"
+        )
     if changed := schema.differences(stored, cfg, [schema.Role.ARCHITECTURE]):
         raise UserError(
             f"init_from={cfg.init_from}: its weights are of another architecture: {'; '.join(changed)}. Set these keys to the "

@@ -29,11 +29,13 @@ from configs import experiments
 from errors import UserError
 from progress import LogHandler
 from setup.arguments import CONFIGS, check_arguments, check_value, explain, explain_composition
+from setup.schema import backbone_of
 from setup.settings import Settings, accepted, keys_of, validate
 from training.speed import allow_tf32, use_cores
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 FULL_ERRORS = "HYDRA_FULL_ERROR"  # Hydra's own switch, for all of our commands
+OmegaConf.register_new_resolver("backbone", lambda size, _root_: backbone_of(_root_.model.name, size), replace=True)
 OmegaConf.register_new_resolver("repository", lambda path: str(REPOSITORY / path), replace=True)
 
 log = logging.getLogger(__name__)
@@ -132,6 +134,22 @@ def settings_of(function: Callable[..., Any]) -> type[Settings]:
     parameters = inspect.signature(function, eval_str=True).parameters.values()
     fields = {p.name: (p.annotation, ... if p.default is p.empty else p.default) for p in parameters}
     return create_model(function.__name__, __base__=Settings, **fields)
+
+
+def run_command(commands: dict[str, Callable[..., None]], description: str, arguments: Sequence[str]) -> None:
+    """Call the one of several commands that the first argument names, with the others as its settings.
+
+    Args:
+        description: what `--help` prints.
+    """
+    name, *settings = arguments or ["--help"]
+    if name in ("--help", "-h", "help"):
+        sys.stdout.write(description)
+        return
+    if name not in commands:
+        raise UserError(f"unknown command {name!r}; use one of {', '.join(commands)}")
+    command = commands[name]
+    command(**dict(parse_arguments(settings, settings_of(command), command=name)))
 
 
 def parse_arguments(arguments: Sequence[str], settings: type[S], command: str = "") -> S:

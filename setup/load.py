@@ -108,6 +108,8 @@ def build_sampler(
         latent_shape=(data.in_channels, data.input_size, data.input_size),
         num_classes=data.num_classes,
         scale_factor=data.scale_factor,
+        latents_mean=data.latents_mean,
+        latents_std=data.latents_std,
         device=device,
         precision=precision,
         is_compiled=resolve_compile(compile_mode, device) != "none",

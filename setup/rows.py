@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from configs import experiments
 from setup.arguments import CONFIGS
-from setup.schema import SAME_RUN, TrainConfig, flatten, role_of
+from setup.schema import SAME_RUN, TrainConfig, family_of, flatten, role_of
 from setup.settings import keys_of
 
 MAX_NAME_LENGTH = 120
@@ -141,7 +141,7 @@ def name_run(composed: DictConfig, cfg: TrainConfig) -> tuple[TrainConfig, list[
 
     A name that the user gave stays. The default name of a run that is not its row says what it changed, as far as a resume would
     refuse the change: more steps continue the same folder. Without a row the default name says tread for a network with routes
-    and dit for one without, whatever model.name is.
+    and dit for one without (lightningdit_tread and lightningdit), whatever model.name is.
 
     Args:
         composed: the configuration as Hydra composed it, unresolved.
@@ -149,7 +149,8 @@ def name_run(composed: DictConfig, cfg: TrainConfig) -> tuple[TrainConfig, list[
     """
     row = cfg.experiment.name if cfg.experiment else None
     changes = changes_of(row, flatten(cfg.model_dump())) if row else {}
-    kind = "tread" if any(route["selection_ratio"] > 0 for route in cfg.model.routes) else "dit"
+    _, (dense, routed) = family_of(cfg.model.backbone)
+    kind = routed if any(route["selection_ratio"] > 0 for route in cfg.model.routes) else dense
     name, lines = cfg.name, []
     if row is None or changes is not None:  # the rows of another folder of configurations have names of their own
         raw, default = (OmegaConf.to_container(one, resolve=False)["name"] for one in (composed, compose_row(row)))
@@ -162,6 +163,6 @@ def name_run(composed: DictConfig, cfg: TrainConfig) -> tuple[TrainConfig, list[
         apart = "reports give it a row of its own" + (", without the paper's figures" if cfg.experiment.paper else "")
         lines.append(f"not the row {row}: {change_words(changes)}; {apart}")
     if cfg.model.name != kind:
-        what = "with model.routes=... is a routed network" if kind == "tread" else "with no token that skips is a dense network"
+        what = "with model.routes=... is a routed network" if kind == routed else "with no token that skips is a dense network"
         lines.append(f"model={cfg.model.name} {what}: the run is named {name}")
     return cfg.model_copy(update={"name": name}), lines

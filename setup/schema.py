@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import fields
 from enum import Enum
+from types import ModuleType
 from typing import Annotated, Any, Literal, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
@@ -22,6 +23,8 @@ from pydantic import BeforeValidator, Field, create_model, model_validator
 
 import dit
 import guidance
+import lightningdit
+from ddpm.sampler import DDPM_SOLVERS, NUM_TIMESTEPS
 from errors import UserError
 from latents.shards import KINDS
 from routing_module import SELECTIONS, Route
@@ -66,7 +69,8 @@ def _is_folder_name(value: str) -> bool:
 
 
 def _is_autoencoder(value: str) -> bool:
-    return value in ("identity", "none") or (value.startswith("sd-vae:") and value != "sd-vae:")
+    kind, _, source = value.partition(":")
+    return value in ("identity", "none") or (kind in ("sd-vae", "va-vae") and source != "")
 
 
 def _is_routes(value: list) -> bool:
@@ -116,14 +120,17 @@ FolderName = Annotated[
     Accepts(_is_folder_name, "the name of a folder, without slashes"),
 ]
 Checkpoint = Annotated[str, Accepts(bool, "the folder of a checkpoint or of a run: checkpoint=runs/<name>")]
-Autoencoder = Annotated[str, Accepts(_is_autoencoder, "identity | none | sd-vae:<hub id or folder>")]
+Autoencoder = Annotated[str, Accepts(_is_autoencoder, "identity | none | sd-vae:<hub id or folder> | va-vae:<file or folder>")]
 Numbers = Annotated[
     Any, Accepts(_is_numbers, "numbers and ranges such as 0-49 or [3,7,100-199], none of them twice, at most 10000000 in all")
 ]
 Bound = Annotated[
     float,
     Field(ge=0, lt=math.inf),
-    Accepts(lambda _: True, "a noise level: sigma for diffusion=edm (0.28 to 2.9, say), t for diffusion=sit (0.22 to 0.74, say)"),
+    Accepts(
+        lambda _: True,
+        "a noise level: sigma for diffusion=edm (0.28 to 2.9, say), t for diffusion=sit (0.22 to 0.74, say) and ddpm (0 to 999)",
+    ),
 ]
 Weights = Literal["ema", "raw"]
 Precision = Literal["fp32", "bf16"]
@@ -154,15 +161,40 @@ SAME_RUN = (Role.ARCHITECTURE, Role.FIXED)
 # The groups.
 
 
+# By the first word of model.backbone: the file of the network, and model.name without and with routes.
+FAMILIES = {"DiT": (dit, ("dit", "tread")), "LightningDiT": (lightningdit, ("lightningdit", "lightningdit_tread"))}
+BACKBONES = {**dit.BACKBONES, **lightningdit.BACKBONES}  # name: (depth, width, heads, patch size)
+
+
+def family_of(backbone: str) -> tuple[ModuleType, tuple[str, str]]:
+    """The value of FAMILIES for a name in BACKBONES."""
+    return FAMILIES[backbone.partition("-")[0]]
+
+
+def backbone_of(name: str, size: str) -> str:
+    """The backbone of this size ("XS/2") for model=<name>, in the configuration of the digits."""
+    return next((f"{family}-{size}" for family, (_, names) in FAMILIES.items() if name in names), size)
+
+
 class Model(Settings):
-    name: Fixed[Literal["dit", "tread"]]
-    backbone: Architecture[Annotated[str, one_of(dit.BACKBONES)]]
+    name: Fixed[Literal["dit", "tread", "lightningdit", "lightningdit_tread"]]
+    backbone: Architecture[Annotated[str, one_of(BACKBONES)]]
     routes: Fixed[Annotated[list, Accepts(_is_routes, _ROUTES_IN_WORDS)]]
     selection: Fixed[Annotated[str, one_of(SELECTIONS)]] = "uniform"
     fp32_after_route: Fixed[bool]
     class_dropout: Fixed[Fraction]
     learn_sigma: Architecture[bool]
     init: Fixed[Literal[dit.INITS]]
+
+    @model_validator(mode="after")
+    def _of_one_family(self) -> Model:
+        if self.name not in family_of(self.backbone)[1]:
+            own = next(module.BACKBONES for module, names in FAMILIES.values() if self.name in names)
+            other = " or ".join(f"model={name}" for name in family_of(self.backbone)[1])
+            raise UserError(
+                f"model.backbone={self.backbone} is for {other}; use that, or one for model={self.name}: {', '.join(own)}"
+            )
+        return self
 
 
 class Data(Settings):
@@ -172,6 +204,8 @@ class Data(Settings):
     kind: Compared[Literal[KINDS] | None]
     stored_scale: Compared[Positive | None]
     scale_factor: Architecture[Positive | None]
+    latents_mean: Architecture[list[Number] | None] = None
+    latents_std: Architecture[list[Positive] | None] = None
     resolution: Compared[Resolution | None]
     allow_pickle: bool
     autoencoder: Compared[Autoencoder | None]
@@ -199,10 +233,18 @@ class FlowSettings(Settings):
 
     num_steps: Compared[SamplerSteps]
     solver: Compared[Literal[SOLVERS]]
+    timestep_shift: Compared[Positive] = 1.0
     diffusion_form: Compared[Literal[tuple(DIFFUSION_FORMS)]]
     diffusion_norm: Compared[NotNegative]
     last_step_size: Compared[Annotated[float, Field(gt=0, lt=1)]]
     last_step: Compared[Literal[LAST_STEPS]]
+
+
+class AncestralSettings(Settings):
+    """Of `ddpm.sampler.AncestralSampler`."""
+
+    num_steps: Compared[Annotated[int, Field(ge=1, le=NUM_TIMESTEPS)]]
+    solver: Compared[Literal[DDPM_SOLVERS]]
 
 
 class EDMSettings(Settings):
@@ -218,10 +260,16 @@ class SiTSettings(Settings):
     timestep: Fixed[Literal[TIMESTEPS]]
     logit_mean: Fixed[Number]
     logit_std: Fixed[Positive]
+    cosine_weight: Fixed[NotNegative] = 0.0
     sampler: FlowSettings
 
 
-Diffusion = Annotated[EDMSettings | SiTSettings, Field(discriminator="name")]
+class DDPMSettings(Settings):
+    name: Architecture[Literal["ddpm"]]
+    sampler: AncestralSettings
+
+
+Diffusion = Annotated[EDMSettings | SiTSettings | DDPMSettings, Field(discriminator="name")]
 
 
 class NoGuidance(Settings):
@@ -231,11 +279,13 @@ class NoGuidance(Settings):
 class CFG(Settings):
     name: Literal["cfg"]
     cfg_scale: Number
+    channels: LatentSize | None = None
 
 
 class Interval(Settings):
     name: Literal["interval"]
     cfg_scale: Number
+    channels: LatentSize | None = None
     level_lo: Bound
     level_hi: Bound
 
@@ -388,7 +438,7 @@ SAMPLER_OVERRIDES = {
     for settings in (HeunSettings, FlowSettings)
     for key, field in settings.model_fields.items()
     if key not in ("sigma_min", "sigma_max", "rho")
-}
+} | {"solver": Literal[(*SOLVERS, *DDPM_SOLVERS)]}  # `build.build_diffusion` knows which of them the run's diffusion has
 
 
 SChurn, Solver = SAMPLER_OVERRIDES["S_churn"], SAMPLER_OVERRIDES["solver"]

@@ -7,7 +7,8 @@ and the network receives t itself, not 1000 t:
 
 SiT's published code reverses time (s = 1 - t, data at s = 1) and so predicts x - eps. A published SiT network becomes one of
 ours as net(x, t, y) = -published(x, 1 - t, y); it also receives s itself, not 1000 s. REPA's published networks use the
-convention of this file.
+convention of this file. LightningDiT's (arXiv 2501.01423) have SiT's clock and sign, and so become ours in the same way; its loss
+and its times stay what they are, because a cosine of two turned vectors is the same and logit_mean = 0 is symmetric in t.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from randomness import SampleRandom
@@ -33,12 +35,14 @@ class SiT:
         timestep: how t is drawn in training: `uniform` in [0, 1), or `logit_normal`, logit(t) ~ N(logit_mean, logit_std^2)
             (arXiv 2403.03206, section 3.1).
         logit_mean, logit_std: of `logit_normal`; a higher mean trains more at high noise.
+        cosine_weight: of the term 1 - cos(v, eps - x) in the loss; 0 is without, 1 is LightningDiT's.
         sampler: the settings of the sampler.
     """
 
     timestep: str = "uniform"
     logit_mean: float = 0.0
     logit_std: float = 1.0
+    cosine_weight: float = 0.0
     sampler: FlowSampler = FlowSampler()
 
     def __post_init__(self):
@@ -74,7 +78,10 @@ class SiT:
         return x - t.reshape(-1, 1, 1, 1) * self.velocity(net, x, t, y, **net_kwargs)
 
     def loss(self, net: Callable[..., Tensor], x: Tensor, y: Tensor, random: SampleRandom, **net_kwargs) -> Tensor:
-        """(B,) squared error of the velocity, averaged over C, H and W (SiT, section 2.1).
+        """(B,) squared error of the velocity, averaged over C, H and W (SiT, section 2.1), plus the cosine term.
+
+        The cosine term is LightningDiT's (arXiv 2501.01423; from FasterDiT, arXiv 2410.10356): cosine_weight times
+        1 - cos(v, eps - x), the cosine over the C channels of each position, averaged over H and W.
 
         Args:
             x: (B, C, H, W) float32, clean latents.
@@ -84,7 +91,10 @@ class SiT:
         t = random.rand() if self.timestep == "uniform" else (self.logit_mean + self.logit_std * random.randn()).sigmoid()  # (B,)
         eps = random.randn(*x.shape[1:])
         v = self.velocity(net, x + t.reshape(-1, 1, 1, 1) * (eps - x), t, y, **net_kwargs)
-        return (v - (eps - x)).square().mean(dim=(1, 2, 3))
+        loss = (v - (eps - x)).square().mean(dim=(1, 2, 3))
+        if self.cosine_weight:
+            loss = loss + self.cosine_weight * (1 - F.cosine_similarity(v, eps - x, dim=1)).mean(dim=(1, 2))
+        return loss
 
     @torch.no_grad()
     def sample(

@@ -39,6 +39,9 @@ class FlowSampler:
         num_steps: steps in t. Evaluations of the denoiser: num_steps, and 2 * num_steps - 1 for heun, whose last step is
             Euler's, because the velocity of a denoiser does not exist at t = 0.
         solver: `euler` or `heun` (ODE, deterministic), or `euler_maruyama` (SDE).
+        timestep_shift: s in t' = t / (s + (1 - s) t), which moves the evenly spaced t of the ODE's steps; 1 leaves them, below 1
+            puts more of them at high noise. It is LightningDiT's timestep_shift: in its clock u = 1 - t the same is
+            u' = s u / (1 + (s - 1) u). SD3's shift (arXiv 2403.03206, section 5.3.2) is 1 / s.
 
     For the SDE only:
         diffusion_form, diffusion_norm: w(t) = 2 * diffusion_norm * form(t), as in SiT's published code (its `sigma` with norm
@@ -50,6 +53,7 @@ class FlowSampler:
 
     num_steps: int = 40
     solver: str = "heun"
+    timestep_shift: float = 1.0
     diffusion_form: str = "sigma"
     diffusion_norm: float = 1.0
     last_step_size: float = 0.04
@@ -60,13 +64,16 @@ class FlowSampler:
         for name, known in choices:
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown; choose one of {', '.join(known)}")
-        if self.num_steps < 1 or self.diffusion_norm < 0 or not 0 < self.last_step_size < 1:
-            raise ValueError(f"{self} needs num_steps >= 1, diffusion_norm >= 0 and last_step_size between 0 and 1")
+        if self.num_steps < 1 or self.diffusion_norm < 0 or not 0 < self.last_step_size < 1 or self.timestep_shift <= 0:
+            raise ValueError(
+                f"{self} needs num_steps >= 1, diffusion_norm >= 0, last_step_size between 0 and 1 and timestep_shift above 0"
+            )
 
     def noise_levels(self) -> list[float]:
         """The num_steps values of t at which steps begin, from 1 downwards, then 0."""
         if self.solver != "euler_maruyama":
-            return [1 - i / self.num_steps for i in range(self.num_steps)] + [0.0]
+            even = [1 - i / self.num_steps for i in range(self.num_steps)] + [0.0]
+            return [t / (1 - (1 - self.timestep_shift) * (1 - t)) for t in even]  # exactly t for 1, and 1 and 0 at the ends
         last = max(self.num_steps - 1, 1)
         return [1 - i / last * (1 - self.last_step_size) for i in range(self.num_steps)] + [0.0]
 

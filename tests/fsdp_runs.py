@@ -26,6 +26,7 @@ DENSE = ["model=dit", "train.num_steps=20", "train.grad_accum_steps=2", "train.g
 LOOKS = ["sample.every=20", "sample.num_samples=3", "diffusion.sampler.num_steps=2"]
 LOOKS += ["eval.every=20", "eval.num_samples=5", "eval.num_steps=2", "eval.batch_size=2"]
 TREAD = ["train.num_steps=20", "checkpoint.every=10", *LOOKS]
+LIGHTNING = ["model=lightningdit_tread", "train.num_steps=5", "sample.every=5", *LOOKS[1:3]]
 
 
 def copy_until_step_10(run: Path, copy: Path) -> None:
@@ -59,6 +60,7 @@ def make_runs(folder: Path, records: dict) -> None:
     run = functools.partial(run_train, folder)
     run("tread", *FSDP, *TREAD)
     run("dense", *FSDP, *DENSE)
+    run("lightning", *FSDP, *LIGHTNING)
     run("cut", *FSDP, *TREAD)  # its folder holds step 10 of one process
     initial = [f"init_from={folder / 'one' / 'checkpoints' / 'step_0000010'}", "train.lr=1e-30"]
     run("branch", *FSDP, *initial[:1], "init_state=all", "train.num_steps=12")

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 import dit
+import lightningdit
 
 B, GRID, T = 3, 4, 5
 N = GRID * GRID
@@ -79,6 +80,15 @@ def grid_ids(axes, text_axes=None):
 
 def our_dit():
     return dit.DiT(input_size=8, patch_size=2, in_channels=4, num_classes=3, depth=6, width=32, num_heads=2, class_dropout=0.0)
+
+
+def our_lightningdit():
+    settings = dict(depth=6, width=32, num_heads=2, class_dropout=0.0)
+    return lightningdit.LightningDiT(input_size=8, patch_size=2, in_channels=4, num_classes=3, **settings)
+
+
+def our_inputs(padded):
+    return dict(x=normal(B, 4, 8, 8), t=timesteps(), y=torch.arange(B))
 
 
 def flux():
@@ -383,9 +393,8 @@ def vision_transformer():
 
 
 NETWORKS = {
-    "DiT": Network(
-        our_dit, lambda padded: dict(x=normal(B, 4, 8, 8), t=timesteps(), y=torch.arange(B)), (("blocks", None),), argument="x"
-    ),
+    "DiT": Network(our_dit, our_inputs, (("blocks", None),), argument="x"),
+    "LightningDiT": Network(our_lightningdit, our_inputs, (("blocks", None),), argument="x"),
     "Flux": Network(
         flux,
         flux_inputs,

@@ -29,6 +29,71 @@ def cache_untrained_autoencoder(cache: Path) -> None:
     vae.save_pretrained(cache / CACHED_SD_VAE / "snapshots" / "made_here")
 
 
+def ldm_autoencoder(
+    channels: int, widths: tuple[int, ...], num_blocks: int, attention_at: tuple[int, ...]
+) -> dict[str, torch.Tensor]:
+    """Random weights of an AutoencoderKL in latent diffusion's layout.
+
+    Args:
+        channels: of the latents.
+        widths: of the levels, from the images' size down.
+        attention_at: the levels with attention.
+    """
+    g, weights = torch.Generator().manual_seed(0), {}
+
+    def conv(name, c_in, c_out, size):
+        weights[f"{name}.weight"] = torch.randn(c_out, c_in, size, size, generator=g) / (c_in * size**2) ** 0.5
+        weights[f"{name}.bias"] = 0.1 * torch.randn(c_out, generator=g)
+
+    def norm(name, width):
+        weights[f"{name}.weight"], weights[f"{name}.bias"] = 1 + 0.1 * torch.randn(2, width, generator=g)
+
+    def block(name, c_in, c_out):
+        norm(f"{name}.norm1", c_in), norm(f"{name}.norm2", c_out)
+        conv(f"{name}.conv1", c_in, c_out, 3), conv(f"{name}.conv2", c_out, c_out, 3)
+        if c_in != c_out:
+            conv(f"{name}.nin_shortcut", c_in, c_out, 1)
+
+    def attention(name, width):
+        norm(f"{name}.norm", width)
+        for part in ("q", "k", "v", "proj_out"):
+            conv(f"{name}.{part}", width, width, 1)
+
+    def level(name, number, c_in, c_out, count):
+        for i in range(count):
+            block(f"{name}.block.{i}", c_in if i == 0 else c_out, c_out)
+            if number in attention_at:
+                attention(f"{name}.attn.{i}", c_out)
+
+    last = widths[-1]
+    for half in ("encoder", "decoder"):
+        block(f"{half}.mid.block_1", last, last), block(f"{half}.mid.block_2", last, last), attention(f"{half}.mid.attn_1", last)
+    conv("encoder.conv_in", 3, widths[0], 3), norm("encoder.norm_out", last), conv("encoder.conv_out", last, 2 * channels, 3)
+    conv("decoder.conv_in", channels, last, 3), norm("decoder.norm_out", widths[0]), conv("decoder.conv_out", widths[0], 3, 3)
+    conv("quant_conv", 2 * channels, 2 * channels, 1), conv("post_quant_conv", channels, channels, 1)
+    for i, width in enumerate(widths):
+        level(f"encoder.down.{i}", i, widths[max(i - 1, 0)], width, num_blocks)
+        level(f"decoder.up.{i}", i, widths[min(i + 1, len(widths) - 1)], width, num_blocks + 1)
+        if i < len(widths) - 1:
+            conv(f"encoder.down.{i}.downsample.conv", width, width, 3)
+        if i > 0:
+            conv(f"decoder.up.{i}.upsample.conv", width, width, 3)
+    return weights
+
+
+def untrained_va_vae(file: Path, channels: int = 4) -> dict[str, torch.Tensor]:
+    """Write a checkpoint as VA-VAE's is published, small and untrained; returns the autoencoder's weights."""
+    weights = ldm_autoencoder(channels, (32, 32, 64), num_blocks=1, attention_at=(2,))
+    others = {
+        "foundation_model.model.cls_token": torch.zeros(3),
+        "linear_proj.weight": torch.zeros(3),
+        "loss.logvar": torch.zeros(()),
+    }
+    file.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"state_dict": weights | others, "global_step": 7}, file)
+    return weights
+
+
 def untrained_inception(file: Path) -> None:
     """Write a weights file of the real network's layout, with random numbers."""
 

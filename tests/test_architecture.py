@@ -10,21 +10,22 @@ from conftest import REPOSITORY
 
 # From the top down. A room imports only from floors below its own; a file that is named here is a room.
 FLOORS = [
-    ["train", "sample", "fid", "prepare_latents"],
+    ["train", "sample", "fid", "prepare_latents", "prepare_checkpoint"],
     ["benchmarks", "examples"],
-    ["reports", "attach", "latents.prepare"],
+    ["reports", "attach", "latents.prepare", "weights"],
     ["setup"],
     ["training"],
     ["sampling"],
-    ["dit", "guidance", "edm", "sit"],
+    ["lightningdit"],
+    ["dit", "guidance", "edm", "sit", "ddpm"],
     ["latents", "evaluations", "configs"],
     ["downloads"],
     ["routing_module", "randomness", "files", "progress"],
     ["errors"],
 ]
-EXTRAS = {"benchmarks", "examples", "reports", "attach", "latents.prepare"}
+EXTRAS = {"benchmarks", "examples", "reports", "attach", "latents.prepare", "weights"}
 # The commands of an extra, which import it; and two commands under their earlier names.
-MAY_IMPORT_EXTRAS = {"prepare_latents"}
+MAY_IMPORT_EXTRAS = {"prepare_latents", "prepare_checkpoint"}
 FORWARDERS = {"training.report", "training.sweep"}
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 

@@ -20,6 +20,7 @@ from networks import (
 )
 
 import dit
+import lightningdit
 from attach import PRESETS, Adapter, BlockList, TokenAxis, attach, attached
 from attach import hooks as hooks_module
 from routing_module import SELECTIONS, Route
@@ -249,7 +250,9 @@ def test_networks_that_cannot_be_routed_are_refused_with_the_reason():
 
     with pytest.raises(ValueError, match="cannot be routed: the feed-forward of its blocks is a convolution over the full grid"):
         attach(SanaTransformer2DModel(), "balanced")
-    with pytest.raises(ValueError, match="Linear is not known; known are DiT, Flux.*VisionTransformer.*pass attach.*adapter="):
+    with pytest.raises(
+        ValueError, match="Linear is not known; known are DiT, LightningDiT, Flux.*VisionTransformer.*pass attach.*adapter="
+    ):
         attach(torch.nn.Linear(2, 2), "balanced")
     routed = dit.DiT(
         input_size=8, patch_size=2, in_channels=4, num_classes=3, depth=6, width=32, num_heads=2, routes=[Route(0.5, 1, 3)]
@@ -463,14 +466,15 @@ def test_routing_can_be_forced_in_evaluation_for_sparse_guidance(name):
     attachment.detach()
 
 
+@pytest.mark.parametrize("network", [dit.DiT, lightningdit.LightningDiT])
 @pytest.mark.parametrize("selection", SELECTIONS)
-def test_our_own_network_routes_itself_as_attach_routes_it(selection):
+def test_our_own_networks_route_themselves_as_attach_routes_them(network, selection):
     settings = dict(input_size=8, patch_size=2, in_channels=4, num_classes=3, depth=6, width=32, num_heads=2, class_dropout=0.0)
-    own = dit.DiT(**settings, routes=TWO, selection=selection)
-    plain = dit.DiT(**settings)
-    plain.load_state_dict(cached_network("DiT").state_dict())
+    own = network(**settings, routes=TWO, selection=selection)
+    plain = network(**settings)
+    plain.load_state_dict(cached_network(network.__name__).state_dict())
     own.load_state_dict(plain.state_dict())
-    inputs = NETWORKS["DiT"].inputs(False)
+    inputs = NETWORKS[network.__name__].inputs(False)
     attach(plain, TWO, selection=selection, generator=torch.Generator().manual_seed(4))
     g = torch.Generator().manual_seed(4)
     expected, expected_grads = run(own, inputs | {"generator": g})

@@ -10,8 +10,9 @@ from conftest import LAUNCH_2, finish, forget_accelerate, start
 from torch.utils.flop_counter import FlopCounterMode
 
 import dit
+import lightningdit
 from benchmarks import gpu, harness, loader, loss_curves, peaks, profile, sampling, scaling, train_step, tune
-from benchmarks.plain import PlainEMA
+from benchmarks.plain import PlainEMA, make_blocks_plain
 from errors import UserError
 from routing_module import Route, TokenRouter
 from sampling import flops
@@ -44,9 +45,9 @@ def counted_flops(function):
 
 
 @pytest.mark.parametrize("routes", [[], [Route(0.5, 2, -4)], [Route(0.3, 0, 2), Route(0.75, 5, 11)]])
-@pytest.mark.parametrize("backbone", ["DiT-XS/4", "DiT-S/8"])
-def test_flops_are_those_that_torch_counts_dense_and_routed(backbone, routes):
-    net = dit.build(backbone, input_size=32, in_channels=4, num_classes=10, routes=routes)
+@pytest.mark.parametrize(("file", "backbone"), [(dit, "DiT-XS/4"), (dit, "DiT-S/8"), (lightningdit, "LightningDiT-XS/2")])
+def test_flops_are_those_that_torch_counts_dense_and_routed(file, backbone, routes):
+    net = file.build(backbone, input_size=32, in_channels=4, num_classes=10, routes=routes)
     inputs = torch.randn(1, 4, 32, 32), torch.zeros(1), torch.zeros(1, dtype=torch.int64)
     assert counted_flops(lambda: net.train()(*inputs))[0] == flops.forward_flops(net, None)
     assert counted_flops(lambda: net.eval()(*inputs))[0] == flops.forward_flops(net)
@@ -149,6 +150,25 @@ def test_train_step_writes_rows_ratios_and_a_last_line_that_sums_them_up(run):
     assert ratios[1]["time_over_flops"] > 0 and ratios[1]["tread_speed_over_plain"] > 0
     assert out[-1].startswith("DiT-XS/2 plain: step time tread/dit") and "times as fast as plain" in out[-1]
     assert out[-1] in markdown and "## DiT-XS/2" in markdown and machine["command"] in markdown
+
+
+def test_the_steps_of_lightningdit_are_timed_dense_and_routed_and_beside_plain_ones(run):
+    lines, _, out = run(train_step, *TINY_STEP, "backbones=LightningDiT-XS/2")
+    assert [(row["model"], row["variant"]) for row in lines[1:5]] == [
+        ("dit", "plain"), ("tread", "plain"), ("dit", "none"), ("tread", "none")
+    ]  # fmt: skip
+    assert lines[2]["gflops_per_image"] < 0.75 * lines[1]["gflops_per_image"]
+    assert out[-1].startswith("LightningDiT-XS/2 plain: step time tread/dit")
+
+
+def test_plain_blocks_of_lightningdit_compute_the_same():
+    torch.manual_seed(0)
+    settings = dict(input_size=8, in_channels=4, num_classes=10, init="official_tread", class_dropout=0.0)
+    net = lightningdit.build("LightningDiT-XS/2", **settings, routes=[Route(0.5, 2, -4)]).train()
+    inputs = torch.randn(2, 4, 8, 8), torch.rand(2), torch.arange(2)
+    expected = net(*inputs, route_scores=(scores := torch.rand(2, 1, 16)))
+    make_blocks_plain(net)
+    assert torch.allclose(net(*inputs, route_scores=scores), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_train_step_times_random_latents_too_and_only_what_is_asked_for(run):
@@ -322,6 +342,9 @@ def test_every_precision_has_a_fastest_product_of_its_own(monkeypatch, precision
     monkeypatch.setattr(peaks, "time_ms", record)
     assert peaks.fastest_product(block, 64, precision, torch.device("cpu")) == 2000 * 2048**3 / 2
     assert types == {torch.float32 if precision == "fp32" else torch.bfloat16}
+    with torch.device("meta"):  # its MLP is 170 wide, which float8 products do not take
+        block = lightningdit.LightningDiTBlock(64, 2)
+    peaks.fastest_product(block, 64, precision, torch.device("cpu"))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -57,8 +57,8 @@ def test_what_hydra_accepts_is_accepted(command, arguments):
         ("++zzz=1", "zzz is not a key of the configuration; accepted: name, output_dir, "),
         ("guidance.cfg_scal=1", "guidance.cfg_scal is not a key of the configuration; accepted: guidance.cfg_scale"),
         ("~train.lrr", "Could not delete from config. 'train.lrr' does not exist."),
-        ("model='vit'", "model=vit is not a choice; accepted: dit, tread"),
-        ("model=", "model= is not a choice; accepted: dit, tread"),
+        ("model='vit'", "model=vit is not a choice; accepted: dit, lightningdit, lightningdit_tread, tread"),
+        ("model=", "model= is not a choice; accepted: dit, lightningdit, lightningdit_tread, tread"),
         (
             "experiment=table2/dit_b2_treat",
             "experiment=table2/dit_b2_treat is not a row of the paper's tables; nearest: table2/dit_b2_tread, ",
@@ -76,9 +76,9 @@ def test_what_hydra_accepts_is_accepted(command, arguments):
             "name=run#1",
             "'name=run#1' cannot be read; quote text with special characters, and the whole for the shell: \"name='run",
         ),
-        ("model=1", "model=1 is not a choice; accepted: dit, tread ["),
+        ("model=1", "model=1 is not a choice; accepted: dit, lightningdit, lightningdit_tread, tread ["),
         ("data=true", "data=true is not a choice; accepted: custom, digits, imagenet256, imagenet512"),
-        ("model=Tread", "model=Tread is not a choice; accepted: dit, tread"),
+        ("model=Tread", "model=Tread is not a choice; accepted: dit, lightningdit, lightningdit_tread, tread"),
         ("model==tread", "model==tread has two equals signs; write model=tread"),
         ("-model=tread", "-model=tread: settings are given without dashes: model=tread"),
         ("--model=tread", "--model=tread: settings are given without dashes: model=tread"),
@@ -133,7 +133,7 @@ def test_a_key_or_a_group_of_another_command_is_refused(command):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["model=vit"], "model=vit is not a choice; accepted: dit, tread"),
+        (["model=vit"], "model=vit is not a choice; accepted: dit, lightningdit, lightningdit_tread, tread"),
         (["diffusion=sit", "diffusion.P_mean=1"], "diffusion.P_mean is not a key of this diffusion; it belongs to diffusion=edm"),
         (["train={lrr: 1}"], "train.lrr is not a key of the configuration; accepted: train.lr"),
         (["+train.lr=1"], "Could not append to config. An item is already at 'train.lr'. Either remove + prefix: 'train.lr=1'"),
@@ -156,7 +156,7 @@ def test_a_key_or_a_group_of_another_command_is_refused(command):
             ["hydra.zzz=1"],
             "Could not override 'hydra.zzz'. To append to your config use +hydra.zzz=1 Key 'zzz' not in 'HydraConf' [",
         ),
-        (["-cd", ".", "model=vit"], "model=vit is not a choice; accepted: dit, tread"),
+        (["-cd", ".", "model=vit"], "model=vit is not a choice; accepted: dit, lightningdit, lightningdit_tread, tread"),
         (["-cn", "nope"], "Cannot find primary config 'nope'."),
         (["~guidance"], "guidance is missing: it was removed"),
         (["~model"], "name: Interpolation key 'model.name' not found"),
@@ -276,7 +276,7 @@ def test_ctrl_c_ends_a_command_with_one_line(monkeypatch, tmp_path, caplog):
     assert end.value.code == 130 and caplog.messages == ["stopped; the same command goes on where it was"]
 
 
-@pytest.mark.parametrize("command", ["train", "sample", "fid", "prepare_latents"])
+@pytest.mark.parametrize("command", ["train", "sample", "fid", "prepare_latents", "prepare_checkpoint"])
 def test_ctrl_c_during_the_imports_ends_without_a_traceback(tmp_path, command):
     (tmp_path / "torch.py").write_text("import time; print('importing', flush=True); time.sleep(60)")
     (tmp_path / "accelerate.py").write_text("import torch")
@@ -322,7 +322,7 @@ def test_the_configuration_and_the_choices_are_printed_on_request(command):
     assert "name: final_xl2_tread_finetune_220_seed${seed}\n" in output
     assert "init_from: ${output_dir}/final_xl2_tread_160_seed${seed}\n" in output
     code, output, _, _ = command("--help")
-    assert code == 0 and "model: dit, tread\n" in output
+    assert code == 0 and "model: dit, lightningdit, lightningdit_tread, tread\n" in output
     assert "experiment/table2: dit_b2, dit_b2_tread, " in output and "__pycache__" not in output
 
 

@@ -15,7 +15,7 @@ SD = dict(channels=4, kind="moments", num_classes=1000, scale_factor=0.18215, au
 
 
 @pytest.mark.parametrize("model", ["dit", "tread"])
-@pytest.mark.parametrize("diffusion", ["edm", "sit"])
+@pytest.mark.parametrize("diffusion", ["edm", "sit", "ddpm"])
 @pytest.mark.parametrize("data", ["digits", "imagenet256", "imagenet512", "custom"])
 def test_every_shipped_configuration_composes_and_builds(tmp_path, model, diffusion, data):
     overrides = [f"model={model}", f"diffusion={diffusion}", f"data={data}"]
@@ -29,7 +29,9 @@ def test_every_shipped_configuration_composes_and_builds(tmp_path, model, diffus
     assert len(net.router.routes) == (model == "tread")
     assert net.num_tokens == {"digits": 16, "imagenet512": 1024}.get(data, 256)
     assert type(build.build_diffusion(cfg.diffusion)).__name__.lower() == diffusion
-    assert build.build_diffusion(cfg.diffusion).sampler.num_steps == (20 if data == "digits" else 40)
+    assert build.build_diffusion(cfg.diffusion).sampler.num_steps == (
+        20 if data == "digits" else 250 if diffusion == "ddpm" else 40
+    )
     assert cfg.name == f"{data}_{model}"
     assert cfg.data.autoencoder == dataset.info.autoencoder and cfg.data.scale_factor == dataset.info.scale_factor
 
@@ -45,10 +47,13 @@ TO_BE_SET = {
 }
 
 
-@pytest.mark.parametrize("diffusion", ["edm", "sit"])
+@pytest.mark.parametrize("diffusion", ["edm", "sit", "ddpm"])
 @pytest.mark.parametrize("name", GUIDANCES)
 def test_every_shipped_guidance_composes_and_builds_for_every_diffusion(name, diffusion):
-    cfg = checked(f"guidance={name}", f"diffusion={diffusion}", *TO_BE_SET.get(name, []))
+    to_be_set = TO_BE_SET.get(name, [])
+    if diffusion == "ddpm":  # whose noise levels are timesteps
+        to_be_set = [setting.replace("=0.2", "=200").replace("=0.9", "=900") for setting in to_be_set]
+    cfg = checked(f"guidance={name}", f"diffusion={diffusion}", *to_be_set)
     build.check_guidance(cfg.guidance, cfg, build.build_diffusion(cfg.diffusion))
 
     def estimate(x, level, y, **routing):
@@ -288,7 +293,7 @@ def test_weights_for_latents_of_another_scale_are_refused():
     ("argument", "message"),
     [
         ("train.lrr=1", "error: train.lrr is not a key of the configuration; accepted: train.lr"),
-        ("model=vit", "error: model=vit is not a choice; accepted: dit, tread"),
+        ("model=vit", "error: model=vit is not a choice; accepted: dit, lightningdit, lightningdit_tread, tread"),
     ],
 )
 def test_the_command_line_says_it_in_one_line_and_exits_with_1(argument, message, tmp_path):

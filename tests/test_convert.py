@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import losses, make_shard
 from PIL import Image
+from safetensors.torch import save_file
 from test_formats import as_mean_and_std, write_fast_dit, write_lightningdit, write_lmdb, write_repa, zip_of
 from test_webdataset import npy_members, pickle_members, sd_moments, two_tars, write_tar
 
@@ -17,9 +18,10 @@ import prepare_latents
 from errors import UserError
 from latents.contents import way_on
 from latents.detection import SD_SCALE
+from latents.prepare import write
 from latents.prepare.formats import MaskDiTLMDB
 from latents.prepare.images import open_labelled_images
-from latents.shards import LatentDataset
+from latents.shards import LatentDataset, latents_for_network
 
 NUM_ITEMS = 23
 LABELS = [(7 * i) % 10 for i in range(NUM_ITEMS)]
@@ -346,6 +348,98 @@ def test_the_scale_factor_that_convert_advises_is_the_one_that_inspect_finds_rig
     with caplog.at_level(logging.INFO):
         prepare_latents.main(["inspect", f"path={tmp_path / 'ours'}"])
     assert "the network sees a standard deviation of 0.500 over all channels, 1.00 times sigma_data" in caplog.text
+
+
+def lightningdit_with_statistics(folder, channels=4, num_items=NUM_ITEMS):
+    """A folder as LightningDiT's extraction writes it; returns latents, mean and std. Channels differ in both."""
+    g = torch.Generator().manual_seed(0)
+    spread = torch.linspace(0.3, 4, channels).reshape(1, -1, 1, 1)
+    latents = spread * torch.randn(num_items, channels, 8, 8, generator=g) + 3 * spread.flip(1) - 5
+    labels = [i % 10 for i in range(num_items)]
+    for number, part in enumerate((slice(0, 12), slice(12, None))):
+        about = {"total_size": str(len(latents[part])), "dtype": "torch.float32", "device": "cpu"}
+        tensors = {"latents": latents[part], "latents_flip": latents[part].flip(-1), "labels": torch.tensor(labels[part])}
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(
+            {name: x.contiguous() for name, x in tensors.items()}, folder / f"latents_rank00_shard{number:03d}.safetensors", about
+        )
+    mean, std = latents.mean(dim=[0, 2, 3], keepdim=True), latents.std(dim=[0, 2, 3], keepdim=True)
+    torch.save({"mean": mean, "std": std}, folder / "latents_stats.pt")
+    return latents, mean, std
+
+
+def seen_by_network(dataset, flip=False):
+    stored, _ = dataset.fetch(np.arange(len(dataset)), np.full(len(dataset), flip))
+    return latents_for_network(stored, dataset.info)
+
+
+def test_lightningdits_latents_are_normalised_by_its_own_statistics(tmp_path, caplog):
+    latents, mean, std = lightningdit_with_statistics(tmp_path / "theirs", channels=32)
+    with caplog.at_level(logging.INFO):
+        dataset = convert(tmp_path / "theirs", tmp_path / "ours", "autoencoder=va-vae:vavae.pt", "dtype=float32")
+    assert "latents_mean and latents_std: those of latents_stats.pt" in caplog.text
+    assert (dataset.info.scale_factor, dataset.info.autoencoder, dataset.info.resolution) == (1.0, "va-vae:vavae.pt", 128)
+    for flip in (False, True):
+        expected = ((latents.flip(-1) if flip else latents) - mean) / std
+        assert torch.allclose(seen_by_network(dataset, flip), expected, atol=1e-6)
+    assert seen_by_network(dataset).std().item() == pytest.approx(1.0, abs=1e-3)
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        prepare_latents.main(["inspect", f"path={tmp_path / 'ours'}", "grid=none"])
+    assert "after (x - latents_mean) / latents_std of each channel" in caplog.text
+    assert "the network sees a standard deviation of 1.000 over all channels, 2.00 times sigma_data=0.5" in caplog.text
+
+
+def test_statistics_of_other_latents_are_found_by_inspect(tmp_path):
+    _, mean, std = lightningdit_with_statistics(tmp_path / "theirs")
+    for name, wrong in (("a", {"mean": mean, "std": std * 1.5}), ("b", {"mean": mean + std, "std": std})):
+        torch.save(wrong, tmp_path / "theirs" / "latents_stats.pt")
+        convert(tmp_path / "theirs", tmp_path / name, "autoencoder=none", "resolution=64")
+        with pytest.raises(
+            UserError, match="latents_mean and latents_std are not of these latents: after them, 4 channels have no mean"
+        ):
+            prepare_latents.main(["inspect", f"path={tmp_path / name}"])
+
+
+def test_convert_measures_statistics_itself_or_leaves_them_out(tmp_path):
+    latents, mean, std = lightningdit_with_statistics(tmp_path / "theirs")
+    settings = ["autoencoder=none", "resolution=64", "dtype=float32"]
+    with pytest.raises(UserError, match="scale_factor= is missing"):
+        convert(tmp_path / "theirs", tmp_path / "no", *settings, "normalize=false")
+    plain = convert(tmp_path / "theirs", tmp_path / "plain", *settings, "normalize=false", "scale_factor=0.1")
+    assert plain.info.latents_mean is None and torch.allclose(seen_by_network(plain), latents * 0.1)
+    (tmp_path / "theirs" / "latents_stats.pt").unlink()
+    measured = convert(tmp_path / "theirs", tmp_path / "measured", *settings, "normalize=true")
+    assert np.allclose(measured.info.latents_mean, mean.flatten(), atol=1e-5)
+    assert np.allclose(measured.info.latents_std, latents.std(dim=[0, 2, 3], correction=0), rtol=1e-5)
+    before = {file.name: file.read_bytes() for file in measured.files}
+    convert(tmp_path / "theirs", tmp_path / "measured", *settings, "normalize=true")  # finished: nothing changes
+    assert {file.name: file.read_bytes() for file in measured.files} == before
+    prepare_latents.main(["inspect", f"path={tmp_path / 'measured'}"])
+    with pytest.raises(UserError, match="already holds another data set .*normalize: True -> None"):
+        convert(tmp_path / "theirs", tmp_path / "measured", *settings, "scale_factor=1.0")
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_normalising_that_was_interrupted_is_done_to_the_end(tmp_path, monkeypatch, number):
+    lightningdit_with_statistics(tmp_path / "theirs")
+    settings = ["autoencoder=none", "resolution=64", "normalize=true"]
+    whole = convert(tmp_path / "theirs", tmp_path / "whole", *settings)
+    files_written, write_file = [], write.write_file
+
+    def stop_before_a_file(path, content):
+        if path.suffix == ".safetensors":
+            files_written.append(path)
+            if len(files_written) == 3 + number + 1:  # the three shards, and then each once more
+                raise KeyboardInterrupt
+        write_file(path, content)
+
+    monkeypatch.setattr(write, "write_file", stop_before_a_file)
+    with pytest.raises(KeyboardInterrupt):
+        convert(tmp_path / "theirs", tmp_path / "stopped", *settings)
+    monkeypatch.undo()
+    stopped = convert(tmp_path / "theirs", tmp_path / "stopped", *settings)
+    assert [file.read_bytes() for file in stopped.files] == [file.read_bytes() for file in whole.files]
 
 
 def test_halves_with_equal_labels_that_are_no_mirror_images_are_asked_about(tmp_path, caplog):

@@ -42,7 +42,7 @@ def test_every_experiment_composes_and_builds(name):
     cfg = compose_experiment(name)
     assert cfg.experiment.name == name and cfg.name == f"{name.replace('/', '_')}_seed0"
     assert cfg.experiment.baseline is None or cfg.experiment.baseline in EXPERIMENTS
-    assert bool(cfg.model.routes) == (cfg.model.name == "tread") and cfg.model.init == "adaln_zero"
+    assert bool(cfg.model.routes) == cfg.model.name.endswith("tread") and cfg.model.init == "adaln_zero"
     with torch.device("meta"):  # shapes and routes, without the memory of an XL
         net = build.build_network(cfg)
     assert net.num_tokens == (cfg.data.input_size // net.patch_size) ** 2
@@ -63,10 +63,11 @@ def test_registering_the_experiments_again_changes_nothing():
 def test_experiments_on_imagenet_are_evaluated_along_the_way_and_with_the_papers_number_of_samples_at_the_end():
     for name in EXPERIMENTS:
         cfg = compose_experiment(name)
-        if name.startswith(("digits/", "lightning/")):
-            assert cfg.eval.every == (120 if name.startswith("digits/") else 0)
+        if name.startswith("digits/"):
+            assert cfg.eval.every == 120
             continue
-        assert (cfg.eval.every, cfg.eval.num_samples) == (100_000 if name.startswith("final/") else 50_000, 5_000)
+        every = {"final": 100_000, "lightning": 10_000}.get(name.partition("/")[0], 50_000)
+        assert (cfg.eval.every, cfg.eval.num_samples) == (every, 5_000)
         assert cfg.train.num_steps % cfg.eval.every == 0
         num_samples = "10k" if cfg.eval.final_num_samples == 10_000 else "50k"
         assert all(f"{num_samples}/" in metric for metric in cfg.experiment.paper)
@@ -112,6 +113,23 @@ def test_the_ablations_state_the_papers_figures_and_routes():
     assert (paper_fid("lightning/xl1"), paper_fid("lightning/xl1_tread")) == (5.14, 3.71)
 
 
+def test_the_lightning_rows_are_trained_and_sampled_as_published():
+    """By configs/lightningdit_xl_vavae_f16d32.yaml of LightningDiT; the times in this project's clock."""
+    for name in ("lightning/xl1", "lightning/xl1_tread"):
+        cfg = compose_experiment(name)
+        train, diffusion, data = cfg.train, cfg.diffusion, cfg.data
+        assert (cfg.model.backbone, data.in_channels, data.input_size, data.num_classes) == ("LightningDiT-XL/1", 32, 16, 1000)
+        assert (train.num_steps, train.batch_size, train.lr, train.betas) == (80_000, 1024, 2e-4, [0.9, 0.95])
+        assert (train.weight_decay, train.grad_clip_norm, train.ema_decay, train.precision) == (0, None, 0.9999, "bf16")
+        assert (diffusion.timestep, diffusion.logit_mean, diffusion.logit_std) == ("logit_normal", 0, 1)
+        assert (diffusion.cosine_weight, cfg.model.class_dropout, cfg.model.learn_sigma) == (1, 0.1, False)
+        sampler = diffusion.sampler
+        assert (sampler.solver, sampler.num_steps, sampler.timestep_shift) == ("euler", 250, 0.3)
+    route = {"selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": -4}
+    assert compose_experiment("lightning/xl1").model.routes == []
+    assert compose_experiment("lightning/xl1_tread").model.routes == [route]
+
+
 def test_the_final_comparison_states_the_papers_figures():
     rows = {
         ("xl2_dit", "cfg1.0"): (9.62, 6.85, 121.50, 0.67, 0.67),
@@ -132,8 +150,8 @@ def test_an_experiment_without_its_data_says_which_command_makes_them(train):
     for name, made in (("table2/dit_b2", "output=latents/imagenet256, or"), ("imagenet512/dit_b2", "512 resolution=512, or")):
         with pytest.raises(ValueError, match=f"does not exist; to make it: accelerate launch prepare_latents.py encode .*{made}"):
             train("x", f"experiment={name}")
-    # No autoencoder of diffusers makes these latents, and 8 pixels per latent would be wrong.
-    with pytest.raises(ValueError, match="prepare_latents.py convert path=.* output=latents/vavae_imagenet256 autoencoder=none"):
+    made = "prepare_latents.py convert path=.* output=latents/vavae_imagenet256 autoencoder=va-vae:<file of VA-VAE's weights>, or"
+    with pytest.raises(ValueError, match=made):
         train("x", "experiment=lightning/xl1")
     with pytest.raises(ValueError, match="to make it: python prepare_latents.py digits output=nowhere, or"):
         train("x", "experiment=digits/table2/dit_xs2", "data.path=nowhere")
@@ -200,7 +218,9 @@ def test_what_says_where_a_run_is_and_how_fast_changes_no_row(overrides):
 def test_what_the_data_fill_in_changes_no_row_and_what_the_row_states_does():
     filled = {"data.kind": "moments", "data.scale_factor": 0.18215, "data.resolution": 256, "data.autoencoder": "sd-vae:a/b"}
     assert changes("experiment=table2/dit_b2", **filled) == {}
-    assert changes("experiment=lightning/xl1", **filled) == {"data.autoencoder": ("none", "sd-vae:a/b")}
+    filled = {"data.latents_mean": [0.1] * 32, "data.latents_std": [2.0] * 32, "data.autoencoder": "va-vae:a.pt"}
+    assert changes("experiment=lightning/xl1", **filled) == {}
+    assert changes("experiment=lightning/xl1", **{"data.in_channels": 16}) == {"data.in_channels": (32, 16)}
 
 
 def test_the_same_run_in_another_folder_or_of_another_seed_is_what_a_row_starts_from():
@@ -239,8 +259,8 @@ ROUTE = "model.routes=[{selection_ratio:0.5,start_layer_idx:1,end_layer_idx:-2}]
         (["experiment=table2/dit_b2_tread", "model=dit"], "table2_dit_b2_tread_seed0_model-dit"),
         (["experiment=table2/dit_b2_tread", "model=dit", "name=table2_dit_b2_tread_seed0"], "table2_dit_b2_tread_seed0"),
         (
-            ["experiment=lightning/xl1_tread", "model.backbone=DiT-XS/2", "train.batch_size=8", "seed=4"],
-            "lightning_xl1_tread_seed4_backbone-DiT-XS-2_batch_size-8",
+            ["experiment=lightning/xl1_tread", "model.backbone=LightningDiT-XS/2", "train.batch_size=8", "seed=4"],
+            "lightning_xl1_tread_seed4_backbone-LightningDiT-XS-2_batch_size-8",
         ),
     ],
 )

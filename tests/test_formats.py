@@ -383,9 +383,10 @@ def test_lightningdit_latents_flips_and_labels_are_read(tmp_path, dtype):
     for shard, part in enumerate((slice(0, 4), slice(4, 5), slice(5, 9))):
         file = tmp_path / f"latents_rank00_shard{shard:03d}.safetensors"
         write_lightningdit(file, latents[part].clone(), flips[part].clone(), labels[part])
-    (tmp_path / "latents_stats.pt").write_bytes(b"")
     source = open_latents(tmp_path)
     check(source, latents.float(), labels, flips.float())
+    assert source.channel_statistics is None
+    assert source.statements[0].startswith(f"warning: {tmp_path / 'latents_stats.pt'} is not there: LightningDiT normalises")
     with pytest.raises(ValueError, match="latents have 32 channels.*autoencoder=none"):
         settled(source)
     with pytest.raises(ValueError, match="scale_factor= is missing: .*; 0.5[0-9]* gives it the standard deviation 0.5"):
@@ -420,6 +421,24 @@ def test_bad_lightningdit_files_are_refused_by_name(tmp_path, tensors, message):
     save_file({k: v for k, v in (GOOD | tensors).items() if v is not None}, tmp_path / "b.safetensors")
     with pytest.raises(ValueError, match=message):
         open_latents(tmp_path).read(0, 4)
+
+
+@pytest.mark.parametrize(
+    ("statistics", "message"),
+    [
+        ({"mean": torch.zeros(1, 3, 1, 1), "std": torch.ones(1, 3, 1, 1)}, "must hold mean and std, 4 finite numbers each"),
+        ({"mean": torch.zeros(1, 4, 1, 1), "std": torch.zeros(1, 4, 1, 1)}, "must hold mean and std, 4 finite numbers each"),
+        ({"mean": torch.zeros(1, 4, 1, 1)}, "must hold mean and std"),
+        ([1.0], "must hold mean and std"),
+        ({"mean": open}, "is refused: it names .*open, and only tensors are admitted"),
+    ],
+)
+def test_bad_statistics_of_lightningdit_are_refused_by_name(tmp_path, statistics, message):
+    save_file(GOOD, tmp_path / "a.safetensors")
+    torch.save(statistics, tmp_path / "latents_stats.pt")
+    with pytest.raises(ValueError, match=f"latents_stats.pt {message}") as refused:
+        open_latents(tmp_path)
+    assert "\n" not in str(refused.value)
 
 
 def test_a_truncated_safetensors_file_is_refused_by_name(tmp_path):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import LAUNCH_2, LAUNCH_4, composed, finish, forget_accelerate, metrics, run_train, start
-from fsdp_runs import BATCH, DENSE, TREAD, copy_until_step_10
+from fsdp_runs import BATCH, DENSE, LIGHTNING, TREAD, copy_until_step_10
 from PIL import Image, ImageChops
 
 from setup import build, schema
@@ -21,6 +21,7 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     run_train(folder, "one", *BATCH, *TREAD)
     run_train(folder, "one_dense", *BATCH, *DENSE)
+    run_train(folder, "one_lightning", *BATCH, *LIGHTNING)
     copy_until_step_10(folder / "one", folder / "cut")
     script = folder / "script.py"
     script.write_text(
@@ -75,6 +76,13 @@ def test_sharded_processes_give_the_losses_weights_and_average_of_one_process(ru
     assert len(norms(runs / one)) == (20 if one == "one_dense" else 0)
     assert norms(runs / sharded) == pytest.approx(norms(runs / one), rel=1e-5)
     assert_same_checkpoint(runs / one, runs / sharded, 20)
+
+
+def test_the_rotary_tables_of_a_sharded_network_are_whole_in_its_average_too(runs):
+    assert losses(runs / "lightning") == pytest.approx(losses(runs / "one_lightning"), rel=1e-5)
+    assert_same_checkpoint(runs / "one_lightning", runs / "lightning", 5)
+    grids = [Image.open(runs / name / "samples" / "step_0000005.png") for name in ("one_lightning", "lightning")]
+    assert max(high for _, high in ImageChops.difference(*grids).getextrema()) <= 1
 
 
 def test_grids_and_evaluations_are_those_of_one_process(runs):

@@ -91,6 +91,39 @@ def test_an_interval_pays_for_the_second_branch_inside_only_above_its_lower_boun
     assert torch.equal(D, Recorder()(x, level, y)) == (num_rows == 2)
 
 
+@pytest.mark.parametrize(("name", "bounds"), [("cfg", {}), ("interval", dict(level_lo=0.0, level_hi=3.0))])
+def test_guidance_of_the_first_channels_leaves_the_label_estimate_in_the_others(name, bounds):
+    x, level, y = torch.randn(2, 5, 2, 2), torch.full((2,), 2.0), torch.tensor([1, 4])
+    guide = guidance.GUIDANCES[name]
+    some = guide(make_inputs(Recorder()), cfg_scale=1.5, channels=3, **bounds)(x, level, y)
+    every = guide(make_inputs(Recorder()), cfg_scale=1.5, **bounds)(x, level, y)
+    assert torch.equal(some[:, :3], every[:, :3]) and not torch.equal(some[:, 3:], every[:, 3:])
+    assert torch.equal(some[:, 3:], Recorder()(x, level, y)[:, 3:])
+    assert torch.equal(guide(make_inputs(Recorder()), cfg_scale=1.5, channels=5, **bounds)(x, level, y), every)
+
+
+def test_guidance_of_the_first_channels_is_that_of_the_published_codes_velocity():
+    """LightningDiT's forward_with_cfg: data at u = 1, guided where u >= 0.11, the velocity data - noise of three channels."""
+    g = torch.Generator().manual_seed(0)
+    x, of_label, of_null = (torch.randn(2, 5, 2, 2, generator=g) for _ in range(3))
+    y = torch.tensor([1, 4])
+
+    def published(u):
+        guided = of_null[:, :3] + 6.7 * (of_label[:, :3] - of_null[:, :3])
+        return torch.cat([of_label[:, :3] if u < 0.11 else guided, of_label[:, 3:]], dim=1)
+
+    def net(x, t, y):  # ours has the other sign and clock
+        return -torch.where(
+            (y == NUM_CLASSES).reshape(-1, 1, 1, 1), of_null.repeat(len(x) // 2, 1, 1, 1), of_label.repeat(len(x) // 2, 1, 1, 1)
+        )
+
+    for u in (0.0, 0.1, 0.1099, 0.11, 0.5, 0.99):
+        t = torch.full((2,), 1 - u)
+        inputs = make_inputs(lambda x, t, y: SiT().denoise(net, x, t, y))
+        D = guidance.interval(inputs, cfg_scale=6.7, level_lo=0.0, level_hi=0.89, channels=3)(x, t, y)
+        assert torch.allclose(D, x + (1 - u) * published(u), atol=1e-5), u
+
+
 def test_sparse_guidance_extrapolates_from_the_weak_branch_with_the_label_in_both():
     denoise, (x, level, y) = Recorder(), arguments()
     D = guidance.sparse(make_inputs(denoise), **SPARSE)(x, level, y)
@@ -258,6 +291,19 @@ def test_guidance_by_a_null_class_that_was_never_trained_is_refused(name, bounds
         with pytest.raises(UserError, match=message):
             build.check_guidance(cfg.guidance.model_copy(update={"cfg_scale": scale}), cfg, diffusion)
     build.check_guidance(cfg.guidance.model_copy(update={"cfg_scale": 1.0}), cfg, diffusion)  # off
+
+
+@pytest.mark.parametrize(("name", "bounds"), [("cfg", []), ("interval", ["guidance.level_lo=0.3", "guidance.level_hi=3.0"])])
+def test_guidance_of_more_channels_than_the_latents_have_is_refused(name, bounds):
+    shape = ["data=imagenet256", f"guidance={name}", *bounds]
+    for channels in (1, 4, "null"):
+        cfg, diffusion = run_settings(*shape, f"guidance.channels={channels}")
+        build.check_guidance(cfg.guidance, cfg, diffusion)
+    cfg, diffusion = run_settings(*shape, "guidance.channels=5")
+    with pytest.raises(UserError, match="guidance.channels=5, but the latents have 4 channels; give at most as many, or"):
+        build.check_guidance(cfg.guidance, cfg, diffusion)
+    with pytest.raises(UserError, match="guidance.channels=0 is not accepted"):
+        run_settings(*shape, "guidance.channels=0")
 
 
 def test_guidance_that_keeps_the_label_needs_no_null_class():

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from errors import UserError
 from latents import autoencoders
 from latents.order import BatchOrder, read_batches
-from latents.shards import LatentDataset, ShardInfo, latents_for_network, write_shard
+from latents.shards import LatentDataset, ShardInfo, latents_for_network, restore_latents, write_shard
 
 INFO = ShardInfo(kind="sample", scale_factor=0.5, autoencoder="identity", resolution=4, num_classes=3)
 
@@ -73,6 +73,54 @@ def test_samples_are_scaled_only_and_become_float32():
     assert out.item() == 1.5 and out.dtype == torch.float32
 
 
+NORMALIZED = dict(latents_mean=(1.5, -20.0), latents_std=(0.25, 40.0))
+
+
+def test_what_the_network_sees_of_a_channel_is_brought_to_mean_0_and_deviation_1_and_restored_for_the_autoencoder():
+    info = ShardInfo("sample", 0.5, "none", 4, 3, **NORMALIZED)
+    stored = torch.tensor([1.25, 1.5, -20.0, 60.0]).reshape(1, 2, 1, 2)
+    seen = latents_for_network(stored, info)
+    assert seen.flatten().tolist() == [-0.5, 0.0, 0.0, 1.0]
+    assert torch.allclose(restore_latents(seen, info), stored)
+    plain = ShardInfo("sample", 0.3, "none", 4, 3)
+    x = torch.randn(2, 2, 3, 3)
+    assert torch.equal(latents_for_network(x, plain), x * 0.3) and torch.equal(restore_latents(x, plain), x / 0.3)
+
+
+def test_moments_are_sampled_before_they_are_normalised():
+    stored = torch.tensor([2.0, math.log(9.0)]).reshape(1, 2, 1, 1)  # mean 2, variance 9
+    info = ShardInfo("moments", 0.5, "identity", 1, 1, latents_mean=(4.0,), latents_std=(10.0,))
+    assert latents_for_network(stored, info, FixedNoise(1.0)).item() == pytest.approx((2 + 3 - 4) / 10 * 0.5)
+
+
+def test_a_header_holds_mean_and_deviation_of_each_channel_exactly(tmp_path):
+    values = dict(latents_mean=(0.1, -1 / 3), latents_std=(1e-7, 123456.789))
+    make_shard(tmp_path / "a" / "a.safetensors", **values)
+    make_shard(tmp_path / "b" / "a.safetensors")
+    (a, b), other = (LatentDataset(tmp_path / name) for name in "ab"), dict(values, latents_mean=(0.1, 0.0))
+    assert (a.info.latents_mean, a.info.latents_std) == tuple(values.values()) and b.info.latents_mean is None
+    assert a.fingerprint() != b.fingerprint()
+    make_shard(tmp_path / "a" / "b.safetensors", **other)
+    with pytest.raises(UserError, match="b.safetensors does not belong with .*a.safetensors: .*latents_mean"):
+        LatentDataset(tmp_path / "a")
+
+
+def test_a_fingerprint_without_them_is_that_of_earlier_versions(tmp_path):
+    assert repr(INFO) == "ShardInfo(kind='sample', scale_factor=0.5, autoencoder='identity', resolution=4, num_classes=3)"
+
+
+def test_training_sees_normalised_latents_and_its_checkpoint_says_how(train, tmp_path):
+    make_shard(tmp_path / "a.safetensors", channels=1, size=8, num_classes=10, latents_mean=(3.0,), latents_std=(2.0,))
+    run = train(
+        "run", "data=custom", f"data.path={tmp_path}", "model.backbone=DiT-XS/8", "train.precision=fp32", "train.num_steps=1"
+    )
+    stored = (run / "config.yaml").read_text()
+    assert "latents_mean:\n  - 3.0\n  latents_std:\n  - 2.0" in stored
+    settings = ["data=custom", f"data.path={tmp_path}", "model.backbone=DiT-XS/8", "train.precision=fp32"]
+    with pytest.raises(UserError, match=r"data.latents_std=\[9.0\], but the latents of .* say \[2.0\]"):
+        train("other", *settings, "data.latents_std=[9.0]")
+
+
 def test_moments_count_as_half_their_channels(tmp_path):
     make_shard(tmp_path / "a.safetensors", channels=2, kind="moments")
     assert LatentDataset(tmp_path).channels == 2
@@ -130,6 +178,12 @@ def with_metadata(**metadata):
         (without_metadata, "b.safetensors is not a latent shard: its header lacks kind, scale_factor"),
         (with_metadata(kind="mean"), "kind='mean' must be one of sample, moments"),
         (with_metadata(scale_factor="-1"), "scale_factor=-1.0 must be a positive number"),
+        (with_metadata(latents_mean="[0, 0]"), "latents_mean has 2 and latents_std 0 numbers"),
+        (with_metadata(latents_mean="[0, 0]", latents_std="[1, 0]"), "a standard deviation above 0 for each channel"),
+        (with_metadata(latents_mean="[0, NaN]", latents_std="[1, 1]"), "need finite ones"),
+        (with_metadata(latents_mean="[0]", latents_std="[1]"), "latents have 2 channels, but latents_mean and latents_std 1"),
+        (with_metadata(latents_mean="zero", latents_std="[1]"), "b.safetensors is not a latent shard"),
+        (with_metadata(latents_mean='["0"]', latents_std="[1]"), "is not a list of numbers"),
         (with_tensors(labels=torch.tensor([0, 3])), "labels run from 0 to 3, outside num_classes=3"),
         (with_tensors(labels=torch.tensor([-1, 1])), "labels run from -1 to 1"),
         (with_tensors(labels=torch.zeros(3, dtype=torch.int64)), r"labels are torch.int64 \[3\]; need int64 \[2\]"),

@@ -53,12 +53,16 @@ def test_the_estimate_is_within_a_tenth_of_what_the_steps_allocate(settings):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_what_a_forward_keeps_is_counted_without_running_it(precision, is_compiled):
+@pytest.mark.parametrize(
+    "network",
+    [["model=tread", "model.backbone=DiT-XS/8"], ["model=lightningdit_tread", "model.backbone=LightningDiT-XS/2"]],
+    ids=["DiT", "LightningDiT"],
+)
+def test_what_a_forward_keeps_is_counted_without_running_it(network, precision, is_compiled):
     """Also with torch's partitioner, which decides what a compiled block keeps."""
     mode = "blocks" if is_compiled else "none"
     keys = [
-        "model=tread",
-        "model.backbone=DiT-XS/8",
+        *network,
         "train.batch_size=2",
         f"train.precision={precision}",
         f"train.compile={mode}",

@@ -19,7 +19,8 @@ import prepare_latents
 from evaluations.images import adm_center_crop, read_rgb
 from latents import autoencoders
 from latents.prepare.images import open_labelled_images
-from latents.shards import LatentDataset, ShardInfo, write_shard
+from latents.shards import LatentDataset, ShardInfo, latents_for_network, write_shard
+from randomness import SeedRandom
 
 RESOLUTION = 32
 
@@ -97,6 +98,19 @@ def test_latents_are_those_of_the_autoencoder(images, vae, tmp_path):
             mean = stored.float().chunk(2, dim=1)[0]  # gives the image back as well as the autoencoder does directly
             with torch.no_grad():
                 assert torch.allclose(net.decode(mean).sample, net.decode(posterior.mean).sample, atol=5e-3)
+
+
+def test_encode_measures_and_stores_mean_and_deviation_of_each_channel(images, vae, tmp_path):
+    plain, normalized = (LatentDataset(encode(images, tmp_path / name, vae, f"normalize={name}")) for name in ("false", "true"))
+    manifest = json.loads((tmp_path / "true" / "manifest.json").read_text())
+    assert plain.info.latents_mean is None and plain.info.scale_factor == 0.18215 and normalized.info.scale_factor == 1
+    assert list(normalized.info.latents_mean) == manifest["mean"] and list(normalized.info.latents_std) == manifest["std"]
+    indices = np.arange(40)
+    stored, _ = normalized.fetch(indices, indices < 0)
+    assert torch.equal(stored, plain.fetch(indices, indices < 0)[0])
+    seen = latents_for_network(stored, normalized.info, SeedRandom(list(range(40)), torch.device("cpu")))
+    assert np.allclose(seen.mean(dim=(0, 2, 3)), 0, atol=0.1) and np.allclose(seen.std(dim=(0, 2, 3)), 1, atol=0.1)
+    inspect(tmp_path / "true", "grid=none", "sigma_data=1")
 
 
 def test_the_manifest_states_what_was_made_and_how(images, vae, tmp_path):

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from test_edm import GeneratorRandom, ListedRandom
@@ -65,6 +66,49 @@ def test_timesteps_are_uniform_or_logit_normal():
     assert seen[1].tolist() == pytest.approx([0.5, 1 / (1 + math.exp(-1.0))])
 
 
+def test_logit_normal_times_have_the_distribution_of_their_definition():
+    seen = []
+    random = GeneratorRandom(20000, 0)
+    SiT(timestep="logit_normal", logit_mean=0.5, logit_std=0.8).loss(
+        lambda x, t, y: seen.append(t) or x, torch.zeros(20000, 1, 1, 1), torch.zeros(20000, dtype=torch.int64), random
+    )
+    t = np.sort(seen[0].numpy().astype(np.float64))
+    z = (np.log(t / (1 - t)) - 0.5) / 0.8
+    expected = np.array([0.5 * (1 + math.erf(value / math.sqrt(2))) for value in z])
+    assert np.abs(expected - (np.arange(20000) + 0.5) / 20000).max() < 0.012  # Kolmogorov-Smirnov
+
+
+def random_loss_inputs(dtype=torch.float32):
+    g = torch.Generator().manual_seed(0)
+    x, eps, v = (torch.randn(3, 5, 2, 4, generator=g).to(dtype) for _ in range(3))
+    return x, eps, v, torch.rand(3, generator=g)
+
+
+def test_the_cosine_term_is_1_minus_the_cosine_over_channels_of_velocity_and_target():
+    x, eps, v, t = random_loss_inputs()
+    plain, with_cosine = (
+        SiT(cosine_weight=weight).loss(lambda x, t, y: v, x, LABELS[:3], ListedUniform(t, eps)) for weight in (0.0, 0.7)
+    )
+    a, b = v.double().numpy(), (eps - x).double().numpy()
+    cosine = (a * b).sum(1) / (np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1))  # (B, H, W)
+    assert np.allclose((with_cosine - plain).numpy(), 0.7 * (1 - cosine).mean((1, 2)), atol=1e-6)
+    assert with_cosine.shape == (3,)
+    assert torch.equal(plain, (v - (eps - x)).square().mean(dim=(1, 2, 3)))  # weight 0 changes no bit
+
+
+def test_the_gradient_of_the_cosine_term_is_that_of_its_closed_form():
+    x, eps, v, t = random_loss_inputs()
+    v = v.requires_grad_()
+    for weight in (0.0, 0.7):
+        loss = SiT(cosine_weight=weight).loss(lambda x, t, y: v, x, LABELS[:3], ListedUniform(t, eps)).sum()
+        (gradient,) = torch.autograd.grad(loss, v)
+        a, b = v.detach().double().numpy(), (eps - x).double().numpy()
+        norm_a, norm_b = (np.linalg.norm(c, axis=1, keepdims=True) for c in (a, b))
+        cosine = (a * b).sum(1, keepdims=True) / (norm_a * norm_b)
+        of_cosine = b / (norm_a * norm_b) - cosine * a / norm_a**2  # d cos / d a
+        assert np.allclose(gradient.numpy(), 2 * (a - b) / 40 - weight * of_cosine / 8, atol=1e-6)
+
+
 def test_the_loss_is_least_at_the_exact_velocity():
     g = torch.Generator().manual_seed(0)
     x, t = MEAN + STD * torch.randn(20000, 1, 1, 1, generator=g), torch.full((20000,), 0.4)
@@ -104,6 +148,24 @@ def test_levels_are_even_and_the_last_step_of_the_sde_has_its_own_size():
     assert FlowSampler(num_steps=1, solver="euler_maruyama").noise_levels() == [1.0, 0.0]
 
 
+@pytest.mark.parametrize("solver", ["euler", "heun"])
+def test_the_timestep_shift_is_lightningdits_with_the_clock_turned_and_1_changes_nothing(solver):
+    u = np.linspace(0, 1, 251)  # in LightningDiT's clock, from noise to data
+    published = 0.3 * u / (1 + (0.3 - 1) * u)
+    levels = FlowSampler(num_steps=250, solver=solver, timestep_shift=0.3).noise_levels()
+    assert (levels[0], levels[-1]) == (1.0, 0.0) and np.allclose(levels, 1 - published, atol=1e-12)
+    assert levels[125] == pytest.approx(0.5 / 0.65)  # more steps at high noise: the middle one is at t = 0.77
+    even = FlowSampler(num_steps=250, solver=solver, timestep_shift=1.0).noise_levels()
+    assert even == [1 - i / 250 for i in range(250)] + [0.0]
+    with pytest.raises(ValueError, match="timestep_shift above 0"):
+        FlowSampler(timestep_shift=0.0)
+
+
+def test_shifted_steps_lead_along_the_same_flow():
+    errors = [ode_error("heun", num_steps, timestep_shift=0.3) for num_steps in (40, 80, 160)]
+    assert errors[2] < errors[1] / 3 < errors[0] / 9 and errors[2] < 0.005
+
+
 @pytest.mark.parametrize(("solver", "evaluations"), [("euler", 5), ("heun", 9), ("euler_maruyama", 5)])
 def test_the_denoiser_is_called_at_the_levels_that_the_sampler_names(solver, evaluations):
     seen = []
@@ -119,10 +181,10 @@ def test_the_denoiser_is_called_at_the_levels_that_the_sampler_names(solver, eva
     assert sorted(set(seen), reverse=True) == pytest.approx(sampler.evaluated_levels())
 
 
-def ode_error(solver, num_steps):
+def ode_error(solver, num_steps, **settings):
     """Against the exact flow of a Gaussian, which keeps every point's place in its distribution."""
     noise = torch.randn(4, 2, 3, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    out = FlowSampler(num_steps=num_steps, solver=solver)(gaussian_posterior_mean, noise, LABELS)
+    out = FlowSampler(num_steps=num_steps, solver=solver, **settings)(gaussian_posterior_mean, noise, LABELS)
     return (out - (MEAN + STD * noise)).abs().max().item()
 
 

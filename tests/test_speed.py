@@ -13,6 +13,7 @@ from torch.profiler import profile
 
 import dit
 from evaluations.metrics import full_float32
+from lightningdit import LightningDiT
 from routing_module import Route
 from training import speed
 from training.speed import (
@@ -29,11 +30,11 @@ from training.speed import (
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
-@pytest.fixture
-def net():
+@pytest.fixture(params=[dit.DiT, LightningDiT])
+def net(request):
     torch.manual_seed(0)
-    settings = dict(input_size=8, patch_size=2, in_channels=3, num_classes=5, depth=6, width=32, num_heads=2)
-    net = dit.DiT(**settings, routes=[Route(0.5, 1, 3)], init="official_tread")
+    settings = dict(input_size=8, patch_size=2, in_channels=3, num_classes=5, depth=6, width=48, num_heads=3)
+    net = request.param(**settings, routes=[Route(0.5, 1, 3)], init="official_tread")
     return net.train()
 
 
@@ -50,7 +51,7 @@ def test_checkpointing_changes_no_bit_and_computes_blocks_again(net, what):
     plain = outputs_and_gradients(net)
     names, calls = list(net.state_dict()), []
     for block in net.blocks:
-        block.mlp.act.register_forward_hook(lambda *args: calls.append(1))
+        block.mlp.register_forward_hook(lambda *args: calls.append(1))
     checkpoint_activations(net, what)
     assert all(torch.equal(a, b) for a, b in zip(outputs_and_gradients(net), plain))
     assert len(calls) == 2 * len(net.blocks)
@@ -59,7 +60,7 @@ def test_checkpointing_changes_no_bit_and_computes_blocks_again(net, what):
 
 def test_without_checkpointing_nothing_is_computed_twice(net):
     calls = []
-    net.blocks[0].mlp.act.register_forward_hook(lambda *args: calls.append(1))
+    net.blocks[0].mlp.register_forward_hook(lambda *args: calls.append(1))
     checkpoint_activations(net, "none")
     outputs_and_gradients(net)
     assert calls == [1]
@@ -218,10 +219,18 @@ def test_float8_changes_no_name_and_leaves_the_float32_block_and_the_modulation(
     use_float8(fast, emulate=True)
     assert fast.fp32_layers == {4}
     in_float8 = {name for name, module in fast.named_modules() if type(module).__name__ == "Float8Linear"}
-    layers = ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
+    layers = ("attn.qkv", "attn.proj", *(("mlp.w12", "mlp.w3") if isinstance(net, LightningDiT) else ("mlp.fc1", "mlp.fc2")))
     assert in_float8 == {f"blocks.{i}.{layer}" for i in (0, 1, 2, 3, 5) for layer in layers}
     net.load_state_dict(fast.state_dict(), strict=True)
     assert all(g.isfinite().all() and g.any() for g in outputs_and_gradients(fast))
+
+
+def test_float8_leaves_layers_whose_sides_are_no_multiples_of_16():
+    settings = dict(input_size=8, patch_size=2, in_channels=3, num_classes=5, depth=1, width=64, num_heads=2)
+    net = LightningDiT(**settings)  # its MLP is int(2/3 x 256) = 170 wide
+    use_float8(net, emulate=True)
+    names = {name for name, module in net.blocks[0].named_modules() if type(module).__name__ == "Float8Linear"}
+    assert names == {"attn.qkv", "attn.proj"}
 
 
 @pytest.fixture

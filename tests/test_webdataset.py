@@ -158,7 +158,8 @@ def test_more_tars_than_are_kept_open_are_read(tmp_path, monkeypatch):
 def test_moments_are_detected_and_logged(tmp_path):
     two_tars(tmp_path)
     dataset = TarLatents(tmp_path)
-    assert vars(dataset.info) == dict(kind="moments", scale_factor=SD_SCALE, autoencoder=SD_VAE, resolution=32, num_classes=5)
+    said = dict(kind="moments", scale_factor=SD_SCALE, autoencoder=SD_VAE, resolution=32, num_classes=5)
+    assert vars(dataset.info) == said | dict(latents_mean=None, latents_std=None)
     assert dataset.stored_scale == 1
     said = "\n".join(dataset.statements)
     for part in ("kind=moments: 8 channels, the last 4 between -", "as log-variances are", "assumed, as latents have 4 channels"):

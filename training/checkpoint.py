@@ -50,7 +50,7 @@ class Checkpoint:
     step: int  # optimizer steps done
     model: dict[str, Tensor]
     ema: dict[str, Tensor]
-    optimizer: dict  # its state dict
+    optimizer: dict  # its state dict; empty for imported weights
     state: dict  # plain values of the trainer (JSON)
     config: dict  # the resolved configuration of the run, of plain values
 
@@ -235,6 +235,11 @@ def _read_state(folder: Path) -> dict:
     if not isinstance(state, dict) or type(state.get("step")) is not int or state["step"] < 0:
         raise CheckpointError(f"{file} has no step")
     return state
+
+
+def imported_from(folder: Path) -> str | None:
+    """What the weights of a verified checkpoint were imported from: it has no optimizer. None for one of a training run."""
+    return _read_state(folder).get("imported_from")
 
 
 def run_of(folder: Path) -> Path | None:

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dit
 from errors import UserError
+from lightningdit import LightningDiTBlock
 from training.sharding import num_shards
 from training.speed import SELECTIVELY_KEPT, attention_kernel, resolve_compile
 
@@ -160,13 +161,22 @@ def _activations(net: dit.DiT, train, num_images: int) -> tuple[int, int]:
     ):
         forward = partial(net, x, torch.empty(num_images), labels, drop_labels=drop, route_scores=scores)
         kept = saved_for_backward(net, lambda: forward().sum(), place=lambda: place)
-    # The compiler has the backward recompute three float32 tensors of each block: the outputs of its norms, and the tokens
-    # between attention and MLP.
-    by_block = [kept[i] - (3 * 4 * h.numel() if is_compiled else 0) for i, h in enumerate(inputs)]
+    by_block = [kept[i] - (_recomputed(net, i, h, train) if is_compiled else 0) for i, h in enumerate(inputs)]
     if checkpointing == "none":
         return kept[outside] + sum(by_block), max(by_block)
     del products[outside]
     return kept[outside] + sum(h.nbytes for h in inputs) + products.total(), max(by_block)
+
+
+def _recomputed(net: dit.DiT, i: int, h: Tensor, train) -> int:
+    """Bytes that block i keeps for its backward when it is not compiled, and recomputes when it is; `h` is its input."""
+    tensors = 3  # in float32: the outputs of its norms, and the tokens between attention and MLP
+    if not isinstance(net.blocks[i], LightningDiTBlock):
+        return tensors * 4 * h.numel()
+    tensors += 2  # the norms before their weights
+    element_size = 4 if train.precision == "fp32" or i in net.fp32_layers else 2
+    gate = h[..., 0].numel() * net.blocks[i].mlp.w3.in_features  # silu(first half)
+    return tensors * 4 * h.numel() + element_size * gate
 
 
 def saved_for_backward(

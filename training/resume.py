@@ -66,10 +66,19 @@ def find_resume(run: RunFolder, where: str, accelerator: Accelerator) -> Path | 
 
     Raises:
         UserError: all checkpoints are damaged; resume=never in a run with checkpoints; the named checkpoint is missing,
-            damaged or older than the run's newest; a node does not have it.
+            damaged or older than the run's newest; it was imported; a node does not have it.
     """
 
     def decide() -> Path | None:
+        found = find()
+        if found is not None and (source := checkpoints.imported_from(found)):
+            raise UserError(
+                f"{found} was imported from {source}: it has no optimizer and no data order, so that no training can go on from "
+                f"it. Start another run from its weights: name=<another> init_from={checkpoints.run_of(found) or found}"
+            )
+        return found
+
+    def find() -> Path | None:
         newest_step = max(checkpoints.list_steps(run.checkpoints), default=None)
         if where == "auto":
             found, problems = checkpoints.find_newest(run.checkpoints)

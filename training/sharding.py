@@ -61,8 +61,9 @@ def shard_network(net: dit.DiT, device: torch.device, num_processes: int, train)
         train: train.* of the configuration.
             precision: shards are float32, and autocast works as without FSDP. With bf16, blocks are gathered in bfloat16: their
             parameters belong to linear layers, which autocast would round to the same values, so half of the communication
-            gives the same numbers. With fp8 too, where the cast to float8 then starts from bfloat16. Blocks after a route
-            (net.fp32_layers) and everything outside the blocks are gathered in float32.
+            gives the same numbers. (The gains of LightningDiT's norms are rounded here only.) With fp8 too, where the cast to
+            float8 then starts from bfloat16. Blocks after a route (net.fp32_layers) and everything outside the blocks are
+            gathered in float32.
             gradient_precision: gradients are averaged in it.
             fsdp_reshard: `after_forward` gathers weights for the forward and again for the backward; `after_backward` once.
             fsdp_shard: over `all` processes, or over those of a `node`, with a copy on every node.

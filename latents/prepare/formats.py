@@ -6,7 +6,7 @@
 | `webdataset` | MaskDiT's lmdb2wds.py, for the official TREAD trainer | tars of `<key>.latent`, `<key>.cls` |
 | `fast_dit` | fast-DiT, extract_features.py | `<name>_features/<i>.npy`, samples x 0.18215, and `<name>_labels/<i>.npy` |
 | `repa` | REPA and EDM2, dataset_tools.py encode | dataset.json, .npy files of mean and standard deviation; or a .zip of these |
-| `lightningdit` | LightningDiT, extract_features.py | safetensors with `latents`, `latents_flip`, `labels` |
+| `lightningdit` | LightningDiT, extract_features.py | safetensors with `latents`, `latents_flip`, `labels`; latents_stats.pt |
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from errors import UserError
 from files import hash_bytes, read_file
-from latents.arrays import check_float, parse_npy
+from latents.arrays import check_float, parse_npy, read_channel_statistics
 from latents.contents import find_formats, way_on
 from latents.detection import SD_SCALE
 from latents.shards import shard_files, spread_items
@@ -48,6 +48,7 @@ class LatentSource:
     has_flips = False  # `read` also gives latents of the mirrored images
     known_kind: str | None = None  # moments | sample, where the format says so
     known_stored_scale: float | None = None  # what the stored values were multiplied by, where the format says so
+    channel_statistics: tuple[list[float], list[float]] | None = None  # mean and deviation of each stored channel, if known
     statements: list[str] = []  # what was detected on opening, for the log
 
     def read(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
@@ -412,7 +413,10 @@ class REPAFolder(LatentSource):
 
 
 class LightningDiTFolder(FilesOfItems):
-    """LightningDiT's safetensors, a folder or one: `latents` [M, C, h, w], `latents_flip`, `labels` [M]; unscaled samples."""
+    """LightningDiT's safetensors, a folder or one: `latents` [M, C, h, w], `latents_flip`, `labels` [M]; unscaled samples.
+
+    latents_stats.pt beside them holds `mean` and `std` [1, C, 1, 1] of each channel, by which LightningDiT normalises.
+    """
 
     name, known_kind = "LightningDiT safetensors", "sample"
 
@@ -429,6 +433,17 @@ class LightningDiTFolder(FilesOfItems):
         self._set_files(files, [labels for *_, labels in opened])
         self.has_flips = "latents_flip" in self._names
         self.identity = self.has_flips, [(file.name, file.stat().st_size) for file in files]
+        self._read_statistics(files[0].with_name("latents_stats.pt"))
+
+    def _read_statistics(self, file: Path) -> None:
+        if not file.exists():
+            self.statements = [
+                f"warning: {file} is not there: LightningDiT normalises each channel by its mean and standard deviation; "
+                "normalize=true measures them"
+            ]
+            return
+        self.channel_statistics = read_channel_statistics(file, self.shape[0])
+        self.statements = [f"latents_mean and latents_std: those of {file.name}, by which the network's input is normalised"]
 
     @staticmethod
     def _open(file: Path) -> tuple[list[str], tuple[int, ...], np.ndarray]:

@@ -18,6 +18,8 @@ from progress import progress_bar
 # Outside of these, the network's input is far from what EDM's preconditioning assumes: SD-VAE latents at their scale come to
 # 1.5 to 2 times sigma_data = 0.5; unscaled ones to 10, those that were scaled twice to 0.3.
 USUAL_STD = (0.5, 4.0)  # times sigma_data
+# Of each channel, where the header has a mean and a deviation for each: other latents than these are normalised otherwise.
+NORMALIZED_MEAN, NORMALIZED_STD = 0.2, (0.8, 1.25)  # times the scale factor
 MANY_DUPLICATES = 0.01  # of all items; large collections of photographs hold some twice
 CHUNK = 1024
 
@@ -45,7 +47,8 @@ def inspect_latents(dataset: Dataset, sigma_data: float = 0.5, min_items_per_cla
         f"{dataset.path}: {len(dataset)} latents in {len(dataset.files)} files",
         f"kind {info.kind}, {dataset.channels}x{dataset.height}x{dataset.width}, for images of {info.resolution} pixels, "
         f"{'with' if dataset.has_flips else 'no'} latents of mirrored images",
-        f"autoencoder {info.autoencoder}, scale factor {info.scale_factor:g}",
+        f"autoencoder {info.autoencoder}, scale factor {info.scale_factor:g}"
+        + ("" if info.latents_mean is None else ", after (x - latents_mean) / latents_std of each channel"),
     ]
     if isinstance(dataset, LatentDataset) and dataset.path.is_dir():
         _inspect_files(dataset, found)
@@ -114,12 +117,24 @@ def _inspect_values(dataset: Dataset, sigma_data: float, found: Findings) -> Non
         (found.problems if len(duplicates) > MANY_DUPLICATES * len(dataset) else found.lines).append(line)
     if statistics.count == 0:
         return
-    scale = dataset.info.scale_factor
+    info = dataset.info
+    seen_by_network, scale = statistics.as_network_sees(info), info.scale_factor
     found.lines.append(" " * 20 + "".join(f"{f'channel {c}':>12}" for c in range(dataset.channels)))
-    for title, factor in (("stored", 1), ("network", scale)):
-        found.lines.append(f"{title:11}mean     " + "".join(f"{value * factor:12.4f}" for value in statistics.mean))
-        found.lines.append(f"{'':11}std      " + "".join(f"{value * factor:12.4f}" for value in statistics.std))
-    std = scale * statistics.overall_std
+    rows = [("stored", "mean", statistics.mean), ("", "std", statistics.std)]
+    if info.latents_mean is not None:
+        rows += [("header", "mean", info.latents_mean), ("", "std", info.latents_std)]
+    rows += [("network", "mean", seen_by_network.mean), ("", "std", seen_by_network.std)]
+    found.lines += [f"{title:11}{name:9}" + "".join(f"{value:12.4f}" for value in values) for title, name, values in rows]
+    if info.latents_mean is not None:
+        pairs = enumerate(zip(seen_by_network.mean, seen_by_network.std))
+        low, high = (bound * scale for bound in NORMALIZED_STD)
+        wrong = [f"{c} ({m:.2f}, {s:.2f})" for c, (m, s) in pairs if abs(m) > NORMALIZED_MEAN * scale or not low <= s <= high]
+        if wrong:
+            found.problems.append(
+                f"latents_mean and latents_std are not of these latents: after them, {len(wrong)} channels have "
+                f"no mean near 0 or no standard deviation near {scale:g}: {_first(wrong)}; make the shards again"
+            )
+    std = seen_by_network.overall_std
     seen = f"a standard deviation of {std:.3f} over all channels, {std / sigma_data:.2f} times sigma_data={sigma_data:g}"
     found.lines.append(f"the network sees {seen}")
     if not USUAL_STD[0] <= std / sigma_data <= USUAL_STD[1]:

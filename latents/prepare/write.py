@@ -11,12 +11,13 @@ import logging
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from errors import UserError
@@ -24,6 +25,7 @@ from files import hash_bytes, hash_file, lock_file, read_json, remove_leftovers,
 from latents.manifest import MANIFEST, UNFINISHED, read_manifest
 from latents.shards import KINDS, LatentDataset, ShardInfo, mean_and_log_variance, serialize_shard, shard_files
 from latents.statistics import ChannelStatistics
+from progress import progress_bar
 
 log = logging.getLogger(__name__)
 
@@ -207,9 +209,10 @@ class ShardWriter:
         write_file(record_file, json.dumps(record))
         write_file(file, blob)
 
-    def finish(self, class_names: list[str] | None = None, **about: object) -> None:
+    def finish(self, class_names: list[str] | None = None, normalize: bool = False, **about: object) -> None:
         """Write manifest.json, by one process after all have written their shards, and log a summary.
 
+        With `normalize`, the headers first get the mean and the standard deviation of each channel, over all latents.
         `about` are more entries of the manifest (where the source was, how it was made). Raises UserError if nothing was left.
         """
         self._check_folder()  # nobody may have put shards of their own between ours
@@ -221,6 +224,8 @@ class ShardWriter:
         statistics, errors = ChannelStatistics(), [record["storage_error"] for record in shards]
         for record in shards:
             statistics.merge(ChannelStatistics(**record["statistics"]))
+        if normalize:
+            self._normalize(shards, statistics)
         largest = max(error["max"] for error in errors)
         relative_rms = (sum(error["square_sum"] for error in errors) / (sum(error["of"] for error in errors) or 1)) ** 0.5
         dataset = LatentDataset(self.output, check_folder=False)  # all shards agree, or this says which does not
@@ -254,6 +259,22 @@ class ShardWriter:
         log.info("mean per channel %s, std %s", mean, std)
         moved = f"{relative_rms:.2g} of their size (rms), at most {largest:.2g}"
         log.info("rounding to %s moved values by %s", self.settings["dtype"], moved)
+
+    def _normalize(self, records: list[dict], statistics: ChannelStatistics) -> None:
+        """Write the shards again with these statistics in their headers. Interrupted, it is done again from its start."""
+        if not all(statistics.std):
+            raise UserError(f"channel {statistics.std.index(0.0)} is constant and cannot be normalised; leave out normalize=true")
+        for record in progress_bar(records, unit="shards", desc="normalising"):
+            file = self.output / record["file"]
+            with safe_open(file, framework="pt") as f:
+                info, shard = ShardInfo.from_metadata(f.metadata()), {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118
+            measured = replace(info, latents_mean=tuple(statistics.mean), latents_std=tuple(statistics.std))
+            if info == measured:
+                continue
+            blob = serialize_shard(file, shard["latents"], shard["labels"], measured, shard.get("latents_flip"))
+            record |= {"bytes": len(blob), "hash": hash_bytes(blob)}
+            write_file(self._record_file(record["number"]), json.dumps(record))  # before the shard, as in `write`
+            write_file(file, blob)
 
 
 def _records_of(manifest: dict) -> list[dict]:

@@ -1,0 +1,116 @@
+"""Samplers of DDPM's discrete chain: ancestral steps (arXiv 2006.11239, Algorithm 2) with a learned variance, and DDIM."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+NUM_TIMESTEPS, BETA_FIRST, BETA_LAST = 1000, 1e-4, 0.02  # arXiv 2006.11239, section 4; DiT keeps them
+DDPM_SOLVERS = ("ancestral", "ddim")
+
+
+@functools.cache
+def alpha_bars() -> np.ndarray:
+    """float64 [1000]: alpha_bar_t of the linear schedule (arXiv 2006.11239, Eq. 4)."""
+    return np.cumprod(1 - np.linspace(BETA_FIRST, BETA_LAST, NUM_TIMESTEPS))
+
+
+@dataclass(frozen=True)
+class AncestralSampler:
+    """Go down the chain x_999 .. x_0, or a part of its timesteps.
+
+    Attributes:
+        num_steps: timesteps to visit, evenly spaced from 0 to 999; as many evaluations of the denoiser.
+        solver: `ancestral` draws from p(x_prev | x_t); `ddim` is deterministic (arXiv 2010.02502, Eq. 12 with sigma = 0).
+    """
+
+    num_steps: int = 250
+    solver: str = "ancestral"
+
+    def __post_init__(self):
+        if self.solver not in DDPM_SOLVERS or not 1 <= self.num_steps <= NUM_TIMESTEPS:
+            raise ValueError(f"{self} needs 1 <= num_steps <= {NUM_TIMESTEPS} and a solver of {', '.join(DDPM_SOLVERS)}")
+
+    def timesteps(self) -> list[int]:
+        """The timesteps to visit, lowest first: 0, 999 / (num_steps - 1), ..., rounded as improved DDPM's code does."""
+        stride = (NUM_TIMESTEPS - 1) / max(self.num_steps - 1, 1)
+        # Added up, not multiplied: sums round differently, and a timestep that ends with .5 could be another one.
+        return [round(t) for t in itertools.accumulate([stride] * (self.num_steps - 1), initial=0.0)]
+
+    def evaluated_levels(self) -> list[float]:
+        """The timesteps that the denoiser is called with, highest first."""
+        return [float(t) for t in reversed(self.timesteps())]
+
+    def __call__(
+        self,
+        denoiser: Callable[[Tensor, Tensor, Tensor], Tensor],
+        noise: Tensor,
+        y: Tensor,
+        random=None,
+    ) -> Tensor:
+        """Sample from the highest timestep to the latents.
+
+        With the timesteps that are visited, beta = 1 - alpha_bar / alpha_bar_prev is that of a longer step (arXiv 2102.09672,
+        section 4). The variance of a step is exp(v log(beta) + (1 - v) log(beta_tilde)) with the learned v (Eq. 15), and beta
+        for a denoiser that learned none.
+
+        Args:
+            denoiser: (x, t, y) -> D_x or (D_x, v) along the channels, as `DDPM.denoise` makes them.
+            noise: (B, C, H, W), unit normal.
+            y: (B,) int64 labels, handed on to the denoiser.
+            random: source of the ancestral steps' noise, `random.randn(C, H, W)` -> (B, C, H, W).
+
+        Returns:
+            (B, C, H, W) float32 latents. The state in between is float64 where the device has it.
+
+        Raises:
+            ValueError: ancestral steps without random.
+        """
+        if self.solver == "ancestral" and random is None:
+            raise ValueError("solver=ancestral adds noise: pass random, or set solver=ddim")
+        dtype = torch.float32 if noise.device.type == "mps" else torch.float64  # MPS has no float64
+        timesteps, C = self.timesteps(), noise.shape[1]
+        kept = [1.0, *(float(alpha_bars()[t]) for t in timesteps)]
+        log_variances = log_variance_bounds(kept)
+        x = noise.to(dtype)
+        for i in reversed(range(self.num_steps)):
+            ts = torch.full((len(x),), float(timesteps[i]), dtype=torch.float32, device=x.device)
+            out = denoiser(x.float(), ts, y).to(dtype)
+            D_x, v = out[:, :C], out[:, C:]
+            alpha_bar_prev, alpha_bar = kept[i], kept[i + 1]
+            if self.solver == "ddim":
+                eps = (x - math.sqrt(alpha_bar) * D_x) / math.sqrt(1 - alpha_bar)
+                x = math.sqrt(alpha_bar_prev) * D_x + math.sqrt(1 - alpha_bar_prev) * eps
+                continue
+            # The posterior's mean (arXiv 2006.11239, Eq. 7).
+            alpha = alpha_bar / alpha_bar_prev
+            x = math.sqrt(alpha_bar_prev) * (1 - alpha) * D_x + math.sqrt(alpha) * (1 - alpha_bar_prev) * x
+            x = x / (1 - alpha_bar)
+            if i > 0:
+                low, high = log_variances[i]
+                log_variance = low + v * (high - low) if v.shape[1] else torch.tensor(high, dtype=dtype)
+                x = x + (log_variance / 2).exp() * random.randn(*x.shape[1:]).to(dtype)
+        return x.float()
+
+
+def log_variance_bounds(alpha_bars: list[float]) -> list[tuple[float, float]]:
+    """Of each step, the logarithms of beta_tilde, the posterior's variance (arXiv 2006.11239, Eq. 7), and of beta.
+
+    The posterior's variance of the last step is 0. Its logarithm is clipped to that of the step before (arXiv 2102.09672); that
+    step adds no noise anyway.
+
+    Args:
+        alpha_bars: of the timesteps that are visited, lowest first, after a 1 for the clean latents.
+    """
+    pairs = list(itertools.pairwise(alpha_bars))
+    betas = [1 - alpha_bar / previous for previous, alpha_bar in pairs]
+    posterior = [beta * (1 - previous) / (1 - alpha_bar) for beta, (previous, alpha_bar) in zip(betas, pairs)]
+    posterior[0] = posterior[min(1, len(posterior) - 1)] or betas[0]
+    return [(math.log(low), math.log(high)) for low, high in zip(posterior, betas)]

@@ -1,0 +1,98 @@
+"""VA-VAE (LightningDiT, arXiv 2501.01423): latent diffusion's AutoencoderKL (arXiv 2112.10752), as diffusers computes it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from errors import UserError
+from latents.arrays import load_torch_file
+
+# Names in latent diffusion's state dict, and in that of diffusers, which also counts the decoder's levels the other way.
+# diffusers' own converter leaves out the attention inside levels, which VA-VAE has where its features are 16x16.
+LDM_TO_DIFFUSERS = (
+    (r"\.mid\.block_1\.", ".mid_block.resnets.0."),
+    (r"\.mid\.block_2\.", ".mid_block.resnets.1."),
+    (r"\.mid\.attn_1\.", ".mid_block.attentions.0."),
+    (r"\.down\.(\d+)\.", r".down_blocks.\1."),
+    (r"\.up\.(\d+)\.", r".up_blocks.\1."),
+    (r"\.block\.", ".resnets."),
+    (r"\.attn\.", ".attentions."),
+    (r"\.(down|up)sample\.", r".\1samplers.0."),
+    (r"\.nin_shortcut\.", ".conv_shortcut."),
+    (r"\.norm_out\.", ".conv_norm_out."),
+    (r"(\.attentions\.\d+)\.norm\.", r"\1.group_norm."),
+    (r"(\.attentions\.\d+)\.([qkv])\.", r"\1.to_\2."),
+    (r"(\.attentions\.\d+)\.proj_out\.", r"\1.to_out.0."),
+)
+
+
+def find_va_vae(source: str, key: str) -> Path:
+    """The file of weights: `source` itself, or the only *.pt, *.ckpt or *.safetensors in that folder. Raises UserError."""
+    path = Path(source)
+    files = [path] if path.is_file() else sorted(f for f in path.glob("*") if f.suffix in (".pt", ".ckpt", ".safetensors"))
+    files = [file for file in files if file.name != "latents_stats.pt"]  # published beside the weights
+    if len(files) == 1:
+        return files[0]
+    found = ", ".join(file.name for file in files[:4]) if path.is_dir() else "there is no such file"
+    raise UserError(
+        f"{key}=va-vae:{source} must name one file of weights ({found or 'this folder holds none'}); the published one is "
+        "vavae-imagenet256-f16d32-dinov2.pt of hustvl/vavae-imagenet256-f16d32-dinov2 on the Hugging Face hub"
+    )
+
+
+def load_va_vae(file: Path):
+    """diffusers' AutoencoderKL of a checkpoint of latent diffusion's; its sizes are read off the weights.
+
+    Raises:
+        UserError: the file is refused, or its weights are not those of such an autoencoder.
+    """
+    from diffusers import AutoencoderKL  # slow to import
+
+    try:
+        stored = load_file(file) if file.suffix == ".safetensors" else load_torch_file(file)
+    except SafetensorError as e:
+        raise UserError(f"{file} is truncated or not a safetensors file: {e}") from e
+    stored = stored.get("state_dict", stored) if isinstance(stored, dict) else {}
+    parts = ("encoder.", "decoder.", "quant_conv.", "post_quant_conv.")  # beside them: the discriminator, DINOv2
+    weights = {name: value for name, value in stored.items() if isinstance(value, Tensor) and name.startswith(parts)}
+
+    def count(pattern: str) -> int:
+        return len({match[0] for name in weights if (match := re.match(pattern, name))})
+
+    num_levels = count(r"encoder\.down\.\d+\.")
+    try:
+        widths = [len(weights[f"encoder.down.{i}.block.0.conv1.weight"]) for i in range(num_levels)]
+        has_attention = [f"encoder.down.{i}.attn.0.q.weight" in weights for i in range(num_levels)]
+        vae = AutoencoderKL(
+            block_out_channels=widths,
+            layers_per_block=count(r"encoder\.down\.0\.block\.\d+\."),
+            latent_channels=weights["post_quant_conv.weight"].shape[1],
+            down_block_types=["AttnDownEncoderBlock2D" if has else "DownEncoderBlock2D" for has in has_attention],
+            up_block_types=["AttnUpDecoderBlock2D" if has else "UpDecoderBlock2D" for has in reversed(has_attention)],
+            scaling_factor=1.0,  # LightningDiT normalises each channel instead
+        )
+        vae.load_state_dict({_diffusers_name(name, num_levels): _as_linear(name, value) for name, value in weights.items()})
+    except (KeyError, IndexError, ValueError, RuntimeError) as e:
+        reason = " ".join(str(e).split())[:200]
+        raise UserError(
+            f"{file} does not hold the weights of an AutoencoderKL of latent diffusion, such as VA-VAE's: {reason}; one of "
+            "diffusers is sd-vae:<folder>"
+        ) from e
+    return vae
+
+
+def _diffusers_name(name: str, num_levels: int) -> str:
+    for pattern, replacement in LDM_TO_DIFFUSERS:
+        name = re.sub(pattern, replacement, name)
+    return re.sub(r"(?<=up_blocks\.)\d+", lambda level: str(num_levels - 1 - int(level[0])), name)
+
+
+def _as_linear(name: str, value: Tensor) -> Tensor:
+    """Attention's convolutions of size 1x1 are linear layers in diffusers."""
+    is_attention = re.search(r"\.attn(_1|\.\d+)\.(q|k|v|proj_out)\.weight$", name)
+    return value[:, :, 0, 0] if is_attention and value.ndim == 4 else value

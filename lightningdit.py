@@ -1,0 +1,121 @@
+"""LightningDiT (arXiv 2501.01423): DiT with rotary positions, RMSNorm and SwiGLU; routed as DiT is.
+
+Parameter names are those of hustvl/LightningDiT, so that published state dicts load with strict=True. Of its options the
+network has those of the published weights: rotary positions, RMSNorm and SwiGLU, no normalisation of queries and keys, and
+modulation with a shift.
+
+Shapes: B batch, N tokens of a square grid, K tokens that a block sees, D width, H heads, d = D/H.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dit import SIZES, Attention, DiT, DiTBlock, sincos_1d
+
+# name: (depth, width, heads, patch size), the sizes of DiT. XS is ours, for the embedded digits.
+BACKBONES = {f"LightningDiT-{size}/{patch}": (*SIZES[size], patch) for size in ("XS", "B", "L", "XL") for patch in (1, 2)}
+
+
+def build(backbone: str, **kwargs) -> LightningDiT:
+    """A network by its name, `LightningDiT-XL/1` say. Other keywords go to `LightningDiT`, and replace the name's sizes.
+
+    Raises:
+        ValueError: an unknown name, with those that exist.
+    """
+    if backbone not in BACKBONES:
+        raise ValueError(f"model.backbone={backbone!r} is unknown; choose one of {', '.join(BACKBONES)}")
+    depth, width, num_heads, patch_size = BACKBONES[backbone]
+    return LightningDiT(**{"depth": depth, "width": width, "num_heads": num_heads, "patch_size": patch_size} | kwargs)
+
+
+def rotary_tables(grid_size: int, head_width: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the angles by which `rotate` turns, each (N, d), row-major.
+
+    The first half of the channels is turned by the row, the second by the column. Of the d/2 channels of a half, channels
+    2i and 2i + 1 are a pair, whose angle is position x 10000^(-2i / (d/2)).
+    """
+    axes = torch.meshgrid(torch.arange(grid_size), torch.arange(grid_size), indexing="ij")  # rows, columns
+    halves = [sincos_1d(axis.flatten(), head_width // 2).float().chunk(2, dim=1) for axis in axes]  # sines, cosines (N, d/4)
+    sin, cos = (torch.cat(parts, dim=1).repeat_interleave(2, dim=1) for parts in zip(*halves))
+    return cos, sin
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn every pair of neighbouring channels: (a, b) -> (a cos - b sin, b cos + a sin), in the precision of the tables."""
+    a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
+    return x * cos + torch.stack([-b, a], dim=-1).flatten(-2) * sin
+
+
+class RotaryAttention(Attention):
+    """Multi-head self-attention whose queries and keys are turned by the positions of their tokens."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # (B, K, D), (B or 1, K, d) twice -> (B, K, D)
+        width = x.shape[2]
+        qk, v = (part.unflatten(2, (-1, width // self.num_heads)) for part in self.qkv(x).split([2 * width, width], dim=2))
+        q, k = rotate(qk, cos.unsqueeze(2), sin.unsqueeze(2)).type_as(v).chunk(2, dim=2)  # (B, K, H, d)
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class RMSNorm(nn.RMSNorm):
+    """In float32, whatever the type of the tokens or of the gathered weight, as published."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.normalized_shape, self.weight.float(), self.eps).type_as(x)
+
+
+class SwiGLU(nn.Module):
+    """silu(first half) x second half of one product, then another (arXiv 2002.05202)."""
+
+    def __init__(self, width: int, hidden: int):
+        super().__init__()
+        self.w12 = nn.Linear(width, 2 * hidden)
+        self.w3 = nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, K, D) -> (B, K, D)
+        gate, value = self.w12(x).chunk(2, dim=2)
+        return self.w3(F.silu(gate) * value)
+
+
+class LightningDiTBlock(DiTBlock):
+    """DiT's block, of other parts."""
+
+    def __init__(self, width: int, num_heads: int, mlp_ratio: float = 4.0):
+        nn.Module.__init__(self)  # DiT's parts would be made for nothing
+        self.norm1 = RMSNorm(width, eps=1e-6)
+        self.attn = RotaryAttention(width, num_heads)
+        self.norm2 = RMSNorm(width, eps=1e-6)
+        self.mlp = SwiGLU(width, int(2 / 3 * int(width * mlp_ratio)))  # as many weights as DiT's MLP
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
+
+    def forward(self, x: Tensor, c: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # (B, K, D), (B, D), (B or 1, K, d) twice
+        return super().forward(x, c, cos, sin)
+
+
+class LightningDiT(DiT):
+    """The network; arguments, initialisation and `forward` are DiT's.
+
+    The tables of the rotary positions are parameters that are not trained, as `pos_embed` is. In published state dicts they are
+    buffers of the same names; a checkpoint's own tables replace those that are made here.
+
+    Raises:
+        ValueError: as DiT; also heads whose width is not a multiple of 4.
+    """
+
+    block_class = LightningDiTBlock
+
+    def __init__(self, *, input_size: int, patch_size: int, width: int, num_heads: int, **kwargs):
+        if width % (4 * num_heads):
+            raise ValueError(
+                f"width={width} makes {num_heads} heads of {width / num_heads:g}; rotary positions need a multiple of 4"
+            )
+        super().__init__(input_size=input_size, patch_size=patch_size, width=width, num_heads=num_heads, **kwargs)
+        self.final_layer.norm_final = RMSNorm(width, eps=1e-6)
+        cos, sin = rotary_tables(input_size // patch_size, width // num_heads)
+        self.feat_rope = nn.ParameterDict({"freqs_cos": cos, "freqs_sin": sin}).requires_grad_(False)
+
+    def token_tables(self) -> tuple[Tensor, ...]:
+        return self.feat_rope["freqs_cos"][None], self.feat_rope["freqs_sin"][None]  # (1, N, d)

@@ -1,0 +1,108 @@
+"""LightningDiT's rows from a folder of its latents to images; and what the network makes goes back through the normalisation."""
+
+import numpy as np
+import pytest
+import torch
+from conftest import composed, forget_accelerate, metrics
+from omegaconf import OmegaConf
+from PIL import Image
+from safetensors.torch import save_file
+from stand_ins import untrained_va_vae
+
+import dit
+import fid
+import prepare_latents
+import sample
+from guidance import none
+from latents.autoencoders import Identity
+from routing_module import TokenRouter
+from sampling.sampler import ImageSampler
+from setup import schema
+from sit import SiT
+from sit.sampler import FlowSampler
+
+
+class RecordingAutoencoder(Identity):
+    """Keeps what it is to decode."""
+
+    def decode(self, latents):
+        self.decoded = latents
+        return latents[:, :1]
+
+
+def test_what_is_decoded_is_the_networks_latents_with_the_normalisation_undone():
+    net = dit.DiT(input_size=4, patch_size=2, in_channels=2, num_classes=3, depth=1, width=16, num_heads=2).eval()  # velocity 0
+    shape = {"latent_shape": (2, 4, 4), "num_classes": 3, "device": torch.device("cpu")}
+    decoded = []
+    for how in ({"scale_factor": 0.5}, {"scale_factor": 0.5, "latents_mean": [3.0, -1.0], "latents_std": [2.0, 0.1]}):
+        autoencoder = RecordingAutoencoder()
+        sit = SiT(sampler=FlowSampler(num_steps=2, solver="euler"))
+        ImageSampler(net, sit, TokenRouter([], 1), none, autoencoder, **shape, **how)([4, 7], [0, 1])
+        decoded.append(autoencoder.decoded)
+    noise = decoded[0] * 0.5
+    assert noise.std() == pytest.approx(1, abs=0.3)
+    expected = noise / 0.5 * torch.tensor([2.0, 0.1]).reshape(2, 1, 1) + torch.tensor([3.0, -1.0]).reshape(2, 1, 1)
+    assert torch.allclose(decoded[1], expected, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def lightning(tmp_path_factory):
+    """(shards of latents in LightningDiT's shape, autoencoder of 4 pixels along a latent's side)."""
+    folder = tmp_path_factory.mktemp("lightning")
+    untrained_va_vae(folder / "vae" / "vavae.pt", channels=32)
+    latents = 3 + 5 * torch.randn(24, 32, 16, 16, generator=torch.Generator().manual_seed(0))
+    (folder / "theirs").mkdir()
+    tensors = {"latents": latents, "latents_flip": latents.flip(-1).contiguous(), "labels": torch.arange(24)}
+    save_file(tensors, folder / "theirs" / "latents_rank00_shard000.safetensors")
+    statistics = {"mean": latents.mean(dim=[0, 2, 3], keepdim=True), "std": latents.std(dim=[0, 2, 3], keepdim=True)}
+    torch.save(statistics, folder / "theirs" / "latents_stats.pt")
+    autoencoder = f"va-vae:{folder / 'vae'}"
+    settings = [f"autoencoder={autoencoder}", "resolution=64", "num_classes=1000"]
+    prepare_latents.main(["convert", f"path={folder / 'theirs'}", f"output={folder / 'ours'}", *settings])
+    return folder / "ours", autoencoder
+
+
+def test_a_lightning_row_trains_draws_a_grid_and_samples_with_published_guidance(lightning, train, tmp_path):
+    latents, autoencoder = lightning
+    tiny = [
+        "model.backbone=LightningDiT-XS/2",
+        "train.precision=fp32",
+        "train.num_steps=2",
+        "sample.every=2",
+        "sample.num_samples=2",
+    ]
+    run = train("run", "experiment=lightning/xl1_tread", f"data.path={latents}", *tiny, "diffusion.sampler.num_steps=3")
+    # A squared error of about 2 for a velocity of 0, of which the cosine with anything is 0: 1 more.
+    assert metrics(run)[0]["loss"] == pytest.approx(3, abs=0.15)
+    with Image.open(next((run / "samples").glob("*.png"))) as grid:
+        assert grid.size == (2 * 68 + 4, 64 + 18 + 4)
+    forget_accelerate()
+    guided = ["guidance=interval", "cfg_scale=10", "guidance.level_lo=0", "guidance.level_hi=0.89", "guidance.channels=3"]
+    common = [f"checkpoint={run}", "seeds=0-1", "num_steps=3", "cpu_threads=1", "weights=raw"]
+    sample.main(composed([*common, *guided, f"output={tmp_path / 'guided'}"], "sample"))
+    forget_accelerate()
+    sample.main(composed([*common, f"output={tmp_path / 'plain'}"], "sample"))
+    images = [np.asarray(Image.open(next((tmp_path / name).glob("seed_000001*.png")))) for name in ("guided", "plain")]
+    assert images[0].shape == (64, 64, 3) and (images[0] != images[1]).any()
+    stored, plain = (OmegaConf.load(tmp_path / name / "settings.yaml") for name in ("guided", "plain"))
+    assert stored.guidance.channels == 3 and stored.sampler.timestep_shift == 0.3 and plain.autoencoder == autoencoder
+
+
+def test_results_of_earlier_versions_are_those_of_settings_without_the_new_keys(train, tmp_path):
+    def in_fid(**settings):
+        return fid.guidance_settings(schema.check({"guidance": settings}, OneGuidance).guidance)
+
+    assert in_fid(name="none") == {"cfg_scale": 1.0} and in_fid(name="cfg", cfg_scale=1.5) == {"cfg_scale": 1.5}
+    assert in_fid(name="cfg", cfg_scale=1.5, channels=3) == {"guidance": "cfg", "cfg_scale": 1.5, "guidance.channels": 3}
+    interval = {"name": "interval", "cfg_scale": 1.5, "level_lo": 0.1, "level_hi": 0.5}
+    assert in_fid(**interval) == {"guidance": "interval", "cfg_scale": 1.5, "guidance.level_lo": 0.1, "guidance.level_hi": 0.5}
+    run = train("run", "diffusion=sit", "train.num_steps=1")
+    forget_accelerate()
+    settings = [f"checkpoint={run}", f"output={tmp_path / 'images'}", "seeds=0", "num_steps=2", "cpu_threads=1"]
+    sample.main(composed([*settings, "guidance=cfg", "cfg_scale=1.5"], "sample"))
+    stored = OmegaConf.load(tmp_path / "images" / "settings.yaml")
+    assert stored.guidance == {"name": "cfg", "cfg_scale": 1.5} and "timestep_shift" not in stored.sampler
+
+
+class OneGuidance(schema.Settings):
+    guidance: schema.Guidance

@@ -1,0 +1,1 @@
+"""Weights in and out: networks that others published become runs, and checkpoints become folders that others load."""
