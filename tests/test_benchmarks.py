@@ -153,7 +153,7 @@ def test_train_step_writes_rows_ratios_and_a_last_line_that_sums_them_up(run):
 
 
 def test_the_steps_of_lightningdit_are_timed_dense_and_routed_and_beside_plain_ones(run):
-    lines, _, out = run(train_step, *TINY_STEP, "backbones=LightningDiT-XS/2")
+    lines, _, out = run(train_step, "backbones=LightningDiT-XS/2", *TINY_STEP[1:])
     assert [(row["model"], row["variant"]) for row in lines[1:5]] == [
         ("dit", "plain"), ("tread", "plain"), ("dit", "none"), ("tread", "none")
     ]  # fmt: skip

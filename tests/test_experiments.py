@@ -249,6 +249,8 @@ ROUTE = "model.routes=[{selection_ratio:0.5,start_layer_idx:1,end_layer_idx:-2}]
     [
         (["model=tread"], "digits_tread"),
         (["model=dit", "model.backbone=DiT-S/2"], "digits_dit"),
+        (["model=lightningdit_tread"], "digits_lightningdit_tread"),
+        (["model=lightningdit_tread", "model.routes=[]"], "digits_lightningdit"),
         (["model=dit", ROUTE], "digits_tread"),
         (["model=tread", "model.routes=[]"], "digits_dit"),
         (["model=tread", "model.routes=[{selection_ratio:0,start_layer_idx:1,end_layer_idx:-2}]"], "digits_dit"),
