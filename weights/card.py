@@ -13,7 +13,7 @@ from files import markdown_table, read_lines
 from setup import schema
 from training import checkpoint as checkpoints
 
-PAPERS = {"edm": "2206.00364", "sit": "2401.08740"}
+PAPERS = {"edm": "2206.00364", "sit": "2401.08740", "ddpm": "2006.11239"}
 ROUTED = (
     "In training, a part of the tokens skipped blocks (TREAD, [arXiv 2501.04765](https://arxiv.org/abs/2501.04765)): {routes}. "
 )
@@ -165,7 +165,9 @@ def _figures_of_training(checkpoint: Path, cfg: schema.TrainConfig) -> Iterator[
 
 
 def describe_training(checkpoint: Path, cfg: schema.TrainConfig, weights: str) -> str:
-    """A list: steps, data and optimiser of the configuration, machines of starts.jsonl."""
+    """A list: steps, data and optimiser of the configuration, machines of starts.jsonl. Of imported weights, their origin."""
+    if origin := checkpoints.imported_from(checkpoint):
+        return f"- Imported from `{without_folders({'': origin})['']}`, whose project says how they were trained\n"
     train, step = cfg.train, checkpoints.step_of(checkpoint)
     lines = [
         f"Weights: {'exponential moving average, decay ' + format(train.ema_decay, 'g') if weights == 'ema' else 'raw'}, "

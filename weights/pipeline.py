@@ -16,6 +16,8 @@ from diffusers import AutoencoderKL, DiffusionPipeline, ImagePipelineOutput, Mod
 from diffusers.image_processor import VaeImageProcessor
 from torch import Tensor
 
+from ddpm.diffusion import DDPM
+from ddpm.sampler import AncestralSampler
 from edm.diffusion import EDM
 from edm.sampler import HeunSampler
 from guidance import GuidanceInputs, interval
@@ -24,7 +26,7 @@ from sit.diffusion import SiT
 from sit.sampler import FlowSampler
 
 # diffusion["name"] -> its class and that of its sampler.
-DIFFUSIONS = {"edm": (EDM, HeunSampler), "sit": (SiT, FlowSampler)}
+DIFFUSIONS = {"edm": (EDM, HeunSampler), "sit": (SiT, FlowSampler), "ddpm": (DDPM, AncestralSampler)}
 
 
 class ClassToImagePipeline(DiffusionPipeline):
