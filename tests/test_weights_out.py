@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import get_args
 
 import huggingface_hub
 import numpy as np
@@ -21,13 +22,14 @@ from huggingface_hub.errors import HfHubHTTPError
 from PIL import Image
 from safetensors.torch import load_file
 
+import dit
 import prepare_checkpoint
 from errors import UserError
 from files import append_line
-from setup import build, load
+from setup import build, load, schema
 from training import checkpoint as checkpoints
 from weights import source
-from weights.card import describe_figures, without_folders
+from weights.card import PAPERS, describe_figures, without_folders
 from weights.export import NETWORKS, describe_network, describe_sampling, push_folder
 
 SEEDS, LABELS = [0, 1, 2], [2, 0, 1]
@@ -66,17 +68,24 @@ def vae(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, vae):
-    """{"edm": a routed run on digits, "sit": a dense one on latents of the autoencoder}, whose outputs are no longer zero."""
+    """{"edm": a routed run on digits, "sit": LightningDiT on normalised latents, "ddpm": imported}; no output is zero."""
     folder = tmp_path_factory.mktemp("runs")
     shards = folder / "shards"
     shards.mkdir()
     info = {"autoencoder": f"sd-vae:{vae}", "scale_factor": 0.5, "resolution": 16, "num_classes": 3}
+    info |= {"latents_mean": (0.5, -1.0, 0.0, 2.0), "latents_std": (1.0, 2.0, 0.5, 1.5)}
     make_shard(shards / "a.safetensors", channels=4, size=8, **info)
     few = ["train.num_steps=2", "train.lr=1e-2", "diffusion.sampler.num_steps=3"]
-    sit = ["model=dit", "diffusion=sit", "data=custom", f"data.path={shards}", "guidance=none", "sample.every=0"]
+    sit = ["model=lightningdit", "diffusion=sit", "data=custom", f"data.path={shards}", "guidance=none", "sample.every=0"]
+    torch.manual_seed(0)
+    sizes = {"input_size": 8, "in_channels": 1, "num_classes": 10, "learn_sigma": True}
+    torch.save(dit.build("DiT-XS/2", **sizes, init="official_tread").state_dict(), folder / "published.pt")
+    given = [f"{folder / 'published.pt'}", "kind=dit", f"output={folder / 'ddpm'}", "autoencoder=identity", "scale_factor=1"]
+    prepare_checkpoint.main(["import", *given])
     return {
         "edm": run_train(folder, "edm", "model=tread", *few),
-        "sit": run_train(folder, "sit", "model.backbone=DiT-XS/2", *sit, *few),
+        "sit": run_train(folder, "sit", "model.backbone=LightningDiT-XS/2", *sit, *few),
+        "ddpm": folder / "ddpm",
     }
 
 
@@ -131,11 +140,21 @@ CASES = {  # run, keys of the pipeline's call, settings of sample.py
         {"guidance_scale": 3, "num_inference_steps": 4, "sampler": {"S_churn": 2.0}},
         ["guidance=cfg", "cfg_scale=3", "num_steps=4", "S_churn=2"],
     ),
+    "ddpm_guided": (
+        "ddpm",
+        {"guidance_scale": 1.5, "num_inference_steps": 4},
+        ["guidance=cfg", "cfg_scale=1.5", "num_steps=4"],
+    ),
     "sit_default": ("sit", {}, []),
     "sit_sde": (
         "sit",
         {"guidance_scale": 40.0, "sampler": {"solver": "euler_maruyama"}},
         ["guidance=cfg", "cfg_scale=40", "solver=euler_maruyama"],
+    ),
+    "sit_shift": (
+        "sit",
+        {"guidance_scale": 40.0, "num_inference_steps": 2, "sampler": {"timestep_shift": 0.3}},
+        ["guidance=cfg", "cfg_scale=40", "num_steps=2", "timestep_shift=0.3"],
     ),
     "sit_interval": (
         "sit",
@@ -150,9 +169,9 @@ def later(runs, tmp_path_factory):
     """An export of the EDM run by another version of the code: other guidance, and a network whose output is zero."""
     folder = tmp_path_factory.mktemp("later")
     changed = folder / "repository"
-    for name in ("edm", "sit", "weights"):
+    for name in ("edm", "sit", "ddpm", "weights"):
         shutil.copytree(REPOSITORY / name, changed / name)
-    for name in ("guidance.py", "randomness.py", "dit.py", "routing_module.py", "LICENSE"):
+    for name in ("guidance.py", "randomness.py", "dit.py", "lightningdit.py", "routing_module.py", "LICENSE"):
         shutil.copy(REPOSITORY / name, changed)
     for name, old, new in (
         ("guidance.py", "D_weak + scale * (D - D_weak)", "D_weak - scale * (D - D_weak)"),
@@ -173,12 +192,12 @@ def elsewhere(exports, later, tmp_path_factory):
     folder = tmp_path_factory.mktemp("elsewhere")
     cases = {name: (exports[run], CALL | call) for name, (run, call, _) in CASES.items()}
     cases |= {"later": (later, CALL), "edm_after_later": (exports["edm"], CALL), "hub": ("you/model", CALL)}
-    saved = {run: folder / f"saved_{run}" for run in exports}
-    cases |= {f"save_{run}": (exports[run], saved[run]) for run in exports}
+    saved = {run: folder / f"saved_{run}" for run in ("edm", "sit")}
+    cases |= {f"save_{run}": (exports[run], saved[run]) for run in saved}
     with hub_that_holds(exports["sit"]) as url:
         images = load_elsewhere(folder / "first", cases, HF_ENDPOINT=url)
     # Another process, with nothing cached: what was saved, and the later export alone. No network, and none is asked for.
-    again = {f"saved_{run}": (saved[run], CALL) for run in exports} | {"later_alone": (later, CALL)}
+    again = {f"saved_{run}": (saved[run], CALL) for run in saved} | {"later_alone": (later, CALL)}
     return images | load_elsewhere(folder / "second", again, HF_HUB_OFFLINE="1")
 
 
@@ -349,7 +368,9 @@ def test_of_an_absolute_path_the_public_sees_the_name(value, shown):
 def test_an_export_describes_network_guidance_and_null_class_of_its_run(runs):
     (checkpoint,) = checkpoints.list_steps(runs["edm"] / "checkpoints").values()
     cfg = load.load_config(checkpoint)
-    assert describe_sampling(cfg)["guidance"] == {"cfg_scale": 1.5} and describe_sampling(cfg)["null_class"] == 10
+    assert (
+        describe_sampling(cfg)["guidance"] == {"cfg_scale": 1.5, "channels": None} and describe_sampling(cfg)["null_class"] == 10
+    )
     no_null = cfg.model_copy(update={"model": cfg.model.model_copy(update={"class_dropout": 0.0})})
     assert describe_sampling(no_null)["null_class"] is None
     json.dumps(describe_sampling(cfg), allow_nan=False)
@@ -360,6 +381,22 @@ def test_an_export_describes_network_guidance_and_null_class_of_its_run(runs):
         made = DiTModel(**describe_network(net))
         shapes = [{name: x.shape for name, x in one.state_dict().items()} for one in (made, net)]
         assert shapes[0] == shapes[1] and made.config.learn_sigma == learn_sigma
+
+
+def test_every_network_and_diffusion_of_the_configuration_can_be_exported():
+    from weights import network, pipeline
+
+    diffusions = [get_args(one.model_fields["name"].annotation)[0] for one in get_args(get_args(schema.Diffusion)[0])]
+    assert sorted(diffusions) == sorted(pipeline.DIFFUSIONS) == sorted(PAPERS)
+    assert all(hasattr(network, name) for name in NETWORKS.values()) and NETWORKS.keys() == {"DiT", "LightningDiT"}
+
+
+def test_imported_weights_are_said_to_be_imported_and_not_to_be_trained_here(exports):
+    card = (exports["ddpm"] / "README.md").read_text()
+    assert "The weights were imported from published.pt (kind=dit). Its authors say how they were trained." in card
+    assert "AdamW" not in card and "learning rate" not in card and "Nothing was measured" in card
+    training = yaml.safe_load((exports["ddpm"] / "training.yaml").read_text())
+    assert training["diffusion.name"] == "ddpm" and not any(key.startswith("train.") for key in training)
 
 
 def test_a_network_that_diffusers_has_no_class_for_is_named(runs, tmp_path, monkeypatch):

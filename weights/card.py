@@ -53,7 +53,7 @@ The code is in this folder. `trust_remote_code=True` lets diffusers run it.
 ## Training
 
 {training}
-`training.yaml` holds all settings that figures depend on.
+`training.yaml` holds the settings that figures depend on.
 
 ## Licence
 
@@ -169,6 +169,8 @@ def describe_training(checkpoint: Path, cfg: schema.TrainConfig, weights: str) -
     if origin := checkpoints.imported_from(checkpoint):
         return f"- Imported from `{without_folders({'': origin})['']}`, whose project says how they were trained\n"
     train, step = cfg.train, checkpoints.step_of(checkpoint)
+    if source := checkpoints.imported_from(checkpoint):
+        return f"The weights were imported from {_last_part(source)}. Its authors say how they were trained.\n"
     lines = [
         f"Weights: {'exponential moving average, decay ' + format(train.ema_decay, 'g') if weights == 'ema' else 'raw'}, "
         f"step {step:,} of {train.num_steps:,}, {step * train.batch_size:,} images in batches of {train.batch_size:,}",
@@ -188,7 +190,8 @@ def describe_training(checkpoint: Path, cfg: schema.TrainConfig, weights: str) -
 
 def without_folders(settings: dict[str, object]) -> dict[str, object]:
     """Settings for the public: of an absolute path, its last part."""
-    return {
-        key: re.sub(r"^(sd-vae:)?(/|[A-Za-z]:\\).*[/\\]", r"\1", value) if isinstance(value, str) else value
-        for key, value in settings.items()
-    }
+    return {key: _last_part(value) if isinstance(value, str) else value for key, value in settings.items()}
+
+
+def _last_part(text: str) -> str:
+    return re.sub(r"^([a-z-]{2,}:)?(/|[A-Za-z]:\\).*[/\\]", r"\1", text)

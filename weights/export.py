@@ -21,12 +21,13 @@ from files import why_not_written
 from latents import autoencoders
 from latents.autoencoders import Identity
 from setup import build, load, schema
+from training.checkpoint import imported_from
 from weights.card import make_card, without_folders
 from weights.source import join_source
 
 log = logging.getLogger(__name__)
 
-NETWORKS = {"DiT": "DiTModel"}  # the class of a network -> the one in weights/network.py
+NETWORKS = {"DiT": "DiTModel", "LightningDiT": "LightningDiTModel"}  # the class of a network -> the one in weights/network.py
 CODE_NAMES = ["*.py", "*/*.py"]  # on the hub, code of an earlier export goes
 
 
@@ -79,7 +80,9 @@ def export_checkpoint(
             decoder.vae.save_pretrained(staged / "vae")
             index["vae"] = ["diffusers", type(decoder.vae).__name__]
         _write_json(staged / "model_index.json", index | describe_sampling(cfg))
-        (staged / "training.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(describe_run(cfg))), encoding="utf-8")
+        (staged / "training.yaml").write_text(
+            OmegaConf.to_yaml(OmegaConf.create(describe_run(cfg, checkpoint))), encoding="utf-8"
+        )
         card = make_card(checkpoint, cfg, weights, net, decoder.factor, license, push or output.name)
         (staged / "README.md").write_text(card, encoding="utf-8")
         for file in staged.rglob("*.safetensors"):  # which safetensors lets nobody but their owner read
@@ -122,14 +125,20 @@ def describe_sampling(cfg: schema.TrainConfig) -> dict[str, object]:
     return {
         "diffusion": {"name": cfg.diffusion.name, **diffusion, "sampler": sampler},
         "guidance": cfg.guidance.model_dump(exclude={"name"}) if is_classifier_free else {"cfg_scale": 1.0},
-        "latents": {"scale_factor": cfg.data.scale_factor},
+        "latents": {key: getattr(cfg.data, key) for key in ("scale_factor", "latents_mean", "latents_std")},
         "null_class": cfg.data.num_classes if cfg.model.class_dropout > 0 else None,
     }
 
 
-def describe_run(cfg: schema.TrainConfig) -> dict[str, object]:
-    """The settings that figures depend on, by dotted key. The others say where a run is, or how fast."""
-    return without_folders({key: value for key, value in schema.flatten(cfg.model_dump()).items() if schema.role_of(key)})
+def describe_run(cfg: schema.TrainConfig, checkpoint: Path) -> dict[str, object]:
+    """The settings that figures depend on, by dotted key; the others say where a run is, or how fast.
+
+    Of imported weights those that were not made up for the import: nobody trained with the others.
+    """
+    settings = {key: value for key, value in schema.flatten(cfg.model_dump()).items() if schema.role_of(key)}
+    if imported_from(checkpoint):
+        settings = {key: value for key, value in settings.items() if key.startswith(("model.", "data.", "diffusion."))}
+    return without_folders(settings)
 
 
 def _write_json(file: Path, content: dict) -> None:

@@ -1,4 +1,4 @@
-"""The network as diffusers loads it, with the parameter names of dit.py. `weights.source` makes it one file with dit.py."""
+"""The network as diffusers loads it, with the parameter names of dit.py. `weights.source` makes one file of all."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from diffusers import ConfigMixin, ModelMixin
 from diffusers.configuration_utils import register_to_config
 
 from dit import DiT
+from lightningdit import LightningDiT
 
 
 class DiTModel(DiT, ModelMixin, ConfigMixin):
@@ -26,3 +27,7 @@ class DiTModel(DiT, ModelMixin, ConfigMixin):
         sizes = {"depth": depth, "width": width, "num_heads": num_heads, "patch_size": patch_size}
         latents = {"input_size": input_size, "in_channels": in_channels}
         super().__init__(num_classes=num_classes, learn_sigma=learn_sigma, **sizes, **latents)
+
+
+class LightningDiTModel(DiTModel, LightningDiT):
+    """`lightningdit.LightningDiT`, with the same arguments."""

@@ -37,7 +37,8 @@ class ClassToImagePipeline(DiffusionPipeline):
         vae: decodes latents; None where the latents are pixels.
         diffusion: `name`, the settings of that diffusion and, in `sampler`, those of its sampler.
         guidance: the keywords of classifier-free guidance, as `__call__` uses them by default.
-        latents: `scale_factor`, by which the autoencoder's latents were multiplied for the network.
+        latents: how the network sees those of the autoencoder: (latents - latents_mean) / latents_std * scale_factor. The
+            first two are a number per channel, or None.
         null_class: the label that stands for no label; None if it was never trained.
     """
 
@@ -79,8 +80,8 @@ class ClassToImagePipeline(DiffusionPipeline):
             generator: draws the seeds that are not given; one generator, or one per image.
             num_inference_steps: steps of the sampler.
             guidance_scale: of classifier-free guidance; 1 is off.
-            guidance_interval: (low, high), guide only at noise levels in (low, high]: sigma for edm, t for sit. None leaves a
-                side open.
+            guidance_interval: (low, high), guide only at noise levels in (low, high]: sigma for edm, t for sit and ddpm. None
+                leaves a side open.
             null_class: the label that guidance moves away from.
             sampler: other settings of the sampler, {"S_churn": 10} or {"solver": "euler"}, say.
             output_type: `pil`, `np` (float32 [B, H, W, 3], 0 to 1), `pt` (float32 [B, 3, H, W], 0 to 1), or `latent`.
@@ -130,7 +131,11 @@ class ClassToImagePipeline(DiffusionPipeline):
 
     def decode(self, latents: Tensor, output_type: str) -> object:
         """Latents of the network (B, C, H, W) -> images as `output_type` says; grey becomes RGB."""
-        images = latents / self.config.latents["scale_factor"]
+        scaling = self.config.latents
+        images = latents / scaling["scale_factor"]
+        if scaling["latents_mean"] is not None:
+            mean, std = (images.new_tensor(scaling[key]).reshape(-1, 1, 1) for key in ("latents_mean", "latents_std"))
+            images = images * std + mean
         if self.vae is not None:
             images = self.vae.decode(images.to(self.vae.dtype)).sample.float()
         return VaeImageProcessor().postprocess(images.expand(-1, 3, -1, -1), output_type)
