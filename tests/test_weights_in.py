@@ -490,3 +490,21 @@ def test_the_command_line_imports(tmp_path):
         start("prepare_checkpoint.py", "import", str(tmp_path / "weights.pt"), "kind=dit", f"output={tmp_path / 'run'}", *PIXELS)
     )
     assert code == 0 and "DiT-XS/2 for latents of 1x8x8, 10 classes" in output, output
+
+
+def test_imported_dit_weights_can_be_exported_for_diffusers(import_file, tmp_path, monkeypatch):
+    import diffusers.utils.dynamic_modules_utils as dynamic
+    from diffusers import DiffusionPipeline
+
+    _, folder = import_file(dit_weights(learn_sigma=True), "dit", *PIXELS)
+    prepare_checkpoint.main(["export", f"checkpoint={folder}", f"output={tmp_path / 'exported'}"])
+    monkeypatch.setattr(dynamic, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    pipeline = DiffusionPipeline.from_pretrained(tmp_path / "exported", trust_remote_code=True)
+    call = {"class_labels": [3, 7], "seeds": [0, 1], "num_inference_steps": 4, "guidance_scale": 2.0}
+    theirs = (pipeline(**call, output_type="np").images * 255).round().astype(int)
+    settings = ["seeds=0-1", "classes=[3,7]", "guidance=cfg", "cfg_scale=2"]
+    ours = np.stack(list(run_sample(folder, tmp_path / "ours", *settings).values()))
+    card = (tmp_path / "exported" / "README.md").read_text()
+    assert "Imported from `weights.pt (kind=dit)`" in card and "AdamW" not in card and str(tmp_path) not in card
+    assert np.abs(ours - theirs).max() <= 1
