@@ -506,5 +506,5 @@ def test_imported_dit_weights_can_be_exported_for_diffusers(import_file, tmp_pat
     settings = ["seeds=0-1", "classes=[3,7]", "guidance=cfg", "cfg_scale=2"]
     ours = np.stack(list(run_sample(folder, tmp_path / "ours", *settings).values()))
     card = (tmp_path / "exported" / "README.md").read_text()
-    assert "Imported from `weights.pt (kind=dit)`" in card and "AdamW" not in card and str(tmp_path) not in card
+    assert "imported from weights.pt (kind=dit)" in card and "AdamW" not in card and str(tmp_path) not in card
     assert np.abs(ours - theirs).max() <= 1

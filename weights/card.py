@@ -165,9 +165,7 @@ def _figures_of_training(checkpoint: Path, cfg: schema.TrainConfig) -> Iterator[
 
 
 def describe_training(checkpoint: Path, cfg: schema.TrainConfig, weights: str) -> str:
-    """A list: steps, data and optimiser of the configuration, machines of starts.jsonl. Of imported weights, their origin."""
-    if origin := checkpoints.imported_from(checkpoint):
-        return f"- Imported from `{without_folders({'': origin})['']}`, whose project says how they were trained\n"
+    """A list: steps, data and optimiser of the configuration, machines of starts.jsonl."""
     train, step = cfg.train, checkpoints.step_of(checkpoint)
     if source := checkpoints.imported_from(checkpoint):
         return f"The weights were imported from {_last_part(source)}. Its authors say how they were trained.\n"
