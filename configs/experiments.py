@@ -123,7 +123,7 @@ LIGHTNING = IMAGENET_256 | {  # LightningDiT's configs/lightningdit_xl_vavae_f16
     "diffusion.timestep": "logit_normal",
     "diffusion.cosine_weight": 1.0,
     "diffusion.sampler.solver": "euler",
-    "diffusion.sampler.num_steps": 250,
+    "diffusion.sampler.num_steps": 249,  # its 250 are the ends of 249 steps
     "diffusion.sampler.timestep_shift": 0.3,
     "train.num_steps": 80_000,
     "train.batch_size": 1024,
@@ -244,8 +244,8 @@ def lightning() -> Iterator[Row]:
     (stefan-baumann/LightningDiT_TREAD), has the default route and no block in float32 after it."""
     about = {"table": "LightningDiT", "source": "TREAD, LightningDiT rows"}
     about["differs"] = (
-        "the paper does not say how these rows are sampled; LightningDiT's own sampler is taken, without guidance: Euler, 250 "
-        "steps, timestep shift 0.3"
+        "the paper does not say how these rows are sampled; LightningDiT's own sampler is taken, without guidance: Euler "
+        "through 250 points, timestep shift 0.3"
     )
     dense, routed = {"model": "lightningdit"}, {"model": "lightningdit_tread", "model.fp32_after_route": False}
     yield Row("lightning/xl1", **about, overrides=LIGHTNING | dense, paper=fid(5.14))

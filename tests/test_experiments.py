@@ -124,7 +124,7 @@ def test_the_lightning_rows_are_trained_and_sampled_as_published():
         assert (diffusion.timestep, diffusion.logit_mean, diffusion.logit_std) == ("logit_normal", 0, 1)
         assert (diffusion.cosine_weight, cfg.model.class_dropout, cfg.model.learn_sigma) == (1, 0.1, False)
         sampler = diffusion.sampler
-        assert (sampler.solver, sampler.num_steps, sampler.timestep_shift) == ("euler", 250, 0.3)
+        assert (sampler.solver, sampler.num_steps, sampler.timestep_shift) == ("euler", 249, 0.3)
     route = {"selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": -4}
     assert compose_experiment("lightning/xl1").model.routes == []
     assert compose_experiment("lightning/xl1_tread").model.routes == [route]
