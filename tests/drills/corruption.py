@@ -230,8 +230,6 @@ WRONG_FOR_TRAINING: dict[str, Damage] = {
     "AdamW without a key": of_optimizer(lambda state: state["state"][0].pop("exp_avg_sq")),
     "AdamW of another shape": of_optimizer(lambda state: state["state"][0].update(exp_avg=torch.zeros(3))),
     "AdamW that is not finite": of_optimizer(lambda state: state["state"][0]["exp_avg"].fill_(float("inf"))),
-    "AdamW without groups": of_optimizer(lambda state: state.update(param_groups=[])),
-    "AdamW with another group": of_optimizer(lambda state: state["param_groups"].append(state["param_groups"][0])),
     "AdamW that is a list": of_optimizer(lambda state: [1, 2]),
     "AdamW that is text": of_bytes(b"text", "optimizer.pt"),
     "state.json without the data": of_json(lambda state: state.pop("data_fingerprint") and None),
