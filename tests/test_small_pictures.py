@@ -175,8 +175,9 @@ def test_keys_of_torchvision_are_refused_for_folders(tmp_path):
 
 
 def test_a_folder_of_pictures_can_be_padded_and_made_grey_too(tmp_path):
-    Image.fromarray(np.full((28, 28, 3), (200, 100, 0), np.uint8)).save(tmp_path / "a.png")
-    arguments = [f"images={tmp_path}", f"output={tmp_path / 'out'}", "labels=none", "autoencoder=identity", "kind=sample"]
+    (tmp_path / "in").mkdir()
+    Image.fromarray(np.full((28, 28, 3), (200, 100, 0), np.uint8)).save(tmp_path / "in" / "a.png")
+    arguments = [f"images={tmp_path / 'in'}", f"output={tmp_path / 'out'}", "labels=none", "autoencoder=identity", "kind=sample"]
     forget_accelerate()
     prepare_latents.main(["encode", *arguments, "resolution=32", "pad=2", "grey=true", "num_workers=0", "cpu_threads=1"])
     stored, _ = LatentDataset(tmp_path / "out").fetch(np.array([0]), np.array([False]))
@@ -186,8 +187,9 @@ def test_a_folder_of_pictures_can_be_padded_and_made_grey_too(tmp_path):
 
 
 def test_constant_pictures_cannot_be_scaled(tmp_path):
-    Image.new("RGB", (32, 32)).save(tmp_path / "a.png")
-    arguments = [f"images={tmp_path}", f"output={tmp_path / 'out'}", "labels=none", "autoencoder=identity", "kind=sample"]
+    (tmp_path / "in").mkdir()
+    Image.new("RGB", (32, 32)).save(tmp_path / "in" / "a.png")
+    arguments = [f"images={tmp_path / 'in'}", f"output={tmp_path / 'out'}", "labels=none", "autoencoder=identity", "kind=sample"]
     forget_accelerate()
     with pytest.raises(UserError, match="all values are equal and cannot be scaled; leave out sigma_data="):
         prepare_latents.main(["encode", *arguments, "resolution=32", "sigma_data=0.5", "num_workers=0", "cpu_threads=1"])
