@@ -313,7 +313,7 @@ def reference(
     log.info("wrote %s", output)
 
 
-def detector(reference: Text, output: Text, num_epochs: Count = 10, cpu_threads: NumThreads | None = None) -> None:
+def detector(reference: Text, output: Text, num_epochs: Count = 8, cpu_threads: NumThreads | None = None) -> None:
     """Train a small classifier as the detector of small pictures: evaluation.detector=small-<set> evaluation.weights=<output>.
 
     A tenth of the images is held out; the file holds the accuracy on them. On a CPU, 60,000 images take some minutes.
