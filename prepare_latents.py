@@ -7,6 +7,7 @@
     python prepare_latents.py synthetic num_items=4096 output=latents/random    # for benchmarks
     python prepare_latents.py digits output=<folder>     # the embedded digits, bit for bit as the repository ships them
     python prepare_latents.py reference images=<folder> output=<file.npz>       # for fid.py
+    python prepare_latents.py detector reference=<file.npz> output=detectors/<set>.safetensors  # for small pictures
     python prepare_latents.py fetch                      # the SD-VAE and Inception, once where there is a network
 
 `encode` and `convert` continue where they were stopped when the same command is given again.
@@ -32,6 +33,7 @@ from errors import UserError
 from evaluations.detector import InceptionDetector, fetch_weights
 from evaluations.images import open_images
 from evaluations.reference import write_reference
+from evaluations.small_detector import train_detector
 from files import hash_bytes, whole_file
 from latents import autoencoders
 from latents.detection import SD_VAE, detect
@@ -40,14 +42,16 @@ from latents.prepare.formats import FORMATS, open_latents
 from latents.prepare.generate import digits, synthetic
 from latents.prepare.images import open_labelled_images
 from latents.prepare.inspect import fetch_spread, inspect_latents
+from latents.prepare.pixels import PixelShards
+from latents.prepare.torchvision_sets import TORCHVISION, TorchvisionImages
 from latents.prepare.write import SHARD_SIZE, Dtype, Kind, ShardWriter, check_output
-from latents.shards import LatentDataset, ShardInfo
+from latents.shards import LatentDataset, ShardInfo, shard_files
 from latents.webdataset import TarLatents
 from progress import progress_bar
 from sampling.sampler import labelled_grid
 from setup import cli
 from setup.schema import Autoencoder, Precision
-from setup.settings import BatchSize, NumClasses, NumThreads, NumWorkers, Positive, Resolution, ShardSize, Text, Whole
+from setup.settings import BatchSize, Count, NumClasses, NumThreads, NumWorkers, Positive, Resolution, ShardSize, Text, Whole
 from training.speed import cores_per_process
 
 log = logging.getLogger("prepare_latents")
@@ -57,11 +61,16 @@ def encode(
     images: Text,
     output: Text,
     labels: Text = "auto",
+    root: Text | None = None,
+    split: Text | None = None,
     resolution: Resolution = 256,
+    pad: Whole = 0,
+    grey: bool = False,
     autoencoder: Autoencoder = SD_VAE,
     kind: Kind = "moments",
     flips: bool = False,
     normalize: bool = False,
+    sigma_data: Positive | None = None,
     num_classes: NumClasses | None = None,
     precision: Precision = "fp32",
     dtype: Dtype = "float16",
@@ -76,13 +85,20 @@ def encode(
     """Encode images into a folder of shards, with as many processes as accelerate starts.
 
     Args:
-        images: a folder with a folder per class (ImageNet's layout), a folder with a file of labels, or WebDataset tars.
+        images: a folder with a folder per class (ImageNet's layout), a folder with a file of labels, WebDataset tars, or
+            torchvision:<class of torchvision.datasets>.
         labels: auto | folders | none (one class) | a CSV or JSON file.
+        root: of torchvision's sets: the folder that has the files, or gets them from the network; null: datasets.
+        split: of torchvision's sets: train | test, or another that the set has; null: train.
         resolution: of the square that ADM's centre crop leaves, in pixels.
+        pad: black pixels that are added to every side before the crop: pad=2 makes 32x32 of 28x28.
+        grey: keep the brightness alone, as one channel, with autoencoder=identity.
         autoencoder: sd-vae:<hub id or folder>, va-vae:<file or folder>, or identity for pixels.
         kind: moments (mean and log-variance, sampled afresh at every read) or sample (drawn once, from `seed`).
         flips: encode the mirrored images as well.
         normalize: the network sees each channel with a mean of 0 and a standard deviation of 1, measured over all latents.
+        sigma_data: the network sees all values with this standard deviation, measured over all latents: 0.5 for EDM and
+            pixels; null: with the scale factor of the autoencoder.
         num_classes: null: as many as there are class names, or the largest label + 1.
         precision: of the autoencoder; bf16 is for GPUs.
         dtype: of the stored latents.
@@ -95,7 +111,19 @@ def encode(
     accelerator = cli.start_accelerator(cpu_threads, tf32=tf32, patience=timedelta(days=7))
     if autoencoder == "identity" and kind == "moments":
         raise UserError("kind=moments: pixels have no log-variance; use kind=sample with autoencoder=identity")
-    source = open_labelled_images(images, labels)
+    if grey and autoencoder != "identity":
+        raise UserError(f"grey=true: autoencoder={autoencoder} encodes RGB; leave out grey=true, or use autoencoder=identity")
+    if normalize and sigma_data is not None:
+        raise UserError(f"normalize=true and sigma_data={sigma_data:g} are two ways to scale; give one of them")
+    if images.startswith(TORCHVISION):
+        if labels != "auto":
+            raise UserError(f"labels={labels} is for folders of images; {images} has its own labels")
+        with accelerator.local_main_process_first():  # one process of a machine downloads, the others find the files
+            source = TorchvisionImages(images.removeprefix(TORCHVISION), root or "datasets", split or "train")
+    elif given := [f"{key}={value}" for key, value in (("root", root), ("split", split)) if value]:
+        raise UserError(f"{given[0]} is for images={TORCHVISION}<name>; leave it out")
+    else:
+        source = open_labelled_images(images, labels)
     if Path(images).resolve() in (Path(output).resolve(), *Path(output).resolve().parents):
         raise UserError(f"output={output} lies in images={images}; give a folder elsewhere")
     check_output(Path(output))
@@ -110,17 +138,20 @@ def encode(
         "weights": vae.fingerprint(),
         "crop": "adm_center_crop",
         "flips": flips,
+        "pad": pad or None,
+        "grey": grey or None,
         "normalize": normalize or None,
+        "sigma_data": sigma_data,
         "precision": precision,
         "seed": seed if kind == "sample" else None,
     }
     writer = ShardWriter(output, settings, source.fingerprint, len(source), shard_size, dtype)
     num_workers = cores_per_process() if num_workers is None else num_workers
-    how = dict(batch_size=batch_size, num_workers=num_workers, flips=flips, seed=seed, on_error=on_error)
+    how = dict(batch_size=batch_size, num_workers=num_workers, flips=flips, seed=seed, on_error=on_error, pad=pad, grey=grey)
     encode_images(source, vae, writer, info, accelerator, **how)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        writer.finish(source.class_names, normalize, source=images, crop=settings["crop"], precision=precision)
+        writer.finish(source.class_names, normalize, sigma_data, source=images, crop=settings["crop"], precision=precision)
     accelerator.end_training()
 
 
@@ -260,20 +291,41 @@ def reference(
     """Write the images of a folder (or an .npz) as a reference batch: arr_0 and Inception's mu, sigma, mu_s, sigma_s.
 
     Args:
-        images: a folder of PNG or JPEG files; grey and RGBA ones are converted to RGB.
+        images: a folder of PNG or JPEG files (grey and RGBA ones are converted to RGB), an .npz, or a folder of shards of
+            pixels (encode autoencoder=identity), whose labels are kept.
         resolution: crop them to this size as encode does; null: they are of one size and taken as they are.
         weights: file of Inception's weights; downloaded when absent.
         statistics: `false` leaves them out: no Inception is needed, and every evaluation computes its own.
     """
     if not output.endswith(".npz"):
         raise UserError(f"output={output} must end in .npz")
-    image_set = open_images(images, convert_to_rgb=True, crop=resolution)
+    if Path(images).is_dir() and shard_files(Path(images)):
+        if resolution is not None:
+            raise UserError(f"resolution={resolution} is for folders of images; those in {images} have their size: leave it out")
+        image_set = PixelShards(images)
+    else:
+        image_set = open_images(images, convert_to_rgb=True, crop=resolution)
     if len(image_set) < 2:
         raise UserError(f"images={images} holds {len(image_set)} images; a reference needs at least 2")
     detector = InceptionDetector(weights) if statistics else None
     Path(output).parent.mkdir(parents=True, exist_ok=True)
     write_reference(image_set, Path(output), detector)
     log.info("wrote %s", output)
+
+
+def detector(reference: Text, output: Text, num_epochs: Count = 8, cpu_threads: NumThreads | None = None) -> None:
+    """Train a small classifier as the detector of small pictures: evaluation.detector=small-<set> evaluation.weights=<output>.
+
+    A tenth of the images is held out; the file holds the accuracy on them. On a CPU, 60,000 images take some minutes.
+
+    Args:
+        reference: an .npz of images with labels, which `reference` makes of shards of pixels.
+        output: detectors/<set>.safetensors; the set's name goes into those of the metrics: fd_<set>.
+        num_epochs: over nine tenths of the images.
+    """
+    device = cli.start_accelerator(cpu_threads).device
+    accuracy = train_detector(open_images(reference), Path(output), device, num_epochs)
+    log.info("wrote %s: %.2f%% of the images held out get their own class", output, 100 * accuracy)
 
 
 def fetch(autoencoder: Autoencoder = SD_VAE) -> None:
@@ -297,7 +349,7 @@ def fetch(autoencoder: Autoencoder = SD_VAE) -> None:
         raise UserError(*problems)
 
 
-COMMANDS = {command.__name__: command for command in (encode, convert, inspect, synthetic, digits, reference, fetch)}
+COMMANDS = {command.__name__: command for command in (encode, convert, inspect, synthetic, digits, reference, detector, fetch)}
 
 
 def main(arguments: list[str]) -> None:

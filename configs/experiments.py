@@ -147,6 +147,53 @@ DIGITS = {  # minutes on two CPU cores; results are in benchmarks/results/
 DIGITS_DIFFER = (
     "the digits' detector instead of Inception, 16 tokens instead of 256, ${train.num_steps} steps of ${train.batch_size} images"
 )
+FASHION = {  # Fashion-MNIST, padded to 32x32; docs/data.md makes data, reference and detector
+    "data": "custom",
+    "data.name": "fashion_mnist",
+    "data.path": "latents/fashion",
+    "data.in_channels": 1,
+    "data.input_size": 32,
+    "data.num_classes": 10,
+    "data.num_workers": 0,
+    "train.num_steps": 8_000,
+    "train.batch_size": 64,
+    "train.lr": 1e-3,
+    "train.ema_decay": 0.9995,
+    "train.precision": "fp32",
+    "train.compile": "blocks",
+    "checkpoint.every": 1_000,
+    "checkpoint.keep_last": 1,
+    "checkpoint.keep_every": 0,
+    "sample.every": 2_000,
+    "eval.every": 1_000,
+    "eval.num_samples": 1_000,
+    "eval.num_steps": 12,
+    "eval.cfg_scales": [1.0],
+    "eval.batch_size": 100,
+    "evaluation.detector": "small-fashion",
+    "evaluation.weights": "detectors/fashion.safetensors",
+    "evaluation.reference": "references/fashion.npz",
+}
+CIFAR10 = FASHION | {
+    "data.name": "cifar10",
+    "data.path": "latents/cifar10",
+    "data.in_channels": 3,
+    "train.num_steps": 100_000,
+    "train.batch_size": 128,
+    "train.lr": 2e-4,
+    "train.ema_decay": 0.9999,
+    "train.precision": "bf16",
+    "train.compile": "auto",
+    "checkpoint.every": 5_000,
+    "sample.every": 10_000,
+    "eval.every": 10_000,
+    "eval.num_samples": 5_000,
+    "eval.final_num_samples": 50_000,
+    "eval.num_steps": 18,  # EDM's for CIFAR-10
+    "evaluation.detector": "inception",
+    "evaluation.weights": None,
+    "evaluation.reference": "references/cifar10.npz",
+}
 DENSE = {"model": "dit"}
 TREAD = {"model": "tread"}  # half of the tokens skip blocks 2 to depth - 4
 
@@ -292,5 +339,19 @@ def digits_tables() -> Iterator[Row]:
         yield Row(f"{name}/{start}_{end}", *about, DIGITS | route(0.5, start, end), {}, DIGITS_DIFFER, f"{name}/baseline")
 
 
-TABLES = (table_2, selection_rate, location, placement, imagenet_512, lightning, final, digits_tables)
+def small_pictures() -> Iterator[Row]:
+    """Real pictures of 32x32 pixels, without an autoencoder: patches of 2 pixels give the paper's 256 tokens, of 4 pixels 64."""
+    settings = "pixels of 32x32 instead of latents, ${train.num_steps} steps of ${train.batch_size} images; the settings are ours"
+    differs = f"a small classifier instead of Inception; {settings}"
+    for size in ("XS/2", "XS/4"):
+        for objective, diffusion in (("dit", "edm"), ("sit", "sit")):
+            base, name = (
+                FASHION | backbone(size) | {"diffusion": diffusion},
+                f"fashion/{objective}_{size.replace('/', '').lower()}",
+            )
+            yield from pair(name, "Fashion-MNIST", "after TREAD, Table 2", base, {}, {}, differs)
+    yield from pair("cifar10/dit_s2", "CIFAR-10", "after TREAD, Table 2", CIFAR10 | backbone("S/2"), {}, {}, settings)
+
+
+TABLES = (table_2, selection_rate, location, placement, imagenet_512, lightning, final, small_pictures, digits_tables)
 ROWS = [row for table in TABLES for row in table()]

@@ -12,14 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import save
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from errors import UserError
-from evaluations.features import Features, check_images, sha256_of_file
-from evaluations.metrics import class_agreement, full_float32
+from evaluations.small_detector import ClassifierDetector, fit, split
 from files import write_file
 
 log = logging.getLogger(__name__)
@@ -51,33 +48,13 @@ def to_input(images: Tensor) -> Tensor:
     return images.float().mean(3)[:, None] / 127.5 - 1
 
 
-class DigitsDetector:
+class DigitsDetector(ClassifierDetector):
     """Features [N, 64] and class logits [N, 10] of 8x8 images of digits."""
 
     name = "digits"
 
     def __init__(self, device: torch.device | str = "cpu", weights: str | Path = WEIGHTS_FILE):
-        self.device = torch.device(device)
-        self._net = DigitsNet()
-        try:
-            self._net.load_state_dict(load_file(weights))
-            self.weights_hash = sha256_of_file(weights)
-        except (OSError, RuntimeError, SafetensorError) as e:
-            reason = " ".join(str(e).split())[:200]
-            raise UserError(f"{weights} is no digits detector ({reason}); make it: python -m evaluations.digits_detector") from e
-        self._net.to(self.device).eval().requires_grad_(False)
-
-    @torch.no_grad()
-    def features(self, images: np.ndarray | Tensor) -> Features:
-        """uint8 [N, 8, 8, 3] -> features on the device."""
-        x = check_images(images)
-        if x.shape[1:3] != (8, 8):
-            raise UserError(
-                f"images are {x.shape[2]}x{x.shape[1]} pixels; the digits detector takes 8x8 (use Inception for others)"
-            )
-        with full_float32():
-            pool, logits = self._net(to_input(x.to(self.device)))
-        return Features(self.name, pool=pool, logits=logits)
+        super().__init__(DigitsNet(), 8, to_input, weights, device, "python -m evaluations.digits_detector")
 
 
 def load_digits() -> tuple[Tensor, Tensor]:
@@ -86,32 +63,13 @@ def load_digits() -> tuple[Tensor, Tensor]:
         return torch.from_numpy(reference["arr_0"]), torch.from_numpy(reference["labels"])
 
 
-def split(num_images: int) -> tuple[Tensor, Tensor]:
-    """Indices of four fifths to train on and one fifth held out, always the same."""
-    held_out, training = torch.from_numpy(np.random.default_rng(0).permutation(num_images)).tensor_split([num_images // 5])
-    return training, held_out
-
-
-def train(num_epochs: int = 40, batch_size: int = 64, lr: float = 2e-3) -> tuple[DigitsNet, float]:
+def train(num_epochs: int = 40) -> tuple[DigitsNet, float]:
     """The classifier and its accuracy on the images held out; the same on every run on one machine."""
     images, labels = load_digits()
-    x, (training, held_out) = to_input(images), split(len(images))
-    random = np.random.default_rng(1)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         net = DigitsNet()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=lr, weight_decay=0.01)
-    num_batches = len(training) // batch_size
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_epochs * num_batches)
-    for _ in range(num_epochs):
-        for batch in training[random.permutation(len(training))][: num_batches * batch_size].split(batch_size):
-            loss = F.cross_entropy(net(x[batch])[1], labels[batch])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-    with torch.no_grad():
-        return net.eval(), class_agreement(net(x[held_out])[1], labels[held_out])
+    return net, fit(net, to_input, images, labels, *split(len(images)), num_epochs=num_epochs)
 
 
 def main() -> None:

@@ -92,8 +92,28 @@ METRICS: dict[str, Metric] = {
 }
 
 
+SMALL = "small-"  # and the name of a set: the detectors of evaluations/small_detector.py
+_SET = r"[a-z_]*[a-z]"  # names of metrics must not end in a digit
+
+
+def set_of(detector: str) -> str | None:
+    """The set of a detector of small pictures: small-fashion -> fashion. None for other names."""
+    name = detector.removeprefix(SMALL)
+    return name if name != detector and re.fullmatch(_SET, name) and f"fd_{name}" not in METRICS else None
+
+
+@functools.cache
+def _metrics_of_set(name: str) -> tuple[Metric, ...]:
+    return (
+        Metric(f"fd_{name}", f"{SMALL}{name}", "lower", ".2f", lambda pair: pair.frechet_distance("pool")),
+        Metric(f"class_agreement_{name}", f"{SMALL}{name}", "higher", ".3f", FeaturePair.class_agreement),
+    )
+
+
 def metrics_of(detector: str) -> list[Metric]:
     """The metrics of a detector, the primary one first."""
+    if name := set_of(detector):
+        return list(_metrics_of_set(name))
     return [metric for metric in METRICS.values() if metric.detector == detector]
 
 
@@ -129,7 +149,7 @@ def caveats(reference: Features, samples: Features) -> list[str]:
     """What a reader of the numbers must know: too few images for what the metric usually means."""
     found = []
     is_inception = samples.detector == "inception"
-    distance = "FID and sFID" if is_inception else f"fd_{samples.detector}"
+    distance = "FID and sFID" if is_inception else f"fd_{samples.detector.removeprefix(SMALL)}"
     dim = max(samples.pool.shape[1], reference.pool.shape[1])  # without images, a side has no features
     for name, features in (("samples", samples), ("reference images", reference)):
         if len(features) < dim and "pool" not in features.statistics:
@@ -137,7 +157,7 @@ def caveats(reference: Features, samples: Features) -> list[str]:
                 f"{distance} from {len(features)} {name}, fewer than the {dim} features: their covariance is singular and the "
                 "distance biased upwards; compare it only with distances from equally many"
             )
-        if len(features) <= NUM_NEIGHBOURS:
+        if len(features) <= NUM_NEIGHBOURS and set_of(samples.detector) is None:
             found.append(f"no precision and recall: they need more than {NUM_NEIGHBOURS} images a side; {name}: {len(features)}")
     if is_inception and 0 < len(samples) < INCEPTION_SPLIT:
         size = f"{len(samples)} samples, less than a split of {INCEPTION_SPLIT}"
@@ -183,7 +203,21 @@ def read_metric_name(name: str) -> MetricName | None:
 def find_metric(name: str) -> Metric | None:
     """The metric of a full name or a plain one; None where the table has none."""
     parts = read_metric_name(name)
-    return METRICS.get(parts.metric if parts else name)
+    metric = parts.metric if parts else name
+    of_set = re.fullmatch(rf"(?:fd|class_agreement)_({_SET})", metric)
+    if metric in METRICS or not of_set:
+        return METRICS.get(metric)
+    return next(one for one in _metrics_of_set(of_set[1]) if one.name == metric)
+
+
+def rank_of(name: str) -> int:
+    """The place of a metric in its table, for sorting; other names come last."""
+    metric = find_metric(name)
+    if metric is None:
+        return 2 * len(METRICS)
+    return (
+        list(METRICS).index(metric.name) if metric.name in METRICS else len(METRICS) + metrics_of(metric.detector).index(metric)
+    )
 
 
 def format_metric(name: str, value: float) -> str:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from evaluations.suite import METRICS, MetricName, read_metric_name
+from evaluations.suite import MetricName, rank_of, read_metric_name
 from reports.runs import Run, interpolate
 from setup import rows
 
@@ -132,8 +132,7 @@ def _metric_and_guidance(name: str) -> tuple[str, str]:
 def metric_order(name: str) -> tuple:
     """A sort key: metrics in the order of their table, unguided before guided, many samples before few."""
     parts = read_metric_name(name) or MetricName(name, 0, "")
-    rank = list(METRICS).index(parts.metric) if parts.metric in METRICS else len(METRICS)
-    return rank, parts.metric, parts.guidance not in UNGUIDED, -parts.num_samples, parts.guidance
+    return rank_of(parts.metric), parts.metric, parts.guidance not in UNGUIDED, -parts.num_samples, parts.guidance
 
 
 def leading_metric(experiments: Sequence[Experiment]) -> str | None:

@@ -20,6 +20,8 @@ from evaluations.detector import InceptionDetector, fetch_weights
 from evaluations.digits_detector import DigitsDetector
 from evaluations.features import Detector
 from evaluations.images import ImageSet, open_images
+from evaluations.small_detector import MAKE, SmallDetector
+from evaluations.suite import set_of
 from latents import autoencoders
 from latents.shards import LatentDataset
 from latents.webdataset import TarLatents
@@ -89,6 +91,10 @@ def open_data(cfg: schema.TrainConfig) -> tuple[schema.TrainConfig, Dataset]:
     return cfg.model_copy(update={"data": data.model_copy(update=found)}), dataset
 
 
+# The data of experiments, by data.name: torchvision's name of the set, and what `encode` needs beside it.
+OF_TORCHVISION = {"fashion_mnist": "FashionMNIST pad=2 grey=true", "cifar10": "CIFAR10 flips=true"}
+
+
 def command_for(data: schema.Data) -> str:
     """The command that makes the latents of data.*."""
     if data.name == "digits":
@@ -96,6 +102,9 @@ def command_for(data: schema.Data) -> str:
     if data.name == "vavae_imagenet256":
         source = f"path=<latents as LightningDiT stores them> output={data.path}"
         return f"python prepare_latents.py convert {source} autoencoder=va-vae:<file of VA-VAE's weights>"
+    if data.name in OF_TORCHVISION:
+        source = f"{OF_TORCHVISION[data.name]} output={data.path} autoencoder=identity kind=sample"
+        return f"python prepare_latents.py encode images=torchvision:{source} resolution={data.input_size} sigma_data=0.5"
     if data.autoencoder == "none":  # one that is not here: its project has made the latents
         source = f"path=<latents as its project stores them> output={data.path} autoencoder=none"
         return f"python prepare_latents.py convert {source} resolution={data.resolution or '<of the images>'}"
@@ -335,6 +344,10 @@ def build_detector(settings: schema.DetectorSettings, accelerator: Accelerator) 
     """What evaluation.* asks for, on this process's device. Raises UserError where the weights cannot be had."""
     if settings.detector == DigitsDetector.name:
         return DigitsDetector(accelerator.device)
+    if set_of(settings.detector):
+        if settings.weights is None:
+            raise UserError(f"evaluation.detector={settings.detector} needs evaluation.weights=<its file>; make it: {MAKE}")
+        return SmallDetector(settings.detector, settings.weights, accelerator.device)
     with accelerator.local_main_process_first():  # one process of a machine downloads, the others find the file
         weights = settings.weights or fetch_weights(accelerator.is_local_main_process)
     return InceptionDetector(weights, accelerator.device, settings.precision, settings.compile)

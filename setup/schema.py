@@ -26,6 +26,7 @@ import guidance
 import lightningdit
 from ddpm.sampler import DDPM_SOLVERS, NUM_TIMESTEPS
 from errors import UserError
+from evaluations.suite import set_of
 from latents.shards import KINDS
 from routing_module import SELECTIONS, Route
 from setup.settings import (
@@ -71,6 +72,10 @@ def _is_folder_name(value: str) -> bool:
 def _is_autoencoder(value: str) -> bool:
     kind, _, source = value.partition(":")
     return value in ("identity", "none") or (kind in ("sd-vae", "va-vae") and source != "")
+
+
+def _is_detector(value: str) -> bool:
+    return value in ("inception", "digits") or set_of(value) is not None
 
 
 def _is_routes(value: list) -> bool:
@@ -134,7 +139,7 @@ Bound = Annotated[
 ]
 Weights = Literal["ema", "raw"]
 Precision = Literal["fp32", "bf16"]
-Detector = Literal["inception", "digits"]
+Detector = Annotated[str, Accepts(_is_detector, "inception | digits | small-<set>, such as small-fashion")]
 # training.speed.compile_network
 Compile = Literal[
     "auto", "none", "blocks", "segments", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"

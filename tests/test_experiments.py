@@ -51,7 +51,7 @@ def test_every_experiment_composes_and_builds(name):
 
 
 def test_no_two_experiments_have_the_same_name_or_run():
-    assert len({name.replace("/", "_") for name in EXPERIMENTS}) == len(EXPERIMENTS) == 74
+    assert len({name.replace("/", "_") for name in EXPERIMENTS}) == len(EXPERIMENTS) == 84
 
 
 def test_registering_the_experiments_again_changes_nothing():
@@ -66,7 +66,10 @@ def test_experiments_on_imagenet_are_evaluated_along_the_way_and_with_the_papers
         if name.startswith("digits/"):
             assert cfg.eval.every == 120
             continue
-        every = {"final": 100_000, "lightning": 10_000}.get(name.partition("/")[0], 50_000)
+        if name.startswith("fashion/"):
+            assert (cfg.eval.every, cfg.eval.num_samples, cfg.train.num_steps) == (1_000, 1_000, 8_000)
+            continue
+        every = {"final": 100_000, "lightning": 10_000, "cifar10": 10_000}.get(name.partition("/")[0], 50_000)
         assert (cfg.eval.every, cfg.eval.num_samples) == (every, 5_000)
         assert cfg.train.num_steps % cfg.eval.every == 0
         num_samples = "10k" if cfg.eval.final_num_samples == 10_000 else "50k"

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from accelerate import Accelerator
+from PIL import ImageOps
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -41,14 +42,17 @@ class _Batch:
 class _CroppedImages(Dataset):
     """For a DataLoader with batch_size=None: one item is one batch."""
 
-    def __init__(self, images: LabelledImages, resolution: int):
-        self.images, self.resolution = images, resolution
+    def __init__(self, images: LabelledImages, resolution: int, pad: int, grey: bool):
+        self.images, self.resolution, self.pad, self.grey = images, resolution, pad, grey
 
     def __getitem__(self, numbers: range) -> _Batch:
         pixels, kept, left_out = [], [], []
         for number in numbers:
             try:
-                pixels.append(adm_center_crop(read_rgb(self.images.open(number)), self.resolution))
+                image = ImageOps.expand(read_rgb(self.images.open(number)), self.pad)
+                if self.grey:
+                    image = image.convert("L").convert("RGB")
+                pixels.append(adm_center_crop(image, self.resolution))
                 kept.append(number)
             except ValueError as e:
                 left_out.append({"name": self.images.names[number], "problem": str(e)})
@@ -68,6 +72,8 @@ def encode_images(
     flips: bool,
     seed: int,
     on_error: str,
+    pad: int,
+    grey: bool,
 ) -> None:
     """Encode the images of the shards that are missing and write these, each process its share.
 
@@ -77,6 +83,8 @@ def encode_images(
         flips: encode the mirrored images as well.
         seed: of the noise with which kind=sample is drawn.
         on_error: `stop` or `skip` at an image that cannot be read.
+        pad: black pixels that are added to every side, before the crop.
+        grey: encode one channel, the brightness, instead of RGB.
 
     Raises:
         UserError: an image that cannot be read, under on_error=stop, by name.
@@ -91,7 +99,7 @@ def encode_images(
     log.info("%d images in %d classes", len(images), info.num_classes)
     log.info("%d of %d shards to make", num_missing, len(writer.shards))
     order = [range(i, min(i + batch_size, s.stop)) for s in shards for i in range(s.start, s.stop, batch_size)]
-    cropped, pin_memory = _CroppedImages(images, info.resolution), device.type == "cuda"
+    cropped, pin_memory = _CroppedImages(images, info.resolution, pad, grey), device.type == "cuda"
     batches = iter(DataLoader(cropped, batch_size=None, sampler=order, num_workers=num_workers, pin_memory=pin_memory))
     waited_sec, start_sec = 0.0, time.perf_counter()
     title = f"process {rank + 1} of {num_processes}" if num_processes > 1 else None
@@ -111,7 +119,7 @@ def encode_images(
                     )
                 kept, left_out = kept + batch.kept, left_out + batch.left_out
                 if batch.kept:
-                    encoded.append(_encode(batch, autoencoder, info.kind, device, flips, seed))
+                    encoded.append(_encode(batch, autoencoder, info.kind, device, flips, seed, 1 if grey else 3))
                 if len(encoded) > 1:  # fetched while the device works on the batch after it
                     encoded[-2] = [latents.cpu() for latents in encoded[-2]]
                 bar.update(len(batch.kept) + len(batch.left_out))
@@ -124,9 +132,11 @@ def encode_images(
         log.info("waiting for images took %.0f%% of the time", 100 * waited_sec / max(time.perf_counter() - start_sec, 1e-9))
 
 
-def _encode(batch: _Batch, autoencoder: Autoencoder, kind: str, device: torch.device, flips: bool, seed: int) -> list[Tensor]:
+def _encode(
+    batch: _Batch, autoencoder: Autoencoder, kind: str, device: torch.device, flips: bool, seed: int, channels: int
+) -> list[Tensor]:
     """Latents [b, C or 2C, h, w] of the images, and of the mirrored ones, still on the device."""
-    pixels = from_uint8(batch.images.to(device, non_blocking=True))
+    pixels = from_uint8(batch.images.to(device, non_blocking=True))[:, :channels]
     latents = []
     for flip in range(1 + flips):
         moments = autoencoder.encode_moments(pixels.flip(-1) if flip else pixels)

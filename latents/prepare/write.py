@@ -209,10 +209,13 @@ class ShardWriter:
         write_file(record_file, json.dumps(record))
         write_file(file, blob)
 
-    def finish(self, class_names: list[str] | None = None, normalize: bool = False, **about: object) -> None:
+    def finish(
+        self, class_names: list[str] | None = None, normalize: bool = False, sigma_data: float | None = None, **about: object
+    ) -> None:
         """Write manifest.json, by one process after all have written their shards, and log a summary.
 
-        With `normalize`, the headers first get the mean and the standard deviation of each channel, over all latents.
+        With `normalize`, the headers first get the mean and the standard deviation of each channel, over all latents; with
+        `sigma_data`, the scale factor that gives all values together this standard deviation.
         `about` are more entries of the manifest (where the source was, how it was made). Raises UserError if nothing was left.
         """
         self._check_folder()  # nobody may have put shards of their own between ours
@@ -225,7 +228,14 @@ class ShardWriter:
         for record in shards:
             statistics.merge(ChannelStatistics(**record["statistics"]))
         if normalize:
-            self._normalize(shards, statistics)
+            if not all(statistics.std):
+                constant = statistics.std.index(0.0)
+                raise UserError(f"channel {constant} is constant and cannot be normalised; leave out normalize=true")
+            self._change_headers(shards, latents_mean=tuple(statistics.mean), latents_std=tuple(statistics.std))
+        if sigma_data is not None:
+            if not statistics.overall_std:
+                raise UserError("all values are equal and cannot be scaled; leave out sigma_data=")
+            self._change_headers(shards, scale_factor=round(sigma_data / statistics.overall_std, 4))
         largest = max(error["max"] for error in errors)
         relative_rms = (sum(error["square_sum"] for error in errors) / (sum(error["of"] for error in errors) or 1)) ** 0.5
         dataset = LatentDataset(self.output, check_folder=False)  # all shards agree, or this says which does not
@@ -260,18 +270,16 @@ class ShardWriter:
         moved = f"{relative_rms:.2g} of their size (rms), at most {largest:.2g}"
         log.info("rounding to %s moved values by %s", self.settings["dtype"], moved)
 
-    def _normalize(self, records: list[dict], statistics: ChannelStatistics) -> None:
-        """Write the shards again with these statistics in their headers. Interrupted, it is done again from its start."""
-        if not all(statistics.std):
-            raise UserError(f"channel {statistics.std.index(0.0)} is constant and cannot be normalised; leave out normalize=true")
-        for record in progress_bar(records, unit="shards", desc="normalising"):
+    def _change_headers(self, records: list[dict], **measured: object) -> None:
+        """Write the shards again with other entries in their headers. Interrupted, it is done again from its start."""
+        for record in progress_bar(records, unit="shards", desc="headers"):
             file = self.output / record["file"]
             with safe_open(file, framework="pt") as f:
-                info, shard = ShardInfo.from_metadata(f.metadata()), {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118
-            measured = replace(info, latents_mean=tuple(statistics.mean), latents_std=tuple(statistics.std))
-            if info == measured:
+                old, shard = ShardInfo.from_metadata(f.metadata()), {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118
+            info = replace(old, **measured)
+            if info == old:
                 continue
-            blob = serialize_shard(file, shard["latents"], shard["labels"], measured, shard.get("latents_flip"))
+            blob = serialize_shard(file, shard["latents"], shard["labels"], info, shard.get("latents_flip"))
             record |= {"bytes": len(blob), "hash": hash_bytes(blob)}
             write_file(self._record_file(record["number"]), json.dumps(record))  # before the shard, as in `write`
             write_file(file, blob)
