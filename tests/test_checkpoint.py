@@ -115,6 +115,11 @@ def make_the_manifest_a_folder(folder):
     (folder / "manifest.json").mkdir()
 
 
+def make_the_manifest_a_pipe(folder):
+    (folder / "manifest.json").unlink()
+    os.mkfifo(folder / "manifest.json")
+
+
 def nest_the_manifest(folder):
     (folder / "manifest.json").write_text("[" * 100_000)
 
@@ -163,7 +168,8 @@ DAMAGES = {
     lose_the_manifest: r"it has no manifest.json",
     garble_the_manifest: r"manifest.json is not readable",
     shorten_the_manifest: r"manifest.json does not list ema.safetensors",
-    make_the_manifest_a_folder: r"manifest.json is not readable: Is a directory",
+    make_the_manifest_a_folder: r"manifest.json is not a file",
+    make_the_manifest_a_pipe: r"manifest.json is not a file",
     nest_the_manifest: r"manifest.json is not readable: RecursionError",
     list_a_name_that_is_too_long: r"x is not readable: File name too long",
     list_a_size_that_is_no_number: r"manifest.json is not readable: ValueError",

@@ -199,8 +199,10 @@ def verify(folder: Path) -> None:
             raise CheckpointError(
                 f"{folder} is not a folder; give a checkpoint such as runs/<name>/checkpoints/{folder_name(400)}"
             )
-        if not (folder / MANIFEST).is_file():
+        if not (folder / MANIFEST).exists():
             raise CheckpointError(f"{folder} is not a whole checkpoint: it has no {MANIFEST}")
+        if not (folder / MANIFEST).is_file():  # reading a pipe would wait for ever
+            raise CheckpointError(f"{folder / MANIFEST} is not a file")
     with reading(folder / MANIFEST):
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         expected = {name: (int(entry["size"]), entry["blake2b"]) for name, entry in manifest.items()}
