@@ -101,7 +101,8 @@ def open_trainer(accelerator: Accelerator, settings: CommonSettings, data: Seque
         own: values of TRAINING_KEYS for this trainer.
     """
     values = {name: value for name, value in (settings.model_dump() | own).items() if name in TRAINING_KEYS}
-    values["model"] = model_of(values["model"], values["backbone"])
+    if "model" in values:
+        values["model"] = model_of(values["model"], values["backbone"])
     overrides = [*data, *(f"{TRAINING_KEYS[name]}={value}" for name, value in values.items()), *settings.overrides]
     cfg = compose_config([*overrides, *QUIET])
     if cfg.train.parallel != "ddp":
