@@ -22,6 +22,7 @@ import asyncio, concurrent.futures, multiprocessing, os, shutil, signal, subproc
 import accelerate, filelock._soft, huggingface_hub.hf_api, hydra, lmdb, matplotlib.pyplot, PIL.Image, safetensors.torch
 import scipy, torch, wandb
 import torch.distributed.nn.functional, torch._dynamo
+from diffusers import AutoencoderKL, DiffusionPipeline
 
 import fcntl
 is_writable = lambda descriptor: fcntl.fcntl(descriptor, fcntl.F_GETFL) & (os.O_WRONLY | os.O_RDWR)
