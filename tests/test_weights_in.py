@@ -369,6 +369,11 @@ BAD = {
         dit_weights() | {"pos_embed": torch.ones(1, 15, 96)},
         "15 positions .* are not those of a DiT for square latents",
     ),
+    "no positions": (dit_weights() | {"pos_embed": torch.ones(1, 0, 96)}, "0 positions .* are not those of a DiT"),
+    "no classes": (
+        dit_weights() | {"y_embedder.embedding_table.weight": torch.ones(1, 96)},
+        r"weights.pt: y_embedder.embedding_table.weight has 1 rows .* trained with classes",
+    ),
     "no network": ({"a": torch.ones(2)}, "x_embedder.proj.weight is not there; it holds a, "),
     "a list": ([torch.ones(2)], "holds a list and no state dict"),
     "no tensors": ({"model": 3}, "'model' is no plain tensor of floats"),

@@ -291,6 +291,8 @@ def test_a_call_takes_a_generator_labels_of_any_form_and_bfloat16(pipeline):
     (images,) = pipeline(3, seeds=4, return_dict=False)
     assert images[0].size == (8, 8) and images[0].mode == "RGB"
     assert pipeline(3, seeds=4, output_type="latent").images.shape == (1, 1, 8, 8)
+    for seeds in (np.int64(4), np.array([4]), torch.tensor([4])):
+        assert np.array_equal(pipeline(3, seeds=seeds).images[0], images[0])
     guided = pipeline(3, seeds=4, guidance_scale=4.0, output_type="np").images
     assert not np.array_equal(guided, pipeline(3, seeds=4, guidance_scale=4.0, null_class=5, output_type="np").images)
     rounded = pipeline.to(torch.bfloat16)(3, seeds=4, guidance_scale=4.0, output_type="np").images
@@ -304,6 +306,11 @@ def test_a_call_takes_a_generator_labels_of_any_form_and_bfloat16(pipeline):
         ({"class_labels": [0.5]}, r"class_labels=\[0.5\]: give one label"),
         ({"class_labels": []}, "give one label or several"),
         ({"class_labels": [1, 2], "seeds": [1]}, "2 class labels need as many seeds, not 1"),
+        ({"class_labels": True}, "class_labels=True: give one label"),
+        ({"class_labels": [1, 2], "seeds": "12"}, "seeds=12: give one integer per image"),
+        ({"class_labels": 1, "seeds": [0.5]}, r"seeds=\[0.5\]: give one integer per image"),
+        ({"class_labels": 1, "guidance_scale": 2.0, "null_class": 11}, "null_class=11: give a label, 0 to 10"),
+        ({"class_labels": 1, "sampler": {"noise_levels": 3}}, "noise_levels is not a setting of HeunSampler"),
         ({"class_labels": 1, "sampler": {"solver": "heun"}}, "solver is not a setting of HeunSampler"),
         ({"class_labels": 1, "guidance_interval": (2.0, 1.0)}, "level_lo=2.0 must be below level_hi=1.0"),
     ],

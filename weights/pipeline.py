@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -92,12 +92,15 @@ class ClassToImagePipeline(DiffusionPipeline):
                 guidance by a null class that was never trained.
         """
         device, net = self._execution_device, self.transformer
+        last = net.config.num_classes
         labels = torch.as_tensor(class_labels).reshape(-1).tolist()
-        if not labels or not all(isinstance(label, int) and 0 <= label <= net.config.num_classes for label in labels):
-            raise ValueError(f"class_labels={class_labels}: give one label or several, each 0 to {net.config.num_classes}")
-        seeds = [seeds] if isinstance(seeds, int) else draw_seeds(generator, len(labels)) if seeds is None else list(seeds)
-        if len(seeds) != len(labels):
-            raise ValueError(f"{len(labels)} class labels need as many seeds, not {len(seeds)}")
+        if not labels or not all(type(label) is int and 0 <= label <= last for label in labels):
+            raise ValueError(f"class_labels={class_labels}: give one label or several, each 0 to {last}")
+        given = draw_seeds(generator, len(labels)) if seeds is None else list(seeds) if hasattr(seeds, "__iter__") else [seeds]
+        if not all(hasattr(seed, "__index__") for seed in given):  # the text "3" would draw other numbers than 3
+            raise ValueError(f"seeds={seeds}: give one integer per image")
+        if len(given) != len(labels):
+            raise ValueError(f"{len(labels)} class labels need as many seeds, not {len(given)}")
 
         guidance = dict(self.config.guidance)
         if guidance_scale is not None:
@@ -105,6 +108,8 @@ class ClassToImagePipeline(DiffusionPipeline):
         if guidance_interval is not None:
             guidance["level_lo"], guidance["level_hi"] = guidance_interval
         null_class = self.config.null_class if null_class is None else null_class
+        if null_class is not None and not 0 <= null_class <= last:  # which would stop the process on a GPU
+            raise ValueError(f"null_class={null_class}: give a label, 0 to {last}")
         if null_class is None and guidance["cfg_scale"] != 1:
             raise ValueError(f"guidance_scale={guidance['cfg_scale']} needs the null class, which was never trained: use 1")
 
@@ -112,15 +117,15 @@ class ClassToImagePipeline(DiffusionPipeline):
         kind, sampler_kind = DIFFUSIONS[self.config.diffusion["name"]]
         changed = dict(sampler or {}) | ({} if num_inference_steps is None else {"num_steps": num_inference_steps})
         own = sampler_kind(**self.config.diffusion["sampler"])
-        if unknown := [key for key in changed if not hasattr(own, key)]:
-            raise ValueError(f"sampler={sampler}: {unknown[0]} is not a setting of {sampler_kind.__name__}")
+        if unknown := changed.keys() - asdict(own):
+            raise ValueError(f"sampler={sampler}: {min(unknown)} is not a setting of {sampler_kind.__name__}")
         diffusion = kind(**settings, sampler=replace(own, **changed))
 
         def denoise(x: Tensor, level: Tensor, y: Tensor) -> Tensor:
             with torch.autocast(device.type, net.dtype, enabled=net.dtype != torch.float32):
                 return diffusion.denoise(net, x, level, y)
 
-        random = SeedRandom(seeds, device)
+        random = SeedRandom(given, device)
         denoiser = interval(GuidanceInputs(denoise, null_class), **{"level_lo": None, "level_hi": None} | guidance)
         size = net.config.input_size
         y = torch.tensor(labels, device=device)

@@ -128,7 +128,13 @@ def read_sizes(file: Path, state: dict[str, Tensor], backbones: Mapping[str, tup
         )
     grid = math.isqrt(num_tokens := state["pos_embed"].shape[1])
     out_channels, rest = divmod(len(state["final_layer.linear.weight"]), patch_size**2)
-    if grid**2 != num_tokens or rest or out_channels not in (in_channels, 2 * in_channels):
+    num_classes = len(state["y_embedder.embedding_table.weight"]) - 1  # its last row is the null class
+    if num_classes < 1:
+        raise UserError(
+            f"{file}: y_embedder.embedding_table.weight has {num_classes + 1} rows and needs one for each class and one for the "
+            "null class; give weights that were trained with classes"
+        )
+    if grid**2 != num_tokens or not grid or rest or out_channels not in (in_channels, 2 * in_channels):
         raise UserError(
             f"{file}: {num_tokens} positions and {out_channels} output channels for {in_channels} input channels are not those "
             "of a DiT for square latents; give its published file unchanged"
@@ -137,7 +143,7 @@ def read_sizes(file: Path, state: dict[str, Tensor], backbones: Mapping[str, tup
         backbone=names[depth, width, patch_size],
         input_size=grid * patch_size,
         in_channels=in_channels,
-        num_classes=len(state["y_embedder.embedding_table.weight"]) - 1,  # its last row is the null class
+        num_classes=num_classes,
         learn_sigma=out_channels == 2 * in_channels,
     )
 
