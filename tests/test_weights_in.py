@@ -374,6 +374,7 @@ BAD = {
         dit_weights() | {"y_embedder.embedding_table.weight": torch.ones(1, 96)},
         r"weights.pt: y_embedder.embedding_table.weight has 1 rows .* trained with classes",
     ),
+    "a learned sigma": (dit_weights(learn_sigma=True), "twice as many channels out as in, .* give kind=dit or kind=sit"),
     "no network": ({"a": torch.ones(2)}, "x_embedder.proj.weight is not there; it holds a, "),
     "a list": ([torch.ones(2)], "holds a list and no state dict"),
     "no tensors": ({"model": 3}, "'model' is no plain tensor of floats"),

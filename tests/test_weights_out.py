@@ -158,8 +158,8 @@ CASES = {  # run, keys of the pipeline's call, settings of sample.py
     ),
     "sit_interval": (
         "sit",
-        {"guidance_scale": 40.0, "guidance_interval": [0.4, 0.9]},
-        ["guidance=interval", "cfg_scale=40", "guidance.level_lo=0.4", "guidance.level_hi=0.9"],
+        {"guidance_scale": 40.0, "guidance_interval": [0.4, 0.9], "guidance_channels": 3},
+        ["guidance=interval", "cfg_scale=40", "guidance.level_lo=0.4", "guidance.level_hi=0.9", "guidance.channels=3"],
     ),
 }
 
@@ -174,7 +174,7 @@ def later(runs, tmp_path_factory):
     for name in ("guidance.py", "randomness.py", "dit.py", "lightningdit.py", "routing_module.py", "LICENSE"):
         shutil.copy(REPOSITORY / name, changed)
     for name, old, new in (
-        ("guidance.py", "D_weak + scale * (D - D_weak)", "D_weak - scale * (D - D_weak)"),
+        ("guidance.py", "guided = D_weak[:, :C] + scale", "guided = D_weak[:, :C] - scale"),
         ("dit.py", "return self.unpatchify(out)", "return self.unpatchify(out) * 0"),
     ):
         text = (changed / name).read_text()
@@ -312,6 +312,7 @@ def test_a_call_takes_a_generator_labels_of_any_form_and_bfloat16(pipeline):
         ({"class_labels": 1, "guidance_scale": 2.0, "null_class": 11}, "null_class=11: give a label, 0 to 10"),
         ({"class_labels": 1, "sampler": {"noise_levels": 3}}, "noise_levels is not a setting of HeunSampler"),
         ({"class_labels": 1, "sampler": {"solver": "heun"}}, "solver is not a setting of HeunSampler"),
+        ({"class_labels": 1, "guidance_scale": 2.0, "guidance_channels": 2}, "guidance_channels=2: the latents have 1 channels"),
         ({"class_labels": 1, "guidance_interval": (2.0, 1.0)}, "level_lo=2.0 must be below level_hi=1.0"),
     ],
 )

@@ -42,6 +42,7 @@ image = pipeline(class_labels=[0], seeds=[0]).images[0]
 | `seeds` or `generator` | one integer per image; or a generator that draws them |
 | `num_inference_steps` | {num_steps} by default |
 | `guidance_scale`, `guidance_interval` | {cfg_scale:g} by default, 1 is off; guide only at noise levels in (low, high] |
+| `guidance_channels` | guide only this many first channels of the latents |
 | `sampler` | a dictionary of the sampler's other settings |
 | `output_type` | `pil`, `np`, `pt` or `latent` |
 

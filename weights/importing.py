@@ -80,6 +80,8 @@ def import_published(source: str, kind: str, output: Path, step: int | None, lat
     model, _ = KINDS_OF_WEIGHTS[kind]
     backbones = next(network.BACKBONES for network, names in schema.FAMILIES.values() if model in names)
     sizes = read_sizes(file, states["model"], backbones)
+    if sizes.learn_sigma and kind not in ("dit", "sit"):
+        raise UserError(f"{file} has twice as many channels out as in, which only DiT and SiT publish; give kind=dit or kind=sit")
     step = published.step or 0 if step is None else step
     cfg = build_config(sizes, kind, output, step, latents)
     with torch.device("meta"):

@@ -67,6 +67,7 @@ class ClassToImagePipeline(DiffusionPipeline):
         num_inference_steps: int | None = None,
         guidance_scale: float | None = None,
         guidance_interval: tuple[float | None, float | None] | None = None,
+        guidance_channels: int | None = None,
         null_class: int | None = None,
         sampler: dict | None = None,
         output_type: str = "pil",
@@ -82,6 +83,7 @@ class ClassToImagePipeline(DiffusionPipeline):
             guidance_scale: of classifier-free guidance; 1 is off.
             guidance_interval: (low, high), guide only at noise levels in (low, high]: sigma for edm, t for sit and ddpm. None
                 leaves a side open.
+            guidance_channels: guide only this many first channels of the latents; DiT, SiT and LightningDiT published 3.
             null_class: the label that guidance moves away from.
             sampler: other settings of the sampler, {"S_churn": 10} or {"solver": "euler"}, say.
             output_type: `pil`, `np` (float32 [B, H, W, 3], 0 to 1), `pt` (float32 [B, 3, H, W], 0 to 1), or `latent`.
@@ -107,6 +109,11 @@ class ClassToImagePipeline(DiffusionPipeline):
             guidance["cfg_scale"] = guidance_scale
         if guidance_interval is not None:
             guidance["level_lo"], guidance["level_hi"] = guidance_interval
+        if guidance_channels is not None:
+            guidance["channels"] = guidance_channels
+        num_channels = net.config.in_channels
+        if not 1 <= (guidance.get("channels") or num_channels) <= num_channels:
+            raise ValueError(f"guidance_channels={guidance['channels']}: the latents have {num_channels} channels")
         null_class = self.config.null_class if null_class is None else null_class
         if null_class is not None and not 0 <= null_class <= last:  # which would stop the process on a GPU
             raise ValueError(f"null_class={null_class}: give a label, 0 to {last}")
@@ -129,7 +136,7 @@ class ClassToImagePipeline(DiffusionPipeline):
         denoiser = interval(GuidanceInputs(denoise, null_class), **{"level_lo": None, "level_hi": None} | guidance)
         size = net.config.input_size
         y = torch.tensor(labels, device=device)
-        latents = diffusion.sample(denoiser, random.randn(net.config.in_channels, size, size), y, random)
+        latents = diffusion.sample(denoiser, random.randn(num_channels, size, size), y, random)
         images = latents if output_type == "latent" else self.decode(latents, output_type)
         self.maybe_free_model_hooks()
         return ImagePipelineOutput(images=images) if return_dict else (images,)
