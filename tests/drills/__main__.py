@@ -3,7 +3,7 @@
     python tests/drills                              # all of them; a table to the terminal
     python tests/drills only=kills,disk jobs=4       # some; trials that run at the same time (default 2)
     python tests/drills only=kills like="operation 7" seed=3     # trials whose name holds this; what is random
-    python tests/drills table=docs/drills.md         # also write the table
+    python tests/drills table=table.md               # also write the table to a file
 
 A drill is a module with `trials(inputs, shared)`, which yields (name, function) pairs. The function takes an empty folder and a
 random.Random, and raises Failure when a command did not end as it has to. The folder of a trial that failed is kept.
