@@ -115,3 +115,16 @@ def untrained_inception(file: Path) -> None:
     state = {name: x for name, x in net.state_dict().items() if not name.endswith("num_batches_tracked")}
     assert len(state) == 472
     torch.save(state, file)
+
+
+def untrained_encoder(file: Path) -> Path:
+    """Write random weights of timm's test_vit: 64 wide, patches of 16 pixels, 10x10 positions."""
+    import timm
+    from safetensors.torch import save_file
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        weights = timm.create_model("test_vit").state_dict()
+        weights["pos_embed"] = torch.randn_like(weights["pos_embed"])
+    save_file(weights, file)
+    return file
