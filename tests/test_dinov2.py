@@ -18,6 +18,7 @@ from evaluations.features import Features, extract
 from evaluations.images import open_images
 from evaluations.npz import write_npz
 from evaluations.suite import evaluate, find_metric, format_metric
+from reports import __main__ as report
 from setup import build, schema
 
 PUBLISHED = dinov2_detector.DINOV2  # before a tiny one takes its place
@@ -122,6 +123,8 @@ def test_training_and_fid_give_the_same_figures_of_both_detectors(train, tmp_pat
     assert [*line["metrics"].values()] == pytest.approx([in_training[f"{name}/cfg1.0"] for name in names], rel=1e-4)
     assert "fd_dinov2" in (tmp_path / "out" / "results.md").read_text()
     assert len(by_fid()) == 1
+    report.main([str(run), f"output={tmp_path / 'report.html'}"])
+    assert f"| fd_dinov2_6/cfg1.0 | {in_training['fd_dinov2_6/cfg1.0']:.2f} |" in (tmp_path / "report.md").read_text()
     _, alone = by_fid("evaluation.detector=dinov2")  # the command's one replaces the run's two
     assert [*alone["metrics"]] == ["fd_dinov2", "precision_dinov2", "recall_dinov2"]
     assert alone["metrics"]["fd_dinov2"] == pytest.approx(line["metrics"]["fd_dinov2"], rel=1e-6)
