@@ -325,13 +325,11 @@ def reference(
     built = []
     if statistics:
         device = cli.start_accelerator(cpu_threads).device
-        for name in detectors or ["inception"]:
-            is_inception = name == InceptionDetector.name
-            built.append(
-                InceptionDetector(weights, device)
-                if is_inception
-                else DINOv2Detector(dinov2_weights, device, key="dinov2_weights")
-            )
+        names = detectors or [InceptionDetector.name]
+        if DINOv2Detector.name in names:
+            built.append(DINOv2Detector(dinov2_weights, device, key="dinov2_weights"))
+        if InceptionDetector.name in names:
+            built.append(InceptionDetector(weights, device))
     Path(output).parent.mkdir(parents=True, exist_ok=True)
     write_reference(image_set, Path(output), built)
     log.info("wrote %s", output)
