@@ -115,3 +115,18 @@ def untrained_inception(file: Path) -> None:
     state = {name: x for name, x in net.state_dict().items() if not name.endswith("num_batches_tracked")}
     assert len(state) == 472
     torch.save(state, file)
+
+
+def untrained_encoder(file: Path) -> Path:
+    """Write random weights of timm's test_vit: 64 wide, patches of 16 pixels, 10x10 positions."""
+    import timm
+    from safetensors.torch import save_file
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        weights = timm.create_model("test_vit").state_dict()
+        for name, x in weights.items():
+            if x.ndim > 1:  # timm's small ones make nearly the same tokens of all images
+                weights[name] = torch.randn_like(x) / (1 if "embed" in name else x[0].numel() ** 0.5)
+    save_file(weights, file)
+    return file

@@ -1,0 +1,199 @@
+"""Frozen encoders against DINOv2's definition, written here once more, on shared random weights."""
+
+from __future__ import annotations
+
+import os
+import pickle
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from stand_ins import untrained_encoder
+from torch.nn import functional as F
+
+from errors import UserError
+from evaluations.encoders import Encoder, resample_as_dinov2
+
+DINOV2_S = "vit_small_patch14_dinov2.lvd142m"
+TINY = "test_vit.r160_in1k"  # 64 wide, patches of 16 pixels
+MEAN, STD = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
+
+
+@pytest.fixture(scope="module")
+def dinov2_file(tmp_path_factory):
+    """Random weights of DINOv2-S in the layout of its authors' file, with a table of 37x37 positions."""
+    g = torch.Generator().manual_seed(0)
+
+    def normal(*shape, scale=0.05):
+        return scale * torch.randn(*shape, generator=g)
+
+    D = 384
+    weights = {"cls_token": normal(1, 1, D), "mask_token": normal(1, D), "pos_embed": normal(1, 1 + 37 * 37, D, scale=1)}
+    weights |= {"patch_embed.proj.weight": normal(D, 3, 14, 14), "patch_embed.proj.bias": normal(D)}
+    for i in range(12):
+        for norm in ("norm1", "norm2"):
+            weights |= {f"blocks.{i}.{norm}.weight": 1 + normal(D), f"blocks.{i}.{norm}.bias": normal(D)}
+        for layer, shape in (("attn.qkv", (3 * D, D)), ("attn.proj", (D, D)), ("mlp.fc1", (4 * D, D)), ("mlp.fc2", (D, 4 * D))):
+            weights |= {f"blocks.{i}.{layer}.weight": normal(*shape), f"blocks.{i}.{layer}.bias": normal(shape[0])}
+        weights |= {f"blocks.{i}.{ls}.gamma": 0.3 + normal(D) for ls in ("ls1", "ls2")}
+    weights |= {"norm.weight": 1 + normal(D), "norm.bias": normal(D)}
+    file = tmp_path_factory.mktemp("dinov2") / "dinov2_vits14_pretrain.pth"
+    torch.save(weights, file)
+    return file
+
+
+@pytest.fixture(scope="module")
+def tiny_file(tmp_path_factory):
+    return untrained_encoder(tmp_path_factory.mktemp("tiny") / "tiny.safetensors")
+
+
+def bicubic_points(size: int, stored: int, scale: float) -> np.ndarray:
+    """[size, stored]: the weights of a cubic filter (a = -0.75) without antialias, borders repeated."""
+    a, rows = -0.75, np.zeros((size, stored))
+    for i in range(size):
+        centre = (i + 0.5) / scale - 0.5
+        for j in range(int(np.floor(centre)) - 1, int(np.floor(centre)) + 3):
+            t = abs(centre - j)
+            weight = (a + 2) * t**3 - (a + 3) * t**2 + 1 if t <= 1 else a * t**3 - 5 * a * t**2 + 8 * a * t - 4 * a
+            rows[i, min(max(j, 0), stored - 1)] += weight
+    return rows
+
+
+def dinov2_tokens(w: dict[str, torch.Tensor], images: np.ndarray, num_heads: int) -> np.ndarray:
+    """Tokens after the last norm, in float64, of images [B, H, W, 3] of 0 to 1 whose sides are multiples of 14."""
+    w = {name: x.double() for name, x in w.items()}
+    x = torch.from_numpy((images - MEAN) / STD)
+    B, grid = len(x), x.shape[1] // 14
+    patches = x.view(B, grid, 14, grid, 14, 3).permute(0, 1, 3, 5, 2, 4).reshape(B, grid * grid, -1)
+    x = patches @ w["patch_embed.proj.weight"].flatten(1).T + w["patch_embed.proj.bias"]
+    rows = torch.from_numpy(bicubic_points(grid, 37, (grid + 0.1) / 37))
+    table = torch.einsum("ir,jc,rcd->ijd", rows, rows, w["pos_embed"][0, 1:].view(37, 37, -1)).flatten(0, 1)
+    x = torch.cat([(w["cls_token"][0] + w["pos_embed"][0, :1]).expand(B, 1, -1), x + table], dim=1)
+
+    def norm(x, name):
+        return F.layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"], eps=1e-6)
+
+    def linear(x, name):
+        return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
+
+    for i in range(12):
+        block = f"blocks.{i}"
+        q, k, v = (
+            linear(norm(x, f"{block}.norm1"), f"{block}.attn.qkv").view(B, x.shape[1], 3, num_heads, -1).permute(2, 0, 3, 1, 4)
+        )
+        attended = ((q @ k.mT) / q.shape[-1] ** 0.5).softmax(-1) @ v
+        x = x + w[f"{block}.ls1.gamma"] * linear(attended.transpose(1, 2).flatten(2), f"{block}.attn.proj")
+        hidden = linear(norm(x, f"{block}.norm2"), f"{block}.mlp.fc1")
+        x = x + w[f"{block}.ls2.gamma"] * linear(F.gelu(hidden), f"{block}.mlp.fc2")
+    return norm(x, "norm")
+
+
+def test_tokens_are_those_of_dinov2s_own_definition(dinov2_file):
+    encoder = Encoder(DINOV2_S, dinov2_file, 56, positions="dinov2")
+    images = np.random.default_rng(0).random((2, 56, 56, 3))
+    expected = dinov2_tokens(torch.load(dinov2_file), images, num_heads=6)
+    class_token, patches = encoder.encode(torch.from_numpy(images).float())
+    assert (encoder.grid, encoder.patch_size, encoder.width) == (4, 14, 384) and patches.shape == (2, 16, 384)
+    assert expected.std() > 0.5
+    torch.testing.assert_close(class_token.double(), expected[:, 0], rtol=0, atol=2e-4)
+    torch.testing.assert_close(patches.double(), expected[:, 1:], rtol=0, atol=2e-4)
+
+
+def test_timm_resamples_the_table_of_positions_differently_and_the_default_is_timms(dinov2_file):
+    stored = torch.load(dinov2_file)["pos_embed"]
+    encoder = Encoder(DINOV2_S, dinov2_file, 56)
+    expected = timm.layers.resample_abs_pos_embed(stored, [4, 4])
+    assert torch.equal(encoder.net.pos_embed, expected)
+    other = resample_as_dinov2(stored, 4)
+    assert torch.equal(other[:, 0], expected[:, 0]) and (other - expected)[:, 1:].std() > 0.3  # no antialias on white noise
+
+
+def test_at_the_stored_size_the_table_stays_as_it_is(dinov2_file):
+    for positions in ("timm", "dinov2"):
+        encoder = Encoder(DINOV2_S, dinov2_file, positions=positions)
+        assert encoder.input_size == 518 and encoder.grid == 37
+        assert torch.equal(encoder.net.pos_embed, torch.load(dinov2_file)["pos_embed"])
+
+
+def seen_by(encoder, images):
+    """What the network gets, [B, 3, H, W]."""
+    seen = []
+    handle = encoder.net.patch_embed.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0]))
+    encoder.encode(images)
+    handle.remove()
+    return seen[0]
+
+
+def test_images_are_shrunk_as_pillows_bicubic_filter_does_it_and_normalised(dinov2_file):
+    encoder = Encoder(DINOV2_S, dinov2_file, 56)
+    smooth = np.random.default_rng(0).integers(0, 256, (9, 7, 3), dtype=np.uint8)
+    image = np.array(Image.fromarray(smooth).resize((150, 200), Image.Resampling.BILINEAR))
+    expected = np.array(Image.fromarray(image).resize((56, 56), Image.Resampling.BICUBIC)) / 255
+    found = seen_by(encoder, image[None])[0].permute(1, 2, 0).numpy() * STD + MEAN
+    assert np.abs(found - expected).max() < 1.2 / 255  # Pillow rounds to uint8
+    plain = seen_by(Encoder(DINOV2_S, dinov2_file, 56, antialias=False), image[None])[0]
+    assert np.abs(plain.permute(1, 2, 0).numpy() * STD + MEAN - found).max() > 0.02
+
+
+def test_uint8_and_floats_of_0_to_1_give_the_same_tokens_row_by_row(tiny_file):
+    encoder = Encoder(TINY, tiny_file, 48)
+    images = np.random.default_rng(0).integers(0, 256, (2, 48, 48, 3), dtype=np.uint8)
+    class_token, patches = encoder.encode(images)
+    again = encoder.encode(torch.from_numpy(images) / 255)
+    assert torch.equal(class_token, again[0]) and torch.equal(patches, again[1])
+    encoder.net.blocks = torch.nn.Identity()  # each token then depends on its own patch alone
+    before = encoder.encode(images)[1]
+    images[:, 16:32, 32:] ^= 255  # row 1, column 2
+    changed = (encoder.encode(images)[1] != before).any(dim=2).all(dim=0)
+    assert changed.nonzero().flatten().tolist() == [1 * 3 + 2]
+
+
+def test_an_encoder_is_frozen_and_leaves_the_random_numbers_alone(tiny_file):
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    encoder = Encoder(TINY, tiny_file, 32)
+    assert torch.equal(torch.rand(1), expected)
+    images = torch.rand(1, 32, 32, 3, requires_grad=True)
+    assert not any(x.requires_grad for x in encoder.encode(images))
+    assert not encoder.net.training and not any(p.requires_grad for p in encoder.net.parameters())
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = encoder.encode(images)[0]
+    assert torch.equal(inside, encoder.encode(images)[0])
+    rounded = Encoder(TINY, tiny_file, 32, precision="bf16").encode(images)[0]
+    assert rounded.dtype == torch.float32 and 0 < (rounded - inside).abs().max() < 0.2
+
+
+def test_what_is_compiled_is_what_encodes(tiny_file, monkeypatch):
+    plain, images = Encoder(TINY, tiny_file, 32), torch.rand(1, 32, 32, 3)
+    monkeypatch.setattr(torch, "compile", lambda function: lambda x: 2 * function(x))
+    assert torch.equal(Encoder(TINY, tiny_file, 32, compile=True).encode(images)[1], 2 * plain.encode(images)[1])
+
+
+def test_what_cannot_be_an_encoder_is_refused_in_one_line(tiny_file, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    other, pickled = tmp_path / "other.safetensors", tmp_path / "code.pth"
+    save_file({"weight": torch.zeros(2)}, other)
+
+    class Code:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "was run"),)
+
+    pickled.write_bytes(pickle.dumps({"weight": Code()}))
+    for arguments, message in (
+        ((TINY, tmp_path / "none.pth", 64), r"^e\.weights=.*none.pth is not a file; put model.safetensors of timm/test_vit"),
+        (("vit_nothing", tiny_file, 64), "'vit_nothing' is none of timm's"),
+        (("test_vit.nothing", tiny_file, 64), "'test_vit.nothing' is none of timm's"),
+        (("resnet18", tiny_file, 64), "resnet18 is no VisionTransformer of timm with a class token"),
+        ((TINY, tiny_file, 70), "patches of 16 pixels, which do not divide 70; give 64"),
+        ((TINY, other, 64), r"e\.weights: .*other.safetensors holds the weights of another network than test_vit"),
+        (("vit_tiny_patch16_224", tiny_file, 64), "holds the weights of another network than vit_tiny_patch16_224"),
+        ((TINY, pickled, 64), r"e\.weights: .*code.pth cannot be read as weights \(.*pickle"),
+    ):
+        with pytest.raises(UserError, match=message) as e:
+            Encoder(*arguments, key="e.weights")
+        assert "\n" not in str(e.value)
+    assert not (tmp_path / "was run").exists()
