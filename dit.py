@@ -248,7 +248,8 @@ class DiT(nn.Module):
         selection_ratios: float | Sequence[float] | None = None,
         router: TokenRouter | None = None,
         generator: torch.Generator | None = None,
-    ) -> Tensor:
+        tap: int | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor, Tensor | None]:
         """Args:
             x: (B, C, H, W) latents.
             t: (B,) noise level, as the diffusion conditions on it (EDM: c_noise).
@@ -260,14 +261,18 @@ class DiT(nn.Module):
                 own in training mode, and no routing in evaluation mode.
             router: routes to use instead of the network's own.
             generator: source of what is drawn here.
+            tap: also return the tokens after this many blocks, 1 to depth.
 
         Returns:
-            (B, out_channels, H, W).
+            (B, out_channels, H, W). With `tap`, also the tokens there, (B, N, D), or inside a route those that did not skip,
+            (B, K, D), and their positions, (B, K) int64; the positions are None where all tokens are there.
 
         Raises:
             ValueError: latents of another size; t, y or drop_labels of another shape; drop_labels in evaluation mode; ratios
-                or scores that do not fit the routes; a router of another depth.
+                or scores that do not fit the routes; a router of another depth; a tap outside of the network.
         """
+        if tap is not None and not 1 <= tap <= len(self.blocks):
+            raise ValueError(f"tap={tap} is outside a network of {len(self.blocks)} blocks; use 1 to {len(self.blocks)}")
         if x.shape[2:] != (self.input_size, self.input_size):
             raise ValueError(f"latents of {'x'.join(map(str, x.shape[2:]))}, but the network is for input_size={self.input_size}")
         for name, value in (("t", t), ("y", y), ("drop_labels", drop_labels)):
@@ -293,8 +298,8 @@ class DiT(nn.Module):
         ends = {router.routes[i].end_layer_idx for i in active}
         in_fp32 = {end + 1 for end in ends} if self.fp32_after_route else set()
 
-        depth, skipped, ids_keep, all_tables = len(self.blocks), None, None, tables
-        borders = {0, depth, *starts, *(end + 1 for end in ends), *(min(i + 1, depth) for i in in_fp32)}
+        depth, skipped, ids_keep, all_tables, tapped = len(self.blocks), None, None, tables, ()
+        borders = {0, depth, tap or 0, *starts, *(end + 1 for end in ends), *(min(i + 1, depth) for i in in_fp32)}
         for i, stop in pairwise(sorted(borders)):  # runs of blocks with the same tokens in the same precision
             if i in starts:
                 scores = None if route_scores is None else route_scores[:, starts[i]]
@@ -304,11 +309,13 @@ class DiT(nn.Module):
                 tables = [router.start_route(table.expand(len(x), *table.shape[1:]), ids_keep) for table in all_tables]
             run = partial(self.run_blocks, [*self.blocks][i:stop])
             h = self._in_fp32(run, h, c, *tables) if i in in_fp32 else run(h, c, *tables)
+            if stop == tap:
+                tapped = h, ids_keep
             if stop - 1 in ends:
-                h, tables = router.end_route(h, skipped, ids_keep), all_tables  # (B, N, D)
+                h, tables, ids_keep = router.end_route(h, skipped, ids_keep), all_tables, None  # (B, N, D)
 
         out = self._in_fp32(self.final_layer, h, c) if len(self.blocks) in in_fp32 else self.final_layer(h, c)  # (B, N, p*p*C)
-        return self.unpatchify(out)
+        return (self.unpatchify(out), *tapped) if tapped else self.unpatchify(out)
 
     def token_tables(self) -> tuple[Tensor, ...]:
         """What blocks need of every token beside the tokens, each (1, N, ...): they get the rows of the tokens that they see."""

@@ -43,15 +43,16 @@ from latents.prepare.encode import encode_images
 from latents.prepare.formats import FORMATS, open_latents
 from latents.prepare.generate import digits, synthetic
 from latents.prepare.images import open_labelled_images
-from latents.prepare.inspect import fetch_spread, inspect_latents
+from latents.prepare.inspect import fetch_images, fetch_spread, inspect_latents
 from latents.prepare.pixels import PixelShards
 from latents.prepare.torchvision_sets import TORCHVISION, TorchvisionImages
 from latents.prepare.write import SHARD_SIZE, Dtype, Kind, ShardWriter, check_output
-from latents.shards import LatentDataset, ShardInfo, shard_files
+from latents.shards import LatentDataset, ShardInfo, pack_images, shard_files
 from latents.webdataset import TarLatents
 from progress import progress_bar
 from sampling.sampler import labelled_grid
 from setup import cli
+from setup.build import build_encoder
 from setup.schema import Autoencoder, Detectors, Precision
 from setup.settings import BatchSize, Count, NumClasses, NumThreads, NumWorkers, Positive, Resolution, ShardSize, Text, Whole
 from training.speed import cores_per_process
@@ -71,6 +72,11 @@ def encode(
     autoencoder: Autoencoder = SD_VAE,
     kind: Kind = "moments",
     flips: bool = False,
+    keep_images: Literal["none", "jpeg"] = "none",
+    features: bool = False,
+    encoder: Text = "vit_base_patch14_dinov2.lvd142m",
+    encoder_weights: Text | None = None,
+    features_grid: Count | None = None,
     normalize: bool = False,
     sigma_data: Positive | None = None,
     num_classes: NumClasses | None = None,
@@ -98,6 +104,11 @@ def encode(
         autoencoder: sd-vae:<hub id or folder>, va-vae:<file or folder>, or identity for pixels.
         kind: moments (mean and log-variance, sampled afresh at every read) or sample (drawn once, from `seed`).
         flips: encode the mirrored images as well.
+        keep_images: none | jpeg: put the cropped images beside the latents, for alignment.
+        features: put the patch tokens of `encoder` beside the latents, for alignment on small data.
+        encoder: of the features: a vision transformer of timm, with the tag of its weights.
+        encoder_weights: file of its weights; null: from the Hugging Face hub.
+        features_grid: patches along one side of an image; null: half of the latents', as for networks with patches of 2.
         normalize: the network sees each channel with a mean of 0 and a standard deviation of 1, measured over all latents.
         sigma_data: the network sees all values with this standard deviation, measured over all latents: 0.5 for EDM and
             pixels; null: with the scale factor of the autoencoder.
@@ -133,7 +144,13 @@ def encode(
         check_resolution(resolution, known[1])
     vae = autoencoders.build(autoencoder, accelerator.device, None, "autoencoder", precision)
     check_resolution(resolution, vae.factor)
-    info = ShardInfo(kind, 1.0 if normalize else vae.scale_factor, autoencoder, resolution, source.count_classes(num_classes))
+    frozen = None
+    if features:
+        grid = features_grid or max(resolution // vae.factor // 2, 1)
+        with accelerator.local_main_process_first():  # one process of a machine downloads, the others find the file
+            frozen = build_encoder(encoder, encoder_weights, grid, accelerator.device, precision, "encoder")
+    scale, num_classes = 1.0 if normalize else vae.scale_factor, source.count_classes(num_classes)
+    info = ShardInfo(kind, scale, autoencoder, resolution, num_classes, encoder=encoder if features else None)
     settings = {
         "command": "encode",
         **asdict(info),
@@ -142,6 +159,9 @@ def encode(
         "flips": flips,
         "pad": pad or None,
         "grey": grey or None,
+        "keep_images": None if keep_images == "none" else keep_images,
+        "encoder_weights": frozen.weights_hash if frozen else None,
+        "features_grid": frozen.grid if frozen else None,
         "normalize": normalize or None,
         "sigma_data": sigma_data,
         "precision": precision,
@@ -150,6 +170,7 @@ def encode(
     writer = ShardWriter(output, settings, source.fingerprint, len(source), shard_size, dtype)
     num_workers = cores_per_process() if num_workers is None else num_workers
     how = dict(batch_size=batch_size, num_workers=num_workers, flips=flips, seed=seed, on_error=on_error, pad=pad, grey=grey)
+    how |= dict(keep_images=keep_images == "jpeg", encoder=frozen)
     encode_images(source, vae, writer, info, accelerator, **how)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
@@ -173,6 +194,7 @@ def convert(
     resolution: Resolution | None = None,
     num_classes: NumClasses | None = None,
     normalize: bool | None = None,
+    keep_images: Literal["none", "jpeg"] = "none",
     dtype: Dtype = "float16",
     shard_size: ShardSize = SHARD_SIZE,
     allow_pickle: bool = False,
@@ -189,6 +211,7 @@ def convert(
         resolution: of the images, in pixels.
         normalize: true: the network sees each channel with a mean of 0 and a standard deviation of 1, measured over all
             latents; null: so by LightningDiT's latents_stats.pt, where there is one; false: never.
+        keep_images: none | jpeg: put the images that lie beside REPA's latents into the shards, for alignment.
         dtype: of the stored latents.
         allow_pickle: read pickled items; a restricted reader admits NumPy arrays and nothing else.
     """
@@ -208,6 +231,8 @@ def convert(
         log.info("%s", line)
     settings = {"command": "convert", "format": source.name, **asdict(info), "stored_scale": stored_scale}
     settings["normalize"] = normalize or None
+    settings["keep_images"] = None if keep_images == "none" else keep_images
+    read_image = None if keep_images == "none" else source.find_images(info.resolution)
     # Names, sizes and labels can be equal where values differ, so some values are hashed as well.
     fingerprint = hash_bytes(f"{source.fingerprint()} {hash_bytes(spread.numpy().tobytes())}".encode())
     writer = ShardWriter(output, settings, lambda start, stop: fingerprint, len(source.labels), shard_size, dtype)
@@ -217,7 +242,9 @@ def convert(
         latents, latents_flip = source.read(shard.start, shard.stop)
         if stored_scale != 1:
             latents, latents_flip = (None if x is None else x / stored_scale for x in (latents, latents_flip))
-        writer.write(shard, latents, torch.from_numpy(source.labels[shard.start : shard.stop]), info, latents_flip)
+        shown = None if read_image is None else pack_images([read_image(item) for item in range(shard.start, shard.stop)])
+        labels = torch.from_numpy(source.labels[shard.start : shard.stop])
+        writer.write(shard, latents, labels, info, latents_flip, shown=shown)
     writer.finish(normalize=bool(normalize), source=path, detected=statements)
 
 
@@ -275,11 +302,14 @@ def inspect(
         log.info("%s", line)
     if file is not None:
         latents, labels = fetch_spread(dataset)
-        images = autoencoders.to_uint8(decoder.decode(latents.to(device)).cpu()).numpy()
+        images, num_columns = list(autoencoders.to_uint8(decoder.decode(latents.to(device)).cpu()).numpy()), 4
+        if format == "native" and dataset.stores_images and not found.problems:  # beside what their latents decode to
+            pairs = list(zip(images, fetch_images(dataset)))
+            images, labels, num_columns = sum(pairs, ()), [label for label in labels for _ in range(2)], 8
         try:
             with whole_file(file) as f:
-                labelled_grid(list(images), labels, num_columns=4).save(f)
-            log.info("drew %d of them in %s", len(labels), file)
+                labelled_grid(list(images), labels, num_columns).save(f)
+            log.info("drew %d of them in %s", len(latents), file)
         except UserError as e:
             log.warning("%s; grid=<file> draws elsewhere", e)
     if found.problems:

@@ -47,6 +47,7 @@ def main(cfg: DictConfig) -> None:
     diffusion = build.build_diffusion(cfg.diffusion)
     with say_if_slow(log, "opening data.path=%s", cfg.data.path):
         cfg, dataset = build.open_data(cfg)
+    build.check_alignment(cfg, dataset)
     accelerator = cli.start_accelerator(
         cfg.train.cpu_threads,
         tf32=cfg.train.tf32,
@@ -60,6 +61,7 @@ def main(cfg: DictConfig) -> None:
     with say_if_slow(log, "building %s", cfg.model.backbone):
         net = build.build_network(cfg)
     speed.check_machine(cfg.train, net, accelerator.device)
+    alignment = build.build_alignment(cfg, net, dataset, accelerator)
     ema = EMA(net, cfg.train.ema_decay)
     sampler, evaluation = build_sampler_and_evaluation(cfg, ema, accelerator)
 
@@ -73,7 +75,7 @@ def main(cfg: DictConfig) -> None:
     if newest is not None:
         build.check_resume(load.load_config(newest), cfg, newest)
 
-    trainer = Trainer(accelerator, cfg, net, ema, diffusion, dataset, run, sampler, evaluation)
+    trainer = Trainer(accelerator, cfg, net, ema, diffusion, dataset, run, sampler, evaluation, alignment)
     if newest is not None:
         trainer.resume(newest)
     elif initial is not None:
@@ -157,6 +159,9 @@ def describe(trainer: Trainer, remarks: list[str], memory_needed: str) -> None:
         log.info("       %s", line)
     log.info("model  %s, %.1fM parameters, %s", cfg.model.backbone, num_parameters / 1e6, ", ".join(routes) or "no routes")
     log.info("data   %s: %d latents %s, %d classes", data.path, len(data), shape, data.info.num_classes)
+    if trainer.alignment is not None:
+        until = "" if cfg.alignment.stop_step is None else f" until step {cfg.alignment.stop_step}"
+        log.info("align  block %d to %s, weight %g%s", cfg.alignment.block, cfg.alignment.encoder, cfg.alignment.weight, until)
     for line in data.statements:
         log.log(logging.WARNING if line.startswith("warning:") else logging.INFO, "       %s", line)
     if trainer.step < cfg.train.num_steps:

@@ -16,7 +16,7 @@ from typing import Any
 from hydra.core.config_store import ConfigNode, ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
-GROUPS = ("data", "model", "diffusion", "guidance")
+GROUPS = ("data", "model", "diffusion", "alignment", "guidance")
 
 
 @dataclass(frozen=True)
@@ -194,6 +194,15 @@ CIFAR10 = FASHION | {
     "evaluation.weights": None,
     "evaluation.reference": "references/cifar10.npz",
 }
+REPA = IMAGENET_256 | {  # REPA's published training script and README; `block` differs with the size
+    "diffusion": "sit",
+    "diffusion.sampler.solver": "euler_maruyama",
+    "diffusion.sampler.num_steps": 250,
+    "train.grad_clip_norm": 1.0,
+    "alignment": "repa",
+    "alignment.encoder": "vit_base_patch14_dinov2.lvd142m",
+    "alignment.weight": 0.5,
+}
 DENSE = {"model": "dit"}
 TREAD = {"model": "tread"}  # half of the tokens skip blocks 2 to depth - 4
 
@@ -324,6 +333,28 @@ def final() -> Iterator[Row]:
         yield Row(f"final/xl2_{name}", "Final comparison", source, overrides, figures, differs, baseline)
 
 
+def repa() -> Iterator[Row]:
+    """SiT with alignment to DINOv2-B; REPA's own runs have no routes."""
+    table, source = "REPA", "REPA (arXiv 2410.06940), 400K iterations, 250 steps of the SDE"
+    differs = "trained in bf16 (REPA: fp16), with an EMA that is warmed up"
+    for size, block, figure in (("B/2", 4, 24.4), ("XL/2", 8, 7.9)):
+        base, name = REPA | backbone(size) | {"alignment.block": block}, f"repa/sit_{size.replace('/', '').lower()}"
+        routed = f"{differs}; nobody has published this row: alignment inside the route, on the tokens that do not skip"
+        yield Row(name, table, source, base | DENSE, fid(figure), differs)
+        yield Row(f"{name}_tread", table, "after REPA and TREAD", base | TREAD, {}, routed, baseline=name)
+
+
+def digits_repa() -> Iterator[Row]:
+    """With and without alignment, dense and routed, at the size of the embedded digits."""
+    about = ("Digits: alignment", "after REPA")
+    differs = f"{DIGITS_DIFFER}; an encoder that learned to classify these digits instead of DINOv2"
+    aligned = {"alignment": "repa", "alignment.encoder": "digits", "alignment.block": 4, "alignment.projector_width": 256}
+    base, baseline = DIGITS | {"diffusion": "sit"}, "digits/repa/sit_xs2"
+    for name, kind in (("", {}), ("_repa", aligned)):
+        yield Row(f"{baseline}{name}", *about, base | DENSE | kind, {}, differs, baseline if name else None)
+        yield Row(f"{baseline}_tread{name}", *about, base | TREAD | kind, {}, differs, baseline)
+
+
 def digits_tables() -> Iterator[Row]:
     """Table 2, the selection rates and the placements at the size of the embedded digits."""
     for objective, diffusion in (("dit", "edm"), ("sit", "sit")):
@@ -353,5 +384,17 @@ def small_pictures() -> Iterator[Row]:
     yield from pair("cifar10/dit_s2", "CIFAR-10", "after TREAD, Table 2", CIFAR10 | backbone("S/2"), {}, {}, settings)
 
 
-TABLES = (table_2, selection_rate, location, placement, imagenet_512, lightning, final, small_pictures, digits_tables)
+TABLES = (
+    table_2,
+    selection_rate,
+    location,
+    placement,
+    imagenet_512,
+    lightning,
+    final,
+    repa,
+    small_pictures,
+    digits_tables,
+    digits_repa,
+)
 ROWS = [row for table in TABLES for row in table()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -75,12 +75,14 @@ class BatchOrder:
         return (self.num_steps - self.start_step) * len(self.slices)
 
 
+# (indices, flips) of a batch -> its tensors, as `LatentDataset.fetch`.
+Fetch = Callable[[np.ndarray, np.ndarray], tuple[Tensor, ...]]
 BATCHES_AHEAD = 2  # that each thread has read, or is reading, before they are asked for
 
 
 def read_batches(
-    dataset: LatentDataset | TarLatents, order: BatchOrder, num_workers: int, pin_memory: bool
-) -> Iterator[tuple[Tensor, Tensor]]:
+    dataset: LatentDataset | TarLatents, order: BatchOrder, num_workers: int, pin_memory: bool, fetch: Fetch | None = None
+) -> Iterator[tuple[Tensor, ...]]:
     """Micro-batches (latents, labels) in the given order; the same for any number of workers.
 
     Threads and not processes: a read does not keep other threads waiting, and handing a batch from one process to another costs
@@ -89,6 +91,7 @@ def read_batches(
     Args:
         num_workers: threads that read ahead; 0 reads a batch when it is asked for.
         pin_memory: have batches in pinned memory, from where a GPU copies without waiting.
+        fetch: what reads a batch; None: the data set's `fetch`.
 
     Raises:
         ValueError: the order is of another number of items.
@@ -96,9 +99,9 @@ def read_batches(
     if order.num_items != len(dataset):
         raise ValueError(f"the order is of {order.num_items} items, the data set holds {len(dataset)}")
 
-    def read(batch: tuple[np.ndarray, np.ndarray]) -> tuple[Tensor, Tensor]:
-        latents, labels = dataset.fetch(*batch)
-        return (latents.pin_memory(), labels.pin_memory()) if pin_memory else (latents, labels)
+    def read(batch: tuple[np.ndarray, np.ndarray]) -> tuple[Tensor, ...]:
+        tensors = (fetch or dataset.fetch)(*batch)
+        return tuple(tensor.pin_memory() for tensor in tensors) if pin_memory else tensors
 
     if num_workers == 0:
         yield from map(read, order)

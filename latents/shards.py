@@ -4,27 +4,36 @@ A shard holds `latents` [M, C, H, W] (float16 or float32), `labels` [M] (int64),
 latents of the mirrored images, same shape), and in its header `kind`, `scale_factor`, `autoencoder`, `resolution`,
 `num_classes` and optionally `latents_mean` and `latents_std`. Latents are stored as the autoencoder makes them; the network sees
 (latents - latents_mean) / latents_std * scale_factor.
+
+For alignment (alignment.py) it can also hold what an image encoder is shown, or what it answered:
+- `images` [bytes] (uint8), JPEG files of the cropped images one after the other, and `image_offsets` [M + 1] (int64): image i is
+  images[image_offsets[i] : image_offsets[i + 1]]. Mirrored images are mirrored when they are read;
+- or `features` [M, n, E] (float16), the encoder's patch tokens, row by row of their grid, `features_flip` where there is a
+  `latents_flip`, and in the header `encoder`.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import io
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import torch
+from PIL import Image
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from errors import UserError
 from files import read_file, write_file
+from latents.autoencoders import to_uint8
 from latents.contents import way_on
 from latents.manifest import MANIFEST, UNFINISHED, check_files, read_manifest
 from latents.reader import FileReader
@@ -44,6 +53,7 @@ class ShardInfo:
     num_classes: int  # labels are 0 .. num_classes - 1
     latents_mean: tuple[float, ...] | None = None  # of each of the C channels, over all latents; None: nothing is subtracted
     latents_std: tuple[float, ...] | None = None  # their standard deviations; both are None, or neither
+    encoder: str | None = None  # whose patch tokens `features` are; None: there are none
 
     def __post_init__(self):
         if self.kind not in KINDS:
@@ -64,12 +74,12 @@ class ShardInfo:
         return f"ShardInfo({', '.join(f'{name}={value!r}' for name, value in vars(self).items() if value is not None)})"
 
     def to_metadata(self) -> dict[str, str]:
-        lists = {name: json.dumps(getattr(self, name)) for name in _PER_CHANNEL if getattr(self, name) is not None}
-        return {name: str(value) for name, value in vars(self).items() if name not in _PER_CHANNEL} | lists
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        return {name: json.dumps(value) if name in _PER_CHANNEL else str(value) for name, value in given.items()}
 
     @classmethod
     def from_metadata(cls, metadata: dict[str, str] | None) -> ShardInfo:
-        names = [name for name in cls.__dataclass_fields__ if name not in _PER_CHANNEL or name in (metadata or {})]
+        names = [name for name in cls.__dataclass_fields__ if name not in _OPTIONAL or name in (metadata or {})]
         missing = [name for name in names if name not in (metadata or {})]
         if missing:
             raise UserError(f"its header lacks {', '.join(missing)}")
@@ -78,6 +88,9 @@ class ShardInfo:
 
 
 _PER_CHANNEL = ("latents_mean", "latents_std")
+_OPTIONAL = (*_PER_CHANNEL, "encoder")
+_NAMES = ("latents", "labels", "latents_flip", "images", "image_offsets", "features", "features_flip")
+_BY_ITEM = ("latents", "latents_flip", "features", "features_flip")  # of equal size for every item
 
 
 def _parse_numbers(text: str) -> tuple[float, ...]:
@@ -91,13 +104,27 @@ def _parse_numbers(text: str) -> tuple[float, ...]:
 # Writing.
 
 
-def write_shard(path: str | Path, latents: Tensor, labels: Tensor, info: ShardInfo, latents_flip: Tensor | None = None) -> None:
+def pack_images(files: Sequence[bytes]) -> dict[str, Tensor]:
+    """`images` and `image_offsets` of a shard, from the JPEG file of every item."""
+    offsets = torch.tensor([0, *(len(file) for file in files)], dtype=torch.int64).cumsum(0)
+    return {"images": torch.frombuffer(bytearray(b"".join(files)), dtype=torch.uint8), "image_offsets": offsets}
+
+
+def write_shard(
+    path: str | Path,
+    latents: Tensor,
+    labels: Tensor,
+    info: ShardInfo,
+    latents_flip: Tensor | None = None,
+    shown: Mapping[str, Tensor] | None = None,
+) -> None:
     """Write one shard; it appears under its name only when it is complete.
 
     Args:
         latents: [M, C, H, W] (2C channels for kind `moments`), float16 or float32.
         labels: [M] int64.
         latents_flip: the same for the mirrored images.
+        shown: for alignment, `pack_images` or {"features": ..., "features_flip": ...}, as the file says.
 
     Raises:
         UserError: the file exists; other shapes or types, labels outside num_classes, values that are not finite.
@@ -105,16 +132,22 @@ def write_shard(path: str | Path, latents: Tensor, labels: Tensor, info: ShardIn
     path = Path(path)
     if path.exists():
         raise UserError(f"{path} exists; nothing was written: remove it, or write elsewhere")
-    write_file(path, serialize_shard(path, latents, labels, info, latents_flip))
+    write_file(path, serialize_shard(path, latents, labels, info, latents_flip, shown))
 
 
-def serialize_shard(path: Path, latents: Tensor, labels: Tensor, info: ShardInfo, latents_flip: Tensor | None = None) -> bytes:
+def serialize_shard(
+    path: Path,
+    latents: Tensor,
+    labels: Tensor,
+    info: ShardInfo,
+    latents_flip: Tensor | None = None,
+    shown: Mapping[str, Tensor] | None = None,
+) -> bytes:
     """The bytes of the file that `write_shard` writes: equal data give equal bytes. Raises as `write_shard` does."""
-    tensors = {"latents": latents.contiguous(), "labels": labels.contiguous()}
-    if latents_flip is not None:
-        tensors["latents_flip"] = latents_flip.contiguous()
+    tensors = {"latents": latents, "labels": labels, "latents_flip": latents_flip, **(shown or {})}
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
     _check_tensors(path, info, tensors)
-    for name in tensors.keys() - {"labels"}:
+    for name in [name for name in _BY_ITEM if name in tensors]:
         bad = (~tensors[name].flatten(1).isfinite().all(dim=1)).nonzero()
         if len(bad):
             raise UserError(f"{path}: {name} of item {bad[0].item()} are not finite; nothing was written")
@@ -127,8 +160,9 @@ def serialize_shard(path: Path, latents: Tensor, labels: Tensor, info: ShardInfo
 
 def _check_tensors(file: Path, info: ShardInfo, shard: dict[str, Tensor]) -> None:
     """Raises UserError where names, shapes, types or labels are not those of a shard."""
-    if not {"latents", "labels"} <= shard.keys() <= {"latents", "labels", "latents_flip"}:
-        raise UserError(f"{file} holds {sorted(shard)}; a latent shard holds latents, labels and optionally latents_flip")
+    if not {"latents", "labels"} <= shard.keys() <= set(_NAMES):
+        more = ", ".join(_NAMES[2:])
+        raise UserError(f"{file} holds {sorted(shard)}; a latent shard holds latents, labels and optionally {more}")
     latents, labels = shard["latents"], shard["labels"]
     if latents.ndim != 4 or latents.dtype not in (torch.float16, torch.float32) or len(latents) == 0:
         raise UserError(f"{file}: latents are {latents.dtype} {list(latents.shape)}; need float16 or float32 [M, C, H, W]")
@@ -142,9 +176,33 @@ def _check_tensors(file: Path, info: ShardInfo, shard: dict[str, Tensor]) -> Non
         raise UserError(f"{file}: latents have {channels} channels, but latents_mean and latents_std {len(info.latents_mean)}")
     if labels.dtype != torch.int64 or labels.shape != latents.shape[:1]:
         raise UserError(f"{file}: labels are {labels.dtype} {list(labels.shape)}; need int64 [{len(latents)}]")
+    _check_shown(file, info, shard)
     low, high = int(labels.min()), int(labels.max())
     if low < 0 or high >= info.num_classes:
         raise UserError(f"{file}: labels run from {low} to {high}, outside num_classes={info.num_classes}")
+
+
+def _check_shown(file: Path, info: ShardInfo, shard: dict[str, Tensor]) -> None:
+    """Raises UserError where images or features are not as the file's docstring says."""
+    num_items = len(shard["latents"])
+    images, offsets = shard.get("images"), shard.get("image_offsets")
+    if (images is None) != (offsets is None):
+        raise UserError(f"{file} holds one of images and image_offsets; need both")
+    if images is not None:
+        fit = images.dtype == torch.uint8 and images.ndim == 1
+        fit = fit and offsets.dtype == torch.int64 and offsets.shape == (num_items + 1,)
+        if not fit or offsets[0] != 0 or offsets[-1] != len(images) or not (offsets.diff() > 0).all():
+            raise UserError(f"{file}: image_offsets do not cut images into {num_items} files")
+    features = shard.get("features")
+    if (features is None) != (info.encoder is None):
+        raise UserError(f"{file}: features and the header's encoder={info.encoder} do not belong together")
+    if features is not None and (features.dtype != torch.float16 or features.ndim != 3 or len(features) != num_items):
+        raise UserError(f"{file}: features are {features.dtype} {list(features.shape)}; need float16 [{num_items}, n, E]")
+    flipped = shard.get("features_flip")
+    if (flipped is None) == (features is not None and "latents_flip" in shard):
+        raise UserError(f"{file}: features_flip go with features and latents_flip")
+    if flipped is not None and (flipped.shape, flipped.dtype) != (features.shape, features.dtype):
+        raise UserError(f"{file}: features_flip {list(flipped.shape)} differs from features {list(features.shape)}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -168,6 +226,8 @@ class LatentDataset:
         labels: [N] int64.
         channels, height, width: of the latents that the network sees (half the stored channels for `moments`).
         has_flips: whether there are latents of the mirrored images.
+        stores_images, has_images: whether there are images; whether there are images, or latents that are pixels.
+        features_shape: (n, E) of the features of an item; None: there are none.
         class_names: from the manifest, where there is one that knows them.
         statements: what was detected on opening, for the log: nothing, as the headers say it all.
 
@@ -206,13 +266,16 @@ class LatentDataset:
             if shard.layout != first.layout:
                 raise UserError(f"{file} does not belong with {self.files[0]}: {shard.layout} against {first.layout}")
         self._shape, self._dtype = first.shape[1:], first.dtype  # of an item
-        self._item_bytes = self._dtype.itemsize * math.prod(self._shape)
-        self._offsets = [[shard.offsets[name] for shard in opened] for name in ("latents", "latents_flip")[: len(first.offsets)]]
+        self._offsets = {name: [shard.offsets[name] for shard in opened] for name in first.offsets}
+        self.features_shape = first.features_shape
+        self._images = None if first.images is None else [shard.images for shard in opened]
+        self.stores_images = first.images is not None
+        self.has_images = self.stores_images or self.info.autoencoder == "identity"
         self._first_item = np.cumsum([0] + [shard.shape[0] for shard in opened])
         self._reader = FileReader(self.files)
         channels, self.height, self.width = self._shape
         self.channels = channels // 2 if self.info.kind == "moments" else channels
-        self.has_flips = len(self._offsets) == 2
+        self.has_flips = "latents_flip" in self._offsets
         self.class_names: list[str] | None = manifest.get("class_names") if manifest else None
         if check_folder and manifest is not None and manifest["fingerprint"] != self.fingerprint():
             raise UserError(
@@ -242,14 +305,66 @@ class LatentDataset:
             raise ValueError(f"{len(indices)} items with {len(flips)} flips; mirrored latents are there: {self.has_flips}")
         if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
             raise IndexError(f"items {indices.min()} to {indices.max()} are not all in 0 .. {len(self) - 1}")
+        return self._read("latents", self._shape, self._dtype, indices, flips), torch.from_numpy(self.labels[indices])
+
+    def fetch_with_images(self, indices: np.ndarray, flips: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
+        """`fetch`, and the images, uint8 [b, R, R, 3], mirrored where the latents are.
+
+        Raises:
+            ValueError: there are no images: see `has_images`.
+            UserError: also an image that is no JPEG of this size.
+        """
+        latents, labels = self.fetch(indices, flips)
+        if not self.stores_images:
+            if not self.has_images:
+                raise ValueError(f"{self.path} holds no images")
+            return latents, labels, to_uint8(mean_and_log_variance(latents.float(), self.info.kind)[0])
+        images = torch.empty(len(indices), self.info.resolution, self.info.resolution, 3, dtype=torch.uint8)
+        for image, index, flip in zip(images, indices.tolist(), flips.tolist()):
+            pixels = self._decode_image(index)
+            image.copy_(pixels.flip(1) if flip else pixels)
+        return latents, labels, images
+
+    def fetch_with_features(self, indices: np.ndarray, flips: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
+        """`fetch`, and the features, float16 [b, n, E]. Raises also ValueError where there are none."""
+        if self.features_shape is None:
+            raise ValueError(f"{self.path} holds no features")
+        latents, labels = self.fetch(indices, flips)
+        return latents, labels, self._read("features", self.features_shape, np.dtype(np.float16), indices, flips)
+
+    def _read(self, name: str, shape: tuple[int, ...], dtype: np.dtype, indices: np.ndarray, flips: np.ndarray) -> Tensor:
+        """[b, *shape]: the items of a tensor, or of its mirrored twin."""
         shard_of = np.searchsorted(self._first_item, indices, side="right") - 1
         rows = indices - self._first_item[shard_of]
-        latents = np.empty((len(indices), *self._shape), dtype=self._dtype)
-        parts = latents.view(np.uint8).reshape(len(indices), self._item_bytes)
+        values, item_bytes = np.empty((len(indices), *shape), dtype=dtype), dtype.itemsize * math.prod(shape)
+        parts, offsets = values.view(np.uint8).reshape(len(indices), item_bytes), (self._offsets[name],)
+        if self.has_flips:
+            offsets += (self._offsets[f"{name}_flip"],)
         # Item by item: where a batch is spread over as many shards as it has items, indexing shard by shard costs ten times more.
         for part, shard_idx, row, flip in zip(parts, shard_of.tolist(), rows.tolist(), flips.tolist()):
-            self._reader.read_into(part, shard_idx, self._offsets[flip][shard_idx] + row * self._item_bytes)
-        return torch.from_numpy(latents), torch.from_numpy(self.labels[indices])
+            self._reader.read_into(part, shard_idx, offsets[flip][shard_idx] + row * item_bytes)
+        return torch.from_numpy(values)
+
+    def _read_image(self, index: int) -> np.ndarray:
+        """uint8 [bytes], the JPEG file of an item."""
+        shard_idx = int(np.searchsorted(self._first_item, index, side="right")) - 1
+        start, stop = self._images[shard_idx][index - self._first_item[shard_idx] :][:2].tolist()
+        file = np.empty(stop - start, dtype=np.uint8)
+        self._reader.read_into(file, shard_idx, start)
+        return file
+
+    def _decode_image(self, index: int) -> Tensor:
+        """uint8 [R, R, 3]. Pillow decodes without holding up other threads; torchvision's decoder is deprecated."""
+        size = self.info.resolution
+        try:
+            with Image.open(io.BytesIO(self._read_image(index)), formats=["JPEG"]) as image:
+                pixels = torch.from_numpy(np.array(image.convert("RGB")))
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as e:
+            raise UserError(f"{self.path}: image {index} is no JPEG file that can be read; make the shards again") from e
+        if pixels.shape != (size, size, 3):
+            found = f"{pixels.shape[1]}x{pixels.shape[0]} pixels instead of {size}x{size}"
+            raise UserError(f"{self.path}: image {index} has {found}; make the shards again")
+        return pixels
 
     def fingerprint(self) -> str:
         """A hash of the headers, sizes, labels and 64 latents spread over the data: other data, another value."""
@@ -259,7 +374,12 @@ class LatentDataset:
         digest.update(self.labels.tobytes())
         spread = spread_items(len(self), 64)
         for flip in (False, True)[: 1 + self.has_flips]:
-            digest.update(self.fetch(spread, np.full(len(spread), flip))[0].numpy().tobytes())
+            flips = np.full(len(spread), flip)
+            digest.update(self.fetch(spread, flips)[0].numpy().tobytes())
+            if self.features_shape is not None:
+                digest.update(self.fetch_with_features(spread, flips)[2].numpy().tobytes())
+        for index in spread.tolist() if self.stores_images else ():
+            digest.update(self._read_image(index).tobytes())
         return digest.hexdigest()
 
 
@@ -275,12 +395,16 @@ class _Shard:
     labels: np.ndarray
     shape: tuple[int, ...]  # [M, C or 2C, H, W]
     dtype: np.dtype
-    offsets: dict[str, int]  # of `latents` and, where there are some, `latents_flip`: their first byte in the file
+    offsets: dict[str, int]  # of `latents` and of those of _BY_ITEM that are there: their first byte in the file
+    features_shape: tuple[int, ...] | None  # (n, E)
+    images: np.ndarray | None  # [M + 1] int64: where in the file an image starts, and the last one ends
 
     @property
     def layout(self) -> str:
         """What all shards of a folder have in common, in words."""
-        return ", ".join([str(self.info), *(f"{name} {self.dtype} {list(self.shape[1:])}" for name in self.offsets)])
+        latents = [f"{name} {self.dtype} {list(self.shape[1:])}" for name in self.offsets if name.startswith("latents")]
+        features = [] if self.features_shape is None else [f"features {list(self.features_shape)}"]
+        return ", ".join([str(self.info), *latents, *features, *(["images"] if self.images is not None else [])])
 
 
 def _open_shard(file: Path, path: Path, key: str) -> _Shard:
@@ -301,9 +425,18 @@ def _open_shard(file: Path, path: Path, key: str) -> _Shard:
         hint = "" if "kind" in (metadata or {}) else f"; {path} {_way_on(path, key)}"
         raise UserError(f"{file} is not a latent shard: {e}{hint}") from e
     _check_tensors(file, info, shard)
-    offsets = {name: 8 + size + header[name]["data_offsets"][0] for name in ("latents", "latents_flip") if name in shard}
-    latents = shard["latents"]
-    return _Shard(info, shard["labels"].numpy(), tuple(latents.shape), latents[:0].numpy().dtype, offsets)
+    first_byte = {name: 8 + size + header[name]["data_offsets"][0] for name in shard}
+    offsets = {name: first_byte[name] for name in _BY_ITEM if name in shard}
+    latents, features = shard["latents"], shard.get("features")
+    return _Shard(
+        info,
+        shard["labels"].numpy(),
+        tuple(latents.shape),
+        latents[:0].numpy().dtype,
+        offsets,
+        None if features is None else tuple(features.shape[1:]),
+        shard["image_offsets"].numpy() + first_byte["images"] if "images" in shard else None,
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+import math
+import re
 from functools import partial
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from torch import Tensor
 
 import dit
 import guidance
+from alignment import Alignment, Projector
 from ddpm import DDPM
 from ddpm.sampler import AncestralSampler
 from edm import EDM
@@ -18,8 +22,9 @@ from edm.sampler import HeunSampler
 from errors import UserError
 from evaluations.detector import InceptionDetector, fetch_weights
 from evaluations.digits_detector import DigitsDetector
+from evaluations.digits_encoder import DigitsEncoder
 from evaluations.dinov2_detector import DINOV2, DINOv2Detector
-from evaluations.encoders import find_encoder_weights
+from evaluations.encoders import Encoder, find_encoder_weights
 from evaluations.features import Detector
 from evaluations.images import ImageSet, open_images
 from evaluations.small_detector import MAKE, SmallDetector
@@ -247,6 +252,99 @@ def warn_of_guidance(settings: schema.Guidance, run_cfg: schema.TrainConfig) -> 
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Alignment.
+
+
+def check_alignment(cfg: schema.TrainConfig, dataset: Dataset) -> None:
+    """Compare alignment.* with network and data.
+
+    Raises:
+        UserError: a block that is not there; latents without images or features; features that are not of the tokens.
+    """
+    settings = cfg.alignment
+    if settings.name == "none":
+        return
+    depth, _, _, patch_size = schema.BACKBONES[cfg.model.backbone]
+    if settings.block > depth:
+        raise UserError(
+            f"alignment.block={settings.block} is beyond the {depth} blocks of {cfg.model.backbone}; give 1 to {depth}"
+        )
+    if not isinstance(dataset, LatentDataset):
+        raise UserError(
+            f"alignment={settings.name} needs images or features beside the latents, and tars hold none; make native shards: "
+            f"python prepare_latents.py encode images=<folder of images> output=<folder> keep_images=jpeg; or set alignment=none"
+        )
+    num_tokens = (cfg.data.input_size // patch_size) ** 2
+    if dataset.features_shape is not None and dataset.info.encoder == settings.encoder:
+        if dataset.features_shape[0] != num_tokens:
+            raise UserError(
+                f"alignment: {dataset.path} holds {dataset.features_shape[0]} features for each image, and {cfg.model.backbone} "
+                f"has {num_tokens} tokens; choose a model.backbone of another patch size, or make the shards again with "
+                f"features_grid={math.isqrt(num_tokens)}"
+            )
+    elif not dataset.has_images:
+        held = f"features of {dataset.info.encoder}" if dataset.features_shape else "neither images nor features"
+        raise UserError(
+            f"alignment.encoder={settings.encoder} needs the images of the latents, and {dataset.path} holds {held}; make the "
+            f"shards again: {command_for(cfg.data)} keep_images=jpeg (or features=true); or set alignment=none"
+        )
+
+
+def build_alignment(cfg: schema.TrainConfig, net: dit.DiT, dataset: LatentDataset, accelerator: Accelerator) -> Alignment | None:
+    """alignment.* after `check_alignment`, its encoder on this process's device; None: without."""
+    settings = cfg.alignment
+    if settings.name == "none" or settings.weight == 0:
+        return None
+    if dataset.features_shape is not None and dataset.info.encoder == settings.encoder:
+        encode, fetch, encoder_width = _as_it_is, dataset.fetch_with_features, dataset.features_shape[1]
+    else:
+        precision = "fp32" if cfg.train.precision == "fp32" else "bf16"
+        with accelerator.local_main_process_first():  # one process of a machine downloads, the others find the file
+            encoder = build_encoder(
+                settings.encoder, settings.weights, math.isqrt(net.num_tokens), accelerator.device, precision, "alignment.encoder"
+            )
+        encode, fetch, encoder_width = partial(_patch_tokens, encoder), dataset.fetch_with_images, encoder.width
+    with torch.random.fork_rng(devices=[]):  # whatever random numbers the encoder has taken
+        torch.manual_seed(2**32 + cfg.seed)  # no seed of a run
+        projector = Projector(net.pos_embed.shape[2], settings.projector_width, encoder_width)
+    return Alignment(projector, encode, fetch, settings.block, settings.weight, settings.stop_step)
+
+
+def _as_it_is(shown: Tensor) -> Tensor:
+    return shown
+
+
+def _patch_tokens(encoder: Encoder | DigitsEncoder, images: Tensor) -> Tensor:
+    return encoder.encode(images)[1]
+
+
+def build_encoder(
+    name: str, weights: str | None, grid: int, device: torch.device, precision: str, key: str
+) -> Encoder | DigitsEncoder:
+    """The encoder of alignment, with `grid` patches along one side of an image. Raises UserError where it cannot be had.
+
+    Args:
+        precision: fp32 | bf16.
+        key: that gave `name`, for the messages; that of the weights is derived from it.
+    """
+    weights_key = "alignment.weights" if key == "alignment.encoder" else f"{key}_weights"
+    if name == DigitsEncoder.name:
+        if weights is not None or grid != DigitsEncoder.grid:
+            found, own = f"{weights_key}={weights}" if weights is not None else f"{grid}x{grid} tokens", DigitsEncoder.grid
+            raise UserError(
+                f"{key}=digits has weights of its own and {own}x{own} patches, which do not fit {found}; it is for "
+                "data=digits with patches of 2 pixels (model.backbone=DiT-XS/2)"
+            )
+        return DigitsEncoder(device)
+    patch = re.search(r"_patch(\d+)_", name)
+    if patch is None:
+        raise UserError(f"{key}={name} is no vision transformer of timm; use vit_base_patch14_dinov2.lvd142m, say")
+    size = int(patch[1]) * grid
+    # As REPA shows images to its encoder: bicubic without antialias.
+    return Encoder(name, weights, size, device, antialias=False, precision=precision, key=weights_key)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # The run.
 
 
@@ -304,6 +402,13 @@ def check_initial(stored: schema.TrainConfig, step: int, cfg: schema.TrainConfig
         raise UserError(
             f"init_from={cfg.init_from} with init_state=all needs an optimizer, and weights imported from {imported_from} have "
             "none; set init_state=weights"
+        )
+    if cfg.init_state == "all" and (
+        changed := [line for line in schema.differences(stored, cfg, [schema.Role.FIXED]) if line.startswith("alignment.")]
+    ):
+        raise UserError(
+            f"init_from={cfg.init_from} with init_state=all goes on with the optimizer of its projector: {'; '.join(changed)}. "
+            "Set these keys to the first values, or set init_state=weights"
         )
     if changed := schema.differences(stored, cfg, [schema.Role.ARCHITECTURE]):
         raise UserError(

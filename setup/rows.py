@@ -23,7 +23,7 @@ from setup.schema import SAME_RUN, TrainConfig, family_of, flatten, role_of
 from setup.settings import keys_of
 
 MAX_NAME_LENGTH = 120
-GROUPS = ("data", "model", "diffusion")  # their choices set keys that have a role
+GROUPS = ("data", "model", "diffusion", "alignment")  # their choices set keys that have a role
 ROUTING = ("model", "model.name", "model.routes", "model.selection")  # what a dense run and a routed one may differ in
 
 
@@ -141,7 +141,7 @@ def name_run(composed: DictConfig, cfg: TrainConfig) -> tuple[TrainConfig, list[
 
     A name that the user gave stays. The default name of a run that is not its row says what it changed, as far as a resume would
     refuse the change: more steps continue the same folder. Without a row the default name says tread for a network with routes
-    and dit for one without (lightningdit_tread and lightningdit), whatever model.name is.
+    and dit for one without (lightningdit_tread and lightningdit), whatever model.name is, and repa with alignment.
 
     Args:
         composed: the configuration as Hydra composed it, unresolved.
@@ -151,14 +151,15 @@ def name_run(composed: DictConfig, cfg: TrainConfig) -> tuple[TrainConfig, list[
     changes = changes_of(row, flatten(cfg.model_dump())) if row else {}
     _, (dense, routed) = family_of(cfg.model.backbone)
     kind = routed if any(route["selection_ratio"] > 0 for route in cfg.model.routes) else dense
+    aligned = "" if cfg.alignment.name == "none" else f"_{cfg.alignment.name}"
     name, lines = cfg.name, []
     if row is None or changes is not None:  # the rows of another folder of configurations have names of their own
         raw, default = (OmegaConf.to_container(one, resolve=False)["name"] for one in (composed, compose_row(row)))
         if raw == default and row:
             kept = {key: new for key, (_, new) in changes.items() if key in GROUPS or role_of(key) in SAME_RUN}
             name = name_with(name, [(short_change_key(key), typed(new).replace("/", "-")) for key, new in kept.items()])
-        elif raw == default and cfg.model.name != kind:
-            name = f"{cfg.data.name}_{kind}"
+        elif raw == default and (cfg.model.name != kind or aligned):
+            name = f"{cfg.data.name}_{kind}{aligned}"
     if changes:
         apart = "reports give it a row of its own" + (", without the paper's figures" if cfg.experiment.paper else "")
         lines.append(f"not the row {row}: {change_words(changes)}; {apart}")

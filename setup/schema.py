@@ -283,6 +283,25 @@ class DDPMSettings(Settings):
 Diffusion = Annotated[EDMSettings | SiTSettings | DDPMSettings, Field(discriminator="name")]
 
 
+class NoAlignment(Settings):
+    name: Fixed[Literal["none"]]
+
+
+class REPASettings(Settings):
+    """Of `alignment.Alignment`."""
+
+    name: Fixed[Literal["repa"]]
+    encoder: Fixed[Text]
+    weights: Text | None
+    block: Fixed[Count]
+    weight: Fixed[NotNegative]
+    projector_width: Fixed[Annotated[int, Field(ge=1, le=2**16)]]
+    stop_step: Noted[Whole | None]
+
+
+AlignmentSettings = Annotated[NoAlignment | REPASettings, Field(discriminator="name")]
+
+
 class NoGuidance(Settings):
     name: Literal["none"]
 
@@ -441,6 +460,7 @@ class TrainConfig(Settings):
     model: Model
     data: Data
     diffusion: Diffusion
+    alignment: AlignmentSettings = NoAlignment(name="none")
     guidance: Guidance
     train: Train
     checkpoint: CheckpointSettings

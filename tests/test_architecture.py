@@ -17,7 +17,7 @@ FLOORS = [
     ["training"],
     ["sampling"],
     ["lightningdit"],
-    ["dit", "guidance", "edm", "sit", "ddpm"],
+    ["dit", "guidance", "edm", "sit", "ddpm", "alignment"],
     ["latents", "evaluations", "configs"],
     ["downloads"],
     ["routing_module", "randomness", "files", "progress"],

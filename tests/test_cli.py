@@ -328,4 +328,4 @@ def test_the_configuration_and_the_choices_are_printed_on_request(command):
 
 def test_shipped_folders_are_the_groups_of_the_configuration():
     groups = {path.name for path in (REPOSITORY / "configs").iterdir() if path.is_dir()} - {"hydra", "__pycache__"}
-    assert groups == {"data", "diffusion", "guidance", "model"}
+    assert groups == {"alignment", "data", "diffusion", "guidance", "model"}

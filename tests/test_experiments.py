@@ -51,7 +51,7 @@ def test_every_experiment_composes_and_builds(name):
 
 
 def test_no_two_experiments_have_the_same_name_or_run():
-    assert len({name.replace("/", "_") for name in EXPERIMENTS}) == len(EXPERIMENTS) == 84
+    assert len({name.replace("/", "_") for name in EXPERIMENTS}) == len(EXPERIMENTS) == 92
 
 
 def test_registering_the_experiments_again_changes_nothing():

@@ -1,9 +1,9 @@
 """Checkpoints: folders that are complete, or not there.
 
-step_0000400/ holds model.safetensors, ema.safetensors, optimizer.pt, state.json, config.yaml, and manifest.json with the
-size and hash of each. `save` writes it under a temporary name, flushes it to disk and then renames it. The trainer calls it
-in a thread, with a copy of the weights, and trains on. A checkpoint counts only if its files match the manifest; damaged ones
-are renamed, never deleted.
+step_0000400/ holds model.safetensors, ema.safetensors, optimizer.pt, state.json, config.yaml, with alignment also
+projector.safetensors, and manifest.json with the size and hash of each. `save` writes it under a temporary name, flushes it to
+disk and then renames it. The trainer calls it in a thread, with a copy of the weights, and trains on. A checkpoint counts only
+if its files match the manifest; damaged ones are renamed, never deleted.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 WEIGHTS = {"raw": "model.safetensors", "ema": "ema.safetensors"}
+PROJECTOR = "projector.safetensors"
 # As safetensors names them.
 _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _DTYPES |= {torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"}
@@ -53,6 +54,7 @@ class Checkpoint:
     optimizer: dict  # its state dict; empty for imported weights
     state: dict  # plain values of the trainer (JSON)
     config: dict  # the resolved configuration of the run, of plain values
+    projector: dict[str, Tensor] | None = None  # alignment's; None: a run without
 
 
 class CheckpointError(UserError):
@@ -130,6 +132,9 @@ def _write_files(folder: Path, checkpoint: Checkpoint) -> None:
         _write_safetensors(file, checkpoint.model)
     with _new_file(folder / WEIGHTS["ema"], manifest) as file:
         _write_safetensors(file, checkpoint.ema)
+    if checkpoint.projector is not None:
+        with _new_file(folder / PROJECTOR, manifest) as file:
+            _write_safetensors(file, checkpoint.projector)
     with _new_file(folder / "optimizer.pt", manifest) as file:
         torch.save(checkpoint.optimizer, file)
     with _new_file(folder / "state.json", manifest) as file:
@@ -270,8 +275,12 @@ def read_config(folder: Path) -> dict:
 
 def load_weights(folder: Path, weights: str) -> dict[str, Tensor]:
     """`ema` or `raw` weights, mapped from the file: see `Checkpoint`."""
-    with reading(folder / WEIGHTS[weights]):
-        return load_file(folder / WEIGHTS[weights])
+    return _load_tensors(folder / WEIGHTS[weights])
+
+
+def _load_tensors(file: Path) -> dict[str, Tensor]:
+    with reading(file):
+        return load_file(file)
 
 
 def load(folder: Path) -> Checkpoint:
@@ -286,6 +295,7 @@ def load(folder: Path) -> Checkpoint:
         optimizer=optimizer,
         state=state,
         config=read_config(folder),
+        projector=_load_tensors(folder / PROJECTOR) if (folder / PROJECTOR).exists() else None,
     )
 
 

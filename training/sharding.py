@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 
 import torch
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
-from torch import Tensor
+from torch import Tensor, nn
 
 import dit
 
@@ -50,14 +51,14 @@ def processes_per_node(num_processes: int) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", num_processes))
 
 
-def shard_network(net: dit.DiT, device: torch.device, num_processes: int, train) -> None:
-    """Shard the trained parameters on `device`: one FSDP unit per block, and one for the rest.
+def shard_network(modules: Sequence[nn.Module], device: torch.device, num_processes: int, train) -> None:
+    """Shard the trained parameters on `device`: one FSDP unit per block, one for the rest, and one for every other module.
 
     FSDP gathers the weights of a unit before it computes, and averages and shards its gradients while the backward of the
     next unit runs. Call it after `compile_network` and `checkpoint_activations`, so that neither contains the communication.
 
     Args:
-        net: with the same values on every process.
+        modules: the network first, with the same values on every process.
         train: train.* of the configuration.
             precision: shards are float32, and autocast works as without FSDP. With bf16, blocks are gathered in bfloat16: their
             parameters belong to linear layers, which autocast would round to the same values, so half of the communication
@@ -71,6 +72,7 @@ def shard_network(net: dit.DiT, device: torch.device, num_processes: int, train)
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    net, *others = modules
     size = num_shards(train, num_processes)
     # Of a mesh of two dimensions, fully_shard shards over the second, and averages gradients over both.
     if size < num_processes:
@@ -89,6 +91,8 @@ def shard_network(net: dit.DiT, device: torch.device, num_processes: int, train)
     # The positions are not trained and small, and their first dimension, 1, cannot be split: every process holds them.
     fixed = {p for p in net.parameters() if not p.requires_grad}
     fully_shard(net, mesh=mesh, mp_policy=in_fp32, ignored_params=fixed)
+    for module in others:
+        fully_shard(module, mesh=mesh, mp_policy=in_fp32)
     for p in fixed:
         p.data = p.data.to(device)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,10 +17,11 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 
+from alignment import Alignment, TappedNetwork
 from errors import UserError
 from evaluations.suite import format_metrics, metric_name
 from files import whole_file
-from latents.order import BatchOrder, read_batches
+from latents.order import BatchOrder, Fetch, read_batches
 from latents.shards import LatentDataset, latents_for_network
 from progress import progress_bar, say_if_slow
 from randomness import StepRandom
@@ -58,10 +60,12 @@ class Trainer:
         run: the folder for metrics, grids and checkpoints.
         sampler: samples the grids from the EMA's network; None: no grids.
         evaluation: None: no evaluation.
+        alignment: None: none.
 
     Attributes:
         net: the plain network, whose weights a checkpoint holds; with train.parallel=fsdp they are sharded.
         model: `net` as accelerate wraps it.
+        modules: what is trained: `net`, and with alignment its projector; `models`: as accelerate wraps them.
         step: optimizer steps done.
         parts: the rows of the global batch in each of this process's micro-batches.
     """
@@ -77,28 +81,32 @@ class Trainer:
         run: RunFolder,
         sampler: ImageSampler | None = None,
         evaluation: Evaluation | None = None,
+        alignment: Alignment | None = None,
     ):
         self.accelerator, self.cfg, self.diffusion, self.dataset, self.run = accelerator, cfg, diffusion, dataset, run
         self.net, self.ema, self.sampler, self.evaluation = net.train(), ema, sampler, evaluation
+        self.alignment, self.modules = alignment, [net] if alignment is None else [net, alignment.projector]
         self.device = accelerator.device
         self.is_sharded = cfg.train.parallel == "fsdp"
         if not self.is_sharded:  # FSDP moves one block at a time to the device
-            self.net.to(self.device)
+            for module in self.modules:
+                module.to(self.device)
             self.ema.net.to(self.device)
         if cfg.train.precision == "fp8":
             use_float8(self.net)  # not the EMA, which stays float32
         compile_network(self.net, resolve_compile(cfg.train.compile, self.device))
         checkpoint_activations(self.net, cfg.train.activation_checkpointing)
         if self.is_sharded:
-            shard_network(self.net, self.device, accelerator.num_processes, cfg.train)
+            shard_network(self.modules, self.device, accelerator.num_processes, cfg.train)
             self.ema.shard_like(self.net)
             # evaluation_mode: accelerate adds autocast, but no DDP.
-            self.model = accelerator.prepare_model(self.net, device_placement=False, evaluation_mode=True)
+            self.models = [accelerator.prepare_model(m, device_placement=False, evaluation_mode=True) for m in self.modules]
         else:
             accelerator.ddp_handler = ddp_settings(self.net, cfg.train.gradient_precision)
-            self.model = accelerator.prepare(self.net)
+            self.models = [accelerator.prepare(module) for module in self.modules]
+        self.model = self.models[0]
         optimizer = torch.optim.AdamW(
-            [p for p in self.net.parameters() if p.requires_grad],
+            [p for module in self.modules for p in module.parameters() if p.requires_grad],
             lr=cfg.train.lr,
             betas=tuple(cfg.train.betas),
             weight_decay=cfg.train.weight_decay,
@@ -114,6 +122,7 @@ class Trainer:
         self.data_fingerprint = dataset.fingerprint()
         # Since the last line of metrics.jsonl; on the device, so that a step does not wait for it.
         self.loss_sum = torch.zeros((), device=self.device)
+        self.alignment_sum = torch.zeros((), device=self.device)  # the part of loss_sum that is alignment's
         self.loss_count = 0
         self.first_bad_step = torch.full((), _NEVER, device=self.device)
         self.grad_norm: Tensor | None = None
@@ -124,32 +133,42 @@ class Trainer:
     # ------------------------------------------------------------------------------------------------------------------
     # One step.
 
-    def batches(self) -> Iterator[tuple[tuple[Tensor, Tensor], ...]]:
+    def batches(self) -> Iterator[tuple[tuple[Tensor, ...], ...]]:
         """This process's share of every global batch from self.step to the end of the run, as `train_step` takes it."""
-        cfg, data = self.cfg, self.dataset
-        order = BatchOrder(len(data), cfg.train.batch_size, cfg.seed, self.step, cfg.train.num_steps, self.parts, data.has_flips)
-        micro_batches = read_batches(data, order, cfg.data.num_workers, pin_memory=self.device.type == "cuda")
+        cfg, data, aligned = self.cfg, self.dataset, self.alignment
+
+        def read(start: int, stop: int, fetch: Fetch) -> Iterator[tuple[Tensor, ...]]:
+            order = BatchOrder(len(data), cfg.train.batch_size, cfg.seed, start, stop, self.parts, data.has_flips)
+            return read_batches(data, order, cfg.data.num_workers, pin_memory=self.device.type == "cuda", fetch=fetch)
+
+        end = 0 if aligned is None else aligned.end_step(cfg.train.num_steps)
+        micro_batches = read(max(self.step, end), cfg.train.num_steps, data.fetch)
+        if self.step < end:
+            micro_batches = itertools.chain(read(self.step, end, aligned.fetch), micro_batches)
         return zip(*[micro_batches] * len(self.parts))  # consecutive ones together
 
-    def train_step(self, micro_batches: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def train_step(self, micro_batches: Sequence[tuple[Tensor, ...]]) -> None:
         """Forward, backward, optimizer and EMA for one global batch. Nothing here waits for the device.
 
         Args:
-            micro_batches: (stored latents, labels) for each of self.parts.
+            micro_batches: (stored latents, labels) for each of self.parts; while alignment is on, also what it is shown.
         """
         loss_of_step = torch.zeros((), device=self.device)
-        for m, (part, (stored, labels)) in enumerate(zip(self.parts, micro_batches)):
+        for m, (part, micro_batch) in enumerate(zip(self.parts, micro_batches)):
             # DDP averages the gradients over processes after the last micro-batch. FSDP does it after each one: without, every
             # process would hold the full gradients.
             syncs_gradients = self.is_sharded or m == len(self.parts) - 1
-            sync = contextlib.nullcontext() if syncs_gradients else self.accelerator.no_sync(self.model)
-            # The backward is inside too: with activation checkpointing it computes attention again.
-            with sync, attention_kernel(self.cfg.train.attention):
-                loss = self.loss(part, stored, labels) / len(self.parts)
+            with contextlib.ExitStack() as stack:
+                for model in () if syncs_gradients else self.models:
+                    stack.enter_context(self.accelerator.no_sync(model))
+                # The backward is inside too: with activation checkpointing it computes attention again.
+                stack.enter_context(attention_kernel(self.cfg.train.attention))
+                loss = self.loss(part, *micro_batch) / len(self.parts)
                 self.accelerator.backward(loss)
             loss_of_step += loss.detach()
         if self.cfg.train.grad_clip_norm is not None:
-            self.grad_norm = full_tensor(self.accelerator.clip_grad_norm_(self.model.parameters(), self.cfg.train.grad_clip_norm))
+            parameters = [p for module in self.modules for p in module.parameters()]
+            self.grad_norm = full_tensor(self.accelerator.clip_grad_norm_(parameters, self.cfg.train.grad_clip_norm))
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.ema.update(self.step)
@@ -159,8 +178,12 @@ class Trainer:
         self.first_bad_step.clamp_(max=torch.where(loss_of_step.isfinite(), _NEVER, self.step + 1))
         self.step += 1
 
-    def loss(self, part: slice, stored: Tensor, labels: Tensor) -> Tensor:
-        """Mean loss of one micro-batch. Every random number depends on (seed, step, row of the global batch) alone."""
+    def loss(self, part: slice, stored: Tensor, labels: Tensor, shown: Tensor | None = None) -> Tensor:
+        """Mean loss of one micro-batch. Every random number depends on (seed, step, row of the global batch) alone.
+
+        Args:
+            shown: to alignment's encoder (`Alignment.fetch`); None: without alignment.
+        """
 
         def random(stream: str) -> StepRandom:
             return StepRandom(self.cfg.seed, self.step, stream, self.cfg.train.batch_size, part, self.device)
@@ -170,7 +193,13 @@ class Trainer:
         draws = {"drop_labels": random("labels").rand() < self.net.class_dropout}
         if self.net.router.routes:
             draws["route_scores"] = random("routes").rand(len(self.net.router.routes), self.net.num_tokens)
-        return self.diffusion.loss(self.model, x, labels, random("diffusion"), **draws).mean()
+        if shown is None:
+            return self.diffusion.loss(self.model, x, labels, random("diffusion"), **draws).mean()
+        net, projector = TappedNetwork(self.model, self.alignment.tap), self.models[1]
+        loss = self.diffusion.loss(net, x, labels, random("diffusion"), **draws).mean()
+        aligned = self.alignment.loss(projector, net, shown.to(self.device, non_blocking=True))
+        self.alignment_sum += aligned.detach() / len(self.parts)
+        return loss + aligned
 
     # ------------------------------------------------------------------------------------------------------------------
     # The run.
@@ -248,6 +277,9 @@ class Trainer:
             "images_seen": self.step * batch_size,
             "epoch": self.step * batch_size / len(self.dataset),
         }
+        if self.alignment is not None:
+            aligned = self.accelerator.reduce(self.alignment_sum, reduction="mean").item() / max(self.loss_count, 1)
+            record |= {"loss": loss - aligned, "alignment_loss": aligned}  # the first is comparable with runs without alignment
         if self.grad_norm is not None:
             record["grad_norm"] = float(self.grad_norm)
         if self.device.type == "cuda":
@@ -255,7 +287,7 @@ class Trainer:
         if self.accelerator.is_main_process:
             self.run.log_metrics(record)
         self.accelerator.log(record)
-        self.loss_sum, self.loss_count = torch.zeros_like(self.loss_sum), 0
+        self.loss_sum, self.alignment_sum, self.loss_count = torch.zeros_like(self.loss_sum), torch.zeros_like(self.loss_sum), 0
         self._check_save(wait=False)
         clock.restart()
         return {"loss": f"{loss:.4f}", "images/s": f"{record['images_per_sec']:.0f}"}
@@ -348,7 +380,7 @@ class Trainer:
             SaveError: the one before could not be written.
         """
         self._mean_loss()
-        shards = [local_shard(p.detach()) for p in self.net.parameters()]
+        shards = [local_shard(p.detach()) for module in self.modules for p in module.parameters()]
         # The least and the greatest value; both are NaN where one is. Several times as fast as isfinite() of all of them.
         extremes = [torch.stack(shard.aminmax()) for shard in shards if shard.numel()]
         finite = torch.stack(extremes).isfinite().all()
@@ -357,6 +389,8 @@ class Trainer:
         self._check_save(wait=True)
         is_main = self.accelerator.is_main_process
         states = {"model": self.net.state_dict(), "ema": self.ema.averages, "optimizer": self.optimizer.state_dict()}
+        if self.alignment is not None:
+            states["projector"] = self.alignment.projector.state_dict()
         # Every process helps to gather sharded tensors; the main process receives them.
         self._snapshot = copy_state_dict(states, keep=is_main, into=self._snapshot)
         if self.device.type == "cuda":
@@ -370,6 +404,7 @@ class Trainer:
                 "ema_num_updates": self.ema.num_updates_before + self.step,
                 "loss_sum": self.loss_sum.item(),
                 "loss_count": self.loss_count,
+                **({} if self.alignment is None else {"alignment_sum": self.alignment_sum.item()}),
             },
             config=self.cfg.model_dump(),
         )
@@ -412,6 +447,9 @@ class Trainer:
                 "Restore the data, or start another run with name=..."
             )
         self._load(folder, checkpoint, with_optimizer=True)
+        if self.alignment is not None:
+            _check_state(folder, checkpoint, alignment_sum=float)
+            self.alignment_sum.fill_(checkpoint.state["alignment_sum"])
         self.loss_sum.fill_(checkpoint.state["loss_sum"])
         self.loss_count = checkpoint.state["loss_count"]
         log.info("resumed from %s", folder)
@@ -427,13 +465,17 @@ class Trainer:
         # The EMA continues without a new warm-up. Checkpoints of versions without init_from do not count its updates.
         checkpoint.state.setdefault("ema_num_updates", checkpoint.step)
         _check_state(folder, checkpoint, ema_num_updates=int)
-        own = self.net.state_dict()
-        checkpoints.check_tensors(folder / checkpoints.WEIGHTS["raw"], checkpoint.model, own)
+        own, stored = self.net.state_dict(), checkpoint.model
+        checkpoints.check_tensors(folder / checkpoints.WEIGHTS["raw"], stored, own)
         checkpoints.check_tensors(folder / checkpoints.WEIGHTS["ema"], checkpoint.ema, self.ema.averages)
+        if with_optimizer and self.alignment is not None:  # init_from with init_state=weights starts with a projector of its own
+            projector = self.alignment.projector.state_dict()
+            checkpoints.check_tensors(folder / checkpoints.PROJECTOR, checkpoint.projector or {}, projector)
+            own, stored = own | projector, stored | checkpoint.projector
         if with_optimizer:
             self._check_optimizer_state(folder / "optimizer.pt", checkpoint)
         for name, value in own.items():
-            local_shard(value).copy_(local_shard(distribute_like(checkpoint.model[name], value)))
+            local_shard(value).copy_(local_shard(distribute_like(stored[name], value)))
         self.ema.load(checkpoint.ema)
         self.ema.num_updates_before = checkpoint.state["ema_num_updates"]
         if not with_optimizer:
@@ -450,7 +492,8 @@ class Trainer:
 
     def _check_optimizer_state(self, file: Path, checkpoint: checkpoints.Checkpoint) -> None:
         """Raises CheckpointError if AdamW's states do not fit the parameters."""
-        trained = [(name, p) for name, p in self.net.named_parameters() if p.requires_grad]
+        trained = [(name, p) for module in self.modules for name, p in module.named_parameters() if p.requires_grad]
+        num_of_net = sum(p.requires_grad for p in self.net.parameters())
         with checkpoints.reading(file):
             given = {
                 f"{key} of {trained[i][0] if i in range(len(trained)) else i}": value
@@ -459,8 +502,13 @@ class Trainer:
             }
             like = {}
             for i, (name, p) in enumerate(trained):
-                # A parameter that never had a gradient has no state, and an average that is equal to it.
-                if i in checkpoint.optimizer["state"] or not torch.equal(checkpoint.model[name], checkpoint.ema[name]):
+                # A parameter that never had a gradient has no state, and an average that is equal to it. All of the projector
+                # have one, or none.
+                if i < num_of_net:
+                    had_gradient = not torch.equal(checkpoint.model[name], checkpoint.ema[name])
+                else:
+                    had_gradient = any(j >= num_of_net for j in checkpoint.optimizer["state"])
+                if i in checkpoint.optimizer["state"] or had_gradient:
                     like |= {f"step of {name}": torch.zeros(()), f"exp_avg of {name}": p, f"exp_avg_sq of {name}": p}
             checkpoints.check_tensors(file, given, like)
 

@@ -15,11 +15,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from errors import UserError
+from evaluations.digits_encoder import DigitsEncoder
+from evaluations.encoders import Encoder
 from evaluations.images import adm_center_crop, read_rgb
 from latents.autoencoders import Autoencoder, from_uint8
-from latents.prepare.images import LabelledImages
+from latents.prepare.images import LabelledImages, to_jpeg
 from latents.prepare.write import ShardWriter
-from latents.shards import ShardInfo, draw_latents
+from latents.shards import ShardInfo, draw_latents, pack_images
 from progress import progress_bar
 from randomness import SeedRandom
 
@@ -33,6 +35,7 @@ class _Batch:
     images: Tensor  # uint8 [b, H, W, 3], those that could be read
     kept: list[int]  # their numbers
     left_out: list[dict]  # the others, {"name", "problem"} each
+    jpegs: list[bytes]  # a file for each of `images`, where they are kept
 
     def pin_memory(self) -> _Batch:
         """For the DataLoader."""
@@ -42,8 +45,8 @@ class _Batch:
 class _CroppedImages(Dataset):
     """For a DataLoader with batch_size=None: one item is one batch."""
 
-    def __init__(self, images: LabelledImages, resolution: int, pad: int, grey: bool):
-        self.images, self.resolution, self.pad, self.grey = images, resolution, pad, grey
+    def __init__(self, images: LabelledImages, resolution: int, pad: int, grey: bool, keep_images: bool):
+        self.images, self.resolution, self.pad, self.grey, self.keep_images = images, resolution, pad, grey, keep_images
 
     def __getitem__(self, numbers: range) -> _Batch:
         pixels, kept, left_out = [], [], []
@@ -57,7 +60,8 @@ class _CroppedImages(Dataset):
             except ValueError as e:
                 left_out.append({"name": self.images.names[number], "problem": str(e)})
         shape = (0, self.resolution, self.resolution, 3)
-        return _Batch(torch.from_numpy(np.stack(pixels) if pixels else np.zeros(shape, np.uint8)), kept, left_out)
+        jpegs = [to_jpeg(image) for image in pixels] if self.keep_images else []
+        return _Batch(torch.from_numpy(np.stack(pixels) if pixels else np.zeros(shape, np.uint8)), kept, left_out, jpegs)
 
 
 def encode_images(
@@ -74,6 +78,8 @@ def encode_images(
     on_error: str,
     pad: int,
     grey: bool,
+    keep_images: bool,
+    encoder: Encoder | DigitsEncoder | None,
 ) -> None:
     """Encode the images of the shards that are missing and write these, each process its share.
 
@@ -85,6 +91,8 @@ def encode_images(
         on_error: `stop` or `skip` at an image that cannot be read.
         pad: black pixels that are added to every side, before the crop.
         grey: encode one channel, the brightness, instead of RGB.
+        keep_images: put the cropped images into the shards, as JPEG files.
+        encoder: its patch tokens of the images, and of the mirrored ones, go into the shards; None: none do.
 
     Raises:
         UserError: an image that cannot be read, under on_error=stop, by name.
@@ -99,7 +107,7 @@ def encode_images(
     log.info("%d images in %d classes", len(images), info.num_classes)
     log.info("%d of %d shards to make", num_missing, len(writer.shards))
     order = [range(i, min(i + batch_size, s.stop)) for s in shards for i in range(s.start, s.stop, batch_size)]
-    cropped, pin_memory = _CroppedImages(images, info.resolution, pad, grey), device.type == "cuda"
+    cropped, pin_memory = _CroppedImages(images, info.resolution, pad, grey, keep_images), device.type == "cuda"
     batches = iter(DataLoader(cropped, batch_size=None, sampler=order, num_workers=num_workers, pin_memory=pin_memory))
     waited_sec, start_sec = 0.0, time.perf_counter()
     title = f"process {rank + 1} of {num_processes}" if num_processes > 1 else None
@@ -107,7 +115,7 @@ def encode_images(
     with bar, ThreadPoolExecutor(1) as pool:
         written = pool.submit(int)  # the shard before: none yet
         for shard in shards:
-            kept, left_out, encoded = [], [], []
+            kept, left_out, encoded, jpegs = [], [], [], []
             for _ in range(shard.start, shard.stop, batch_size):
                 wait_sec = time.perf_counter()
                 batch = next(batches)
@@ -117,16 +125,20 @@ def encode_images(
                         f"{images.path}: {batch.left_out[0]['name']} cannot be read ({batch.left_out[0]['problem']}); "
                         "mend or remove it, or leave such images out: on_error=skip"
                     )
-                kept, left_out = kept + batch.kept, left_out + batch.left_out
+                kept, left_out, jpegs = kept + batch.kept, left_out + batch.left_out, jpegs + batch.jpegs
                 if batch.kept:
                     encoded.append(_encode(batch, autoencoder, info.kind, device, flips, seed, 1 if grey else 3))
+                    if encoder is not None:
+                        encoded[-1] |= _encode_features(batch, encoder, flips)
                 if len(encoded) > 1:  # fetched while the device works on the batch after it
-                    encoded[-2] = [latents.cpu() for latents in encoded[-2]]
+                    encoded[-2] = {name: tensor.cpu() for name, tensor in encoded[-2].items()}
                 bar.update(len(batch.kept) + len(batch.left_out))
-            latents = [torch.cat([part[i].cpu() for part in encoded]) if encoded else torch.empty(0) for i in range(1 + flips)]
+            shown = {name: torch.cat([part[name].cpu() for part in encoded]) for name in (encoded[0] if encoded else ())}
+            latents, latents_flip = shown.pop("latents", torch.empty(0)), shown.pop("latents_flip", None)
             written.result()  # at most one shard waits to be written
             labels = torch.from_numpy(images.labels[kept])
-            written = pool.submit(writer.write, shard, latents[0], labels, info, latents[1] if flips else None, left_out)
+            shown |= pack_images(jpegs) if jpegs else {}
+            written = pool.submit(writer.write, shard, latents, labels, info, latents_flip, left_out, shown)
         written.result()
     if shards and accelerator.is_main_process:
         log.info("waiting for images took %.0f%% of the time", 100 * waited_sec / max(time.perf_counter() - start_sec, 1e-9))
@@ -134,13 +146,21 @@ def encode_images(
 
 def _encode(
     batch: _Batch, autoencoder: Autoencoder, kind: str, device: torch.device, flips: bool, seed: int, channels: int
-) -> list[Tensor]:
+) -> dict[str, Tensor]:
     """Latents [b, C or 2C, h, w] of the images, and of the mirrored ones, still on the device."""
     pixels = from_uint8(batch.images.to(device, non_blocking=True))[:, :channels]
-    latents = []
-    for flip in range(1 + flips):
+    latents = {}
+    for flip, name in enumerate(("latents", "latents_flip")[: 1 + flips]):
         moments = autoencoder.encode_moments(pixels.flip(-1) if flip else pixels)
         if kind == "sample":
             moments = draw_latents(moments, "moments", SeedRandom([(seed, number, flip) for number in batch.kept], device))
-        latents.append(moments)
+        latents[name] = moments
     return latents
+
+
+def _encode_features(batch: _Batch, encoder: Encoder | DigitsEncoder, flips: bool) -> dict[str, Tensor]:
+    """Patch tokens [b, n, E] of the images, and of the mirrored ones, still on the device."""
+    features = {"features": encoder.encode(batch.images)[1].half()}
+    if flips:
+        features["features_flip"] = encoder.encode(batch.images.flip(2))[1].half()
+    return features

@@ -17,6 +17,7 @@ import os
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -25,10 +26,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from errors import UserError
+from evaluations.images import read_rgb
 from files import hash_bytes, read_file
 from latents.arrays import check_float, parse_npy, read_channel_statistics
 from latents.contents import find_formats, way_on
 from latents.detection import SD_SCALE
+from latents.prepare.images import to_jpeg
 from latents.shards import shard_files, spread_items
 from latents.webdataset import TarIndex
 from progress import progress_bar
@@ -64,6 +67,10 @@ class LatentSource:
                 bad = int(np.flatnonzero(~np.isfinite(values).all(axis=(1, 2, 3)))[0])
                 raise UserError(f"{self._name_of(start + bad, flip)} holds NaN or Inf; make it again, or leave it out")
         return torch.from_numpy(latents[0]), torch.from_numpy(latents[1]) if self.has_flips else None
+
+    def find_images(self, resolution: int) -> Callable[[int], bytes]:
+        """What gives the image of an item, of `resolution` pixels, as a JPEG file. Raises UserError without images."""
+        raise UserError(f"keep_images=jpeg needs the images beside the latents, as REPA keeps them, and {self.name} has none")
 
     def fingerprint(self) -> str:
         """A hash of names, sizes and labels: cheap, and another one for other data."""
@@ -395,10 +402,37 @@ class REPAFolder(LatentSource):
     def _load(self, item: int) -> np.ndarray:
         return _parse_latents(self._name_of(item), self._read_bytes(self._names[item]))
 
-    def _read_labels(self) -> tuple[list[str], np.ndarray]:
-        file = f"{self.path}: dataset.json"
+    def find_images(self, resolution: int) -> Callable[[int], bytes]:
+        """From `images/` beside `vae-sd/`, with a dataset.json of its own. As in REPA, files belong together by their order."""
+        folder = self.path.parent / "images"
+        if not (folder / "dataset.json").is_file():
+            raise UserError(f"keep_images=jpeg needs {folder} with its dataset.json, as REPA's preprocessing writes it")
+        names, labels = self._read_labels(folder)
+        order, of_images = np.argsort(self._names), np.argsort(names)
+        if not np.array_equal(self.labels[order], labels[of_images]):
+            raise UserError(
+                f"{folder} and {self.path} do not hold the same items: {len(names)} images and {len(order)} latents, or other "
+                "labels; make both from one data set"
+            )
+        image_of = np.empty(len(order), dtype=np.int64)
+        image_of[order] = of_images
+
+        def read_image(item: int) -> bytes:
+            file = folder / names[image_of[item]]
+            try:
+                image = read_rgb(file)
+            except ValueError as e:
+                raise UserError(f"{file} cannot be read ({e}); mend it") from e
+            if image.size != (resolution, resolution):
+                raise UserError(f"{file} has {image.width}x{image.height} pixels instead of {resolution}x{resolution}")
+            return to_jpeg(np.asarray(image))
+
+        return read_image
+
+    def _read_labels(self, images: Path | None = None) -> tuple[list[str], np.ndarray]:
+        file = f"{images or self.path}: dataset.json"
         try:
-            entries = json.loads(self._read_bytes("dataset.json"))["labels"]
+            entries = json.loads((images / "dataset.json").read_bytes() if images else self._read_bytes("dataset.json"))["labels"]
         except (ValueError, KeyError, TypeError) as e:
             raise UserError(f'{file} is not {{"labels": [[name, label], ...]}}: {e!r}') from e
         if not entries:

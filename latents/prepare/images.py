@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
+from PIL import Image
 
 from errors import UserError
 from files import is_hidden, list_images
@@ -27,6 +28,13 @@ log = logging.getLogger(__name__)
 LABEL_FILES = ("labels.csv", "labels.json", "dataset.json", "metadata.csv")
 NAME_COLUMNS = ("file_name", "filename", "file", "path", "image", "name")
 LABEL_COLUMNS = ("label", "class", "cls", "class_id", "target", "category")
+
+
+def to_jpeg(pixels: np.ndarray) -> bytes:
+    """uint8 [H, W, 3] -> a JPEG file of quality 95 with all of the colours' resolution."""
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, format="JPEG", quality=95, subsampling=0)
+    return file.getvalue()
 
 
 class LabelledImages:

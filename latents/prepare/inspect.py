@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from errors import UserError
 from files import hash_bytes
 from latents.manifest import MANIFEST, UNFINISHED, check_files, find_changed_files, read_manifest
 from latents.shards import LatentDataset, mean_and_log_variance, spread_items
@@ -50,6 +51,8 @@ def inspect_latents(dataset: Dataset, sigma_data: float = 0.5, min_items_per_cla
         f"autoencoder {info.autoencoder}, scale factor {info.scale_factor:g}"
         + ("" if info.latents_mean is None else ", after (x - latents_mean) / latents_std of each channel"),
     ]
+    if isinstance(dataset, LatentDataset):
+        _inspect_shown(dataset, found)
     if isinstance(dataset, LatentDataset) and dataset.path.is_dir():
         _inspect_files(dataset, found)
     _inspect_classes(dataset, min_items_per_class, found)
@@ -77,6 +80,18 @@ def _inspect_files(dataset: LatentDataset, found: Findings) -> None:
         found.lines.append(f"{len(manifest['shards'])} checksums agree with {MANIFEST}")
     if left_out := manifest["left_out"]:
         found.lines.append(f"{len(left_out)} items were left out when it was made, {left_out[0]['name']} first")
+
+
+def _inspect_shown(dataset: LatentDataset, found: Findings) -> None:
+    """What alignment's encoder would be shown, or has answered."""
+    if dataset.features_shape is not None:
+        found.lines.append(f"{dataset.features_shape[0]} features of {dataset.features_shape[1]} of {dataset.info.encoder} each")
+    if dataset.stores_images:
+        found.lines.append("with images, as JPEG files")
+        try:
+            fetch_images(dataset, 256)
+        except UserError as e:
+            found.problems.append(str(e))
 
 
 def _inspect_classes(dataset: Dataset, min_items_per_class: int, found: Findings) -> None:
@@ -171,3 +186,9 @@ def fetch_spread(dataset: Dataset, num_items: int = 16) -> tuple[Tensor, list[in
     indices = spread_items(len(dataset), num_items)
     stored, labels = dataset.fetch(indices, np.zeros(len(indices), dtype=bool))
     return torch.nan_to_num(mean_and_log_variance(stored.float(), dataset.info.kind)[0]), labels.tolist()
+
+
+def fetch_images(dataset: LatentDataset, num_items: int = 16) -> np.ndarray:
+    """uint8 [n, R, R, 3], the images of items spread over the data, those of `fetch_spread`."""
+    indices = spread_items(len(dataset), num_items)
+    return dataset.fetch_with_images(indices, np.zeros(len(indices), dtype=bool))[2].numpy()

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -176,6 +176,7 @@ class ShardWriter:
         info: ShardInfo,
         latents_flip: Tensor | None = None,
         left_out: list[dict] | None = None,
+        shown: Mapping[str, Tensor] | None = None,
     ) -> None:
         """Write one shard and its record. Raises UserError as `write_shard` does, and for values that the type cannot hold.
 
@@ -183,6 +184,7 @@ class ShardWriter:
             latents, latents_flip: [b, C or 2C, H, W] float32, as they come from the autoencoder.
             labels: [b] int64.
             left_out: what is missing and why, {"name", "problem"} each.
+            shown: for alignment, as for `write_shard`.
         """
         record = {"number": shard.number, "source": shard.source, "file": None, "num_items": len(latents)}
         record["left_out"] = left_out or []
@@ -198,7 +200,7 @@ class ShardWriter:
                     + (", and another output= than that of the shards that are finished" if self._records() else "")
                 )
         stored, stored_flip = rounded
-        blob = serialize_shard(file, stored, labels, info, stored_flip)
+        blob = serialize_shard(file, stored, labels, info, stored_flip, shown)
         exact, kept = (mean_and_log_variance(x.double(), info.kind)[0] for x in (latents, stored))
         statistics, error = ChannelStatistics(), kept - exact
         statistics.add(stored, info.kind)
@@ -279,7 +281,8 @@ class ShardWriter:
             info = replace(old, **measured)
             if info == old:
                 continue
-            blob = serialize_shard(file, shard["latents"], shard["labels"], info, shard.get("latents_flip"))
+            latents = [shard.pop(name, None) for name in ("latents", "labels", "latents_flip")]
+            blob = serialize_shard(file, *latents[:2], info, latents[2], shown=shard)
             record |= {"bytes": len(blob), "hash": hash_bytes(blob)}
             write_file(self._record_file(record["number"]), json.dumps(record))  # before the shard, as in `write`
             write_file(file, blob)

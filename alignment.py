@@ -1,0 +1,102 @@
+"""Representation alignment (REPA, arXiv 2410.06940): tokens inside the network learn to resemble those of a frozen encoder.
+
+A projector maps the tokens after one block to the width of the encoder's patch tokens. The loss gains
+
+    weight x mean over tokens of -cos(projected token, patch token of the same position)
+
+Only training needs the projector: the network and its weights are those of a run without alignment.
+
+Shapes: B batch, N tokens, K tokens inside a route, D width of the network, E width of the encoder's tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from routing_module import TokenRouter
+
+
+class Projector(nn.Sequential):
+    """(B, K, width) -> (B, K, out_width), for every token alone: three linear layers with SiLU between them (REPA, appendix).
+
+    Initialised as DiT's linear layers: Xavier-uniform weights, no biases.
+    """
+
+    def __init__(self, width: int, hidden: int, out_width: int):
+        layers = [nn.Linear(width, hidden), nn.Linear(hidden, hidden), nn.Linear(hidden, out_width)]
+        super().__init__(layers[0], nn.SiLU(), layers[1], nn.SiLU(), layers[2])
+        for layer in layers:
+            nn.init.xavier_uniform_(layer.weight)
+            nn.init.zeros_(layer.bias)
+
+
+class TappedNetwork:
+    """A network as a diffusion calls it, which keeps the tokens after block `tap` of the last call.
+
+    Attributes:
+        tokens: (B, N, D), or inside a route those that are there, (B, K, D).
+        ids_keep: their positions, (B, K) int64; None where all tokens are there.
+    """
+
+    def __init__(self, net: Callable[..., tuple[Tensor, Tensor, Tensor | None]], tap: int):
+        self.net, self.tap = net, tap
+
+    def __call__(self, x: Tensor, t: Tensor, y: Tensor, **kwargs) -> Tensor:
+        out, self.tokens, self.ids_keep = self.net(x, t, y, tap=self.tap, **kwargs)
+        return out
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """What a trainer needs to align its network.
+
+    Attributes:
+        projector: trained with the network.
+        encode: what `fetch` read -> the encoder's patch tokens (B, N, E), without a gradient.
+        fetch: (indices, flips) of items -> stored latents, labels, and what `encode` takes.
+        tap: the block after which tokens are aligned, from 1.
+        weight: of the alignment in the loss.
+        stop_step: the step from which on it is left out; None: never.
+    """
+
+    projector: nn.Module
+    encode: Callable[[Tensor], Tensor]
+    fetch: Callable[[np.ndarray, np.ndarray], tuple[Tensor, Tensor, Tensor]]
+    tap: int
+    weight: float = 0.5
+    stop_step: int | None = None
+
+    def end_step(self, num_steps: int) -> int:
+        """The step from which on a run of `num_steps` is not aligned."""
+        return num_steps if self.stop_step is None else min(self.stop_step, num_steps)
+
+    def loss(self, projector: Callable[[Tensor], Tensor], net: TappedNetwork, shown: Tensor) -> Tensor:
+        """() float32, weighted, after a call of `net`.
+
+        Args:
+            projector: `self.projector` as accelerate wraps it.
+            shown: what `fetch` read for the latents of that call.
+        """
+        return self.weight * alignment_loss(projector(net.tokens), self.encode(shown), net.ids_keep)
+
+
+def alignment_loss(projected: Tensor, patches: Tensor, ids_keep: Tensor | None = None) -> Tensor:
+    """() float32: minus the cosine between tokens and the patches of their positions, averaged over both axes.
+
+    Args:
+        projected: (B, N, E), or (B, K, E) at the positions ids_keep (B, K) int64.
+        patches: (B, N, E).
+
+    Raises:
+        ValueError: tensors that are not of the same tokens, which would broadcast.
+    """
+    if ids_keep is not None:
+        patches = TokenRouter.start_route(patches, ids_keep)
+    if projected.shape != patches.shape:
+        raise ValueError(f"tokens {tuple(projected.shape)} and patches {tuple(patches.shape)} are not of the same positions")
+    return -F.cosine_similarity(projected.float(), patches.float(), dim=-1).mean()
