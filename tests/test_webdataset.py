@@ -159,7 +159,7 @@ def test_moments_are_detected_and_logged(tmp_path):
     two_tars(tmp_path)
     dataset = TarLatents(tmp_path)
     said = dict(kind="moments", scale_factor=SD_SCALE, autoencoder=SD_VAE, resolution=32, num_classes=5)
-    assert vars(dataset.info) == said | dict(latents_mean=None, latents_std=None)
+    assert vars(dataset.info) == said | dict(latents_mean=None, latents_std=None, encoder=None)
     assert dataset.stored_scale == 1
     said = "\n".join(dataset.statements)
     for part in ("kind=moments: 8 channels, the last 4 between -", "as log-variances are", "assumed, as latents have 4 channels"):
@@ -195,7 +195,7 @@ def test_what_is_given_goes_before_what_is_detected():
     latents = sd_moments(9)
     given = dict(kind="sample", scale_factor=0.3, autoencoder="mine", resolution=64, num_classes=10, stored_scale=2.0)
     info, stored_scale, statements = settle(latents, **given)
-    assert vars(info) | {"stored_scale": stored_scale} == given | dict(latents_mean=None, latents_std=None)
+    assert vars(info) | {"stored_scale": stored_scale} == given | dict(latents_mean=None, latents_std=None, encoder=None)
     assert sum("as given" in s for s in statements) == 6
     assert any(s.startswith("warning: kind=sample, but the values look like kind=moments") for s in statements)
 
