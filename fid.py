@@ -33,7 +33,7 @@ from omegaconf import DictConfig
 import evaluations
 from errors import UserError
 from evaluations.images import open_images
-from evaluations.suite import format_metric, format_metrics, metrics_of, short_count
+from evaluations.suite import counted_name, format_metric, format_metrics, metrics_of
 from files import append_line, lock_output, markdown_table, read_lines, write_file
 from latents import autoencoders
 from sampling.evaluator import Evaluator
@@ -75,11 +75,13 @@ def main(cfg: DictConfig) -> None:
         "num_samples": num_samples,
         "precision": cfg.precision,
         "autoencoder": cfg.autoencoder,
-        "detector": cfg.evaluation.detector,
+        "detector": "+".join(cfg.evaluation.all_detectors),
         "detector_weights": cfg.evaluation.weights,
         "detector_precision": cfg.evaluation.precision,
         "reference": reference.fingerprint(),
     }
+    if "dinov2" in cfg.evaluation.all_detectors:  # results without it are those of earlier versions, and stay finished
+        conditions["dinov2_weights"] = cfg.evaluation.dinov2_weights
     output = Path(cfg.output) if cfg.output else default_folder(cfg, folders)
     lock = lock_output(output, "evaluating into") if accelerator.is_main_process else None
     results = Results(output, conditions, images.fingerprint() if images else None)
@@ -88,8 +90,8 @@ def main(cfg: DictConfig) -> None:
     if missing:
         for run_cfg in runs.values():  # before a detector and a reference that take minutes
             autoencoders.find(cfg.autoencoder or run_cfg.data.autoencoder, "autoencoder")
-        detector = build.build_detector(cfg.evaluation, accelerator)
-        evaluator = Evaluator.open(accelerator, detector, reference, cfg.batch_size)
+        detectors = build.build_detectors(cfg.evaluation, accelerator)
+        evaluator = Evaluator.open(accelerator, detectors, reference, cfg.batch_size)
     for settings, load_sampler in (points[i] for i in missing):
         cost = {}
         if images:
@@ -102,7 +104,8 @@ def main(cfg: DictConfig) -> None:
             results.add(settings, metrics, cost)
             log.info("%s: %s", in_words(shown(settings)), format_metrics(metrics))
     if accelerator.is_main_process:
-        sys.stdout.write(results.write([settings for settings, _ in points], metrics_of(cfg.evaluation.detector)[0].name))
+        plotted = metrics_of(cfg.evaluation.all_detectors[0])[0].name
+        sys.stdout.write(results.write([settings for settings, _ in points], plotted))
         lock.close()
     accelerator.end_training()
 
@@ -129,10 +132,11 @@ def as_list(value) -> list:
 
 def with_settings_of_run(cfg: schema.FidConfig, run_cfg: schema.TrainConfig | None) -> schema.FidConfig:
     """Take from the run what the command leaves open."""
-    stored = run_cfg.evaluation.model_dump() if run_cfg else {"reference": None, "detector": "inception", "weights": None}
-    detector = {key: getattr(cfg.evaluation, key) or stored[key] for key in ("detector", "weights")}
-    evaluation = cfg.evaluation.model_copy(update=detector)
-    return cfg.model_copy(update={"evaluation": evaluation, "reference": cfg.reference or stored["reference"]})
+    own, stored = cfg.evaluation, run_cfg.evaluation.model_dump() if run_cfg else {"detector": "inception"}
+    given = {key: getattr(own, key) or stored.get(key) for key in ("detector", "weights", "dinov2_weights")}
+    given["detectors"] = own.detectors if own.detector or own.detectors else stored.get("detectors")
+    evaluation = own.model_copy(update=given)
+    return cfg.model_copy(update={"evaluation": evaluation, "reference": cfg.reference or stored.get("reference")})
 
 
 def sweep(
@@ -241,7 +245,7 @@ class Results:
         table = markdown_table(names, [[format_cell(name, row.get(name, "")) for name in names] for row in rows])
         write_file(self.folder / "results.md", table)
         if len(points) > 1:
-            png = plot(settings, [line["metrics"][plotted] for line in lines], f"{plotted}{short_count(count['num_samples'])}")
+            png = plot(settings, [line["metrics"][plotted] for line in lines], counted_name(plotted, count["num_samples"]))
             write_file(self.folder / "results.png", png)
         return table
 

@@ -31,6 +31,8 @@ import torch
 
 from errors import UserError
 from evaluations.detector import InceptionDetector, fetch_weights
+from evaluations.dinov2_detector import DINOv2Detector
+from evaluations.encoders import find_encoder_weights
 from evaluations.images import open_images
 from evaluations.reference import write_reference
 from evaluations.small_detector import train_detector
@@ -51,7 +53,7 @@ from progress import progress_bar
 from sampling.sampler import labelled_grid
 from setup import cli
 from setup.build import build_encoder
-from setup.schema import Autoencoder, Precision
+from setup.schema import Autoencoder, Detectors, Precision
 from setup.settings import BatchSize, Count, NumClasses, NumThreads, NumWorkers, Positive, Resolution, ShardSize, Text, Whole
 from training.speed import cores_per_process
 
@@ -316,9 +318,18 @@ def inspect(
 
 
 def reference(
-    images: Text, output: Text, resolution: Resolution | None = None, weights: Text | None = None, statistics: bool = True
+    images: Text,
+    output: Text,
+    resolution: Resolution | None = None,
+    weights: Text | None = None,
+    statistics: bool = True,
+    detectors: Detectors | None = None,
+    dinov2_weights: Text | None = None,
+    cpu_threads: NumThreads | None = None,
 ) -> None:
     """Write the images of a folder (or an .npz) as a reference batch: arr_0 and Inception's mu, sigma, mu_s, sigma_s.
+
+    With detectors=[inception,dinov2], also mu_dinov2 and sigma_dinov2.
 
     Args:
         images: a folder of PNG or JPEG files (grey and RGBA ones are converted to RGB), an .npz, or a folder of shards of
@@ -326,6 +337,8 @@ def reference(
         resolution: crop them to this size as encode does; null: they are of one size and taken as they are.
         weights: file of Inception's weights; downloaded when absent.
         statistics: `false` leaves them out: no Inception is needed, and every evaluation computes its own.
+        detectors: whose statistics are written, of inception and dinov2; null: [inception].
+        dinov2_weights: file of DINOv2's ViT-L/14; null: from the Hugging Face hub.
     """
     if not output.endswith(".npz"):
         raise UserError(f"output={output} must end in .npz")
@@ -337,9 +350,18 @@ def reference(
         image_set = open_images(images, convert_to_rgb=True, crop=resolution)
     if len(image_set) < 2:
         raise UserError(f"images={images} holds {len(image_set)} images; a reference needs at least 2")
-    detector = InceptionDetector(weights) if statistics else None
+    if detectors and not statistics:
+        raise UserError(f"detectors=[{','.join(detectors)}] and statistics=false exclude each other; leave one of them out")
+    built = []
+    if statistics:
+        device = cli.start_accelerator(cpu_threads).device
+        names = detectors or [InceptionDetector.name]
+        if DINOv2Detector.name in names:
+            built.append(DINOv2Detector(dinov2_weights, device, key="dinov2_weights"))
+        if InceptionDetector.name in names:
+            built.append(InceptionDetector(weights, device))
     Path(output).parent.mkdir(parents=True, exist_ok=True)
-    write_reference(image_set, Path(output), detector)
+    write_reference(image_set, Path(output), built)
     log.info("wrote %s", output)
 
 
@@ -358,10 +380,14 @@ def detector(reference: Text, output: Text, num_epochs: Count = 8, cpu_threads: 
     log.info("wrote %s: %.2f%% of the images held out get their own class", output, 100 * accuracy)
 
 
-def fetch(autoencoder: Autoencoder = SD_VAE) -> None:
+def fetch(autoencoder: Autoencoder = SD_VAE, encoder: Text | None = None) -> None:
     """Download the autoencoder and Inception into their caches, so that no other command needs a network.
 
     What is there already is checked, and not downloaded again.
+
+    Args:
+        encoder: timm's name of a vision transformer, to download as well: vit_large_patch14_dinov2.lvd142m for
+            evaluation.detectors=[inception,dinov2].
     """
 
     def fetch_autoencoder() -> Path | None:
@@ -369,8 +395,11 @@ def fetch(autoencoder: Autoencoder = SD_VAE) -> None:
         autoencoders.build(autoencoder, torch.device("cpu"), None, "autoencoder")  # reads it whole
         return folder
 
+    actions = [(autoencoder, fetch_autoencoder), ("Inception", fetch_weights)]
+    if encoder is not None:
+        actions.append((encoder, lambda: find_encoder_weights(encoder, None, "the key of its weights")))
     problems = []
-    for name, action in ((autoencoder, fetch_autoencoder), ("Inception", fetch_weights)):
+    for name, action in actions:
         try:
             log.info("%s is complete: %s", name, action())
         except UserError as e:

@@ -118,7 +118,8 @@ def build_sampler_and_evaluation(
     sampler = load.build_sampler(ema.net, cfg, settings, autoencoder, accelerator.device, **options)
     evaluation = None
     if cfg.eval.every:
-        evaluator = Evaluator.open(accelerator, build.build_detector(cfg.evaluation, accelerator), reference, cfg.eval.batch_size)
+        detectors = build.build_detectors(cfg.evaluation, accelerator)
+        evaluator = Evaluator.open(accelerator, detectors, reference, cfg.eval.batch_size)
         samplers = {}
         for scale in cfg.eval.cfg_scales:
             guidance = schema.CFG(name="cfg", cfg_scale=scale)

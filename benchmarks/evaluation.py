@@ -108,7 +108,7 @@ def measure_detector(settings: TimingSettings, device: torch.device) -> None:
     for _ in range(2):
         detector.features(on_device)
     measure("network alone", lambda: detector.features(on_device), device, num_images, num_batches)
-    measure("extract", lambda: extract(detector, (images for _ in range(num_batches))), device, num_images)
+    measure("extract", lambda: extract([detector], (images for _ in range(num_batches))), device, num_images)
     if settings.precision == "fp32":
         exact = detector.features(on_device).pool
         detector.precision = "bf16"

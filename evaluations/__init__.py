@@ -3,7 +3,7 @@
 images.py     uint8 images from a folder or an .npz, in batches
 npz.py        ADM's file format
 detector.py   images -> features, by Inception-v3; digits_detector.py: by a small classifier, for the embedded digits;
-              small_detector.py: by one that is trained for a set of small pictures
+              small_detector.py: by one that is trained for a set of small pictures; dinov2_detector.py: by DINOv2
 encoders.py   images -> tokens, by a frozen vision transformer of timm
 features.py   what a detector returns, and keeping it for a whole set of images
 statistics.py mean and covariance in one pass

@@ -42,6 +42,7 @@ class Encoder:
         positions: how the table of positions is resampled to another grid: `timm` (bicubic with antialias, as REPA does it) or
             `dinov2` (bicubic without, at scale (grid + 0.1) / stored grid, as the authors' code and so FD-DINOv2 do it).
         precision: of its products, fp32 | bf16, whatever autocast the caller is in.
+        compile: with torch.compile.
         key: of the configuration that names `weights`, for the messages.
 
     Attributes:
@@ -65,6 +66,7 @@ class Encoder:
         antialias: bool = True,
         positions: Literal["timm", "dinov2"] = "timm",
         precision: str = "fp32",
+        compile: bool = False,
         key: str = "weights",
     ):
         self.name, self.device, self.antialias, self.precision = name, torch.device(device), antialias, precision
@@ -76,6 +78,7 @@ class Encoder:
         self.net = net.float().to(self.device).eval().requires_grad_(False)
         self.patch_size, self.width = net.patch_embed.patch_size[0], net.embed_dim
         self.input_size, self.grid = net.patch_embed.img_size[0], net.patch_embed.grid_size[0]
+        self._forward = torch.compile(self.net.forward_features) if compile else self.net.forward_features
         self._num_prefix_tokens = net.num_prefix_tokens
         self._mean, self._std = (torch.tensor(values, device=self.device)[:, None, None] for values in (mean, std))
 
@@ -102,7 +105,7 @@ class Encoder:
                 x = F.interpolate(x, size, mode="bicubic", antialias=self.antialias)
             x = (x - self._mean) / self._std
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
-            tokens = self.net.forward_features(x).float()
+            tokens = self._forward(x).float()
         return tokens[:, 0], tokens[:, self._num_prefix_tokens :]
 
 
@@ -164,8 +167,8 @@ def find_encoder_weights(name: str, weights: str | Path | None, key: str) -> Pat
     except (OSError, HTTPError) as e:  # HTTPError is that of the hub's client, whose errors of connections are not OSErrors
         reason = f"they cannot be downloaded ({(str(e) or type(e).__name__).splitlines()[0]})"
     raise UserError(
-        f"the weights of the encoder {name} are not in the cache of the Hugging Face hub, and {reason}; get {HUB_FILE} of "
-        f"{repository} where there is a network, and set {key}=<that file>"
+        f"the weights of the encoder {name} are not in the cache of the Hugging Face hub, and {reason}; run `python "
+        f"prepare_latents.py fetch encoder={name}` once where there is a network, or set {key}=<{HUB_FILE} of {repository}>"
     )
 
 

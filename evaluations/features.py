@@ -5,7 +5,7 @@ features, C classes.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from pathlib import Path
@@ -26,14 +26,14 @@ class Features:
     Attributes:
         detector: name of the detector; only features of one detector are compared.
         pool: [N, D] float32.
-        logits: [N, C] float32; their softmax gives the class probabilities.
+        logits: [N, C] float32, where the detector has them; their softmax gives the class probabilities.
         spatial: [N, S] float32, where the detector has them.
         statistics: of `pool` and `spatial`, stored in a file or computed once for a reference; metrics then use these.
     """
 
     detector: str
     pool: Tensor
-    logits: Tensor
+    logits: Tensor | None = None
     spatial: Tensor | None = None
     statistics: dict[str, Statistics] = field(default_factory=dict)
 
@@ -46,7 +46,7 @@ class Features:
         return len(self.pool)
 
     def tensors(self) -> dict[str, Tensor]:
-        """pool, logits and, where there is one, spatial."""
+        """Those of pool, logits and spatial that there are."""
         return {name: x for name in ("pool", "logits", "spatial") if (x := getattr(self, name)) is not None}
 
     def to(self, device: torch.device | str) -> Features:
@@ -95,19 +95,24 @@ def concatenate(parts: Iterable[Features]) -> Features:
     )
 
 
-def extract(detector: Detector, batches: Iterable[np.ndarray]) -> Features:
-    """Features of all batches (uint8 [b, H, W, 3] each), on the CPU.
+def extract(detectors: Sequence[Detector], batches: Iterable[np.ndarray]) -> list[Features]:
+    """Features of all batches (uint8 [b, H, W, 3] each), on the CPU, of each detector; the batches are gone through once.
 
     Raises:
         UserError: no images; features that are not finite.
     """
-    parts: list[Features] = []
+    parts: list[list[Features]] = [[] for _ in detectors]
+
+    def compute(batch: np.ndarray) -> list[Features]:
+        return [detector.features(batch) for detector in detectors]
+
     # Copying to the CPU waits for the device, so the device gets the next batch before one is copied.
-    for computing, _ in pairwise(chain(map(detector.features, batches), [None])):
-        part = computing.to("cpu")
-        for name, x in part.tensors().items():
-            if bad := rows_not_finite(x):
-                image = sum(map(len, parts)) + bad[0]
-                raise UserError(f"the {detector.name} detector gives NaN or infinite {name} features for image {image}")
-        parts.append(part)
-    return concatenate(parts)
+    for computing, _ in pairwise(chain(map(compute, batches), [None])):
+        for done, part in zip(parts, computing):
+            part = part.to("cpu")
+            for name, x in part.tensors().items():
+                if bad := rows_not_finite(x):
+                    image = sum(map(len, done)) + bad[0]
+                    raise UserError(f"the {part.detector} detector gives NaN or infinite {name} features for image {image}")
+            done.append(part)
+    return [concatenate(done) for done in parts]

@@ -1,7 +1,8 @@
 """ADM's file format: an .npz whose `arr_0` is uint8 [N, H, W, 3], optionally with Inception statistics.
 
-`mu` [2048] and `sigma` are of the pooled features, `mu_s` [2023] and `sigma_s` of the spatial ones. Labels are `labels` (as
-written here) or `arr_1` (as ADM's samplers write them).
+`mu` [2048] and `sigma` are of the pooled features, `mu_s` [2023] and `sigma_s` of the spatial ones. Ours beside ADM's:
+`mu_dinov2` [1024] and `sigma_dinov2`, of DINOv2's class token. Labels are `labels` (as written here) or `arr_1` (as ADM's
+samplers write them).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from errors import UserError
 from evaluations.statistics import Statistics
 from files import hash_file, whole_file
 
-STATISTICS_KEYS = {"pool": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}
+STATISTICS_KEYS = {"pool": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s"), "dinov2": ("mu_dinov2", "sigma_dinov2")}
 MAX_SMALL_BYTES = 1 << 28  # of one of these; a million labels take 8 MB, the largest sigma 34
 SMALL_ARRAYS = {"labels", "arr_1", *itertools.chain(*STATISTICS_KEYS.values())}  # the others are streamed or not read
 
@@ -46,7 +47,7 @@ def write_npz(
         images: N arrays, uint8 [H, W, 3].
         shape: (N, H, W, 3).
         labels: [N] integers, stored as `labels`.
-        statistics: Inception's, `pool` and `spatial`, stored under ADM's names.
+        statistics: `pool` and `spatial` of Inception, stored under ADM's names, and `dinov2`.
 
     Raises:
         UserError: images or labels of another shape, type or number; the file cannot be written.
@@ -77,7 +78,7 @@ class NpzImages:
     Attributes:
         shape: (N, H, W, 3); N = 0 where the file holds statistics only.
         labels: [N] int64, or None.
-        statistics: `pool` and `spatial`, as far as the file holds them.
+        statistics: `pool` and `spatial` of Inception and `dinov2`, as far as the file holds them.
 
     Raises:
         UserError: it cannot be used; the message names the file and the key.
@@ -92,7 +93,7 @@ class NpzImages:
             if "arr_0" in names:
                 with archive.open("arr_0.npy") as f:
                     self.shape = self._check_header(*_read_header(f))
-            elif "pool" in self.statistics:
+            elif self.statistics.keys() & {"pool", "dinov2"}:
                 self.shape = (0, 0, 0, 3)
             else:
                 held = ", ".join(sorted(names)) or "nothing"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from safetensors.torch import save
 
 from errors import UserError
 from evaluations.detector import LAYER_SIZES, InceptionDetector
+from evaluations.dinov2_detector import DINOV2_WIDTH, DINOv2Detector
 from evaluations.features import Detector, Features, extract
 from evaluations.images import ImageSet, read_ahead
 from evaluations.npz import STATISTICS_KEYS, statistics_by_key, write_npz
@@ -24,19 +25,25 @@ from progress import SLOW_SEC, progress_bar, say_if_slow
 log = logging.getLogger(__name__)
 
 FORMAT = "1"  # of the cache; another one is not read
+# Of a detector: layer -> name of its statistics in a file. Other detectors have none there.
+STORED = {InceptionDetector.name: {"pool": "pool", "spatial": "spatial"}, DINOv2Detector.name: {"pool": "dinov2"}}
+STORED_SIZES = LAYER_SIZES | {"dinov2": DINOV2_WIDTH}
 
 
 def features_of_images(
     images: ImageSet,
-    detector: Detector,
+    detectors: Sequence[Detector],
     batch_size: int = 64,
     start: int = 0,
     stop: int | None = None,
     show_progress: bool = True,
-) -> Features:
-    """Features of images start .. stop - 1, computed in this process; none for an .npz that holds statistics only."""
+) -> list[Features]:
+    """Features of images start .. stop - 1 by each detector, computed in this process, the images being read once.
+
+    There are none for an .npz that holds statistics only.
+    """
     if len(images) == 0:
-        return Features(detector.name, pool=torch.empty(0, 0), logits=torch.empty(0, 0))
+        return [Features(detector.name, pool=torch.empty(0, 0), logits=torch.empty(0, 0)) for detector in detectors]
     count = (len(images) if stop is None else stop) - start
     bar = progress_bar(
         total=count, desc=f"features of {images.path.name}", unit="images", delay=SLOW_SEC, leave=False, disable=not show_progress
@@ -48,14 +55,14 @@ def features_of_images(
             bar.update(len(batch))
 
     with bar:
-        return extract(detector, batches())
+        return extract(detectors, batches())
 
 
 def load_reference(
     images: ImageSet,
     detector: Detector,
     batch_size: int = 64,
-    compute: Callable[[ImageSet, Detector, int], Features] = features_of_images,
+    compute: Callable[[ImageSet, Sequence[Detector], int], list[Features]] = features_of_images,
     agree: Callable[[bool], bool] = bool,
     is_main: bool = True,
 ) -> Features | None:
@@ -68,13 +75,22 @@ def load_reference(
         compute: gives features that are not cached; with several processes, one that shares the work between them.
         agree: gives every process the main one's answer to whether they are cached.
         is_main: the other processes neither read nor write the cache, and get None.
+
+    Raises:
+        UserError: the file holds neither images nor statistics of this detector.
     """
     stored = stored_statistics(images, detector)
+    if len(images) == 0 and not stored:
+        raise UserError(
+            f"{images.path} holds statistics of other detectors and no images: the {detector.name} detector has nothing to "
+            "compare with; make a reference of the images: python prepare_latents.py reference images=<folder> "
+            "output=<file.npz> 'detectors=[inception,dinov2]'"
+        )
     with say_if_slow(log, "reading the features of %s", images.path):
         features = read_cache(images, detector) if is_main else None
     is_cached = agree(features is not None)
     if not is_cached:
-        features = compute(images, detector, batch_size)
+        (features,) = compute(images, [detector], batch_size)
     if not is_main:
         return None
     if not is_cached:
@@ -86,17 +102,19 @@ def load_reference(
 
 
 def stored_statistics(images: ImageSet, detector: Detector) -> dict[str, Statistics]:
-    """The statistics in the file, as ADM's evaluator uses them. They are Inception's, so other detectors get none."""
-    if images.statistics and detector.name != InceptionDetector.name:
+    """The statistics of this detector in the file, as ADM's evaluator uses Inception's."""
+    if images.statistics and detector.name not in STORED:
         log.info("%s: its mu and sigma are Inception's; the %s detector does not use them", images.path, detector.name)
-        return {}
-    for layer, known in images.statistics.items():
-        if len(known.mu) != LAYER_SIZES[layer]:
+    names = STORED.get(detector.name, {})
+    found = {layer: images.statistics[name] for layer, name in names.items() if name in images.statistics}
+    for layer, known in found.items():
+        if len(known.mu) != (size := STORED_SIZES[names[layer]]):
+            network = "Inception" if detector.name == InceptionDetector.name else "DINOv2"
             raise UserError(
-                f"{images.path}: {STATISTICS_KEYS[layer][0]} has {len(known.mu)} entries, Inception's {layer} features "
-                f"{LAYER_SIZES[layer]}; take the statistics out of the file or make them with ADM's evaluator"
+                f"{images.path}: {STATISTICS_KEYS[names[layer]][0]} has {len(known.mu)} entries, {network}'s {layer} features "
+                f"{size}; take the statistics out of the file or make them again: python prepare_latents.py reference"
             )
-    return images.statistics
+    return found
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -144,17 +162,17 @@ def write_cache(images: ImageSet, detector: Detector, features: Features) -> Non
         log.warning("%s; the features will be computed at every start", e)
 
 
-def write_reference(images: ImageSet, output: Path, detector: InceptionDetector | None = None, batch_size: int = 64) -> None:
+def write_reference(images: ImageSet, output: Path, detectors: Sequence[Detector] = (), batch_size: int = 64) -> None:
     """Make a reference batch of a set of images, in ADM's format. Raises UserError where the output exists.
 
     Args:
-        detector: Inception, to store mu, sigma, mu_s and sigma_s as well; other evaluators then need not compute them.
+        detectors: Inception, to store mu, sigma, mu_s and sigma_s as well, and DINOv2, to store mu_dinov2 and sigma_dinov2;
+            evaluations then need not compute them.
     """
     if output.exists():
         raise UserError(f"{output} exists; nothing was written")
     statistics = {}
-    if detector is not None:
-        features = features_of_images(images, detector, batch_size)
-        statistics = {layer: statistics_of(getattr(features, layer)) for layer in STATISTICS_KEYS}
+    for features in features_of_images(images, detectors, batch_size) if detectors else ():
+        statistics |= {name: statistics_of(getattr(features, layer)) for layer, name in STORED[features.detector].items()}
     singles = (image for batch in read_ahead(images.batches(batch_size)) for image in batch)
     write_npz(output, singles, images.shape, images.labels, statistics)

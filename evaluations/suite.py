@@ -63,7 +63,7 @@ class Metric:
     """A metric of the features of one detector.
 
     Attributes:
-        name: must not end in a digit; full names append the sample count.
+        name: full names append the sample count.
         format: a format specification, for people; files keep full precision.
         compute: the value, or None where there is too little to compute it from.
     """
@@ -84,6 +84,9 @@ METRICS: dict[str, Metric] = {
         Metric("inception_score", "inception", "higher", ".2f", FeaturePair.inception_score),
         Metric("precision", "inception", "higher", ".3f", lambda pair: pair.precision_recall[0]),
         Metric("recall", "inception", "higher", ".3f", lambda pair: pair.precision_recall[1]),
+        Metric("fd_dinov2", "dinov2", "lower", ".2f", lambda pair: pair.frechet_distance("pool")),
+        Metric("precision_dinov2", "dinov2", "higher", ".3f", lambda pair: pair.precision_recall[0]),
+        Metric("recall_dinov2", "dinov2", "higher", ".3f", lambda pair: pair.precision_recall[1]),
         Metric("fd_digits", "digits", "lower", ".2f", lambda pair: pair.frechet_distance("pool")),
         Metric("precision_digits", "digits", "higher", ".3f", lambda pair: pair.precision_recall[0]),
         Metric("recall_digits", "digits", "higher", ".3f", lambda pair: pair.precision_recall[1]),
@@ -169,7 +172,8 @@ def caveats(reference: Features, samples: Features) -> list[str]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Full names: `fid50k/cfg1.5` is FID of 50,000 samples under guidance scale 1.5; `fd_digits250` names no guidance.
+# Full names: `fid50k/cfg1.5` is FID of 50,000 samples under guidance scale 1.5; `fd_digits250` names no guidance. After a
+# digit, an underscore comes first: `fd_dinov2_50k`.
 
 _FULL_NAME = re.compile(r"(?P<metric>[a-z]\w*?[a-z_])(?P<count>\d+)(?P<thousands>k?)(?:/(?P<guidance>.+))?")
 
@@ -185,7 +189,12 @@ class MetricName(NamedTuple):
 def metric_name(metric: str, num_samples: int, guidance: float | str) -> str:
     """`fid5k/cfg1.5`. `guidance` is the scale of classifier-free guidance (1 is none), or words for any other."""
     words = guidance if isinstance(guidance, str) else f"cfg{float(guidance)}"
-    return f"{metric}{short_count(num_samples)}/{words}"
+    return f"{counted_name(metric, num_samples)}/{words}"
+
+
+def counted_name(metric: str, num_samples: int) -> str:
+    """`fid5k`, `fd_dinov2_5k`: a metric and its number of samples."""
+    return f"{metric}{'_' if metric[-1].isdigit() else ''}{short_count(num_samples)}"
 
 
 def short_count(count: int) -> str:
@@ -195,9 +204,10 @@ def short_count(count: int) -> str:
 
 def read_metric_name(name: str) -> MetricName | None:
     """The parts of a full name; None where it is none (`loss`)."""
-    if not (parts := _FULL_NAME.fullmatch(name)):
+    if name in METRICS or not (parts := _FULL_NAME.fullmatch(name)):
         return None
-    return MetricName(parts["metric"], int(parts["count"]) * (1000 if parts["thousands"] else 1), parts["guidance"] or "")
+    metric = parts["metric"].removesuffix("_")
+    return MetricName(metric, int(parts["count"]) * (1000 if parts["thousands"] else 1), parts["guidance"] or "")
 
 
 def find_metric(name: str) -> Metric | None:

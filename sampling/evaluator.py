@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -39,27 +39,29 @@ def until_stopped(batches: Iterable[T], stop: Callable[[], bool]) -> Iterator[T]
 
 @dataclass
 class Evaluator:
-    """A detector and the features of the reference. Every process calls it; they share the work, and each gets the result.
+    """Detectors and the features of the reference. Every process calls it; they share the work, and each gets the result.
+
+    Each image is made once and goes through all detectors.
 
     Attributes:
-        reference: None in all but the main process, which alone computes metrics.
+        references: by each detector; None in all but the main process, which alone computes metrics.
     """
 
     accelerator: Accelerator
-    detector: Detector
-    reference: Features | None
+    detectors: Sequence[Detector]
+    references: Sequence[Features | None]
     batch_size: int
 
     @classmethod
-    def open(cls, accelerator: Accelerator, detector: Detector, reference: ImageSet, batch_size: int) -> Evaluator:
-        """Load the features of the reference from its cache, or compute them together, as the main process decides."""
+    def open(cls, accelerator: Accelerator, detectors: Sequence[Detector], reference: ImageSet, batch_size: int) -> Evaluator:
+        """Load the features of the reference from their caches, or compute them together, as the main process decides."""
 
         def agree(is_cached: bool) -> bool:  # on other nodes the folder may be another one
             return broadcast_object_list([is_cached])[0]
 
         compute = partial(shared_features_of_images, accelerator)
-        features = load_reference(reference, detector, batch_size, compute, agree, accelerator.is_main_process)
-        return cls(accelerator, detector, features, batch_size)
+        how = (batch_size, compute, agree, accelerator.is_main_process)
+        return cls(accelerator, detectors, [load_reference(reference, detector, *how) for detector in detectors], batch_size)
 
     def of_samples(self, sampler: ImageSampler, num_samples: int, stop: Callable[[], bool] = lambda: False) -> dict[str, float]:
         """Metrics of the images of seeds 0 .. num_samples - 1, each of a random class drawn from its seed.
@@ -72,12 +74,12 @@ class Evaluator:
         """
         labels = [class_of_seed(seed, sampler.num_classes) for seed in range(num_samples)]
 
-        def compute(start: int, end: int) -> Features:
+        def compute(start: int, end: int) -> list[Features]:
             batches = [range(i, min(i + self.batch_size, end)) for i in range(start, end, self.batch_size)]
             is_main = self.accelerator.is_main_process
             bar = progress_bar(batches, desc="evaluation", unit="batch", leave=False, disable=not is_main)
             images = (sampler(list(seeds), [labels[seed] for seed in seeds]) for seeds in until_stopped(bar, stop))
-            return extract(self.detector, images)
+            return extract(self.detectors, images)
 
         return self._metrics(shared_features(self.accelerator, num_samples, compute), torch.tensor(labels))
 
@@ -86,23 +88,27 @@ class Evaluator:
 
         As in ADM's evaluator, statistics that the file stores are used, if all of its images are evaluated.
         """
-        features = shared_features_of_images(self.accelerator, images, self.detector, self.batch_size, num_samples)
+        features = shared_features_of_images(self.accelerator, images, self.detectors, self.batch_size, num_samples)
         if num_samples == len(images):
-            features = replace(features, statistics=stored_statistics(images, self.detector))
+            stored = [stored_statistics(images, detector) for detector in self.detectors]
+            features = [replace(one, statistics=known) for one, known in zip(features, stored)]
         labels = None if images.labels is None else torch.from_numpy(images.labels[:num_samples])
         return self._metrics(features, labels)
 
-    def _metrics(self, samples: Features, labels: torch.Tensor | None) -> dict[str, float]:
-        compute = partial(evaluate, self.reference, samples, labels, self.accelerator.device)
-        with say_if_slow(log, "computing the metrics of %d images", len(samples)):
+    def _metrics(self, samples: Sequence[Features], labels: torch.Tensor | None) -> dict[str, float]:
+        def compute() -> dict[str, float]:
+            found = [evaluate(*pair, labels, self.accelerator.device) for pair in zip(self.references, samples)]
+            return {name: value for metrics in found for name, value in metrics.items()}
+
+        with say_if_slow(log, "computing the metrics of %d images", len(samples[0])):
             return broadcast_object_list([compute() if self.accelerator.is_main_process else None])[0]
 
 
-def shared_features(accelerator: Accelerator, count: int, compute: Callable[[int, int], Features]) -> Features:
+def shared_features(accelerator: Accelerator, count: int, compute: Callable[[int, int], list[Features]]) -> list[Features]:
     """Features of items 0 .. count - 1 in order, on every process; each process computes one stretch of them.
 
     Args:
-        compute: (start, stop) -> the features of items start .. stop - 1.
+        compute: (start, stop) -> the features of items start .. stop - 1, by each detector.
     """
     num_processes = accelerator.num_processes
     if num_processes == 1 or count < num_processes:
@@ -114,13 +120,17 @@ def shared_features(accelerator: Accelerator, count: int, compute: Callable[[int
     rows = torch.empty(count, dtype=torch.int64)  # of the items in what is gathered
     for rank, start in enumerate(starts):
         rows[start : start + length] = torch.arange(rank * length, (rank + 1) * length)
-    tensors = {name: accelerator.gather(x.to(accelerator.device)).cpu()[rows] for name, x in own.tensors().items()}
-    return Features(own.detector, **tensors)
+
+    def gather(features: Features) -> Features:
+        tensors = {name: accelerator.gather(x.to(accelerator.device)).cpu()[rows] for name, x in features.tensors().items()}
+        return Features(features.detector, **tensors)
+
+    return [gather(features) for features in own]
 
 
 def shared_features_of_images(
-    accelerator: Accelerator, images: ImageSet, detector: Detector, batch_size: int, count: int | None = None
-) -> Features:
+    accelerator: Accelerator, images: ImageSet, detectors: Sequence[Detector], batch_size: int, count: int | None = None
+) -> list[Features]:
     """Features of the first `count` images on disk, by default all, shared between the processes."""
-    compute = partial(features_of_images, images, detector, batch_size, show_progress=accelerator.is_main_process)
+    compute = partial(features_of_images, images, detectors, batch_size, show_progress=accelerator.is_main_process)
     return shared_features(accelerator, len(images) if count is None else count, compute)

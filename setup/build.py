@@ -23,7 +23,8 @@ from errors import UserError
 from evaluations.detector import InceptionDetector, fetch_weights
 from evaluations.digits_detector import DigitsDetector
 from evaluations.digits_encoder import DigitsEncoder
-from evaluations.encoders import Encoder
+from evaluations.dinov2_detector import DINOV2, DINOv2Detector
+from evaluations.encoders import Encoder, find_encoder_weights
 from evaluations.features import Detector
 from evaluations.images import ImageSet, open_images
 from evaluations.small_detector import MAKE, SmallDetector
@@ -446,17 +447,26 @@ def build_autoencoder(cfg: schema.TrainConfig, device: torch.device) -> autoenco
         raise UserError(f"{e}; or train without looking at samples: sample.every=0 eval.every=0") from e
 
 
-def build_detector(settings: schema.DetectorSettings, accelerator: Accelerator) -> Detector:
+def build_detectors(settings: schema.DetectorSettings, accelerator: Accelerator) -> list[Detector]:
     """What evaluation.* asks for, on this process's device. Raises UserError where the weights cannot be had."""
-    if settings.detector == DigitsDetector.name:
+    return [_build_detector(name, settings, accelerator) for name in settings.all_detectors]
+
+
+def _build_detector(name: str, settings: schema.DetectorSettings, accelerator: Accelerator) -> Detector:
+    how = (accelerator.device, settings.precision, settings.compile)
+    if name == DigitsDetector.name:
         return DigitsDetector(accelerator.device)
-    if set_of(settings.detector):
+    if set_of(name):
         if settings.weights is None:
-            raise UserError(f"evaluation.detector={settings.detector} needs evaluation.weights=<its file>; make it: {MAKE}")
-        return SmallDetector(settings.detector, settings.weights, accelerator.device)
-    with accelerator.local_main_process_first():  # one process of a machine downloads, the others find the file
+            raise UserError(f"evaluation.detector={name} needs evaluation.weights=<its file>; make it: {MAKE}")
+        return SmallDetector(name, settings.weights, accelerator.device)
+    if name == DINOv2Detector.name:
+        with accelerator.local_main_process_first():  # one process of a machine downloads, the others find the file
+            weights = find_encoder_weights(DINOV2, settings.dinov2_weights, "evaluation.dinov2_weights")
+        return DINOv2Detector(weights, *how)
+    with accelerator.local_main_process_first():
         weights = settings.weights or fetch_weights(accelerator.is_local_main_process)
-    return InceptionDetector(weights, accelerator.device, settings.precision, settings.compile)
+    return InceptionDetector(weights, *how)
 
 
 def open_reference(path: str | None, key: str) -> ImageSet:

@@ -75,7 +75,12 @@ def _is_autoencoder(value: str) -> bool:
 
 
 def _is_detector(value: str) -> bool:
-    return value in ("inception", "digits") or set_of(value) is not None
+    return value in ("inception", "dinov2", "digits") or set_of(value) is not None
+
+
+def _is_detectors(value: list) -> bool:
+    # The others are for one set of small pictures each.
+    return value in (["inception"], ["dinov2"], ["inception", "dinov2"], ["dinov2", "inception"])
 
 
 def _is_routes(value: list) -> bool:
@@ -139,7 +144,8 @@ Bound = Annotated[
 ]
 Weights = Literal["ema", "raw"]
 Precision = Literal["fp32", "bf16"]
-Detector = Annotated[str, Accepts(_is_detector, "inception | digits | small-<set>, such as small-fashion")]
+Detector = Annotated[str, Accepts(_is_detector, "inception | dinov2 | digits | small-<set>, such as small-fashion")]
+Detectors = Annotated[list, Accepts(_is_detectors, "a list of inception, dinov2 or both: [inception,dinov2]")]
 # training.speed.compile_network
 Compile = Literal[
     "auto", "none", "blocks", "segments", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
@@ -407,9 +413,16 @@ class Eval(Settings):
 
 class DetectorSettings(Settings):
     detector: Compared[Detector]
+    detectors: Compared[Detectors | None] = None
     weights: Text | None
+    dinov2_weights: Text | None = None
     precision: Compared[Precision]
     compile: bool
+
+    @property
+    def all_detectors(self) -> list[str]:
+        """`detectors`, else `detector` alone."""
+        return list(self.detectors or [self.detector])
 
 
 class EvaluationSettings(DetectorSettings):

@@ -167,6 +167,12 @@ def test_an_encoder_is_frozen_and_leaves_the_random_numbers_alone(tiny_file):
     assert rounded.dtype == torch.float32 and 0 < (rounded - inside).abs().max() < 0.2
 
 
+def test_what_is_compiled_is_what_encodes(tiny_file, monkeypatch):
+    plain, images = Encoder(TINY, tiny_file, 32), torch.rand(1, 32, 32, 3)
+    monkeypatch.setattr(torch, "compile", lambda function: lambda x: 2 * function(x))
+    assert torch.equal(Encoder(TINY, tiny_file, 32, compile=True).encode(images)[1], 2 * plain.encode(images)[1])
+
+
 def test_what_cannot_be_an_encoder_is_refused_in_one_line(tiny_file, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     other, pickled = tmp_path / "other.safetensors", tmp_path / "code.pth"

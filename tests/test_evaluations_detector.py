@@ -65,7 +65,7 @@ def test_features_are_those_of_torch_fidelity(weights, images, features):
 
 
 def test_features_do_not_depend_on_the_batch(detector, images, features):
-    parts = extract(detector, (images[i : i + 2] for i in (0, 2)))
+    (parts,) = extract([detector], (images[i : i + 2] for i in (0, 2)))
     for name, x in parts.tensors().items():
         torch.testing.assert_close(x, features.tensors()[name], rtol=1e-4, atol=1e-5)
 
@@ -177,4 +177,4 @@ def test_features_that_are_not_finite_are_found_and_the_image_named():
     images = np.zeros((9, 2, 2, 3), dtype=np.uint8)
     images[5] = 77
     with pytest.raises(ValueError, match="broken detector gives NaN or infinite pool features for image 5"):
-        extract(Broken(), np.split(images, 3))
+        extract([Broken()], np.split(images, 3))

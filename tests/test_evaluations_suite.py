@@ -90,7 +90,7 @@ def test_training_the_detector_again_gives_an_equally_good_one_every_time():
 def test_features_do_not_depend_on_the_batch(detector, digits):
     images = digits[0][:50]
     whole = detector.features(images)
-    parts = extract(detector, np.split(images, [1, 20]))
+    (parts,) = extract([detector], np.split(images, [1, 20]))
     torch.testing.assert_close(parts.pool, whole.pool, rtol=1e-5, atol=1e-5)
     assert whole.pool.shape == (50, 64)
     assert whole.logits.shape == (50, 10)
@@ -163,6 +163,8 @@ def test_the_first_metric_of_a_detector_is_its_primary_one_and_distances_are_bet
         ("sfid5k/cfg1.25", ("sfid", 5_000, "cfg1.25")),
         ("fd_digits250/sparse,0.0,0.5,1.5", ("fd_digits", 250, "sparse,0.0,0.5,1.5")),
         ("precision_digits1500/guided", ("precision_digits", 1_500, "guided")),
+        ("fd_dinov2_50k/cfg1.0", ("fd_dinov2", 50_000, "cfg1.0")),
+        ("recall_dinov2_70/cfg1.5", ("recall_dinov2", 70, "cfg1.5")),
     ],
 )
 def test_full_names_are_read_as_they_are_made(name, parts):
@@ -174,6 +176,7 @@ def test_full_names_are_read_as_they_are_made(name, parts):
 def test_a_name_without_guidance_and_a_plain_one_are_found_and_other_columns_are_no_metrics():
     assert read_metric_name("fd_digits250") == MetricName("fd_digits", 250, "")
     assert find_metric("fd_digits250") is find_metric("fd_digits") is METRICS["fd_digits"]
+    assert read_metric_name("fd_dinov2") is None and find_metric("fd_dinov2") is METRICS["fd_dinov2"]
     assert read_metric_name("fid_clip5k/cfg1.0") == MetricName("fid_clip", 5_000, "cfg1.0")  # of another table
     for name in ("loss", "step", "images_per_sec", "fid_clip5k/cfg1.0", "fid/cfg1.0"):
         assert find_metric(name) is None
@@ -301,7 +304,7 @@ def test_two_writers_of_a_cache_with_one_process_id_use_two_temporary_files(npz,
     monkeypatch.setattr(os, "getpid", lambda: 7)  # as in two containers
     monkeypatch.setattr(os, "replace", lambda source, target: temporary.append(source) or replace(source, target))
     images, detector = NpzImages(npz), FakeInception()
-    features = reference.features_of_images(images, detector)
+    (features,) = reference.features_of_images(images, [detector])
     for _ in range(2):
         reference.write_cache(images, detector, features)
     assert len({*temporary}) == 2 and {file.parent for file in temporary} == {npz.parent}
@@ -323,19 +326,19 @@ def test_statistics_of_a_large_reference_are_computed_once_and_cached(detector, 
 
 
 def test_features_can_be_computed_by_several_processes(npz):
-    def shared(images, detector, batch_size):
+    def shared(images, detectors, batch_size):
         shares = ((0, 13), (13, 20))
-        return concatenate(reference.features_of_images(images, detector, batch_size, *share) for share in shares)
+        return [concatenate(reference.features_of_images(images, detectors, batch_size, *share)[0] for share in shares)]
 
     features = reference.load_reference(NpzImages(npz), FakeInception(), batch_size=3, compute=shared)
-    alone = reference.features_of_images(NpzImages(npz), FakeInception())
+    (alone,) = reference.features_of_images(NpzImages(npz), [FakeInception()])
     torch.testing.assert_close(features.pool, alone.pool)
 
 
 def test_stored_statistics_of_a_reference_are_inceptions_only(tmp_path, detector, digits):
     images = digits[0][:20]
     file = tmp_path / "reference.npz"
-    reference.write_reference(open_written(tmp_path, images), file, FakeInception())
+    reference.write_reference(open_written(tmp_path, images), file, [FakeInception()])
     stored = NpzImages(file).statistics
     assert [len(known.mu) for known in stored.values()] == [2048, 2023]
     features = reference.load_reference(NpzImages(file), FakeInception())

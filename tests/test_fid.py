@@ -237,12 +237,13 @@ from evaluations.features import Features
 accelerator, detector = Accelerator(), DigitsDetector()
 images = open_images('evaluations/digits_reference.npz')
 for stop in (1, 2, 7, 101):
-    together = shared_features_of_images(accelerator, images, detector, 16, stop)
-    alone = features_of_images(images, detector, 16, 0, stop)
+    (together,) = shared_features_of_images(accelerator, images, [detector], 16, stop)
+    (alone,) = features_of_images(images, [detector], 16, 0, stop)
     assert torch.allclose(together.pool, alone.pool, atol=1e-4), stop
     column = lambda start, stop: torch.arange(start, stop)[:, None].float()
-    rows = lambda start, stop: Features('x', column(start, stop), column(start, stop))
-    assert shared_features(accelerator, stop, rows).pool[:, 0].tolist() == list(range(stop)), stop
+    rows = lambda start, stop: [Features('x', column(start, stop), column(start, stop)), Features('y', -column(start, stop))]
+    x, y = shared_features(accelerator, stop, rows)
+    assert x.pool[:, 0].tolist() == list(range(stop)) and torch.equal(y.pool, -x.pool), stop
 accelerator.end_training()
 """
     script = tmp_path / "check.py"

@@ -233,7 +233,7 @@ def test_the_detector_of_another_set_and_another_size_are_refused(prepared):
         SmallDetector("small-fashion", file).features(np.zeros((1, 28, 28, 3), np.uint8))
     with pytest.raises(UserError, match=r"evaluation.weights=.*fashion.npz is no detector .*make it: python prepare_latents.py"):
         SmallDetector("small-fashion", prepared / "fashion.npz")
-    with pytest.raises(UserError, match="evaluation.detector='small-cifar10' is not accepted; use inception | digits | small-"):
+    with pytest.raises(UserError, match=r"'small-cifar10' is not accepted; use inception \| dinov2 \| digits \| small-"):
         schema.check(composed(["evaluation.detector=small-cifar10"]), schema.TrainConfig)
     settings = schema.check(composed(["evaluation.detector=small-fashion"]), schema.TrainConfig).evaluation
     with pytest.raises(UserError, match="evaluation.detector=small-fashion needs evaluation.weights=<its file>; make it"):

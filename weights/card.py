@@ -158,7 +158,7 @@ def _figures_of_training(checkpoint: Path, cfg: schema.TrainConfig) -> Iterator[
             "num_steps": cfg.eval.num_steps or cfg.diffusion.sampler.num_steps,
             "num_samples": num_samples,
             "precision": cfg.eval.precision,
-            "detector": cfg.evaluation.detector,
+            "detector": "+".join(cfg.evaluation.all_detectors),
             "detector_precision": cfg.evaluation.precision,
             **without_folders({"reference": cfg.evaluation.reference}),
         }
