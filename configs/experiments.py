@@ -337,10 +337,10 @@ def repa() -> Iterator[Row]:
     """SiT with alignment to DINOv2-B; REPA's own runs have no routes."""
     table, source = "REPA", "REPA (arXiv 2410.06940), 400K iterations, 250 steps of the SDE"
     differs = "trained in bf16 (REPA: fp16), with an EMA that is warmed up"
-    for size, block, figure in (("B/2", 4, 24.4), ("XL/2", 8, 7.9)):
+    for size, block, paper in (("B/2", 4, {}), ("XL/2", 8, fid(7.9))):  # of B/2, neither block nor figure could be checked
         base, name = REPA | backbone(size) | {"alignment.block": block}, f"repa/sit_{size.replace('/', '').lower()}"
         routed = f"{differs}; nobody has published this row: alignment inside the route, on the tokens that do not skip"
-        yield Row(name, table, source, base | DENSE, fid(figure), differs)
+        yield Row(name, table, source, base | DENSE, paper, differs)
         yield Row(f"{name}_tread", table, "after REPA and TREAD", base | TREAD, {}, routed, baseline=name)
 
 
