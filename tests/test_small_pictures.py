@@ -4,6 +4,7 @@ import hashlib
 import pickle
 import shutil
 import struct
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -237,7 +238,7 @@ def test_the_detector_of_another_set_and_another_size_are_refused(prepared):
         schema.check(composed(["evaluation.detector=small-cifar10"]), schema.TrainConfig)
     settings = schema.check(composed(["evaluation.detector=small-fashion"]), schema.TrainConfig).evaluation
     with pytest.raises(UserError, match="evaluation.detector=small-fashion needs evaluation.weights=<its file>; make it"):
-        build.build_detector(settings, accelerator=None)
+        build.build_detectors(settings, SimpleNamespace(device=torch.device("cpu")))
 
 
 def test_a_reference_that_cannot_train_a_detector_is_refused(prepared, tmp_path):
