@@ -175,7 +175,7 @@ def later(runs, tmp_path_factory):
         shutil.copy(REPOSITORY / name, changed)
     for name, old, new in (
         ("guidance.py", "guided = D_weak[:, :C] + scale", "guided = D_weak[:, :C] - scale"),
-        ("dit.py", "return self.unpatchify(out)", "return self.unpatchify(out) * 0"),
+        ("dit.py", "else self.unpatchify(out)", "else self.unpatchify(out) * 0"),
     ):
         text = (changed / name).read_text()
         assert old in text
