@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 
@@ -33,10 +33,14 @@ def build(backbone: str, **kwargs) -> DiT:
     Raises:
         ValueError: an unknown name, with those that exist.
     """
-    if backbone not in BACKBONES:
-        raise ValueError(f"model.backbone={backbone!r} is unknown; choose one of {', '.join(BACKBONES)}")
-    depth, width, num_heads, patch_size = BACKBONES[backbone]
-    return DiT(**{"depth": depth, "width": width, "num_heads": num_heads, "patch_size": patch_size} | kwargs)
+    return DiT(**sizes_of(backbone, BACKBONES) | kwargs)
+
+
+def sizes_of(backbone: str, backbones: Mapping[str, tuple[int, int, int, int]]) -> dict[str, int]:
+    """Depth, width, heads and patch size by name. Raises ValueError for an unknown name, with those that exist."""
+    if backbone not in backbones:
+        raise ValueError(f"model.backbone={backbone!r} is unknown; choose one of {', '.join(backbones)}")
+    return dict(zip(("depth", "width", "num_heads", "patch_size"), backbones[backbone]))
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The error that a user can cause."""
+"""The error that a user can cause, and words of errors."""
 
 
 class UserError(ValueError):
@@ -13,6 +13,11 @@ class UserError(ValueError):
 
     def __init__(self, *lines: str):
         super().__init__("\n".join(map(printable, lines)))
+
+
+def first_line(error: Exception) -> str:
+    """What an error of a library says first; its name where it says nothing."""
+    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def printable(line: str) -> str:

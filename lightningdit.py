@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dit import SIZES, Attention, DiT, DiTBlock, sincos_1d
+from dit import SIZES, Attention, DiT, DiTBlock, sincos_1d, sizes_of
 
 # name: (depth, width, heads, patch size), the sizes of DiT. XS is ours, for the embedded digits.
 BACKBONES = {f"LightningDiT-{size}/{patch}": (*SIZES[size], patch) for size in ("XS", "B", "L", "XL") for patch in (1, 2)}
@@ -25,10 +25,7 @@ def build(backbone: str, **kwargs) -> LightningDiT:
     Raises:
         ValueError: an unknown name, with those that exist.
     """
-    if backbone not in BACKBONES:
-        raise ValueError(f"model.backbone={backbone!r} is unknown; choose one of {', '.join(BACKBONES)}")
-    depth, width, num_heads, patch_size = BACKBONES[backbone]
-    return LightningDiT(**{"depth": depth, "width": width, "num_heads": num_heads, "patch_size": patch_size} | kwargs)
+    return LightningDiT(**sizes_of(backbone, BACKBONES) | kwargs)
 
 
 def rotary_tables(grid_size: int, head_width: int) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from downloads import download
-from errors import UserError
+from errors import UserError, first_line
 from evaluations.features import Features, check_images, sha256_of_file
 from evaluations.metrics import full_float32
 from progress import say_if_slow
@@ -132,7 +132,7 @@ def _build_extractor(file: Path) -> nn.Module:
     try:
         weights = torch.load(file, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, KeyError, ValueError) as e:
-        reason = (str(e) or type(e).__name__).splitlines()[0]
+        reason = first_line(e)
         raise UserError(f"{file} cannot be read as PyTorch weights ({reason}); download {WEIGHTS_URL} again") from e
     # The class unpickles its file with weights_only=False; it gets a copy of what was just read safely.
     copy = io.BytesIO()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from downloads import ANSWER_SEC, answer_within
-from errors import UserError
+from errors import UserError, first_line
 from files import hash_file
 from progress import say_if_slow
 
@@ -165,7 +165,7 @@ def find_encoder_weights(name: str, weights: str | Path | None, key: str) -> Pat
     except RepositoryNotFoundError:
         reason = f"the hub has no {repository}"
     except (OSError, HTTPError) as e:  # HTTPError is that of the hub's client, whose errors of connections are not OSErrors
-        reason = f"they cannot be downloaded ({(str(e) or type(e).__name__).splitlines()[0]})"
+        reason = f"they cannot be downloaded ({first_line(e)})"
     raise UserError(
         f"the weights of the encoder {name} are not in the cache of the Hugging Face hub, and {reason}; run `python "
         f"prepare_latents.py fetch encoder={name}` once where there is a network, or set {key}=<{HUB_FILE} of {repository}>"

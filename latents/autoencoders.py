@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from downloads import ANSWER_SEC, answer_within
-from errors import UserError
+from errors import UserError, first_line
 from files import read_json
 from latents.va_vae import find_va_vae, load_va_vae
 from progress import say_if_slow
@@ -164,7 +164,7 @@ def find_files(source: str, key: str) -> Path:
         ) from e
     # HTTPError is that of the library which the hub's client uses; its errors of connections are not OSErrors.
     except (OSError, HTTPError) as e:
-        reason = f"it cannot be downloaded ({(str(e) or type(e).__name__).splitlines()[0]})"
+        reason = f"it cannot be downloaded ({first_line(e)})"
     fetch = "fetch" if source == SD_VAES[0] else f"fetch autoencoder=sd-vae:{source}"
     raise UserError(
         f"the autoencoder sd-vae:{source} is not in {where}, and {reason}; run `python prepare_latents.py {fetch}` once where "

@@ -37,13 +37,12 @@ def load_network(
         compile_mode: of `training.speed.compile_network`.
     """
     stored = checkpoints.load_weights(folder, weights)
-    with checkpoints.reading(folder / "config.yaml"), torch.device("meta"):  # absurd sizes take no memory here
-        expected = build_network(cfg).state_dict()
-    checkpoints.check_tensors(folder / checkpoints.WEIGHTS[weights], stored, expected)
-    net = build_network(cfg).eval().requires_grad_(False)
-    net.load_state_dict(stored)
+    with checkpoints.reading(folder / "config.yaml"), torch.device("meta"):  # without memory: sizes may be absurd
+        net = build_network(cfg).eval().requires_grad_(False)
+    checkpoints.check_tensors(folder / checkpoints.WEIGHTS[weights], stored, net.state_dict())
+    net.to_empty(device=device).load_state_dict(stored)
     compile_network(net, resolve_compile(compile_mode, device))
-    return net.to(device)
+    return net
 
 
 def find_second_checkpoint(settings: schema.Guidance, run_cfg: schema.TrainConfig, accelerator: Accelerator) -> schema.Guidance:

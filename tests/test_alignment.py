@@ -448,7 +448,8 @@ def test_a_run_on_features_equals_one_that_computes_them(train, tmp_path):
 
 
 def test_a_run_on_images_reads_them_in_threads_and_aligns_to_a_vision_transformer_of_timm(train, tmp_path):
-    timm = pytest.importorskip("timm")
+    import timm  # slow to import
+
     name = "vit_tiny_patch16_224.augreg_in21k"
     torch.manual_seed(0)
     save_file(timm.create_model(name, pretrained=False, num_classes=0).state_dict(), tmp_path / "vit.safetensors")

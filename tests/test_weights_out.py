@@ -362,7 +362,7 @@ def test_an_export_holds_the_ema_or_the_raw_weights_under_their_names_and_no_pri
 @pytest.mark.parametrize(
     ("value", "shown"),
     [
-        ("sd-vae:/home/me/vae", "sd-vae:vae"),
+        ("sd-vae:/models/vae", "sd-vae:vae"),
         ("sd-vae:stabilityai/sd-vae-ft-ema", "sd-vae:stabilityai/sd-vae-ft-ema"),
         ("/data/ref.npz", "ref.npz"),
         ("C:\\data\\ref.npz", "ref.npz"),

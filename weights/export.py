@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from dit import DiT
 from downloads import ANSWER_SEC, answer_within
-from errors import UserError
+from errors import UserError, first_line
 from files import why_not_written
 from latents import autoencoders
 from latents.autoencoders import Identity
@@ -168,7 +168,7 @@ def check_hub(repo_id: str) -> None:
     except (OSError, HTTPError) as e:
         if getattr(getattr(e, "response", None), "status_code", None) == 401:
             raise UserError(f"push={repo_id}: the hub does not accept your token; run `hf auth login`, or set HF_TOKEN") from e
-        raise UserError(f"push={repo_id}: the hub cannot be reached ({_first_line(e)}); {without}") from e
+        raise UserError(f"push={repo_id}: the hub cannot be reached ({first_line(e)}); {without}") from e
 
 
 def push_folder(folder: Path, repo_id: str, private: bool) -> str:
@@ -185,9 +185,5 @@ def push_folder(folder: Path, repo_id: str, private: bool) -> str:
         HfApi().upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Export", delete_patterns=CODE_NAMES)
     except (OSError, HTTPError) as e:
         again = f"`hf upload {repo_id} {folder} .`"
-        raise UserError(f"push={repo_id} failed ({_first_line(e)}); {folder} is complete: {again} uploads it") from e
+        raise UserError(f"push={repo_id} failed ({first_line(e)}); {folder} is complete: {again} uploads it") from e
     return str(url)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]

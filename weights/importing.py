@@ -11,7 +11,7 @@ import torch
 from omegaconf import OmegaConf
 
 from downloads import ANSWER_SEC, answer_within
-from errors import UserError
+from errors import UserError, first_line
 from files import lock_output, write_file
 from latents import autoencoders
 from latents.arrays import read_channel_statistics
@@ -218,7 +218,7 @@ def find_published(source: str) -> Path:
     except OfflineModeIsEnabled:
         reason = "HF_HUB_OFFLINE=1 forbids to download it"
     except (OSError, HTTPError) as e:
-        reason = f"it cannot be downloaded ({(str(e) or type(e).__name__).splitlines()[0]})"
+        reason = f"it cannot be downloaded ({first_line(e)})"
     raise UserError(
         f"source={source}: there is no such file, it is not in the hub's cache, and {reason}; download it where there is a "
         "network, and give the path of the file"

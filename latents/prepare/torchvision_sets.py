@@ -14,7 +14,7 @@ from typing import BinaryIO
 import numpy as np
 from PIL import Image
 
-from errors import UserError
+from errors import UserError, first_line
 from latents.prepare.images import LabelledImages
 
 TORCHVISION = "torchvision:"
@@ -94,7 +94,7 @@ def _open(of: type, key: str, root: Path, split: str):
     except ValueError as e:
         raise UserError(f"{key} split={split}: {e}") from e
     except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as e:
-        reason = (str(e) or type(e).__name__).splitlines()[0]
+        reason = first_line(e)
         raise UserError(
             f"{key} is not in root={root}, and cannot be downloaded ({reason}); run the same command where there is a network, "
             f"or put its unpacked files where torchvision.datasets.{of.__name__} has them, and give root=<folder>"
