@@ -155,7 +155,7 @@ FASHION = {  # Fashion-MNIST, padded to 32x32; docs/data.md makes data, referenc
     "data.input_size": 32,
     "data.num_classes": 10,
     "data.num_workers": 0,
-    "train.num_steps": 8_000,
+    "train.num_steps": 6_000,
     "train.batch_size": 64,
     "train.lr": 1e-3,
     "train.ema_decay": 0.9995,
