@@ -67,7 +67,7 @@ def test_experiments_on_imagenet_are_evaluated_along_the_way_and_with_the_papers
             assert cfg.eval.every == 120
             continue
         if name.startswith("fashion/"):
-            assert (cfg.eval.every, cfg.eval.num_samples, cfg.train.num_steps) == (1_000, 1_000, 8_000)
+            assert (cfg.eval.every, cfg.eval.num_samples, cfg.train.num_steps) == (1_000, 1_000, 6_000)
             continue
         every = {"final": 100_000, "lightning": 10_000, "cifar10": 10_000}.get(name.partition("/")[0], 50_000)
         assert (cfg.eval.every, cfg.eval.num_samples) == (every, 5_000)
