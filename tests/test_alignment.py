@@ -258,8 +258,7 @@ def test_two_processes_give_the_aligned_losses_of_one(train, tmp_path):
     assert found == pytest.approx(expected, rel=1e-4, abs=1e-7) and expected[-1] == 0
     accumulated = [*extra, "train.parallel=fsdp", "train.grad_accum_steps=2"]
     code, output = finish(start("train.py", *TINY, f"output_dir={tmp_path}", "name=fsdp", *accumulated, launcher=LAUNCH_2))
-    # With FSDP, gloo's threads may abort a process that has finished and ends: torch's message, after everything is written.
-    assert code == 0 or "terminate called without an active exception" in output, output
+    assert code == 0, output
     assert losses(tmp_path / "fsdp") == pytest.approx(losses(one), rel=1e-5)
     projectors = (final_weights(run, 12, "projector.safetensors") for run in (tmp_path / "fsdp", one))
     assert all(torch.allclose(a, b, rtol=1e-4, atol=5e-5) for a, b in zip(*(p.values() for p in projectors)))

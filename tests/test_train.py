@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -674,6 +675,7 @@ def test_signals_return_to_whoever_had_them():
     stop.close()
     assert [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)] == before
     assert signal.set_wakeup_fd(-1) == -1
+    assert "signals" not in [thread.name for thread in threading.enumerate()]  # it would free the process group, too late
 
 
 def test_a_warning_that_somebody_handles_or_ignores_stays_theirs():

@@ -61,7 +61,8 @@ class StopSignal:
         self._reader, self._writer = socket.socketpair()
         self._reader.settimeout(CHECK_PARENT_SEC)
         self._writer.setblocking(False)
-        threading.Thread(target=self._listen, name="signals", daemon=True).start()
+        self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
+        self._thread.start()
         self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         # These handlers only replace the default action.
         self._previous = {s: signal.signal(s, lambda signum, frame: None) for s in self._signals}
@@ -150,3 +151,5 @@ class StopSignal:
             signal.signal(signum, handler)
         signal.set_wakeup_fd(self._previous_fd)
         self._writer.close()
+        # A thread that outlives its owner frees the process group, and one that frees it while Python ends aborts the process.
+        self._thread.join()
