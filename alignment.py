@@ -25,11 +25,15 @@ class Projector(nn.Sequential):
     """(B, K, width) -> (B, K, out_width), for every token alone: three linear layers with SiLU between them (REPA, appendix).
 
     Initialised as DiT's linear layers: Xavier-uniform weights, no biases.
+
+    Attributes:
+        widths: what it was made with.
     """
 
     def __init__(self, width: int, hidden: int, out_width: int):
         layers = [nn.Linear(width, hidden), nn.Linear(hidden, hidden), nn.Linear(hidden, out_width)]
         super().__init__(layers[0], nn.SiLU(), layers[1], nn.SiLU(), layers[2])
+        self.widths = width, hidden, out_width
         for layer in layers:
             nn.init.xavier_uniform_(layer.weight)
             nn.init.zeros_(layer.bias)
@@ -60,6 +64,8 @@ class Alignment:
         encode: what `fetch` read -> the encoder's patch tokens (B, N, E), without a gradient.
         fetch: (indices, flips) of items -> stored latents, labels, and what `encode` takes.
         tap: the block after which tokens are aligned, from 1.
+        encoder: what the targets are of: the hash of its weights, or empty where the latents hold its tokens.
+        encoder_bytes: of its weights, on the device.
         weight: of the alignment in the loss.
         stop_step: the step from which on it is left out; None: never.
     """
@@ -68,6 +74,8 @@ class Alignment:
     encode: Callable[[Tensor], Tensor]
     fetch: Callable[[np.ndarray, np.ndarray], tuple[Tensor, Tensor, Tensor]]
     tap: int
+    encoder: str = ""
+    encoder_bytes: int = 0
     weight: float = 0.5
     stop_step: int | None = None
 

@@ -56,12 +56,12 @@ def main(cfg: DictConfig) -> None:
     )
     build.check_batch_size(cfg, accelerator.num_processes)
     build.check_parallel(cfg.train, accelerator.num_processes, accelerator.distributed_type)
-    memory_needed = memory.check_memory(cfg.train, lambda: build.build_network(cfg), accelerator)
+    alignment = build.build_alignment(cfg, dataset, accelerator)
+    memory_needed = memory.check_memory(cfg.train, lambda: build.build_network(cfg), accelerator, alignment)
     set_seed(cfg.seed)
     with say_if_slow(log, "building %s", cfg.model.backbone):
         net = build.build_network(cfg)
     speed.check_machine(cfg.train, net, accelerator.device)
-    alignment = build.build_alignment(cfg, net, dataset, accelerator)
     ema = EMA(net, cfg.train.ema_decay)
     sampler, evaluation = build_sampler_and_evaluation(cfg, ema, accelerator)
 

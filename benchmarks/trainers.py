@@ -120,8 +120,10 @@ def trainer_of(accelerator: Accelerator, cfg: schema.TrainConfig, plain: bool = 
         plain: with the blocks, the EMA and the optimiser of benchmarks/plain.py.
     """
     cfg, dataset = build.open_data(cfg)
+    build.check_alignment(cfg, dataset)
     build.check_batch_size(cfg, accelerator.num_processes)
     build.check_parallel(cfg.train, accelerator.num_processes, accelerator.distributed_type)
+    alignment = build.build_alignment(cfg, dataset, accelerator)
     set_seed(cfg.seed)
     net = build.build_network(cfg)
     speed.check_machine(cfg.train, net, accelerator.device)
@@ -130,7 +132,7 @@ def trainer_of(accelerator: Accelerator, cfg: schema.TrainConfig, plain: bool = 
     ema = (PlainEMA if plain else EMA)(net, cfg.train.ema_decay)
     diffusion, run = build.build_diffusion(cfg.diffusion), RunFolder(cfg.output_dir, cfg.name)
     run.path.mkdir(parents=True, exist_ok=True)
-    trainer = Trainer(accelerator, cfg, net, ema, diffusion, dataset, run)
+    trainer = Trainer(accelerator, cfg, net, ema, diffusion, dataset, run, alignment=alignment)
     if plain:
         make_optimizer_plain(trainer.optimizer)
     return trainer

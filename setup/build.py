@@ -290,24 +290,26 @@ def check_alignment(cfg: schema.TrainConfig, dataset: Dataset) -> None:
         )
 
 
-def build_alignment(cfg: schema.TrainConfig, net: dit.DiT, dataset: LatentDataset, accelerator: Accelerator) -> Alignment | None:
+def build_alignment(cfg: schema.TrainConfig, dataset: LatentDataset, accelerator: Accelerator) -> Alignment | None:
     """alignment.* after `check_alignment`, its encoder on this process's device; None: without."""
     settings = cfg.alignment
     if settings.name == "none" or settings.weight == 0:
         return None
+    _, width, _, patch_size = schema.BACKBONES[cfg.model.backbone]
+    options = {"tap": settings.block, "weight": settings.weight, "stop_step": settings.stop_step}
     if dataset.features_shape is not None and dataset.info.encoder == settings.encoder:
         encode, fetch, encoder_width = _as_it_is, dataset.fetch_with_features, dataset.features_shape[1]
     else:
         precision = "fp32" if cfg.train.precision == "fp32" else "bf16"
         with accelerator.local_main_process_first():  # one process of a machine downloads, the others find the file
-            encoder = build_encoder(
-                settings.encoder, settings.weights, math.isqrt(net.num_tokens), accelerator.device, precision, "alignment.encoder"
-            )
+            grid = cfg.data.input_size // patch_size
+            encoder = build_encoder(settings.encoder, settings.weights, grid, accelerator.device, precision, "alignment.encoder")
+        options |= {"encoder": encoder.weights_hash, "encoder_bytes": sum(p.nbytes for p in encoder.net.parameters())}
         encode, fetch, encoder_width = partial(_patch_tokens, encoder), dataset.fetch_with_images, encoder.width
     with torch.random.fork_rng(devices=[]):  # whatever random numbers the encoder has taken
         torch.manual_seed(2**32 + cfg.seed)  # no seed of a run
-        projector = Projector(net.pos_embed.shape[2], settings.projector_width, encoder_width)
-    return Alignment(projector, encode, fetch, settings.block, settings.weight, settings.stop_step)
+        projector = Projector(width, settings.projector_width, encoder_width)
+    return Alignment(projector, encode, fetch, **options)
 
 
 def _as_it_is(shown: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ import prepare_latents
 from alignment import Alignment, Projector, TappedNetwork, alignment_loss
 from edm import EDM
 from errors import UserError
+from evaluations import digits_encoder
 from evaluations.digits_encoder import DigitsEncoder
 from latents.autoencoders import to_uint8
 from latents.shards import LatentDataset, ShardInfo, pack_images, write_shard
@@ -241,6 +242,15 @@ def test_a_resume_without_the_alignment_or_its_projector_is_refused(train):
     with pytest.raises(UserError, match="alignment.weight: 0.5 -> 0.25"):
         train("run", *REPA, "alignment.weight=0.25")
     assert load_config(run / "checkpoints" / "step_0000004").alignment.weight == 0.5
+
+
+def test_a_resume_with_other_weights_of_the_encoder_is_refused(train, monkeypatch, tmp_path):
+    run = train("run", *REPA, "train.num_steps=4")
+    weights = load_file(digits_encoder.ENCODER_FILE)
+    save_file({name: 2 * value for name, value in weights.items()}, tmp_path / "other.safetensors")
+    monkeypatch.setattr(digits_encoder, "ENCODER_FILE", tmp_path / "other.safetensors")
+    with pytest.raises(UserError, match=f"resume: {run}.* alignment.weights=None holds another encoder than the run"):
+        train("run", *REPA)
 
 
 def test_checkpoints_from_before_alignment_have_none():

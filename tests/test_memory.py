@@ -7,9 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import composed, forget_accelerate
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import profile
 
+from alignment import Alignment, Projector
 from benchmarks.harness import open_accelerator
 from benchmarks.trainers import CommonSettings, data_overrides, open_trainer
 from setup import build, schema
@@ -18,15 +20,15 @@ from training import memory
 LATENTS = ["data=custom", "data.in_channels=4", "data.input_size=32", "data.num_classes=1000", "data.scale_factor=0.18215"]
 
 
-def estimated(*overrides, num_processes=1):
+def estimated(*overrides, num_processes=1, data=LATENTS, alignment=None):
     overrides = ["train.compile=none", *overrides]
-    cfg = schema.check(composed([*LATENTS, *overrides]), schema.TrainConfig)
-    return memory.estimate(cfg.train, partial(build.build_network, cfg), num_processes)
+    cfg = schema.check(composed([*data, *overrides]), schema.TrainConfig)
+    return memory.estimate(cfg.train, partial(build.build_network, cfg), num_processes, alignment)
 
 
-def peak_of_two_steps(*overrides):
+def peak_of_two_steps(*overrides, resolution=256):
     """The most bytes that tensors of a trainer hold at once, as torch's allocator counts them."""
-    settings = CommonSettings(overrides=list(overrides))
+    settings = CommonSettings(overrides=list(overrides), resolution=resolution)
     accelerator = open_accelerator("cpu", 1, "fp32")
     with data_overrides(settings) as data, profile(profile_memory=True) as profiled:
         trainer = open_trainer(accelerator, settings, data)
@@ -49,6 +51,22 @@ def test_the_estimate_is_within_a_tenth_of_what_the_steps_allocate(settings):
     own = ["model=tread", "model.backbone=DiT-XS/2", "train.batch_size=4", "train.precision=fp32", *settings]
     needed = sum(estimated(*own).values())
     assert needed == pytest.approx(peak_of_two_steps(*own), rel=memory.MARGIN)
+
+
+@pytest.mark.parametrize("block", [1, 4])  # before the route and inside of it
+def test_the_projector_and_the_encoder_of_alignment_are_counted(block):
+    forget_accelerate()
+    own = ["model=tread", "model.backbone=DiT-XS/2", "train.batch_size=64", "train.precision=fp32", "alignment=repa"]
+    own += ["alignment.encoder=digits", f"alignment.block={block}", "alignment.projector_width=2048"]
+    projector = Projector(96, 2048, 48)
+    alignment = Alignment(projector, encode=None, fetch=None, tap=block, encoder_bytes=290_000)
+    parts = estimated(*own, data=["data=digits"], alignment=alignment)
+    plain = estimated(*own, data=["data=digits"])
+    size = sum(p.nbytes for p in projector.parameters())
+    grown = {name: parts[name] - plain.get(name, 0) for name in parts}
+    assert {name: grown[name] for name in ("weights", "AdamW", "EMA")} == {"weights": size, "AdamW": 2 * size, "EMA": 0}
+    assert grown["encoder"] == 290_000 and grown["activations or gradients"] > 0
+    assert sum(parts.values()) == pytest.approx(peak_of_two_steps(*own, resolution=8), rel=memory.MARGIN)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -76,7 +94,7 @@ def test_what_a_forward_keeps_is_counted_without_running_it(network, precision, 
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
         kept = memory.saved_for_backward(net, lambda: net(x, t, y).sum()).total()
     with FakeTensorMode():
-        needed, _ = memory._activations(build.build_network(cfg).train(), cfg.train, 2)
+        needed, _ = memory._activations(nn.ModuleDict({"net": build.build_network(cfg).train()}), cfg.train, 2, tap=None)
     assert needed == pytest.approx(kept, rel=0.01)
 
 

@@ -38,11 +38,15 @@ def net(request):
     return net.train()
 
 
-def outputs_and_gradients(net, seed=0):
+def outputs_and_gradients(net, seed=0, tap=None):
+    """With `tap`, the tokens there are part of the output."""
     g = torch.Generator().manual_seed(seed)
     x, t, y = torch.randn(2, 3, 8, 8, generator=g), torch.randn(2, generator=g), torch.arange(2)
     drop, scores = torch.tensor([True, False]), torch.rand(2, 1, 16, generator=g)
-    out = net(x, t, y, drop_labels=drop, route_scores=scores)
+    out = net(x, t, y, drop_labels=drop, route_scores=scores, tap=tap)
+    if tap is not None:
+        assert tap not in (2, 3, 4) or torch.equal(out[2], scores[:, 0].topk(8).indices.sort().values)
+        out = torch.cat([part.flatten() for part in out[:2]])
     return [out, *torch.autograd.grad(out.square().sum(), [p for p in net.parameters() if p.requires_grad])]
 
 
@@ -113,6 +117,18 @@ def test_compiled_segments_agree_with_plain_blocks_and_end_where_routes_do(net, 
     assert len(graphs) == (2 if checkpointing == "none" else 4)
     with torch._dynamo.config.patch(error_on_recompile=True):
         outputs_and_gradients(fast, 1)
+
+
+@pytest.mark.parametrize("tap", [1, 3, 4])  # before the route, inside of it, at its end
+@pytest.mark.parametrize("mode", ["blocks", "segments", "default"])
+def test_a_compiled_network_hands_out_the_tokens_that_a_plain_one_does(net, graphs, mode, tap):
+    plain = outputs_and_gradients(net, tap=tap)
+    fast = copy.deepcopy(net)
+    compile_network(fast, mode)
+    checkpoint_activations(fast, "none")
+    for a, b in zip(outputs_and_gradients(fast, tap=tap), plain):
+        assert (a - b).norm() <= 1e-5 * b.norm() + 1e-7
+    assert graphs
 
 
 @pytest.mark.parametrize("what", ["blocks", "segments"])

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dit
+from alignment import Alignment, Projector
 from errors import UserError
 from lightningdit import LightningDiTBlock
 from training.sharding import num_shards
@@ -23,7 +24,9 @@ from training.speed import SELECTIVELY_KEPT, attention_kernel, resolve_compile
 MARGIN = 0.1
 
 
-def check_memory(train, build_network: Callable[[], dit.DiT], accelerator: Accelerator) -> str:
+def check_memory(
+    train, build_network: Callable[[], dit.DiT], accelerator: Accelerator, alignment: Alignment | None = None
+) -> str:
     """One line about the memory that each process needs; it is empty where nobody would read it.
 
     It takes less than a second, and happens without the device, before anything large is made.
@@ -31,6 +34,7 @@ def check_memory(train, build_network: Callable[[], dit.DiT], accelerator: Accel
     Args:
         train: train.* of the configuration.
         build_network: makes the network of the run; called without memory for its weights.
+        alignment: of the run, its encoder already on the device.
 
     Raises:
         UserError: the run cannot fit into the free memory of the CUDA device; with a setting that fits.
@@ -39,12 +43,13 @@ def check_memory(train, build_network: Callable[[], dit.DiT], accelerator: Accel
     if not is_cuda and not accelerator.is_main_process:
         return ""
     train = train.model_copy(update={"compile": resolve_compile(train.compile, accelerator.device)})
-    parts = estimate(train, build_network, accelerator.num_processes)
+    measure = partial(estimate, build_network=build_network, num_processes=accelerator.num_processes, alignment=alignment)
+    parts = measure(train)
     line = describe_memory(parts)
     if is_cuda:
-        free_bytes, _ = torch.cuda.mem_get_info(accelerator.device)
+        free_bytes = torch.cuda.mem_get_info(accelerator.device)[0] + parts.get("encoder", 0)
         if (1 - MARGIN) * sum(parts.values()) > free_bytes:
-            fits = _smaller_settings(train, build_network, accelerator.num_processes, (1 - MARGIN) * free_bytes)
+            fits = _smaller_settings(train, measure, accelerator.num_processes, (1 - MARGIN) * free_bytes)
             raise UserError(
                 f"train.batch_size={train.batch_size} with train.grad_accum_steps={train.grad_accum_steps} needs {line}; "
                 f"{torch.cuda.get_device_name(accelerator.device)} has {_gib(free_bytes)} GiB free. {fits}"
@@ -61,13 +66,13 @@ def _gib(num_bytes: float) -> str:
     return f"{num_bytes / 2**30:.1f}" if num_bytes >= 2**30 else f"{num_bytes / 2**30:.2g}"
 
 
-def _smaller_settings(train, build_network: Callable[[], dit.DiT], num_processes: int, available_bytes: float) -> str:
+def _smaller_settings(train, measure: Callable[..., dict[str, int]], num_processes: int, available_bytes: float) -> str:
     """What to set so that the run fits: smaller micro-batches, if need be with checkpointing."""
     num_images = train.batch_size // num_processes
     for checkpointing in dict.fromkeys([train.activation_checkpointing, "blocks"]):
         for steps in (n for n in range(train.grad_accum_steps, num_images + 1) if num_images % n == 0):
             update = {"grad_accum_steps": steps, "activation_checkpointing": checkpointing}
-            parts = estimate(train.model_copy(update=update), build_network, num_processes)
+            parts = measure(train.model_copy(update=update))
             if sum(parts.values()) <= available_bytes:
                 extra = "" if checkpointing == train.activation_checkpointing else " train.activation_checkpointing=blocks"
                 return f"Set train.grad_accum_steps={steps}{extra} ({_gib(sum(parts.values()))} GiB)"
@@ -75,36 +80,46 @@ def _smaller_settings(train, build_network: Callable[[], dit.DiT], num_processes
     return f"One image at a time does not fit either: use {more}, or a smaller model.backbone"
 
 
-def estimate(train, build_network: Callable[[], dit.DiT], num_processes: int) -> dict[str, int]:
+def estimate(
+    train, build_network: Callable[[], dit.DiT], num_processes: int, alignment: Alignment | None = None
+) -> dict[str, int]:
     """Bytes of each process when memory is fullest, by what they hold.
 
     The forward of one micro-batch runs on fake tensors, which have shapes but no values, and counts what it keeps for the
     backward. That is the same on a CPU and a GPU, with every attention kernel but `math`, which keeps its matrices.
 
-    Not counted: what the CUDA context, NCCL and the matrix libraries take (about a GiB), fragmentation, sampling and evaluation.
+    Not counted: what the CUDA context, NCCL and the matrix libraries take (about a GiB), fragmentation, sampling, evaluation, and
+    what alignment's encoder computes, which is gone before the backward needs its working memory.
 
     Args:
         train: train.* of the configuration; compile is resolved; every mode is counted as blocks.
         build_network: makes the network.
         num_processes: in all.
+        alignment: of the run.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     is_sharded, num_images = train.parallel == "fsdp", train.batch_size // num_processes // train.grad_accum_steps
     with FakeTensorMode():
         net = build_network().train()
-        weights = sum(p.nbytes for p in net.parameters())
-        gradients = sum(p.nbytes for p in net.parameters() if p.requires_grad)
+        trained = nn.ModuleDict({"net": net})
+        if alignment is not None:
+            trained["projector"] = Projector(*alignment.projector.widths)
+        averaged = sum(p.nbytes for p in net.parameters())
+        weights = sum(p.nbytes for p in trained.parameters())
+        gradients = sum(p.nbytes for p in trained.parameters() if p.requires_grad)
         block_weights = sum(p.nbytes for p in net.blocks[0].parameters())
         if train.precision == "fp8" or (is_sharded and train.precision == "bf16"):
             _use_bf16_weights(net)  # autocast then keeps no casts of them
-        gathered = sum(p.nbytes for p in net.parameters())
+        gathered = sum(p.nbytes for p in trained.parameters())
         if train.fsdp_reshard == "after_forward":  # this block and the next
             gathered -= sum(p.nbytes for block in net.blocks[2:] for p in block.parameters())
-        activations, working = _activations(net, train, num_images)
+        activations, working = _activations(trained, train, num_images, None if alignment is None else alignment.tap)
     shards = num_shards(train, num_processes) if is_sharded else 1
-    parts = {"weights": weights, "AdamW": 2 * gradients, "EMA": weights}
+    parts = {"weights": weights, "AdamW": 2 * gradients, "EMA": averaged}
     parts = {name: math.ceil(num_bytes / shards) for name, num_bytes in parts.items()}
+    if alignment is not None:
+        parts["encoder"] = alignment.encoder_bytes
     if is_sharded:
         parts["gathered weights"] = gathered
         working += 2 * block_weights  # the gradients of two blocks, before they are sharded
@@ -125,8 +140,14 @@ def _use_bf16_weights(net: dit.DiT) -> None:
                 setattr(module, name, nn.Parameter(p.bfloat16()))  # fake tensors refuse Module.bfloat16
 
 
-def _activations(net: dit.DiT, train, num_images: int) -> tuple[int, int]:
-    """(bytes that the forward of one micro-batch keeps, bytes that the backward of a block needs for a while)."""
+def _activations(trained: nn.ModuleDict, train, num_images: int, tap: int | None) -> tuple[int, int]:
+    """(bytes that the forward of one micro-batch keeps, bytes that the backward of a block needs for a while).
+
+    Args:
+        trained: `net`, and with alignment its `projector`.
+        tap: the block that is aligned; None: without alignment.
+    """
+    net: dit.DiT = trained["net"]
     inputs: list[Tensor] = []  # the tokens that each block receives
     products: Counter[int] = Counter()  # bytes that selective checkpointing keeps, by place
     place = outside = -1  # or the number of the block that runs
@@ -160,7 +181,14 @@ def _activations(net: dit.DiT, train, num_images: int) -> tuple[int, int]:
         CountProducts() if checkpointing == "selective" and not is_compiled else contextlib.nullcontext(),
     ):
         forward = partial(net, x, torch.empty(num_images), labels, drop_labels=drop, route_scores=scores)
-        kept = saved_for_backward(net, lambda: forward().sum(), place=lambda: place)
+
+        def compute_loss() -> Tensor:
+            if tap is None:
+                return forward().sum()
+            out, tokens, _ = forward(tap=tap)
+            return out.sum() + trained["projector"](tokens).sum()
+
+        kept = saved_for_backward(trained, compute_loss, place=lambda: place)
     by_block = [kept[i] - (_recomputed(net, i, h, train) if is_compiled else 0) for i, h in enumerate(inputs)]
     if checkpointing == "none":
         return kept[outside] + sum(by_block), max(by_block)

@@ -395,6 +395,9 @@ class Trainer:
         self._snapshot = copy_state_dict(states, keep=is_main, into=self._snapshot)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        aligned = {}
+        if self.alignment is not None:
+            aligned = {"alignment_sum": self.alignment_sum.item(), "encoder": self.alignment.encoder}
         checkpoint = checkpoints.Checkpoint(
             step=self.step,
             **self._snapshot,
@@ -404,7 +407,7 @@ class Trainer:
                 "ema_num_updates": self.ema.num_updates_before + self.step,
                 "loss_sum": self.loss_sum.item(),
                 "loss_count": self.loss_count,
-                **({} if self.alignment is None else {"alignment_sum": self.alignment_sum.item()}),
+                **aligned,
             },
             config=self.cfg.model_dump(),
         )
@@ -448,7 +451,12 @@ class Trainer:
             )
         self._load(folder, checkpoint, with_optimizer=True)
         if self.alignment is not None:
-            _check_state(folder, checkpoint, alignment_sum=float)
+            _check_state(folder, checkpoint, alignment_sum=float, encoder=str)
+            if checkpoint.state["encoder"] != self.alignment.encoder:
+                raise UserError(
+                    f"resume: {folder} cannot go on: alignment.weights={self.cfg.alignment.weights} holds another encoder than "
+                    "the run was aligned with. Restore that file, or start another run with name=..."
+                )
             self.alignment_sum.fill_(checkpoint.state["alignment_sum"])
         self.loss_sum.fill_(checkpoint.state["loss_sum"])
         self.loss_count = checkpoint.state["loss_count"]
