@@ -18,8 +18,8 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from downloads import ANSWER_SEC, answer_within
-from errors import UserError, first_line
+from downloads import NotDownloaded, download_from_hub
+from errors import UserError
 from files import hash_file
 from progress import say_if_slow
 
@@ -151,25 +151,17 @@ def find_encoder_weights(name: str, weights: str | Path | None, key: str) -> Pat
                 f"{key}={weights} is not a file; put {HUB_FILE} of {repository} (Hugging Face hub) there, or leave it out"
             )
         return Path(weights)
-    from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
-    from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
+    from huggingface_hub import try_to_load_from_cache
 
     if isinstance(cached := try_to_load_from_cache(repository, HUB_FILE), str):
         return Path(cached)
     try:
-        answer_within(ANSWER_SEC, lambda: HfApi().model_info(repository, timeout=ANSWER_SEC))
-        log.info("downloading %s of %s from the Hugging Face hub", HUB_FILE, repository)
-        return Path(hf_hub_download(repository, HUB_FILE))
-    except OfflineModeIsEnabled:
-        reason = "HF_HUB_OFFLINE=1 forbids to download them"
-    except RepositoryNotFoundError:
-        reason = f"the hub has no {repository}"
-    except (OSError, HTTPError) as e:  # HTTPError is that of the hub's client, whose errors of connections are not OSErrors
-        reason = f"they cannot be downloaded ({first_line(e)})"
-    raise UserError(
-        f"the weights of the encoder {name} are not in the cache of the Hugging Face hub, and {reason}; run `python "
-        f"prepare_latents.py fetch encoder={name}` once where there is a network, or set {key}=<{HUB_FILE} of {repository}>"
-    )
+        return download_from_hub(repository, lambda names: [HUB_FILE])[0]
+    except NotDownloaded as e:
+        raise UserError(
+            f"the weights of the encoder {name} are not in the cache of the Hugging Face hub, and {e}; run `python "
+            f"prepare_latents.py fetch encoder={name}` once where there is a network, or set {key}=<{HUB_FILE} of {repository}>"
+        ) from e
 
 
 def _load(net: nn.Module, file: Path, name: str, key: str, positions: str) -> None:

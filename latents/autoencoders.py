@@ -10,8 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from downloads import ANSWER_SEC, answer_within
-from errors import UserError, first_line
+from downloads import NotDownloaded, NotOnHub, download_from_hub, is_hub_id
+from errors import UserError
 from files import read_json
 from latents.va_vae import find_va_vae, load_va_vae
 from progress import say_if_slow
@@ -128,48 +128,33 @@ def find_files(source: str, key: str) -> Path:
     """
     if Path(source).is_dir():
         return Path(source)
-    from huggingface_hub import HfApi, constants, hf_hub_download
-    from huggingface_hub.errors import HFValidationError, HTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
-    from huggingface_hub.utils import validate_repo_id
-
-    try:
-        validate_repo_id(source)
-    except HFValidationError as e:
+    if not is_hub_id(source):
         raise UserError(
             f"the autoencoder sd-vae:{source} cannot be loaded (there is no such folder); give a local copy with "
             f"{key}=sd-vae:<folder>, or the id of a model on the Hugging Face hub, such as sd-vae:{SD_VAES[0]}"
-        ) from e
+        )
     if (folder := _find_cached(source)) is not None:
         return folder
-    where, reason = f"the cache {constants.HF_HUB_CACHE} (HF_HOME moves it)", ""
-    try:
-        listing = answer_within(ANSWER_SEC, lambda: HfApi().model_info(source, timeout=ANSWER_SEC))
-        names = {file.rfilename for file in listing.siblings or ()}
+
+    def choose(names: list[str]) -> tuple[str, str]:
         weights = next((name for name in WEIGHTS_NAMES if name in names), None)
         if CONFIG_NAME not in names or weights is None:
             raise UserError(
                 f"{key}=sd-vae:{source}: this model of the hub is not an AutoencoderKL of diffusers, which has {CONFIG_NAME} and "
                 f"{WEIGHTS_NAMES[0]}; give another one, or a folder"
             )
-        log.info("downloading %s from the Hugging Face hub to %s", source, where)
-        for name in (CONFIG_NAME, weights):
-            file = hf_hub_download(source, name)
-        return Path(file).parent
-    except OfflineModeIsEnabled:
-        reason = "HF_HUB_OFFLINE=1 forbids to download it"
-    except RepositoryNotFoundError as e:
+        return CONFIG_NAME, weights
+
+    try:
+        return download_from_hub(source, choose)[0].parent
+    except NotOnHub as e:
+        raise UserError(f"{key}=sd-vae:{source}: there is no such folder, and {e}; the usual one is sd-vae:{SD_VAES[0]}") from e
+    except NotDownloaded as e:
+        fetch = "fetch" if source == SD_VAES[0] else f"fetch autoencoder=sd-vae:{source}"
         raise UserError(
-            f"{key}=sd-vae:{source}: there is no such folder, and the Hugging Face hub has no model of this name that you may "
-            f"read; the usual one is sd-vae:{SD_VAES[0]}"
+            f"the autoencoder sd-vae:{source} is not in the cache of the Hugging Face hub, and {e}; run `python "
+            f"prepare_latents.py {fetch}` once where there is a network, or give a local copy with {key}=sd-vae:<folder>"
         ) from e
-    # HTTPError is that of the library which the hub's client uses; its errors of connections are not OSErrors.
-    except (OSError, HTTPError) as e:
-        reason = f"it cannot be downloaded ({first_line(e)})"
-    fetch = "fetch" if source == SD_VAES[0] else f"fetch autoencoder=sd-vae:{source}"
-    raise UserError(
-        f"the autoencoder sd-vae:{source} is not in {where}, and {reason}; run `python prepare_latents.py {fetch}` once where "
-        f"there is a network, or give a local copy with {key}=sd-vae:<folder>"
-    )
 
 
 def _find_cached(source: str) -> Path | None:

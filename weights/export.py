@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
 from dit import DiT
-from downloads import ANSWER_SEC, answer_within
+from downloads import ANSWER_SEC, answer_within, is_hub_id
 from errors import UserError, first_line
 from files import why_not_written
 from latents import autoencoders
@@ -152,17 +152,15 @@ def _write_json(file: Path, content: dict) -> None:
 def check_hub(repo_id: str) -> None:
     """Raises UserError, within seconds, where `push_folder` cannot work: the name, the network, the token."""
     from huggingface_hub import HfApi, get_token
-    from huggingface_hub.errors import HFValidationError, HTTPError, OfflineModeIsEnabled
-    from huggingface_hub.utils import validate_repo_id
+    from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
 
+    if not is_hub_id(repo_id):
+        raise UserError(f"push={repo_id} is not a name on the Hugging Face hub, such as you/model")
     without = "leave push out, and run `hf upload` with the exported folder where there is a network"
     try:
-        validate_repo_id(repo_id)
         if get_token() is None:
             raise UserError(f"push={repo_id}: there is no token of the Hugging Face hub; run `hf auth login`, or set HF_TOKEN")
         answer_within(2 * ANSWER_SEC, HfApi().whoami)
-    except HFValidationError as e:
-        raise UserError(f"push={repo_id} is not a name on the Hugging Face hub, such as you/model") from e
     except OfflineModeIsEnabled as e:
         raise UserError(f"push={repo_id}: HF_HUB_OFFLINE=1 forbids it; unset it, or {without}") from e
     except (OSError, HTTPError) as e:

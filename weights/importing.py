@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from omegaconf import OmegaConf
 
-from downloads import ANSWER_SEC, answer_within
-from errors import UserError, first_line
+from downloads import NotDownloaded, NotOnHub, download_from_hub, is_hub_id
+from errors import UserError
 from files import lock_output, write_file
 from latents import autoencoders
 from latents.arrays import read_channel_statistics
@@ -182,44 +182,29 @@ def find_published(source: str) -> Path:
     owner, _, rest = source.partition("/")
     model, _, name = rest.partition("/")
     repository = f"{owner}/{model}"
-    from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
-    from huggingface_hub.errors import (
-        EntryNotFoundError,
-        HFValidationError,
-        HTTPError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-    )
-    from huggingface_hub.utils import validate_repo_id
+    from huggingface_hub import try_to_load_from_cache
 
     unknown = "give the path of a file, or of the Hugging Face hub <owner>/<name> or <owner>/<name>/<file>"
-    try:
-        validate_repo_id(repository)
-    except HFValidationError as e:
-        raise UserError(f"source={source}: there is no such file; {unknown}") from e
-    if not model:
+    if not model or not is_hub_id(repository):
         raise UserError(f"source={source}: there is no such file; {unknown}")
     if name and isinstance(cached := try_to_load_from_cache(repository, name), str):
         return Path(cached)
-    try:
-        listing = answer_within(ANSWER_SEC, lambda: HfApi().model_info(repository, timeout=ANSWER_SEC))
-        held = [file.rfilename for file in listing.siblings or () if Path(file.rfilename).suffix in FILE_TYPES]
+
+    def choose(names: list[str]) -> list[str]:
+        held = [file for file in names if Path(file).suffix in FILE_TYPES]
         if name not in held and not (name == "" and len(held) == 1):
             raise UserError(
                 f"source={source}: the model {repository} of the hub holds {', '.join(held[:8]) or 'no file of weights'}"
                 + ("; give one of them: <owner>/<name>/<file>" if held else f"; {unknown}")
             )
-        log.info("downloading %s of %s from the Hugging Face hub", name or held[0], repository)
-        return Path(hf_hub_download(repository, name or held[0]))
-    except (RepositoryNotFoundError, EntryNotFoundError) as e:
+        return [name or held[0]]
+
+    try:
+        return download_from_hub(repository, choose)[0]
+    except NotOnHub as e:
+        raise UserError(f"source={source}: there is no such file, and {e}; {unknown}") from e
+    except NotDownloaded as e:
         raise UserError(
-            f"source={source}: there is no such file, and the hub has no such model that you may read; {unknown}"
+            f"source={source}: there is no such file, it is not in the hub's cache, and {e}; download it where there is a "
+            "network, and give the path of the file"
         ) from e
-    except OfflineModeIsEnabled:
-        reason = "HF_HUB_OFFLINE=1 forbids to download it"
-    except (OSError, HTTPError) as e:
-        reason = f"it cannot be downloaded ({first_line(e)})"
-    raise UserError(
-        f"source={source}: there is no such file, it is not in the hub's cache, and {reason}; download it where there is a "
-        "network, and give the path of the file"
-    )
