@@ -2,6 +2,7 @@
 
     python -m reports runs/                              # writes runs/report.html and runs/report.md
     python -m reports runs/ more_runs/ output=table2.html title="Table 2"
+    python -m reports runs/ charts=figures             # also each chart as figures/<name>.svg
 
 It reads config.yaml, metrics.jsonl, starts.jsonl, the sample grids and the results of fid.py of every run below the folders. It
 changes none of them, and replaces only reports that it wrote itself. The page needs no network and no file beside it.
@@ -17,7 +18,7 @@ from pathlib import Path
 from errors import UserError
 from files import write_file
 from reports.experiments import group
-from reports.page import render_report
+from reports.page import render_charts, render_report
 from reports.runs import read_runs
 from setup import cli
 from setup.settings import Settings, Text
@@ -30,6 +31,7 @@ USAGE = "give the folder of runs: python -m reports runs/"
 class ReportSettings(Settings):
     output: Text | None = None
     title: Text = "Training report"
+    charts: Text | None = None
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -56,6 +58,8 @@ def main(arguments: Sequence[str]) -> None:
     files = (page, page.with_suffix(".md"))
     for file in files:
         check_replaceable(file)
+    if settings.charts is not None and Path(settings.charts).exists() and not Path(settings.charts).is_dir():
+        raise UserError(f"charts={settings.charts} is a file; give a folder")
     runs, problems = read_runs(folders)
     if not runs:
         reasons = [f"  {path}: {'; '.join(words)}" for path, words in problems.items()]
@@ -68,6 +72,14 @@ def main(arguments: Sequence[str]) -> None:
     subtitle = f"{num_runs}, {num_experiments}, from {names}; {datetime.now().astimezone():%Y-%m-%d %H:%M %Z}"
     for file, text in zip(files, render_report(MARKER, settings.title, subtitle, tables, problems)):
         write_file(file, text)
+    if settings.charts is not None:
+        folder = Path(settings.charts)
+        charts = render_charts(MARKER, tables)
+        for name in charts:
+            check_replaceable(folder / name)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in charts.items():
+            write_file(folder / name, text)
     sys.stdout.write(f"{num_runs} in {page} and {files[1].name}\n")
     for path, reasons in problems.items():
         sys.stdout.write(f"incomplete or left out: {path}: {'; '.join(reasons)}\n")

@@ -113,7 +113,7 @@ class ChartGroup:
 
 
 def draw_curves(identifier: str, experiments: Sequence[Experiment]) -> ChartGroup:
-    """The metric and the loss, against steps and against hours.
+    """The metric, the class agreement where a detector gives it, and the loss, against steps and against hours.
 
     Args:
         identifier: begins those of its charts.
@@ -121,11 +121,13 @@ def draw_curves(identifier: str, experiments: Sequence[Experiment]) -> ChartGrou
     metric = curve_metric(experiments)
     legend = [Series(one.label, (), style, not one.is_routed) for one, style in zip(experiments, styles_of(experiments))]
     charts = []
-    for name, words in ([(metric, metric)] if metric else []) + [("loss", "training loss")]:
+    names = dict.fromkeys((metric, metric.replace("fd_", "class_agreement_", 1))) if metric else ()
+    measured = [name for name in names if any(one.curve(name) for one in experiments)]
+    for name, words in [*zip(measured, measured), ("loss", "training loss")]:
         for axis, x_label in (("steps", "steps"), ("hours", "hours of training")):
             series = [curve_series(line, experiment, name, axis) for line, experiment in zip(legend, experiments)]
             title, chart_id = f"{words} against {x_label}", f"{identifier}-{axis}-{len(charts)}"
-            charts.append(line_chart(series, chart_id, title, x_label, words, markers=name == metric))
+            charts.append(line_chart(series, chart_id, title, x_label, words, markers=name in measured))
     return ChartGroup("Curves", legend, [chart for chart in charts if chart])
 
 

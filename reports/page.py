@@ -1,7 +1,7 @@
 """The report as text: one HTML page without scripts or files beside it, and the same tables as Markdown.
 
-The templates beside this file hold the layout and most words: page.html.j2 with page.css and chart.svg.j2, report.md.j2, and
-origin.j2 for both.
+The templates beside this file hold the layout and most words: page.html.j2 with page.css, chart.svg.j2 with chart.css, origin.j2
+and report.md.j2. picture.svg.j2 makes a file of one chart.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import base64
 import functools
 import html
 import io
+import re
 from pathlib import Path
 
 import jinja2
 from PIL import Image
 
 from files import markdown_table
-from reports.charts import draw_curves, draw_sweeps, short
+from reports.charts import ChartGroup, draw_curves, draw_sweeps, short
 from reports.experiments import Experiment
 from reports.runs import machine_of
 from reports.tables import equal_table, figures_table, results_table, speedup_table
@@ -34,12 +35,29 @@ def render_report(
     for i, (name, experiments) in enumerate(tables.items()):
         section = {"identifier": f"t{i}", "title": name, "experiments": experiments, "figures": figures_table(experiments)}
         section["comparisons"] = [t for make in (results_table, speedup_table, equal_table) if (t := make(experiments))]
-        groups = [draw_curves(f"t{i}", experiments), *draw_sweeps(f"t{i}", experiments)]
-        section["charts"] = [group for group in groups if group.charts]
+        section["charts"] = chart_groups(f"t{i}", experiments)
         sections.append(section)
     context = {"marker": marker, "title": title, "subtitle": subtitle, "sections": sections}
     context["problems"] = {path: "; ".join(reasons) for path, reasons in problems.items()}
     return [load_templates().get_template(name).render(context) for name in ("page.html.j2", "report.md.j2")]
+
+
+def render_charts(marker: str, tables: dict[str, list[Experiment]]) -> dict[str, str]:
+    """Each chart of the page as an SVG file of its own, with its legend, by the name of the file."""
+    template, files = load_templates().get_template("picture.svg.j2"), {}
+    for name, experiments in tables.items():
+        for group in chart_groups("t", experiments):
+            for chart in group.charts:
+                words = f"{name} {chart.title}".lower()
+                file = re.sub(r"[^a-z0-9_.]+", "-", words).strip("-") + ".svg"
+                files[file] = template.render(marker=marker, legend=group.legend, chart=chart)
+    return files
+
+
+def chart_groups(identifier: str, experiments: list[Experiment]) -> list[ChartGroup]:
+    """The curves, then the sweeps, as far as there are any."""
+    groups = [draw_curves(identifier, experiments), *draw_sweeps(identifier, experiments)]
+    return [group for group in groups if group.charts]
 
 
 @functools.cache

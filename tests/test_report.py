@@ -7,12 +7,14 @@ import re
 import shutil
 import subprocess
 from html.parser import HTMLParser
+from xml.etree import ElementTree
 
 import pytest
 from conftest import composed
 from omegaconf import OmegaConf
 from PIL import Image
 
+from errors import UserError
 from reports.__main__ import main
 from reports.charts import MAX_POINTS, Series, line_chart, linear_ticks, log_ticks, swept_curves, thin
 from reports.experiments import by_number, curve_metric, first_reached, group, metric_order
@@ -669,6 +671,35 @@ def test_the_page_draws_a_line_through_its_points(tmp_path):
     # 368 units are 400 steps and 216 are 40 .. 20, from the corner at 52, 228.
     assert lines[0] == ["144.0,12.0", "236.0,120.0", "328.0,228.0", "420.0,228.0"]
     assert charts[0].count("<circle") == 4 and "<circle" not in charts[2]
+
+
+def test_charts_are_files_of_their_own_too(tmp_path):
+    runs, figures = tmp_path / "runs", tmp_path / "figures"
+    make_run(runs, "a<b", fid={100: 40.0, 400: 20.0})
+    main([str(runs), f"charts={figures}"])
+    names = sorted(file.name for file in figures.iterdir())
+    assert len(names) == 4 and "fid5k-cfg1.0-against-steps.svg" in names[1]
+    for file in figures.iterdir():
+        root = ElementTree.parse(file).getroot()
+        assert root.tag.endswith("svg") and "a<b" in "".join(root.itertext())
+        assert len(list(root.iter("{http://www.w3.org/2000/svg}polyline"))) == 1
+    main([str(runs), f"charts={figures}"])  # replaces its own, and nobody else's
+    (figures / names[0]).write_text("<svg/>")
+    with pytest.raises(UserError, match="was not written by this program and stays as it is"):
+        main([str(runs), f"charts={figures}"])
+    with pytest.raises(UserError, match="charts=.* is a file; give a folder"):
+        main([str(runs), f"charts={runs / 'report.html'}"])
+
+
+def test_class_agreement_is_drawn_beside_its_distance(tmp_path):
+    run = make_run(tmp_path, "a", fid={100: 40.0, 400: 20.0})
+    file = run / "metrics.jsonl"
+    file.write_text(
+        re.sub(r'"fid5k/cfg1.0": ([0-9.]+)', r'"fd_x5k/cfg1.0": \1, "class_agreement_x5k/cfg1.0": 0.5', file.read_text())
+    )
+    main([str(tmp_path)])
+    titles = re.findall(r"<figcaption>([^ ]+) against", re.sub("<wbr>", "", (tmp_path / "report.html").read_text()))
+    assert titles[:4] == ["fd_x5k/cfg1.0"] * 2 + ["class_agreement_x5k/cfg1.0"] * 2
 
 
 @pytest.mark.parametrize(("low", "high", "ticks"), [(0, 100, [0, 20, 40, 60, 80, 100]), (3, 3, [3, 4]), (0.31, 0.58, None)])
