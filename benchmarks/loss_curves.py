@@ -76,16 +76,16 @@ def train_curve(trainer: Trainer, num_steps: int) -> tuple[Tensor, dict[str, Ten
     """(losses [num_steps] float64, last weights)."""
     losses = []
     for _, micro_batches in zip(range(num_steps), trainer.batches()):
-        trainer.loss_sum.zero_()
+        trainer.loss_sums.zero_()
         trainer.train_step(micro_batches)
-        losses.append(trainer.loss_sum.clone())
+        losses.append(trainer.loss_sums[0].clone())
     return torch.stack(losses).double().cpu(), {name: w.clone() for name, w in trainer.net.state_dict().items()}
 
 
 def first_step(trainer: Trainer, weights: dict[str, Tensor]) -> tuple[float, Tensor]:
     """(loss, gradient as one vector) of the first batch at these weights."""
     trainer.net.load_state_dict(weights)
-    loss = trainer.loss(trainer.parts[0], *next(trainer.batches())[0])
+    loss = sum(trainer.losses(trainer.parts[0], *next(trainer.batches())[0]))
     trainer.accelerator.backward(loss)
     return loss.item(), torch.cat([p.grad.flatten().double().cpu() for p in trainer.net.parameters() if p.requires_grad])
 

@@ -205,7 +205,7 @@ class StepRow:
         def step() -> None:
             self.trainer.train_step(next(self.batches))
             if self.variant == "plain":
-                self.trainer.loss_sum.item()  # the wait for the loss that a progress bar costs
+                self.trainer.loss_sums[0].item()  # the wait for the loss that a progress bar costs
 
         def round_of_steps() -> None:
             self._move(self.device)
@@ -220,7 +220,9 @@ class StepRow:
         self.peak_flops.append((before + fastest_product(*ceiling)) / 2)
         if is_first and self.variant in ("none", "plain"):
             trainer, (micro_batch, *_) = self.trainer, next(self.batches)
-            self.saved_bytes = saved_for_backward(trainer.net, lambda: trainer.loss(trainer.parts[0], *micro_batch)).total()
+            self.saved_bytes = saved_for_backward(
+                trainer.net, lambda: sum(trainer.losses(trainer.parts[0], *micro_batch))
+            ).total()
 
     def take_loop_turn(self) -> None:
         """The same through `Trainer.train()`: what it does around a step, a wait for the device say, is in no step alone."""

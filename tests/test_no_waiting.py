@@ -98,9 +98,9 @@ def test_whole_steps_run_on_a_device_whose_tensors_have_no_values(name):
         batches = trainer.batches()
         for _ in range(3):
             trainer.train_step(next(batches))
-        assert {p.device.type for p in trainer.net.parameters()} == {trainer.loss_sum.device.type} == {"meta"}
+        assert {p.device.type for p in trainer.net.parameters()} == {trainer.loss_sums.device.type} == {"meta"}
         with pytest.raises(RuntimeError, match="meta"):
-            trainer._mean_loss()
+            trainer._mean_losses()
 
 
 @pytest.mark.parametrize("name", ["routed", "dense", "importance", "sit"])
@@ -114,7 +114,7 @@ def test_the_loss_of_a_gpu_takes_no_tensor_that_stayed_on_the_cpu(name):
         trainer = dict(cfg=cfg, step=0, dataset=dataset, net=net, diffusion=build.build_diffusion(cfg.diffusion))
         trainer |= dict(device=torch.device("cuda"), model=lambda *args, **draws: functional_call(net, weights, args, draws))
         stored, labels = torch.empty(4, 1, 8, 8), torch.zeros(4, dtype=torch.int64)
-        loss = Trainer.loss(SimpleNamespace(**trainer), slice(0, 4), stored, labels)
+        (loss,) = Trainer.losses(SimpleNamespace(**trainer), slice(0, 4), stored, labels)
         assert loss.device.type == "cuda"
         with pytest.raises(DataDependentOutputException):
             loss.item()

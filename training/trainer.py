@@ -36,6 +36,8 @@ from training.stop import StopSignal
 
 log = logging.getLogger(__name__)
 
+# The diffusion's, and with alignment its own: name in metrics.jsonl -> name of the sum in state.json.
+LOSSES = {"loss": "loss_sum", "alignment_loss": "alignment_sum"}
 _NEVER = 2**62  # the "first bad step" of a run that has none
 
 
@@ -120,9 +122,8 @@ class Trainer:
         self.parts = [slice(start + m * size, start + (m + 1) * size) for m in range(num_micro_batches)]
         self.step = 0
         self.data_fingerprint = dataset.fingerprint()
-        # Since the last line of metrics.jsonl; on the device, so that a step does not wait for it.
-        self.loss_sum = torch.zeros((), device=self.device)
-        self.alignment_sum = torch.zeros((), device=self.device)  # the part of loss_sum that is alignment's
+        # Of each of LOSSES since the last line of metrics.jsonl; on the device, so that a step does not wait for it.
+        self.loss_sums = torch.zeros(len(self.modules), device=self.device)
         self.loss_count = 0
         self.first_bad_step = torch.full((), _NEVER, device=self.device)
         self.grad_norm: Tensor | None = None
@@ -153,7 +154,7 @@ class Trainer:
         Args:
             micro_batches: (stored latents, labels) for each of self.parts; while alignment is on, also what it is shown.
         """
-        loss_of_step = torch.zeros((), device=self.device)
+        losses_of_step = torch.zeros_like(self.loss_sums)
         for m, (part, micro_batch) in enumerate(zip(self.parts, micro_batches)):
             # DDP averages the gradients over processes after the last micro-batch. FSDP does it after each one: without, every
             # process would hold the full gradients.
@@ -163,9 +164,9 @@ class Trainer:
                     stack.enter_context(self.accelerator.no_sync(model))
                 # The backward is inside too: with activation checkpointing it computes attention again.
                 stack.enter_context(attention_kernel(self.cfg.train.attention))
-                loss = self.loss(part, *micro_batch) / len(self.parts)
-                self.accelerator.backward(loss)
-            loss_of_step += loss.detach()
+                losses = self.losses(part, *micro_batch)
+                self.accelerator.backward(sum(losses[1:], losses[0]) / len(self.parts))
+            losses_of_step[: len(losses)] += torch.stack(losses).detach() / len(self.parts)
         if self.cfg.train.grad_clip_norm is not None:
             parameters = [p for module in self.modules for p in module.parameters()]
             self.grad_norm = full_tensor(self.accelerator.clip_grad_norm_(parameters, self.cfg.train.grad_clip_norm))
@@ -173,13 +174,15 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         self.ema.update(self.step)
 
-        self.loss_sum += loss_of_step
+        self.loss_sums += losses_of_step
         self.loss_count += 1
-        self.first_bad_step.clamp_(max=torch.where(loss_of_step.isfinite(), _NEVER, self.step + 1))
+        self.first_bad_step.clamp_(max=torch.where(losses_of_step.isfinite().all(), _NEVER, self.step + 1))
         self.step += 1
 
-    def loss(self, part: slice, stored: Tensor, labels: Tensor, shown: Tensor | None = None) -> Tensor:
-        """Mean loss of one micro-batch. Every random number depends on (seed, step, row of the global batch) alone.
+    def losses(self, part: slice, stored: Tensor, labels: Tensor, shown: Tensor | None = None) -> list[Tensor]:
+        """The first one or both of LOSSES, of one micro-batch; their sum is minimised.
+
+        Every random number depends on (seed, step, row of the global batch) alone.
 
         Args:
             shown: to alignment's encoder (`Alignment.fetch`); None: without alignment.
@@ -194,12 +197,10 @@ class Trainer:
         if self.net.router.routes:
             draws["route_scores"] = random("routes").rand(len(self.net.router.routes), self.net.num_tokens)
         if shown is None:
-            return self.diffusion.loss(self.model, x, labels, random("diffusion"), **draws).mean()
+            return [self.diffusion.loss(self.model, x, labels, random("diffusion"), **draws).mean()]
         net, projector = TappedNetwork(self.model, self.alignment.tap), self.models[1]
         loss = self.diffusion.loss(net, x, labels, random("diffusion"), **draws).mean()
-        aligned = self.alignment.loss(projector, net, shown.to(self.device, non_blocking=True))
-        self.alignment_sum += aligned.detach() / len(self.parts)
-        return loss + aligned
+        return [loss, self.alignment.loss(projector, net, shown.to(self.device, non_blocking=True))]
 
     # ------------------------------------------------------------------------------------------------------------------
     # The run.
@@ -267,19 +268,16 @@ class Trainer:
 
     def _log(self, clock: _Clock) -> dict[str, str]:
         """Write a line of metrics; returns what the progress bar shows."""
-        loss, steps_per_sec, batch_size = self._mean_loss(), clock.steps_per_sec(), self.cfg.train.batch_size
+        losses, steps_per_sec, batch_size = self._mean_losses(), clock.steps_per_sec(), self.cfg.train.batch_size
         record = {
             "step": self.step,
-            "loss": loss,
+            **losses,
             "lr": self.cfg.train.lr,
             "steps_per_sec": steps_per_sec,
             "images_per_sec": steps_per_sec * batch_size,
             "images_seen": self.step * batch_size,
             "epoch": self.step * batch_size / len(self.dataset),
         }
-        if self.alignment is not None:
-            aligned = self.accelerator.reduce(self.alignment_sum, reduction="mean").item() / max(self.loss_count, 1)
-            record |= {"loss": loss - aligned, "alignment_loss": aligned}  # the first is comparable with runs without alignment
         if self.grad_norm is not None:
             record["grad_norm"] = float(self.grad_norm)
         if self.device.type == "cuda":
@@ -287,18 +285,18 @@ class Trainer:
         if self.accelerator.is_main_process:
             self.run.log_metrics(record)
         self.accelerator.log(record)
-        self.loss_sum, self.alignment_sum, self.loss_count = torch.zeros_like(self.loss_sum), torch.zeros_like(self.loss_sum), 0
+        self.loss_sums, self.loss_count = torch.zeros_like(self.loss_sums), 0
         self._check_save(wait=False)
         clock.restart()
-        return {"loss": f"{loss:.4f}", "images/s": f"{record['images_per_sec']:.0f}"}
+        return {"loss": f"{losses['loss']:.4f}", "images/s": f"{record['images_per_sec']:.0f}"}
 
-    def _mean_loss(self) -> float:
-        """The mean loss over all processes since the last line of metrics. Raises TrainingDiverged if one was not finite."""
+    def _mean_losses(self) -> dict[str, float]:
+        """The mean losses over all processes since the last line of metrics. Raises TrainingDiverged if one was not finite."""
         first_bad = int(self.accelerator.gather(self.first_bad_step.reshape(1)).min())
-        self.loss_sum = self.accelerator.reduce(self.loss_sum, reduction="mean")
+        self.loss_sums = self.accelerator.reduce(self.loss_sums, reduction="mean")
         if first_bad < _NEVER:
             raise self._diverged(first_bad)
-        return (self.loss_sum / max(self.loss_count, 1)).item()
+        return dict(zip(LOSSES, (self.loss_sums / max(self.loss_count, 1)).tolist()))
 
     def _diverged(self, first_bad: int) -> TrainingDiverged:
         self._wait_for_save()
@@ -379,7 +377,7 @@ class Trainer:
             TrainingDiverged: the loss or weights are not finite.
             SaveError: the one before could not be written.
         """
-        self._mean_loss()
+        self._mean_losses()
         shards = [local_shard(p.detach()) for module in self.modules for p in module.parameters()]
         # The least and the greatest value; both are NaN where one is. Several times as fast as isfinite() of all of them.
         extremes = [torch.stack(shard.aminmax()) for shard in shards if shard.numel()]
@@ -395,9 +393,6 @@ class Trainer:
         self._snapshot = copy_state_dict(states, keep=is_main, into=self._snapshot)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        aligned = {}
-        if self.alignment is not None:
-            aligned = {"alignment_sum": self.alignment_sum.item(), "encoder": self.alignment.encoder}
         checkpoint = checkpoints.Checkpoint(
             step=self.step,
             **self._snapshot,
@@ -405,9 +400,9 @@ class Trainer:
                 "images_seen": self.step * self.cfg.train.batch_size,
                 "data_fingerprint": self.data_fingerprint,
                 "ema_num_updates": self.ema.num_updates_before + self.step,
-                "loss_sum": self.loss_sum.item(),
+                **dict(zip(LOSSES.values(), self.loss_sums.tolist())),
                 "loss_count": self.loss_count,
-                **aligned,
+                "encoder": None if self.alignment is None else self.alignment.encoder,
             },
             config=self.cfg.model_dump(),
         )
@@ -442,7 +437,8 @@ class Trainer:
     def resume(self, folder: Path) -> None:
         """Continue this run from one of its checkpoints, verified. Raises UserError if it was trained on other latents."""
         checkpoint = checkpoints.load(folder)
-        _check_state(folder, checkpoint, data_fingerprint=str, loss_sum=float, loss_count=int)
+        sums = dict.fromkeys([*LOSSES.values()][: len(self.loss_sums)], float)
+        _check_state(folder, checkpoint, data_fingerprint=str, **sums, loss_count=int)
         if checkpoint.state["data_fingerprint"] != self.data_fingerprint:
             trained_on = checkpoint.config["data"]["path"]
             raise UserError(
@@ -450,15 +446,7 @@ class Trainer:
                 "Restore the data, or start another run with name=..."
             )
         self._load(folder, checkpoint, with_optimizer=True)
-        if self.alignment is not None:
-            _check_state(folder, checkpoint, alignment_sum=float, encoder=str)
-            if checkpoint.state["encoder"] != self.alignment.encoder:
-                raise UserError(
-                    f"resume: {folder} cannot go on: alignment.weights={self.cfg.alignment.weights} holds another encoder than "
-                    "the run was aligned with. Restore that file, or start another run with name=..."
-                )
-            self.alignment_sum.fill_(checkpoint.state["alignment_sum"])
-        self.loss_sum.fill_(checkpoint.state["loss_sum"])
+        self.loss_sums.copy_(torch.tensor([checkpoint.state[name] for name in sums]))
         self.loss_count = checkpoint.state["loss_count"]
         log.info("resumed from %s", folder)
 
@@ -477,6 +465,11 @@ class Trainer:
         checkpoints.check_tensors(folder / checkpoints.WEIGHTS["raw"], stored, own)
         checkpoints.check_tensors(folder / checkpoints.WEIGHTS["ema"], checkpoint.ema, self.ema.averages)
         if with_optimizer and self.alignment is not None:  # init_from with init_state=weights starts with a projector of its own
+            if checkpoint.state.get("encoder", self.alignment.encoder) != self.alignment.encoder:
+                raise UserError(
+                    f"{folder} cannot go on: alignment.weights={self.cfg.alignment.weights} are other weights of the encoder "
+                    "than those that it was aligned with. Restore that file, or start another run with name=..."
+                )
             projector = self.alignment.projector.state_dict()
             checkpoints.check_tensors(folder / checkpoints.PROJECTOR, checkpoint.projector or {}, projector)
             own, stored = own | projector, stored | checkpoint.projector
