@@ -133,8 +133,12 @@ def as_list(value) -> list:
 def with_settings_of_run(cfg: schema.FidConfig, run_cfg: schema.TrainConfig | None) -> schema.FidConfig:
     """Take from the run what the command leaves open."""
     own, stored = cfg.evaluation, run_cfg.evaluation.model_dump() if run_cfg else {"detector": "inception"}
-    given = {key: getattr(own, key) or stored.get(key) for key in ("detector", "weights", "dinov2_weights")}
-    given["detectors"] = own.detectors if own.detector or own.detectors else stored.get("detectors")
+    if run_cfg and (own.detector or own.detectors):
+        stored["detectors"] = None
+        ours, theirs = (set(one.all_detectors) - {"dinov2"} for one in (own, run_cfg.evaluation))
+        if ours != theirs:  # the run's `weights` are of another detector
+            stored["weights"] = None
+    given = {key: getattr(own, key) or stored.get(key) for key in ("detector", "detectors", "weights", "dinov2_weights")}
     evaluation = own.model_copy(update=given)
     return cfg.model_copy(update={"evaluation": evaluation, "reference": cfg.reference or stored.get("reference")})
 

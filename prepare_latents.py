@@ -20,6 +20,7 @@ import signal
 if __name__ == "__main__":  # Ctrl-C during the imports, which take seconds, ends without a traceback; afterwards see setup/cli.py
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
+import contextlib
 import logging
 import sys
 from dataclasses import asdict, replace
@@ -32,7 +33,7 @@ import torch
 from errors import UserError
 from evaluations.detector import InceptionDetector, fetch_weights
 from evaluations.dinov2_detector import DINOv2Detector
-from evaluations.encoders import find_encoder_weights
+from evaluations.encoders import DINOV2_B, find_encoder_weights
 from evaluations.images import open_images
 from evaluations.reference import write_reference
 from evaluations.small_detector import train_detector
@@ -46,7 +47,7 @@ from latents.prepare.images import open_labelled_images
 from latents.prepare.inspect import fetch_images, fetch_spread, inspect_latents
 from latents.prepare.pixels import PixelShards
 from latents.prepare.torchvision_sets import TORCHVISION, TorchvisionImages
-from latents.prepare.write import SHARD_SIZE, Dtype, Kind, ShardWriter, check_output
+from latents.prepare.write import SHARD_SIZE, SHARD_SIZE_OF_FEATURES, Dtype, Kind, ShardWriter, check_output
 from latents.shards import LatentDataset, ShardInfo, pack_images, shard_files
 from latents.webdataset import TarLatents
 from progress import progress_bar
@@ -74,7 +75,7 @@ def encode(
     flips: bool = False,
     keep_images: Literal["none", "jpeg"] = "none",
     features: bool = False,
-    encoder: Text = "vit_base_patch14_dinov2.lvd142m",
+    encoder: Text | None = None,
     encoder_weights: Text | None = None,
     features_grid: Count | None = None,
     normalize: bool = False,
@@ -84,7 +85,7 @@ def encode(
     dtype: Dtype = "float16",
     batch_size: BatchSize = 64,
     num_workers: NumWorkers | None = None,
-    shard_size: ShardSize = SHARD_SIZE,
+    shard_size: ShardSize | None = None,
     on_error: Literal["stop", "skip"] = "stop",
     seed: Whole = 0,
     cpu_threads: NumThreads | None = None,
@@ -106,7 +107,7 @@ def encode(
         flips: encode the mirrored images as well.
         keep_images: none | jpeg: put the cropped images beside the latents, for alignment.
         features: put the patch tokens of `encoder` beside the latents, for alignment on small data.
-        encoder: of the features: a vision transformer of timm, with the tag of its weights.
+        encoder: of the features: a vision transformer of timm, with the tag of its weights; null: DINOv2's ViT-B/14.
         encoder_weights: file of its weights; null: from the Hugging Face hub.
         features_grid: patches along one side of an image; null: half of the latents', as for networks with patches of 2.
         normalize: the network sees each channel with a mean of 0 and a standard deviation of 1, measured over all latents.
@@ -116,7 +117,8 @@ def encode(
         precision: of the autoencoder; bf16 is for GPUs.
         dtype: of the stored latents.
         num_workers: processes that read images, beside each process that encodes; null: its share of the cores.
-        shard_size: images per shard: what is lost when the command is stopped, and what one process makes at a time.
+        shard_size: images per shard: what is lost when the command is stopped, and what one process makes and holds in
+            memory at a time; null: 4096, with features 512.
         on_error: stop | skip at an image that cannot be read; manifest.json lists what was skipped.
         tf32: on CUDA, compute products and convolutions of float32 in TF32.
     """
@@ -126,6 +128,9 @@ def encode(
         raise UserError("kind=moments: pixels have no log-variance; use kind=sample with autoencoder=identity")
     if grey and autoencoder != "identity":
         raise UserError(f"grey=true: autoencoder={autoencoder} encodes RGB; leave out grey=true, or use autoencoder=identity")
+    of_features = {"encoder": encoder, "encoder_weights": encoder_weights, "features_grid": features_grid}
+    if not features and (given := [f"{key}={value}" for key, value in of_features.items() if value is not None]):
+        raise UserError(f"{given[0]} is for features=true; add it, or leave out {' and '.join(given)}")
     if normalize and sigma_data is not None:
         raise UserError(f"normalize=true and sigma_data={sigma_data:g} are two ways to scale; give one of them")
     if images.startswith(TORCHVISION):
@@ -146,11 +151,11 @@ def encode(
     check_resolution(resolution, vae.factor)
     frozen = None
     if features:
+        encoder = encoder or DINOV2_B
         grid = features_grid or max(resolution // vae.factor // 2, 1)
-        with accelerator.local_main_process_first():  # one process of a machine downloads, the others find the file
-            frozen = build_encoder(encoder, encoder_weights, grid, accelerator.device, precision, "encoder")
+        frozen = build_encoder(encoder, encoder_weights, grid, accelerator, precision, "encoder")
     scale, num_classes = 1.0 if normalize else vae.scale_factor, source.count_classes(num_classes)
-    info = ShardInfo(kind, scale, autoencoder, resolution, num_classes, encoder=encoder if features else None)
+    info = ShardInfo(kind, scale, autoencoder, resolution, num_classes, encoder=encoder)
     settings = {
         "command": "encode",
         **asdict(info),
@@ -167,6 +172,7 @@ def encode(
         "precision": precision,
         "seed": seed if kind == "sample" else None,
     }
+    shard_size = shard_size or (SHARD_SIZE_OF_FEATURES if features else SHARD_SIZE)
     writer = ShardWriter(output, settings, source.fingerprint, len(source), shard_size, dtype)
     num_workers = cores_per_process() if num_workers is None else num_workers
     how = dict(batch_size=batch_size, num_workers=num_workers, flips=flips, seed=seed, on_error=on_error, pad=pad, grey=grey)
@@ -303,9 +309,10 @@ def inspect(
     if file is not None:
         latents, labels = fetch_spread(dataset)
         images, num_columns = list(autoencoders.to_uint8(decoder.decode(latents.to(device)).cpu()).numpy()), 4
-        if format == "native" and dataset.stores_images and not found.problems:  # beside what their latents decode to
-            pairs = list(zip(images, fetch_images(dataset)))
-            images, labels, num_columns = sum(pairs, ()), [label for label in labels for _ in range(2)], 8
+        if format == "native" and dataset.stores_images:
+            with contextlib.suppress(UserError):  # an image that cannot be read is among the problems
+                pairs = list(zip(images, fetch_images(dataset)))  # beside what their latents decode to
+                images, labels, num_columns = sum(pairs, ()), [label for label in labels for _ in range(2)], 8
         try:
             with whole_file(file) as f:
                 labelled_grid(list(images), labels, num_columns).save(f)

@@ -46,12 +46,13 @@ class DigitsEncoder:
     """With the interface of `evaluations.encoders.Encoder`; the mean of the patch tokens stands for a class token.
 
     Attributes:
-        grid: patches along one side of an image.
+        resolution: pixels along one side of an image.
+        grid: patches along it.
         width: of the tokens.
         weights_hash: of the file of weights.
     """
 
-    name, grid, width = "digits", GRID, WIDTH
+    name, resolution, grid, width = "digits", PATCH_SIZE * GRID, GRID, WIDTH
 
     def __init__(self, device: torch.device | str = "cpu"):
         self.device, net = torch.device(device), DigitsTransformer()
@@ -62,7 +63,7 @@ class DigitsEncoder:
     @torch.no_grad()
     def encode(self, images: np.ndarray | Tensor) -> tuple[Tensor, Tensor]:
         """uint8 [B, 8, 8, 3] -> [B, 48], [B, 16, 48], float32 on the encoder's device."""
-        x, size = torch.as_tensor(images), PATCH_SIZE * GRID
+        x, size = torch.as_tensor(images), self.resolution
         if x.shape[1:] != (size, size, 3):
             raise UserError(f"images are {'x'.join(map(str, x.shape[1:3]))} pixels; encoder=digits takes {size}x{size}")
         with full_float32(), torch.autocast(self.device.type, enabled=False):

@@ -18,13 +18,15 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from downloads import NotDownloaded, download_from_hub
+from downloads import NotDownloaded, download_from_hub, is_hub_id
 from errors import UserError
 from files import hash_file
 from progress import say_if_slow
 
 log = logging.getLogger(__name__)
 
+DINOV2_B = "vit_base_patch14_dinov2.lvd142m"
+EXAMPLE = f"{DINOV2_B}, say"
 HUB_FILE = "model.safetensors"  # of timm's weights on the Hugging Face hub
 
 
@@ -52,8 +54,8 @@ class Encoder:
         weights_hash: of the file of weights.
 
     Raises:
-        UserError: timm has no such network, or it is of another kind; the weights cannot be had, or are of another network;
-            input_size is not a multiple of the patch size.
+        UserError: timm has no such network, or it is of another kind; the weights cannot be had, are of another network or not
+            finite; input_size is not a multiple of the patch size.
     """
 
     def __init__(
@@ -70,9 +72,10 @@ class Encoder:
         key: str = "weights",
     ):
         self.name, self.device, self.antialias, self.precision = name, torch.device(device), antialias, precision
-        file = find_encoder_weights(name, weights, key)
+        file = None if weights is None else find_encoder_weights(name, weights, key)  # before timm is imported
         with say_if_slow(log, "loading the encoder %s", name):
-            net, mean, std = _build(name, input_size)
+            net, mean, std = _build(name, input_size)  # before anything is downloaded
+            file = file or find_encoder_weights(name, None, key)
             _load(net, file, name, key, positions)
             self.weights_hash = hash_file(file)
         self.net = net.float().to(self.device).eval().requires_grad_(False)
@@ -114,13 +117,12 @@ def _build(name: str, input_size: int | None) -> tuple[nn.Module, tuple[float, .
     import timm  # slow to import
     from timm.models.vision_transformer import VisionTransformer
 
-    example = "vit_base_patch14_dinov2.lvd142m, say"
     try:
         published = timm.get_pretrained_cfg(name)
     except RuntimeError:  # the tag is unknown
         published = None
     if published is None:
-        raise UserError(f"the encoder {name!r} is none of timm's; use one that `timm.list_pretrained()` names: {example}")
+        raise UserError(f"the encoder {name!r} is none of timm's; use one that `timm.list_pretrained()` names: {EXAMPLE}")
     size = {} if input_size is None else {"img_size": input_size}
     try:
         with torch.device("meta"):
@@ -129,7 +131,7 @@ def _build(name: str, input_size: int | None) -> tuple[nn.Module, tuple[float, .
         net = None
     if not isinstance(net, VisionTransformer) or net.cls_token is None or net.pos_embed is None:
         raise UserError(
-            f"the encoder {name} is no VisionTransformer of timm with a class token and a table of positions; use {example}"
+            f"the encoder {name} is no VisionTransformer of timm with a class token and a table of positions; use {EXAMPLE}"
         )
     patch = net.patch_embed.patch_size[0]
     if net.patch_embed.img_size[0] % patch:
@@ -153,6 +155,8 @@ def find_encoder_weights(name: str, weights: str | Path | None, key: str) -> Pat
         return Path(weights)
     from huggingface_hub import try_to_load_from_cache
 
+    if not is_hub_id(repository):
+        raise UserError(f"the encoder {name!r} is no name of timm's: give it without timm/ or hf-hub: before it, {EXAMPLE}")
     if isinstance(cached := try_to_load_from_cache(repository, HUB_FILE), str):
         return Path(cached)
     try:
@@ -175,7 +179,9 @@ def _load(net: nn.Module, file: Path, name: str, key: str, positions: str) -> No
         reason = " ".join(str(e).split()).partition(". ")[0][:200]
         raise UserError(f"{key}: {file} cannot be read as weights ({reason}); give {HUB_FILE} of timm/{name}") from e
     try:
-        table = stored.get("pos_embed")
+        table, patches = stored.get("pos_embed"), stored.get("patch_embed.proj.weight")
+        if patches is not None and patches.ndim == 4 and patches.shape[3] != net.patch_embed.patch_size[1]:
+            raise ValueError(f"its patches have {patches.shape[3]} pixels")  # timm would resample them
         if positions == "dinov2" and table is not None and table.shape != net.pos_embed.shape:
             stored["pos_embed"] = resample_as_dinov2(table, net.patch_embed.grid_size[0])
         state = checkpoint_filter_fn(dict(stored), net)
@@ -184,6 +190,8 @@ def _load(net: nn.Module, file: Path, name: str, key: str, positions: str) -> No
     except (RuntimeError, TypeError, KeyError, ValueError, AttributeError, IndexError) as e:
         reason = " ".join(str(e).split())[:200]  # RuntimeError lists every key
         raise UserError(f"{key}: {file} holds the weights of another network than {name} ({reason})") from e
+    if not all(x.isfinite().all() for x in state.values()):
+        raise UserError(f"{key}: {file} holds weights that are not finite; get {HUB_FILE} of timm/{name} again")
 
 
 def resample_as_dinov2(table: Tensor, grid: int) -> Tensor:

@@ -24,13 +24,13 @@ from evaluations.detector import InceptionDetector, fetch_weights
 from evaluations.digits_detector import DigitsDetector
 from evaluations.digits_encoder import DigitsEncoder
 from evaluations.dinov2_detector import DINOV2, DINOv2Detector
-from evaluations.encoders import Encoder, find_encoder_weights
+from evaluations.encoders import EXAMPLE, Encoder, find_encoder_weights
 from evaluations.features import Detector
 from evaluations.images import ImageSet, open_images
 from evaluations.small_detector import MAKE, SmallDetector
 from evaluations.suite import set_of
 from latents import autoencoders
-from latents.shards import LatentDataset
+from latents.shards import LatentDataset, ShardInfo
 from latents.webdataset import TarLatents
 from routing_module import Route, num_kept_tokens
 from setup import schema
@@ -262,7 +262,7 @@ def check_alignment(cfg: schema.TrainConfig, dataset: Dataset) -> None:
         UserError: a block that is not there; latents without images or features; features that are not of the tokens.
     """
     settings = cfg.alignment
-    if settings.name == "none":
+    if settings.name == "none" or settings.weight == 0:
         return
     depth, _, _, patch_size = schema.BACKBONES[cfg.model.backbone]
     if settings.block > depth:
@@ -272,7 +272,7 @@ def check_alignment(cfg: schema.TrainConfig, dataset: Dataset) -> None:
     if not isinstance(dataset, LatentDataset):
         raise UserError(
             f"alignment={settings.name} needs images or features beside the latents, and tars hold none; make native shards: "
-            f"python prepare_latents.py encode images=<folder of images> output=<folder> keep_images=jpeg; or set alignment=none"
+            f"{_command_for_alignment(cfg, dataset.info)}"
         )
     num_tokens = (cfg.data.input_size // patch_size) ** 2
     if dataset.features_shape is not None and dataset.info.encoder == settings.encoder:
@@ -282,12 +282,33 @@ def check_alignment(cfg: schema.TrainConfig, dataset: Dataset) -> None:
                 f"has {num_tokens} tokens; choose a model.backbone of another patch size, or make the shards again with "
                 f"features_grid={math.isqrt(num_tokens)}"
             )
+        if settings.weights is not None:
+            raise UserError(
+                f"alignment.weights={settings.weights}: {dataset.path} holds the encoder's features, and no encoder is loaded; "
+                "leave alignment.weights out"
+            )
     elif not dataset.has_images:
         held = f"features of {dataset.info.encoder}" if dataset.features_shape else "neither images nor features"
         raise UserError(
-            f"alignment.encoder={settings.encoder} needs the images of the latents, and {dataset.path} holds {held}; make the "
-            f"shards again: {command_for(cfg.data)} keep_images=jpeg (or features=true); or set alignment=none"
+            f"alignment.encoder={settings.encoder} needs the images of the latents, and {dataset.path} holds {held}; make other "
+            f"shards: {_command_for_alignment(cfg, dataset.info)}"
         )
+    elif settings.encoder == DigitsEncoder.name and dataset.info.resolution != (own := DigitsEncoder.resolution):
+        raise UserError(
+            f"alignment.encoder=digits sees images of {own}x{own} pixels, and those of {dataset.path} have "
+            f"{dataset.info.resolution}; use alignment.encoder={EXAMPLE}"
+        )
+
+
+def _command_for_alignment(cfg: schema.TrainConfig, info: ShardInfo) -> str:
+    """The command that makes shards for alignment.*, and what it takes to do without the images."""
+    _, _, _, patch_size = schema.BACKBONES[cfg.model.backbone]
+    own = "" if info.autoencoder == "none" else f" autoencoder={info.autoencoder}"
+    features = f"features=true encoder={cfg.alignment.encoder} features_grid={cfg.data.input_size // patch_size}"
+    return (
+        f"python prepare_latents.py encode images=<folder of images> output=<another folder>{own} resolution={info.resolution} "
+        f"keep_images=jpeg (for small data rather {features}); or set alignment=none"
+    )
 
 
 def build_alignment(cfg: schema.TrainConfig, dataset: LatentDataset, accelerator: Accelerator) -> Alignment | None:
@@ -301,9 +322,8 @@ def build_alignment(cfg: schema.TrainConfig, dataset: LatentDataset, accelerator
         encode, fetch, encoder_width = _as_it_is, dataset.fetch_with_features, dataset.features_shape[1]
     else:
         precision = "fp32" if cfg.train.precision == "fp32" else "bf16"
-        with accelerator.local_main_process_first():  # one process of a machine downloads, the others find the file
-            grid = cfg.data.input_size // patch_size
-            encoder = build_encoder(settings.encoder, settings.weights, grid, accelerator.device, precision, "alignment.encoder")
+        grid = cfg.data.input_size // patch_size
+        encoder = build_encoder(settings.encoder, settings.weights, grid, accelerator, precision, "alignment.encoder")
         options |= {"encoder": encoder.weights_hash, "encoder_bytes": sum(p.nbytes for p in encoder.net.parameters())}
         encode, fetch, encoder_width = partial(_patch_tokens, encoder), dataset.fetch_with_images, encoder.width
     with torch.random.fork_rng(devices=[]):  # whatever random numbers the encoder has taken
@@ -321,7 +341,7 @@ def _patch_tokens(encoder: Encoder | DigitsEncoder, images: Tensor) -> Tensor:
 
 
 def build_encoder(
-    name: str, weights: str | None, grid: int, device: torch.device, precision: str, key: str
+    name: str, weights: str | None, grid: int, accelerator: Accelerator, precision: str, key: str
 ) -> Encoder | DigitsEncoder:
     """The encoder of alignment, with `grid` patches along one side of an image. Raises UserError where it cannot be had.
 
@@ -337,13 +357,15 @@ def build_encoder(
                 f"{key}=digits has weights of its own and {own}x{own} patches, which do not fit {found}; it is for "
                 "data=digits with patches of 2 pixels (model.backbone=DiT-XS/2)"
             )
-        return DigitsEncoder(device)
+        return DigitsEncoder(accelerator.device)
     patch = re.search(r"_patch(\d+)_", name)
     if patch is None:
-        raise UserError(f"{key}={name} is no vision transformer of timm; use vit_base_patch14_dinov2.lvd142m, say")
+        raise UserError(f"{key}={name} has no patches of a known size (_patch<N>_) in its name; use {EXAMPLE}")
     size = int(patch[1]) * grid
     # As REPA shows images to its encoder: bicubic without antialias.
-    return Encoder(name, weights, size, device, antialias=False, precision=precision, key=weights_key)
+    how = dict(antialias=False, precision=precision, key=weights_key)
+    with accelerator.local_main_process_first():  # one process of a machine downloads, the others find the file
+        return Encoder(name, weights, size, accelerator.device, **how)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -433,8 +433,18 @@ def test_convert_brings_the_images_that_lie_beside_repas_latents(tmp_path):
         assert np.abs(pixels - expected).mean() < 3
     with pytest.raises(UserError, match="has 16x16 pixels instead of 32x32"):
         convert(str(tmp_path / "other"), resolution=32)
-    file = tmp_path / "repa" / "images" / "dataset.json"
-    file.write_text(file.read_text().replace(", 2]", ", 1]"))
+    folder = tmp_path / "repa" / "images"
+    file, image = folder / "dataset.json", folder / "00000" / "img00000004.png"
+    listed = file.read_text()
+    file.write_text(listed.replace("img00000004", "img00000007"))
+    image.rename(image.with_name("img00000007.png"))
+    with pytest.raises(UserError, match="number their items differently: in order, 00000/img00000007.png would .*00000004.npy"):
+        convert(str(tmp_path / "another"))
+    file.write_text(listed)
+    with pytest.raises(UserError, match=r"dataset.json names 00000/img00000004.png, which is not there \(1 such files\)"):
+        convert(str(tmp_path / "another"))
+    image.with_name("img00000007.png").rename(image)
+    file.write_text(listed.replace(", 2]", ", 1]"))
     with pytest.raises(UserError, match="do not hold the same items: 5 images and 5 latents, or other labels"):
         convert(str(tmp_path / "another"))
     shutil.rmtree(tmp_path / "repa" / "images")
@@ -488,11 +498,13 @@ def test_shards_without_images_say_how_to_make_them_before_anything_is_written(t
     make_shard(tmp_path / "old" / "a.safetensors", channels=3, size=8, autoencoder="none")
     with pytest.raises(
         UserError,
-        match="needs the images of the latents, and .*old holds neither images nor features; make the shards again: "
-        ".*prepare_latents.py .* keep_images=jpeg",
+        match="needs the images of the latents, and .*old holds neither images nor features; make other shards: "
+        "python prepare_latents.py encode images=<folder of images> output=<another folder> resolution=8 keep_images=jpeg .*"
+        "features=true encoder=digits features_grid=4",
     ):
         train("run", *SHARDS, f"data.path={tmp_path / 'old'}")
     assert not (tmp_path / "run").exists()
+    train("off", *SHARDS, f"data.path={tmp_path / 'old'}", "alignment.weight=0", "train.num_steps=1")
 
 
 @pytest.mark.parametrize(
@@ -507,7 +519,7 @@ def test_shards_without_images_say_how_to_make_them_before_anything_is_written(t
         ),
         (
             "alignment.encoder=resnet50",
-            "alignment.encoder=resnet50 is no vision transformer of timm; use vit_base_patch14_dinov2",
+            r"alignment.encoder=resnet50 has no patches of a known size \(_patch<N>_\) in its name; use vit_base_patch14_dinov2",
         ),
         ("alignment.depth=3", "alignment.depth is not a key of the configuration; accepted: "),
     ],
@@ -528,12 +540,29 @@ def test_features_of_another_grid_or_encoder_are_refused(train, tmp_path):
         train("run", *SHARDS, f"data.path={tmp_path / 'digits'}")
     with pytest.raises(UserError, match="needs the images of the latents, and .* holds features of other"):
         train("run", *SHARDS, f"data.path={tmp_path / 'other'}")
+    with pytest.raises(
+        UserError, match="alignment.weights=mine: .*other holds the encoder's features.* leave alignment.weights out"
+    ):
+        train("run", *SHARDS, "alignment.encoder=other", f"data.path={tmp_path / 'other'}", "alignment.weights=mine")
+
+
+def test_the_digits_encoder_is_refused_for_larger_images(train, tmp_path):
+    shards_with_images(tmp_path / "larger")
+    with pytest.raises(UserError, match="alignment.encoder=digits sees images of 8x8 pixels, and those of .*larger have 16; use"):
+        train("run", *SHARDS, f"data.path={tmp_path / 'larger'}")
+
+
+@pytest.mark.parametrize("key", ["encoder", "encoder_weights", "features_grid"])
+def test_encode_refuses_what_is_for_features_without_them(key, tmp_path):
+    with pytest.raises(UserError, match=f"{key}=5 is for features=true; add it, or leave out {key}=5"):
+        prepare_latents.encode("images", str(tmp_path / "out"), **{key: 5})
 
 
 def test_tars_are_refused_for_alignment():
-    cfg = schema.check(composed([*REPA, "data.format=webdataset"]), schema.TrainConfig)
+    cfg, tars = schema.check(composed([*REPA, "data.format=webdataset"]), schema.TrainConfig), object.__new__(TarLatents)
+    tars.info = ShardInfo("moments", 0.18215, "sd-vae:x", 256, 1000)
     with pytest.raises(UserError, match="needs images or features beside the latents, and tars hold none; make native shards"):
-        build.check_alignment(cfg, object.__new__(TarLatents))
+        build.check_alignment(cfg, tars)
 
 
 def test_a_row_with_alignment_is_a_row_of_its_own_and_says_so_in_its_name(train):

@@ -10,12 +10,12 @@ import pytest
 import timm
 import torch
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from stand_ins import untrained_encoder
 from torch.nn import functional as F
 
 from errors import UserError
-from evaluations.encoders import Encoder, resample_as_dinov2
+from evaluations.encoders import Encoder, find_encoder_weights, resample_as_dinov2
 
 DINOV2_S = "vit_small_patch14_dinov2.lvd142m"
 TINY = "test_vit.r160_in1k"  # 64 wide, patches of 16 pixels
@@ -177,6 +177,9 @@ def test_what_cannot_be_an_encoder_is_refused_in_one_line(tiny_file, tmp_path, m
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     other, pickled = tmp_path / "other.safetensors", tmp_path / "code.pth"
     save_file({"weight": torch.zeros(2)}, other)
+    stored, of_32, not_finite = load_file(tiny_file), tmp_path / "patches.safetensors", tmp_path / "nan.safetensors"
+    save_file(stored | {"patch_embed.proj.weight": torch.zeros(64, 3, 32, 32)}, of_32)
+    save_file(stored | {"cls_token": torch.full((1, 1, 64), float("nan"))}, not_finite)
 
     class Code:
         def __reduce__(self):
@@ -190,10 +193,16 @@ def test_what_cannot_be_an_encoder_is_refused_in_one_line(tiny_file, tmp_path, m
         (("resnet18", tiny_file, 64), "resnet18 is no VisionTransformer of timm with a class token"),
         ((TINY, tiny_file, 70), "patches of 16 pixels, which do not divide 70; give 64"),
         ((TINY, other, 64), r"e\.weights: .*other.safetensors holds the weights of another network than test_vit"),
+        ((TINY, of_32, 64), "holds the weights of another network than test_vit.r160_in1k .its patches have 32 pixels"),
+        ((TINY, not_finite, 64), r"e\.weights: .*nan.safetensors holds weights that are not finite"),
+        (("vit_base_patch14_dinov2.lvd142", None, 224), "'vit_base_patch14_dinov2.lvd142' is none of timm's"),
         (("vit_tiny_patch16_224", tiny_file, 64), "holds the weights of another network than vit_tiny_patch16_224"),
         ((TINY, pickled, 64), r"e\.weights: .*code.pth cannot be read as weights \(.*pickle"),
     ):
         with pytest.raises(UserError, match=message) as e:
             Encoder(*arguments, key="e.weights")
         assert "\n" not in str(e.value)
+    for name in ("timm/vit_base_patch14_dinov2.lvd142m", "hf-hub:timm/x", " x"):
+        with pytest.raises(UserError, match=f"the encoder '{name}' is no name of timm's: give it without timm/"):
+            find_encoder_weights(name, None, "e.weights")
     assert not (tmp_path / "was run").exists()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -106,6 +107,17 @@ class FilesOfItems(LatentSource):
             parts.append(self._read_rows(number, slice(row, row + end - start)))
             start = end
         return [np.concatenate(part).astype(np.float32, copy=False) for part in zip(*parts)]
+
+
+def _list_files(folder: Path) -> set[str]:
+    """All below a folder, relative to it."""
+    return {Path(root, name).relative_to(folder).as_posix() for root, _, names in os.walk(folder) for name in names}
+
+
+def _number_of(name: str) -> int | None:
+    """The number at the end of a file's name: 12 of img00000012.png."""
+    found = re.search(r"(\d+)\.\w+$", name)
+    return int(found[1]) if found else None
 
 
 def _parse_latents(where: str, payload: bytes) -> np.ndarray:
@@ -391,7 +403,7 @@ class REPAFolder(LatentSource):
         """All below the folder, relative to it."""
         if isinstance(self._root, zipfile.Path):
             return {name.removeprefix(self._root.at) for name in self._root.root.namelist() if name.startswith(self._root.at)}
-        return {Path(folder, name).relative_to(self.path).as_posix() for folder, _, names in os.walk(self.path) for name in names}
+        return _list_files(self.path)
 
     def _read_bytes(self, name: str) -> bytes:
         try:
@@ -408,11 +420,22 @@ class REPAFolder(LatentSource):
         if not (folder / "dataset.json").is_file():
             raise UserError(f"keep_images=jpeg needs {folder} with its dataset.json, as REPA's preprocessing writes it")
         names, labels = self._read_labels(folder)
+        files = _list_files(folder)
+        if missing := [name for name in names if name not in files]:
+            raise UserError(f"{folder}: dataset.json names {missing[0]}, which is not there ({len(missing)} such files)")
         order, of_images = np.argsort(self._names), np.argsort(names)
         if not np.array_equal(self.labels[order], labels[of_images]):
             raise UserError(
                 f"{folder} and {self.path} do not hold the same items: {len(names)} images and {len(order)} latents, or other "
                 "labels; make both from one data set"
+            )
+        pairs = [(names[i], self._names[j]) for i, j in zip(of_images, order)]
+        numbers = [tuple(map(_number_of, pair)) for pair in pairs]
+        differing = [pair for pair, (ours, theirs) in zip(pairs, numbers) if None not in (ours, theirs) and ours != theirs]
+        if differing:
+            raise UserError(
+                f"{folder} and {self.path} number their items differently: in order, {differing[0][0]} would belong to "
+                f"{differing[0][1]}; make both from one data set"
             )
         image_of = np.empty(len(order), dtype=np.int64)
         image_of[order] = of_images

@@ -33,6 +33,7 @@ DTYPES = {"float16": torch.float16, "float32": torch.float32}
 Dtype = Literal[tuple(DTYPES)]
 Kind = Literal[KINDS]
 SHARD_SIZE = 4096  # items of the source that make one shard: 64 MiB of moments at 256 pixels
+SHARD_SIZE_OF_FEATURES = 512  # 200 MB of DINOv2-B's for 256 tokens, of which making a shard holds several copies
 
 
 @dataclass(frozen=True)
