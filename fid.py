@@ -64,7 +64,7 @@ def main(cfg: DictConfig) -> None:
         check_shared(folder / checkpoints.MANIFEST, "checkpoints" if cfg.checkpoints else "checkpoint", accelerator)
     runs = {folder: load.load_config(folder) for folder in folders}
     cfg = with_settings_of_run(cfg, runs[folders[0]] if folders else None)
-    reference = build.open_reference(cfg.reference, "reference")
+    reference = build.open_reference(cfg.reference, "reference", cfg.evaluation.all_detectors)
     images = open_images(cfg.images, cfg.convert_to_rgb) if cfg.images else None
     num_samples = cfg.num_samples or (PAPER_NUM_SAMPLES if images is None else len(images))
     if images and num_samples > len(images):

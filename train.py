@@ -107,7 +107,9 @@ def build_sampler_and_evaluation(
     guidance = cfg.guidance if cfg.sample.every else schema.NoGuidance(name="none")  # guidance.* is for the grids
     build.check_guidance(guidance, cfg, diffusion)
     build.warn_of_guidance(guidance, cfg)
-    reference = build.open_reference(cfg.evaluation.reference, "evaluation.reference") if cfg.eval.every else None
+    reference = None
+    if cfg.eval.every:
+        reference = build.open_reference(cfg.evaluation.reference, "evaluation.reference", cfg.evaluation.all_detectors)
     settings = load.find_second_checkpoint(guidance, cfg, accelerator)
     autoencoder = build.build_autoencoder(cfg, accelerator.device)
     compile_mode = speed.resolve_compile(cfg.train.compile, accelerator.device)

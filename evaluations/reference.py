@@ -79,13 +79,8 @@ def load_reference(
     Raises:
         UserError: the file holds neither images nor statistics of this detector.
     """
+    check_reference(images, detector.name)
     stored = stored_statistics(images, detector)
-    if len(images) == 0 and not stored:
-        raise UserError(
-            f"{images.path} holds statistics of other detectors and no images: the {detector.name} detector has nothing to "
-            "compare with; make a reference of the images: python prepare_latents.py reference images=<folder> "
-            "output=<file.npz> 'detectors=[inception,dinov2]'"
-        )
     with say_if_slow(log, "reading the features of %s", images.path):
         features = read_cache(images, detector) if is_main else None
     is_cached = agree(features is not None)
@@ -99,6 +94,16 @@ def load_reference(
         if len(features):
             write_cache(images, detector, features)
     return replace(features, statistics=features.statistics | stored)
+
+
+def check_reference(images: ImageSet, detector: str) -> None:
+    """Raises UserError where images and statistics of this detector, by its name, are both missing."""
+    if len(images) == 0 and images.statistics.keys().isdisjoint(STORED.get(detector, {}).values()):
+        raise UserError(
+            f"{images.path} holds statistics of other detectors and no images: the {detector} detector has nothing to compare "
+            "with; make a reference of the images: python prepare_latents.py reference images=<folder> output=<file.npz> "
+            "'detectors=[inception,dinov2]'"
+        )
 
 
 def stored_statistics(images: ImageSet, detector: Detector) -> dict[str, Statistics]:

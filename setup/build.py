@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from evaluations.dinov2_detector import DINOV2, DINOv2Detector
 from evaluations.encoders import EXAMPLE, Encoder, find_encoder_weights
 from evaluations.features import Detector
 from evaluations.images import ImageSet, open_images
+from evaluations.reference import check_reference
 from evaluations.small_detector import MAKE, SmallDetector
 from evaluations.suite import set_of
 from latents import autoencoders
@@ -493,8 +495,8 @@ def _build_detector(name: str, settings: schema.DetectorSettings, accelerator: A
     return InceptionDetector(weights, *how)
 
 
-def open_reference(path: str | None, key: str) -> ImageSet:
-    """The reference that `key` names."""
+def open_reference(path: str | None, key: str, detectors: Sequence[str]) -> ImageSet:
+    """The reference that `key` names, for detectors by name."""
     if path is None:
         raise UserError(
             f"{key} is not set: give a reference batch, VIRTUAL_imagenet256_labeled.npz of ADM's evaluation suite, say, or a "
@@ -507,4 +509,7 @@ def open_reference(path: str | None, key: str) -> ImageSet:
             f"{key}={path} {found}; reference batches are at {adm}, and `prepare_latents.py reference` makes one of "
             "images of your own"
         )
-    return open_images(path)
+    images = open_images(path)
+    for name in detectors:  # before their weights are downloaded
+        check_reference(images, name)
+    return images
