@@ -260,7 +260,6 @@ def inspect(
     autoencoder: Autoencoder | None = None,
     grid: Text = "auto",
     sigma_data: Positive = 0.5,
-    min_items_per_class: Whole = 1,
     kind: Kind | None = None,
     stored_scale: Positive | None = None,
     scale_factor: Positive | None = None,
@@ -276,7 +275,6 @@ def inspect(
         autoencoder: decodes the grid; null: the one that the shards name.
         grid: auto (<path>/inspect_<data>.png), a file to write, or none.
         sigma_data: standard deviation that the diffusion assumes.
-        min_items_per_class: fewer are a problem.
         kind, stored_scale, scale_factor, resolution, num_classes, allow_pickle: of tars, as for convert.
     """
     of_tars = dict(kind=kind, stored_scale=stored_scale, scale_factor=scale_factor, resolution=resolution)
@@ -303,7 +301,7 @@ def inspect(
             decoder = autoencoders.build(autoencoder, device, dataset.channels, "autoencoder")
         except UserError as e:
             raise UserError(f"{e}; or leave the picture out: grid=none") from e
-    found = inspect_latents(dataset, sigma_data, min_items_per_class)
+    found = inspect_latents(dataset, sigma_data)
     for line in found.lines:
         log.info("%s", line)
     if file is not None:

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 import dit
 from benchmarks.harness import Backbone, Report, choose_device, table, time_ms
+from configs.experiments import LOCATIONS, PLACEMENTS, PLACEMENTS_DENSE, SELECTION_RATES
 from errors import UserError
 from routing_module import Route, TokenRouter, num_kept_tokens
 from sampling.flops import forward_flops
@@ -81,16 +82,6 @@ class RouteSettings(Settings):
     output: Text = "runs/benchmarks/routes"  # the files' name, without its ending
 
 
-# TREAD: FID of the dense DiT-B/2, and its change by the route's place (12 blocks, half of the tokens skip, shorter training).
-PLACEMENT_DENSE = 49.89
-PLACEMENT = {
-    (0, 2): 2.95, (0, 3): 2.59, (0, 4): 7.23, (0, 5): 0.92, (0, 6): -12.12, (0, 7): -15.71, (0, 8): -16.31, (0, 9): -14.82,
-    (0, 10): 7.47, (7, 8): 0.61, (6, 8): 0.82, (5, 8): -4.84, (4, 8): -14.20, (3, 8): -16.31, (2, 8): -21.87, (1, 8): -21.68,
-}  # fmt: skip
-# TREAD: FID by selection ratio, DiT-B/2, 2 -> 8, 400K iterations.
-FID_BY_RATIO = {0.0: 43.47, 0.25: 26.50, 0.5: 21.34, 0.75: 49.29}
-# TREAD: FID by the route's place, DiT-XL/2, 400K iterations: from 2 to B - 4, and from block B/6 to 2B/3.
-XL_PLACEMENT = {(2, 24): 7.38, (4, 18): 18.81}
 DEFAULT_RATIO = 0.5
 BLOCKS_BEFORE, BLOCKS_AFTER = 2, 3  # the paper's route
 MAX_MEASUREMENTS = 4
@@ -173,7 +164,7 @@ def candidates(depth: int, default: Route | None) -> dict[str, Routes]:
     if default is not None:
         start, end = default.start_layer_idx, default.end_layer_idx
         found["default"] = (default,)
-        others = [ratio for ratio in FID_BY_RATIO if ratio not in (0, DEFAULT_RATIO)]
+        others = [rate / 100 for rate in SELECTION_RATES if rate / 100 not in (0, DEFAULT_RATIO)]
         found |= {f"{ratio:.0%} skip": (Route(ratio, start, end),) for ratio in others}
         middle = (start + end) // 2
         if start < middle < end - 1:
@@ -206,14 +197,14 @@ def paper_figures(route: Route, depth: int) -> str:
     """The paper's own figures of this route on 12 blocks, or of its kind on DiT-XL/2's 28."""
     ratio, place = route.selection_ratio, (route.start_layer_idx, route.end_layer_idx)
     words = []
-    if depth == 12 and ratio == 0.5 and place in PLACEMENT:
-        change = PLACEMENT[place]
-        below = f"{abs(change):.2f} {'below' if change < 0 else 'above'} dense ({PLACEMENT_DENSE})"
-        words.append(f"DiT-B/2: FID {PLACEMENT_DENSE + change:.2f}, {below}")
-    if depth == 12 and place == (2, 8) and ratio in FID_BY_RATIO:
-        words.append(f"DiT-B/2 at 400K: {FID_BY_RATIO[ratio]} against {FID_BY_RATIO[0.0]} dense")
-    if depth == 28 and ratio == 0.5 and place in XL_PLACEMENT:
-        words.append(f"DiT-XL/2 at 400K: FID {XL_PLACEMENT[place]}")
+    if depth == 12 and ratio == 0.5 and place in PLACEMENTS:
+        change = PLACEMENTS[place]
+        below = f"{abs(change):.2f} {'below' if change < 0 else 'above'} dense ({PLACEMENTS_DENSE})"
+        words.append(f"DiT-B/2: FID {PLACEMENTS_DENSE + change:.2f}, {below}")
+    if depth == 12 and place == (2, 8) and 100 * ratio in SELECTION_RATES:
+        words.append(f"DiT-B/2 at 400K: {SELECTION_RATES[100 * ratio]} against {SELECTION_RATES[0]} dense")
+    if depth == 28 and ratio == 0.5 and place in LOCATIONS:
+        words.append(f"DiT-XL/2 at 400K: FID {LOCATIONS[place]}")
     return "; ".join(words)
 
 
@@ -248,7 +239,7 @@ def advice(backbone: str, depth: int, default: Route | None, rows: Sequence[dict
         reason = (
             "it is the paper's: the longest window that leaves two dense blocks before and three after it. In its tables this "
             "place is the best of 16 on DiT-B/2, and on DiT-XL/2 it beats one that scales with depth (FID "
-            f"{XL_PLACEMENT[2, 24]} against {XL_PLACEMENT[4, 18]}); half of the tokens skipping is the best of 25%, 50% and 75%"
+            f"{LOCATIONS[2, 24]} against {LOCATIONS[4, 18]}); half of the tokens skipping is the best of 25%, 50% and 75%"
         )
     else:
         reason = f"{depth} blocks are too few for the paper's 2 -> depth - 4; this keeps a dense block on either side"

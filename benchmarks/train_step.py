@@ -240,7 +240,7 @@ class StepRow:
         self._move(self.device)
         trainer, spent_ms = self.trainer, {part: [] for part in PARTS}
         methods = {
-            "forward": (trainer, "loss"),
+            "forward": (trainer, "losses"),
             "backward": (trainer.accelerator, "backward"),
             "optimiser": (trainer.optimizer, "step"),
             "ema": (trainer.ema, "update"),

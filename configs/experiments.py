@@ -232,10 +232,12 @@ TABLE_2 = {
     "XL/2": (19.47, 7.38, 17.20, 4.89),
 }
 SELECTION_RATES = {0: 43.47, 25: 26.50, 50: 21.34, 75: 49.29}  # DiT-B/2: percent of the tokens that skip the route: FID
-PLACEMENTS = {  # DiT-B/2: (first, last block of the route): change of FID from the dense network's 49.89
+PLACEMENTS_DENSE = 49.89  # DiT-B/2, half of the tokens, shorter training
+PLACEMENTS = {  # (first, last block of the route): change of FID from the dense network's
     (0, 2): 2.95, (0, 3): 2.59, (0, 4): 7.23, (0, 5): 0.92, (0, 6): -12.12, (0, 7): -15.71, (0, 8): -16.31, (0, 9): -14.82,
     (0, 10): 7.47, (7, 8): 0.61, (6, 8): 0.82, (5, 8): -4.84, (4, 8): -14.20, (3, 8): -16.31, (2, 8): -21.87, (1, 8): -21.68,
 }  # fmt: skip
+LOCATIONS = {(4, 18): 18.81, (2, 24): 7.38}  # DiT-XL/2: (first, last block of the route): FID
 FINAL = {  # DiT-XL/2: FID, sFID, IS, precision, recall; `cfg1.0` is unguided
     "dit": {"cfg1.0": (9.62, 6.85, 121.50, 0.67, 0.67), "guided": (2.27, 4.60, 278.24, 0.83, 0.57)},
     "tread_160": {"cfg1.0": (4.96, 6.83, 192.49, 0.79, 0.54)},
@@ -273,12 +275,12 @@ def location() -> Iterator[Row]:
     about = {"table": "Location scaling", "source": "TREAD, ablation of the location's scaling", "baseline": "table2/dit_xl2"}
     rounded = "B/6 = 4.67 and 2B/3 = 18.67 of 28 blocks are rounded down: 4 to 18"
     base = IMAGENET_256 | backbone("XL/2")
-    yield Row("location/relative", **about, overrides=base | route(0.5, 4, 18), paper=fid(18.81), differs=rounded)
-    yield Row("location/absolute", **about, overrides=base | route(0.5, 2, -4), paper=fid(7.38))
+    yield Row("location/relative", **about, overrides=base | route(0.5, 4, 18), paper=fid(LOCATIONS[4, 18]), differs=rounded)
+    yield Row("location/absolute", **about, overrides=base | route(0.5, 2, -4), paper=fid(LOCATIONS[2, 24]))
 
 
 def placement() -> Iterator[Row]:
-    table, source, dense = "Route placement", "TREAD, ablation of the route's placement", 49.89
+    table, source, dense = "Route placement", "TREAD, ablation of the route's placement", PLACEMENTS_DENSE
     differs = (
         "the paper trains these rows for less than 400K iterations and does not say for how many: 300K is a guess; "
         "compare changes against the baseline, not the figures themselves"

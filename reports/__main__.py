@@ -24,7 +24,6 @@ from setup import cli
 from setup.settings import Settings, Text
 
 MARKER = "python -m reports"  # at the beginning of every file that this program writes
-MARKERS = (MARKER, "python -m training.report")  # and of those that it wrote under its earlier name
 USAGE = "give the folder of runs: python -m reports runs/"
 
 
@@ -91,7 +90,7 @@ def check_replaceable(file: Path) -> None:
         beginning = file.read_text(encoding="utf-8", errors="replace")[:600] if file.exists() else MARKER
     except OSError as e:
         raise UserError(f"output={file} cannot be replaced ({e.strerror}); choose another output=<file.html>") from e
-    if not any(marker in beginning for marker in MARKERS):
+    if MARKER not in beginning:
         raise UserError(f"{file} was not written by this program and stays as it is; choose another output=<file.html>")
 
 

@@ -12,8 +12,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import hydra
 import torch
@@ -30,17 +29,15 @@ from errors import UserError
 from progress import LogHandler
 from setup.arguments import CONFIGS, check_arguments, check_value, explain, explain_composition
 from setup.schema import backbone_of
-from setup.settings import Settings, accepted, keys_of, validate
+from setup.settings import S, Settings, accepted, keys_of, validate
+from training.provenance import REPOSITORY
 from training.speed import allow_tf32, use_cores
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 FULL_ERRORS = "HYDRA_FULL_ERROR"  # Hydra's own switch, for all of our commands
 OmegaConf.register_new_resolver("backbone", lambda size, _root_: backbone_of(_root_.model.name, size), replace=True)
 OmegaConf.register_new_resolver("repository", lambda path: str(REPOSITORY / path), replace=True)
 
 log = logging.getLogger(__name__)
-
-S = TypeVar("S", bound=Settings)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

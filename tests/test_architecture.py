@@ -24,9 +24,8 @@ FLOORS = [
     ["errors"],
 ]
 EXTRAS = {"benchmarks", "examples", "reports", "attach", "latents.prepare", "weights"}
-# The commands of an extra, which import it; and two commands under their earlier names.
+# The commands of an extra, which import it.
 MAY_IMPORT_EXTRAS = {"prepare_latents", "prepare_checkpoint"}
-FORWARDERS = {"training.report", "training.sweep"}
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
 
@@ -143,12 +142,6 @@ def test_every_definition_is_used_outside_of_tests():
         if name not in offered and everywhere[name] <= names_used(node)[name]
     ]
     assert unused == []
-
-
-def test_the_forwarders_of_earlier_commands_hold_nothing_else():
-    for module in FORWARDERS:
-        statements = [node for node in sources()[module].body if not isinstance(node, (ast.Import, ast.ImportFrom))]
-        assert len(statements) == 2, f"{module} forwards to its new place"  # the docstring and the call
 
 
 def test_the_users_own_names_are_where_they_were():

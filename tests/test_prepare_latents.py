@@ -595,7 +595,7 @@ def test_inspection_finds_what_is_wrong(tmp_path):
     found = problems_of(tmp_path)
     assert "4 problems" in found
     assert "1 items hold NaN or Inf: 4" in found and "1 items repeat an earlier one, bit for bit: 9 = 3" in found
-    assert "1 of 3 classes have fewer than 1 items: 2 0" in found
+    assert "1 of 3 classes have no item: 2 0" in found
     assert re.search(
         r"would see a standard deviation of (9|10)\.\d+ over all channels, (19|20)\.\d+ times sigma_data=0.5; is the scale "
         r"factor 0.5 right",

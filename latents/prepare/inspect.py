@@ -35,12 +35,11 @@ class Findings:
     problems: list[str] = field(default_factory=list)
 
 
-def inspect_latents(dataset: Dataset, sigma_data: float = 0.5, min_items_per_class: int = 1) -> Findings:
+def inspect_latents(dataset: Dataset, sigma_data: float = 0.5) -> Findings:
     """Read everything once, and say what is there and what is wrong.
 
     Args:
         sigma_data: standard deviation that the diffusion assumes of the network's input.
-        min_items_per_class: fewer are a problem.
     """
     info = dataset.info
     found = Findings()
@@ -55,7 +54,7 @@ def inspect_latents(dataset: Dataset, sigma_data: float = 0.5, min_items_per_cla
         _inspect_shown(dataset, found)
     if isinstance(dataset, LatentDataset) and dataset.path.is_dir():
         _inspect_files(dataset, found)
-    _inspect_classes(dataset, min_items_per_class, found)
+    _inspect_classes(dataset, found)
     _inspect_values(dataset, sigma_data, found)
     if dataset.has_flips:
         _inspect_flips(dataset, found)
@@ -94,18 +93,16 @@ def _inspect_shown(dataset: LatentDataset, found: Findings) -> None:
             found.problems.append(str(e))
 
 
-def _inspect_classes(dataset: Dataset, min_items_per_class: int, found: Findings) -> None:
+def _inspect_classes(dataset: Dataset, found: Findings) -> None:
     counts = np.bincount(dataset.labels, minlength=dataset.info.num_classes)
     names = [f" ({name})" for name in dataset.class_names] if dataset.class_names else [""] * len(counts)
     smallest = [f"{label}{names[label]} {counts[label]}" for label in np.argsort(counts, kind="stable")]
-    num_short = int((counts < min_items_per_class).sum())
+    num_empty = int((counts == 0).sum())
     found.lines.append(
         f"{len(counts)} classes of {counts.min()} to {counts.max()} items; the smallest: {', '.join(smallest[:3])}"
     )
-    if num_short:
-        found.problems.append(
-            f"{num_short} of {len(counts)} classes have fewer than {min_items_per_class} items: {_first(smallest[:num_short])}"
-        )
+    if num_empty:
+        found.problems.append(f"{num_empty} of {len(counts)} classes have no item: {_first(smallest[:num_empty])}")
 
 
 def _inspect_values(dataset: Dataset, sigma_data: float, found: Findings) -> None:
