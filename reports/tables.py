@@ -23,7 +23,7 @@ from reports.runs import Run, machine_of
 NONE = "—"
 RESULTS = ("Experiment", "Seeds", "Measured", "Paper", "Difference", "Against dense", "Steps", "Images seen", "Device hours")
 RESULTS += ("Images/s", "Commit")
-SPEEDUPS = ("Routed", "Metric", "Dense run's best", "Reached", "Speedup in steps", "Speedup in hours")
+SPEEDUPS = ("Run", "Metric", "Dense run's best", "Reached", "Speedup in steps", "Speedup in hours")
 EQUAL = ("Routed", "Metric", "Step", "Routed figure", "Dense, equal steps", "Difference", "Routed hours", "Dense, equal time")
 EQUAL += ("Difference in time", "Seeds")
 EQUAL_NOTE = f"""\
@@ -200,7 +200,7 @@ def speedup_table(experiments: Sequence[Experiment]) -> Table | None:
         notes += notes_on_dense(experiment, metric)
         curve, find_best = experiment.curve(metric), min if known.direction == "lower" else max
         target, best = (find_best(figures, key=attrgetter("mean")) for figures in (dense.curve(metric), curve))
-        row = {"Routed": label, "Metric": metric}
+        row = {"Run": label, "Metric": metric}
         row["Dense run's best"] = f"{dense.label}: {format_metric(metric, target.mean)} at step {target.step:,}"
         rows.append(row)
         points = [(figure.step, figure.mean) for figure in curve]
