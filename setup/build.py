@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
 
 import dit
 import guidance
@@ -35,6 +34,7 @@ from latents import autoencoders
 from latents.shards import LatentDataset, ShardInfo
 from latents.webdataset import TarLatents
 from routing_module import Route, num_kept_tokens
+from sampling.sampler import Diffusion
 from setup import schema
 from setup.settings import validate
 from sit import SiT
@@ -43,7 +43,6 @@ from training.sharding import processes_per_node
 
 log = logging.getLogger(__name__)
 
-Diffusion = EDM | SiT | DDPM
 Dataset = LatentDataset | TarLatents
 
 # TREAD's (section 4), for sparse guidance of a network that was trained without routes.
@@ -321,25 +320,17 @@ def build_alignment(cfg: schema.TrainConfig, dataset: LatentDataset, accelerator
     _, width, _, patch_size = schema.BACKBONES[cfg.model.backbone]
     options = {"tap": settings.block, "weight": settings.weight, "stop_step": settings.stop_step}
     if dataset.features_shape is not None and dataset.info.encoder == settings.encoder:
-        encode, fetch, encoder_width = _as_it_is, dataset.fetch_with_features, dataset.features_shape[1]
+        encode, fetch, encoder_width = lambda features: features, dataset.fetch_with_features, dataset.features_shape[1]
     else:
         precision = "fp32" if cfg.train.precision == "fp32" else "bf16"
         grid = cfg.data.input_size // patch_size
         encoder = build_encoder(settings.encoder, settings.weights, grid, accelerator, precision, "alignment.encoder")
         options |= {"encoder": encoder.weights_hash, "encoder_bytes": sum(p.nbytes for p in encoder.net.parameters())}
-        encode, fetch, encoder_width = partial(_patch_tokens, encoder), dataset.fetch_with_images, encoder.width
+        encode, fetch, encoder_width = lambda images: encoder.encode(images)[1], dataset.fetch_with_images, encoder.width
     with torch.random.fork_rng(devices=[]):  # whatever random numbers the encoder has taken
         torch.manual_seed(2**32 + cfg.seed)  # no seed of a run
         projector = Projector(width, settings.projector_width, encoder_width)
     return Alignment(projector, encode, fetch, **options)
-
-
-def _as_it_is(shown: Tensor) -> Tensor:
-    return shown
-
-
-def _patch_tokens(encoder: Encoder | DigitsEncoder, images: Tensor) -> Tensor:
-    return encoder.encode(images)[1]
 
 
 def build_encoder(
