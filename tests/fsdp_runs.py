@@ -81,7 +81,7 @@ def make_runs(folder: Path, records: dict) -> None:
     defaults = mock.patch.object(trainer, "ddp_settings", lambda *_: DistributedDataParallelKwargs())
     with defaults, recorded_views(records, "copies"):
         run("copies", *BATCH, *DENSE, "train.num_steps=3")
-    for name, method, spoiled in (("weights", "train_step", spoil_weights), ("loss", "loss", spoil_loss)):
+    for name, method, spoiled in (("weights", "train_step", spoil_weights), ("loss", "losses", spoil_loss)):
         with mock.patch.object(Trainer, method, functools.partialmethod(spoiled, getattr(Trainer, method))):
             try:
                 run(f"spoiled_{name}", *FSDP, "checkpoint.every=1", "train.num_steps=3")
@@ -147,10 +147,11 @@ def spoil_weights(trainer: Trainer, original, micro_batches) -> None:
         local_shard(trainer.net.blocks[0].mlp.fc1.weight.detach()).fill_(torch.nan)
 
 
-def spoil_loss(trainer: Trainer, original, *args) -> torch.Tensor:
+def spoil_loss(trainer: Trainer, original, *args) -> list[torch.Tensor]:
     """The second process's loss of step 2 is not finite."""
-    loss = original(trainer, *args)
-    return loss * torch.inf if trainer.step == 1 and not trainer.accelerator.is_main_process else loss
+    losses = original(trainer, *args)
+    is_spoiled = trainer.step == 1 and not trainer.accelerator.is_main_process
+    return [loss * torch.inf for loss in losses] if is_spoiled else losses
 
 
 def fail_to_save(root: Path, checkpoint, *keep) -> None:

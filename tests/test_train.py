@@ -101,10 +101,10 @@ def test_micro_batches_and_loader_workers_do_not_change_the_losses(train):
 
 
 def test_a_step_that_does_not_fit_says_how_large_it_was_and_what_lowers_it(train, monkeypatch):
-    def loss(*args):
+    def fail(*args):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(Trainer, "loss", loss)
+    monkeypatch.setattr(Trainer, "losses", fail)
     message = (
         r"out of memory in step 1: DiT-XS/2 on 2 images of 16 tokens at once in each process "
         r"\(train.batch_size=4 / 1 processes / train.grad_accum_steps=2\), fp32. "
