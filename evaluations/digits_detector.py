@@ -72,11 +72,14 @@ def train(num_epochs: int = 40) -> tuple[DigitsNet, float]:
     return net, fit(net, to_input, images, labels, *split(len(images)), num_epochs=num_epochs)
 
 
+def write_classifier(file: Path, net: nn.Module, held_out_accuracy: float) -> None:
+    write_file(file, save(net.state_dict(), metadata={"held_out_accuracy": f"{held_out_accuracy:.4f}"}))
+    log.info("%s: %.2f%% of the held-out digits are classified correctly", file, 100 * held_out_accuracy)
+
+
 def main() -> None:
     torch.set_num_threads(1)  # the order of sums depends on the number, and the network is too small to use more
-    net, held_out_accuracy = train()
-    write_file(WEIGHTS_FILE, save(net.state_dict(), metadata={"held_out_accuracy": f"{held_out_accuracy:.4f}"}))
-    log.info("%s: %.2f%% of the held-out digits are classified correctly", WEIGHTS_FILE, 100 * held_out_accuracy)
+    write_classifier(WEIGHTS_FILE, *train())
 
 
 if __name__ == "__main__":

@@ -12,16 +12,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from errors import UserError
-from evaluations.digits_detector import NUM_CLASSES, load_digits, to_input
+from evaluations.digits_detector import NUM_CLASSES, load_digits, to_input, write_classifier
 from evaluations.metrics import full_float32
 from evaluations.small_detector import fit, split
-from files import hash_file, write_file
-
-log = logging.getLogger(__name__)
+from files import hash_file
 
 ENCODER_FILE = Path(__file__).with_name("digits_encoder.safetensors")
 PATCH_SIZE, GRID, WIDTH, DEPTH, NUM_HEADS = 2, 4, 48, 3, 4
@@ -76,9 +74,7 @@ def main() -> None:
     images, labels = load_digits()
     torch.manual_seed(0)
     net = DigitsTransformer()
-    held_out_accuracy = fit(net, to_input, images, labels, *split(len(images)), num_epochs=60)
-    write_file(ENCODER_FILE, save(net.state_dict(), metadata={"held_out_accuracy": f"{held_out_accuracy:.4f}"}))
-    log.info("%s: %.2f%% of the held-out digits are classified correctly", ENCODER_FILE, 100 * held_out_accuracy)
+    write_classifier(ENCODER_FILE, net, fit(net, to_input, images, labels, *split(len(images)), num_epochs=60))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import re
 from collections.abc import Sequence
 from functools import partial
@@ -124,6 +123,11 @@ def command_for(data: schema.Data) -> str:
 # Network, diffusion, guidance.
 
 
+def _grid_size(cfg: schema.TrainConfig) -> int:
+    """Tokens along one side of the latents."""
+    return cfg.data.input_size // schema.BACKBONES[cfg.model.backbone][-1]
+
+
 def build_network(cfg: schema.TrainConfig) -> dit.DiT:
     """The network of a configuration whose data.in_channels, input_size and num_classes are filled in."""
     model, data = cfg.model, cfg.data
@@ -212,7 +216,7 @@ def check_guidance(settings: schema.Guidance, run_cfg: schema.TrainConfig, diffu
             "model.class_dropout=0. Use guidance=none, or guidance=sparse, which keeps the label"
         )
     if settings.name == "sparse":
-        num_tokens = (run_cfg.data.input_size // schema.BACKBONES[run_cfg.model.backbone][-1]) ** 2
+        num_tokens = _grid_size(run_cfg) ** 2
         strong, weak = (num_kept_tokens(num_tokens, ratio) for ratio in (settings.r_strong, settings.r_weak))
         if strong == weak:
             raise UserError(
@@ -263,9 +267,9 @@ def check_alignment(cfg: schema.TrainConfig, dataset: Dataset) -> None:
         UserError: a block that is not there; latents without images or features; features that are not of the tokens.
     """
     settings = cfg.alignment
-    if settings.name == "none" or settings.weight == 0:
+    if not _is_aligned(cfg):
         return
-    depth, _, _, patch_size = schema.BACKBONES[cfg.model.backbone]
+    depth = schema.BACKBONES[cfg.model.backbone][0]
     if settings.block > depth:
         raise UserError(
             f"alignment.block={settings.block} is beyond the {depth} blocks of {cfg.model.backbone}; give 1 to {depth}"
@@ -275,13 +279,12 @@ def check_alignment(cfg: schema.TrainConfig, dataset: Dataset) -> None:
             f"alignment={settings.name} needs images or features beside the latents, and tars hold none; make native shards: "
             f"{_command_for_alignment(cfg, dataset.info)}"
         )
-    num_tokens = (cfg.data.input_size // patch_size) ** 2
-    if dataset.features_shape is not None and dataset.info.encoder == settings.encoder:
-        if dataset.features_shape[0] != num_tokens:
+    if _holds_features(cfg, dataset):
+        if dataset.features_shape[0] != (grid := _grid_size(cfg)) ** 2:
             raise UserError(
                 f"alignment: {dataset.path} holds {dataset.features_shape[0]} features for each image, and {cfg.model.backbone} "
-                f"has {num_tokens} tokens; choose a model.backbone of another patch size, or make the shards again with "
-                f"features_grid={math.isqrt(num_tokens)}"
+                f"has {grid**2} tokens; choose a model.backbone of another patch size, or make the shards again with "
+                f"features_grid={grid}"
             )
         if settings.weights is not None:
             raise UserError(
@@ -301,11 +304,19 @@ def check_alignment(cfg: schema.TrainConfig, dataset: Dataset) -> None:
         )
 
 
+def _is_aligned(cfg: schema.TrainConfig) -> bool:
+    return cfg.alignment.name != "none" and cfg.alignment.weight > 0
+
+
+def _holds_features(cfg: schema.TrainConfig, dataset: LatentDataset) -> bool:
+    """Whether the shards hold the patch tokens of the encoder that alignment.encoder names."""
+    return dataset.features_shape is not None and dataset.info.encoder == cfg.alignment.encoder
+
+
 def _command_for_alignment(cfg: schema.TrainConfig, info: ShardInfo) -> str:
     """The command that makes shards for alignment.*, and what it takes to do without the images."""
-    _, _, _, patch_size = schema.BACKBONES[cfg.model.backbone]
     own = "" if info.autoencoder == "none" else f" autoencoder={info.autoencoder}"
-    features = f"features=true encoder={cfg.alignment.encoder} features_grid={cfg.data.input_size // patch_size}"
+    features = f"features=true encoder={cfg.alignment.encoder} features_grid={_grid_size(cfg)}"
     return (
         f"python prepare_latents.py encode images=<folder of images> output=<another folder>{own} resolution={info.resolution} "
         f"keep_images=jpeg (for small data rather {features}); or set alignment=none"
@@ -315,20 +326,20 @@ def _command_for_alignment(cfg: schema.TrainConfig, info: ShardInfo) -> str:
 def build_alignment(cfg: schema.TrainConfig, dataset: LatentDataset, accelerator: Accelerator) -> Alignment | None:
     """alignment.* after `check_alignment`, its encoder on this process's device; None: without."""
     settings = cfg.alignment
-    if settings.name == "none" or settings.weight == 0:
+    if not _is_aligned(cfg):
         return None
-    _, width, _, patch_size = schema.BACKBONES[cfg.model.backbone]
     options = {"tap": settings.block, "weight": settings.weight, "stop_step": settings.stop_step}
-    if dataset.features_shape is not None and dataset.info.encoder == settings.encoder:
+    if _holds_features(cfg, dataset):
         encode, fetch, encoder_width = lambda features: features, dataset.fetch_with_features, dataset.features_shape[1]
     else:
         precision = "fp32" if cfg.train.precision == "fp32" else "bf16"
-        grid = cfg.data.input_size // patch_size
-        encoder = build_encoder(settings.encoder, settings.weights, grid, accelerator, precision, "alignment.encoder")
+        key = "alignment.encoder"
+        encoder = build_encoder(settings.encoder, settings.weights, _grid_size(cfg), accelerator, precision, key)
         options |= {"encoder": encoder.weights_hash, "encoder_bytes": sum(p.nbytes for p in encoder.net.parameters())}
         encode, fetch, encoder_width = lambda images: encoder.encode(images)[1], dataset.fetch_with_images, encoder.width
     with torch.random.fork_rng(devices=[]):  # whatever random numbers the encoder has taken
         torch.manual_seed(2**32 + cfg.seed)  # no seed of a run
+        width = schema.BACKBONES[cfg.model.backbone][1]
         projector = Projector(width, settings.projector_width, encoder_width)
     return Alignment(projector, encode, fetch, **options)
 

@@ -67,7 +67,8 @@ class Trainer:
     Attributes:
         net: the plain network, whose weights a checkpoint holds; with train.parallel=fsdp they are sharded.
         model: `net` as accelerate wraps it.
-        modules: what is trained: `net`, and with alignment its projector; `models`: as accelerate wraps them.
+        modules: what is trained: `net`, and with alignment its projector; `models`: as accelerate wraps them;
+            `parameters`: of all of them, also those that are not trained.
         step: optimizer steps done.
         parts: the rows of the global batch in each of this process's micro-batches.
     """
@@ -107,8 +108,9 @@ class Trainer:
             accelerator.ddp_handler = ddp_settings(self.net, cfg.train.gradient_precision)
             self.models = [accelerator.prepare(module) for module in self.modules]
         self.model = self.models[0]
+        self.parameters = [p for module in self.modules for p in module.parameters()]
         optimizer = torch.optim.AdamW(
-            [p for module in self.modules for p in module.parameters() if p.requires_grad],
+            [p for p in self.parameters if p.requires_grad],
             lr=cfg.train.lr,
             betas=tuple(cfg.train.betas),
             weight_decay=cfg.train.weight_decay,
@@ -168,8 +170,7 @@ class Trainer:
                 self.accelerator.backward(sum(losses[1:], losses[0]) / len(self.parts))
             losses_of_step[: len(losses)] += torch.stack(losses).detach() / len(self.parts)
         if self.cfg.train.grad_clip_norm is not None:
-            parameters = [p for module in self.modules for p in module.parameters()]
-            self.grad_norm = full_tensor(self.accelerator.clip_grad_norm_(parameters, self.cfg.train.grad_clip_norm))
+            self.grad_norm = full_tensor(self.accelerator.clip_grad_norm_(self.parameters, self.cfg.train.grad_clip_norm))
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.ema.update(self.step)
@@ -378,7 +379,7 @@ class Trainer:
             SaveError: the one before could not be written.
         """
         self._mean_losses()
-        shards = [local_shard(p.detach()) for module in self.modules for p in module.parameters()]
+        shards = [local_shard(p.detach()) for p in self.parameters]
         # The least and the greatest value; both are NaN where one is. Several times as fast as isfinite() of all of them.
         extremes = [torch.stack(shard.aminmax()) for shard in shards if shard.numel()]
         finite = torch.stack(extremes).isfinite().all()
