@@ -10,9 +10,9 @@ demo: env
 	@$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no train.py model=tread
 	@echo "done. Look at runs/digits_tread/samples/ (grids of samples, newest last) and runs/digits_tread/metrics.jsonl"
 
-# On a machine with a CUDA device also tests/gpu, alone: they measure times and memory.
+# The CPU's tests see no GPU. On a machine that has one, tests/gpu follow, alone: they measure times and memory.
 test: env
-	$(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile --ignore tests/gpu tests
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile --ignore tests/gpu tests
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then $(BIN)/python -m pytest -q tests/gpu; fi
 
 # tests/gpu and the benchmarks, with one file of results in benchmarks/results/: under 15 minutes on an H100. With PYTHON=python

@@ -18,6 +18,7 @@ if __name__ == "__main__":  # Ctrl-C during the imports, which take seconds, end
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import csv
+import gc
 import io
 import itertools
 import json
@@ -100,6 +101,8 @@ def main(cfg: DictConfig) -> None:
             sampler = load_sampler()
             metrics = evaluator.of_samples(sampler, num_samples)
             cost = {"network_evaluations": sampler.evaluations_per_image, "gflops_per_image": sampler.flops_per_image / 1e9}
+            del sampler
+            gc.collect()  # a compiled network is a cycle: Python would keep it on the device beside the next ones
         if accelerator.is_main_process:
             results.add(settings, metrics, cost)
             log.info("%s: %s", in_words(shown(settings)), format_metrics(metrics))

@@ -17,6 +17,7 @@ if __name__ == "__main__":  # Ctrl-C during the imports, which take seconds, end
 
 import hashlib
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO
 
@@ -139,14 +140,22 @@ def make_images(
     sampler: ImageSampler, labels: dict[int, int], files: dict[int, Path], batch_size: int, show_progress: bool
 ) -> None:
     """Sample this process's seeds, {seed: label}, and write one PNG each; a PNG that exists is whole."""
-    seeds = list(labels)
-    with progress_bar(total=len(seeds), unit="image", disable=not show_progress) as bar:
+
+    def write(seed: int, image: np.ndarray) -> None:
+        with whole_file(files[seed], flush=False) as f:  # to flush each would take longer than to write it
+            Image.fromarray(image).save(f, format="PNG")
+
+    seeds, writing = list(labels), []
+    with progress_bar(total=len(seeds), unit="image", disable=not show_progress) as bar, ThreadPoolExecutor() as threads:
         for start in range(0, len(seeds), batch_size):
             batch = seeds[start : start + batch_size]
-            for seed, image in zip(batch, sampler(batch, [labels[seed] for seed in batch])):
-                with whole_file(files[seed], flush=False) as f:  # to flush each would take longer than to write it
-                    Image.fromarray(image).save(f, format="PNG")
+            images = sampler(batch, [labels[seed] for seed in batch])
+            for written in writing:  # of the batch before, beside this one
+                written.result()
+            writing = [threads.submit(write, seed, image) for seed, image in zip(batch, images)]
             bar.update(len(batch))
+        for written in writing:
+            written.result()
 
 
 def write_grid_and_npz(output: Path, cfg: schema.SampleConfig, files: dict[int, Path], labels: dict[int, int]) -> None:

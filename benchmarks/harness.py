@@ -6,11 +6,11 @@ machine before the measurement; after it, it writes <output>.jsonl and <output>.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
 import re
-import signal
 import statistics
 import subprocess
 import sys
@@ -20,6 +20,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, TypeVar
 
+import psutil
 import torch
 from accelerate import Accelerator
 from pydantic import AfterValidator
@@ -89,17 +90,26 @@ def run_python(arguments: Sequence[str], limit_sec: float) -> tuple[int | None, 
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        start_new_session=True,  # the launcher's processes and the compiler's end with it
+        start_new_session=True,  # Ctrl-C reaches this process alone
     )
     try:
         written, _ = process.communicate(timeout=limit_sec)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        kill_with_children(process.pid)
         return None, process.communicate()[0]
-    except BaseException:  # Ctrl-C reaches this process alone
-        os.killpg(process.pid, signal.SIGKILL)
+    except BaseException:
+        kill_with_children(process.pid)
         raise
     return process.returncode, written
+
+
+def kill_with_children(pid: int) -> None:
+    """End a process and all that it started: launchers and compilers put some of them into sessions of their own."""
+    process = psutil.Process(pid)
+    process.suspend()  # it starts no more
+    for one in [process, *process.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
 
 
 def reason(code: int | None, written: str, limit_sec: float) -> str:

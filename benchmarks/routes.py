@@ -38,7 +38,7 @@ from setup import cli, schema
 from setup.schema import BACKBONES, Precision
 from setup.settings import Accepts, Count, Positive, Settings, Text
 from training.ema import EMA
-from training.speed import use_cores
+from training.speed import allow_tf32, compile_network, resolve_compile, use_cores
 
 
 def _read_block_ms(text: object) -> dict[int, float]:
@@ -94,6 +94,7 @@ def main(arguments: Sequence[str]) -> None:
         raise UserError("verify=true times whole steps here, and block_ms gives the blocks alone; leave one of them out")
     device = choose_device(settings.device)
     use_cores(device, settings.cpu_threads)
+    allow_tf32(device, True)
     settings = settings.model_copy(update={"batch_size": settings.batch_size or (32 if device.type == "cuda" else 2)})
     dense = build_candidate(settings, "meta")  # it has sizes and no memory
     depth, num_tokens = len(dense.blocks), dense.num_tokens
@@ -125,15 +126,17 @@ def main(arguments: Sequence[str]) -> None:
 def build_candidate(
     settings: RouteSettings, device: str | torch.device, depth: int | None = None, routes: Sequence[Route] = ()
 ) -> dit.DiT:
-    """The network of the settings, or one of another depth."""
+    """The network of the settings, or one of another depth, compiled as training would on this device."""
     backbone = settings.model.backbone
     depth = (settings.depth or BACKBONES[backbone][0]) if depth is None else depth
     try:
         with torch.device(device):
             network, _ = schema.family_of(backbone)
-            return network.build(backbone, **settings.data.model_dump(), num_classes=1000, depth=depth, routes=routes)
+            net = network.build(backbone, **settings.data.model_dump(), num_classes=1000, depth=depth, routes=routes)
     except ValueError as e:
         raise UserError(f"data.input_size={settings.data.input_size}, model.backbone={settings.model.backbone}: {e}") from e
+    compile_network(net, resolve_compile("auto", torch.device(device)))
+    return net
 
 
 # ----------------------------------------------------------------------------------------------------------------------

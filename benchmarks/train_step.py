@@ -7,8 +7,8 @@
     python -m benchmarks.train_step backbones=DiT-XS/2 resolution=8 batch_size=64    # the digits of `make demo`
 
 Every combination of backbone, model and variant is a row. The rows of a backbone take turns, round by round, so that whatever
-else the machine does slows all of them; on a GPU only the row whose turn it is holds memory there. The ratio of two rows is
-the median over rounds of the ratio of their medians. NOTES says what the columns are.
+else the machine does slows all of them; on a GPU only the row whose turn it is holds memory there, and with several processes
+all of them. The ratio of two rows is the median over rounds of the ratio of their medians. NOTES says what the columns are.
 
 CUDA graphs hold fixed addresses, so a row that records them, beside others, has a process of its own, which never leaves the
 device. Its ratios are of medians of the whole measurement, not of rounds.
@@ -34,6 +34,7 @@ from unittest import mock
 import numpy as np
 import torch
 from accelerate import Accelerator
+from torch import Tensor
 
 from benchmarks.harness import (
     Backbone,
@@ -172,7 +173,10 @@ class StepRow:
 
     def __init__(self, trainer: Trainer, model: str, variant: str, settings: TrainStepSettings, is_alone: bool):
         self.trainer, self.model, self.variant, self.settings = trainer, model, variant, settings
-        self.device, self.batches, self.moves = trainer.device, trainer.batches(), not is_alone
+        self.device, self.batches = trainer.device, trainer.batches()
+        # DDP has hooks on the parameters, which would be lost on their way: its rows stay, and their memory cannot be told apart.
+        self.shares, self.moves = not is_alone, not is_alone and trainer.accelerator.num_processes == 1
+        self.away: list[Tensor] = []  # where `_tensors` go, in pinned memory: pageable memory would take longer than the steps
         self.published_flops = published_flops(self.device, settings.precision)
         self.flops_per_image = step_flops(trainer.net, routed=True)
         self.flops_per_step = self.flops_per_image * trainer.cfg.train.batch_size / trainer.accelerator.num_processes
@@ -216,7 +220,8 @@ class StepRow:
         num_rows = len(range(self.trainer.cfg.train.batch_size)[self.trainer.parts[0]]) * self.trainer.net.num_tokens
         ceiling = self.trainer.net.blocks[0], num_rows, self.settings.precision, self.device
         before = fastest_product(*ceiling)
-        self.peak_bytes.append(peak_bytes(round_of_steps, self.device))
+        peak = peak_bytes(round_of_steps, self.device)
+        self.peak_bytes.append(None if self.shares and not self.moves and self.device.type == "cuda" else peak)
         self.peak_flops.append((before + fastest_product(*ceiling)) / 2)
         if is_first and self.variant in ("none", "plain"):
             trainer, (micro_batch, *_) = self.trainer, next(self.batches)
@@ -260,16 +265,22 @@ class StepRow:
         """Bring weights, averages and the optimiser's states to the device, or away from a GPU."""
         if self.device.type == "cpu" or not self.moves:
             return
-        states = self.trainer.optimizer.state.values()
-        tensors = itertools.chain(
-            self.trainer.net.parameters(),
-            self.trainer.ema.net.parameters(),
-            (t for state in states for t in state.values() if torch.is_tensor(t) and t.ndim > 0),
-        )
-        for tensor in tensors:
-            tensor.data = tensor.data.to(device)
+        tensors = self._tensors()
         if device.type == "cpu":
+            self.away += [torch.empty_like(tensor, device="cpu", pin_memory=True) for tensor in tensors[len(self.away) :]]
+            for tensor, away in zip(tensors, self.away):
+                tensor.data = away.copy_(tensor.data, non_blocking=True)
+            torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
+        else:
+            for tensor in tensors:
+                tensor.data = tensor.data.to(device, non_blocking=True)
+
+    def _tensors(self) -> list[Tensor]:
+        """Weights, averages and the optimiser's states, which come last: they are there from the first step on."""
+        states = [t for state in self.trainer.optimizer.state.values() for t in state.values()]
+        states = [t for t in states if torch.is_tensor(t) and t.ndim > 0]
+        return [*self.trainer.net.parameters(), *self.trainer.ema.net.parameters(), *states]
 
     def record(self) -> dict[str, object]:
         """The row as it is written."""

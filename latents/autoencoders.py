@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 SD_VAES = ("stabilityai/sd-vae-ft-ema", "stabilityai/sd-vae-ft-mse")
 # An SD-VAE decodes this many pixels at once: 16 images of 256x256. Its largest activations, 256 channels, take 1 GiB each.
 DECODED_PIXELS = 2**20
+ENCODED_PIXELS = 2**22  # 2 GiB for each activation of 128 channels
 CONFIG_NAME = "config.json"
 WEIGHTS_NAMES = ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin")  # the first one that is there
 
@@ -96,9 +97,10 @@ class KLAutoencoder:
 
     @torch.no_grad()
     def encode_moments(self, images: Tensor) -> Tensor:
+        slices = images.split(max(ENCODED_PIXELS // (images.shape[2] * images.shape[3]), 1))
         with torch.autocast(images.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
-            posterior = self.vae.encode(images).latent_dist
-        return torch.cat([posterior.mean, posterior.logvar], dim=1).float()
+            posteriors = [self.vae.encode(part).latent_dist for part in slices]
+        return torch.cat([torch.cat([p.mean, p.logvar], dim=1) for p in posteriors]).float()
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:

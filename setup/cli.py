@@ -12,13 +12,14 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra
 import torch
 import yaml
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs
+from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -224,6 +225,7 @@ def log_to_stderr() -> None:
 # How long a process waits for the others. NCCL's own 10 minutes are too short for what one of them does alone (saving or hashing
 # checkpoints on a slow file system), and for how far they drift apart over 50,000 samples.
 PROCESS_PATIENCE = timedelta(hours=2)
+NVIDIA_DEVICE = Path("/dev/nvidiactl")  # on Linux, wherever the driver is loaded
 
 
 def start_accelerator(
@@ -238,6 +240,8 @@ def start_accelerator(
         # AdamW imports torch's compiler, which imports this, whose functions hold the process group of that moment as a default
         # argument: it would never be freed, and gloo's threads would meet the end of the interpreter, which then may abort.
         importlib.import_module("torch.distributed.nn.functional")
+    if not settings.get("cpu"):
+        check_driver()
     accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=patience)], **settings)
     log_to_stderr()
     if not accelerator.is_main_process:
@@ -245,3 +249,16 @@ def start_accelerator(
     use_cores(accelerator.device, cpu_threads)
     allow_tf32(accelerator.device, tf32)
     return accelerator
+
+
+def check_driver() -> None:
+    """Raises UserError where an NVIDIA GPU is there that torch cannot use: accelerate would silently take the CPU."""
+    # Slurm says NoDevFiles in a job without a GPU.
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles") or parse_flag_from_env("ACCELERATE_USE_CPU")
+    if is_hidden or torch.version.cuda is None or not NVIDIA_DEVICE.exists() or torch.cuda.is_available():
+        return
+    raise UserError(
+        f"this machine has an NVIDIA GPU, but torch {torch.__version__} cannot use it, mostly because the driver is older than "
+        f"CUDA {torch.version.cuda} needs (`nvidia-smi` shows the CUDA that it supports). Update the driver, install a torch for "
+        "an older CUDA, or set ACCELERATE_USE_CPU=true to use the CPU"
+    )

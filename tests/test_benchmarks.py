@@ -404,6 +404,8 @@ def test_a_row_that_records_cuda_graphs_has_its_own_process_beside_others(monkey
         ("raise ValueError('wrong')", 60, "exit code 1: ValueError: wrong"),
         ("import torch; raise torch.OutOfMemoryError('x')", 60, "out of memory"),
         ("import time; time.sleep(60)", 1, "not done after 1 s"),
+        # Its child has a session of its own, and holds the pipe.
+        ("import subprocess; subprocess.run(['sleep', '600'], start_new_session=True)", 1, "not done after 1 s"),
     ],
 )
 def test_a_process_that_fails_is_a_row_with_a_reason(code, limit_sec, expected):
@@ -545,10 +547,18 @@ def test_every_part_of_the_verification_is_written_down_failed_or_not(monkeypatc
         ("tests", "1 of 2 tests failed"), ("metrics", None), ("detector", "not done after 60 s")
     ]  # fmt: skip
     assert {"part": "tests", "test": "b", "outcome": "failed", "sec": 2.0, "why": "assert 3 < 2"} in lines
+    assert "assert 3 < 2" in output.with_suffix(".md").read_text()
     assert {"part": "metrics", "what": "fid", "sec": 1.0} in lines
+    said = "tests/gpu/test_a.py::test_one PASSED [ 50%]\ntests/gpu/test_a.py::test_two[x] "
+    monkeypatch.setattr(gpu, "run_python", lambda *_: (None, said))  # killed: pytest has written no report
+    with pytest.raises(UserError, match="failed: tests"):
+        gpu.main(["parts=tests", "size=small", f"output={output}"])
+    markdown = output.with_suffix(".md").read_text()
+    assert "not done after 480 s" in markdown and "| test_one | passed |" in markdown and "| test_two[x] | not done |" in markdown
+    monkeypatch.setattr(gpu, "run_python", run_python)
     gpu.main(["parts=metrics", "size=small", f"output={output}"])  # the other parts stay
     markdown = output.with_suffix(".md").read_text()
-    assert "## tests" in markdown and "assert 3 < 2" in markdown and "| fid | 1 |" in markdown
+    assert "## tests" in markdown and "test_two[x]" in markdown and "| fid | 1 |" in markdown
     with pytest.raises(UserError, match="failed: metrics"):
         gpu.main(["parts=metrics", "size=small", f"output={output}", "total_sec=1e-9"])
     assert "total_sec is over" in output.with_suffix(".md").read_text()

@@ -301,18 +301,23 @@ def test_an_sd_vae_decodes_from_a_local_folder(tmp_path):
     assert torch.allclose(decoded, vae.decode(latents).sample, atol=1e-6)
 
 
-def test_an_sd_vae_decodes_a_large_batch_in_slices(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("method", "name", "limit", "channels"),
+    [("decode", "decode", "DECODED_PIXELS", 4), ("encode_moments", "encode", "ENCODED_PIXELS", 3)],
+)
+def test_an_sd_vae_takes_a_large_batch_in_slices(tmp_path, monkeypatch, method, name, limit, channels):
     from diffusers import AutoencoderKL
 
     AutoencoderKL(block_out_channels=(8,), latent_channels=4, norm_num_groups=4).save_pretrained(tmp_path / "vae")
-    decoder = autoencoders.build(f"sd-vae:{tmp_path / 'vae'}", torch.device("cpu"), 4, "autoencoder")
-    latents = torch.randn(5, 4, 4, 4)
-    whole, sizes, decode = decoder.decode(latents), [], decoder.vae.decode
-    monkeypatch.setattr(decoder.vae, "decode", lambda part: sizes.append(len(part)) or decode(part))
+    vae = autoencoders.build(f"sd-vae:{tmp_path / 'vae'}", torch.device("cpu"), 4, "autoencoder")
+    batch = torch.randn(5, channels, 4, 4)
+    run, sizes, run_part = getattr(vae, method), [], getattr(vae.vae, name)
+    whole = run(batch)
+    monkeypatch.setattr(vae.vae, name, lambda part: sizes.append(len(part)) or run_part(part))
     for num_pixels, expected in ((32, [2, 2, 1]), (1, [1] * 5)):
         sizes.clear()
-        monkeypatch.setattr(autoencoders, "DECODED_PIXELS", num_pixels)
-        assert torch.allclose(decoder.decode(latents), whole, atol=1e-6) and sizes == expected
+        monkeypatch.setattr(autoencoders, limit, num_pixels)
+        assert torch.allclose(run(batch), whole, atol=1e-6) and sizes == expected
 
 
 def test_an_autoencoder_that_is_not_there_is_refused_with_the_fix(tmp_path):

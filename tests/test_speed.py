@@ -157,6 +157,7 @@ def test_ddp_does_not_cut_what_is_compiled(graphs, what):
 
 def test_a_network_compiled_as_a_whole_is_cut_by_ddp_so_that_communication_overlaps(net, graphs):
     with torch._dynamo.config.patch(optimize_ddp=True):
+        compile_network(copy.deepcopy(net), "blocks")  # as the EMA for grids
         compile_network(net, "default")
         assert torch._dynamo.config.optimize_ddp
 

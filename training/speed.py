@@ -101,10 +101,10 @@ def compile_network(net: dit.DiT, mode: str) -> None:
     # All networks of a process compile DiTBlock.forward. Its variants are few: in training dense, routed and in float32; in
     # sampling one for each size of batch (ImageSampler fills up smaller ones). But 8 are soon reached, and more are an error.
     torch._dynamo.config.recompile_limit = 64
-    if mode in ("blocks", "segments"):
-        # DDP's forward would cut what is compiled inside of it where its buckets of gradients end. Of a whole network that lets
-        # communication overlap with the backward; blocks are small enough for that, and cuts only undo their fusion.
-        torch._dynamo.config.optimize_ddp = False
+    # DDP's forward would cut what is compiled inside of it where its buckets of gradients end. Of a whole network that lets
+    # communication overlap with the backward; blocks are small enough for that, and cuts only undo their fusion. This is a
+    # setting of the process: the network that is trained, and compiled last, decides.
+    torch._dynamo.config.optimize_ddp = mode not in ("blocks", "segments")
     if mode == "blocks":
         for block in net.blocks:
             block.forward = torch.compile(block.forward, dynamic=False, fullgraph=True)

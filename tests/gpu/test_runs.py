@@ -14,6 +14,8 @@ from gpu.runs import data_keys
 def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(device, size, tmp_path):
     keys = [*data_keys(size, tmp_path), f"model.backbone={size.backbone}", f"train.batch_size={size.batch_size}"]
     keys += ["model=tread", "train.precision=bf16", "train.grad_clip_norm=1"]
+    # Other kernels of attention add gradients in no fixed order, and what is compiled may choose other sizes of tiles.
+    keys += ["train.attention=math", "train.compile=none"]
     whole = run_train(tmp_path, "whole", *keys, "train.num_steps=8")
     run_train(tmp_path, "parts", *keys, "train.num_steps=4")
     parts = run_train(tmp_path, "parts", *keys, "train.num_steps=8")
