@@ -105,11 +105,13 @@ def run_python(arguments: Sequence[str], limit_sec: float) -> tuple[int | None, 
 
 def kill_with_children(pid: int) -> None:
     """End a process and all that it started: launchers and compilers put some of them into sessions of their own."""
-    process = psutil.Process(pid)
-    process.suspend()  # it starts no more
-    for one in [process, *process.children(recursive=True)]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            one.kill()
+    with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+        process = psutil.Process(pid)
+        process.suspend()  # it starts no more
+        for child in process.children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+        process.kill()
 
 
 def reason(code: int | None, written: str, limit_sec: float) -> str:

@@ -175,7 +175,8 @@ class StepRow:
         self.trainer, self.model, self.variant, self.settings = trainer, model, variant, settings
         self.device, self.batches = trainer.device, trainer.batches()
         # DDP has hooks on the parameters, which would be lost on their way: its rows stay, and their memory cannot be told apart.
-        self.shares, self.moves = not is_alone, not is_alone and trainer.accelerator.num_processes == 1
+        has_ddp = trainer.accelerator.num_processes > 1
+        self.moves, self.shares = not (is_alone or has_ddp), not is_alone and has_ddp and self.device.type == "cuda"
         self.away: list[Tensor] = []  # where `_tensors` go, in pinned memory: pageable memory would take longer than the steps
         self.published_flops = published_flops(self.device, settings.precision)
         self.flops_per_image = step_flops(trainer.net, routed=True)
@@ -221,7 +222,7 @@ class StepRow:
         ceiling = self.trainer.net.blocks[0], num_rows, self.settings.precision, self.device
         before = fastest_product(*ceiling)
         peak = peak_bytes(round_of_steps, self.device)
-        self.peak_bytes.append(None if self.shares and not self.moves and self.device.type == "cuda" else peak)
+        self.peak_bytes.append(None if self.shares else peak)
         self.peak_flops.append((before + fastest_product(*ceiling)) / 2)
         if is_first and self.variant in ("none", "plain"):
             trainer, (micro_batch, *_) = self.trainer, next(self.batches)
