@@ -145,17 +145,15 @@ def make_images(
         with whole_file(files[seed], flush=False) as f:  # to flush each would take longer than to write it
             Image.fromarray(image).save(f, format="PNG")
 
-    seeds, writing = list(labels), []
+    seeds, writing = list(labels), iter(())
     with progress_bar(total=len(seeds), unit="image", disable=not show_progress) as bar, ThreadPoolExecutor() as threads:
         for start in range(0, len(seeds), batch_size):
             batch = seeds[start : start + batch_size]
             images = sampler(batch, [labels[seed] for seed in batch])
-            for written in writing:  # of the batch before, beside this one
-                written.result()
-            writing = [threads.submit(write, seed, image) for seed, image in zip(batch, images)]
+            list(writing)  # the batch before was written beside this one; its errors are raised here
+            writing = threads.map(write, batch, images)
             bar.update(len(batch))
-        for written in writing:
-            written.result()
+        list(writing)
 
 
 def write_grid_and_npz(output: Path, cfg: schema.SampleConfig, files: dict[int, Path], labels: dict[int, int]) -> None:

@@ -125,7 +125,7 @@ def run_part(name: str, command: Sequence[str], limit_sec: float) -> list[dict]:
         code, written = run_python([argument.replace("{output}", output) for argument in command], limit_sec)
         lines = lines_of(output, written)
     problem = None if code == 0 else reason(code, written, limit_sec)
-    if code and "outcome" in (lines or [{}])[0]:
+    if code == 1 and "outcome" in (lines or [{}])[0]:  # pytest's own code; a crash has another
         problem = f"{sum(line['outcome'] == 'failed' for line in lines)} of {len(lines)} tests failed"
     outcome = {"part": name, "problem": problem, "sec": time.monotonic() - start_sec, "command": shlex.join(["python", *command])}
     if problem:
@@ -138,7 +138,8 @@ def lines_of(output: str, written: str) -> list[dict]:
     if Path(output + ".xml").exists():
         cases = ElementTree.parse(output + ".xml").getroot().iter("testcase")
         return [describe_test(case) for case in cases]
-    if tests := re.findall(r"^\S+::(\S+) (PASSED|FAILED|ERROR|SKIPPED)?", written, re.MULTILINE):  # cut short, before its report
+    # pytest was cut short, before its report.
+    if tests := re.findall(r"^tests/\S+::(\S+) (PASSED|FAILED|ERROR|SKIPPED)?", written, re.MULTILINE):
         return [{"test": name, "outcome": outcome.lower() or "not done", "sec": None, "why": None} for name, outcome in tests]
     if Path(output + ".jsonl").exists():
         return [line for _, line in read_lines(Path(output + ".jsonl")) if line and "machine" not in line]

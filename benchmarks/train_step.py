@@ -175,8 +175,8 @@ class StepRow:
         self.trainer, self.model, self.variant, self.settings = trainer, model, variant, settings
         self.device, self.batches = trainer.device, trainer.batches()
         # DDP has hooks on the parameters, which would be lost on their way: its rows stay, and their memory cannot be told apart.
-        has_ddp = trainer.accelerator.num_processes > 1
-        self.moves, self.shares = not (is_alone or has_ddp), not is_alone and has_ddp and self.device.type == "cuda"
+        is_one_of_several, has_ddp = self.device.type == "cuda" and not is_alone, trainer.accelerator.num_processes > 1
+        self.moves, self.shares = is_one_of_several and not has_ddp, is_one_of_several and has_ddp
         self.away: list[Tensor] = []  # where `_tensors` go, in pinned memory: pageable memory would take longer than the steps
         self.published_flops = published_flops(self.device, settings.precision)
         self.flops_per_image = step_flops(trainer.net, routed=True)
@@ -264,7 +264,7 @@ class StepRow:
 
     def _move(self, device: torch.device) -> None:
         """Bring weights, averages and the optimiser's states to the device, or away from a GPU."""
-        if self.device.type == "cpu" or not self.moves:
+        if not self.moves:
             return
         tensors = self._tensors()
         if device.type == "cpu":

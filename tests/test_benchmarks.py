@@ -555,6 +555,9 @@ def test_every_part_of_the_verification_is_written_down_failed_or_not(monkeypatc
         gpu.main(["parts=tests", "size=small", f"output={output}"])
     markdown = output.with_suffix(".md").read_text()
     assert "not done after 480 s" in markdown and "| test_one | passed |" in markdown and "| test_two[x] | not done |" in markdown
+    for part, written in (("tests", said), ("metrics", "c10::Error thrown\n")):  # a crash is not failed tests
+        monkeypatch.setattr(gpu, "run_python", lambda *_, written=written: (-6, written))
+        assert gpu.run_part(part, [], 60)[0]["problem"].startswith("exit code -6: ")
     monkeypatch.setattr(gpu, "run_python", run_python)
     gpu.main(["parts=metrics", "size=small", f"output={output}"])  # the other parts stay
     markdown = output.with_suffix(".md").read_text()

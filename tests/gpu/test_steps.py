@@ -84,7 +84,7 @@ def test_nothing_is_compiled_again_after_the_first_steps(device, size, tmp_path)
     assert 0 < num_graphs <= 4 and stats["unique_graphs"] == num_graphs
 
 
-def test_the_float32_block_after_a_route_costs_at_most_four_others(device, size):
+def test_the_float32_block_after_a_route_costs_at_most_two_and_a_half_others(device, size):
     net = dit.build(size.large_backbone, input_size=32, in_channels=4, num_classes=10, routes=[Route(0.5, 2, -4)])
     block = net.blocks[0].to(device)
     shape = (size.batch_size, net.num_tokens, net.pos_embed.shape[-1])
@@ -95,7 +95,7 @@ def test_the_float32_block_after_a_route_costs_at_most_four_others(device, size)
             median(time_ms(lambda run=run: run(h, c).float().sum().backward(), 10 if device.type == "cuda" else 1, device, 3))
             for run in (block, lambda h, c: net._in_fp32(block, h, c))
         )
-    assert exact < 4 * fast or device.type == "cpu"  # in TF32; without, it would be about 8
+    assert exact < 2.5 * fast or device.type == "cpu"
 
 
 def test_a_routed_step_takes_less_than_three_quarters_of_a_dense_one(device, size, tmp_path):
