@@ -45,6 +45,8 @@ def choose_device(name: str | None) -> torch.device:
     """cpu | cuda; None: what there is."""
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError("device=cuda, but this machine has no CUDA device; use device=cpu")
+    if name is None:
+        cli.check_gpus()
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 

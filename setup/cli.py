@@ -241,7 +241,7 @@ def start_accelerator(
         # argument: it would never be freed, and gloo's threads would meet the end of the interpreter, which then may abort.
         importlib.import_module("torch.distributed.nn.functional")
     if not settings.get("cpu"):
-        check_driver()
+        check_gpus()
     accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=patience)], **settings)
     log_to_stderr()
     if not accelerator.is_main_process:
@@ -251,14 +251,25 @@ def start_accelerator(
     return accelerator
 
 
-def check_driver() -> None:
-    """Raises UserError where an NVIDIA GPU is there that torch cannot use: accelerate would silently take the CPU."""
+def check_gpus() -> None:
+    """Raises UserError where an NVIDIA GPU is there that torch cannot use, or where two processes would share one.
+
+    accelerate would silently take the CPU, or let NCCL fail at the first exchange.
+    """
     # Slurm says NoDevFiles in a job without a GPU.
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles") or parse_flag_from_env("ACCELERATE_USE_CPU")
-    if is_hidden or torch.version.cuda is None or not NVIDIA_DEVICE.exists() or torch.cuda.is_available():
+    if is_hidden or torch.version.cuda is None:
         return
-    raise UserError(
-        f"this machine has an NVIDIA GPU, but torch {torch.__version__} cannot use it, mostly because the driver is older than "
-        f"CUDA {torch.version.cuda} needs (`nvidia-smi` shows the CUDA that it supports). Update the driver, install a torch for "
-        "an older CUDA, or set ACCELERATE_USE_CPU=true to use the CPU"
-    )
+    if torch.cuda.is_available():
+        num_gpus, number = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", "0"))
+        if number >= num_gpus:
+            raise UserError(
+                f"process {number} of this node sees {num_gpus} GPUs, and needs one of its own: lower --num_processes, or let "
+                "every process see all GPUs of its node (Slurm hides them with --gpus-per-task)"
+            )
+    elif NVIDIA_DEVICE.exists():
+        raise UserError(
+            f"this machine has an NVIDIA GPU, but torch {torch.__version__} cannot use it, mostly because the driver is older "
+            f"than CUDA {torch.version.cuda} needs (`nvidia-smi` shows the CUDA that it supports). Update the driver, install a "
+            "torch for an older CUDA, or set ACCELERATE_USE_CPU=true to use the CPU"
+        )

@@ -304,13 +304,13 @@ def test_processes_wait_longer_for_each_other_than_nccls_ten_minutes():
     assert cli.start_accelerator(1, cpu=True, patience=timedelta(days=7)).init_handler.timeout == timedelta(days=7)
 
 
-def test_a_gpu_that_torch_cannot_use_is_an_error_and_not_a_run_on_the_cpu(monkeypatch, tmp_path):
+def test_a_gpu_that_torch_cannot_use_or_that_two_processes_would_share_is_an_error(monkeypatch, tmp_path):
     device = tmp_path / "nvidiactl"
     monkeypatch.setattr(cli, "NVIDIA_DEVICE", device)
     monkeypatch.setattr(torch.version, "cuda", "13.2")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    cli.check_driver()  # no GPU
+    cli.check_gpus()  # no GPU
     device.touch()
     with pytest.raises(UserError, match="has an NVIDIA GPU, but torch .* driver is older than CUDA 13.2 .*USE_CPU=true"):
         forget_accelerate()
@@ -320,9 +320,14 @@ def test_a_gpu_that_torch_cannot_use_is_an_error_and_not_a_run_on_the_cpu(monkey
     for name, value in (("CUDA_VISIBLE_DEVICES", ""), ("ACCELERATE_USE_CPU", "true")):
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
-            cli.check_driver()
+            cli.check_gpus()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    cli.check_driver()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    cli.check_gpus()
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(UserError, match="process 2 of this node sees 2 GPUs, and needs one of its own: lower --num_processes"):
+        cli.check_gpus()
 
 
 def test_an_experiment_takes_other_settings_on_top(command):
