@@ -188,6 +188,13 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path} is not JSON: {e}") from e
 
 
+def with_sorted_header(blob: bytes) -> bytes:
+    """The bytes of a safetensors file with the keys of its JSON header sorted: safetensors orders them anew in every run."""
+    size = int.from_bytes(blob[:8], "little")
+    header = json.dumps(json.loads(blob[8 : 8 + size]), sort_keys=True, separators=(",", ":"))
+    return blob[:8] + header.encode().ljust(size) + blob[8 + size :]
+
+
 def hash_bytes(blob: bytes) -> str:
     """32 hexadecimal digits (blake2b)."""
     return hashlib.blake2b(blob, digest_size=16).hexdigest()

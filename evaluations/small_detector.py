@@ -24,7 +24,7 @@ from evaluations.features import Features, check_images, sha256_of_file
 from evaluations.images import ImageSet
 from evaluations.metrics import class_agreement, full_float32
 from evaluations.suite import SMALL, set_of
-from files import write_file
+from files import with_sorted_header, write_file
 from progress import progress_bar
 
 MAKE = "python prepare_latents.py detector reference=<.npz with labels> output=<set>.safetensors"
@@ -135,7 +135,9 @@ def fit(
     batch_size: int = 64,
     lr: float = 2e-3,
 ) -> float:
-    """Train a classifier in place; returns its accuracy on the images held out. The same on every run on one machine.
+    """Train a classifier in place; returns its accuracy on the images held out.
+
+    The same on every run on one machine with the same number of threads.
 
     Args:
         images: uint8 [N, H, W, 3]; `labels` are [N] int64.
@@ -192,5 +194,5 @@ def train_detector(images: ImageSet, output: Path, device: torch.device, num_epo
     about = {"detector": name, "resolution": height, "num_classes": num_classes, "num_images": num_images}
     about |= {"num_epochs": num_epochs, "held_out_accuracy": f"{accuracy:.4f}", "trained_on": images.fingerprint()}
     state = {key: x.cpu().contiguous() for key, x in net.state_dict().items()}
-    write_file(output, save(state, metadata={key: str(value) for key, value in about.items()}))
+    write_file(output, with_sorted_header(save(state, metadata={key: str(value) for key, value in about.items()})))
     return accuracy

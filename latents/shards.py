@@ -32,7 +32,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from errors import UserError
-from files import read_file, write_file
+from files import read_file, with_sorted_header, write_file
 from latents.autoencoders import to_uint8
 from latents.contents import way_on
 from latents.manifest import MANIFEST, UNFINISHED, check_files, read_manifest
@@ -151,11 +151,7 @@ def serialize_shard(
         bad = (~tensors[name].flatten(1).isfinite().all(dim=1)).nonzero()
         if len(bad):
             raise UserError(f"{path}: {name} of item {bad[0].item()} are not finite; nothing was written")
-    blob = save(tensors, metadata=info.to_metadata())
-    # safetensors orders the keys of the JSON header differently from run to run.
-    size = int.from_bytes(blob[:8], "little")
-    header = json.dumps(json.loads(blob[8 : 8 + size]), sort_keys=True, separators=(",", ":"))
-    return blob[:8] + header.encode().ljust(size) + blob[8 + size :]
+    return with_sorted_header(save(tensors, metadata=info.to_metadata()))
 
 
 def _check_tensors(file: Path, info: ShardInfo, shard: dict[str, Tensor]) -> None:

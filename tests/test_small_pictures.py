@@ -17,7 +17,7 @@ import prepare_latents
 from configs import experiments
 from errors import UserError
 from evaluations.images import open_images
-from evaluations.small_detector import SmallDetector
+from evaluations.small_detector import SmallDetector, train_detector
 from evaluations.suite import evaluate, find_metric, format_metric, metrics_of
 from latents.shards import LatentDataset, latents_for_network
 from latents.statistics import ChannelStatistics
@@ -214,6 +214,12 @@ def test_the_detector_knows_the_classes_and_says_how_often_it_is_right(prepared)
     assert evaluate(features, detector.features(noise), labels)["fd_fashion"] > 1
     with safe_open(prepared / "fashion.safetensors", framework="pt") as f:
         assert float(f.metadata()["held_out_accuracy"]) > 0.9
+
+
+def test_training_the_detector_again_gives_the_same_file(prepared, tmp_path):
+    for folder in "ab":
+        train_detector(open_images(prepared / "fashion.npz"), tmp_path / folder / "fashion.safetensors", torch.device("cpu"), 1)
+    assert (tmp_path / "a" / "fashion.safetensors").read_bytes() == (tmp_path / "b" / "fashion.safetensors").read_bytes()
 
 
 def test_metrics_of_a_set_have_names_directions_and_an_order():
