@@ -111,7 +111,7 @@ def test_a_routed_experiment_is_compared_with_its_dense_one(runs):
     row = cells(speedup_table(table), "table2/tread")
     # 40 lies half-way between 60 at step 100 and 20 at step 200: step 150. 400 / 150; hours: 40 s / 7.5 s.
     assert row["Reached"] == "step 150" and row["Speedup in steps"] == "2.67×" and row["Speedup in hours"] == "5.33×"
-    assert "40.00 at step 400" in row["Dense run's best"]
+    assert row["Best that both reach"] == "40.00 (dense best)" and row["Dense"] == "table2/dit, step 400"
     assert any("between 60.00 at step 100 and 20.00 at step 200" in note for note in speedup_table(table).notes)
 
 
@@ -129,11 +129,30 @@ def test_a_figure_is_first_reached_between_two_evaluations(curve, target, sign, 
     assert first_reached(curve, target, sign)[0] == reached
 
 
-def test_a_figure_that_is_not_reached_is_said_so(tmp_path):
-    make_run(tmp_path, "dit", fid={400: 10.0})
-    make_run(tmp_path, "tread", routed=True, fid={200: 30.0, 400: 20.0})
+def test_where_routed_runs_do_not_reach_the_dense_best_their_own_is_compared(tmp_path):
+    make_run(tmp_path, "dit", fid={100: 50.0, 200: 30.0, 400: 10.0})
+    make_run(tmp_path, "tread", routed=True, fid={200: 30.0, 400: 20.0}, speed=20.0)
     row = cells(speedup_table(table_of(tmp_path)), "tread")  # without experiment.*, dense is what differs in routes alone
-    assert row["Reached"] == "not reached; best 20.00 at step 400" and row["Speedup in steps"] == "—"
+    # 20 lies half-way between 30 at step 200 and 10 at step 400: step 300, 30 s; the routed run's 400 steps take 20 s.
+    assert row["Best that both reach"] == "20.00 (its own best)" and row["Dense"] == "dit, step 300"
+    assert row["Reached"] == "step 400" and row["Speedup in steps"] == "0.75×" and row["Speedup in hours"] == "1.5×"
+
+
+@pytest.mark.parametrize(
+    ("dense", "routed", "words", "speedup"),
+    [
+        ({400: 30.0}, {100: 20.0, 400: 10.0}, ("dit, step 400", "at or before step 100"), "≥ 4×"),
+        ({100: 20.0, 400: 10.0}, {400: 30.0}, ("dit, at or before step 100", "step 400"), "≤ 0.25×"),
+        ({400: 10.0}, {400: 10.0}, ("dit, step 400", "step 400"), "1×"),
+    ],
+)
+def test_a_figure_that_the_first_evaluation_surpasses_gives_a_bound(tmp_path, dense, routed, words, speedup):
+    make_run(tmp_path, "dit", fid=dense)
+    make_run(tmp_path, "tread", routed=True, fid=routed)
+    table = speedup_table(table_of(tmp_path))
+    row = cells(table, "tread")
+    assert (row["Dense"], row["Reached"]) == words and row["Speedup in steps"] == speedup
+    assert any("is already 20.00" in note for note in table.notes) == ("at or before" in " ".join(words))
 
 
 @pytest.mark.parametrize(
