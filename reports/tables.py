@@ -205,12 +205,12 @@ def speedup_table(experiments: Sequence[Experiment]) -> Table | None:
         owner = "dense" if target == bests[dense] else "its own"
         row = {"Run": label, "Metric": metric, "Best that both reach": f"{format_metric(metric, target)} ({owner} best)"}
         bound, costs = "", []
-        for one, curve in curves.items():
+        for one, who, if_first in ((dense, f"{label}, dense", "≤ "), (experiment, label, "≥ ")):
+            curve = curves[one]
             step, between = first_reached(curve, target, 1 if known.direction == "lower" else -1)
-            who = label if one is experiment else f"{label}, dense"
             values = " and ".join(f"{format_metric(metric, value)} at step {at:,}" for at, value in between)
             if is_first := len(between) == 1 and curve[0][1] != target:
-                bound = "≥ " if one is experiment else "≤ "
+                bound = if_first
                 notes.append(f"{who}: the first evaluation is already {values}")
             elif step != between[-1][0]:
                 notes.append(f"{who}: linear interpolation between {values}; hours are those of training at that step")
