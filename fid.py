@@ -12,11 +12,6 @@ again computes those that are missing.
 
 from __future__ import annotations
 
-import signal
-
-if __name__ == "__main__":  # Ctrl-C during the imports, which take seconds, ends without a traceback; afterwards see setup/cli.py
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
 import csv
 import gc
 import io
@@ -32,14 +27,16 @@ from accelerate import Accelerator
 from omegaconf import DictConfig
 
 import evaluations
-from errors import UserError
+from common.errors import UserError
+from common.files import append_line, lock_output, markdown_table, read_lines, write_file
+from configs import command_line as cli
+from configs import schema
 from evaluations.images import open_images
 from evaluations.suite import counted_name, format_metric, format_metrics, metrics_of
-from files import append_line, lock_output, markdown_table, read_lines, write_file
 from latents import autoencoders
 from sampling.evaluator import Evaluator
 from sampling.sampler import ImageSampler
-from setup import build, cli, load, schema
+from training import build, load, machine
 from training import checkpoint as checkpoints
 from training.resume import check_shared, decide_together
 from training.speed import check_compile
@@ -57,7 +54,7 @@ def main(cfg: DictConfig) -> None:
     if len(given) != 1:
         raise UserError(f"give one of checkpoint=, checkpoints= and images=, not {' and '.join(given) or 'none of them'}")
     guidances = [build.with_scale(guidance, scale) for guidance in cfg.guidance for scale in as_list(cfg.cfg_scale)]
-    accelerator = cli.start_accelerator(cfg.cpu_threads, tf32=cfg.tf32)
+    accelerator = machine.start_accelerator(cfg.cpu_threads, tf32=cfg.tf32)
     check_compile("compile", cfg.compile, accelerator.device)
     # One process chooses: while a run trains, another could find a newer checkpoint.
     folders = decide_together(lambda: find_checkpoints(cfg), accelerator)

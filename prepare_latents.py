@@ -15,11 +15,6 @@
 
 from __future__ import annotations
 
-import signal
-
-if __name__ == "__main__":  # Ctrl-C during the imports, which take seconds, ends without a traceback; afterwards see setup/cli.py
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
 import contextlib
 import logging
 import sys
@@ -30,14 +25,18 @@ from typing import Literal
 
 import torch
 
-from errors import UserError
+from common.errors import UserError
+from common.files import hash_bytes, whole_file
+from common.progress import log_to_stderr, progress_bar
+from configs import command_line as cli
+from configs.schema import Autoencoder, Detectors, Precision
+from configs.settings import BatchSize, Count, NumClasses, NumThreads, NumWorkers, Positive, Resolution, ShardSize, Text, Whole
 from evaluations.detector import InceptionDetector, fetch_weights
 from evaluations.dinov2_detector import DINOv2Detector
 from evaluations.encoders import DINOV2_B, find_encoder_weights
 from evaluations.images import open_images
 from evaluations.reference import write_reference
 from evaluations.small_detector import train_detector
-from files import hash_bytes, whole_file
 from latents import autoencoders
 from latents.detection import SD_VAE, detect
 from latents.prepare.encode import encode_images
@@ -50,13 +49,10 @@ from latents.prepare.torchvision_sets import TORCHVISION, TorchvisionImages
 from latents.prepare.write import SHARD_SIZE, SHARD_SIZE_OF_FEATURES, Dtype, Kind, ShardWriter, check_output
 from latents.shards import LatentDataset, ShardInfo, pack_images, shard_files
 from latents.webdataset import TarLatents
-from progress import progress_bar
 from sampling.sampler import labelled_grid
-from setup import cli
-from setup.build import build_encoder
-from setup.schema import Autoencoder, Detectors, Precision
-from setup.settings import BatchSize, Count, NumClasses, NumThreads, NumWorkers, Positive, Resolution, ShardSize, Text, Whole
-from training.speed import cores_per_process
+from training import machine
+from training.build import build_encoder
+from training.machine import cores_per_process
 
 log = logging.getLogger("prepare_latents")
 
@@ -123,7 +119,7 @@ def encode(
         tf32: on CUDA, compute products and convolutions of float32 in TF32.
     """
     # A process that is done waits for the slowest one, however long that takes.
-    accelerator = cli.start_accelerator(cpu_threads, tf32=tf32, patience=timedelta(days=7))
+    accelerator = machine.start_accelerator(cpu_threads, tf32=tf32, patience=timedelta(days=7))
     if autoencoder == "identity" and kind == "moments":
         raise UserError("kind=moments: pixels have no log-variance; use kind=sample with autoencoder=identity")
     if grey and autoencoder != "identity":
@@ -296,7 +292,7 @@ def inspect(
     if file is not None:
         if grid != "auto" and file.exists():
             raise UserError(f"grid={file} exists; give another file, or remove it")
-        device = cli.start_accelerator(cpu_threads).device
+        device = machine.start_accelerator(cpu_threads).device
         try:
             decoder = autoencoders.build(autoencoder, device, dataset.channels, "autoencoder")
         except UserError as e:
@@ -359,7 +355,7 @@ def reference(
         raise UserError(f"detectors=[{','.join(detectors)}] and statistics=false exclude each other; leave one of them out")
     built = []
     if statistics:
-        device = cli.start_accelerator(cpu_threads).device
+        device = machine.start_accelerator(cpu_threads).device
         names = detectors or [InceptionDetector.name]
         if DINOv2Detector.name in names:
             built.append(DINOv2Detector(dinov2_weights, device, key="dinov2_weights"))
@@ -380,7 +376,7 @@ def detector(reference: Text, output: Text, num_epochs: Count = 8, cpu_threads: 
         output: detectors/<set>.safetensors; the set's name goes into those of the metrics: fd_<set>.
         num_epochs: over nine tenths of the images.
     """
-    device = cli.start_accelerator(cpu_threads).device
+    device = machine.start_accelerator(cpu_threads).device
     accuracy = train_detector(open_images(reference), Path(output), device, num_epochs)
     log.info("wrote %s: %.2f%% of the images held out get their own class", output, 100 * accuracy)
 
@@ -421,5 +417,5 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    cli.log_to_stderr()
+    log_to_stderr()
     cli.guard(lambda: main(sys.argv[1:]))

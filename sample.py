@@ -10,11 +10,6 @@ again makes the images that are missing. Output: a PNG per seed, a labelled grid
 
 from __future__ import annotations
 
-import signal
-
-if __name__ == "__main__":  # Ctrl-C during the imports, which take seconds, ends without a traceback; afterwards see setup/cli.py
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
 import hashlib
 import logging
 from concurrent.futures import ThreadPoolExecutor
@@ -25,14 +20,16 @@ import numpy as np
 from omegaconf import DictConfig, OmegaConf
 from PIL import Image
 
-from errors import UserError
+from common.errors import UserError
+from common.files import lock_output, whole_file, write_file
+from common.progress import progress_bar
+from common.randomness import class_of_seed
+from configs import command_line as cli
+from configs import schema
 from evaluations.images import DECODE_ERRORS
 from evaluations.npz import write_npz
-from files import lock_output, whole_file, write_file
-from progress import progress_bar
-from randomness import class_of_seed
 from sampling.sampler import ImageSampler, describe_cost, labelled_grid
-from setup import build, cli, load, schema
+from training import build, load, machine
 from training import checkpoint as checkpoints
 from training.resume import check_shared, decide_together, find_checkpoint_together
 from training.speed import check_compile
@@ -44,7 +41,7 @@ MAX_GRID_IMAGES = 100
 
 def main(cfg: DictConfig) -> None:
     cfg = schema.check(cfg, schema.SampleConfig)
-    accelerator = cli.start_accelerator(cfg.cpu_threads, tf32=cfg.tf32)
+    accelerator = machine.start_accelerator(cfg.cpu_threads, tf32=cfg.tf32)
     check_compile("compile", cfg.compile, accelerator.device)
     checkpoint = find_checkpoint_together(cfg.checkpoint, "checkpoint", accelerator)
     run_cfg = load.load_config(checkpoint)

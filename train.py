@@ -12,11 +12,6 @@ The run lives in runs/<name>/. The same command again goes on where it stopped.
 
 from __future__ import annotations
 
-import signal
-
-if __name__ == "__main__":  # Ctrl-C during the imports, which take seconds, ends without a traceback; afterwards see setup/cli.py
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
 import logging
 from dataclasses import replace
 
@@ -24,13 +19,15 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from omegaconf import DictConfig
 
-from errors import UserError
-from progress import say_if_slow
+from common.errors import UserError
+from common.progress import say_if_slow
+from configs import command_line as cli
+from configs import schema
+from extras.report import rows
 from sampling.evaluator import Evaluator
 from sampling.sampler import ImageSampler
-from setup import build, cli, load, rows, schema
+from training import build, load, machine, memory, speed
 from training import checkpoint as checkpoints
-from training import memory, speed
 from training.ema import EMA
 from training.provenance import describe_start
 from training.resume import decide_together, find_initial, find_resume
@@ -48,7 +45,7 @@ def main(cfg: DictConfig) -> None:
     with say_if_slow(log, "opening data.path=%s", cfg.data.path):
         cfg, dataset = build.open_data(cfg)
     build.check_alignment(cfg, dataset)
-    accelerator = cli.start_accelerator(
+    accelerator = machine.start_accelerator(
         cfg.train.cpu_threads,
         tf32=cfg.train.tf32,
         mixed_precision=speed.MIXED_PRECISION[cfg.train.precision],

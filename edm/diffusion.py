@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from common.randomness import SampleRandom
 from edm.sampler import HeunSampler
-from randomness import SampleRandom
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from downloads import download
-from errors import UserError, first_line
+from common.downloads import download
+from common.errors import UserError, first_line
+from common.progress import say_if_slow
 from evaluations.features import Features, check_images, sha256_of_file
 from evaluations.metrics import full_float32
-from progress import say_if_slow
 
 log = logging.getLogger(__name__)
 

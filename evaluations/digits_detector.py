@@ -16,8 +16,8 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from common.files import write_file
 from evaluations.small_detector import ClassifierDetector, fit, split
-from files import write_file
 
 log = logging.getLogger(__name__)
 

@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from errors import UserError
+from common.errors import UserError
+from common.files import hash_file
 from evaluations.digits_detector import NUM_CLASSES, load_digits, to_input, write_classifier
 from evaluations.metrics import full_float32
 from evaluations.small_detector import fit, split
-from files import hash_file
 
 ENCODER_FILE = Path(__file__).with_name("digits_encoder.safetensors")
 PATCH_SIZE, GRID, WIDTH, DEPTH, NUM_HEADS = 2, 4, 48, 3, 4

@@ -18,10 +18,10 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from downloads import NotDownloaded, download_from_hub, is_hub_id
-from errors import UserError
-from files import hash_file
-from progress import say_if_slow
+from common.downloads import NotDownloaded, download_from_hub, is_hub_id
+from common.errors import UserError
+from common.files import hash_file
+from common.progress import say_if_slow
 
 log = logging.getLogger(__name__)
 

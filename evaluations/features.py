@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from errors import UserError
+from common.errors import UserError
 from evaluations.statistics import Statistics, rows_not_finite
 
 

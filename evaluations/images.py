@@ -14,9 +14,9 @@ from typing import BinaryIO
 import numpy as np
 from PIL import Image, ImageOps
 
-from errors import UserError
+from common.errors import UserError
+from common.files import hash_bytes, list_images
 from evaluations.npz import NpzImages, check_range
-from files import hash_bytes, list_images
 
 SUFFIXES = (".png", ".jpg", ".jpeg")
 CONVERTIBLE_MODES = ("1", "L", "LA", "P", "PA", "RGBA", "CMYK", "YCbCr")  # 8 bits or fewer: converting loses no range

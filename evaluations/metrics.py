@@ -12,7 +12,7 @@ from itertools import combinations_with_replacement
 import torch
 from torch import Tensor
 
-from errors import UserError
+from common.errors import UserError
 from evaluations.statistics import Statistics, check_finite, check_samples, statistics_of
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from errors import UserError
+from common.errors import UserError
+from common.files import hash_file, whole_file
 from evaluations.statistics import Statistics
-from files import hash_file, whole_file
 
 STATISTICS_KEYS = {"pool": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s"), "dinov2": ("mu_dinov2", "sigma_dinov2")}
 MAX_SMALL_BYTES = 1 << 28  # of one of these; a million labels take 8 MB, the largest sigma 34

@@ -12,15 +12,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from errors import UserError
+from common.errors import UserError
+from common.files import write_file
+from common.progress import SLOW_SEC, progress_bar, say_if_slow
 from evaluations.detector import LAYER_SIZES, InceptionDetector
 from evaluations.dinov2_detector import DINOV2_WIDTH, DINOv2Detector
 from evaluations.features import Detector, Features, extract
 from evaluations.images import ImageSet, read_ahead
 from evaluations.npz import STATISTICS_KEYS, statistics_by_key, write_npz
 from evaluations.statistics import Statistics, statistics_of
-from files import write_file
-from progress import SLOW_SEC, progress_bar, say_if_slow
 
 log = logging.getLogger(__name__)
 

@@ -19,13 +19,13 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from errors import UserError
+from common.errors import UserError
+from common.files import with_sorted_header, write_file
+from common.progress import progress_bar
 from evaluations.features import Features, check_images, sha256_of_file
 from evaluations.images import ImageSet
 from evaluations.metrics import class_agreement, full_float32
 from evaluations.suite import SMALL, set_of
-from files import with_sorted_header, write_file
-from progress import progress_bar
 
 MAKE = "python prepare_latents.py detector reference=<.npz with labels> output=<set>.safetensors"
 WIDTHS = (32, 64, 128)  # of the convolutions

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from errors import UserError
+from common.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from errors import UserError
+from common.errors import UserError
 from evaluations import metrics
 from evaluations.features import Features
 

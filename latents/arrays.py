@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from errors import UserError
+from common.errors import UserError
 
 
 def check_float(where: str, dtype: np.dtype) -> np.dtype:

@@ -10,11 +10,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from downloads import NotDownloaded, NotOnHub, download_from_hub, is_hub_id
-from errors import UserError
-from files import read_json
+from common.downloads import NotDownloaded, NotOnHub, download_from_hub, is_hub_id
+from common.errors import UserError
+from common.files import read_json
+from common.progress import say_if_slow
 from latents.va_vae import find_va_vae, load_va_vae
-from progress import say_if_slow
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from errors import UserError
+from common.errors import UserError
 from latents.autoencoders import SD_VAES, known_scale_and_factor
 from latents.shards import KINDS, ShardInfo
 from latents.statistics import ChannelStatistics

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from errors import UserError
-from files import hash_file, read_json
+from common.errors import UserError
+from common.files import hash_file, read_json
 
 MANIFEST = "manifest.json"
 UNFINISHED = ".unfinished"  # a folder beside the shards, as long as some of them are missing

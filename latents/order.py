@@ -9,9 +9,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 from torch import Tensor
 
+from common.randomness import check_rows
 from latents.shards import LatentDataset
 from latents.webdataset import TarLatents
-from randomness import check_rows
 
 
 class BatchOrder:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from errors import UserError
+from common.errors import UserError
 
 MAX_OPEN_FILES = 512  # of the 1,024 that a process may have open by default; what is beyond is opened anew at every read
 _seek_lock = threading.Lock()

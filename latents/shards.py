@@ -31,8 +31,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from errors import UserError
-from files import read_file, with_sorted_header, write_file
+from common.errors import UserError
+from common.files import read_file, with_sorted_header, write_file
 from latents.autoencoders import to_uint8
 from latents.contents import way_on
 from latents.manifest import MANIFEST, UNFINISHED, check_files, read_manifest

@@ -12,8 +12,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from errors import UserError
-from files import read_file
+from common.errors import UserError
+from common.files import read_file
 
 # First bytes. A tar begins with the name of a member, which may be BZh...: bzip2's letters alone do not tell.
 COMPRESSED = re.compile(rb"(?P<gzip>\x1f\x8b)|(?P<bzip2>BZh[1-9]1AY&SY)|(?P<xz>\xfd7zXZ\x00)|(?P<zstd>\x28\xb5\x2f\xfd)")

@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from errors import UserError
+from common.errors import UserError
 from latents.arrays import load_torch_file
 
 # Names in latent diffusion's state dict, and in that of diffusers, which also counts the decoder's levels the other way.

@@ -24,15 +24,15 @@ from safetensors.numpy import save
 from torch import Tensor
 from tqdm import tqdm
 
-from errors import UserError
-from files import write_file
+from common.errors import UserError
+from common.files import write_file
+from common.progress import progress_bar
 from latents.arrays import check_float, locate_in_pickle, locate_npy, unpickle_array
 from latents.contents import find_formats, way_on
 from latents.detection import detect
 from latents.reader import FileReader
 from latents.shards import spread_items
 from latents.tars import Member, find_tars, read_samples
-from progress import progress_bar
 
 log = logging.getLogger(__name__)
 

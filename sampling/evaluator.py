@@ -12,12 +12,12 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
+from common.progress import progress_bar, say_if_slow
+from common.randomness import class_of_seed
 from evaluations.features import Detector, Features, extract
 from evaluations.images import ImageSet
 from evaluations.reference import features_of_images, load_reference, stored_statistics
 from evaluations.suite import evaluate
-from progress import progress_bar, say_if_slow
-from randomness import class_of_seed
 from sampling.sampler import ImageSampler
 
 log = logging.getLogger(__name__)

@@ -10,12 +10,12 @@ import torch
 from PIL import Image, ImageDraw
 from torch import Tensor, nn
 
-from ddpm import DDPM
+from common.randomness import SeedRandom
 from edm import EDM
+from extras.ddpm import DDPM
 from guidance import Guidance, GuidanceInputs
 from latents.autoencoders import Autoencoder, to_uint8
 from latents.shards import restore_latents
-from randomness import SeedRandom
 from routing_module import TokenRouter
 from sampling.flops import forward_flops, sparse_saving
 from sit import SiT

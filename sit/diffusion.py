@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from randomness import SampleRandom
+from common.randomness import SampleRandom
 from sit.sampler import FlowSampler
 
 TIMESTEPS = ("uniform", "logit_normal")

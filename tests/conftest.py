@@ -11,11 +11,10 @@ import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from hydra import compose, initialize_config_dir
 
+from common.files import REPOSITORY, hash_file
 from configs import experiments
-from files import hash_file
+from configs.arguments import CONFIGS
 from latents.shards import ShardInfo, write_shard
-from setup.arguments import CONFIGS
-from setup.cli import REPOSITORY
 
 # tests/gpu needs a CUDA device; tests/test_gpu_code.py runs its code on a CPU.
 collect_ignore = [] if torch.cuda.is_available() else ["gpu"]

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 import dit
-import lightningdit
+from extras import lightningdit
 
 B, GRID, T = 3, 4, 5
 N = GRID * GRID

@@ -16,19 +16,21 @@ from safetensors.torch import load_file, save_file
 
 import dit
 import prepare_latents
-from alignment import Alignment, Projector, TappedNetwork, alignment_loss
+from common.errors import UserError
+from common.randomness import SeedRandom
+from configs import schema
 from edm import EDM
-from errors import UserError
 from evaluations import digits_encoder
 from evaluations.digits_encoder import DigitsEncoder
+from extras.alignment import Alignment, Projector, TappedNetwork, alignment_loss
+from extras.report import rows
 from latents.autoencoders import to_uint8
 from latents.shards import LatentDataset, ShardInfo, pack_images, write_shard
 from latents.webdataset import TarLatents
-from randomness import SeedRandom
 from routing_module import Route
-from setup import build, rows, schema
-from setup.load import load_config, load_network
 from sit import SiT
+from training import build
+from training.load import load_config, load_network
 
 REPA = ["alignment=repa", "alignment.encoder=digits", "alignment.block=4", "alignment.projector_width=16"]
 CPU = torch.device("cpu")

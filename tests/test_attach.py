@@ -20,9 +20,9 @@ from networks import (
 )
 
 import dit
-import lightningdit
-from attach import PRESETS, Adapter, BlockList, TokenAxis, attach, attached
-from attach import hooks as hooks_module
+from extras import lightningdit
+from extras.attach import PRESETS, Adapter, BlockList, TokenAxis, attach, attached
+from extras.attach import hooks as hooks_module
 from routing_module import SELECTIONS, Route
 
 ONE = [Route(0.5, 1, 4)]  # crosses from one list of blocks to the next where there are two

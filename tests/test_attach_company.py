@@ -25,8 +25,8 @@ from networks import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from attach import Adapter, BlockList, attach, attached
-from attach.hooks import Plan
+from extras.attach import Adapter, BlockList, attach, attached
+from extras.attach.hooks import Plan
 from routing_module import Route
 
 ROUTES = [Route(0.5, 1, 2), Route(0.25, 3, 4)]

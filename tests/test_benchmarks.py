@@ -11,14 +11,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import dit
-import lightningdit
-from benchmarks import gpu, harness, loader, loss_curves, peaks, profile, sampling, scaling, train_step, tune
-from benchmarks.plain import PlainEMA, make_blocks_plain
-from errors import UserError
+from common.errors import UserError
+from configs import command_line as cli
+from configs.settings import Count, Settings
+from extras import lightningdit
+from extras.benchmarks import gpu, harness, loader, loss_curves, peaks, profile, sampling, scaling, train_step, tune
+from extras.benchmarks.plain import PlainEMA, make_blocks_plain
 from routing_module import Route, TokenRouter
 from sampling import flops
-from setup import cli
-from setup.settings import Count, Settings
 from training.ema import EMA
 from training.memory import saved_for_backward
 
@@ -224,7 +224,7 @@ def test_loss_curves_sets_the_difference_of_fast_and_plain_beside_that_of_seeds(
 
 def test_two_processes_are_compared_with_one(tmp_path):
     settings = ["backbone=DiT-XS/2", "resolution=8", "batch_size=8", "rounds=2", "steps=1", "device=cpu", "cpu_threads=1"]
-    code, output = finish(start(*LAUNCH_2, "-m", "benchmarks.scaling", *settings, f"output={tmp_path / 'result'}"))
+    code, output = finish(start(*LAUNCH_2, "-m", "extras.benchmarks.scaling", *settings, f"output={tmp_path / 'result'}"))
     assert code == 0, output
     lines = [json.loads(line) for line in (tmp_path / "result.jsonl").read_text().splitlines()]
     assert lines[0]["num_processes"] == 2 and len(lines) == 4
@@ -274,7 +274,7 @@ def page_faults():
 for _ in range(3):
     page_faults()
 afresh = page_faults()
-speed.use_cores(torch.device("cpu"), 1)
+machine.use_cores(torch.device("cpu"), 1)
 # Where on the heap the two tensors lie settles within a few calls.
 print(afresh, min(page_faults() for _ in range(8)))
 """
@@ -571,7 +571,7 @@ def test_every_part_of_the_verification_is_written_down_failed_or_not(monkeypatc
 
 @pytest.mark.parametrize("size", ["small", "full"])
 def test_the_arguments_of_every_part_are_accepted(size, monkeypatch):
-    from benchmarks import evaluation
+    from extras.benchmarks import evaluation
 
     settings = {"train_step": train_step.TrainStepSettings, "sampling": sampling.SamplingSettings}
     settings["evaluation"] = evaluation.TimingSettings

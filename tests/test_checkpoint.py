@@ -15,9 +15,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from errors import UserError
-from files import hash_file
-from setup.cli import REPOSITORY
+from common.errors import UserError
+from common.files import REPOSITORY, hash_file
 from training import checkpoint as checkpoints
 from training.resume import find_resume
 from training.run import RunFolder

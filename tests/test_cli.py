@@ -9,9 +9,11 @@ import pytest
 import torch
 from conftest import REPOSITORY, finish, forget_accelerate, start
 
-from errors import UserError
-from setup import cli, schema
-from setup.schema import FidConfig, SampleConfig, TrainConfig
+from common.errors import UserError
+from configs import command_line as cli
+from configs import schema
+from configs.schema import FidConfig, SampleConfig, TrainConfig
+from training import machine
 
 FILES = {TrainConfig: "config", SampleConfig: "sample", FidConfig: "fid"}
 
@@ -299,35 +301,35 @@ def test_ctrl_c_ends_a_command_without_a_configuration_with_one_line(monkeypatch
 
 def test_processes_wait_longer_for_each_other_than_nccls_ten_minutes():
     forget_accelerate()
-    assert cli.start_accelerator(1, cpu=True).init_handler.timeout == timedelta(hours=2)
+    assert machine.start_accelerator(1, cpu=True).init_handler.timeout == timedelta(hours=2)
     forget_accelerate()
-    assert cli.start_accelerator(1, cpu=True, patience=timedelta(days=7)).init_handler.timeout == timedelta(days=7)
+    assert machine.start_accelerator(1, cpu=True, patience=timedelta(days=7)).init_handler.timeout == timedelta(days=7)
 
 
 def test_a_gpu_that_torch_cannot_use_or_that_two_processes_would_share_is_an_error(monkeypatch, tmp_path):
     device = tmp_path / "nvidiactl"
-    monkeypatch.setattr(cli, "NVIDIA_DEVICE", device)
+    monkeypatch.setattr(machine, "NVIDIA_DEVICE", device)
     monkeypatch.setattr(torch.version, "cuda", "13.2")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    cli.check_gpus()  # no GPU
+    machine.check_gpus()  # no GPU
     device.touch()
     with pytest.raises(UserError, match="has an NVIDIA GPU, but torch .* driver is older than CUDA 13.2 .*USE_CPU=true"):
         forget_accelerate()
-        cli.start_accelerator(1)
+        machine.start_accelerator(1)
     forget_accelerate()
-    assert cli.start_accelerator(1, cpu=True).device.type == "cpu"
+    assert machine.start_accelerator(1, cpu=True).device.type == "cpu"
     for name, value in (("CUDA_VISIBLE_DEVICES", ""), ("ACCELERATE_USE_CPU", "true")):
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
-            cli.check_gpus()
+            machine.check_gpus()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_RANK", "1")
-    cli.check_gpus()
+    machine.check_gpus()
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(UserError, match="process 2 of this node sees 2 GPUs, and needs one of its own: lower --num_processes"):
-        cli.check_gpus()
+        machine.check_gpus()
 
 
 def test_an_experiment_takes_other_settings_on_top(command):

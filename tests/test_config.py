@@ -7,9 +7,10 @@ import pytest
 import torch
 from conftest import REPOSITORY, composed, finish, make_shard, start
 
+from configs import schema
+from configs.settings import unknown_key
 from guidance import GUIDANCES, GuidanceInputs
-from setup import build, schema
-from setup.settings import unknown_key
+from training import build
 
 SD = dict(channels=4, kind="moments", num_classes=1000, scale_factor=0.18215, autoencoder="sd-vae:some/vae")
 

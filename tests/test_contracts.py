@@ -9,10 +9,11 @@ from conftest import make_shard
 from PIL import Image
 
 import guidance
+from common.errors import UserError
+from common.randomness import SeedRandom, StepRandom, class_of_seed
 from dit import DiT
 from edm import EDM
 from edm.sampler import HeunSampler
-from errors import UserError
 from evaluations import metrics
 from evaluations.digits_detector import DigitsDetector
 from evaluations.features import Features
@@ -22,7 +23,6 @@ from evaluations.statistics import Statistics
 from latents.autoencoders import from_uint8, to_uint8
 from latents.order import BatchOrder, read_batches
 from latents.shards import LatentDataset, draw_latents, mean_and_log_variance
-from randomness import SeedRandom, StepRandom, class_of_seed
 from routing_module import Route, TokenRouter, num_kept_tokens
 from sampling.sampler import ImageSampler, labelled_grid
 from sit import SiT

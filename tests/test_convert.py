@@ -15,7 +15,7 @@ from test_formats import as_mean_and_std, write_fast_dit, write_lightningdit, wr
 from test_webdataset import npy_members, pickle_members, sd_moments, two_tars, write_tar
 
 import prepare_latents
-from errors import UserError
+from common.errors import UserError
 from latents.contents import way_on
 from latents.detection import SD_SCALE
 from latents.prepare import write

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 import guidance
-from ddpm import DDPM
-from ddpm.sampler import AncestralSampler, alpha_bars, log_variance_bounds
+from common.randomness import SeedRandom
+from extras.ddpm import DDPM
+from extras.ddpm.sampler import AncestralSampler, alpha_bars, log_variance_bounds
 from guidance import GuidanceInputs
-from randomness import SeedRandom
 
 MEAN, STD = 0.3, 0.5  # of the toy data, one Gaussian
 LABELS = torch.zeros(4, dtype=torch.int64)

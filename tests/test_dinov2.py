@@ -11,15 +11,16 @@ from stand_ins import untrained_encoder, untrained_inception
 
 import fid as fid_script
 import prepare_latents
-from errors import UserError
+from common.errors import UserError
+from configs import schema
 from evaluations import dinov2_detector, encoders, reference
 from evaluations.dinov2_detector import DINOv2Detector
 from evaluations.features import Features, extract
 from evaluations.images import open_images
 from evaluations.npz import write_npz
 from evaluations.suite import evaluate, find_metric, format_metric
-from reports import __main__ as report
-from setup import build, schema
+from extras.report import __main__ as report
+from training import build
 
 PUBLISHED = dinov2_detector.DINOV2  # before a tiny one takes its place
 BOTH = "evaluation.detectors=[inception,dinov2]"

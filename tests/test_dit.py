@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import dit
-from benchmarks.plain import make_blocks_plain
 from edm import EDM
+from extras.benchmarks.plain import make_blocks_plain
 from routing_module import Route, TokenRouter
 from training.speed import compile_network, sigmoid_gelu
 

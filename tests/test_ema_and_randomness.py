@@ -1,6 +1,6 @@
 import torch
 
-from randomness import SeedRandom, StepRandom, class_of_seed
+from common.randomness import SeedRandom, StepRandom, class_of_seed
 from training.ema import EMA
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from stand_ins import untrained_encoder
 from torch.nn import functional as F
 
-from errors import UserError
+from common.errors import UserError
 from evaluations.encoders import Encoder, find_encoder_weights, resample_as_dinov2
 
 DINOV2_S = "vit_small_patch14_dinov2.lvd142m"

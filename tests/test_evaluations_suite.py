@@ -12,7 +12,7 @@ from conftest import REPOSITORY
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from errors import UserError
+from common.errors import UserError
 from evaluations import digits_detector, metrics, reference, suite
 from evaluations.digits_detector import DigitsDetector
 from evaluations.features import Features, concatenate, extract

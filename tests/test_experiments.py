@@ -7,8 +7,10 @@ import pytest
 import torch
 from conftest import composed, make_shard
 
-from configs import experiments
-from setup import build, cli, rows, schema
+from configs import command_line as cli
+from configs import experiments, schema
+from extras.report import rows
+from training import build
 from training.checkpoint import list_steps
 
 EXPERIMENTS = experiments.names()

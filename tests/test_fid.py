@@ -9,8 +9,8 @@ import pytest
 from conftest import LAUNCH_2, REPOSITORY, composed, finish, forget_accelerate, losses, metrics, start
 from PIL import Image
 
+from configs import schema
 from evaluations.suite import metric_name, metrics_of
-from setup import schema
 
 NAMES = [metric.name for metric in metrics_of("digits")]
 EVAL = ["eval.every=2", "eval.num_samples=70", "eval.num_steps=2", "eval.batch_size=35", "train.num_steps=4", "train.lr=1e-2"]

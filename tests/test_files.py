@@ -17,16 +17,16 @@ from PIL import Image
 from test_webdataset import npy_members, write_tar
 
 import fid as fid_script
-import files
 import sample as sample_script
-from benchmarks import harness
-from errors import UserError
+from common import files
+from common.errors import UserError
+from configs import schema
+from configs.settings import Count, Settings
 from evaluations.npz import write_npz
+from extras.benchmarks import harness
 from latents.prepare.write import ShardWriter
 from latents.shards import LatentDataset, ShardInfo, write_shard
 from latents.webdataset import TarIndex
-from setup import schema
-from setup.settings import Count, Settings
 from training.run import RunFolder
 
 IMAGE = np.zeros((64, 64, 3), np.uint8)

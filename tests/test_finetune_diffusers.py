@@ -7,10 +7,10 @@ import torch
 from networks import flux, normal, pixart
 from safetensors.torch import save_file
 
-from errors import UserError
-from examples.finetune_diffusers import FinetuneSettings, finetune, main, pack, read_items, unpack
+from common.errors import UserError
+from configs.command_line import parse_arguments
+from extras.attach.finetune_diffusers import FinetuneSettings, finetune, main, pack, read_items, unpack
 from routing_module import Route
-from setup.cli import parse_arguments
 
 peft = pytest.importorskip("peft")
 

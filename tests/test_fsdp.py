@@ -9,9 +9,10 @@ from conftest import LAUNCH_2, LAUNCH_4, composed, finish, forget_accelerate, me
 from fsdp_runs import BATCH, DENSE, LIGHTNING, TREAD, copy_until_step_10
 from PIL import Image, ImageChops
 
-from setup import build, schema
-from setup.load import load_config, load_network
+from configs import schema
+from training import build
 from training import checkpoint as checkpoints
+from training.load import load_config, load_network
 from training.trainer import Trainer
 
 
@@ -247,7 +248,7 @@ def test_the_launchers_own_sharding_is_refused():
 
 
 def test_the_benchmark_of_steps_refuses_it():
-    from benchmarks.trainers import CommonSettings, open_trainer
+    from extras.benchmarks.trainers import CommonSettings, open_trainer
 
     forget_accelerate()
     with pytest.raises(ValueError, match="train.parallel=fsdp cannot be measured here.*use train.parallel=ddp"):

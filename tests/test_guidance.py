@@ -6,14 +6,15 @@ from conftest import composed
 
 import dit
 import guidance
+from common.errors import UserError
+from common.randomness import SeedRandom
+from configs import schema
 from edm import EDM
-from errors import UserError
 from guidance import GuidanceInputs
-from randomness import SeedRandom
 from routing_module import Route
 from sampling.flops import block_flops, forward_flops, sparse_saving
-from setup import build, schema
 from sit import SiT
+from training import build
 
 NUM_CLASSES = 7
 

@@ -10,7 +10,7 @@ from conftest import make_shard
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from errors import UserError
+from common.errors import UserError
 from latents import autoencoders
 from latents.order import BatchOrder, read_batches
 from latents.shards import LatentDataset, ShardInfo, latents_for_network, restore_latents, write_shard

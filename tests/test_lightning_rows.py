@@ -13,11 +13,11 @@ import dit
 import fid
 import prepare_latents
 import sample
+from configs import schema
 from guidance import none
 from latents.autoencoders import Identity
 from routing_module import TokenRouter
 from sampling.sampler import ImageSampler
-from setup import schema
 from sit import SiT
 from sit.sampler import FlowSampler
 

@@ -8,13 +8,13 @@ from conftest import composed, metrics
 from torch.nn import functional as F
 
 import dit
-import lightningdit
-from lightningdit import LightningDiT, LightningDiTBlock, RMSNorm, rotary_tables, rotate
+from configs import schema
+from extras import lightningdit
+from extras.lightningdit import LightningDiT, LightningDiTBlock, RMSNorm, rotary_tables, rotate
 from routing_module import Route, TokenRouter
 from sampling.flops import block_flops
-from setup import schema
-from setup.load import load_config, load_network
 from training import checkpoint as checkpoints
+from training.load import load_config, load_network
 
 WIDTH, HEADS, DEPTH, GRID, CHANNELS, CLASSES = 48, 3, 4, 4, 3, 5  # heads of 16
 N = GRID**2

@@ -4,7 +4,7 @@ import pytest
 import torch
 from networks import NETWORKS, B, N, cached_network, call, normal
 
-from attach import attach, latent_mask, mask_to_tokens, masked_mse
+from extras.attach import attach, latent_mask, mask_to_tokens, masked_mse
 from routing_module import Route
 
 

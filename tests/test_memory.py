@@ -11,11 +11,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import profile
 
-from alignment import Alignment, Projector
-from benchmarks.harness import open_accelerator
-from benchmarks.trainers import CommonSettings, data_overrides, open_trainer
-from setup import build, schema
-from training import memory
+from configs import schema
+from extras.alignment import Alignment, Projector
+from extras.benchmarks.harness import open_accelerator
+from extras.benchmarks.trainers import CommonSettings, data_overrides, open_trainer
+from training import build, memory
 
 LATENTS = ["data=custom", "data.in_channels=4", "data.input_size=32", "data.num_classes=1000", "data.scale_factor=0.18215"]
 

@@ -15,7 +15,8 @@ from conftest import TINY, composed, forget_accelerate, run_train
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.func import functional_call
 
-from setup import build, schema
+from configs import schema
+from training import build
 from training.ema import EMA
 from training.run import RunFolder
 from training.trainer import Trainer

@@ -16,7 +16,7 @@ from conftest import make_shard
 from huggingface_hub import close_session
 
 import prepare_latents
-from downloads import ANSWER_SEC, answer_within, download
+from common.downloads import ANSWER_SEC, answer_within, download
 from evaluations import detector as detectors
 from latents import autoencoders
 

@@ -11,8 +11,8 @@ import subprocess
 import pytest
 from conftest import REPOSITORY, finish, run_train, start
 
-import files
-from errors import UserError
+from common import files
+from common.errors import UserError
 from training import checkpoint as checkpoints
 from training.run import RunFolder
 
@@ -133,7 +133,7 @@ def test_the_lock_of_a_killed_run_is_free(tmp_path):
 def test_a_program_that_a_run_starts_does_not_keep_its_lock(tmp_path):
     code = f"""
 import subprocess, sys
-from files import lock_file
+from common.files import lock_file
 from pathlib import Path
 file = lock_file(Path({str(tmp_path / ".lock")!r}), "busy", "wait")
 print(subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL).pid, flush=True)

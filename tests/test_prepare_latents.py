@@ -16,11 +16,11 @@ from conftest import LAUNCH_2, REPOSITORY, finish, forget_accelerate, losses, ma
 from PIL import Image
 
 import prepare_latents
+from common.randomness import SeedRandom
 from evaluations.images import adm_center_crop, read_rgb
 from latents import autoencoders
 from latents.prepare.images import open_labelled_images
 from latents.shards import LatentDataset, ShardInfo, latents_for_network, write_shard
-from randomness import SeedRandom
 
 RESOLUTION = 32
 

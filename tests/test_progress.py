@@ -9,9 +9,9 @@ import time
 import pytest
 from conftest import TINY, composed, finish, forget_accelerate, start
 
-import progress
+from common import progress
+from common.progress import LogHandler, progress_bar, say_if_slow
 from evaluations import suite
-from progress import LogHandler, progress_bar, say_if_slow
 
 log = logging.getLogger("test")
 

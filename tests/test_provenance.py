@@ -2,7 +2,7 @@
 
 import json
 
-from setup.cli import REPOSITORY
+from common.files import REPOSITORY
 from training import provenance
 
 

@@ -14,14 +14,14 @@ from conftest import composed
 from omegaconf import OmegaConf
 from PIL import Image
 
-from errors import UserError
-from reports.__main__ import main
-from reports.charts import MAX_POINTS, Series, line_chart, linear_ticks, log_ticks, swept_curves, thin
-from reports.experiments import by_number, curve_metric, first_reached, group, metric_order
-from reports.page import load_templates
-from reports.runs import read_runs
-from reports.tables import equal_table, results_table, speedup_table
-from setup import schema
+from common.errors import UserError
+from configs import schema
+from extras.report.__main__ import main
+from extras.report.charts import MAX_POINTS, Series, line_chart, linear_ticks, log_ticks, swept_curves, thin
+from extras.report.experiments import by_number, curve_metric, first_reached, group, metric_order
+from extras.report.page import load_templates
+from extras.report.runs import read_runs
+from extras.report.tables import equal_table, results_table, speedup_table
 
 ROUTE = {"selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": -4}
 TABLE = "Table 2: backbones"
@@ -574,13 +574,13 @@ def test_a_report_replaces_its_own_and_nothing_else(runs, tmp_path, capsys):
         (["{empty}"], "no run can be read below .*empty"),
         (
             ["{runs}/tread_seed-0/metrics.jsonl"],
-            "is not a folder; it is a file; give its folder: python -m reports .*/tread_seed-0$",
+            "is not a folder; it is a file; give its folder: python -m extras.report .*/tread_seed-0$",
         ),
-        (["{runs}/tread_seed-0/checkpoints"], "no run .*; give the run's folder: python -m reports .*/tread_seed-0$"),
-        (["{runs}/tread_seed-0/checkpoints/step_1"], "no run .*; give the run's folder: python -m reports .*/tread_seed-0$"),
+        (["{runs}/tread_seed-0/checkpoints"], "no run .*; give the run's folder: python -m extras.report .*/tread_seed-0$"),
+        (["{runs}/tread_seed-0/checkpoints/step_1"], "no run .*; give the run's folder: python -m extras.report .*/tread_seed-0$"),
         (["{runs}", "output={empty}"], "output=.*empty is a folder; use output=.*empty/report.html"),
         (["{runs}", "--titel", "x"], "--titel is not an option; beside folders there are output=<file.html> and title=<text>"),
-        (["runs={runs}"], "runs=.*: give the folder alone: python -m reports .*runs$"),
+        (["runs={runs}"], "runs=.*: give the folder alone: python -m extras.report .*runs$"),
     ],
 )
 def test_arguments_that_cannot_work_are_refused(runs, tmp_path, arguments, message):

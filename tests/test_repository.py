@@ -10,7 +10,7 @@ from conftest import REPOSITORY, finish, start
 from PIL import Image
 
 import prepare_latents
-from errors import UserError
+from common.errors import UserError
 from latents.shards import LatentDataset, latents_for_network
 
 MODULES = sorted(

@@ -5,8 +5,10 @@ import json
 
 import pytest
 
-from benchmarks import routes as planner
-from benchmarks.routes import (
+from common.errors import UserError
+from configs import command_line as cli
+from extras.benchmarks import routes as planner
+from extras.benchmarks.routes import (
     MAX_MEASUREMENTS,
     Parts,
     RouteSettings,
@@ -16,9 +18,7 @@ from benchmarks.routes import (
     main,
     predict,
 )
-from errors import UserError
 from routing_module import Route, TokenRouter
-from setup import cli
 
 
 @pytest.fixture

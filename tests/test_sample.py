@@ -13,9 +13,10 @@ from PIL import Image
 
 import dit
 import guidance as guidances
+from configs import schema
 from latents.autoencoders import Identity
 from sampling.sampler import ImageSampler
-from setup import build, schema
+from training import build
 from training import checkpoint as checkpoints
 from training.ema import EMA
 from training.speed import compile_network

@@ -14,15 +14,15 @@ from PIL import Image
 from safetensors import safe_open
 
 import prepare_latents
-from configs import experiments
-from errors import UserError
+from common.errors import UserError
+from configs import experiments, schema
 from evaluations.images import open_images
 from evaluations.small_detector import SmallDetector, train_detector
 from evaluations.suite import evaluate, find_metric, format_metric, metrics_of
+from extras.report.experiments import metric_order
 from latents.shards import LatentDataset, latents_for_network
 from latents.statistics import ChannelStatistics
-from reports.experiments import metric_order
-from setup import build, schema
+from training import build
 
 FASHION_CLASSES = 10
 

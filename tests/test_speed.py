@@ -13,11 +13,11 @@ from torch.profiler import profile
 
 import dit
 from evaluations.metrics import full_float32
-from lightningdit import LightningDiT
+from extras.lightningdit import LightningDiT
 from routing_module import Route
-from training import speed
+from training import machine, speed
+from training.machine import allow_tf32
 from training.speed import (
-    allow_tf32,
     attention_kernel,
     check_compile,
     check_machine,
@@ -404,7 +404,7 @@ def test_a_process_with_a_gpu_uses_its_share_of_the_cores_too(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     try:
         torch.set_num_threads(1)  # as under accelerate launch
-        speed.use_cores(torch.device("cuda"), 2)
+        machine.use_cores(torch.device("cuda"), 2)
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)

@@ -10,10 +10,10 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
-import reports.sweep as sweep
-from reports.sweep import NOT_IN_NAMES, is_finished, main, parse_sweep_arguments, run_name
-from setup.schema import TrainConfig, check, role_of
-from setup.settings import keys_of
+from configs.schema import TrainConfig, check, role_of
+from configs.settings import keys_of
+from extras.report import sweep
+from extras.report.sweep import NOT_IN_NAMES, is_finished, main, parse_sweep_arguments, run_name
 from training.run import RunFolder
 
 LAUNCH = "--launch=--num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no"
@@ -208,7 +208,7 @@ def test_the_slurm_configuration_is_submitits_with_what_a_training_needs():
 
 def test_the_command_starts_accelerates_launcher_with_the_jobs_overrides(tmp_path):
     arguments = [*SHORT, "model=dit", "train.lr=1e-3,-1", f"output_dir={tmp_path}"]
-    code, output = finish(start("-m", "reports.sweep", *arguments, LAUNCH))
+    code, output = finish(start("-m", "extras.report.sweep", *arguments, LAUNCH))
     assert code == 1 and "1 finished, 1 failed" in output and "train.lr=-1 is not accepted" in output, output
     (run,) = (path for path in tmp_path.iterdir() if path.name != "sweeps")
     record = json.loads((run / "starts.jsonl").read_text())

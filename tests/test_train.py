@@ -23,16 +23,16 @@ from conftest import LAUNCH_2, TINY, finish, losses, make_shard, metrics, renew_
 from PIL import Image
 from safetensors.torch import load_file
 
-from errors import UserError
-from files import lock_file
+from common.errors import UserError
+from common.files import lock_file
 from latents.order import BatchOrder
 from latents.shards import ShardInfo, write_shard
 from routing_module import TokenRouter
 from sampling.sampler import ImageSampler
-from setup.load import load_config
 from training import checkpoint as checkpoints
 from training import stop as stop_module
 from training import trainer as trainer_module
+from training.load import load_config
 from training.run import RunFolder
 from training.sharding import copy_state_dict
 from training.stop import STOP_SIGNALS, StopSignal
@@ -653,7 +653,8 @@ def test_a_second_signal_exits_at_once_while_the_checkpoint_of_the_first_is_writ
 import time
 import torch
 import train
-from setup import cli, schema
+from configs import command_line as cli
+from configs import schema
 
 torch.save = lambda *args: time.sleep(600)
 cli.run(train.main, "config", schema.TrainConfig)
@@ -739,7 +740,7 @@ def test_a_process_that_hangs_is_named(tmp_path):
 import sys, time
 from datetime import timedelta
 import torch.distributed as dist
-from errors import UserError
+from common.errors import UserError
 from training.stop import StopSignal
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://{tmp_path}/store", rank=rank, world_size=2)
@@ -790,9 +791,9 @@ import time
 from pathlib import Path
 import torch
 import torch.distributed as dist
-from setup import cli
+from configs import command_line as cli
 
-cli.start_accelerator(1, cpu=True)
+machine.start_accelerator(1, cpu=True)
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
 count = lambda: sum("gloo" in (task / "comm").read_text() for task in Path("/proc/self/task").iterdir())

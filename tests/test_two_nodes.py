@@ -7,10 +7,10 @@ import socket
 import pytest
 from conftest import LAUNCH_2, finish, losses, run_train, start
 
+from common.files import REPOSITORY
 from evaluations.digits_detector import DigitsDetector
 from evaluations.images import open_images
 from evaluations.reference import load_reference
-from setup.cli import REPOSITORY
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from stand_ins import ldm_autoencoder, untrained_va_vae
 
-from errors import UserError
+from common.errors import UserError
 from latents import autoencoders
 
 CPU = torch.device("cpu")

@@ -13,13 +13,13 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch.nn import functional as F
 
-import lightningdit
-import prepare_checkpoint
-from ddpm import DDPM
+from common.errors import UserError
 from edm import EDM
-from errors import UserError
-from setup import build, load
+from extras import lightningdit
+from extras.ddpm import DDPM
+from extras.weights import __main__ as prepare_checkpoint
 from sit import SiT
+from training import build, load
 from training import checkpoint as checkpoints
 
 WIDTH, DEPTH, HEADS, PATCH, CHANNELS, SIZE, CLASSES = 96, 12, 3, 2, 1, 8, 10  # DiT-XS/2 for the digits
@@ -209,7 +209,7 @@ def test_lightningdit_is_turned_as_sit_and_normalises_each_channel(import_file, 
 
 
 def test_the_published_sizes_are_found_from_their_shapes(monkeypatch):
-    from weights.published import read_sizes
+    from extras.weights.published import read_sizes
 
     w = {name: torch.empty(0) for name in dit_weights()} | {f"blocks.{i}.attn.qkv.bias": torch.empty(0) for i in range(28)}
     w |= {"pos_embed": torch.empty(1, 1024, 1152), "x_embedder.proj.weight": torch.empty(1152, 4, 2, 2)}
@@ -253,7 +253,7 @@ def test_images_of_imported_dit_weights_do_not_depend_on_the_batch(import_file, 
 
 def test_fid_and_the_report_read_an_imported_run(import_file, tmp_path, caplog):
     import fid as script
-    from reports.runs import read_runs
+    from extras.report.runs import read_runs
 
     import_file(dit_weights(learn_sigma=True), "dit", *PIXELS)
     run = tmp_path / "imported"
@@ -262,12 +262,12 @@ def test_fid_and_the_report_read_an_imported_run(import_file, tmp_path, caplog):
     script.main(composed([*settings, "reference=evaluations/digits_reference.npz", "num_steps=250"], "fid"))
     (found,), problems = read_runs([run])
     assert not problems and found.step == 0 and any(name.startswith("fd_digits8/") for name in found.metrics)
-    code, output = finish(start("-m", "reports", str(run), f"output={tmp_path / 'report.html'}"))
+    code, output = finish(start("-m", "extras.report", str(run), f"output={tmp_path / 'report.html'}"))
     assert code == 0, output
 
 
 def test_a_run_of_imported_weights_without_a_score_says_so(import_file, tmp_path):
-    from reports.runs import read_runs
+    from extras.report.runs import read_runs
 
     import_file(dit_weights(), "repa", *PIXELS)
     runs, problems = read_runs([tmp_path / "imported"])

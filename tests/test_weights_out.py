@@ -23,14 +23,15 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import dit
-import prepare_checkpoint
-from errors import UserError
-from files import append_line
-from setup import build, load, schema
+from common.errors import UserError
+from common.files import append_line
+from configs import schema
+from extras.weights import __main__ as prepare_checkpoint
+from extras.weights import source
+from extras.weights.card import PAPERS, describe_figures, without_folders
+from extras.weights.export import NETWORKS, describe_network, describe_sampling, push_folder
+from training import build, load
 from training import checkpoint as checkpoints
-from weights import source
-from weights.card import PAPERS, describe_figures, without_folders
-from weights.export import NETWORKS, describe_network, describe_sampling, push_folder
 
 SEEDS, LABELS = [0, 1, 2], [2, 0, 1]
 # Loads what sys.argv[1] lists, one after the other, and writes an .npy file of images (uint8) for each call.
@@ -382,7 +383,7 @@ def test_an_export_describes_network_guidance_and_null_class_of_its_run(runs):
     no_null = cfg.model_copy(update={"model": cfg.model.model_copy(update={"class_dropout": 0.0})})
     assert describe_sampling(no_null)["null_class"] is None
     json.dumps(describe_sampling(cfg), allow_nan=False)
-    from weights.network import DiTModel
+    from extras.weights.network import DiTModel
 
     for learn_sigma in (False, True):
         net = build.build_network(cfg.model_copy(update={"model": cfg.model.model_copy(update={"learn_sigma": learn_sigma})}))
@@ -392,7 +393,7 @@ def test_an_export_describes_network_guidance_and_null_class_of_its_run(runs):
 
 
 def test_every_network_and_diffusion_of_the_configuration_can_be_exported():
-    from weights import network, pipeline
+    from extras.weights import network, pipeline
 
     diffusions = [get_args(one.model_fields["name"].annotation)[0] for one in get_args(get_args(schema.Diffusion)[0])]
     assert sorted(diffusions) == sorted(pipeline.DIFFUSIONS) == sorted(PAPERS)

@@ -9,7 +9,7 @@ from conftest import TINY, composed, forget_accelerate, run_train
 from safetensors.torch import load_file, save_file
 from test_checkpoint import sign
 
-from setup.cli import REPOSITORY
+from common.files import REPOSITORY
 from training import checkpoint as checkpoints
 
 

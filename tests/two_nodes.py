@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from conftest import TINY, composed, forget_accelerate
 
-from errors import UserError
+from common.errors import UserError
 from evaluations.digits_detector import DigitsDetector
 from evaluations.images import open_images
 from evaluations.reference import cache_file

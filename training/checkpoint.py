@@ -28,9 +28,9 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from torch import Tensor
 
-from errors import UserError
-from files import HashingFile, hash_file, why_not_written
-from progress import say_if_slow
+from common.errors import UserError
+from common.files import HashingFile, hash_file, why_not_written
+from common.progress import say_if_slow
 
 log = logging.getLogger(__name__)
 

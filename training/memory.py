@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dit
-from alignment import Alignment, Projector
-from errors import UserError
-from lightningdit import LightningDiTBlock
+from common.errors import UserError
+from extras.alignment import Alignment, Projector
+from extras.lightningdit import LightningDiTBlock
 from training.sharding import num_shards
 from training.speed import SELECTIVELY_KEPT, attention_kernel, resolve_compile
 

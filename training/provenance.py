@@ -13,9 +13,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-from files import relative_path
-
-REPOSITORY = Path(__file__).resolve().parent.parent
+from common.files import REPOSITORY, relative_path
 
 
 def describe_start(accelerator: Accelerator, step: int) -> dict[str, object]:

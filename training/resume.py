@@ -12,8 +12,8 @@ from typing import TypeVar
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
-from errors import UserError
-from files import hash_bytes
+from common.errors import UserError
+from common.files import hash_bytes
 from training import checkpoint as checkpoints
 from training.run import RunFolder
 

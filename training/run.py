@@ -9,8 +9,8 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from errors import UserError
-from files import append_line, lock_file, read_lines, remove_leftovers, why_not_written, write_file
+from common.errors import UserError
+from common.files import append_line, lock_file, read_lines, remove_leftovers, why_not_written, write_file
 
 
 class RunFolder:

@@ -6,14 +6,12 @@ Nothing here changes the names or values of parameters; results change by roundi
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib.util
 import logging
 import math
 import os
 import shutil
 import subprocess
-import sys
 import sysconfig
 import warnings
 from functools import cache, partial
@@ -25,7 +23,7 @@ from torch.nn.functional import gelu, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import dit
-from errors import UserError
+from common.errors import UserError
 
 log = logging.getLogger(__name__)
 
@@ -67,17 +65,6 @@ def checkpoint_activations(net: dit.DiT, what: str) -> None:
         settings["context_fn"] = partial(create_selective_checkpoint_contexts, SELECTIVELY_KEPT)
     for block in net.blocks:
         block.forward = partial(checkpoint, block.forward, **settings)
-
-
-def allow_tf32(device: torch.device, allowed: bool) -> None:
-    """On CUDA, let tensor cores compute products and convolutions of float32 in TF32 (10 bits of mantissa), or forbid it.
-
-    torch.backends.cuda.matmul.fp32_precision alone would not do: parts of inductor read the older setting, and torch raises
-    where the two differ. This function sets both.
-    """
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("high" if allowed else "highest")
-        torch.backends.cudnn.allow_tf32 = allowed
 
 
 def resolve_compile(mode: str, device: torch.device) -> str:
@@ -279,30 +266,3 @@ def _describe(device: torch.device) -> str:
         return f"the {device.type}"
     major, minor = torch.cuda.get_device_capability(device)
     return f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor})"
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The machine's cores and memory.
-
-
-def use_cores(device: torch.device, cpu_threads: int | None) -> None:
-    """Let this process use `cpu_threads` (None: its share of the cores), and on a CPU keep freed memory.
-
-    `accelerate launch` sets OMP_NUM_THREADS=1, which would leave the other cores idle: those of a GPU machine when evaluation
-    computes covariances and eigenvalues in float64. The C library would map every large tensor of every step anew, and the
-    system clear each page: 4 to 12% of a step on a CPU.
-    """
-    torch.set_num_threads(cpu_threads or cores_per_process())
-    if device.type != "cpu":
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is not None:  # glibc; others have no such setting
-        M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
-        mallopt(M_TRIM_THRESHOLD, -1)
-        mallopt(M_MMAP_MAX, 0)
-
-
-def cores_per_process() -> int:
-    """The machine's cores divided by the processes that accelerate started on it, at least 1."""
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, num_cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from errors import UserError
+from common.errors import UserError
 
 log = logging.getLogger(__name__)
 

@@ -17,14 +17,14 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 
-from alignment import Alignment, TappedNetwork
-from errors import UserError
+from common.errors import UserError
+from common.files import whole_file
+from common.progress import progress_bar, say_if_slow
+from common.randomness import StepRandom
 from evaluations.suite import format_metrics, metric_name
-from files import whole_file
+from extras.alignment import Alignment, TappedNetwork
 from latents.order import BatchOrder, Fetch, read_batches
 from latents.shards import LatentDataset, latents_for_network
-from progress import progress_bar, say_if_slow
-from randomness import StepRandom
 from sampling.evaluator import Evaluator, Interrupted, until_stopped
 from sampling.sampler import Diffusion, ImageSampler, labelled_grid
 from training import checkpoint as checkpoints

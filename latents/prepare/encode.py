@@ -14,7 +14,9 @@ from PIL import ImageOps
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from errors import UserError
+from common.errors import UserError
+from common.progress import progress_bar
+from common.randomness import SeedRandom
 from evaluations.digits_encoder import DigitsEncoder
 from evaluations.encoders import Encoder
 from evaluations.images import adm_center_crop, read_rgb
@@ -22,8 +24,6 @@ from latents.autoencoders import Autoencoder, from_uint8
 from latents.prepare.images import LabelledImages, to_jpeg
 from latents.prepare.write import ShardWriter
 from latents.shards import ShardInfo, draw_latents, pack_images
-from progress import progress_bar
-from randomness import SeedRandom
 
 log = logging.getLogger(__name__)
 

@@ -26,16 +26,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from errors import UserError
+from common.errors import UserError
+from common.files import hash_bytes, read_file
+from common.progress import progress_bar
 from evaluations.images import read_rgb
-from files import hash_bytes, read_file
 from latents.arrays import check_float, parse_npy, read_channel_statistics
 from latents.contents import find_formats, way_on
 from latents.detection import SD_SCALE
 from latents.prepare.images import to_jpeg
 from latents.shards import shard_files, spread_items
 from latents.webdataset import TarIndex
-from progress import progress_bar
 
 
 class LatentSource:

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from errors import UserError
+from common.errors import UserError
+from common.progress import progress_bar
+from configs.settings import LatentSize, NumClasses, ShardSize, Text, Whole
 from latents.prepare.write import SHARD_SIZE, Dtype, Kind, ShardWriter
 from latents.shards import ShardInfo, write_shard
-from progress import progress_bar
-from setup.settings import LatentSize, NumClasses, ShardSize, Text, Whole
 
 log = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from typing import BinaryIO
 import numpy as np
 from PIL import Image
 
-from errors import UserError
-from files import is_hidden, list_images
+from common.errors import UserError
+from common.files import is_hidden, list_images
 from latents.contents import IMAGE_SUFFIXES, way_on
 from latents.shards import spread_items
 from latents.tars import COMPRESSED_SUFFIXES, MAX_LABEL, find_tars, read_samples

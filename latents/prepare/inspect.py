@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from errors import UserError
-from files import hash_bytes
+from common.errors import UserError
+from common.files import hash_bytes
+from common.progress import progress_bar
 from latents.manifest import MANIFEST, UNFINISHED, check_files, find_changed_files, read_manifest
 from latents.shards import LatentDataset, mean_and_log_variance, spread_items
 from latents.statistics import ChannelStatistics
 from latents.webdataset import TarLatents
-from progress import progress_bar
 
 # Outside of these, the network's input is far from what EDM's preconditioning assumes: SD-VAE latents at their scale come to
 # 1.5 to 2 times sigma_data = 0.5; unscaled ones to 10, those that were scaled twice to 0.3.

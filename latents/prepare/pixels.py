@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from errors import UserError
+from common.errors import UserError
 from evaluations.images import check_range
 from latents.autoencoders import to_uint8
 from latents.shards import LatentDataset, mean_and_log_variance

@@ -14,7 +14,7 @@ from typing import BinaryIO
 import numpy as np
 from PIL import Image
 
-from errors import UserError, first_line
+from common.errors import UserError, first_line
 from latents.prepare.images import LabelledImages
 
 TORCHVISION = "torchvision:"

@@ -20,12 +20,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from errors import UserError
-from files import hash_bytes, hash_file, lock_file, read_json, remove_leftovers, why_not_written, write_file
+from common.errors import UserError
+from common.files import hash_bytes, hash_file, lock_file, read_json, remove_leftovers, why_not_written, write_file
+from common.progress import progress_bar
 from latents.manifest import MANIFEST, UNFINISHED, read_manifest
 from latents.shards import KINDS, LatentDataset, ShardInfo, mean_and_log_variance, serialize_shard, shard_files
 from latents.statistics import ChannelStatistics
-from progress import progress_bar
 
 log = logging.getLogger(__name__)
 

@@ -35,8 +35,8 @@ from commands import TOOLS, Command, Failure, import_what_commands_import, tool 
 from inputs import make_inputs  # noqa: E402
 
 import dit  # noqa: E402
-from files import markdown_table  # noqa: E402
-from progress import progress_bar  # noqa: E402
+from common.files import markdown_table  # noqa: E402
+from common.progress import progress_bar  # noqa: E402
 
 DRILLS = {
     "kills": "SIGKILL at every file operation and at random times; then the same command again",

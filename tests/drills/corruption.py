@@ -18,7 +18,7 @@ import torch
 from commands import contents, expect, expect_same, run, tool
 from safetensors.torch import load_file, save_file
 
-from files import hash_file
+from common.files import hash_file
 
 NEWEST, BEFORE, FIRST = "step_0000006", "step_0000004", "step_0000002"
 FILES = ("model.safetensors", "ema.safetensors", "optimizer.pt", "state.json", "config.yaml", "manifest.json")

@@ -7,8 +7,8 @@ from unittest import mock
 import torch
 from conftest import forget_accelerate
 
-from benchmarks.harness import open_accelerator
-from benchmarks.trainers import QUIET, compose_config, trainer_of, write_random_latents
+from extras.benchmarks.harness import open_accelerator
+from extras.benchmarks.trainers import QUIET, compose_config, trainer_of, write_random_latents
 from training import speed
 
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.evaluation import random_features, random_weights
 from evaluations.detector import InceptionDetector
 from evaluations.suite import evaluate
+from extras.benchmarks.evaluation import random_features, random_weights
 
 
 def relative_error(a, b):

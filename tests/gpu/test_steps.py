@@ -12,13 +12,12 @@ from conftest import forget_accelerate
 from torch._inductor import config as inductor
 
 import dit
-from benchmarks import train_step
-from benchmarks.harness import time_ms
-from benchmarks.trainers import run_loop
+from extras.benchmarks import train_step
+from extras.benchmarks.harness import time_ms
+from extras.benchmarks.trainers import run_loop
 from gpu.runs import SMALL, compiler_for, open_trainer
 from routing_module import Route
-from setup import build
-from training import memory, speed
+from training import build, machine, memory
 
 
 @contextlib.contextmanager
@@ -89,7 +88,7 @@ def test_the_float32_block_after_a_route_costs_at_most_two_and_a_half_others(dev
     block = net.blocks[0].to(device)
     shape = (size.batch_size, net.num_tokens, net.pos_embed.shape[-1])
     h, c = torch.randn(shape, device=device, requires_grad=True), torch.randn(shape[0], shape[2], device=device)
-    speed.allow_tf32(device, True)
+    machine.allow_tf32(device, True)
     with torch.autocast(device.type, torch.bfloat16):
         fast, exact = (
             median(time_ms(lambda run=run: run(h, c).float().sum().backward(), 10 if device.type == "cuda" else 1, device, 3))

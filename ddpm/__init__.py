@@ -1,5 +1,0 @@
-"""DDPM (Ho et al., arXiv 2006.11239) for DiT's published weights: noise prediction, learned variance, ancestral sampling."""
-
-from ddpm.diffusion import DDPM
-
-__all__ = ["DDPM"]

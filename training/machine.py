@@ -1,0 +1,104 @@
+"""What a command needs of the machine before it starts: accelerate, one GPU per process, its share of the cores, TF32."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import logging
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env
+
+from common.errors import UserError
+from common.progress import log_to_stderr
+
+# How long a process waits for the others. NCCL's own 10 minutes are too short for what one of them does alone (saving or hashing
+# checkpoints on a slow file system), and for how far they drift apart over 50,000 samples.
+PROCESS_PATIENCE = timedelta(hours=2)
+NVIDIA_DEVICE = Path("/dev/nvidiactl")  # on Linux, wherever the driver is loaded
+
+
+def start_accelerator(
+    cpu_threads: int | None, *, tf32: bool = True, patience: timedelta = PROCESS_PATIENCE, **settings
+) -> Accelerator:
+    """accelerate, with its settings; this process's share of the cores; TF32; messages from the main process only.
+
+    Args:
+        patience: a process that waits this long for another one ends with an error.
+    """
+    if torch.distributed.is_available():
+        # AdamW imports torch's compiler, which imports this, whose functions hold the process group of that moment as a default
+        # argument: it would never be freed, and gloo's threads would meet the end of the interpreter, which then may abort.
+        importlib.import_module("torch.distributed.nn.functional")
+    if not settings.get("cpu"):
+        check_gpus()
+    accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=patience)], **settings)
+    log_to_stderr()
+    if not accelerator.is_main_process:
+        logging.getLogger().setLevel(logging.ERROR)
+    use_cores(accelerator.device, cpu_threads)
+    allow_tf32(accelerator.device, tf32)
+    return accelerator
+
+
+def check_gpus() -> None:
+    """Raises UserError where an NVIDIA GPU is there that torch cannot use, or where two processes would share one.
+
+    accelerate would silently take the CPU, or let NCCL fail at the first exchange.
+    """
+    # Slurm says NoDevFiles in a job without a GPU.
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles") or parse_flag_from_env("ACCELERATE_USE_CPU")
+    if is_hidden or torch.version.cuda is None:
+        return
+    if torch.cuda.is_available():
+        num_gpus, number = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", "0"))
+        if number >= num_gpus:
+            raise UserError(
+                f"process {number} of this node sees {num_gpus} GPUs, and needs one of its own: lower --num_processes, or let "
+                "every process see all GPUs of its node (Slurm hides them with --gpus-per-task)"
+            )
+    elif NVIDIA_DEVICE.exists():
+        raise UserError(
+            f"this machine has an NVIDIA GPU, but torch {torch.__version__} cannot use it, mostly because the driver is older "
+            f"than CUDA {torch.version.cuda} needs (`nvidia-smi` shows the CUDA that it supports). Update the driver, install a "
+            "torch for an older CUDA, or set ACCELERATE_USE_CPU=true to use the CPU"
+        )
+
+
+def allow_tf32(device: torch.device, allowed: bool) -> None:
+    """On CUDA, let tensor cores compute products and convolutions of float32 in TF32 (10 bits of mantissa), or forbid it.
+
+    torch.backends.cuda.matmul.fp32_precision alone would not do: parts of inductor read the older setting, and torch raises
+    where the two differ. This function sets both.
+    """
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high" if allowed else "highest")
+        torch.backends.cudnn.allow_tf32 = allowed
+
+
+def use_cores(device: torch.device, cpu_threads: int | None) -> None:
+    """Let this process use `cpu_threads` (None: its share of the cores), and on a CPU keep freed memory.
+
+    `accelerate launch` sets OMP_NUM_THREADS=1, which would leave the other cores idle: those of a GPU machine when evaluation
+    computes covariances and eigenvalues in float64. The C library would map every large tensor of every step anew, and the
+    system clear each page: 4 to 12% of a step on a CPU.
+    """
+    torch.set_num_threads(cpu_threads or cores_per_process())
+    if device.type != "cpu":
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:  # glibc; others have no such setting
+        M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
+        mallopt(M_TRIM_THRESHOLD, -1)
+        mallopt(M_MMAP_MAX, 0)
+
+
+def cores_per_process() -> int:
+    """The machine's cores divided by the processes that accelerate started on it, at least 1."""
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, num_cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
