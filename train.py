@@ -26,7 +26,7 @@ from configs import schema
 from extras.report import rows
 from sampling.evaluator import Evaluator
 from sampling.sampler import ImageSampler
-from training import build, load, machine, memory, speed
+from training import build, load, machine, speed
 from training import checkpoint as checkpoints
 from training.ema import EMA
 from training.provenance import describe_start
@@ -54,7 +54,6 @@ def main(cfg: DictConfig) -> None:
     build.check_batch_size(cfg, accelerator.num_processes)
     build.check_parallel(cfg.train, accelerator.num_processes, accelerator.distributed_type)
     alignment = build.build_alignment(cfg, dataset, accelerator)
-    memory_needed = memory.check_memory(cfg.train, lambda: build.build_network(cfg), accelerator, alignment)
     set_seed(cfg.seed)
     with say_if_slow(log, "building %s", cfg.model.backbone):
         net = build.build_network(cfg)
@@ -82,7 +81,7 @@ def main(cfg: DictConfig) -> None:
         run.write_config(cfg.model_dump())
         if trainer.step < cfg.train.num_steps:
             run.log_start(describe_start(accelerator, trainer.step))
-        describe(trainer, remarks, memory_needed)
+        describe(trainer, remarks)
     if cfg.wandb.mode != "disabled" and accelerator.is_main_process:
         settings = {"name": cfg.name, "mode": cfg.wandb.mode, "dir": str(run.path), "id": run.wandb_id(), "resume": "allow"}
         accelerator.init_trackers(cfg.wandb.project, cfg.model_dump(), init_kwargs={"wandb": settings})
@@ -137,7 +136,7 @@ def build_sampler_and_evaluation(
     return sampler if cfg.sample.every else None, evaluation
 
 
-def describe(trainer: Trainer, remarks: list[str], memory_needed: str) -> None:
+def describe(trainer: Trainer, remarks: list[str]) -> None:
     """What is about to run, in a few lines, with the remarks about its name."""
     cfg, net, data = trainer.cfg, trainer.net, trainer.dataset
     num_parameters = sum(p.numel() for p in net.parameters() if p.requires_grad)
@@ -165,7 +164,6 @@ def describe(trainer: Trainer, remarks: list[str], memory_needed: str) -> None:
         log.log(logging.WARNING if line.startswith("warning:") else logging.INFO, "       %s", line)
     if trainer.step < cfg.train.num_steps:
         log.info("train  steps %d to %d, %s", trainer.step, cfg.train.num_steps, size)
-        log.info("memory %s", memory_needed)
     else:
         log.info("this run is complete at step %d; raise train.num_steps=%d to go on", trainer.step, cfg.train.num_steps)
 

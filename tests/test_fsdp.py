@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import LAUNCH_2, LAUNCH_4, composed, finish, forget_accelerate, metrics, run_train, start
+from conftest import LAUNCH_2, LAUNCH_4, composed, finish, metrics, run_train, start
 from fsdp_runs import BATCH, DENSE, LIGHTNING, TREAD, copy_until_step_10
 from PIL import Image, ImageChops
 
@@ -245,14 +245,6 @@ def test_an_old_torch_is_named(monkeypatch):
 def test_the_launchers_own_sharding_is_refused():
     with pytest.raises(ValueError, match="launched with FSDP.*set train.parallel=fsdp"):
         build.check_parallel(train_settings(), 2, "FSDP")
-
-
-def test_the_benchmark_of_steps_refuses_it():
-    from extras.benchmarks.trainers import CommonSettings, open_trainer
-
-    forget_accelerate()
-    with pytest.raises(ValueError, match="train.parallel=fsdp cannot be measured here.*use train.parallel=ddp"):
-        open_trainer(None, CommonSettings(overrides=["train.parallel=fsdp"]), [])
 
 
 def test_out_of_memory_proposes_it_where_it_would_help():
