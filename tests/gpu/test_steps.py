@@ -120,5 +120,5 @@ def test_a_routed_step_takes_less_than_three_quarters_of_a_dense_one_and_the_mem
     assert 0.5 < routed["GFLOP/image"] / dense["GFLOP/image"] < 0.75
     if is_cuda:
         assert routed["time / first"] < 0.75
-        # DiT-XL/2 with 64 images, compiled: weights, AdamW and EMA 10 GiB, activations 12.5, what the backward needs for a while 1.2.
+        # DiT-XL/2, 64 images, compiled: weights, AdamW and EMA 10 GiB, activations 12.5, what the backward needs for a while 1.2.
         assert routed["peak GiB"] < 1.25 * 23.7 and routed["peak GiB"] < dense["peak GiB"]
