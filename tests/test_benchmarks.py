@@ -13,7 +13,7 @@ from common.errors import UserError
 from extras import lightningdit
 from extras.benchmarks import __main__ as benchmarks
 from extras.benchmarks import gpu, harness, rows
-from extras.benchmarks.harness import Row, measure
+from extras.benchmarks.harness import TimedRow, measure
 from routing_module import Route
 from sampling import flops
 
@@ -41,7 +41,7 @@ def test_flops_are_those_that_torch_counts_dense_and_routed(file, backbone, rout
 
 def test_variants_take_turns_after_they_have_warmed_up():
     calls = []
-    openers = {name: lambda name=name: Row(lambda: calls.append(name), num_images=4) for name in "ab"}
+    openers = {name: lambda name=name: TimedRow(lambda: calls.append(name), num_images=4) for name in "ab"}
     records = measure(openers, CPU, rounds=2, steps=3, warmup=2)
     assert "".join(calls) == "aaa" + "bbb" + "aaaabbbb" * 2  # a turn begins with a call that is not timed
     assert [record["variant"] for record in records] == ["a", "b"] and records[0]["time / first"] == 1
@@ -57,13 +57,18 @@ def test_a_variant_that_runs_out_of_memory_is_a_row_and_the_others_go_on(when):
         if len(calls) > when:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    first, second = measure({"large": lambda: Row(fill, 1), "small": lambda: Row(int, 1)}, CPU, rounds=3, steps=1, warmup=1)
+    first, second = measure(
+        {"large": lambda: TimedRow(fill, 1), "small": lambda: TimedRow(int, 1)}, CPU, rounds=3, steps=1, warmup=1
+    )
     assert first == {"variant": "large", "problem": "out of memory"}
     assert second["ms"] > 0 and "time / first" not in second
 
 
 def test_ratios_are_paired_by_rounds_and_mfu_is_of_the_published_peak():
-    slow, fast = Row(int, 8, 1e9, turns=[[10, 20, 30], [200, 200, 900]]), Row(int, 8, 5e8, turns=[[10, 10, 10], [150, 150, 150]])
+    slow, fast = (
+        TimedRow(int, 8, 1e9, turns=[[10, 20, 30], [200, 200, 900]]),
+        TimedRow(int, 8, 5e8, turns=[[10, 10, 10], [150, 150, 150]]),
+    )
     found = harness.summarise(fast, slow, peak=1e11)
     assert found["time / first"] == (0.5 + 0.75) / 2 and found["lowest, highest"] == [0.5, 0.75]
     assert found["ms"] == 80 and found["images/s"] == 100 and found["quartiles"] == [10, 150]

@@ -54,7 +54,7 @@ def time_ms(action: Callable[[], object], repeats: int, device: torch.device, wa
 
 
 @dataclass
-class Row:
+class TimedRow:
     """A variant that is measured."""
 
     action: Callable[[], object]  # what is timed
@@ -65,7 +65,7 @@ class Row:
 
 
 def measure(
-    openers: Mapping[str, Callable[[], Row]], device: torch.device, rounds: int, steps: int, warmup: int
+    openers: Mapping[str, Callable[[], TimedRow]], device: torch.device, rounds: int, steps: int, warmup: int
 ) -> list[dict[str, object]]:
     """Time variants in turns (A B A B), so that whatever else the machine does slows all of them; returns a record of each.
 
@@ -75,7 +75,7 @@ def measure(
         steps: timed calls in each of `rounds` turns.
         warmup: calls before a variant's first turn; each turn begins with one that does not count.
     """
-    rows: dict[str, Row] = {}
+    rows: dict[str, TimedRow] = {}
     records: dict[str, dict[str, object]] = {name: {"variant": name} for name in openers}
     is_cuda = device.type == "cuda"
 
@@ -109,7 +109,7 @@ def measure(
     return list(records.values())
 
 
-def summarise(row: Row, first: Row | None, peak: float | None) -> dict[str, object]:
+def summarise(row: TimedRow, first: TimedRow | None, peak: float | None) -> dict[str, object]:
     """The columns of a row; `first` is the first variant's row (None: given up), `peak` the FLOP/s that MFU is a fraction of."""
     low, middle, high = np.percentile(row.turns, (25, 50, 75))
     images_per_sec = 1000 * row.num_images / middle

@@ -22,7 +22,7 @@ from configs.settings import Count, Whole
 from evaluations.detector import LAYER_SIZES
 from evaluations.features import Features
 from evaluations.suite import evaluate
-from extras.benchmarks.harness import Row, measure, report
+from extras.benchmarks.harness import TimedRow, measure, report
 from latents import autoencoders
 from latents.shards import ShardInfo, write_shard
 from sampling.flops import step_flops
@@ -82,21 +82,21 @@ def open_trainer(accelerator: Accelerator, cfg: schema.TrainConfig) -> Trainer:
     return trainer
 
 
-def open_step(accelerator: Accelerator, cfg: schema.TrainConfig) -> Row:
+def open_step(accelerator: Accelerator, cfg: schema.TrainConfig) -> TimedRow:
     """The trainer's step: data, forward, backward, optimizer and EMA."""
     trainer = open_trainer(accelerator, cfg)
     batches = trainer.batches()
     num_images = cfg.train.batch_size // accelerator.num_processes
-    return Row(lambda: trainer.train_step(next(batches)), num_images, step_flops(trainer.net))
+    return TimedRow(lambda: trainer.train_step(next(batches)), num_images, step_flops(trainer.net))
 
 
-def open_loader(accelerator: Accelerator, cfg: schema.TrainConfig) -> Row:
+def open_loader(accelerator: Accelerator, cfg: schema.TrainConfig) -> TimedRow:
     """A batch of latents, shuffled over the whole data set as in training. After the first epoch it comes from memory."""
     batches = open_trainer(accelerator, cfg).batches()
-    return Row(lambda: next(batches), cfg.train.batch_size // accelerator.num_processes)
+    return TimedRow(lambda: next(batches), cfg.train.batch_size // accelerator.num_processes)
 
 
-def open_sampling(accelerator: Accelerator, cfg: schema.TrainConfig) -> Row:
+def open_sampling(accelerator: Accelerator, cfg: schema.TrainConfig) -> TimedRow:
     """sample.batch_size images from an untrained network, with guidance.*; decoded if data.autoencoder is set."""
     cfg, _ = build.open_data(cfg)
     device, data = accelerator.device, cfg.data
@@ -113,7 +113,7 @@ def open_sampling(accelerator: Accelerator, cfg: schema.TrainConfig) -> Row:
         sampler(seeds, [seed % data.num_classes for seed in seeds])
         row.flops_per_image, row.found["evaluations/image"] = sampler.flops_per_image, sampler.evaluations_per_image
 
-    row = Row(sample, len(seeds))
+    row = TimedRow(sample, len(seeds))
     return row
 
 
@@ -146,7 +146,7 @@ def evaluation(num_samples: Count = 50000, num_references: Count = 10000) -> lis
 
     accelerator = machine.start_accelerator(None)
     reference, samples = features(num_references, 0), features(num_samples, 1)
-    row = Row(lambda: evaluate(reference, samples, device=accelerator.device), num_samples)
+    row = TimedRow(lambda: evaluate(reference, samples, device=accelerator.device), num_samples)
     records = measure({f"{num_samples} samples": lambda: row}, accelerator.device, rounds=1, steps=1, warmup=0)
     report("Metrics from features", accelerator, records)
     return records
