@@ -27,7 +27,7 @@ OWN_KEYS = ("variants", "rounds", "steps", "warmup")
 
 
 def main(arguments: Sequence[str]) -> None:
-    name, *settings = arguments or ["--help"]
+    name, *settings = ["--help"] if not arguments or "--help" in arguments else arguments
     commands = dict.fromkeys(rows.OPENERS, rows.compare) | {"evaluation": rows.evaluation, "gpu": gpu}
     if name in rows.OPENERS:
         own = [argument for argument in settings if argument.partition("=")[0] in OWN_KEYS]

@@ -23,16 +23,16 @@ STEP, XL2 = "-m extras.benchmarks step rounds=3 steps=10 train.precision=bf16", 
 ALL_GPUS = "-m accelerate.commands.launch --multi_gpu --num_processes {num_gpus} --mixed_precision no --dynamo_backend no"
 KINDS = "'variants=[model=dit, model=tread, model=tread {}]'"
 PARALLEL = "'variants=[train.parallel=ddp, train.parallel=fsdp]'"
-GUIDANCE = "sample.precision=bf16 'variants=[guidance=none, guidance=cfg, guidance=sparse]'"
+GUIDANCE = "diffusion.sampler.num_steps=10 sample.precision=bf16 'variants=[guidance=none, guidance=cfg, guidance=sparse]'"
 # Part: the seconds that it may take, together less than ten minutes on one GPU, and the arguments of Python.
 PARTS = {
-    "tests": (240, "-m pytest -v -rs --tb=short -p no:cacheprovider --durations=10 tests/gpu"),
-    "step_b2": (110, f"{STEP} model.backbone=DiT-B/2 train.batch_size=256 {KINDS.format('train.compile=none')}"),
-    "step_xl2": (110, f"{STEP} {XL2} train.batch_size=64 {KINDS.format('train.activation_checkpointing=blocks')}"),
-    "step_parallel": (110, f"{ALL_GPUS} {STEP} model=tread {XL2} {PARALLEL}"),
-    "loader": (25, "-m extras.benchmarks loader steps=200 'variants=[data.num_workers=0, data.num_workers=4]'"),
+    "tests": (250, "-m pytest -v -rs --tb=short -p no:cacheprovider --durations=10 tests/gpu"),
+    "step_b2": (100, f"{STEP} model.backbone=DiT-B/2 train.batch_size=256 {KINDS.format('train.compile=none')}"),
+    "step_xl2": (100, f"{STEP} {XL2} train.batch_size=64 {KINDS.format('train.activation_checkpointing=blocks')}"),
+    "step_parallel": (100, f"{ALL_GPUS} {STEP} model=tread {XL2} {PARALLEL}"),
+    "loader": (30, "-m extras.benchmarks loader steps=200 'variants=[data.num_workers=0, data.num_workers=4]'"),
     "sampling": (70, f"-m extras.benchmarks sampling rounds=2 steps=1 warmup=0 model=tread {XL2} {GUIDANCE}"),
-    "evaluation": (40, "-m extras.benchmarks evaluation"),
+    "evaluation": (30, "-m extras.benchmarks evaluation num_samples=10000"),
 }
 
 

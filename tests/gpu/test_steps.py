@@ -1,6 +1,7 @@
 """The trainer's steps: nothing waits or is compiled again, they learn the same, and they cost what they should."""
 
 import contextlib
+import gc
 import itertools
 from statistics import median
 from unittest import mock
@@ -50,7 +51,10 @@ def test_the_guard_sees_what_waits(device):
     assert x.item() == 2
 
 
-@pytest.mark.parametrize("keys", [["data.num_workers=2"], ["train.grad_accum_steps=2", "train.grad_clip_norm=1"]])
+ACCUMULATION = ["train.grad_accum_steps=2", "train.grad_clip_norm=1", "train.compile=none"]
+
+
+@pytest.mark.parametrize("keys", [["data.num_workers=2"], ACCUMULATION])
 def test_nothing_waits_in_the_loop_between_two_log_lines(device, size, tmp_path, keys):
     trainer = trainer_for(device, size, tmp_path, "train.log_every=1000", *keys)
     batches = trainer.batches()
@@ -65,14 +69,13 @@ def test_nothing_waits_in_the_loop_between_two_log_lines(device, size, tmp_path,
     assert trainer.step == 20
 
 
-# Each adds something to what is compiled.
+# All but LightningDiT compile the same blocks, which inductor finds in its cache.
 KINDS = {
     "tread": [],
     "lightningdit": ["model=lightningdit_tread", "model.backbone=LightningDiT-{backbone}"],
     "sit": ["diffusion=sit"],
     "importance": ["model.selection=importance"],
     "checkpointing": ["train.activation_checkpointing=blocks"],
-    "accumulation": ["train.grad_accum_steps=2"],
 }
 
 
@@ -112,6 +115,7 @@ def test_the_float32_block_after_a_route_costs_at_most_two_and_a_half_others(dev
 
 def test_a_routed_step_takes_less_than_three_quarters_of_a_dense_one_and_the_memory_that_was_estimated(device, size):
     forget_accelerate()
+    gc.collect()  # networks of earlier tests: compiled blocks are cycles
     is_cuda = device.type == "cuda"
     overrides = [size.data, f"model.backbone={size.large_backbone}", f"train.batch_size={size.batch_size}"]
     overrides += ["train.precision=bf16", "train.cpu_threads=1"]
