@@ -129,7 +129,7 @@ def compare(
         if len({(cfg.train.precision, cfg.train.tf32, cfg.train.cpu_threads) for cfg in cfgs.values()}) > 1:
             raise UserError("variants: train.precision, tf32 and cpu_threads are of the process; measure their values apart")
         accelerator = open_accelerator(cfgs[variants[0]])
-        openers = {variant: partial(OPENERS[what], accelerator, cfg) for variant, cfg in cfgs.items()}
+        openers = {variant or "as given": partial(OPENERS[what], accelerator, cfg) for variant, cfg in cfgs.items()}
         records = measure(openers, accelerator.device, rounds, steps, warmup)
     report(what.capitalize(), accelerator, records)
     accelerator.end_training()
