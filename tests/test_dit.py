@@ -1,13 +1,14 @@
 """The network, against names, counts and values written down by hand."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
+from timm.models.vision_transformer import Attention as TimmAttention
 
 import dit
 from edm import EDM
-from extras.benchmarks.plain import make_blocks_plain
 from routing_module import Route, TokenRouter
 from training.speed import compile_network, sigmoid_gelu
 
@@ -319,6 +320,20 @@ def outputs_and_gradients(net, x, t, y, scores):
     weight = torch.linspace(-1, 1, out.numel()).view_as(out)
     gradients = torch.autograd.grad((out * weight).sum(), [x, *(p for p in net.parameters() if p.requires_grad)])
     return [out, *gradients]
+
+
+def make_blocks_plain(net):
+    """Blocks as DiT's own code writes them, with timm's attention and the same parameters."""
+
+    def forward(block, x, c):
+        shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = block.adaLN_modulation(c)[:, None].chunk(6, dim=2)
+        x = x + gate_msa * block.attn(block.norm1(x) * (1 + scale_msa) + shift_msa)
+        return x + gate_mlp * block.mlp(block.norm2(x) * (1 + scale_mlp) + shift_mlp)
+
+    for block in net.blocks:
+        attn = TimmAttention(block.attn.proj.in_features, block.attn.num_heads, qkv_bias=True)
+        attn.qkv, attn.proj = block.attn.qkv, block.attn.proj
+        block.attn, block.forward = attn, partial(forward, block)
 
 
 @pytest.mark.parametrize("routes", [[], [Route(0.5, 1, 2)], [Route(0.25, 0, 0), Route(0.75, 2, 3)]])
