@@ -16,8 +16,8 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 
 from common.errors import UserError
-from common.files import REPOSITORY
 from configs import experiments, schema
+from configs.command_line import CONFIGS, check
 from configs.settings import Count, Whole
 from evaluations.detector import LAYER_SIZES
 from evaluations.features import Features
@@ -41,8 +41,8 @@ def compose_config(overrides: Sequence[str], folder: Path) -> schema.TrainConfig
     if not any(override.startswith(("data=", "experiment=")) for override in overrides):
         own.append("data=imagenet256")
     try:
-        with initialize_config_dir(str(REPOSITORY / "configs"), version_base="1.3"):
-            cfg = schema.check(compose("config", [*own, *overrides]), schema.TrainConfig)
+        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+            cfg = check(compose("config", [*own, *overrides]), schema.TrainConfig)
     except HydraException as e:
         raise UserError(str(e).replace("\n", " ")) from e
     if cfg.data.path is None:
@@ -73,11 +73,9 @@ def open_trainer(accelerator: Accelerator, cfg: schema.TrainConfig) -> Trainer:
     """A trainer as train.py makes it, without hooks."""
     cfg, dataset = build.open_data(cfg)
     set_seed(cfg.seed)
-    net = build.build_network(cfg)
-    speed.check_machine(cfg.train, net, accelerator.device)
-    ema, diffusion = EMA(net, cfg.train.ema_decay), build.build_diffusion(cfg.diffusion)
-    alignment = build.build_alignment(cfg, dataset, accelerator)
-    trainer = Trainer(accelerator, cfg, net, ema, diffusion, dataset, run=None, alignment=alignment)
+    speed.check_machine(cfg.train, accelerator.device)
+    net, alignment = build.build_network(cfg), build.build_alignment(cfg, dataset, accelerator)
+    trainer = Trainer(accelerator, cfg, net, EMA(net, cfg.train.ema_decay), dataset, alignment)
     accelerator.free_memory()  # it would keep a trainer that is given up
     return trainer
 
@@ -101,11 +99,12 @@ def open_sampling(accelerator: Accelerator, cfg: schema.TrainConfig) -> TimedRow
     cfg, _ = build.open_data(cfg)
     device, data = accelerator.device, cfg.data
     net = build.build_network(cfg).to(device).eval().requires_grad_(False)
-    speed.compile_network(net, speed.resolve_compile(cfg.train.compile, device))
+    compile_mode = speed.resolve_compile(cfg.train.compile, device)
+    speed.compile_network(net, compile_mode)
     decoder = SimpleNamespace(decode=lambda latents: latents[:, :3])
     if data.autoencoder != "none":
         decoder = autoencoders.build(data.autoencoder, device, data.in_channels, "data.autoencoder")
-    how = {"diffusion": build.build_diffusion(cfg.diffusion), "precision": cfg.sample.precision}
+    how = {"diffusion": cfg.diffusion, "compile_mode": compile_mode, "precision": cfg.sample.precision}
     sampler = load.build_sampler(net, cfg, cfg.guidance, decoder, device, **how)
     seeds = list(range(cfg.sample.batch_size))
 
