@@ -28,6 +28,9 @@ class Route:
     end_layer_idx: int
 
 
+DEFAULT_ROUTE = Route(selection_ratio=0.5, start_layer_idx=2, end_layer_idx=-4)  # TREAD, section 4
+
+
 # Selection rules: (tokens (B, N, D), uniform random numbers (B, N)) -> finite scores (B, N). The highest scores stay in the
 # route. NaN would count as the highest: nobody looks, as that would wait for the device.
 SelectionRule = Callable[[Tensor, Tensor], Tensor]
@@ -67,7 +70,7 @@ def num_kept_tokens(num_tokens: int, selection_ratio: float) -> int:
 
 
 def _check_ratio(name: str, ratio: float) -> None:
-    if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 <= ratio < 1:
+    if not 0 <= ratio < 1:
         raise ValueError(f"{name}={ratio!r} must be a number in [0, 1): the fraction of tokens that skip the route")
 
 
@@ -94,29 +97,21 @@ class TokenRouter:
         self.depth = depth
         self.routes: tuple[Route, ...] = ()  # with indices that are not negative
         for i, route in enumerate(routes):
-            start, end = (self._absolute(i, name, getattr(route, name)) for name in ("start_layer_idx", "end_layer_idx"))
             _check_ratio(f"routes[{i}].selection_ratio", route.selection_ratio)
-            if start > end:
-                raise ValueError(
-                    f"routes[{i}]: start_layer_idx={route.start_layer_idx} (block {start}) comes after "
-                    f"end_layer_idx={route.end_layer_idx} (block {end}) in a network of {depth} blocks"
-                )
-            if self.routes and start <= self.routes[-1].end_layer_idx:
-                raise ValueError(
-                    f"routes[{i}] starts at block {start}, but routes[{i - 1}] ends at block "
-                    f"{self.routes[-1].end_layer_idx}; list the routes in order and without overlap"
-                )
+            for name in ("start_layer_idx", "end_layer_idx"):
+                if not -depth <= (layer_idx := getattr(route, name)) < depth:
+                    accepted = f"use {-depth} to {depth - 1}"
+                    raise ValueError(f"routes[{i}].{name}={layer_idx} does not exist in a network of {depth} blocks; {accepted}")
+            start, end = route.start_layer_idx % depth, route.end_layer_idx % depth
+            first = self.routes[-1].end_layer_idx + 1 if self.routes else 0
+            if not first <= start <= end:
+                raise ValueError(f"routes[{i}] skips blocks {start} to {end}; need {first} <= start_layer_idx <= end_layer_idx")
             self.routes += (Route(float(route.selection_ratio), start, end),)
 
-    def _absolute(self, i: int, name: str, layer_idx: int) -> int:
-        if isinstance(layer_idx, bool) or not isinstance(layer_idx, int):
-            raise ValueError(f"routes[{i}].{name}={layer_idx!r} must be a whole number")
-        if not -self.depth <= layer_idx < self.depth:
-            raise ValueError(
-                f"routes[{i}].{name}={layer_idx} does not exist in a network of {self.depth} blocks; "
-                f"use {-self.depth} to {self.depth - 1}"
-            )
-        return layer_idx % self.depth
+    @property
+    def is_active(self) -> bool:
+        """Whether tokens skip at the routes' own ratios: some ratio is above 0."""
+        return any(route.selection_ratio > 0 for route in self.routes)
 
     def selection_ratios(self, overrides: float | Sequence[float] | None = None) -> tuple[float, ...]:
         """The ratio of every route: its own, or `overrides` (one number for all routes, or one per route)."""

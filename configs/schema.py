@@ -51,13 +51,14 @@ from configs.settings import (
 )
 from evaluations.suite import set_of
 from extras import lightningdit
-from extras.ddpm.sampler import DDPM_SOLVERS, NUM_TIMESTEPS
+from extras.ddpm.sampler import NUM_TIMESTEPS
 from latents.shards import KINDS
 from routing_module import SELECTIONS, Route
-from sit.diffusion import TIMESTEPS
-from sit.sampler import DIFFUSION_FORMS, LAST_STEPS, SOLVERS
+from sit.sampler import DIFFUSION_FORMS
 
 T = TypeVar("T")
+SOLVERS, LAST_STEPS, DDPM_SOLVERS = ("euler", "heun", "euler_maruyama"), ("mean", "tweedie"), ("ancestral", "ddim")
+TIMESTEPS = ("uniform", "logit_normal")
 MAX_NUMBERS, MAX_NUMBER = 10**7, 2**63 - 1  # of seeds or classes in a command
 
 

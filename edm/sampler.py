@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
+
+from common.checks import MAX_NUM_STEPS, check_settings
+from common.randomness import SampleRandom
 
 
 @dataclass(frozen=True)
@@ -33,8 +37,14 @@ class HeunSampler:
     S_noise: float = 1.0
 
     def __post_init__(self):
-        if self.num_steps < 1 or not 0 < self.sigma_min <= self.sigma_max or self.rho <= 0 or self.S_churn < 0:
-            raise ValueError(f"{self} needs num_steps >= 1, 0 < sigma_min <= sigma_max, rho > 0 and S_churn >= 0")
+        check_settings(
+            self,
+            positive=["sigma_min", "rho"],
+            not_negative=["S_churn", "S_min", "S_noise"],
+            num_steps=(1 <= self.num_steps <= MAX_NUM_STEPS, f"1 to {MAX_NUM_STEPS}"),
+            sigma_max=(self.sigma_min < self.sigma_max < math.inf, "a finite number above sigma_min"),
+            S_max=(self.S_max >= 0, "0 or above; infinity is no bound"),
+        )
 
     def noise_levels(self) -> list[float]:
         """num_steps levels from sigma_max to sigma_min, then 0 (Eq. 5)."""
@@ -52,13 +62,7 @@ class HeunSampler:
         levels = self.noise_levels()[:-1]
         return sorted({*levels[1:], *map(self.sigma_hat, levels)}, reverse=True)
 
-    def __call__(
-        self,
-        denoiser: Callable[[Tensor, Tensor, Tensor], Tensor],
-        noise: Tensor,
-        y: Tensor,
-        random=None,
-    ) -> Tensor:
+    def __call__(self, denoiser: Callable[..., Tensor], noise: Tensor, y: Tensor, random: SampleRandom | None = None) -> Tensor:
         """Solve from sigma_max to 0.
 
         Args:
@@ -83,7 +87,7 @@ class HeunSampler:
             return (x - denoiser(x.float(), sigmas, y).to(dtype)) / sigma
 
         x = noise.to(dtype) * levels[0]
-        for sigma_cur, sigma_next in zip(levels[:-1], levels[1:]):
+        for sigma_cur, sigma_next in pairwise(levels):
             # Add noise: from sigma to sigma_hat.
             sigma_hat = self.sigma_hat(sigma_cur)
             if sigma_hat > sigma_cur:

@@ -5,25 +5,24 @@ and the network receives t itself, not 1000 t:
 
     x_t = (1 - t) x + t eps        v(x_t, t) = E[eps - x | x_t]        D_x = E[x | x_t] = x_t - t v
 
-SiT's published code reverses time (s = 1 - t, data at s = 1) and so predicts x - eps. A published SiT network becomes one of
-ours as net(x, t, y) = -published(x, 1 - t, y); it also receives s itself, not 1000 s. REPA's published networks use the
-convention of this file. LightningDiT's (arXiv 2501.01423) have SiT's clock and sign, and so become ours in the same way; its loss
-and its times stay what they are, because a cosine of two turned vectors is the same and logit_mean = 0 is symmetric in t.
+The published code of SiT, and of LightningDiT (arXiv 2501.01423) after it, reverses time (s = 1 - t, data at s = 1) and so
+predicts x - eps. Its networks become ours as net(x, t, y) = -published(x, 1 - t, y). Those of REPA use our convention.
+LightningDiT's loss and times stay the same: so does a cosine of two turned vectors, and logit_mean = 0 is symmetric in t.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.checks import check_settings
 from common.randomness import SampleRandom
 from sit.sampler import FlowSampler
-
-TIMESTEPS = ("uniform", "logit_normal")
 
 
 @dataclass(frozen=True)
@@ -39,15 +38,14 @@ class SiT:
         sampler: the settings of the sampler.
     """
 
-    timestep: str = "uniform"
+    timestep: Literal["uniform", "logit_normal"] = "uniform"
     logit_mean: float = 0.0
     logit_std: float = 1.0
     cosine_weight: float = 0.0
     sampler: FlowSampler = FlowSampler()
 
     def __post_init__(self):
-        if self.timestep not in TIMESTEPS:
-            raise ValueError(f"timestep={self.timestep!r} is unknown; choose one of {', '.join(TIMESTEPS)}")
+        check_settings(self, finite=["logit_mean"], positive=["logit_std"], not_negative=["cosine_weight"])
 
     def velocity(self, net: Callable[..., Tensor], x: Tensor, t: Tensor, y: Tensor, **net_kwargs) -> Tensor:
         """(B, C, H, W) float32, the network's estimate of v = E[eps - x | x_t].
@@ -55,10 +53,8 @@ class SiT:
         Extra output channels of the network (the learned variance of published DiT and SiT checkpoints) are dropped.
 
         Raises:
-            ValueError: t of another shape than (B,); a network whose output is not of x's shape.
+            ValueError: a network whose output is not of x's shape.
         """
-        if t.shape != x.shape[:1]:
-            raise ValueError(f"t has shape {tuple(t.shape)}; {len(x)} latents need {(len(x),)}")
         v = net(x, t, y, **net_kwargs)[:, : x.shape[1]].float()
         if v.shape != x.shape:  # it would broadcast
             raise ValueError(f"the network makes {tuple(v.shape)} of latents {tuple(x.shape)}")
@@ -97,12 +93,6 @@ class SiT:
         return loss
 
     @torch.no_grad()
-    def sample(
-        self,
-        denoiser: Callable[[Tensor, Tensor, Tensor], Tensor],
-        noise: Tensor,
-        y: Tensor,
-        random: SampleRandom | None = None,
-    ) -> Tensor:
+    def sample(self, denoiser: Callable[..., Tensor], noise: Tensor, y: Tensor, random: SampleRandom | None = None) -> Tensor:
         """(B, C, H, W) unit normal noise -> latents. See `FlowSampler`."""
         return self.sampler(denoiser, noise, y, random)

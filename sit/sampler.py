@@ -11,12 +11,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-SOLVERS = ("euler", "heun", "euler_maruyama")
-LAST_STEPS = ("mean", "tweedie")
+from common.checks import MAX_NUM_STEPS, check_settings
+from common.randomness import SampleRandom
+
 # Half of SiT's diffusion coefficient w(t), before diffusion_norm: the forms of the published code with its time reversed.
 DIFFUSION_FORMS: dict[str, Callable[[float], float]] = {
     "sigma": lambda t: t,
@@ -52,22 +55,21 @@ class FlowSampler:
     """
 
     num_steps: int = 40
-    solver: str = "heun"
+    solver: Literal["euler", "heun", "euler_maruyama"] = "heun"
     timestep_shift: float = 1.0
-    diffusion_form: str = "sigma"
+    diffusion_form: Literal[tuple(DIFFUSION_FORMS)] = "sigma"
     diffusion_norm: float = 1.0
     last_step_size: float = 0.04
-    last_step: str = "mean"
+    last_step: Literal["mean", "tweedie"] = "mean"
 
     def __post_init__(self):
-        choices = (("solver", SOLVERS), ("diffusion_form", DIFFUSION_FORMS), ("last_step", LAST_STEPS))
-        for name, known in choices:
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; choose one of {', '.join(known)}")
-        if self.num_steps < 1 or self.diffusion_norm < 0 or not 0 < self.last_step_size < 1 or self.timestep_shift <= 0:
-            raise ValueError(
-                f"{self} needs num_steps >= 1, diffusion_norm >= 0, last_step_size between 0 and 1 and timestep_shift above 0"
-            )
+        check_settings(
+            self,
+            positive=["timestep_shift"],
+            not_negative=["diffusion_norm"],
+            num_steps=(1 <= self.num_steps <= MAX_NUM_STEPS, f"1 to {MAX_NUM_STEPS}"),
+            last_step_size=(0 < self.last_step_size < 1, "a number above 0 and below 1"),
+        )
 
     def noise_levels(self) -> list[float]:
         """The num_steps values of t at which steps begin, from 1 downwards, then 0."""
@@ -81,13 +83,7 @@ class FlowSampler:
         """The values of t that the denoiser is called with, from 1 downwards."""
         return self.noise_levels()[:-1]
 
-    def __call__(
-        self,
-        denoiser: Callable[[Tensor, Tensor, Tensor], Tensor],
-        noise: Tensor,
-        y: Tensor,
-        random=None,
-    ) -> Tensor:
+    def __call__(self, denoiser: Callable[..., Tensor], noise: Tensor, y: Tensor, random: SampleRandom | None = None) -> Tensor:
         """Solve from t = 1 to 0.
 
         Args:
@@ -111,9 +107,8 @@ class FlowSampler:
             return denoiser(x.float(), ts, y).to(dtype)
 
         step = {"euler": self._euler, "heun": self._heun, "euler_maruyama": self._euler_maruyama}[self.solver]
-        levels = self.noise_levels()
         x = noise.to(dtype)
-        for t_cur, t_next in zip(levels[:-1], levels[1:]):
+        for t_cur, t_next in pairwise(self.noise_levels()):
             x = step(denoised, x, t_cur, t_next, random)
         return x.float()
 
