@@ -54,9 +54,8 @@ def sincos_2d(grid_size: int, width: int) -> Tensor:
 
 
 class PatchEmbed(nn.Module):
-    """Patches -> tokens, row-major. The parameters are those of a convolution, as DiT names them.
-
-    It is computed as a matrix product, whose tokens are contiguous in memory. A convolution's are not, which slows every block.
+    """Patches -> tokens, row-major. The parameters are a convolution's, as DiT names them; computed as a matrix product, the
+    tokens are contiguous in memory, which makes every block faster.
     """
 
     def __init__(self, patch_size: int, in_channels: int, width: int):
@@ -120,14 +119,14 @@ class Attention(nn.Module):
 class DiTBlock(nn.Module):
     """Attention and MLP, each shifted, scaled and gated by the conditioning (adaLN-Zero)."""
 
-    def __init__(self, width: int, num_heads: int, mlp_ratio: float = 4.0):
+    def __init__(self, width: int, num_heads: int):
         super().__init__()
         self.norm1 = nn.LayerNorm(width, elementwise_affine=False, eps=1e-6)
         self.attn = Attention(width, num_heads)
         self.norm2 = nn.LayerNorm(width, elementwise_affine=False, eps=1e-6)
-        hidden = int(width * mlp_ratio)
         # timm's Mlp by its names; importing timm would take two thirds of the time that a command takes to start.
-        self.mlp = nn.Sequential(OrderedDict(fc1=nn.Linear(width, hidden), act=nn.GELU("tanh"), fc2=nn.Linear(hidden, width)))
+        fc1, fc2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.mlp = nn.Sequential(OrderedDict(fc1=fc1, act=nn.GELU("tanh"), fc2=fc2))
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
 
     def forward(self, x: Tensor, c: Tensor, *tables: Tensor) -> Tensor:  # (B, N, D), (B, D) -> (B, N, D)
@@ -159,13 +158,12 @@ class DiT(nn.Module):
         class_dropout: probability that a label is replaced by the null class in training.
         routes: windows that a part of the tokens skips; none is the plain DiT.
         selection: the rule that chooses the tokens that stay, a name in `routing_module.SELECTIONS`.
-        fp32_after_route: under autocast, run the block right after each active route in float32 (TREAD, section 4); when
-            a route ends with the last block, that is the final layer.
-        init: `adaln_zero` is DiT's (every block starts as the identity and the output as zero); `official_tread` is that of
-            the official TREAD code: modulation and final layers Xavier-uniform like all others.
+        fp32_after_route: under autocast, run the block (or final layer) after each active route in float32 (TREAD, section 4).
+        init: `adaln_zero` is DiT's: every block starts as the identity, the output as zero. In `official_tread`, the official
+            code's, modulation and final layers are Xavier-uniform like all others.
 
     Raises:
-        ValueError: latents that the patches do not fill, routes that do not fit the depth, an unknown init.
+        ValueError: latents that the patches do not fill; routes that do not fit the depth; an unknown init.
     """
 
     block_class: type[nn.Module] = DiTBlock
@@ -180,7 +178,6 @@ class DiT(nn.Module):
         depth: int,
         width: int,
         num_heads: int,
-        mlp_ratio: float = 4.0,
         learn_sigma: bool = False,
         class_dropout: float = 0.1,
         routes: Sequence[Route] = (),
@@ -203,7 +200,7 @@ class DiT(nn.Module):
         self.y_embedder = LabelEmbedder(num_classes, width)
         self.num_tokens = (input_size // patch_size) ** 2
         self.pos_embed = nn.Parameter(sincos_2d(input_size // patch_size, width)[None], requires_grad=False)
-        self.blocks = nn.ModuleList(self.block_class(width, num_heads, mlp_ratio) for _ in range(depth))
+        self.blocks = nn.ModuleList(self.block_class(width, num_heads) for _ in range(depth))
         self.final_layer = FinalLayer(width, patch_size, self.out_channels)
 
         self.router = TokenRouter(routes, depth)
@@ -254,12 +251,11 @@ class DiT(nn.Module):
             tap: also return the tokens after this many blocks, 1 to depth.
 
         Returns:
-            (B, out_channels, H, W). With `tap`, also the tokens there, (B, N, D), or inside a route those that did not skip,
-            (B, K, D), and their positions, (B, K) int64; the positions are None where all tokens are there.
+            (B, out_channels, H, W). With `tap`, also the tokens there, (B, N, D), and None; inside a route, those that did not
+            skip, (B, K, D), and their positions, (B, K) int64.
 
         Raises:
-            ValueError: t, y or drop_labels of another shape; ratios or scores that do not fit the routes; a tap outside of the
-                network.
+            ValueError: t, y or drop_labels of another shape; ratios or scores that do not fit the routes; an unknown tap.
         """
         if tap is not None and not 1 <= tap <= len(self.blocks):
             raise ValueError(f"tap={tap} is outside a network of {len(self.blocks)} blocks; use 1 to {len(self.blocks)}")

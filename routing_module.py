@@ -100,8 +100,7 @@ class TokenRouter:
             _check_ratio(f"routes[{i}].selection_ratio", route.selection_ratio)
             for name in ("start_layer_idx", "end_layer_idx"):
                 if not -depth <= (layer_idx := getattr(route, name)) < depth:
-                    accepted = f"use {-depth} to {depth - 1}"
-                    raise ValueError(f"routes[{i}].{name}={layer_idx} does not exist in a network of {depth} blocks; {accepted}")
+                    raise ValueError(f"routes[{i}].{name}={layer_idx} does not exist in a network of {depth} blocks")
             start, end = route.start_layer_idx % depth, route.end_layer_idx % depth
             first = self.routes[-1].end_layer_idx + 1 if self.routes else 0
             if not first <= start <= end:
@@ -110,20 +109,19 @@ class TokenRouter:
 
     @property
     def is_active(self) -> bool:
-        """Whether tokens skip at the routes' own ratios: some ratio is above 0."""
+        """Whether tokens skip in training: some route's ratio is above 0."""
         return any(route.selection_ratio > 0 for route in self.routes)
 
     def selection_ratios(self, overrides: float | Sequence[float] | None = None) -> tuple[float, ...]:
         """The ratio of every route: its own, or `overrides` (one number for all routes, or one per route)."""
         if overrides is None:
             return tuple(route.selection_ratio for route in self.routes)
-        if isinstance(overrides, (int, float)):
-            overrides = [overrides] * len(self.routes)
-        if len(overrides) != len(self.routes):
-            raise ValueError(f"selection_ratios={list(overrides)} must hold one ratio for each of {len(self.routes)} routes")
-        for i, ratio in enumerate(overrides):
+        ratios = [overrides] * len(self.routes) if isinstance(overrides, (int, float)) else list(overrides)
+        if len(ratios) != len(self.routes):
+            raise ValueError(f"selection_ratios={ratios} must hold one ratio for each of {len(self.routes)} routes")
+        for i, ratio in enumerate(ratios):
             _check_ratio(f"selection_ratios[{i}]", ratio)
-        return tuple(float(ratio) for ratio in overrides)
+        return tuple(map(float, ratios))
 
     @staticmethod
     def choose_ids_keep(
@@ -181,7 +179,7 @@ class TokenRouter:
             (B, N, D). Tokens that skipped are bit-identical to `skipped`; gradients reach both inputs.
         """
         if ids_keep.shape != x.shape[:2] or (len(x), *x.shape[2:]) != (len(skipped), *skipped.shape[2:]):  # it could broadcast
-            shapes = [tuple(tensor.shape) for tensor in (x, skipped, ids_keep)]
-            raise ValueError("x, skipped and ids_keep of shapes {}, {} and {} are not of one route".format(*shapes))
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (x, skipped, ids_keep))
+            raise ValueError(f"x, skipped and ids_keep of shapes {shapes} are not of one route")
         index = ids_keep.unsqueeze(-1).expand_as(x)
         return skipped.scatter(1, index, x.to(skipped.dtype))  # (B, N, D)

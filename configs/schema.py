@@ -22,7 +22,6 @@ from omegaconf.errors import InterpolationResolutionError
 from pydantic import BeforeValidator, Field, create_model, model_validator
 
 import dit
-import guidance
 from common.errors import UserError
 from configs.settings import (
     Accepts,
@@ -330,7 +329,7 @@ class Sparse(Settings):
     w: Number
     r_strong: Fraction
     r_weak: Fraction
-    subset: Literal[guidance.SUBSETS]
+    subset: Literal["redraw", "fixed"]
     level_lo: NotNegative | None
     level_hi: NotNegative | None
 

@@ -32,7 +32,7 @@ class EDM:
     sampler: HeunSampler = HeunSampler()
 
     def __post_init__(self):
-        check_settings(self, finite=["P_mean"], positive=["sigma_data", "P_std"])
+        check_settings(self, positive=["sigma_data", "P_std"])
 
     def coefficients(self, sigma: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """c_skip, c_out, c_in, c_noise (Table 1, column "Ours"), each of sigma's shape."""
@@ -49,10 +49,7 @@ class EDM:
 
         Returns:
             (B, C, H, W) float32, the network's estimate of the clean latents. Extra output channels of the network
-            (the learned variance of published DiT checkpoints) are dropped.
-
-        Raises:
-            ValueError: a network whose output is not of x's shape.
+            (the learned variance of published DiT checkpoints) are dropped; any other shape is a ValueError.
         """
         c_skip, c_out, c_in, c_noise = self.coefficients(sigma.reshape(-1, 1, 1, 1))
         F_x = net(c_in * x, c_noise.flatten(), y, **net_kwargs)[:, : x.shape[1]]

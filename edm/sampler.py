@@ -39,11 +39,11 @@ class HeunSampler:
     def __post_init__(self):
         check_settings(
             self,
-            positive=["sigma_min", "rho"],
+            positive=["sigma_max", "rho"],
             not_negative=["S_churn", "S_min", "S_noise"],
             num_steps=(1 <= self.num_steps <= MAX_NUM_STEPS, f"1 to {MAX_NUM_STEPS}"),
-            sigma_max=(self.sigma_min < self.sigma_max < math.inf, "a finite number above sigma_min"),
-            S_max=(self.S_max >= 0, "0 or above; infinity is no bound"),
+            sigma_min=(0 < self.sigma_min < self.sigma_max, f"a number above 0 and below sigma_max={self.sigma_max}"),
+            S_max=(self.S_max >= 0, "0 or above, infinity for no bound"),
         )
 
     def noise_levels(self) -> list[float]:
@@ -69,16 +69,11 @@ class HeunSampler:
             denoiser: (x, sigma, y) -> D_x, for x (B, C, H, W) float32, sigma (B,) float32 and y (B,).
             noise: (B, C, H, W), unit normal.
             y: (B,) int64 labels, handed on to the denoiser.
-            random: source of the added noise, `random.randn(C, H, W)` -> (B, C, H, W); needed when S_churn > 0.
+            random: source of the added noise; needed when S_churn > 0.
 
         Returns:
             (B, C, H, W) float32 latents. The state in between is float64 where the device has it.
-
-        Raises:
-            ValueError: S_churn > 0 without random.
         """
-        if self.S_churn > 0 and random is None:
-            raise ValueError(f"S_churn={self.S_churn} adds noise: pass random, or set S_churn=0")
         dtype = torch.float32 if noise.device.type == "mps" else torch.float64  # MPS has no float64
         levels = self.noise_levels()
 

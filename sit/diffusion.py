@@ -5,9 +5,8 @@ and the network receives t itself, not 1000 t:
 
     x_t = (1 - t) x + t eps        v(x_t, t) = E[eps - x | x_t]        D_x = E[x | x_t] = x_t - t v
 
-The published code of SiT, and of LightningDiT (arXiv 2501.01423) after it, reverses time (s = 1 - t, data at s = 1) and so
-predicts x - eps. Its networks become ours as net(x, t, y) = -published(x, 1 - t, y). Those of REPA use our convention.
-LightningDiT's loss and times stay the same: so does a cosine of two turned vectors, and logit_mean = 0 is symmetric in t.
+The published code of SiT and LightningDiT (arXiv 2501.01423) reverses time (s = 1 - t, data at s = 1) and predicts x - eps. Its
+networks become ours as net(x, t, y) = -published(x, 1 - t, y). REPA's code uses our convention.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ from sit.sampler import FlowSampler
 
 @dataclass(frozen=True)
 class SiT:
-    """SiT's path, loss and sampler, with the interface of `edm.EDM`. It owns no parameters: a network is any callable
-    net(x_t, t, y, **kwargs).
+    """SiT's path, loss and sampler, with the interface of `edm.EDM`: a network is any callable net(x_t, t, y, **kwargs).
 
     Attributes:
         timestep: how t is drawn in training: `uniform` in [0, 1), or `logit_normal`, logit(t) ~ N(logit_mean, logit_std^2)
@@ -45,15 +43,13 @@ class SiT:
     sampler: FlowSampler = FlowSampler()
 
     def __post_init__(self):
-        check_settings(self, finite=["logit_mean"], positive=["logit_std"], not_negative=["cosine_weight"])
+        check_settings(self, positive=["logit_std"], not_negative=["cosine_weight"])
 
     def velocity(self, net: Callable[..., Tensor], x: Tensor, t: Tensor, y: Tensor, **net_kwargs) -> Tensor:
         """(B, C, H, W) float32, the network's estimate of v = E[eps - x | x_t].
 
-        Extra output channels of the network (the learned variance of published DiT and SiT checkpoints) are dropped.
-
-        Raises:
-            ValueError: a network whose output is not of x's shape.
+        Extra output channels of the network (the learned variance of published DiT and SiT checkpoints) are dropped; any other
+        shape is a ValueError.
         """
         v = net(x, t, y, **net_kwargs)[:, : x.shape[1]].float()
         if v.shape != x.shape:  # it would broadcast
@@ -63,13 +59,7 @@ class SiT:
     def denoise(self, net: Callable[..., Tensor], x: Tensor, t: Tensor, y: Tensor, **net_kwargs) -> Tensor:
         """D_x = x_t - t v, from x_t = x + t (eps - x) with the expected velocity for eps - x.
 
-        Args:
-            x: (B, C, H, W) float32, x_t.
-            t: (B,) float32, the noise level, in [0, 1].
-            y: (B,) int64 labels.
-
-        Returns:
-            (B, C, H, W) float32, the network's estimate of the clean latents.
+        Arguments and result are those of `edm.EDM.denoise`: x is x_t, and t the noise level, (B,) float32 in [0, 1].
         """
         return x - t.reshape(-1, 1, 1, 1) * self.velocity(net, x, t, y, **net_kwargs)
 
@@ -79,10 +69,7 @@ class SiT:
         The cosine term is LightningDiT's (arXiv 2501.01423; from FasterDiT, arXiv 2410.10356): cosine_weight times
         1 - cos(v, eps - x), the cosine over the C channels of each position, averaged over H and W.
 
-        Args:
-            x: (B, C, H, W) float32, clean latents.
-            y: (B,) int64 labels.
-            random: source of t, then of the noise, for B samples.
+        Arguments are those of `edm.EDM.loss`; `random` gives t, then the noise.
         """
         t = random.rand() if self.timestep == "uniform" else (self.logit_mean + self.logit_std * random.randn()).sigmoid()  # (B,)
         eps = random.randn(*x.shape[1:])

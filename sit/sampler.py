@@ -1,5 +1,5 @@
 """Samplers of the linear path (SiT, arXiv 2401.08740, sections 2.2 and 2.4): Euler and Heun along the probability-flow ODE,
-Euler-Maruyama along the reverse SDE. t runs from 1 (noise) down to 0 (data).
+Euler-Maruyama along the reverse SDE. t goes from 1 (noise) down to 0 (data).
 
 They need only D_x = E[x | x_t] of the model, so guidance, which combines denoised estimates, works as for EDM:
 
@@ -33,18 +33,13 @@ DIFFUSION_FORMS: dict[str, Callable[[float], float]] = {
 
 @dataclass(frozen=True)
 class FlowSampler:
-    """Solve from t = 1 to 0.
-
-    ODE: dx/dt = v. SDE, backwards in t: dx = (v - w/2 score) dt + sqrt(w) dW, which has the same marginals for every
-    w(t) >= 0 (SiT, section 2.2).
+    """ODE: dx/dt = v. SDE, backwards in t: dx = (v - w/2 score) dt + sqrt(w) dW, with the same marginals for every w(t) >= 0.
 
     Attributes:
-        num_steps: steps in t. Evaluations of the denoiser: num_steps, and 2 * num_steps - 1 for heun, whose last step is
-            Euler's, because the velocity of a denoiser does not exist at t = 0.
+        num_steps: steps in t; num_steps evaluations of the denoiser, for heun, whose last step is Euler's, 2 * num_steps - 1.
         solver: `euler` or `heun` (ODE, deterministic), or `euler_maruyama` (SDE).
         timestep_shift: s in t' = t / (s + (1 - s) t), which moves the evenly spaced t of the ODE's steps; 1 leaves them, below 1
-            puts more of them at high noise. It is LightningDiT's timestep_shift: in its clock u = 1 - t the same is
-            u' = s u / (1 + (s - 1) u). SD3's shift (arXiv 2403.03206, section 5.3.2) is 1 / s.
+            puts more of them at high noise. It is LightningDiT's; SD3's shift (arXiv 2403.03206, section 5.3.2) is 1 / s.
 
     For the SDE only:
         diffusion_form, diffusion_norm: w(t) = 2 * diffusion_norm * form(t), as in SiT's published code (its `sigma` with norm
@@ -84,54 +79,40 @@ class FlowSampler:
         return self.noise_levels()[:-1]
 
     def __call__(self, denoiser: Callable[..., Tensor], noise: Tensor, y: Tensor, random: SampleRandom | None = None) -> Tensor:
-        """Solve from t = 1 to 0.
+        """Solve from t = 1 to 0. Arguments and result are those of `edm.sampler.HeunSampler`, with t in place of sigma.
 
-        Args:
-            denoiser: (x, t, y) -> D_x, for x (B, C, H, W) float32, t (B,) float32 and y (B,).
-            noise: (B, C, H, W), unit normal.
-            y: (B,) int64 labels, passed to the denoiser.
-            random: source of the SDE's noise, `random.randn(C, H, W)` -> (B, C, H, W).
-
-        Returns:
-            (B, C, H, W) float32 latents. The solver's state is float64 if the device has it.
-
-        Raises:
-            ValueError: the SDE without random.
+        `random` is the source of the SDE's noise; the ODE needs none.
         """
-        if self.solver == "euler_maruyama" and random is None:
-            raise ValueError("solver=euler_maruyama adds noise: pass random, or set solver=heun")
         dtype = torch.float32 if noise.device.type == "mps" else torch.float64  # MPS has no float64
 
         def denoised(x: Tensor, t: float) -> Tensor:
             ts = torch.full((len(x),), t, dtype=torch.float32, device=x.device)
             return denoiser(x.float(), ts, y).to(dtype)
 
-        step = {"euler": self._euler, "heun": self._heun, "euler_maruyama": self._euler_maruyama}[self.solver]
         x = noise.to(dtype)
         for t_cur, t_next in pairwise(self.noise_levels()):
-            x = step(denoised, x, t_cur, t_next, random)
+            D_x = denoised(x, t_cur)
+            if self.solver == "euler_maruyama":
+                x = self._sde_step(x, D_x, t_cur, t_next, random)
+            elif self.solver == "euler":
+                x = x + (t_next - t_cur) * (x - D_x) / t_cur
+            else:
+                v_cur = (x - D_x) / t_cur
+                x_next = x + (t_next - t_cur) * v_cur
+                if t_next > 0:  # the velocity of a denoiser does not exist at t = 0
+                    v_next = (x_next - denoised(x_next, t_next)) / t_next
+                    x_next = x + (t_next - t_cur) * (v_cur + v_next) / 2
+                x = x_next
         return x.float()
 
-    @staticmethod
-    def _euler(denoised, x: Tensor, t_cur: float, t_next: float, random) -> Tensor:
-        return x + (t_next - t_cur) * (x - denoised(x, t_cur)) / t_cur
-
-    @staticmethod
-    def _heun(denoised, x: Tensor, t_cur: float, t_next: float, random) -> Tensor:
-        v_cur = (x - denoised(x, t_cur)) / t_cur
-        x_next = x + (t_next - t_cur) * v_cur
-        if t_next > 0:
-            v_next = (x_next - denoised(x_next, t_next)) / t_next
-            x_next = x + (t_next - t_cur) * (v_cur + v_next) / 2
-        return x_next
-
-    def _euler_maruyama(self, denoised, x: Tensor, t_cur: float, t_next: float, random) -> Tensor:
-        D_x, step = denoised(x, t_cur), t_cur - t_next
+    def _sde_step(self, x: Tensor, D_x: Tensor, t_cur: float, t_next: float, random: SampleRandom) -> Tensor:
+        """Euler-Maruyama."""
         if t_next == 0 and self.last_step == "tweedie":
             return D_x
+        step = t_cur - t_next
         half_w = min(self.diffusion_norm * DIFFUSION_FORMS[self.diffusion_form](t_cur), t_cur**2 / step)
         score = -(x - (1 - t_cur) * D_x) / t_cur**2
         mean = x - step * ((x - D_x) / t_cur - half_w * score)
         if t_next == 0:
             return mean
-        return mean + math.sqrt(2 * half_w * step) * random.randn(*x.shape[1:]).to(dtype=x.dtype)
+        return mean + math.sqrt(2 * half_w * step) * random.randn(*x.shape[1:]).to(x.dtype)

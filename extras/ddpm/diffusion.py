@@ -43,10 +43,7 @@ class DDPM:
         Returns:
             (B, C, H, W) float32, the network's estimate of the clean latents. Of a network with 2C output channels
             (B, 2C, H, W): then v in [0, 1] as well, where the variance lies between the posterior's and beta's
-            (arXiv 2102.09672, Eq. 15). The published networks predict 2v - 1.
-
-        Raises:
-            ValueError: a network whose output does not fit x's shape.
+            (arXiv 2102.09672, Eq. 15). The published networks predict 2v - 1. Any other shape is a ValueError.
         """
         out = net(x, t, y, **net_kwargs).float()
         B, C, H, W = x.shape

@@ -57,20 +57,12 @@ class AncestralSampler:
         section 4). The variance of a step is exp(v log(beta) + (1 - v) log(beta_tilde)) with the learned v (Eq. 15), and beta
         for a denoiser that learned none.
 
+        Arguments and result are those of `edm.sampler.HeunSampler`, with t in place of sigma.
+
         Args:
             denoiser: (x, t, y) -> D_x or (D_x, v) along the channels, as `DDPM.denoise` makes them.
-            noise: (B, C, H, W), unit normal.
-            y: (B,) int64 labels, handed on to the denoiser.
-            random: source of the ancestral steps' noise, `random.randn(C, H, W)` -> (B, C, H, W).
-
-        Returns:
-            (B, C, H, W) float32 latents. The state in between is float64 where the device has it.
-
-        Raises:
-            ValueError: ancestral steps without random.
+            random: source of the ancestral steps' noise; DDIM needs none.
         """
-        if self.solver == "ancestral" and random is None:
-            raise ValueError("solver=ancestral adds noise: pass random, or set solver=ddim")
         dtype = torch.float32 if noise.device.type == "mps" else torch.float64  # MPS has no float64
         timesteps, C = self.timesteps(), noise.shape[1]
         kept = [1.0, *(float(alpha_bars()[t]) for t in timesteps)]
