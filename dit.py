@@ -22,7 +22,6 @@ from routing_module import SELECTIONS, Route, TokenRouter
 SIZES = {"XS": (12, 96, 3), "S": (12, 384, 6), "B": (12, 768, 12), "L": (24, 1024, 16), "XL": (28, 1152, 16)}
 PATCH_SIZES = (1, 2, 4, 8)
 BACKBONES = {f"DiT-{size}/{patch}": (*SIZES[size], patch) for size in SIZES for patch in PATCH_SIZES}
-INITS = ("adaln_zero", "official_tread")
 
 
 def build(backbone: str, **kwargs) -> DiT:
@@ -54,15 +53,14 @@ def sincos_2d(grid_size: int, width: int) -> Tensor:
 
 
 class PatchEmbed(nn.Module):
-    """Patches -> tokens, row-major. The parameters are a convolution's, as DiT names them; computed as a matrix product, the
-    tokens are contiguous in memory, which makes every block faster.
-    """
+    """Patches -> tokens, row-major. The parameters are those of a convolution, as DiT names them."""
 
     def __init__(self, patch_size: int, in_channels: int, width: int):
         super().__init__()
         self.proj = nn.Conv2d(in_channels, width, patch_size, stride=patch_size)
 
     def forward(self, x: Tensor) -> Tensor:  # (B, C, H, W) -> (B, N, D)
+        # As a matrix product: its tokens are contiguous in memory. A convolution's are not, which slows every block.
         p = self.proj.kernel_size[0]
         patches = x.unflatten(3, (-1, p)).unflatten(2, (-1, p)).permute(0, 2, 4, 1, 3, 5)  # (B, H/p, W/p, C, p, p)
         return F.linear(patches.flatten(3).flatten(1, 2), self.proj.weight.flatten(1), self.proj.bias)
@@ -162,8 +160,7 @@ class DiT(nn.Module):
         init: `adaln_zero` is DiT's: every block starts as the identity, the output as zero. In `official_tread`, the official
             code's, modulation and final layers are Xavier-uniform like all others.
 
-    Raises:
-        ValueError: latents that the patches do not fill; routes that do not fit the depth; an unknown init.
+    Raises ValueError for routes that do not fit the depth, and for latents that the patches do not fill.
     """
 
     block_class: type[nn.Module] = DiTBlock
@@ -188,8 +185,6 @@ class DiT(nn.Module):
         super().__init__()
         if input_size % patch_size:
             raise ValueError(f"latents of size {input_size} cannot be cut into patches of {patch_size}; use another backbone")
-        if init not in INITS:
-            raise ValueError(f"init={init!r} is unknown; use {' or '.join(INITS)}")
         self.num_classes = num_classes
         self.class_dropout = class_dropout
         self.input_size, self.patch_size = input_size, patch_size
@@ -220,10 +215,9 @@ class DiT(nn.Module):
         nn.init.zeros_(self.x_embedder.proj.bias)
         for embedding in (self.y_embedder.embedding_table, self.t_embedder.mlp[0], self.t_embedder.mlp[2]):
             nn.init.normal_(embedding.weight, std=0.02)
-        if init == "adaln_zero":
-            for layer in (*self.blocks, self.final_layer):
-                nn.init.zeros_(layer.adaLN_modulation[1].weight)
-            nn.init.zeros_(self.final_layer.linear.weight)
+        layers = [*(layer.adaLN_modulation[1] for layer in (*self.blocks, self.final_layer)), self.final_layer.linear]
+        for layer in {"adaln_zero": layers, "official_tread": []}[init]:
+            nn.init.zeros_(layer.weight)
 
     def forward(
         self,
@@ -254,8 +248,7 @@ class DiT(nn.Module):
             (B, out_channels, H, W). With `tap`, also the tokens there, (B, N, D), and None; inside a route, those that did not
             skip, (B, K, D), and their positions, (B, K) int64.
 
-        Raises:
-            ValueError: t, y or drop_labels of another shape; ratios or scores that do not fit the routes; an unknown tap.
+        Raises ValueError for t, y or drop_labels of another shape, ratios or scores that do not fit the routes, an unknown tap.
         """
         if tap is not None and not 1 <= tap <= len(self.blocks):
             raise ValueError(f"tap={tap} is outside a network of {len(self.blocks)} blocks; use 1 to {len(self.blocks)}")

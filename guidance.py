@@ -29,8 +29,8 @@ class GuidanceInputs:
     """What guidance combines, for one batch of images.
 
     Attributes:
-        denoise: (x, level, y, *, selection_ratios=None, route_scores=None) -> D_x of the network. It is dense without
-            selection_ratios; with it, that fraction of the tokens skips its routes, chosen by route_scores (B, R, N).
+        denoise: (x, level, y, *, selection_ratios=None, route_scores=None) -> D_x. With selection_ratios, that fraction of the
+            tokens skips the network's routes, chosen by route_scores (B, R, N).
         num_classes: the null class.
         routes_shape: (R, N).
         route_scores: () -> (B, R, N) new uniform numbers; row i is a function of image i's seed and the count of calls.
@@ -91,8 +91,7 @@ def sparse(
         r_strong, r_weak: fractions of the tokens that SKIP, 0 <= r_strong < r_weak < 1; 0 is dense.
         subset: `redraw` draws the tokens at every evaluation, `fixed` once for each image.
 
-    Raises:
-        ValueError: the network has no routes; ratios with which the weak branch keeps no fewer tokens.
+    Raises ValueError for a network without routes, and for ratios with which the weak branch keeps no fewer tokens.
     """
     num_routes, N = inputs.routes_shape
     if num_routes == 0:
@@ -139,10 +138,7 @@ def _guide(
 ) -> Denoiser:
     """D_weak + scale * (D - D_weak) of the two `estimates` (D, D_weak); `unguided` for scale 1 and outside of the bounds.
 
-    With `channels`, D itself beyond the first ones.
-
-    Raises:
-        ValueError: bounds that leave nothing between them; later, a batch of mixed noise levels.
+    With `channels`, D itself beyond the first ones. Raises ValueError for bounds that leave nothing between them.
     """
     if level_lo is not None and level_hi is not None and level_lo >= level_hi:
         raise ValueError(f"level_lo={level_lo} must be below level_hi={level_hi}: guidance is on between them")

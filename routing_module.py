@@ -89,8 +89,7 @@ class TokenRouter:
         routes: in the order in which the tokens meet them; they must not overlap.
         depth: number of transformer blocks.
 
-    Raises:
-        ValueError: a route that does not fit, naming the route, the value and what is accepted.
+    Raises ValueError for a route that does not fit, naming the route, the value and what is accepted.
     """
 
     def __init__(self, routes: Sequence[Route], depth: int):
@@ -99,8 +98,9 @@ class TokenRouter:
         for i, route in enumerate(routes):
             _check_ratio(f"routes[{i}].selection_ratio", route.selection_ratio)
             for name in ("start_layer_idx", "end_layer_idx"):
-                if not -depth <= (layer_idx := getattr(route, name)) < depth:
-                    raise ValueError(f"routes[{i}].{name}={layer_idx} does not exist in a network of {depth} blocks")
+                if not -depth <= (idx := getattr(route, name)) < depth:
+                    known = f"{depth} blocks; use {-depth} to {depth - 1}"
+                    raise ValueError(f"routes[{i}].{name}={idx} does not exist in a network of {known}")
             start, end = route.start_layer_idx % depth, route.end_layer_idx % depth
             first = self.routes[-1].end_layer_idx + 1 if self.routes else 0
             if not first <= start <= end:

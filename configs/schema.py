@@ -195,7 +195,7 @@ class Model(Settings):
     fp32_after_route: Fixed[bool]
     class_dropout: Fixed[Fraction]
     learn_sigma: Architecture[bool]
-    init: Fixed[Literal[dit.INITS]]
+    init: Fixed[Literal["adaln_zero", "official_tread"]]
 
     @model_validator(mode="after")
     def _of_one_family(self) -> Model:

@@ -57,10 +57,7 @@ class SiT:
         return v
 
     def denoise(self, net: Callable[..., Tensor], x: Tensor, t: Tensor, y: Tensor, **net_kwargs) -> Tensor:
-        """D_x = x_t - t v, from x_t = x + t (eps - x) with the expected velocity for eps - x.
-
-        Arguments and result are those of `edm.EDM.denoise`: x is x_t, and t the noise level, (B,) float32 in [0, 1].
-        """
+        """D_x = x_t - t v. Arguments and result are those of `edm.EDM.denoise`: x is x_t, and t, (B,) in [0, 1], the level."""
         return x - t.reshape(-1, 1, 1, 1) * self.velocity(net, x, t, y, **net_kwargs)
 
     def loss(self, net: Callable[..., Tensor], x: Tensor, y: Tensor, random: SampleRandom, **net_kwargs) -> Tensor:

@@ -42,9 +42,8 @@ class FlowSampler:
             puts more of them at high noise. It is LightningDiT's; SD3's shift (arXiv 2403.03206, section 5.3.2) is 1 / s.
 
     For the SDE only:
-        diffusion_form, diffusion_norm: w(t) = 2 * diffusion_norm * form(t), as in SiT's published code (its `sigma` with norm
-            1 is w = 2 sigma_t). Differs: w/2 never exceeds t^2 / step, beyond which the score term, whose slope reaches
-            1 / t^2, would overshoot.
+        diffusion_form, diffusion_norm: w(t) = 2 * diffusion_norm * form(t), as in SiT's published code. Differs: w/2 never
+            exceeds t^2 / step, beyond which the score term, whose slope reaches 1 / t^2, would overshoot.
         last_step_size: the t at which the last step starts; the other steps divide the rest evenly.
         last_step: `mean` is a step without its noise, `tweedie` returns D_x (the same as a last step of the ODE).
     """
