@@ -40,20 +40,6 @@ def test_wrong_rotary_positions_do_not_pass_as_the_definition(wrong, monkeypatch
     assert worst_error(net, ROUTES["one"]) > 1e-2
 
 
-def test_the_tables_of_the_published_network_at_some_places():
-    cos, sin = rotary_tables(16, 72)
-    assert cos.shape == sin.shape == (256, 72)
-    row, column = 5, 11
-    for pair in (0, 1, 17):  # of the 18 pairs of each axis
-        for half, position in ((0, row), (36, column)):
-            angle = position * 10000 ** (-pair / 18)
-            for channel in (half + 2 * pair, half + 2 * pair + 1):
-                assert cos[16 * row + column, channel].item() == pytest.approx(math.cos(angle), abs=1e-6)
-                assert sin[16 * row + column, channel].item() == pytest.approx(math.sin(angle), abs=1e-6)
-    wide = rotary_tables(32, 72)[0].view(32, 32, 72)
-    assert torch.equal(wide[:16, :16], cos.view(16, 16, 72))  # a larger grid goes on counting; it is not compressed
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
 def test_the_norm_is_computed_in_float32_for_every_type_of_tokens_and_gain(dtype, weight_dtype):

@@ -71,21 +71,6 @@ def test_routed_tokens_return_to_their_positions_and_the_others_are_bit_identica
     assert torch.equal(out, x + moved)
 
 
-def test_gradients_reach_routed_and_skipping_tokens():
-    x = tokens().requires_grad_()
-    weight = torch.arange(1.0, B * N * D + 1).reshape(B, N, D)
-    out = TokenRouter.end_route(3 * TokenRouter.start_route(x, IDS_KEEP), x, IDS_KEEP)
-    (out * weight).sum().backward()
-    assert torch.equal(x.grad, weight * torch.tensor([[1, 3, 1, 3, 1, 3], [3, 1, 3, 1, 3, 1]])[..., None])
-
-
-def test_anything_with_a_token_axis_can_be_gathered():
-    ids_keep = torch.tensor([[0, 4], [1, 5]])
-    assert TokenRouter.start_route(torch.arange(B * N).reshape(B, N), ids_keep).tolist() == [[0, 4], [7, 11]]
-    rope = torch.arange(B * N * 4).reshape(B, N, 2, 2)
-    assert torch.equal(TokenRouter.start_route(rope, ids_keep)[1, 0], rope[1, 1])
-
-
 def test_negative_indices_count_from_the_end_and_routes_of_ratio_0_are_not_active():
     assert TokenRouter([Route(0.5, 2, -4)], depth=12).routes == (Route(0.5, 2, 8),)
     assert TokenRouter([Route(0.0, -12, -12), Route(0.5, -11, -1)], depth=12).routes == (Route(0.0, 0, 0), Route(0.5, 1, 11))
