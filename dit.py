@@ -22,6 +22,7 @@ from routing_module import SELECTIONS, Route, TokenRouter
 SIZES = {"XS": (12, 96, 3), "S": (12, 384, 6), "B": (12, 768, 12), "L": (24, 1024, 16), "XL": (28, 1152, 16)}
 PATCH_SIZES = (1, 2, 4, 8)
 BACKBONES = {f"DiT-{size}/{patch}": (*SIZES[size], patch) for size in SIZES for patch in PATCH_SIZES}
+INITS = ("adaln_zero", "official_tread")
 
 
 def build(backbone: str, **kwargs) -> DiT:
@@ -216,7 +217,7 @@ class DiT(nn.Module):
         for embedding in (self.y_embedder.embedding_table, self.t_embedder.mlp[0], self.t_embedder.mlp[2]):
             nn.init.normal_(embedding.weight, std=0.02)
         layers = [*(layer.adaLN_modulation[1] for layer in (*self.blocks, self.final_layer)), self.final_layer.linear]
-        for layer in {"adaln_zero": layers, "official_tread": []}[init]:
+        for layer in (layers, [])[INITS.index(init)]:
             nn.init.zeros_(layer.weight)
 
     def forward(

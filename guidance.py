@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from routing_module import num_kept_tokens
 
 Denoiser = Callable[[Tensor, Tensor, Tensor], Tensor]
 Bound = float | None
+SUBSETS = ("redraw", "fixed")
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def sparse(
     w: float,
     r_strong: float,
     r_weak: float,
-    subset: Literal["redraw", "fixed"],
+    subset: str,
     level_lo: Bound = None,
     level_hi: Bound = None,
 ) -> Denoiser:
@@ -98,7 +98,7 @@ def sparse(
         raise ValueError("guidance=sparse needs a network with routes; use guidance=cfg, or give the network routes")
     if num_kept_tokens(N, r_weak) >= num_kept_tokens(N, r_strong):
         raise ValueError(f"r_weak={r_weak} must leave fewer of the {N} tokens than r_strong={r_strong}")
-    scores = {"redraw": inputs.route_scores, "fixed": functools.cache(inputs.route_scores)}[subset]
+    scores = (inputs.route_scores, functools.cache(lambda: inputs.route_scores()))[SUBSETS.index(subset)]
 
     def branch(x: Tensor, level: Tensor, y: Tensor, ratio: float, route_scores: Tensor | None) -> Tensor:
         routing = {"selection_ratios": ratio, "route_scores": route_scores} if ratio > 0 else {}

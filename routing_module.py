@@ -64,9 +64,9 @@ SELECTIONS: dict[str, SelectionRule] = {"uniform": uniform_scores, "importance":
 
 
 def num_kept_tokens(num_tokens: int, selection_ratio: float) -> int:
-    """K, the number of tokens that stay in the window: N - int(N * selection_ratio), at least 1."""
+    """K, the number of tokens that stay in the window: N - int(N * selection_ratio). It is at least 1."""
     _check_ratio("selection_ratio", selection_ratio)
-    return max(num_tokens - int(num_tokens * selection_ratio), 1)
+    return num_tokens - int(num_tokens * selection_ratio)
 
 
 def _check_ratio(name: str, ratio: float) -> None:
