@@ -9,11 +9,11 @@ from functools import partial
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from configs.arguments import CONFIGS
 from hydra import compose, initialize_config_dir
 
 from common.files import REPOSITORY, hash_file
 from configs import experiments
-from configs.arguments import CONFIGS
 from latents.shards import ShardInfo, write_shard
 
 # tests/gpu needs a CUDA device; tests/test_gpu_code.py runs its code on a CPU.

@@ -13,12 +13,12 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from configs.arguments import CONFIGS
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
 from configs import experiments
-from configs.arguments import CONFIGS
 from configs.schema import SAME_RUN, TrainConfig, family_of, flatten, role_of
 from configs.settings import keys_of
 
