@@ -9,11 +9,11 @@ from functools import partial
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from configs.arguments import CONFIGS
 from hydra import compose, initialize_config_dir
 
 from common.files import REPOSITORY, hash_file
-from configs import experiments
+from configs import experiments, schema
+from configs.command_line import CONFIGS, check
 from latents.shards import ShardInfo, write_shard
 
 # tests/gpu needs a CUDA device; tests/test_gpu_code.py runs its code on a CPU.
@@ -49,6 +49,12 @@ def composed(overrides=(), config_name="config"):
         return compose(config_name, overrides=list(overrides))
 
 
+def checked(overrides=(), config_name="config"):
+    """The typed configuration of a command."""
+    settings = {"config": schema.TrainConfig, "sample": schema.SampleConfig, "fid": schema.FidConfig}[config_name]
+    return check(composed(overrides, config_name), settings)
+
+
 # Small enough for a step of about 30 ms.
 TINY = [
     "train.batch_size=4",
@@ -66,7 +72,7 @@ def run_train(folder, name, *overrides):
     import train as script
 
     forget_accelerate()
-    script.main(composed([*TINY, f"name={name}", f"output_dir={folder}", *overrides]))
+    script.main(checked([*TINY, f"name={name}", f"output_dir={folder}", *overrides]))
     return folder / name
 
 
@@ -107,4 +113,4 @@ def metrics(run):
 
 
 def losses(run):
-    return {record["step"]: record["loss"] for record in metrics(run)}
+    return {record["step"]: record["loss"] for record in metrics(run) if "loss" in record}

@@ -74,7 +74,7 @@ def check_guidance(settings: schema.Guidance, run_cfg: schema.TrainConfig, diffu
 
     Raises:
         UserError: settings that do not fit each other; the null class was never trained; more channels than the latents have;
-            an interval that holds none of the sampler's noise levels.
+            an interval that goes beyond the sampler's noise levels, or holds none of them.
     """
     scale, channels = getattr(settings, "cfg_scale", 1.0), getattr(settings, "channels", None) or 0
     if scale != 1 and run_cfg.model.class_dropout == 0:
@@ -88,10 +88,11 @@ def check_guidance(settings: schema.Guidance, run_cfg: schema.TrainConfig, diffu
         raise UserError(f"guidance: {e}") from e
     levels = diffusion.sampler.evaluated_levels()
     low, high = getattr(settings, "level_lo", None) or 0.0, getattr(settings, "level_hi", None)
-    # Levels are rounded to float32 when they are compared.
-    if not any(low < level and (high is None or level <= high * (1 + 1e-6)) for level in levels):
+    top = levels[0] * (1 + 1e-6)  # levels are rounded to float32 when they are compared
+    holds_some = any(low < level and (high is None or level <= high * (1 + 1e-6)) for level in levels)
+    if not holds_some or (high is not None and high > top):  # sigma for a diffusion that counts in t, say
         raise UserError(
-            f"guidance.level_lo={low} and guidance.level_hi={high} hold none of the {len(levels)} noise levels of the sampler of "
+            f"guidance.level_lo={low} to guidance.level_hi={high} does not fit the {len(levels)} noise levels of the sampler of "
             f"diffusion={diffusion.name}, which go from {levels[0]:g} to {levels[-1]:.3g}"
         )
     if settings.name == "sparse" and not any(route.selection_ratio > 0 for route in run_cfg.model.routes):
