@@ -81,8 +81,10 @@ def check_guidance(settings: schema.Guidance, run_cfg: schema.TrainConfig, diffu
         raise UserError(f"cfg_scale={scale:g} needs the null class, and the run was trained with model.class_dropout=0")
     if channels > run_cfg.data.in_channels:
         raise UserError(f"guidance.channels={channels}, but the latents have {run_cfg.data.in_channels} channels")
+    depth, *_, patch_size = schema.NETWORKS[run_cfg.model.name].BACKBONES[run_cfg.model.backbone]
+    routes_shape = (1, (run_cfg.data.input_size // patch_size) ** 2)
     try:  # a denoiser is made, and none of its networks is called
-        inputs = guidance.GuidanceInputs(None, run_cfg.data.num_classes, routes_shape=(1, 1), route_scores=None, weak=id)
+        inputs = guidance.GuidanceInputs(None, run_cfg.data.num_classes, routes_shape, weak=id)
         build_guidance(settings)(inputs)
     except ValueError as e:
         raise UserError(f"guidance: {e}") from e
@@ -95,7 +97,7 @@ def check_guidance(settings: schema.Guidance, run_cfg: schema.TrainConfig, diffu
             f"guidance.level_lo={low} to guidance.level_hi={high} does not fit the {len(levels)} noise levels of the sampler of "
             f"diffusion={diffusion.name}, which go from {levels[0]:g} to {levels[-1]:.3g}"
         )
-    if settings.name == "sparse" and not any(route.selection_ratio > 0 for route in run_cfg.model.routes):
+    if settings.name == "sparse" and not TokenRouter(run_cfg.model.routes, depth).is_active:
         log.warning(
             "the network was trained without routes: guidance=sparse routes blocks %d to %d of it, which it never learned",
             DEFAULT_ROUTE.start_layer_idx,

@@ -21,7 +21,7 @@ from edm.diffusion import EDM
 from edm.sampler import HeunSampler
 from extras.ddpm.diffusion import DDPM
 from extras.ddpm.sampler import AncestralSampler
-from guidance import GuidanceInputs, interval
+from guidance import GuidanceInputs, cfg
 from sit.diffusion import SiT
 from sit.sampler import FlowSampler
 
@@ -133,7 +133,7 @@ class ClassToImagePipeline(DiffusionPipeline):
                 return diffusion.denoise(net, x, level, y)
 
         random = SeedRandom(given, device)
-        denoiser = interval(GuidanceInputs(denoise, null_class), **{"level_lo": None, "level_hi": None} | guidance)
+        denoiser = cfg(GuidanceInputs(denoise, null_class), **guidance)
         size = net.config.input_size
         y = torch.tensor(labels, device=device)
         latents = diffusion.sample(denoiser, random.randn(num_channels, size, size), y, random)
