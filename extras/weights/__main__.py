@@ -1,7 +1,6 @@
 """Weights of other projects as runs of this one, and a run's weights for others.
 
     python -m extras.weights import source=DiT-XL-2-256x256.pt kind=dit output=runs/dit_xl2
-    python -m extras.weights import source=nyu-visionx/SiT-collections/SiT-XL-2-256.pt kind=sit output=runs/sit_xl2
     python -m extras.weights export checkpoint=runs/dit_xl2 output=exported/dit_xl2
 
 `import` writes a run that sample.py, fid.py and init_from read. `export` writes a folder that diffusers loads:

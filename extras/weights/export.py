@@ -26,10 +26,10 @@ CARD = """---
 library_name: diffusers
 tags: [class-conditional-image-generation, diffusion-transformer]
 ---
-# {name}
+# {cfg.name}
 
-{backbone} (`diffusion={diffusion}`) for class-conditional image generation, {num_classes} classes: {weights} weights after
-{step:,} steps. `training.yaml` holds the settings. The code in this folder is under the MIT licence that its files state.
+{cfg.model.backbone} (`diffusion={cfg.diffusion.name}`) for class-conditional image generation, {cfg.data.num_classes} classes:
+{weights} weights after {step:,} steps. `training.yaml` holds the settings. The code has the MIT licence that its files state.
 
 ```python
 from diffusers import DiffusionPipeline
@@ -55,12 +55,12 @@ def export_checkpoint(
         UserError: the folder is not empty; there is no such checkpoint; the autoencoder cannot be loaded.
     """
     folder = Path(output)
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise UserError(f"output={output} is not empty; export overwrites nothing: give another folder, or remove it")
     found = checkpoints.find_checkpoint(Path(checkpoint), "checkpoint")
     cfg = load.load_config(found)
     name = autoencoder or cfg.data.autoencoder
-    decoder = autoencoders.build(name, torch.device("cpu"), cfg.data.in_channels, "autoencoder")
+    vae = getattr(autoencoders.build(name, torch.device("cpu"), cfg.data.in_channels, "autoencoder"), "vae", None)
     # diffusers takes seconds to import, and `import` does without.
     from extras.weights import network
     from extras.weights.pipeline import ClassToImagePipeline
@@ -70,7 +70,6 @@ def export_checkpoint(
     with torch.device("meta"):
         net = network_class(**sizes_of(cfg.model.backbone, schema.BACKBONES), **sizes, learn_sigma=cfg.model.learn_sigma)
     net.load_state_dict(checkpoints.load_weights(found, weights), assign=True)
-    vae = getattr(decoder, "vae", None)
     if vae is not None:
         vae.register_to_config(_name_or_path="")  # which is a path on this machine
     ClassToImagePipeline(net, vae, **describe_sampling(cfg)).save_pretrained(folder)
@@ -79,8 +78,7 @@ def export_checkpoint(
     groups = {"model", "diffusion"} if checkpoints.imported_from(found) else {"model", "diffusion", "alignment", "train"}
     settings = OmegaConf.to_yaml(OmegaConf.create(cfg.model_dump(include=groups)))
     (folder / "training.yaml").write_text(settings, encoding="utf-8")
-    about = {"backbone": cfg.model.backbone, "diffusion": cfg.diffusion.name, "num_classes": cfg.data.num_classes}
-    card = CARD.format(name=cfg.name, weights=weights, step=checkpoints.step_of(found), **about)
+    card = CARD.format(cfg=cfg, weights=weights, step=checkpoints.step_of(found))
     (folder / "README.md").write_text(card, encoding="utf-8")
     log.info("exported %s to %s", found, folder)
 

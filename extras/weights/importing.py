@@ -27,11 +27,11 @@ from training.build import build_network
 
 log = logging.getLogger(__name__)
 
-# Of each kind of weights the choices of model and diffusion, and settings of the published scores that are not our defaults.
 SIT = {"sampler": {"num_steps": 250, "solver": "euler_maruyama"}}
-# Its 250 "steps" are the ends of 249.
+# LightningDiT's 250 "steps" are the ends of 249.
 LIGHTNING = {"sampler": {"num_steps": 249, "solver": "euler", "timestep_shift": 0.3}}
 LIGHTNING |= {"timestep": "logit_normal", "cosine_weight": 1.0}
+# Of each kind of weights: model, diffusion, and the diffusion's settings for the published scores that are not our defaults.
 KINDS_OF_WEIGHTS = {
     "dit": ("dit", "ddpm", {}),
     "sit": ("dit", "sit", SIT),
@@ -104,8 +104,8 @@ def import_weights(
     write_file(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(config)))
     checkpoint = checkpoints.Checkpoint(step, model, ema, optimizer={}, state=state, config=config)
     written = checkpoints.save(folder / "checkpoints", checkpoint, keep_last=1, keep_every=0)
-    size = "{in_channels}x{input_size}x{input_size}, {num_classes} classes".format(**data)
-    log.info("%s: %s for latents of %s, in %s", file, cfg.model.backbone, size, written)
+    shape = "{in_channels}x{input_size}x{input_size}, {num_classes} classes".format(**data)
+    log.info("%s: %s for latents of %s, in %s", file, cfg.model.backbone, shape, written)
 
 
 def find_published(source: str) -> Path:

@@ -15,15 +15,11 @@ from torch import Tensor
 
 from common.randomness import SeedRandom
 from edm.diffusion import EDM
-from edm.sampler import HeunSampler
 from extras.ddpm.diffusion import DDPM
-from extras.ddpm.sampler import AncestralSampler
 from guidance import GuidanceInputs, interval
 from sit.diffusion import SiT
-from sit.sampler import FlowSampler
 
-# diffusion["name"] -> its class and that of its sampler.
-DIFFUSIONS = {"edm": (EDM, HeunSampler), "sit": (SiT, FlowSampler), "ddpm": (DDPM, AncestralSampler)}
+DIFFUSIONS = {"edm": EDM, "sit": SiT, "ddpm": DDPM}  # by diffusion["name"]
 
 
 class ClassToImagePipeline(DiffusionPipeline):
@@ -98,9 +94,10 @@ class ClassToImagePipeline(DiffusionPipeline):
             raise ValueError(f"guidance_scale={guidance['cfg_scale']} needs the null class, which was never trained: use 1")
 
         settings = dict(defaults.diffusion)
-        kind, sampler_kind = DIFFUSIONS[settings.pop("name")]
-        changed = dict(sampler or {}) | ({} if num_inference_steps is None else {"num_steps": num_inference_steps})
-        diffusion = kind(**settings | {"sampler": replace(sampler_kind(**settings["sampler"]), **changed)})
+        kind = DIFFUSIONS[settings.pop("name")]
+        changed = settings.pop("sampler") | (sampler or {})
+        changed |= {} if num_inference_steps is None else {"num_steps": num_inference_steps}
+        diffusion = kind(**settings, sampler=replace(kind().sampler, **changed))
 
         def denoise(x: Tensor, level: Tensor, y: Tensor) -> Tensor:
             with torch.autocast(device.type, net.dtype, enabled=net.dtype != torch.float32):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -91,15 +92,9 @@ def without_projectors(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
     Its first checkpoints call the blocks after the aligned ones decoder_blocks.0, ...: here they are counted on.
     """
-    depth = len({name.split(".")[1] for name in state if name.startswith("blocks.")})
-    renamed = {}
-    for name, value in state.items():
-        first, *rest = name.split(".")
-        if first == "decoder_blocks":
-            name = ".".join(["blocks", str(depth + int(rest[0])), *rest[1:]])
-        if first != "projectors":
-            renamed[name] = value
-    return renamed
+    kept = {name: value for name, value in state.items() if not name.startswith("projectors.")}
+    depth = len({name.split(".")[1] for name in kept if name.startswith("blocks.")})
+    return {re.sub(r"^decoder_blocks\.(\d+)", lambda n: f"blocks.{depth + int(n[1])}", name): kept[name] for name in kept}
 
 
 def turn_clock_and_sign(state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,9 +1,8 @@
 """The project's own code as files that diffusers loads: a module and all that it imports of the project, in one file.
 
-One file, because diffusers copies the files that a pipeline's file imports, but not the files that those import, and because it
-downloads of a component nothing but the file that model_index.json names. The files' names hold a hash of their content, because
-diffusers copies all code to one folder and imports it by name: other code under the same name would change a pipeline that is
-loaded.
+One file, because diffusers copies the files that a pipeline's file imports, but not the files that those import, and downloads of
+a component only the file that model_index.json names. Its name holds a hash of its content, because diffusers copies all code to
+one folder and imports it by name: other code under the same name would change a pipeline that is loaded.
 """
 
 from __future__ import annotations
