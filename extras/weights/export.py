@@ -65,7 +65,7 @@ def export_checkpoint(
     from extras.weights import network
     from extras.weights.pipeline import ClassToImagePipeline
 
-    network_class = getattr(network, f"{cfg.model.backbone.partition('-')[0]}Model")
+    network_class = {"DiT": network.DiTModel, "LightningDiT": network.LightningDiTModel}[cfg.model.backbone.partition("-")[0]]
     sizes = {key: getattr(cfg.data, key) for key in ("input_size", "in_channels", "num_classes")}
     with torch.device("meta"):
         net = network_class(**sizes_of(cfg.model.backbone, schema.BACKBONES), **sizes, learn_sigma=cfg.model.learn_sigma)
