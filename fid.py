@@ -115,11 +115,7 @@ def find_checkpoints(cfg: schema.FidConfig) -> list[Path]:
     if cfg.checkpoints is not None:
         folders = list(checkpoints.list_steps(Path(cfg.checkpoints) / "checkpoints").values())
         if not folders:
-            raise UserError(
-                f"checkpoints={cfg.checkpoints} is a run without checkpoints"
-                if (Path(cfg.checkpoints) / "checkpoints").is_dir()
-                else checkpoints.explain_path(Path(cfg.checkpoints), "checkpoints")
-            )
+            raise UserError(f"checkpoints={cfg.checkpoints} is not the folder of a run with checkpoints")
         for folder in folders:
             checkpoints.verify(folder)
         return folders

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from omegaconf import OmegaConf
 
-from common.downloads import NotDownloaded, NotOnHub, download_from_hub, is_hub_id
+from common.downloads import NotDownloaded, download_from_hub, is_hub_id
 from common.errors import UserError
 from common.files import lock_output, write_file
 from configs import schema
@@ -202,8 +202,6 @@ def find_published(source: str) -> Path:
 
     try:
         return download_from_hub(repository, choose)[0]
-    except NotOnHub as e:
-        raise UserError(f"source={source}: there is no such file, and {e}; {unknown}") from e
     except NotDownloaded as e:
         raise UserError(
             f"source={source}: there is no such file, it is not in the hub's cache, and {e}; download it where there is a "
