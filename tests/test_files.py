@@ -113,7 +113,9 @@ def test_a_second_process_is_told_who_is_there_until_the_first_is_killed(tmp_pat
     process.kill()
     process.communicate()
     run = open_run(tmp_path / "run")
-    with pytest.raises(UserError, match=rf"^another process is sampling into {tmp_path}/run \(process {os.getpid()} on .* output="):
+    with pytest.raises(
+        UserError, match=rf"^another process is sampling into {tmp_path}/run \(process {os.getpid()} on .* output="
+    ):
         files.lock_output(run.path, "sampling into")
 
 
