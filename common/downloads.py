@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import re
 import socket
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -19,10 +20,10 @@ class NotDownloaded(UserError):
 
 
 def download(url: str, file: Path, sha256: str, show_progress: bool) -> None:
-    """Download a file, which appears under its name only when it is whole. `sha256`: the first digits of its SHA-256.
+    """Download a file, which appears under its name only when it is whole. Raises NotDownloaded.
 
-    Raises:
-        NotDownloaded
+    Args:
+        sha256: the first digits of its SHA-256.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     before = socket.getdefaulttimeout()
@@ -36,15 +37,8 @@ def download(url: str, file: Path, sha256: str, show_progress: bool) -> None:
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether `name` can be that of a model of the Hugging Face hub."""
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
-
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        return False
-    return True
+    """Whether `name` can be that of a model of the Hugging Face hub: owner/name, or a name alone."""
+    return re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is not None
 
 
 def download_from_hub(repository: str, choose: Callable[[list[str]], Iterable[str]]) -> list[Path]:
@@ -54,10 +48,7 @@ def download_from_hub(repository: str, choose: Callable[[list[str]], Iterable[st
         choose: the names of all files of the model -> of those to download. Its errors are raised as they are.
 
     Returns:
-        The files, in the order of `choose`.
-
-    Raises:
-        NotDownloaded
+        The files, in the order of `choose`. Raises NotDownloaded.
     """
     from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled, RepositoryNotFoundError

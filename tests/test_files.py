@@ -20,7 +20,6 @@ from evaluations.npz import write_npz
 from latents.shards import LatentDataset
 from training.run import RunFolder
 
-
 PIPES = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 

@@ -14,7 +14,7 @@ from evaluations.reference import load_reference
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """node0/ holds a run, node1/ does not, shared/ is read by both. `<name>_<rank>.json`: the error of each run of two_nodes.py."""
+    """node0/ holds a run, node1/ does not, shared/ is read by both. `<name>_<rank>.json`: the error of each run."""
     folder = tmp_path_factory.mktemp("two_nodes")
     run_train(folder / "shared" / "runs", "one", "train.num_steps=3")
     shutil.copytree(folder / "shared", folder / "node0")

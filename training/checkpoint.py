@@ -97,11 +97,10 @@ def save(root: Path, checkpoint: Checkpoint, keep_last: int, keep_every: int) ->
         remove_leftovers(root)
         temporary.mkdir(parents=True)
         _write_files(temporary, checkpoint)
-        _flush_folder(temporary)
         if final.exists():  # after a resume from an earlier step; the old folder goes last
             final.rename(root / f".del_{final.name}")
         temporary.rename(final)
-        _flush_folder(root)
+        _flush(root)
     except (OSError, RuntimeError, SafetensorError) as e:  # torch.save raises RuntimeError on a full disk
         shutil.rmtree(temporary, ignore_errors=True)
         kept = ", ".join(path.name for path in list_steps(root).values()) or "none"
@@ -115,7 +114,7 @@ def save(root: Path, checkpoint: Checkpoint, keep_last: int, keep_every: int) ->
 
 
 def _write_files(folder: Path, checkpoint: Checkpoint) -> None:
-    """Write every file, flushed to the disk, and the manifest with their sizes and hashes last."""
+    """Write every file, and last the manifest with their sizes and hashes; then flush all to the disk."""
     weights = {WEIGHTS["raw"]: checkpoint.model, WEIGHTS["ema"]: checkpoint.ema}
     if checkpoint.projector is not None:
         weights[PROJECTOR] = checkpoint.projector
@@ -129,15 +128,15 @@ def _write_files(folder: Path, checkpoint: Checkpoint) -> None:
     files = sorted(folder.iterdir())
     manifest = {file.name: {"size": file.stat().st_size, "blake2b": hash_file(file)} for file in files}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-    for file in [*files, folder / MANIFEST]:
-        with open(file, "ab") as opened:
-            os.fsync(opened.fileno())
+    for path in [*files, folder / MANIFEST, folder]:
+        _flush(path)
 
 
-def _flush_folder(path: Path) -> None:
-    if sys.platform == "win32":  # Windows cannot open a folder
+def _flush(path: Path) -> None:
+    """Return once a file, or the list of files in a folder, is on the disk."""
+    if path.is_dir() and sys.platform == "win32":  # Windows cannot open a folder
         return
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         os.fsync(descriptor)
     finally:
@@ -160,10 +159,8 @@ def verify(folder: Path) -> None:
             raise CheckpointError(f"{folder} is not a whole checkpoint: it has no {MANIFEST}")
         manifest = json.loads(file.read_text(encoding="utf-8"))
         expected = dict.fromkeys(FILES) | {name: (entry["size"], entry["blake2b"]) for name, entry in manifest.items()}
-        num_bytes = sum(size for size, _ in filter(None, expected.values()))
-    with say_if_slow(log, "comparing %s with its checksums (%.1f GB)", folder, num_bytes / 1e9):
-        for name, entry in expected.items():
-            file = folder / name
+    with say_if_slow(log, "comparing %s with its checksums", folder):
+        for file, entry in ((folder / name, entry) for name, entry in expected.items()):
             with reading(file):
                 if entry is None or not file.is_file():
                     raise CheckpointError(f"{file} is missing")
