@@ -115,7 +115,7 @@ def find_checkpoints(cfg: schema.FidConfig) -> list[Path]:
     if cfg.checkpoints is not None:
         folders = list(checkpoints.list_steps(Path(cfg.checkpoints) / "checkpoints").values())
         if not folders:
-            raise UserError(f"checkpoints={cfg.checkpoints} is not the folder of a run with checkpoints")
+            raise UserError(f"checkpoints: {cfg.checkpoints} is not a folder of a run with checkpoints")
         for folder in folders:
             checkpoints.verify(folder)
         return folders

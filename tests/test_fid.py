@@ -257,7 +257,7 @@ accelerator.end_training()
     [
         ([], "give one of checkpoint=, checkpoints= and images=, not none of them"),
         (["images=a.npz", "checkpoint=b"], "not checkpoint and images"),
-        (["checkpoints=nowhere"], "checkpoints: nowhere is not a folder; give a checkpoint such as"),
+        (["checkpoints=nowhere"], "checkpoints: nowhere is not a folder of a run"),
         (["images=a.npz"], "reference is not set"),
         (["images=/nonexistent.npz", "reference=evaluations/digits_reference.npz"], "/nonexistent.npz does not exist"),
         (

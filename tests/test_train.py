@@ -215,7 +215,7 @@ def test_resume_never_and_from_a_folder_overwrite_nothing(train):
         train("run", f"resume={run.parent / 'copy'}")
     branch = train("branch", f"resume={run.parent / 'copy'}")
     assert losses(branch) == {5: losses(run)[5], 6: losses(run)[6]}
-    with pytest.raises(ValueError, match="is not a folder; give a checkpoint"):
+    with pytest.raises(ValueError, match="resume: nowhere is not a folder"):
         train("other", "resume=nowhere")
 
 

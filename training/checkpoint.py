@@ -254,7 +254,7 @@ def find_checkpoint(folder: Path, key: str) -> Path:
         return folder
     if not (folder / "checkpoints").is_dir():
         what = f"runs/<name> for its newest checkpoint, or runs/<name>/checkpoints/{folder_name(400)}"
-        raise CheckpointError(f"{key}={folder} is no run and no whole checkpoint; give {what}")
+        raise CheckpointError(f"{key}: {folder} is not a folder of a run or of a whole checkpoint; give {what}")
     newest, problems = find_newest(folder / "checkpoints")
     if newest is None:
         raise CheckpointError(f"{key}={folder} is a run without a whole checkpoint: {'; '.join(problems.values()) or 'none yet'}")

@@ -75,10 +75,13 @@ def find_resume(run: RunFolder, where: str, accelerator: Accelerator) -> Path | 
         if found is None:
             return None
         if where != "auto" and newest_step > checkpoints.step_of(found):
-            raise UserError(f"resume={where} would overwrite later steps in {run.checkpoints}; choose another name=...")
+            raise UserError(
+                f"resume={where}, but {run.checkpoints} already holds step {newest_step}, which it would overwrite; choose another "
+                "name=..."
+            )
         if source := checkpoints.imported_from(found):
             raise UserError(
-                f"{found} was imported from {source} and has no optimizer; start another run from its weights: "
+                f"{found} was imported from {source}: it has no optimizer to resume with; start another run from its weights: "
                 f"name=<another> init_from={checkpoints.run_of(found) or found}"
             )
         return found
