@@ -268,11 +268,14 @@ def test_nothing_is_renamed_before_it_is_on_the_disk(tmp_path, monkeypatch):
     assert (renamed, last) == ("rename", tmp_path.name)
 
 
-@pytest.mark.parametrize("max_bytes", [100, 1000, 4000])  # the first that fails is torch.save, then safetensors
-def test_a_full_disk_leaves_the_previous_checkpoint_and_no_debris(tmp_path, max_bytes):
+@pytest.mark.parametrize(("num_values", "max_bytes"), [(50_000, 9000), (3, 100), (3, 4000)])
+def test_a_full_disk_leaves_the_previous_checkpoint_and_no_debris(tmp_path, num_values, max_bytes):
+    """It is torch.save that fails, with a RuntimeError; then Python's file; then safetensors."""
     save(tmp_path, 10)
+    checkpoint = make(20)
+    checkpoint.optimizer["state"][0]["exp_avg"] = torch.ones(num_values)
     with file_size_limit(max_bytes), pytest.raises(checkpoints.SaveError) as error:
-        save(tmp_path, 20)
+        checkpoints.save(tmp_path, checkpoint, 10, 0)
     free = f"File too large.*; [0-9]+ MB are free on the disk of {tmp_path}"
     assert error.match(f"^cannot write the checkpoint .*step_0000020: .*{free}; intact before it: step_0000010$")
     assert names(tmp_path) == ["step_0000010"]

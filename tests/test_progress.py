@@ -7,7 +7,6 @@ import sys
 import time
 
 import pytest
-from conftest import TINY, finish, start
 
 from common import progress
 from common.progress import LogHandler, progress_bar, say_if_slow
@@ -107,9 +106,3 @@ def test_only_a_long_wait_is_announced(caplog, monkeypatch):
         with say_if_slow(log, "loading %s", "Inception"):
             time.sleep(0.5)
     assert caplog.messages == ["loading Inception"]
-
-
-def test_the_log_of_a_run_holds_whole_lines(tmp_path):
-    code, output = finish(start("train.py", "model=tread", *TINY, "name=x", f"output_dir={tmp_path}"))
-    assert code == 0 and "\r" not in output and "\x1b" not in output
-    assert re.search(r"^100%\|.* 6/6 .*loss=", output, re.MULTILINE)
