@@ -76,8 +76,8 @@ def find_resume(run: RunFolder, where: str, accelerator: Accelerator) -> Path | 
             return None
         if where != "auto" and newest_step > checkpoints.step_of(found):
             raise UserError(
-                f"resume={where}, but {run.checkpoints} already holds step {newest_step}, which it would overwrite; choose another "
-                "name=..."
+                f"resume={where}, but {run.checkpoints} already holds step {newest_step}, which would be overwritten; choose "
+                "another name=..."
             )
         if source := checkpoints.imported_from(found):
             raise UserError(
