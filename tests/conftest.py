@@ -1,7 +1,10 @@
 """Shared: small data, and running the entry scripts in this process or in one of their own."""
 
+import contextlib
 import json
 import os
+import resource
+import signal
 import subprocess
 import sys
 from functools import partial
@@ -106,6 +109,18 @@ def renew_manifest(folder):
     files = [file for file in folder.iterdir() if file.name != "manifest.json"]
     manifest = {file.name: {"size": file.stat().st_size, "blake2b": hash_file(file)} for file in files}
     (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+@contextlib.contextmanager
+def file_size_limit(num_bytes):
+    """Writing to a file beyond this size fails as on a full disk, in every library."""
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
 def metrics(run):

@@ -72,7 +72,9 @@ def load_templates() -> jinja2.Environment:
     )
     # Markdown passes HTML on.
     environment.filters["plain"] = plain = functools.partial(html.escape, quote=False)
-    environment.globals["markdown_table"] = lambda table: markdown_table(table.columns, table.rows, plain)
+    environment.globals["markdown_table"] = lambda table: markdown_table(
+        [plain(cell) for cell in table.columns], [[plain(cell) for cell in row] for row in table.rows]
+    )
     environment.globals |= {"machine_of": machine_of, "embed_image": embed_image, "short": short}
     return environment
 

@@ -32,7 +32,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from common.errors import UserError
-from common.files import relative_path, write_file
+from common.files import write_file
 from configs import command_line as cli
 from configs.schema import SAME_RUN, Role, TrainConfig, check, differences
 from configs.settings import Settings, Text, keys_of
@@ -201,7 +201,7 @@ def launch(script: str, overrides: Sequence[str], options: Options, log_file: Pa
 
     Ctrl-C in a terminal reaches the script as well: it finishes its step and saves, and this function waits for it.
     """
-    arguments = [*shlex.split(options.launch), relative_path(cli.REPOSITORY / script), *overrides]
+    arguments = [*shlex.split(options.launch), os.path.relpath(cli.REPOSITORY / script), *overrides]
     # setup.cli has set FULL_ERRORS in this process.
     environment = {key: value for key, value in os.environ.items() if options.full_errors or key != cli.FULL_ERRORS}
     with open(log_file, "a", encoding="utf-8") as output:
