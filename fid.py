@@ -32,8 +32,9 @@ from common.files import append_line, lock_output, markdown_table, read_lines, w
 from configs import command_line as cli
 from configs import schema
 from evaluations.images import open_images
-from evaluations.suite import counted_name, format_metric, format_metrics, metrics_of
+from evaluations.suite import display_name, format_metric, format_metrics, metrics_of
 from latents import autoencoders
+from sampling.detectors import build_detectors, open_reference
 from sampling.evaluator import Evaluator
 from sampling.sampler import ImageSampler
 from training import build, load, machine
@@ -62,7 +63,7 @@ def main(cfg: DictConfig) -> None:
         check_shared(folder / checkpoints.MANIFEST, "checkpoints" if cfg.checkpoints else "checkpoint", accelerator)
     runs = {folder: load.load_config(folder) for folder in folders}
     cfg = with_settings_of_run(cfg, runs[folders[0]] if folders else None)
-    reference = build.open_reference(cfg.reference, "reference", cfg.evaluation.all_detectors)
+    reference = open_reference(cfg.reference, "reference", cfg.evaluation.all_detectors)
     images = open_images(cfg.images, cfg.convert_to_rgb) if cfg.images else None
     num_samples = cfg.num_samples or (PAPER_NUM_SAMPLES if images is None else len(images))
     if images and num_samples > len(images):
@@ -88,7 +89,7 @@ def main(cfg: DictConfig) -> None:
     if missing:
         for run_cfg in runs.values():  # before a detector and a reference that take minutes
             autoencoders.find(cfg.autoencoder or run_cfg.data.autoencoder, "autoencoder")
-        detectors = build.build_detectors(cfg.evaluation, accelerator)
+        detectors = build_detectors(cfg.evaluation, accelerator)
         evaluator = Evaluator.open(accelerator, detectors, reference, cfg.batch_size)
     for settings, load_sampler in (points[i] for i in missing):
         cost = {}
@@ -249,7 +250,7 @@ class Results:
         table = markdown_table(names, [[format_cell(name, row.get(name, "")) for name in names] for row in rows])
         write_file(self.folder / "results.md", table)
         if len(points) > 1:
-            png = plot(settings, [line["metrics"][plotted] for line in lines], counted_name(plotted, count["num_samples"]))
+            png = plot(settings, [line["metrics"][plotted] for line in lines], display_name(plotted, count["num_samples"]))
             write_file(self.folder / "results.png", png)
         return table
 

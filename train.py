@@ -24,6 +24,7 @@ from common.progress import say_if_slow
 from configs import command_line as cli
 from configs import schema
 from extras.report import rows
+from sampling.detectors import build_detectors, open_reference
 from sampling.evaluator import Evaluator
 from sampling.sampler import ImageSampler
 from training import build, load, machine, memory, speed
@@ -106,7 +107,7 @@ def build_sampler_and_evaluation(
     build.warn_of_guidance(guidance, cfg)
     reference = None
     if cfg.eval.every:
-        reference = build.open_reference(cfg.evaluation.reference, "evaluation.reference", cfg.evaluation.all_detectors)
+        reference = open_reference(cfg.evaluation.reference, "evaluation.reference", cfg.evaluation.all_detectors)
     settings = load.find_second_checkpoint(guidance, cfg, accelerator)
     autoencoder = build.build_autoencoder(cfg, accelerator.device)
     compile_mode = speed.resolve_compile(cfg.train.compile, accelerator.device)
@@ -117,7 +118,7 @@ def build_sampler_and_evaluation(
     sampler = load.build_sampler(ema.net, cfg, settings, autoencoder, accelerator.device, **options)
     evaluation = None
     if cfg.eval.every:
-        detectors = build.build_detectors(cfg.evaluation, accelerator)
+        detectors = build_detectors(cfg.evaluation, accelerator)
         evaluator = Evaluator.open(accelerator, detectors, reference, cfg.eval.batch_size)
         samplers = {}
         for scale in cfg.eval.cfg_scales:

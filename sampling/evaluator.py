@@ -16,7 +16,7 @@ from common.progress import progress_bar, say_if_slow
 from common.randomness import class_of_seed
 from evaluations.features import Detector, Features, extract
 from evaluations.images import ImageSet
-from evaluations.reference import features_of_images, load_reference, stored_statistics
+from evaluations.reference import features_of_images, read_cache, stored_statistics, write_cache
 from evaluations.suite import evaluate
 from sampling.sampler import ImageSampler
 
@@ -55,13 +55,8 @@ class Evaluator:
     @classmethod
     def open(cls, accelerator: Accelerator, detectors: Sequence[Detector], reference: ImageSet, batch_size: int) -> Evaluator:
         """Load the features of the reference from their caches, or compute them together, as the main process decides."""
-
-        def agree(is_cached: bool) -> bool:  # on other nodes the folder may be another one
-            return broadcast_object_list([is_cached])[0]
-
-        compute = partial(shared_features_of_images, accelerator)
-        how = (batch_size, compute, agree, accelerator.is_main_process)
-        return cls(accelerator, detectors, [load_reference(reference, detector, *how) for detector in detectors], batch_size)
+        references = [_load_reference(accelerator, reference, detector, batch_size) for detector in detectors]
+        return cls(accelerator, detectors, references, batch_size)
 
     def of_samples(self, sampler: ImageSampler, num_samples: int, stop: Callable[[], bool] = lambda: False) -> dict[str, float]:
         """Metrics of the images of seeds 0 .. num_samples - 1, each of a random class drawn from its seed.
@@ -90,7 +85,7 @@ class Evaluator:
         """
         features = shared_features_of_images(self.accelerator, images, self.detectors, self.batch_size, num_samples)
         if num_samples == len(images):
-            stored = [stored_statistics(images, detector) for detector in self.detectors]
+            stored = [stored_statistics(images, detector.name) for detector in self.detectors]
             features = [replace(one, statistics=known) for one, known in zip(features, stored)]
         labels = None if images.labels is None else torch.from_numpy(images.labels[:num_samples])
         return self._metrics(features, labels)
@@ -102,6 +97,17 @@ class Evaluator:
 
         with say_if_slow(log, "computing the metrics of %d images", len(samples[0])):
             return broadcast_object_list([compute() if self.accelerator.is_main_process else None])[0]
+
+
+def _load_reference(accelerator: Accelerator, images: ImageSet, detector: Detector, batch_size: int) -> Features | None:
+    """Features of all images with their statistics, on the main process; those that the file stores come first."""
+    is_main = accelerator.is_main_process
+    features = read_cache(images, detector) if is_main else None
+    if broadcast_object_list([features is None])[0]:  # on other nodes the folder may be another one
+        (features,) = shared_features_of_images(accelerator, images, [detector], batch_size)
+        if is_main and len(images):
+            features = write_cache(images, detector, features)
+    return replace(features, statistics=features.statistics | stored_statistics(images, detector.name)) if is_main else None
 
 
 def shared_features(accelerator: Accelerator, count: int, compute: Callable[[int, int], list[Features]]) -> list[Features]:

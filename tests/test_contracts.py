@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_shard
-from PIL import Image
 
 import guidance
 from common.errors import UserError
@@ -15,11 +14,6 @@ from dit import DiT
 from edm import EDM
 from edm.sampler import HeunSampler
 from evaluations import metrics
-from evaluations.digits_detector import DigitsDetector
-from evaluations.features import Features
-from evaluations.images import ImageFolder, adm_center_crop
-from evaluations.npz import NpzImages, write_npz
-from evaluations.statistics import Statistics
 from latents.autoencoders import from_uint8, to_uint8
 from latents.order import BatchOrder, read_batches
 from latents.shards import LatentDataset, draw_latents, mean_and_log_variance
@@ -230,26 +224,6 @@ def test_pixels_are_not_scaled_twice():
     refused("need uint8 .B, H, W, 3.", lambda: from_uint8(torch.zeros(1, 3, 8, 8, dtype=torch.uint8)))
 
 
-def test_a_grey_image_is_not_cropped_to_two_dimensions():
-    refused("the image has mode L", lambda: adm_center_crop(Image.new("L", (20, 20)), 8))
-
-
-def test_a_range_of_images_lies_in_the_file(tmp_path):
-    write_npz(tmp_path / "x.npz", PIXELS, (5, 8, 8, 3))
-    (tmp_path / "images").mkdir()
-    for i, image in enumerate(PIXELS):
-        Image.fromarray(image).save(tmp_path / "images" / f"{i}.png")
-    for images in (NpzImages(tmp_path / "x.npz"), ImageFolder(tmp_path / "images")):
-        for batch_size, start, stop in ((2, -2, 2), (2, 4, 2), (0, 0, 5), (-1, 0, 5)):
-            refused("need batch_size >= 1 and 0 <= start <= stop", partial(next, images.batches(batch_size, start, stop)))
-
-
-@pytest.mark.parametrize("labels", [np.array([0.5, 1, 2, 3, 4]), np.array([1])])
-def test_labels_of_an_npz_are_one_integer_per_image(labels, tmp_path):
-    refused("need integers .5.", lambda: write_npz(tmp_path / "x.npz", PIXELS, (5, 8, 8, 3), labels), UserError)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_grid_shows_every_image_with_its_label():
     refused("5 images .* do not fit 1 labels", lambda: labelled_grid(PIXELS, [1]))
     refused("2 images of shapes .* do not fit", lambda: labelled_grid([PIXELS[0], PIXELS[0][:4]], [1, 2]))
@@ -259,58 +233,13 @@ def test_a_grid_shows_every_image_with_its_label():
 # Metrics.
 
 
-@pytest.mark.parametrize("num_samples", [5, 20, 40, 41, 42, 60, 200])
-def test_the_frechet_distance_is_exact_for_any_number_of_samples(num_samples):
-    """Against |X1 X2^T| of the centred samples, which needs no eigenvalue of a singular matrix; D is 40."""
-    g = torch.Generator().manual_seed(num_samples)
-    first, second = (torch.randn(n, 40, generator=g, dtype=torch.float64) * (1 + i) for i, n in enumerate((num_samples, 300)))
-    (mu1, x1), (mu2, x2) = (((x.mean(0), (x - x.mean(0)) / (len(x) - 1) ** 0.5)) for x in (first, second))
-    trace_of_root = torch.linalg.svdvals(x1 @ x2.T).sum()
-    expected = (mu1 - mu2).square().sum() + x1.square().sum() + x2.square().sum() - 2 * trace_of_root
-    assert metrics.frechet_distance(first, second) == pytest.approx(expected.item(), rel=1e-10)
-    assert metrics.frechet_distance(second, first) == pytest.approx(expected.item(), rel=1e-10)
-
-
-@pytest.mark.parametrize("features", [FEATURES[:2].reshape(2, 2, 2, 2), FEATURES.to(torch.complex64)])
-def test_features_are_rows_of_real_numbers(features):
-    refused("need real numbers .N, D.", lambda: metrics.frechet_distance(features, features), UserError)
-
-
-def test_the_inception_score_takes_logits():
-    refused("these are probabilities or integers", lambda: metrics.inception_score(FEATURES.softmax(dim=1)), UserError)
-    refused("need real numbers .N, D.", lambda: metrics.inception_score(FEATURES.reshape(50, 4, 2)), UserError)
-
-
-def test_nan_logits_and_fractional_labels_agree_with_nothing():
-    labels = torch.zeros(50, dtype=torch.int64)
-    refused("NaN or infinity", lambda: metrics.class_agreement(torch.full((50, 3), float("nan")), labels), UserError)
-    refused("labels are torch.float32; need integers", lambda: metrics.class_agreement(FEATURES, labels + 0.5), UserError)
-
-
 def test_precision_and_recall_of_half_precision_do_not_overflow():
     g = torch.Generator().manual_seed(0)
     reference, samples = (100 * torch.randn(60, 64, generator=g).half() for _ in range(2))  # squared norms of 640,000
     assert metrics.precision_recall(reference, samples) == metrics.precision_recall(reference.double(), samples.double())
 
 
-def test_a_point_needs_as_many_others_as_neighbours():
-    refused("3 points have no 3-th nearest other point", lambda: metrics.neighbour_radii(FEATURES[:3], 3))
-
-
-@pytest.mark.parametrize("sigma", [[[1.0, 5.0], [0.0, 1.0]], [[-1.0, 0.0], [0.0, 1.0]]])
-def test_a_matrix_that_is_no_covariance_is_refused(sigma):
-    refused("sigma is no covariance", lambda: Statistics(torch.zeros(2).double(), torch.tensor(sigma).double()), UserError)
-
-
-def test_features_of_one_set_have_one_length():
-    refused("features must be .N, ....", lambda: Features("digits", pool=FEATURES, logits=FEATURES[:2]))
-
-
 def test_a_sampler_refuses_labels_that_the_network_does_not_know():
     sampler = ImageSampler(*[None] * 6, num_classes=10, scale_factor=1.0, device=CPU)
     for labels in ([1, 11], [-1, 2], [1]):
         refused("2 seeds need as many labels, each 0 to 10", partial(sampler, [0, 1], labels))
-
-
-def test_floats_are_no_images_for_a_detector():
-    refused("a detector takes uint8", lambda: DigitsDetector().features(torch.rand(2, 8, 8, 3)), UserError)

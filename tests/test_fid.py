@@ -10,7 +10,7 @@ from conftest import LAUNCH_2, REPOSITORY, composed, finish, forget_accelerate, 
 from PIL import Image
 
 from configs import schema
-from evaluations.suite import metric_name, metrics_of
+from evaluations.suite import display_name, metrics_of
 
 NAMES = [metric.name for metric in metrics_of("digits")]
 EVAL = ["eval.every=2", "eval.num_samples=70", "eval.num_steps=2", "eval.batch_size=35", "train.num_steps=4", "train.lr=1e-2"]
@@ -36,18 +36,6 @@ def fid(tmp_path):
         return [json.loads(line) for line in (tmp_path / output / "results.jsonl").read_text().splitlines()]
 
     return run
-
-
-@pytest.mark.parametrize(
-    ("arguments", "name"),
-    [
-        (("fid", 50_000, 1), "fid50k/cfg1.0"),
-        (("sfid", 5_000, 1.5), "sfid5k/cfg1.5"),
-        (("fd_digits", 250, 1.25), "fd_digits250/cfg1.25"),
-    ],
-)
-def test_sample_count_and_guidance_stand_in_the_name(arguments, name):
-    assert metric_name(*arguments) == name
 
 
 def test_training_is_the_same_with_and_without_evaluation(train):
@@ -103,7 +91,7 @@ def test_fid_gives_the_figures_of_training_and_sweeps_keep_what_is_done(train, f
         step, scale = int(line["point"]["checkpoint"][-7:]), line["point"]["cfg_scale"]
         assert list(line["metrics"]) == NAMES
         for name, value in line["metrics"].items():
-            assert value == pytest.approx(records[step][metric_name(name, 70, scale)], rel=1e-4)
+            assert value == pytest.approx(records[step][display_name(name, 70, scale)], rel=1e-4)
     with open(tmp_path / "out" / "results.csv") as f:
         rows = list(csv.DictReader(f))
     swept = [(row["run"], row["step"], row["cfg_scale"]) for row in rows]
@@ -172,7 +160,7 @@ def test_a_sit_run_is_evaluated_in_training_and_swept_over_solvers_and_guidance(
     in_training = evaluations(run)[4]
     lines = fid("out", f"checkpoint={run}", "solver=[heun,euler]")
     for name in NAMES:
-        assert lines[0]["metrics"][name] == pytest.approx(in_training[metric_name(name, 70, 1.0)], rel=1e-4)
+        assert lines[0]["metrics"][name] == pytest.approx(in_training[display_name(name, 70, 1.0)], rel=1e-4)
     assert [line["cost"]["network_evaluations"] for line in lines] == [3, 2]
     sparse = fid("out", f"checkpoint={run}", "guidance=sparse", "guidance.w=[1,2]")[2:]
     assert [(line["point"]["guidance"], line["point"]["guidance.w"]) for line in sparse] == [("sparse", 1.0), ("sparse", 2.0)]
@@ -229,12 +217,12 @@ def test_images_shared_unevenly_between_processes_come_back_in_order(tmp_path):
     code = """
 import numpy as np, torch
 from accelerate import Accelerator
-from evaluations.digits_detector import DigitsDetector
+from evaluations.classifiers import DIGITS_WEIGHTS, ClassifierDetector
 from evaluations.images import open_images
 from evaluations.reference import features_of_images
 from sampling.evaluator import shared_features, shared_features_of_images
 from evaluations.features import Features
-accelerator, detector = Accelerator(), DigitsDetector()
+accelerator, detector = Accelerator(), ClassifierDetector("digits", DIGITS_WEIGHTS)
 images = open_images('evaluations/digits_reference.npz')
 for stop in (1, 2, 7, 101):
     (together,) = shared_features_of_images(accelerator, images, [detector], 16, stop)

@@ -17,7 +17,7 @@ from huggingface_hub import close_session
 
 import prepare_latents
 from common.downloads import ANSWER_SEC, answer_within, download
-from evaluations import detector as detectors
+from evaluations import inception as detectors
 from latents import autoencoders
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -231,7 +231,7 @@ def test_fetch_without_a_network_has_a_line_for_each_of_both(seconds):
 
 def test_a_download_that_is_cut_off_leaves_nothing(server, tmp_path):
     with pytest.raises(ValueError, match="its SHA-256 is .* instead of 6726825d"):
-        detectors.fetch_weights(show_progress=False)
+        detectors.fetch_weights()
     assert not [file for file in tmp_path.rglob("*") if "weights-inception" in file.name]
 
 

@@ -7,11 +7,10 @@ import sys
 import time
 
 import pytest
-from conftest import TINY, composed, finish, forget_accelerate, start
+from conftest import TINY, finish, start
 
 from common import progress
 from common.progress import LogHandler, progress_bar, say_if_slow
-from evaluations import suite
 
 log = logging.getLogger("test")
 
@@ -132,18 +131,6 @@ def test_only_a_long_wait_is_announced(caplog, monkeypatch):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # A run.
-
-
-def test_a_caveat_is_logged_once_per_run_and_not_at_every_scale_and_evaluation(tmp_path, caplog):
-    import train as script
-
-    suite._warn_once.cache_clear()
-    forget_accelerate()
-    overrides = ["eval.every=3", "eval.num_samples=8", "eval.cfg_scales=[1.0,1.5]", "eval.num_steps=2"]
-    with caplog.at_level(logging.INFO):
-        script.main(composed([*TINY, "name=x", f"output_dir={tmp_path}", *overrides]))
-    assert sum("the distance biased upwards" in message or "fewer than the" in message for message in caplog.messages) == 1
-    assert [message.split(":")[0] for message in caplog.messages if message.startswith("step ")] == ["step 3", "step 6"]
 
 
 def test_the_log_of_a_run_holds_whole_lines(tmp_path):

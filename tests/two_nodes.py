@@ -13,9 +13,7 @@ from accelerate import Accelerator
 from conftest import TINY, composed, forget_accelerate
 
 from common.errors import UserError
-from evaluations.digits_detector import DigitsDetector
-from evaluations.images import open_images
-from evaluations.reference import cache_file
+from evaluations.classifiers import ClassifierDetector
 
 FID = ["num_samples=4", "batch_size=2", "num_steps=2", "cpu_threads=1", "reference=reference.npz"]
 FEW = ["seeds=0-2", "num_steps=2", "cpu_threads=1"]
@@ -44,19 +42,20 @@ def main(folder: Path) -> None:
     rank = int(os.environ["RANK"])
     os.chdir(folder / f"node{rank}")
     computed = []
-    features = DigitsDetector.features
+    features = ClassifierDetector.features
 
     def count(detector, images):
         computed.append(len(images))
         return features(detector, images)
 
     # A second process group could not be opened in the same launch.
-    with mock.patch.object(Accelerator, "end_training", lambda self: None), mock.patch.object(DigitsDetector, "features", count):
+    patch = mock.patch.object
+    with patch(Accelerator, "end_training", lambda self: None), patch(ClassifierDetector, "features", count):
         for name, (script, arguments) in RUNS.items():
             forget_accelerate()
             computed.clear()
             if name == "cached_here" and rank == 1:
-                cache_file(open_images("reference.npz"), DigitsDetector).unlink()
+                Path("reference.npz.digits-features.safetensors").unlink()
             arguments = [argument.format(shared=folder / "shared") for argument in arguments]
             result = {"error": None}
             try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -18,16 +17,7 @@ from configs import schema
 from configs.settings import validate
 from edm import EDM
 from edm.sampler import HeunSampler
-from evaluations.detector import InceptionDetector, fetch_weights
-from evaluations.digits_detector import DigitsDetector
-from evaluations.digits_encoder import DigitsEncoder
-from evaluations.dinov2_detector import DINOV2, DINOv2Detector
-from evaluations.encoders import EXAMPLE, Encoder, find_encoder_weights
-from evaluations.features import Detector
-from evaluations.images import ImageSet, open_images
-from evaluations.reference import check_reference
-from evaluations.small_detector import MAKE, SmallDetector
-from evaluations.suite import set_of
+from evaluations.vit import DINOV2_B, Encoder
 from extras.alignment import Alignment, Projector
 from extras.ddpm import DDPM
 from extras.ddpm.sampler import AncestralSampler
@@ -297,11 +287,6 @@ def check_alignment(cfg: schema.TrainConfig, dataset: Dataset) -> None:
             f"alignment.encoder={settings.encoder} needs the images of the latents, and {dataset.path} holds {held}; make other "
             f"shards: {_command_for_alignment(cfg, dataset.info)}"
         )
-    elif settings.encoder == DigitsEncoder.name and dataset.info.resolution != (own := DigitsEncoder.resolution):
-        raise UserError(
-            f"alignment.encoder=digits sees images of {own}x{own} pixels, and those of {dataset.path} have "
-            f"{dataset.info.resolution}; use alignment.encoder={EXAMPLE}"
-        )
 
 
 def _is_aligned(cfg: schema.TrainConfig) -> bool:
@@ -346,30 +331,19 @@ def build_alignment(cfg: schema.TrainConfig, dataset: LatentDataset, accelerator
 
 def build_encoder(
     name: str, weights: str | None, grid: int, accelerator: Accelerator, precision: str, key: str
-) -> Encoder | DigitsEncoder:
+) -> Encoder:
     """The encoder of alignment, with `grid` patches along one side of an image. Raises UserError where it cannot be had.
 
     Args:
         precision: fp32 | bf16.
-        key: that gave `name`, for the messages; that of the weights is derived from it.
+        key: that gave `name`, for the messages.
     """
-    weights_key = "alignment.weights" if key == "alignment.encoder" else f"{key}_weights"
-    if name == DigitsEncoder.name:
-        if weights is not None or grid != DigitsEncoder.grid:
-            found, own = f"{weights_key}={weights}" if weights is not None else f"{grid}x{grid} tokens", DigitsEncoder.grid
-            raise UserError(
-                f"{key}=digits has weights of its own and {own}x{own} patches, which do not fit {found}; it is for "
-                "data=digits with patches of 2 pixels (model.backbone=DiT-XS/2)"
-            )
-        return DigitsEncoder(accelerator.device)
     patch = re.search(r"_patch(\d+)_", name)
     if patch is None:
-        raise UserError(f"{key}={name} has no patches of a known size (_patch<N>_) in its name; use {EXAMPLE}")
+        raise UserError(f"{key}={name} has no patches of a known size (_patch<N>_) in its name; use {DINOV2_B}")
     size = int(patch[1]) * grid
-    # As REPA shows images to its encoder: bicubic without antialias.
-    how = dict(antialias=False, precision=precision, key=weights_key)
     with accelerator.local_main_process_first():  # one process of a machine downloads, the others find the file
-        return Encoder(name, weights, size, accelerator.device, **how)
+        return Encoder(name, weights, size, accelerator.device, precision=precision)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -473,45 +447,3 @@ def build_autoencoder(cfg: schema.TrainConfig, device: torch.device) -> autoenco
         return autoencoders.build(cfg.data.autoencoder, device, cfg.data.in_channels, "data.autoencoder")
     except UserError as e:
         raise UserError(f"{e}; or train without looking at samples: sample.every=0 eval.every=0") from e
-
-
-def build_detectors(settings: schema.DetectorSettings, accelerator: Accelerator) -> list[Detector]:
-    """What evaluation.* asks for, on this process's device. Raises UserError where the weights cannot be had."""
-    return [_build_detector(name, settings, accelerator) for name in settings.all_detectors]
-
-
-def _build_detector(name: str, settings: schema.DetectorSettings, accelerator: Accelerator) -> Detector:
-    how = (accelerator.device, settings.precision, settings.compile)
-    if name == DigitsDetector.name:
-        return DigitsDetector(accelerator.device)
-    if set_of(name):
-        if settings.weights is None:
-            raise UserError(f"evaluation.detector={name} needs evaluation.weights=<its file>; make it: {MAKE}")
-        return SmallDetector(name, settings.weights, accelerator.device)
-    if name == DINOv2Detector.name:
-        with accelerator.local_main_process_first():  # one process of a machine downloads, the others find the file
-            weights = find_encoder_weights(DINOV2, settings.dinov2_weights, "evaluation.dinov2_weights")
-        return DINOv2Detector(weights, *how)
-    with accelerator.local_main_process_first():
-        weights = settings.weights or fetch_weights(accelerator.is_local_main_process)
-    return InceptionDetector(weights, *how)
-
-
-def open_reference(path: str | None, key: str, detectors: Sequence[str]) -> ImageSet:
-    """The reference that `key` names, for detectors by name."""
-    if path is None:
-        raise UserError(
-            f"{key} is not set: give a reference batch, VIRTUAL_imagenet256_labeled.npz of ADM's evaluation suite, say, or a "
-            "folder of images"
-        )
-    if not (Path(path).is_dir() or Path(path).is_file()):
-        found = "is not a file" if Path(path).exists() else "does not exist"
-        adm = "https://github.com/openai/guided-diffusion/tree/main/evaluations"
-        raise UserError(
-            f"{key}={path} {found}; reference batches are at {adm}, and `prepare_latents.py reference` makes one of "
-            "images of your own"
-        )
-    images = open_images(path)
-    for name in detectors:  # before their weights are downloaded
-        check_reference(images, name)
-    return images

@@ -21,7 +21,7 @@ from common.errors import UserError
 from common.files import whole_file
 from common.progress import progress_bar, say_if_slow
 from common.randomness import StepRandom
-from evaluations.suite import format_metrics, metric_name
+from evaluations.suite import display_name, format_metrics
 from extras.alignment import Alignment, TappedNetwork
 from latents.order import BatchOrder, Fetch, read_batches
 from latents.shards import LatentDataset, latents_for_network
@@ -362,7 +362,7 @@ class Trainer:
         with self.ema.full_weights():
             for cfg_scale, sampler in self.evaluation.samplers.items():
                 scores = self.evaluation.evaluator.of_samples(sampler, num_samples, stop)
-                record |= {metric_name(metric, num_samples, cfg_scale): value for metric, value in scores.items()}
+                record |= {display_name(metric, num_samples, cfg_scale): value for metric, value in scores.items()}
         if is_main:
             self.run.log_metrics({"step": self.step, **record, "evaluation_sec": time.perf_counter() - start_sec})
             log.info("step %d: %s", self.step, format_metrics(record))

@@ -28,9 +28,9 @@ from configs import command_line as cli
 from configs.schema import Precision
 from configs.settings import Count, Settings, Whole
 from evaluations import metrics
-from evaluations.detector import LAYER_SIZES, InceptionDetector
 from evaluations.features import Features, extract
-from evaluations.statistics import statistics_of
+from evaluations.inception import LAYER_SIZES, InceptionDetector
+from evaluations.metrics import statistics_of
 from evaluations.suite import evaluate
 from extras.benchmarks.harness import choose_device, describe_machine, emit, time_ms
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from evaluations.detector import InceptionDetector
+from evaluations.inception import InceptionDetector
 from evaluations.suite import evaluate
 from extras.benchmarks.evaluation import random_features, random_weights
 
