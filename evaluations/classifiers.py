@@ -89,10 +89,10 @@ class ClassifierDetector:
         try:
             with safe_open(weights, framework="pt") as f:
                 about = json.loads(f.metadata()["about"])
+            if about["detector"] != name:
+                raise ValueError(f"it is of {about['detector']}")
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as e:
-            raise UserError(f"evaluation.weights={weights} is no detector of small pictures ({first_line(e)})") from e
-        if about["detector"] != name:
-            raise UserError(f"evaluation.weights={weights} is of evaluation.detector={about['detector']}, not {name}")
+            raise UserError(f"evaluation.weights={weights} is no file of evaluation.detector={name} ({first_line(e)})") from e
         self._size = about["resolution"]
         net = _network(about)
         net.load_state_dict(load_file(weights))
@@ -115,13 +115,9 @@ class ClassifierDetector:
 
 
 def fit(net: nn.Module, images: Tensor, labels: Tensor, one_in: int, num_epochs: int) -> float:
-    """Train a classifier in place; returns its accuracy on the images held out.
+    """Train a classifier in place on uint8 [N, H, W, 3] and labels [N]; one image in `one_in` is held out.
 
-    The same on every run on one machine with the same number of threads.
-
-    Args:
-        images: uint8 [N, H, W, 3]; `labels` are [N] int64.
-        one_in: one image in so many is held out.
+    Returns the accuracy on those held out. The same on every run on one machine with the same number of threads.
     """
     shuffled = torch.from_numpy(np.random.default_rng(0).permutation(len(images)))
     held_out, training = shuffled.tensor_split([len(images) // one_in])

@@ -77,12 +77,9 @@ def extract(detectors: Sequence[Detector], batches: Iterable[np.ndarray]) -> lis
         UserError: features that are not finite.
     """
     parts: list[list[dict[str, Tensor]]] = [[] for _ in detectors]
-
-    def compute(batch: np.ndarray) -> list[Features]:
-        return [detector.features(batch) for detector in detectors]
-
+    computed = ([detector.features(batch) for detector in detectors] for batch in batches)
     # Copying to the CPU waits for the device, so the device gets the next batch before one is copied.
-    for computing, _ in pairwise(chain(map(compute, batches), [None])):
+    for computing, _ in pairwise(chain(computed, [None])):
         for done, features in zip(parts, computing):
             part = {name: x.cpu() for name, x in features.tensors().items()}
             for name, x in part.items():

@@ -66,7 +66,7 @@ class ImageFolder:
     """
 
     def __init__(self, path: str | Path, convert_to_rgb: bool = False, crop: int | None = None):
-        self.path, self.convert_to_rgb, self.crop = Path(path), convert_to_rgb, crop
+        self.path, self.convert_to_rgb, self.crop, self.shape = Path(path), convert_to_rgb, crop, ()
         self.files = [self.path / name for name in list_images(self.path, SUFFIXES)]
         if not self.files:
             raise UserError(f"{self.path} holds no images ({', '.join(SUFFIXES)})")
@@ -81,12 +81,7 @@ class ImageFolder:
         files = self.files[start:stop]
         with ThreadPoolExecutor(8) as pool:
             for i in range(0, len(files), batch_size):
-                batch = files[i : i + batch_size]
-                images = list(pool.map(self._read, batch))
-                for file, image in zip(batch, images):
-                    if image.shape != self.shape[1:]:
-                        raise UserError(f"{file} is {image.shape}, {self.files[0]} {self.shape[1:]}; all must be of one size")
-                yield np.stack(images)
+                yield np.stack(list(pool.map(self._read, files[i : i + batch_size])))
 
     def fingerprint(self) -> str:
         """Number of files and a hash of their names, sizes and times of change; reading them would take as long as their use."""
@@ -100,6 +95,8 @@ class ImageFolder:
             with Image.open(file) as image:
                 if image.mode != "RGB" and not (self.convert_to_rgb and image.mode in CONVERTIBLE_MODES):
                     raise ValueError(f"mode {image.mode}, not 8-bit RGB")
+                if self.shape and (image.height, image.width) != self.shape[1:3]:
+                    raise ValueError(f"{image.width}x{image.height} pixels; all must be of one size")
                 return np.array(image.convert("RGB"))
         except DECODE_ERRORS as e:  # and read_rgb's UserError
             raise UserError(f"{file} cannot be used ({e})") from e

@@ -48,8 +48,8 @@ class InceptionDetector:
 
     Args:
         weights: a file, torch-fidelity's or pytorch-fid's; None: fetch_weights().
-        precision: `fp32`, or `bf16` (mixed): faster, but other features (the pooled ones move by 2 to 12% under random
-            weights), so its scores compare only with each other.
+        precision: `fp32`, or `bf16` (mixed): faster, but its scores compare only with each other (pooled features move by 2 to
+            12% under random weights).
         compile: with torch.compile; the first batch of every shape takes a minute.
 
     Raises:
@@ -59,11 +59,7 @@ class InceptionDetector:
     name = "inception"
 
     def __init__(
-        self,
-        weights: str | Path | None = None,
-        device: torch.device | str = "cpu",
-        precision: str = "fp32",
-        compile: bool = False,
+        self, weights: str | Path | None, device: torch.device | str = "cpu", precision: str = "fp32", compile: bool = False
     ):
         self.device, self.precision = torch.device(device), precision
         file = fetch_weights() if weights is None else Path(weights)

@@ -53,8 +53,7 @@ def stored_statistics(images: ImageSet, detector: str) -> dict[str, Statistics]:
 
 def cache_file(images: ImageSet, detector: Detector) -> Path:
     """VIRTUAL_x.npz -> VIRTUAL_x.npz.inception-features.safetensors; the same beside a folder."""
-    path = images.path.resolve()
-    return path.with_name(f"{path.name}.{detector.name}-features.safetensors")
+    return Path(f"{images.path.resolve()}.{detector.name}-features.safetensors")
 
 
 def _cache_key(images: ImageSet, detector: Detector) -> dict[str, str]:

@@ -10,7 +10,6 @@ import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -56,13 +55,14 @@ class Metric:
     Attributes:
         name: `{}` stands for the detector or its set. Each detector has its own names, because its features give other numbers.
         detectors: by name; `small` for the detector of any set of small pictures.
+        direction: `lower` or `higher` is better.
         format: a format specification, for people; files keep full precision.
         compute: the value, or None where there is too little to compute it from.
     """
 
     name: str
     detectors: tuple[str, ...]
-    direction: Literal["lower", "higher"]
+    direction: str
     format: str
     compute: Callable[[FeaturePair], float | None]
 
@@ -105,11 +105,7 @@ def evaluate(
 ) -> dict[str, float]:
     """The metrics of the detector of both sides by name, in the order of the table, without those that cannot be computed.
 
-    `class_agreement` needs labels; precision and recall need images on both sides, not only stored statistics.
-
-    Args:
-        labels: [N] int64, the classes that were asked for, in the order of the samples.
-        device: for the neighbour search.
+    labels: [N] int64, the classes that were asked for, in the order of the samples. device: for the neighbour search.
     """
     pair = FeaturePair(reference, samples, labels, device)
     values = {metric.name: metric.compute(pair) for metric in metrics_of(samples.detector)}
@@ -129,7 +125,7 @@ def display_name(metric: str, num_samples: int, cfg_scale: float | None = None) 
 
 
 def format_metric(metric: str, value: float) -> str:
-    """A value as people read it: in the table's format, four significant digits for other names."""
+    """A value in the table's format; four significant digits for other names."""
     found = find_metric(metric)
     return f"{value:{found.format if found else '.4g'}}"
 

@@ -93,25 +93,14 @@ class Encoder:
 class DINOv2Detector:
     """The class token, [N, 1024], of images that are resized to 224x224 pixels.
 
-    FD-DINOv2 as in EDM2's code (arXiv 2312.02696, after dgm-eval, arXiv 2306.04675): bicubic with antialias in torch,
-    ImageNet's mean and deviation, positions resampled by DINOv2's own code.
-
-    Args:
-        weights: a file, timm's or the authors'; None: from the Hugging Face hub's cache, or downloaded.
-        precision, compile: as for `Encoder`.
-
-    Raises:
-        UserError: the weights are missing, unreadable or of another network.
+    FD-DINOv2 as in EDM2's code (arXiv 2312.02696, after dgm-eval, arXiv 2306.04675). Arguments and errors are those of
+    `Encoder`.
     """
 
     name = "dinov2"
 
     def __init__(
-        self,
-        weights: str | Path | None = None,
-        device: torch.device | str = "cpu",
-        precision: str = "fp32",
-        compile: bool = False,
+        self, weights: str | Path | None, device: torch.device | str = "cpu", precision: str = "fp32", compile: bool = False
     ):
         self._encoder = Encoder(DINOV2_L, weights, 224, device, recipe="edm2", precision=precision, compile=compile)
         self.weights_hash = self._encoder.weights_hash
@@ -141,8 +130,7 @@ def _build(name: str, input_size: int) -> tuple[nn.Module, tuple[float, ...], tu
 def find_encoder_weights(name: str, weights: str | Path | None = None) -> Path:
     """The file of weights: `weights` itself, or that of timm's model on the Hugging Face hub, downloaded if it is not cached.
 
-    Raises:
-        UserError: it is not there and cannot be downloaded.
+    Raises UserError where it cannot be downloaded.
     """
     repository = f"timm/{name}"
     if weights is not None:

@@ -12,7 +12,6 @@ from stand_ins import untrained_encoder
 import fid as fid_script
 import prepare_latents
 from common.errors import UserError
-from configs import schema
 from evaluations import npz, vit
 from evaluations.images import open_images
 from evaluations.npz import write_npz
@@ -107,12 +106,3 @@ def test_statistics_of_both_detectors_are_written_and_used(tmp_path, images, ref
         np.savez(tmp_path / "adm.npz", mu=stored["mu"], sigma=stored["sigma"])
     with pytest.raises(UserError, match=r"r=.*adm.npz holds no images and no statistics of the dinov2 detector"):
         open_reference(str(tmp_path / "adm.npz"), "r", ["inception", "dinov2"])
-
-
-def test_the_detectors_of_a_configuration_are_one_or_both():
-    evaluation = lambda *overrides: schema.check(composed(overrides), schema.TrainConfig).evaluation  # noqa: E731
-    assert evaluation("evaluation.detectors=[inception,dinov2]").all_detectors == ["inception", "dinov2"]
-    assert evaluation("evaluation.detector=dinov2").all_detectors == ["dinov2"] and evaluation().all_detectors == ["digits"]
-    for wrong in ("detectors=[inception,inception]", "detectors=[digits]", "detectors=[]", "detector=small-digits"):
-        with pytest.raises(UserError, match=f"evaluation.{wrong.partition('=')[0]}"):
-            evaluation(f"evaluation.{wrong}")

@@ -154,5 +154,5 @@ def test_a_broken_image_and_one_of_another_size_are_named(tmp_path):
         with pytest.raises(UserError, match=r"c\.png cannot be used"):
             read(ImageFolder(tmp_path), 2)
     Image.fromarray(make_images(1, 5, 7)[0]).save(tmp_path / "c.png")
-    with pytest.raises(UserError, match=r"c\.png is \(5, 7, 3\), .*a\.png \(64, 64, 3\); all must be of one size"):
+    with pytest.raises(UserError, match=r"c\.png cannot be used \(7x5 pixels; all must be of one size"):
         read(ImageFolder(tmp_path), 2)
