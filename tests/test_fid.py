@@ -65,11 +65,11 @@ def test_an_evaluation_that_an_interruption_cut_off_is_made_up_for(train):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("evaluation.reference=null", "evaluation.reference is not set: give a reference batch"),
+        ("evaluation.reference=null", "evaluation.reference=None does not exist; give a folder"),
         ("evaluation.reference=/nonexistent.npz", "/nonexistent.npz does not exist"),
         (
             "evaluation.detector=inception evaluation.weights=/nonexistent.pth",
-            "evaluation.weights=/nonexistent.pth does not exist",
+            "/nonexistent.pth does not hold Inception",
         ),
     ],
 )
@@ -246,8 +246,8 @@ accelerator.end_training()
         ([], "give one of checkpoint=, checkpoints= and images=, not none of them"),
         (["images=a.npz", "checkpoint=b"], "not checkpoint and images"),
         (["checkpoints=nowhere"], "checkpoints: nowhere is not a folder; give a checkpoint such as"),
-        (["images=a.npz"], "reference is not set"),
-        (["images=/nonexistent.npz", "reference=evaluations/digits_reference.npz"], "/nonexistent.npz does not exist"),
+        (["images=a.npz"], "reference=None does not exist"),
+        (["images=/nonexistent.npz", "reference=evaluations/digits_reference.npz"], "/nonexistent.npz is neither"),
         (
             ["images=evaluations/digits_reference.npz", "reference=evaluations/digits_reference.npz", "num_samples=1798"],
             "holds 1797",
