@@ -85,6 +85,16 @@ def train(tmp_path):
     return partial(run_train, tmp_path)
 
 
+@pytest.fixture(scope="session")
+def inception_weights(tmp_path_factory):
+    """The file of an untrained Inception, made once: 95 MB."""
+    from stand_ins import untrained_inception
+
+    file = tmp_path_factory.mktemp("inception") / "inception.pth"
+    untrained_inception(file)
+    return file
+
+
 def start(*arguments, launcher=(), **popen_settings):
     """Start `python <launcher> <arguments>` in a process of its own, on the CPU, in the repository."""
     return subprocess.Popen(
