@@ -32,7 +32,7 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_APPEND
 _CONTEXT = multiprocessing.get_context("forkserver")
 # All commands, and what they import late.
 _IMPORTED = "train sample fid prepare_latents hydra._internal.hydra matplotlib.pyplot scipy.linalg timm.layers torch._dynamo"
-_IMPORTED += " torch.distributed.nn.functional evaluations.digits_detector"
+_IMPORTED += " torch.distributed.nn.functional evaluations.classifiers"
 
 
 def start_server():

@@ -5,9 +5,9 @@ import shutil
 
 import pytest
 from conftest import LAUNCH_2, finish, losses, run_train, start
+from evaluations.digits_detector import DigitsDetector
 
 from common.files import REPOSITORY
-from evaluations.digits_detector import DigitsDetector
 from evaluations.images import open_images
 from evaluations.reference import load_reference
 

@@ -19,8 +19,8 @@ from common.errors import UserError
 from configs import experiments, schema
 from configs.command_line import CONFIGS, check
 from configs.settings import Count, Whole
-from evaluations.detector import LAYER_SIZES
 from evaluations.features import Features
+from evaluations.inception import LAYER_SIZES
 from evaluations.suite import evaluate
 from extras.benchmarks.harness import TimedRow, measure, report
 from latents import autoencoders
