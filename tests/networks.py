@@ -221,7 +221,7 @@ NETWORKS = {
 }  # fmt: skip
 
 
-def randomized_network(name, **settings):
+def build(name, **settings):
     """The same random weights every time; layers that start at zero are random too, so that every part matters."""
     torch.manual_seed(0)
     module, _, cls = NETWORKS[name].path.rpartition(".")
@@ -234,9 +234,9 @@ def randomized_network(name, **settings):
 
 
 @cache
-def cached_network(name):
+def cached(name):
     """Shared between tests, which leave it as they found it."""
-    return randomized_network(name)
+    return build(name)
 
 
 def call(network, inputs):
@@ -256,12 +256,12 @@ def run(network, inputs):
     return output.detach(), grads
 
 
-def worst_difference(ours, theirs):
+def difference(ours, theirs):
     """Largest absolute difference, relative to values above one; of tensors, or of what `run` returns."""
     if isinstance(ours, torch.Tensor):
         return ((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1)).item()
     assert ours[1].keys() == theirs[1].keys()
-    return max(worst_difference(ours[0], theirs[0]), *(worst_difference(ours[1][key], theirs[1][key]) for key in ours[1]))
+    return max(difference(ours[0], theirs[0]), *(difference(ours[1][key], theirs[1][key]) for key in ours[1]))
 
 
 def blocks_of(network, case):

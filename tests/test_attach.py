@@ -5,21 +5,7 @@ from functools import partial
 import pytest
 import torch
 from conftest import finish, start
-from networks import (
-    NETWORKS,
-    B,
-    N,
-    blocks_of,
-    cached_network,
-    call,
-    generator,
-    normal,
-    randomized_network,
-    reference,
-    run,
-    skipped,
-    worst_difference,
-)
+from networks import NETWORKS, B, N, blocks_of, build, cached, call, difference, generator, normal, reference, run, skipped
 
 from extras.attach import PRESETS, Adapter, BlockList, TokenAxis, attach, attached
 from extras.attach import hooks as hooks_module
@@ -34,7 +20,7 @@ TOLERANCE = 1e-5  # 4 blocks in float32 differ by up to 4e-7 here; rotary positi
 @pytest.mark.parametrize(("routes", "per_sample"), [(ONE, True), (TWO, False)], ids=["subset per sample", "shared subset, twice"])
 @pytest.mark.parametrize(("name", "variant"), VARIANTS)
 def test_a_routed_network_equals_full_length_blocks_with_skipping_tokens_barred_and_restored(name, variant, routes, per_sample):
-    case, network = NETWORKS[name], cached_network(name)
+    case, network = NETWORKS[name], cached(name)
     inputs = case.inputs(variant)
     _, dense_grads = run(network, inputs)
     attachment = attach(network, routes, per_sample=per_sample)
@@ -46,13 +32,13 @@ def test_a_routed_network_equals_full_length_blocks_with_skipping_tokens_barred_
         assert (skip.sum(1) == int(case.num_tokens * route.selection_ratio)).all()
         assert (skip == skip[0]).all() == (not per_sample)
     with reference(network, case, windows, variant):
-        assert worst_difference(results, run(network, inputs)) < TOLERANCE
+        assert difference(results, run(network, inputs)) < TOLERANCE
     assert results[1].keys() == dense_grads.keys()
 
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_evaluation_and_passes_without_gradients_are_bit_identical_to_the_plain_network(name):
-    case, network = NETWORKS[name], cached_network(name)
+    case, network = NETWORKS[name], cached(name)
     inputs = case.inputs(case.variant)
     try:
         expected, expected_grads = run(network.eval(), inputs)
@@ -74,7 +60,7 @@ def test_evaluation_and_passes_without_gradients_are_bit_identical_to_the_plain_
 
 @pytest.mark.parametrize("name", [name for name in NETWORKS if NETWORKS[name].positions])
 def test_the_reference_notices_rotary_positions_of_other_tokens(name, monkeypatch):
-    case, network = NETWORKS[name], cached_network(name)
+    case, network = NETWORKS[name], cached(name)
     inputs, gather = case.inputs(False), hooks_module.gather_axis
 
     def gather_first(x, index, dim, shared):
@@ -88,7 +74,7 @@ def test_the_reference_notices_rotary_positions_of_other_tokens(name, monkeypatc
     windows = skipped(attachment, case.num_tokens)
     attachment.detach()
     with reference(network, case, windows):
-        assert worst_difference(output, call(network, inputs)) > 10 * TOLERANCE
+        assert difference(output, call(network, inputs)) > 10 * TOLERANCE
 
 
 def test_positions_of_a_routed_block_answer_only_what_attention_asks():
@@ -110,7 +96,7 @@ def test_routing_imports_none_of_the_libraries_whose_networks_it_routes():
 
 
 def test_a_tread_config_of_simpletuner_is_accepted_as_it_is_and_counts_through_all_lists_of_blocks():
-    network = cached_network("Flux")  # 2 double and 2 single blocks
+    network = cached("Flux")  # 2 double and 2 single blocks
     routes = [dict(selection_ratio=0.3, start_layer_idx=0, end_layer_idx=1), Route(0.7, -2, -1)]
     for config in (routes, {"routes": routes}, {"tread_config": {"routes": routes}}):
         attachment = attach(network, config)
@@ -136,7 +122,7 @@ def test_a_tread_config_of_simpletuner_is_accepted_as_it_is_and_counts_through_a
     ],
 )
 def test_routes_that_cannot_be_are_refused(routes, error, message):
-    network = cached_network("PixArt")
+    network = cached("PixArt")
     with pytest.raises(error, match=message):
         attach(network, routes)
     assert attached(network) is None
@@ -146,10 +132,10 @@ def test_networks_and_adapters_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="Linear is not known.*adapter=.*dit.DiT.*VisionTransformer"):
         attach(torch.nn.Linear(2, 2), "balanced")
     with pytest.raises(ValueError, match="router.routes="):
-        attach(randomized_network("DiT", routes=TWO), ONE)
+        attach(build("DiT", routes=TWO), ONE)
     with pytest.raises(ValueError, match="patch_drop.prob=0.5"):
-        attach(randomized_network("timm", patch_drop_rate=0.5), ONE)
-    network = cached_network("PixArt")
+        attach(build("timm", patch_drop_rate=0.5), ONE)
+    network = cached("PixArt")
     wrong = Adapter("pos_embed", (BlockList("transformer_blocks", "x"),))
     with pytest.raises(ValueError, match="BasicTransformerBlock has no argument {'x'}"):
         attach(network, ONE, adapter=wrong)
@@ -157,7 +143,7 @@ def test_networks_and_adapters_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="is routed already"):
         attach(network, ONE)
     attachment.detach()
-    z_image, images = cached_network("ZImage"), [normal(4, 1, 8, 8), normal(4, 1, 8, 4), normal(4, 1, 8, 8)]
+    z_image, images = cached("ZImage"), [normal(4, 1, 8, 8), normal(4, 1, 8, 4), normal(4, 1, 8, 8)]
     attachment = attach(z_image, ONE)
     with pytest.raises(ValueError, match="x holds images of shapes.*one size"):
         call(z_image, NETWORKS["ZImage"].inputs(False) | {"x": images})
@@ -205,7 +191,7 @@ def test_a_network_of_ones_own_is_routed_by_describing_it():
 @pytest.mark.parametrize("name", ["PixArt", "Flux2", "Lumina2", "ZImage", "timm"])
 @pytest.mark.parametrize("inverse", [False, True])
 def test_importance_selects_by_the_image_tokens_that_arrive_at_the_route(name, inverse):
-    case, network = NETWORKS[name], cached_network(name)
+    case, network = NETWORKS[name], cached(name)
     arrived, layer = [], 2  # in the single blocks of Flux2: a joint sequence
     hook = blocks_of(network, case)[layer][0].register_forward_pre_hook(
         lambda module, args, kwargs: arrived.append(kwargs.get(case.argument, args[0] if args else None)), with_kwargs=True
@@ -225,16 +211,16 @@ def test_importance_selects_by_the_image_tokens_that_arrive_at_the_route(name, i
 @pytest.mark.parametrize("selection", SELECTIONS)
 @pytest.mark.parametrize("name", ["DiT", "LightningDiT"])
 def test_our_own_networks_route_themselves_as_attach_routes_them(name, selection):
-    own, plain = randomized_network(name, routes=TWO, selection=selection), randomized_network(name)
+    own, plain = build(name, routes=TWO, selection=selection), build(name)
     inputs = NETWORKS[name].inputs(False)
     attach(plain, TWO, selection=selection, generator=generator(4))
-    assert worst_difference(run(plain, inputs), run(own, inputs | {"generator": generator(4)})) < TOLERANCE
+    assert difference(run(plain, inputs), run(own, inputs | {"generator": generator(4)})) < TOLERANCE
 
 
 @pytest.mark.parametrize("selection", SELECTIONS)
 @pytest.mark.parametrize("per_sample", [True, False])
 def test_forced_tokens_never_skip_the_count_is_raised_for_the_batch_and_the_saving_is_reported(selection, per_sample):
-    network, inputs = cached_network("Flux2"), NETWORKS["Flux2"].inputs(False)
+    network, inputs = cached("Flux2"), NETWORKS["Flux2"].inputs(False)
     mask = torch.zeros(B, N, dtype=torch.bool)
     mask[0, 2:14] = True  # 12 of 16: more than half
     mask[1, 15] = True
@@ -258,7 +244,7 @@ def test_forced_tokens_never_skip_the_count_is_raised_for_the_batch_and_the_savi
 
 
 def test_uniform_subsets_differ_between_samples_passes_and_routes_and_follow_the_generator():
-    network, inputs = cached_network("PixArt"), NETWORKS["PixArt"].inputs(False)
+    network, inputs = cached("PixArt"), NETWORKS["PixArt"].inputs(False)
     draws = []
     for seed in (1, 1, 2):
         attachment = attach(network, [Route(0.5, 0, 1), Route(0.5, 2, 3)], generator=generator(seed))
@@ -274,7 +260,7 @@ def test_uniform_subsets_differ_between_samples_passes_and_routes_and_follow_the
 
 @pytest.mark.parametrize("name", ["Flux", "timm"])
 def test_routing_can_be_forced_in_evaluation_for_sparse_guidance(name):
-    case, network = NETWORKS[name], randomized_network(name).eval()
+    case, network = NETWORKS[name], build(name).eval()
     inputs = case.inputs(False)
     attachment = attach(network, TWO)
     with torch.no_grad():
@@ -287,7 +273,7 @@ def test_routing_can_be_forced_in_evaluation_for_sparse_guidance(name):
         windows = skipped(attachment)
         assert torch.equal(call(network, inputs), dense)
     with attachment.routed(0.0):  # and off in training
-        assert worst_difference(call(network.train(), inputs), dense) < TOLERANCE
+        assert difference(call(network.train(), inputs), dense) < TOLERANCE
     attachment.detach()
     with reference(network.eval(), case, windows):
-        assert worst_difference(output, call(network, inputs)) < TOLERANCE
+        assert difference(output, call(network, inputs)) < TOLERANCE

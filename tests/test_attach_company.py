@@ -6,21 +6,7 @@ import io
 import pytest
 import torch
 import torch._dynamo
-from networks import (
-    NETWORKS,
-    B,
-    N,
-    blocks_of,
-    cached_network,
-    call,
-    generator,
-    normal,
-    randomized_network,
-    reference,
-    run,
-    skipped,
-    worst_difference,
-)
+from networks import NETWORKS, B, N, blocks_of, build, cached, call, difference, generator, normal, reference, run, skipped
 from torch.utils.checkpoint import checkpoint
 
 from extras.attach import attach, attached
@@ -38,7 +24,7 @@ def against_reference(network, case, inputs, attachment):
     attachment.detach()
     inner = network.get_base_model() if hasattr(network, "get_base_model") else network
     with reference(inner, case, windows):
-        return worst_difference(results, run(network, inputs))
+        return difference(results, run(network, inputs))
 
 
 # ---- gradient checkpointing ------------------------------------------------------------------------------------------
@@ -61,7 +47,7 @@ def two_passes(network, first, second):
 @pytest.mark.parametrize("mode", ["the default", "the attachment's", "reentrant"])
 @pytest.mark.parametrize(("name", "selection"), [("Flux", "uniform"), ("ZImage", "importance")])
 def test_two_checkpointed_passes_before_one_backward_recompute_each_with_its_own_subset(name, selection, mode):
-    case, network = NETWORKS[name], randomized_network(name)
+    case, network = NETWORKS[name], build(name)
     first, second = case.inputs(True), case.inputs(False)
     for inputs in (first, second):  # reentrant checkpoints need an input with a gradient
         images = inputs["x"] if name == "ZImage" else [inputs["hidden_states"]]
@@ -81,11 +67,11 @@ def test_two_checkpointed_passes_before_one_backward_recompute_each_with_its_own
         for block, _ in blocks_of(network, case):  # recomputation may stop half-way through a block
             assert all(hook.__self__.before is None for hook in block._forward_hooks.values())
         attachment.detach()
-    assert worst_difference(results[1], results[0]) < TOLERANCE
+    assert difference(results[1], results[0]) < TOLERANCE
 
 
 def test_dropout_of_a_checkpointed_pass_is_the_same_when_it_is_recomputed():
-    network, inputs = randomized_network("diffusers DiT", dropout=0.3), NETWORKS["diffusers DiT"].inputs(False)
+    network, inputs = build("diffusers DiT", dropout=0.3), NETWORKS["diffusers DiT"].inputs(False)
     attachment = attach(network, ROUTES, selection="importance")
     results = []
     for checkpointed in (False, True):
@@ -93,21 +79,21 @@ def test_dropout_of_a_checkpointed_pass_is_the_same_when_it_is_recomputed():
             network.enable_gradient_checkpointing()
         torch.manual_seed(7)
         results.append(run(network, inputs))
-    assert worst_difference(results[1], results[0]) < TOLERANCE
+    assert difference(results[1], results[0]) < TOLERANCE
     expected = run(network.eval(), inputs)
     attachment.detach()
-    assert worst_difference(run(network, inputs), expected) == 0  # in evaluation mode a checkpointed pass stays dense
+    assert difference(run(network, inputs), expected) == 0  # in evaluation mode a checkpointed pass stays dense
 
 
 def test_timms_own_checkpoints_are_recomputed_with_their_own_subset():
-    network, inputs = randomized_network("timm"), NETWORKS["timm"].inputs(False)
+    network, inputs = build("timm"), NETWORKS["timm"].inputs(False)
     results = []
     for enabled in (False, True):
         attachment = attach(network, ROUTES, generator=generator(5))
         network.set_grad_checkpointing(enabled)
         results.append(two_passes(network, inputs, {"x": inputs["x"] + 1}))
         attachment.detach()
-    assert worst_difference(results[1], results[0]) < TOLERANCE
+    assert difference(results[1], results[0]) < TOLERANCE
 
 
 def test_tokens_are_told_by_their_memory_and_not_by_its_address_which_others_get_once_it_is_free():
@@ -119,7 +105,7 @@ def test_tokens_are_told_by_their_memory_and_not_by_its_address_which_others_get
 
 
 def test_a_recomputation_whose_subset_is_not_known_is_an_error_and_not_a_wrong_gradient():
-    network, inputs = randomized_network("PixArt"), NETWORKS["PixArt"].inputs(False)
+    network, inputs = build("PixArt"), NETWORKS["PixArt"].inputs(False)
     attachment = attach(network, ROUTES)
     whole = checkpoint(call, network, inputs, use_reentrant=False).mean()
     with pytest.raises(RuntimeError, match="again as a whole; checkpoint its blocks instead"):
@@ -143,7 +129,7 @@ def test_a_recomputation_whose_subset_is_not_known_is_an_error_and_not_a_wrong_g
 # Every graph takes seconds to trace: one network with positions per sample, one without.
 @pytest.mark.parametrize(("name", "selection"), [("Flux", "uniform"), ("DiT", "importance")])
 def test_a_routed_network_compiles_without_a_break_in_its_graph(name, selection):
-    network, inputs = randomized_network(name), NETWORKS[name].inputs(False)
+    network, inputs = build(name), NETWORKS[name].inputs(False)
     compiled = torch.compile(network, fullgraph=True, backend="eager")
     dense = call(compiled, inputs)
     attachment = attach(compiled, ROUTES, selection=selection)  # after the first compiled call: not ignored
@@ -151,14 +137,14 @@ def test_a_routed_network_compiles_without_a_break_in_its_graph(name, selection)
     for called in (network, compiled):
         torch.manual_seed(3)
         results.append(run(called, inputs))
-    assert worst_difference(*results) < TOLERANCE < worst_difference(results[0][0], dense)
+    assert difference(*results) < TOLERANCE < difference(results[0][0], dense)
     assert not torch.equal(call(compiled, inputs), results[1][0])  # a new subset in every pass
     attachment.detach()
     assert torch.equal(call(compiled, inputs), dense)
 
 
 def test_checkpointed_and_single_blocks_compile():
-    case, network = NETWORKS["Flux"], randomized_network("Flux")
+    case, network = NETWORKS["Flux"], build("Flux")
     inputs = case.inputs(False)
     attachment = attach(network, ROUTES)
     torch.manual_seed(3)
@@ -166,17 +152,17 @@ def test_checkpointed_and_single_blocks_compile():
     network.enable_gradient_checkpointing(attachment.checkpoint)
     torch.manual_seed(3)
     with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True):
-        assert worst_difference(run(torch.compile(network, fullgraph=True, backend="eager"), inputs), expected) < TOLERANCE
+        assert difference(run(torch.compile(network, fullgraph=True, backend="eager"), inputs), expected) < TOLERANCE
     network.disable_gradient_checkpointing()
     network.compile_repeated_blocks(fullgraph=True, backend="eager")
     for _ in range(2):
         torch.manual_seed(3)
-        assert worst_difference(run(network, inputs), expected) < TOLERANCE
+        assert difference(run(network, inputs), expected) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["Flux", "Wan"])
 def test_under_bfloat16_autocast_routing_means_the_same_and_dtypes_are_those_of_the_plain_network(name):
-    case, network = NETWORKS[name], randomized_network(name)
+    case, network = NETWORKS[name], build(name)
     inputs, dtypes = case.inputs(False), []
 
     def note(output_index):
@@ -207,7 +193,7 @@ def lora_config(*targets, **settings):
 
 def test_lora_adapters_of_diffusers_are_trained_fused_and_deleted_under_routes():
     pytest.importorskip("peft")
-    case, network = NETWORKS["Flux"], randomized_network("Flux")
+    case, network = NETWORKS["Flux"], build("Flux")
     inputs = case.inputs(False)
     attachment = attach(network, ROUTES)
     network.requires_grad_(False)
@@ -222,7 +208,7 @@ def test_lora_adapters_of_diffusers_are_trained_fused_and_deleted_under_routes()
     with_lora = call(network, inputs)
     network.fuse_lora()
     attachment.generator = generator(5)
-    assert worst_difference(call(network, inputs), with_lora) < TOLERANCE
+    assert difference(call(network, inputs), with_lora) < TOLERANCE
     network.unfuse_lora()
     network.delete_adapters("default")
     assert against_reference(network.requires_grad_(True), case, inputs, attachment) < TOLERANCE
@@ -230,7 +216,7 @@ def test_lora_adapters_of_diffusers_are_trained_fused_and_deleted_under_routes()
 
 def test_an_embedding_that_was_replaced_after_attaching_is_an_error_and_not_a_stale_subset():
     peft = pytest.importorskip("peft")
-    case, network = NETWORKS["Flux"], randomized_network("Flux")
+    case, network = NETWORKS["Flux"], build("Flux")
     inputs = case.inputs(False)
     wrapped = peft.get_peft_model(network, lora_config("to_q", modules_to_save=["x_embedder"]))
     attachment = attach(wrapped, ROUTES)
@@ -245,7 +231,7 @@ def test_an_embedding_that_was_replaced_after_attaching_is_an_error_and_not_a_st
 @pytest.mark.parametrize(("name", "int8"), [("PixArt", False), ("PixArt", True), ("Flux", True)])
 def test_peft_models_with_and_without_int8_weights_are_routed_through_their_wrapper(name, int8):
     peft = pytest.importorskip("peft")
-    case, network = NETWORKS[name], randomized_network(name)
+    case, network = NETWORKS[name], build(name)
     inputs = case.inputs(False)
     if int8:
         quantization = pytest.importorskip("torchao.quantization")
@@ -260,7 +246,7 @@ def test_peft_models_with_and_without_int8_weights_are_routed_through_their_wrap
 
 
 def test_ddp_is_routed_through_its_wrapper(tmp_path):
-    network, inputs = randomized_network("DiT"), NETWORKS["DiT"].inputs(False)
+    network, inputs = build("DiT"), NETWORKS["DiT"].inputs(False)
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'init'}", rank=0, world_size=1)
     try:
         parallel = torch.nn.parallel.DistributedDataParallel(network)
@@ -268,7 +254,7 @@ def test_ddp_is_routed_through_its_wrapper(tmp_path):
         output, grads = run(parallel, inputs)
         attachment.generator = generator(5)
         expected = run(network, inputs)
-        assert worst_difference((output, {key.removeprefix("module."): grad for key, grad in grads.items()}), expected) == 0
+        assert difference((output, {key.removeprefix("module."): grad for key, grad in grads.items()}), expected) == 0
     finally:
         torch.distributed.destroy_process_group()
 
@@ -278,17 +264,17 @@ def test_ddp_is_routed_through_its_wrapper(tmp_path):
 
 @pytest.mark.parametrize("name", ["Flux", "ZImage"])
 def test_a_copy_has_routes_of_its_own_and_an_evaluation_copy_is_never_routed(name):
-    network, inputs = cached_network(name), NETWORKS[name].inputs(False)
+    network, inputs = cached(name), NETWORKS[name].inputs(False)
     dense = call(network, inputs)
     attachment = attach(network, ROUTES, generator=generator(5))
     call(network, inputs)
     ema = copy.deepcopy(network).eval().requires_grad_(False)
     with attachment.routed(0.5):  # of the original, also while it is training
-        assert worst_difference(call(ema, inputs), dense) < TOLERANCE
+        assert difference(call(ema, inputs), dense) < TOLERANCE
     own = attached(ema)
     assert own is not attachment and own.ids_keep == ()
     with own.routed(0.5):
-        assert worst_difference(call(ema, inputs), dense) > 1e-3
+        assert difference(call(ema, inputs), dense) > 1e-3
     own.detach()
     assert attached(ema) is None and attached(network) is attachment
     trained = copy.deepcopy(network)  # a copy in training mode is routed, by itself
@@ -300,7 +286,7 @@ def test_a_copy_has_routes_of_its_own_and_an_evaluation_copy_is_never_routed(nam
 def test_routes_leave_no_trace_in_state_dicts_and_files(tmp_path):
     from diffusers import PixArtTransformer2DModel
 
-    network, inputs = randomized_network("PixArt"), NETWORKS["PixArt"].inputs(False)
+    network, inputs = build("PixArt"), NETWORKS["PixArt"].inputs(False)
     keys, dense = list(network.state_dict()), call(network, inputs)
     attach(network, ROUTES, generator=generator(5))
     call(network, inputs)
