@@ -22,29 +22,19 @@ N = GRID * GRID
 
 @dataclass(frozen=True)
 class Network:
-    """How the tests build a network of 4 blocks, call it, and find its tokens.
+    """How the tests build a network of 4 blocks, call it, and find its tokens."""
 
-    Attributes:
-        path: package and class; settings: keywords of the class.
-        inputs: (variant) -> keywords of its forward. The variant has what the plain call leaves out: masks, padded text,
-            timesteps per token, residuals, skipped layers.
-        blocks: (list of blocks, index of the tokens in what a block returns or None) in order.
-        text_first: in a joint sequence and in joint attention, whether the text comes before the image; SD3's attention
-            puts it after.
-        positions: the network has rotary positions.
-        first_image_token: (variant) -> where each sample's image begins, if texts differ in length.
-    """
-
-    path: str
+    path: str  # package and class
     settings: dict
+    # (variant) -> keywords of its forward. The variant has masks, padded text, timesteps per token, residuals, skipped layers.
     inputs: Callable
-    blocks: tuple[tuple[str, int | None], ...]
-    variant: bool = False
-    text_first: bool = True
-    attention_text_first: bool = True
-    positions: bool = False
+    blocks: tuple[tuple[str, int | None], ...]  # (list, index of the tokens in what a block returns or None) in order
+    variant: bool = False  # whether there is one
+    text_first: bool = True  # in a joint sequence
+    attention_text_first: bool = True  # in joint attention
+    positions: bool = False  # rotary
     num_tokens: int = N
-    first_image_token: Callable | None = None
+    first_image_token: Callable | None = None  # (variant) -> where each sample's image begins, if texts differ in length
     argument: str = "hidden_states"
 
 
@@ -57,11 +47,11 @@ def normal(*shape, seed=1):
 
 
 def lengths(padded):
-    return torch.tensor([T, 2, 3] if padded else [T] * B)
+    return [T, 2, 3] if padded else [T] * B
 
 
-def text_mask(padded):
-    return torch.arange(T)[None] < lengths(padded)[:, None]
+def text_mask(padded=True):
+    return torch.arange(T)[None] < torch.tensor(lengths(padded))[:, None]
 
 
 def pair_mask(length):
@@ -69,154 +59,150 @@ def pair_mask(length):
     return (normal(length, length) > -1) | torch.eye(length, dtype=torch.bool)
 
 
-def timesteps():
-    return torch.tensor([0.1, 0.5, 0.9])
-
-
 def inputs(**more):
-    return dict(hidden_states=normal(B, 4, 8, 8), timestep=timesteps(), encoder_hidden_states=normal(B, T, 12, seed=2)) | more
+    image, text = normal(B, 4, 8, 8), normal(B, T, 12, seed=2)
+    return dict(hidden_states=image, timestep=torch.tensor([0.1, 0.5, 0.9]), encoder_hidden_states=text) | more
+
+
+def our_inputs(variant):
+    return dict(x=normal(B, 4, 8, 8), t=torch.tensor([0.1, 0.5, 0.9]), y=torch.arange(B))
 
 
 def grid_ids(axes):
     """(N, axes): row and column on axes 1 and 2."""
-    ids = torch.zeros(N, axes)
-    ids[:, 1:3] = torch.cartesian_prod(torch.arange(GRID), torch.arange(GRID)).float()
-    return ids
-
-
-def our_inputs(variant):
-    return dict(x=normal(B, 4, 8, 8), t=timesteps(), y=torch.arange(B))
+    return F.pad(torch.cartesian_prod(torch.arange(GRID), torch.arange(GRID)).float(), (1, axes - 3))
 
 
 def flux_inputs(variant):
     more = {}
     if variant:  # a mask of padded text, and a residual of a ControlNet
-        mask = torch.cat([text_mask(True), torch.ones(B, N, dtype=torch.bool)], dim=1)[:, None, None]
+        mask = torch.cat([text_mask(), torch.ones(B, N, dtype=torch.bool)], dim=1)[:, None, None]
         more = dict(joint_attention_kwargs={"attention_mask": mask}, controlnet_block_samples=[normal(B, N, 32, seed=6)])
     positions = dict(img_ids=grid_ids(3), txt_ids=torch.zeros(T, 3))
     return inputs(hidden_states=normal(B, N, 4), pooled_projections=normal(B, 8, seed=3), **positions, **more)
 
 
 def flux2_inputs(variant):
-    text_ids = torch.arange(T)[:, None] * torch.tensor([0.0, 0.0, 0.0, 1.0])
     more = dict(joint_attention_kwargs={"attention_mask": pair_mask(T + N)}) if variant else {}
-    return inputs(hidden_states=normal(B, N, 4), img_ids=grid_ids(4), txt_ids=text_ids, **more)
-
-
-def sd3_inputs(variant):
-    return inputs(pooled_projections=normal(B, 8, seed=3), skip_layers=[2] if variant else None)
+    positions = dict(img_ids=grid_ids(4), txt_ids=torch.arange(T)[:, None] * torch.tensor([0.0, 0.0, 0.0, 1.0]))
+    return inputs(hidden_states=normal(B, N, 4), **positions, **more)
 
 
 def pixart_inputs(variant):
     masks = {}
     if variant:  # three image tokens are masked for everybody
         image_mask = (torch.arange(N) > 2).float().expand(B, -1)
-        masks = dict(encoder_attention_mask=text_mask(True).float(), attention_mask=image_mask)
-    return inputs(timestep=timesteps() * 1000, added_cond_kwargs={"resolution": None, "aspect_ratio": None}, **masks)
-
-
-def diffusers_dit_inputs(variant):
-    # The label table drops labels by itself in training; the largest label is the null class, which stays what it is.
-    return dict(hidden_states=normal(B, 4, 8, 8), timestep=torch.tensor([1, 5, 9]), class_labels=torch.full((B,), 10))
+        masks = dict(encoder_attention_mask=text_mask().float(), attention_mask=image_mask)
+    return inputs(added_cond_kwargs={"resolution": None, "aspect_ratio": None}, **masks)
 
 
 def wan_inputs(variant):
-    timestep = timesteps() * 1000
+    timestep = torch.tensor([100, 500, 900])
     per_token = timestep[:, None] + torch.arange(N)[None]
     return inputs(hidden_states=normal(B, 4, 2, 8, 4), timestep=per_token if variant else timestep)  # 2 frames of 4 x 2 patches
 
 
 def qwen_inputs(variant):
     """An image and a reference image, which has a timestep of its own."""
-    mask, shapes = text_mask(True) if variant else None, [[(1, GRID, GRID)] * 2] * B
+    mask, shapes = text_mask() if variant else None, [[(1, GRID, GRID)] * 2] * B
     return inputs(hidden_states=normal(B, 2 * N, 16), encoder_hidden_states_mask=mask, img_shapes=shapes)
 
 
-def hunyuan_dit_inputs(variant):
+def hunyuan_inputs(variant):
     angles, mask = normal(N, 8, seed=4).repeat_interleave(2, dim=1), text_mask(variant).long()  # (N, D_head)
     text = dict(encoder_hidden_states=normal(B, 3, 12, seed=2), encoder_hidden_states_t5=normal(B, 2, 16, seed=3))
     masks = dict(text_embedding_mask=mask[:, :3], text_embedding_mask_t5=mask[:, 3:])
     return inputs(image_rotary_emb=(angles.cos(), angles.sin()), **text, **masks)
 
 
-def lumina2_inputs(variant):
-    return inputs(encoder_attention_mask=text_mask(variant))
-
-
 def z_image_inputs(variant):
     # Text is brought to a multiple of 32 tokens, so only a long one makes the lengths of the joint sequences differ.
     text = [normal(40 if variant and i == 0 else T - i, 12, seed=2 + i) for i in range(B)]
-    return dict(x=list(normal(B, 4, 1, 8, 8)), t=timesteps(), cap_feats=text)
+    return dict(x=list(normal(B, 4, 1, 8, 8)), t=torch.tensor([0.1, 0.5, 0.9]), cap_feats=text)
 
 
-def timm_inputs(variant):
-    mask = dict(attn_mask=pair_mask(1 + 2 + N)) if variant else {}  # a class and two register tokens
-    return dict(x=normal(B, 3, 16, 16)) | mask
-
-
-LATENTS = dict(sample_size=8, patch_size=2, in_channels=4)
+OURS = dict(input_size=8, patch_size=2, in_channels=4, num_classes=3, depth=4, width=32, num_heads=2, class_dropout=0.0)
 HEADS = dict(attention_head_dim=16, num_attention_heads=2)
 JOINT = HEADS | dict(joint_attention_dim=12)
-OURS = dict(input_size=8, patch_size=2, in_channels=4, num_classes=3, depth=4, width=32, num_heads=2, class_dropout=0.0)
+LATENTS = dict(sample_size=8, patch_size=2, in_channels=4)
 FLUX = JOINT | dict(in_channels=4, num_layers=2, num_single_layers=2)
-SD3 = LATENTS | JOINT | dict(num_layers=4, caption_projection_dim=32, pooled_projection_dim=8, out_channels=4)
-SD3 |= dict(pos_embed_max_size=8, dual_attention_layers=(0, 2), qk_norm="rms_norm")
-PIXART = LATENTS | HEADS | dict(num_layers=4, out_channels=8, cross_attention_dim=32, caption_channels=12)
-DIFFUSERS_DIT = LATENTS | HEADS | dict(num_layers=4, out_channels=8, num_embeds_ada_norm=10, norm_num_groups=1)
-WAN = HEADS | dict(patch_size=(1, 2, 2), in_channels=4, out_channels=4, text_dim=12, freq_dim=16, ffn_dim=64, num_layers=4)
-AURA = LATENTS | JOINT | dict(num_mmdit_layers=2, num_single_dit_layers=2, caption_projection_dim=32, out_channels=4)
-QWEN = JOINT | dict(patch_size=2, in_channels=16, out_channels=4, num_layers=4, axes_dims_rope=(4, 6, 6), zero_cond_t=True)
-HUNYUAN = LATENTS | HEADS | dict(hidden_size=32, num_layers=4, mlp_ratio=2.0, cross_attention_dim=12, cross_attention_dim_t5=16)
-HUNYUAN |= dict(pooled_projection_dim=8, text_len=3, text_len_t5=2, use_style_cond_and_image_meta_size=False)
-LUMINA2 = LATENTS | dict(hidden_size=32, num_layers=4, num_refiner_layers=1, num_attention_heads=2, num_kv_heads=1)
-LUMINA2 |= dict(multiple_of=8, axes_dim_rope=(4, 6, 6), axes_lens=(32, 16, 16), cap_feat_dim=12)
-Z_IMAGE = dict(in_channels=4, dim=32, n_layers=4, n_refiner_layers=1, n_heads=2, n_kv_heads=2, cap_feat_dim=12)
-TIMM = dict(img_size=16, patch_size=4, num_classes=7, embed_dim=32, depth=4, num_heads=2, reg_tokens=2, init_values=0.5)
-BLOCKS, DOUBLE = (("blocks", None),), ("transformer_blocks", 1)
+BLOCKS, DOUBLE, SINGLE = (("blocks", None),), ("transformer_blocks", 1), ("single_transformer_blocks", None)
 
 NETWORKS = {
     "DiT": Network("dit.DiT", OURS, our_inputs, BLOCKS, argument="x"),
     "LightningDiT": Network("extras.lightningdit.LightningDiT", OURS, our_inputs, BLOCKS, argument="x"),
     "Flux": Network(
-        "diffusers.FluxTransformer2DModel", FLUX | dict(pooled_projection_dim=8, axes_dims_rope=(4, 6, 6)), flux_inputs,
-        (DOUBLE, ("single_transformer_blocks", 1)), variant=True, positions=True,
+        "diffusers.FluxTransformer2DModel", FLUX | dict(pooled_projection_dim=8, axes_dims_rope=(4, 6, 6)),
+        flux_inputs, (DOUBLE, ("single_transformer_blocks", 1)), variant=True, positions=True,
     ),
     "Flux2": Network(
         "diffusers.Flux2Transformer2DModel",
-        FLUX | dict(timestep_guidance_channels=16, axes_dims_rope=(4, 4, 4, 4), guidance_embeds=False), flux2_inputs,
-        (DOUBLE, ("single_transformer_blocks", None)), variant=True, positions=True,
+        FLUX | dict(timestep_guidance_channels=16, axes_dims_rope=(4, 4, 4, 4), guidance_embeds=False),
+        flux2_inputs, (DOUBLE, SINGLE), variant=True, positions=True,
     ),
     "SD3": Network(
-        "diffusers.SD3Transformer2DModel", SD3, sd3_inputs, (DOUBLE,), variant=True, attention_text_first=False
+        "diffusers.SD3Transformer2DModel",
+        LATENTS | JOINT | dict(num_layers=4, caption_projection_dim=32, pooled_projection_dim=8, out_channels=4,
+                               pos_embed_max_size=8, dual_attention_layers=(0, 2), qk_norm="rms_norm"),
+        lambda variant: inputs(pooled_projections=normal(B, 8, seed=3), skip_layers=[2] if variant else None),
+        (DOUBLE,), variant=True, attention_text_first=False,
     ),
     "PixArt": Network(
-        "diffusers.PixArtTransformer2DModel", PIXART | dict(use_additional_conditions=False), pixart_inputs,
-        (("transformer_blocks", None),), variant=True,
+        "diffusers.PixArtTransformer2DModel",
+        LATENTS | HEADS | dict(num_layers=4, out_channels=8, cross_attention_dim=32, caption_channels=12,
+                               use_additional_conditions=False),
+        pixart_inputs, (("transformer_blocks", None),), variant=True,
     ),
     "diffusers DiT": Network(
-        "diffusers.DiTTransformer2DModel", DIFFUSERS_DIT, diffusers_dit_inputs, (("transformer_blocks", None),)
+        "diffusers.DiTTransformer2DModel",
+        LATENTS | HEADS | dict(num_layers=4, out_channels=8, num_embeds_ada_norm=10, norm_num_groups=1),
+        # In training the label table replaces labels by the null class, which is the largest, at random; so all are that.
+        lambda variant: dict(hidden_states=normal(B, 4, 8, 8), timestep=torch.arange(B), class_labels=torch.full((B,), 10)),
+        (("transformer_blocks", None),),
     ),
     "Wan": Network(
-        "diffusers.WanTransformer3DModel", WAN | dict(rope_max_seq_len=32), wan_inputs, BLOCKS, variant=True, positions=True
+        "diffusers.WanTransformer3DModel",
+        HEADS | dict(patch_size=(1, 2, 2), in_channels=4, out_channels=4, text_dim=12, freq_dim=16, ffn_dim=64, num_layers=4,
+                     rope_max_seq_len=32),
+        wan_inputs, BLOCKS, variant=True, positions=True,
     ),
     "AuraFlow": Network(
-        "diffusers.AuraFlowTransformer2DModel", AURA | dict(pos_embed_max_size=16), lambda variant: inputs(),
-        (("joint_transformer_blocks", 1), ("single_transformer_blocks", None)),
+        "diffusers.AuraFlowTransformer2DModel",
+        LATENTS | JOINT | dict(num_mmdit_layers=2, num_single_dit_layers=2, caption_projection_dim=32, out_channels=4,
+                               pos_embed_max_size=16),
+        lambda variant: inputs(), (("joint_transformer_blocks", 1), SINGLE),
     ),
     "QwenImage": Network(
-        "diffusers.QwenImageTransformer2DModel", QWEN, qwen_inputs, (DOUBLE,), variant=True, positions=True, num_tokens=2 * N
+        "diffusers.QwenImageTransformer2DModel",
+        JOINT | dict(patch_size=2, in_channels=16, out_channels=4, num_layers=4, axes_dims_rope=(4, 6, 6), zero_cond_t=True),
+        qwen_inputs, (DOUBLE,), variant=True, positions=True, num_tokens=2 * N,
     ),
-    "HunyuanDiT": Network("diffusers.HunyuanDiT2DModel", HUNYUAN, hunyuan_dit_inputs, BLOCKS, variant=True, positions=True),
+    "HunyuanDiT": Network(
+        "diffusers.HunyuanDiT2DModel",
+        LATENTS | HEADS | dict(hidden_size=32, num_layers=4, mlp_ratio=2.0, cross_attention_dim=12, cross_attention_dim_t5=16,
+                               pooled_projection_dim=8, text_len=3, text_len_t5=2, use_style_cond_and_image_meta_size=False),
+        hunyuan_inputs, BLOCKS, variant=True, positions=True,
+    ),
     "Lumina2": Network(
-        "diffusers.Lumina2Transformer2DModel", LUMINA2, lumina2_inputs, (("layers", None),), variant=True, positions=True,
-        first_image_token=lambda variant: lengths(variant).tolist(),
+        "diffusers.Lumina2Transformer2DModel",
+        LATENTS | dict(hidden_size=32, num_layers=4, num_refiner_layers=1, num_attention_heads=2, num_kv_heads=1, multiple_of=8,
+                       axes_dim_rope=(4, 6, 6), axes_lens=(32, 16, 16), cap_feat_dim=12),
+        lambda variant: inputs(encoder_attention_mask=text_mask(variant)), (("layers", None),),
+        variant=True, positions=True, first_image_token=lengths,
     ),
     "ZImage": Network(
-        "diffusers.ZImageTransformer2DModel", Z_IMAGE | dict(axes_dims=[4, 6, 6], axes_lens=[128, 32, 32]), z_image_inputs,
-        (("layers", None),), variant=True, text_first=False, attention_text_first=False, positions=True, argument="x",
+        "diffusers.ZImageTransformer2DModel",
+        dict(in_channels=4, dim=32, n_layers=4, n_refiner_layers=1, n_heads=2, n_kv_heads=2, cap_feat_dim=12,
+             axes_dims=[4, 6, 6], axes_lens=[128, 32, 32]),
+        z_image_inputs, (("layers", None),),
+        variant=True, positions=True, text_first=False, attention_text_first=False, argument="x",
     ),
     "timm": Network(
-        "timm.models.vision_transformer.VisionTransformer", TIMM, timm_inputs, BLOCKS, variant=True, argument="x"
+        "timm.models.vision_transformer.VisionTransformer",
+        dict(img_size=16, patch_size=4, num_classes=7, embed_dim=32, depth=4, num_heads=2, reg_tokens=2, init_values=0.5),
+        # A class and two register tokens come first.
+        lambda variant: dict(x=normal(B, 3, 16, 16)) | (dict(attn_mask=pair_mask(1 + 2 + N)) if variant else {}),
+        BLOCKS, variant=True, argument="x",
     ),
 }  # fmt: skip
 
@@ -285,9 +271,7 @@ def reference(network, case, windows, variant=False):
     first = case.first_image_token(variant) if case.first_image_token else None
 
     def place(skip, length, text_first):
-        """(B, N) -> (B, length): the same tokens in a sequence that holds text too; None if it holds no image."""
-        if length < case.num_tokens:
-            return None
+        """(B, N) -> (B, length): the same tokens in a sequence that holds text too."""
         whole = torch.zeros(len(skip), length, dtype=torch.bool)
         for b in range(len(skip)):
             start = (length - case.num_tokens) * text_first if first is None or length == case.num_tokens else first[b]
@@ -295,15 +279,11 @@ def reference(network, case, windows, variant=False):
         return whole
 
     def attention(query, key, value, attn_mask=None, *args, **kwargs):
-        barred = None if now[0] is None else place(now[0], key.shape[-2], case.attention_text_first)
-        if barred is not None:
-            allowed = ~barred[:, None, None, :]
-            if attn_mask is None:
-                attn_mask = allowed
-            elif attn_mask.dtype == torch.bool:
-                attn_mask = attn_mask & allowed
-            else:
-                attn_mask = attn_mask.masked_fill(~allowed, float("-inf"))
+        if now[0] is not None and key.shape[-2] >= case.num_tokens:  # not the text alone
+            allowed = ~place(now[0], key.shape[-2], case.attention_text_first)[:, None, None, :]
+            attn_mask = torch.tensor(True) if attn_mask is None else attn_mask
+            boolean = attn_mask.dtype == torch.bool
+            attn_mask = attn_mask & allowed if boolean else attn_mask.masked_fill(~allowed, float("-inf"))
         return stock_attention(query, key, value, attn_mask, *args, **kwargs)
 
     def hooks(skip, output_index):
@@ -311,7 +291,7 @@ def reference(network, case, windows, variant=False):
 
         def before(module, args, kwargs):
             now[0] = skip
-            before_block[:] = [kwargs[case.argument] if case.argument in kwargs else args[0]]
+            before_block.append(kwargs[case.argument] if case.argument in kwargs else args[0])
 
         def after(module, args, kwargs, output):
             now[0] = None

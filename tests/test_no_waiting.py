@@ -1,6 +1,5 @@
 """Between two lines of metrics, training asks the device for no value: each such call would wait for it."""
 
-import contextlib
 import copy
 from unittest import mock
 
@@ -25,28 +24,18 @@ SETTINGS = {
 }
 
 
-@contextlib.contextmanager
-def recorded_waits():
-    """A list that gets the name of every call that would wait for a device."""
-    calls = []
-
-    def recorded(name):
-        original = getattr(torch.Tensor, name)
-        return lambda *args, **kwargs: calls.append(name) or original(*args, **kwargs)
-
-    with contextlib.ExitStack() as stack:
-        for name in WAITING:
-            stack.enter_context(mock.patch.object(torch.Tensor, name, recorded(name)))
-        stack.enter_context(mock.patch.object(torch.cuda, "synchronize", lambda *args: calls.append("synchronize")))
-        yield calls
-
-
 @pytest.mark.parametrize("name", SETTINGS)
 def test_steps_between_two_lines_of_metrics_wait_for_nothing(tmp_path, monkeypatch, name):
-    calls_before_step, train_step = [], Trainer.train_step
-    with recorded_waits() as calls:
-        monkeypatch.setattr(Trainer, "train_step", lambda *args: calls_before_step.append(len(calls)) or train_step(*args))
-        run_train(tmp_path, "run", "train.num_steps=6", "train.log_every=6", *SETTINGS[name])
+    calls, calls_before_step, train_step = [], [], Trainer.train_step
+
+    def recorded(waiting, original):
+        return lambda *args, **kwargs: calls.append(waiting) or original(*args, **kwargs)
+
+    for waiting in WAITING:
+        monkeypatch.setattr(torch.Tensor, waiting, recorded(waiting, getattr(torch.Tensor, waiting)))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *args: calls.append("synchronize"))
+    monkeypatch.setattr(Trainer, "train_step", lambda *args: calls_before_step.append(len(calls)) or train_step(*args))
+    run_train(tmp_path, "run", "train.num_steps=6", "train.log_every=6", *SETTINGS[name])
     # Steps 1 to 5, with all that the loop does after each.
     assert len(calls_before_step) == 6 and calls_before_step[-1] == calls_before_step[0], calls[calls_before_step[0] :]
     assert len(calls) > calls_before_step[-1]  # the line of metrics waits
