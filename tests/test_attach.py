@@ -55,10 +55,10 @@ def test_the_reference_notices_rotary_positions_of_other_tokens(name, monkeypatc
     case, network = NETWORKS[name], cached(name)
     inputs, gather = case.inputs(False), hooks_module.gather_axis
 
-    def gather_first(x, index, dim, shared):
+    def gather_first(x, index, dim):
         if torch.is_tensor(x) and (x.is_complex() or x.shape[-1] == 16):  # a table of positions
             index = torch.arange(index.shape[1]).expand_as(index)
-        return gather(x, index, dim, shared)
+        return gather(x, index, dim)
 
     monkeypatch.setattr(hooks_module, "gather_axis", gather_first)
     attachment = attach(network, ONE)

@@ -44,7 +44,7 @@ def two_passes(network, first, second):
 
 
 @pytest.mark.parametrize("mode", ["the default", "the attachment's", "reentrant"])
-@pytest.mark.parametrize(("name", "selection"), [("Flux", "uniform"), ("ZImage", "importance")])
+@pytest.mark.parametrize(("name", "selection"), [("Flux", "uniform"), ("Lumina2", "importance"), ("ZImage", "importance")])
 def test_two_checkpointed_passes_before_one_backward_recompute_each_with_its_own_subset(name, selection, mode):
     case, network = NETWORKS[name], build(name)
     first, second = case.inputs(True), case.inputs(False)
@@ -123,13 +123,16 @@ def test_a_recomputation_whose_subset_is_not_known_is_an_error_and_not_a_wrong_g
 # ---- compilation and precision ---------------------------------------------------------------------------------------
 
 
-# Every graph takes seconds to trace: one network with positions per sample, one without.
+# Every block takes seconds to trace, so there are two. One network has positions per sample, one does not.
+BOTH, TWO_BLOCKS = [Route(0.5, 0, 1)], {"Flux": dict(num_layers=1, num_single_layers=1), "DiT": dict(depth=2)}
+
+
 @pytest.mark.parametrize(("name", "selection"), [("Flux", "uniform"), ("DiT", "importance")])
 def test_a_routed_network_compiles_without_a_break_in_its_graph(name, selection):
-    network, inputs = build(name), NETWORKS[name].inputs(False)
+    network, inputs = build(name, **TWO_BLOCKS[name]), NETWORKS[name].inputs(False)
     compiled = torch.compile(network, fullgraph=True, backend="eager")
     dense = call(compiled, inputs)
-    attachment = attach(compiled, ROUTES, selection=selection)  # after the first compiled call: not ignored
+    attachment = attach(compiled, BOTH, selection=selection)  # after the first compiled call: not ignored
     results = []
     for called in (network, compiled):
         torch.manual_seed(3)
@@ -141,9 +144,8 @@ def test_a_routed_network_compiles_without_a_break_in_its_graph(name, selection)
 
 
 def test_checkpointed_and_single_blocks_compile():
-    case, network = NETWORKS["Flux"], build("Flux")
-    inputs = case.inputs(False)
-    attachment = attach(network, ROUTES)
+    network, inputs = build("Flux", **TWO_BLOCKS["Flux"]), NETWORKS["Flux"].inputs(False)
+    attachment = attach(network, BOTH)
     torch.manual_seed(3)
     expected = run(network, inputs)
     network.enable_gradient_checkpointing(attachment.checkpoint)

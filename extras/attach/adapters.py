@@ -57,47 +57,40 @@ class ImageTokens:
 
 def count_embedded(arguments: Mapping[str, Any], output: Tensor) -> ImageTokens:
     """From the output of an embedding layer: (B, N, D), or (B, D, ...) with the grid at the end."""
-    num_tokens = output.shape[1] if output.ndim == 3 else prod(output.shape[2:])
-    return ImageTokens(output.shape[0], num_tokens, output.device)
+    return ImageTokens(len(output), output.shape[1] if output.ndim == 3 else prod(output.shape[2:]), output.device)
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """How to route one kind of network.
+    """How to route one kind of network."""
 
-    Attributes:
-        tokens_from: the submodule whose output tells the number of image tokens. It must run once per forward pass, before
-            the blocks. "" is the network itself, before it runs.
-        blocks: the lists of blocks, in the order in which they run. Layer indices of routes count through all of them.
-        count_tokens: (arguments of the submodule by name, its output) -> ImageTokens.
-        must_be_empty: a dotted attribute of the network. `attach` refuses a network where it exists and is not empty or 0.
-    """
-
+    # The submodule whose output tells the number of image tokens; it must run once per forward pass, before the blocks.
+    # "" is the network itself, before it runs.
     tokens_from: str
-    blocks: tuple[BlockList, ...]
+    blocks: tuple[BlockList, ...]  # in the order in which they run; layer indices of routes count through all lists
+    # (arguments of the submodule by name, its output) -> ImageTokens
     count_tokens: Callable[[Mapping[str, Any], Any], ImageTokens] = count_embedded
-    must_be_empty: str = ""
+    must_be_empty: str = ""  # a dotted attribute; `attach` refuses a network where it exists and is not empty or 0
 
 
 def count_timm(arguments: Mapping[str, Any], output: Tensor) -> ImageTokens:
     """From timm's patch embedding: (B, N, D), or (B, H, W, D) with dynamic image sizes."""
-    return ImageTokens(output.shape[0], prod(output.shape[1:-1]), output.device)
+    return ImageTokens(len(output), prod(output.shape[1:-1]), output.device)
 
 
 def count_lumina2(arguments: Mapping[str, Any], output: tuple) -> ImageTokens:
     """From its rope_embedder, whose fifth output is the length of every text: the joint sequence is text, image, padding."""
     image, text_lengths = output[0], output[4]
     first_token = torch.tensor(text_lengths, device=image.device) if len(set(text_lengths)) > 1 else None
-    return ImageTokens(image.shape[0], image.shape[1], image.device, first_token)
+    return ImageTokens(*image.shape[:2], image.device, first_token)
 
 
 def count_z_image(arguments: Mapping[str, Any], output: None) -> ImageTokens:
     """From the call: x is a list of images (C, F, H, W). The padding of the image to 32 tokens is never routed."""
-    images = arguments["x"]
+    images, p, f = arguments["x"], arguments.get("patch_size", 2), arguments.get("f_patch_size", 1)
     _, frames, height, width = images[0].shape
-    if any(image.shape[1:] != images[0].shape[1:] for image in images):
+    if any(image.shape != images[0].shape for image in images):
         raise ValueError(f"x holds images of shapes {[tuple(image.shape) for image in images]}; a routed batch needs one size")
-    p, f = arguments.get("patch_size", 2), arguments.get("f_patch_size", 1)
     return ImageTokens(len(images), (frames // f) * (height // p) * (width // p), images[0].device)
 
 
@@ -112,7 +105,7 @@ FLUX_SINGLE = BlockList("single_transformer_blocks", output=1, axes=FLUX_AXES)
 FLUX2_SINGLE = BlockList("single_transformer_blocks", layout="text_image", axes=FLUX_AXES)
 AURA_DOUBLE = BlockList("joint_transformer_blocks", output=1)
 AURA_SINGLE = BlockList("single_transformer_blocks", layout="text_image")
-PIXART_AXES = (TokenAxis("attention_mask", dim=2, ndim=3),)  # (B, 1, N)
+PIXART = BlockList("transformer_blocks", axes=(TokenAxis("attention_mask", dim=2, ndim=3),))  # (B, 1, N)
 WAN_AXES = (
     TokenAxis("rotary_emb", dim=1),  # (cos, sin), each (1, N, 1, D_head)
     TokenAxis("temb", dim=1, ndim=4),  # (B, N, 6, D) for timesteps per token
@@ -133,29 +126,29 @@ Z_IMAGE_AXES = (
     TokenAxis("freqs_cis", dim=1, layout="image_text"),  # (B, L, D_head/2) complex
     TokenAxis("attn_mask", dim=1, layout="image_text", ndim=2),  # (B, L), for padded text
 )
-TIMM_AXES = (TokenAxis("attn_mask", dim=-1, layout="text_image", mask=True),)
-LUMINA2_BLOCKS = BlockList("layers", layout="text_image", axes=LUMINA2_AXES)
-Z_IMAGE_BLOCKS = BlockList("layers", "x", layout="image_text", axes=Z_IMAGE_AXES)
-TIMM_BLOCKS = BlockList("blocks", "x", layout="text_image", axes=TIMM_AXES)  # class and register tokens come first
-LIGHTNING_BLOCKS = BlockList("blocks", "x", axes=(TokenAxis("cos", dim=1), TokenAxis("sin", dim=1)))  # (1, N, D_head)
+LUMINA2 = BlockList("layers", layout="text_image", axes=LUMINA2_AXES)
+Z_IMAGE = BlockList("layers", "x", layout="image_text", axes=Z_IMAGE_AXES)
+TIMM_MASK = TokenAxis("attn_mask", dim=-1, layout="text_image", mask=True)
+TIMM = BlockList("blocks", "x", layout="text_image", axes=(TIMM_MASK,))  # class and register tokens come first
+LIGHTNING = BlockList("blocks", "x", axes=(TokenAxis("cos", dim=1), TokenAxis("sin", dim=1)))  # (1, N, D_head)
 
 # By package and class.
 ADAPTERS = {
     "dit.DiT": Adapter("x_embedder", (BlockList("blocks", "x"),), must_be_empty="router.routes"),
-    "extras.LightningDiT": Adapter("x_embedder", (LIGHTNING_BLOCKS,), must_be_empty="router.routes"),
+    "extras.LightningDiT": Adapter("x_embedder", (LIGHTNING,), must_be_empty="router.routes"),
     "diffusers.FluxTransformer2DModel": Adapter("x_embedder", (FLUX_DOUBLE, FLUX_SINGLE)),
     "diffusers.Flux2Transformer2DModel": Adapter("x_embedder", (FLUX_DOUBLE, FLUX2_SINGLE)),
     "diffusers.SD3Transformer2DModel": Adapter("pos_embed", (BlockList("transformer_blocks", output=1),)),
-    "diffusers.PixArtTransformer2DModel": Adapter("pos_embed", (BlockList("transformer_blocks", axes=PIXART_AXES),)),
+    "diffusers.PixArtTransformer2DModel": Adapter("pos_embed", (PIXART,)),
     "diffusers.DiTTransformer2DModel": Adapter("pos_embed", (BlockList("transformer_blocks"),)),
     "diffusers.WanTransformer3DModel": Adapter("patch_embedding", (BlockList("blocks", axes=WAN_AXES),)),
     "diffusers.AuraFlowTransformer2DModel": Adapter("pos_embed", (AURA_DOUBLE, AURA_SINGLE)),
     "diffusers.QwenImageTransformer2DModel": Adapter("img_in", (BlockList("transformer_blocks", output=1, axes=QWEN_AXES),)),
     "diffusers.HunyuanDiT2DModel": Adapter("pos_embed", (BlockList("blocks", axes=HUNYUAN_AXES),)),
-    "diffusers.Lumina2Transformer2DModel": Adapter("rope_embedder", (LUMINA2_BLOCKS,), count_lumina2),
-    "diffusers.ZImageTransformer2DModel": Adapter("", (Z_IMAGE_BLOCKS,), count_z_image),
+    "diffusers.Lumina2Transformer2DModel": Adapter("rope_embedder", (LUMINA2,), count_lumina2),
+    "diffusers.ZImageTransformer2DModel": Adapter("", (Z_IMAGE,), count_z_image),
     # PatchDropout throws tokens away between the embedding and the blocks.
-    "timm.VisionTransformer": Adapter("patch_embed", (TIMM_BLOCKS,), count_timm, must_be_empty="patch_drop.prob"),
+    "timm.VisionTransformer": Adapter("patch_embed", (TIMM,), count_timm, must_be_empty="patch_drop.prob"),
 }
 
 

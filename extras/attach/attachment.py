@@ -39,16 +39,9 @@ def runs_in_backward() -> bool:
 
 
 class Attachment:
-    """The routes of one network; what `attach` returns.
+    """The routes of one network; what `attach` returns. `router.routes` has them with absolute indices.
 
     It lives in the hooks of the network: a deep copy of the network has an `Attachment` of its own (`attached(copy)`).
-
-    Attributes:
-        adapter: how the network is built.
-        router: the routes, with absolute indices.
-        rule: which tokens stay, by their scores.
-        shared: whether one subset serves the whole batch.
-        generator: source of the random numbers; None is torch's default.
     """
 
     def __init__(self, network: nn.Module, adapter: Adapter, routes, rule: SelectionRule, shared: bool, generator):
@@ -64,7 +57,7 @@ class Attachment:
                 names = argument_names(block)
                 missing = {spec.argument, *(axis.argument for axis in spec.axes)} - set(names)
                 if missing:
-                    raise ValueError(f"{type(block).__name__} has no argument {missing}, which the adapter names; it has {names}")
+                    raise ValueError(f"{type(block).__name__} has no argument {missing}; it has {', '.join(names)}")
                 routed.append((block, BlockHooks(self, layer, i, spec, names)))
 
         embedding = network.get_submodule(adapter.tokens_from)
@@ -104,8 +97,7 @@ class Attachment:
     def routed(self, selection_ratios: float | Sequence[float] | None = None) -> Iterator[None]:
         """Inside, route in evaluation mode and without gradients too: for sparse guidance (arXiv 2601.01608).
 
-        Args:
-            selection_ratios: instead of the routes' own: one number, or one per route. 0 switches routing off.
+        `selection_ratios` replaces the routes' own: one number, or one per route. 0 switches routing off.
         """
         before, self.ratios_now = self.ratios_now, self.router.selection_ratios(selection_ratios)
         try:
@@ -115,14 +107,11 @@ class Attachment:
 
     @contextmanager
     def force_keep(self, mask: Tensor | None) -> Iterator[None]:
-        """Inside, the tokens of `mask` never skip: masked regions, inpainting, reference images.
+        """Inside, the tokens where `mask` (B, N) is not zero never skip; None forces nothing.
 
         Every sample keeps as many tokens as the sample that forces most; `saving` reports what is left to skip.
-        Wrap the forward pass; the backward pass may be outside.
-
-        Args:
-            mask: (B, N), non-zero is kept; None forces nothing. Reading it waits for the device. The forward pass raises
-                ValueError for another shape.
+        Wrap the forward pass, which raises ValueError for a mask of another shape; the backward pass may be outside.
+        Entering waits for the device once.
         """
         before = self.forced, self.num_forced
         self.forced, self.num_forced = None, 0
@@ -141,9 +130,8 @@ class Attachment:
 
         For diffusers: `network.enable_gradient_checkpointing(attachment.checkpoint)`. Other functions work as well if they
         checkpoint every block by itself and keep its input in place; otherwise the backward pass raises a RuntimeError.
-
-        Under torch.compile, set `torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True`: the hooks hold
-        the tokens that skip while a block runs, which is a side effect that need not be replayed.
+        Under torch.compile, set `torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True`: while a block
+        runs, its hook holds the tokens that skip, and nothing of that need be replayed.
         """
         if torch.compiler.is_compiling():  # the compiler keeps what it recomputes
             return checkpoint(function, *args, use_reentrant=False, **kwargs)
@@ -165,10 +153,7 @@ class Attachment:
 
     @property
     def saving(self) -> float:
-        """Share of all passes of image tokens through blocks that the last routed forward pass skipped; 0 before the first.
-
-        A step gets cheaper by about this much, more where attention dominates.
-        """
+        """Share of all passes of image tokens through blocks that the last routed forward pass skipped; 0 before the first."""
         if self.last is None:
             return 0.0
         N, lengths = self.last.image.num_tokens, [r.end_layer_idx - r.start_layer_idx + 1 for r in self.router.routes]
@@ -181,8 +166,7 @@ class Attachment:
     def _after_embedding(self, module: nn.Module, args: tuple, kwargs: dict, output: Any = None) -> None:
         """Hook of the embedding: make the plan of the forward pass, and draw all of its random numbers.
 
-        Random numbers that are drawn inside a checkpointed block would be drawn again in its recomputation and would
-        desynchronise dropout.
+        If a checkpointed block drew them, its recomputation would draw again, and dropout would differ.
         """
         self.plan = Plan()
         if self.ratios_now is not None or (module.training and torch.is_grad_enabled()):
@@ -211,7 +195,7 @@ class Attachment:
         """Choose the tokens that stay in a route, by the tokens (B, N, D) that arrive at it; the uniform rule needs none."""
         scores = plan.uniform[route]
         if tokens is not None:
-            scores = apply_rule(self.rule, tokens, scores.to(tokens.device).expand(len(tokens), -1))
+            scores = apply_rule(self.rule, tokens, scores.expand(len(tokens), -1))
             if self.shared:
                 scores = scores.mean(dim=0, keepdim=True)
         scores = scores.expand(plan.image.batch, -1)
@@ -226,7 +210,7 @@ class Attachment:
 
         Raises:
             RuntimeError: the embedding did not run before the block; or the block is computed again, and its input was moved
-                (offloaded activations), was the input of several passes, or belongs to a pass too long ago.
+                (as by offloading), was the input of several passes, or belongs to a pass too long ago.
         """
         compiling = torch.compiler.is_compiling()
         if self.bound is not None and not compiling:
@@ -284,21 +268,20 @@ def attach(
     """Route the image tokens of a network (TREAD, section 3) in training mode with gradients; evaluation is untouched.
 
     Args:
-        network: of diffusers, timm or dit.py, or any that `adapter` describes; also inside DDP, torch.compile or PEFT.
-            Nothing in it is changed: it gets forward hooks, and `detach` removes them.
+        network: one of `ADAPTERS`, or any that `adapter` describes; also inside DDP, torch.compile or PEFT. It gets forward
+            hooks and is not changed otherwise; `detach` removes them.
         routes: a preset, a SimpleTuner `tread_config`, or routes (see `as_routes`). selection_ratio is the fraction
             that SKIPS; layer indices count through all lists of blocks in order, and may be negative.
         selection: which tokens stay: `uniform` (the paper: a random subset), `importance` (tokens with a large L1-norm stay
             more often), or a rule of your own, such as `partial(importance_scores, weight=1.0)`.
         per_sample: a subset for every sample; False is one subset for the whole batch.
-        generator: source of the random numbers, on the device of the tokens; None is torch's default (torch.compile
-            cannot trace any other in one graph).
-        adapter: describes a network that is not known.
+        generator: on the device of the tokens; None is torch's default, the only one that torch.compile traces in one graph.
 
     Differs from TREAD, section 4: the block right after a route runs in the precision of all others under autocast.
 
     Raises:
         ValueError: no routes, routes that do not fit the network's depth, or a network that cannot be routed.
+        KeyError, TypeError: an unknown selection; a wrong or missing key of a route.
     """
     network = inner_module(network)
     if attached(network) is not None:

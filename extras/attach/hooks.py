@@ -51,14 +51,11 @@ class PositionsPerSample:
         return self.table[(slice(None), *key[1:])]
 
 
-def gather_axis(x: Tensor, index: Tensor, dim: int, shared: bool) -> Tensor | PositionsPerSample:
+def gather_axis(x: Tensor, index: Tensor, dim: int) -> Tensor | PositionsPerSample:
     """The entries at `index` (B, K) of a tensor whose token axis is `dim`; 0 is a table without a batch axis."""
     if dim == 0:
-        if shared:
-            return x.index_select(0, index[0])
         return PositionsPerSample(TokenRouter.start_route(x.expand(len(index), *x.shape), index))
-    if x.shape[0] == 1 and len(index) > 1:
-        x = x.expand(len(index), *x.shape[1:])
+    x = x.expand(len(index), *x.shape[1:])
     return TokenRouter.start_route(x.movedim(dim, 1), index).movedim(1, dim)
 
 
@@ -81,30 +78,28 @@ class Plan:
     def is_on(self, route: int) -> bool:
         return self.image is not None and self.num_kept[route] < self.image.num_tokens
 
-    def index(self, route: int, layout: str, length: int, device: torch.device) -> Tensor:
-        """Positions that stay in a sequence of `length` tokens: (B, L - N + K), ascending. Text always stays."""
-        num_tokens, first_token, ids_keep = self.image.num_tokens, self.image.first_token, self.ids_keep[route].to(device)
-        num_others = length - num_tokens
-        if num_others == 0:
-            return ids_keep
-        others = torch.arange(num_others, device=device).expand(len(ids_keep), -1)
-        if first_token is not None:
-            first_token = first_token.to(device)[:, None]  # (B, 1)
-            others = torch.where(others < first_token, others, others + num_tokens)
-            return torch.cat([others, ids_keep + first_token], dim=1).sort(dim=1).values
-        if layout == "image_text":
-            return torch.cat([ids_keep, others + num_tokens], dim=1)
-        if layout == "text_image":
-            return torch.cat([others, ids_keep + num_others], dim=1)
-        raise ValueError(f"a block got {length} tokens of layout {layout!r}, and the embedding counted {num_tokens} image tokens")
+    def image_start(self, layout: str, length: int) -> int | Tensor:
+        """Where the image begins in a sequence of `length` tokens: a number, or (B, 1)."""
+        num_others = length - self.image.num_tokens
+        if num_others < 0 or (layout == "image" and num_others):
+            raise ValueError(f"a block got {length} tokens ({layout}), but the embedding counted {self.image.num_tokens}")
+        if num_others and self.image.first_token is not None:
+            return self.image.first_token[:, None]
+        return {"image": 0, "image_text": 0, "text_image": num_others}[layout]
 
     def image_tokens(self, x: Tensor, layout: str) -> Tensor:
-        """(B, L, D) -> (B, N, D)."""
-        num_tokens, length = self.image.num_tokens, x.shape[1]
-        if self.image.first_token is not None and length > num_tokens:
-            ids = torch.arange(num_tokens, device=x.device)[None] + self.image.first_token.to(x.device)[:, None]
-            return TokenRouter.start_route(x, ids)
-        return x[:, length - num_tokens :] if layout == "text_image" else x[:, :num_tokens]
+        """(B, L, D) -> (B, N, D), without a gradient: a checkpointed block must save the same tensors when it runs again."""
+        ids = torch.arange(self.image.num_tokens, device=x.device) + self.image_start(layout, x.shape[1])
+        return TokenRouter.start_route(x.detach(), ids.expand(len(x), -1))
+
+    def index(self, route: int, layout: str, length: int) -> Tensor:
+        """(B, L - N + K), the positions that stay in a sequence of `length` tokens: all that are not of the image, then K."""
+        start, ids_keep = self.image_start(layout, length), self.ids_keep[route]
+        if length == self.image.num_tokens:
+            return ids_keep
+        others = torch.arange(length - self.image.num_tokens, device=ids_keep.device)
+        others = torch.where(others < start, others, others + self.image.num_tokens)
+        return torch.cat([others.expand(len(ids_keep), -1), ids_keep + start], dim=1)
 
 
 class BlockHooks:
@@ -126,20 +121,19 @@ class BlockHooks:
         if self.route not in plan.ids_keep:
             self.attachment.choose_ids_keep(plan, self.route, plan.image_tokens(tokens, self.spec.layout))
 
-        indices: dict[tuple, Tensor] = {}  # of this call: cos and sin, and a mask, list the same tokens
+        indices: dict[tuple[str, int], Tensor] = {}  # of this call: cos and sin, and a mask, list the same tokens
 
-        def index_of(layout: str, length: int, device: torch.device) -> Tensor:
-            if (layout, length, device) not in indices:
-                indices[layout, length, device] = plan.index(self.route, layout, length, device)
-            return indices[layout, length, device]
+        def index_of(layout: str, length: int) -> Tensor:
+            if (layout, length) not in indices:
+                indices[layout, length] = plan.index(self.route, layout, length).to(tokens.device)
+            return indices[layout, length]
 
-        index = index_of(self.spec.layout, tokens.shape[1], tokens.device)
+        index = index_of(self.spec.layout, tokens.shape[1])
         self.before = tokens, index
         arguments[self.spec.argument] = TokenRouter.start_route(tokens, index)
         for axis in self.spec.axes:
             if axis.argument in arguments:
-                shared = self.attachment.shared and (axis.layout == "image" or plan.image.first_token is None)
-                arguments[axis.argument] = shorten(arguments[axis.argument], axis, index_of, shared)
+                arguments[axis.argument] = shorten(arguments[axis.argument], axis, index_of)
         positional = [arguments.pop(name) for name in self.names[: len(args)]]
         return (*positional, *args[len(positional) :]), arguments
 
@@ -157,26 +151,25 @@ class BlockHooks:
         return tuple(tokens if i == self.spec.output else item for i, item in enumerate(output))
 
 
-def shorten(value: Any, axis: TokenAxis, index_of: Callable[[str, int, torch.device], Tensor], shared: bool) -> Any:
-    """A block's argument with the entries of the tokens that stay, at index_of(layout, length, device) -> (B, K)."""
+def shorten(value: Any, axis: TokenAxis, index_of: Callable[[str, int], Tensor]) -> Any:
+    """A block's argument with the entries of the tokens that stay, at index_of(layout, length) -> (B, K)."""
     if value is None:
         return None
     if isinstance(value, (tuple, list)):
         items = range(len(value)) if axis.items is None else axis.items
-        return tuple(shorten(item, axis, index_of, shared) if i in items else item for i, item in enumerate(value))
+        return tuple(shorten(item, axis, index_of) if i in items else item for i, item in enumerate(value))
     if axis.key is not None:
         if axis.key not in value:
             return value
-        return {**value, axis.key: shorten(value[axis.key], replace(axis, key=None), index_of, shared)}
+        return {**value, axis.key: shorten(value[axis.key], replace(axis, key=None), index_of)}
     if axis.ndim is not None and value.ndim != axis.ndim:
         return value
-    if not axis.mask:
-        dim = axis.dim % value.ndim
-        return gather_axis(value, index_of(axis.layout, value.shape[dim], value.device), dim, shared)
-    if value.ndim not in (2, 4):
-        raise ValueError(f"{axis.argument}: a mask of shape {tuple(value.shape)} cannot be routed; it needs 2 or 4 axes")
-    value = value.reshape((1,) * (4 - value.ndim) + value.shape)
-    for dim in (2, 3):
-        if value.shape[dim] > 1:
-            value = gather_axis(value, index_of(axis.layout, value.shape[dim], value.device), dim, shared=False)
+    dims = (axis.dim % value.ndim,)
+    if axis.mask:
+        if value.ndim not in (2, 4):
+            raise ValueError(f"{axis.argument}: a mask of shape {tuple(value.shape)} cannot be routed; it needs 2 or 4 axes")
+        value = value.reshape((1,) * (4 - value.ndim) + value.shape)
+        dims = [dim for dim in (2, 3) if value.shape[dim] > 1]
+    for dim in dims:
+        value = gather_axis(value, index_of(axis.layout, value.shape[dim]), dim)
     return value

@@ -16,13 +16,9 @@ from torch import Tensor
 
 
 def latent_mask(mask: Tensor, height: int, width: int) -> Tensor:
-    """A mask of pixels as a mask of latents: the share of each latent's area that is inside.
+    """A mask of pixels (B, H_pixels, W_pixels) as a mask of latents (B, H, W): the share of each latent's area that is inside.
 
-    Args:
-        mask: (B, H_pixels, W_pixels), bool or numbers in [0, 1]; 1 is inside.
-
-    Returns:
-        (B, H, W) float32 in [0, 1]. What touches the mask is above 0, so no region is lost.
+    Both have values in [0, 1], and 1 is inside. A latent that the mask touches is above 0, so no region is lost.
     """
     return F.adaptive_avg_pool2d(mask.float()[:, None], (height, width))[:, 0]
 
@@ -57,10 +53,10 @@ def masked_mse(prediction: Tensor, target: Tensor, mask: Tensor | None) -> Tenso
     Raises:
         ValueError: shapes that do not fit; torch would broadcast some of them.
     """
-    weight = torch.ones_like(target[:, 0]) if mask is None else mask
-    if prediction.shape != target.shape or weight.shape != target[:, 0].shape:
-        shapes = [tuple(tensor.shape) for tensor in (prediction, target, weight)]
+    mask = torch.ones_like(target[:, 0]) if mask is None else mask
+    if prediction.shape != target.shape or mask.shape != target[:, 0].shape:
+        shapes = [tuple(tensor.shape) for tensor in (prediction, target, mask)]
         raise ValueError("prediction, target and mask have shapes {}, {} and {}, which do not fit".format(*shapes))
     error = (prediction.float() - target.float()).square().mean(dim=1).flatten(1)  # (B, H * W)
-    weight = weight.float().flatten(1)
+    weight = mask.float().flatten(1)
     return (error * weight).sum(dim=1) / weight.sum(dim=1).clamp(min=torch.finfo(torch.float32).tiny)

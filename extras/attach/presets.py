@@ -18,14 +18,11 @@ PRESETS = {
 
 
 def as_routes(routes: str | Mapping | Sequence[Route | Mapping] | Route) -> tuple[Route, ...]:
-    """Routes in any of the forms in which people have them.
+    """Routes in any of the forms in which people have them, not yet checked against a network's depth.
 
     Args:
         routes: the name of a preset; a `tread_config` of SimpleTuner, `{"routes": [...]}`, also inside
             `{"tread_config": ...}`; a list of `Route` or of mappings with the keys of `Route`; one `Route`.
-
-    Returns:
-        The routes, not yet checked against a network's depth (`TokenRouter` does that).
 
     Raises:
         ValueError: an unknown preset, or no routes.
