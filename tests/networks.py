@@ -16,6 +16,8 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 
+from extras.attach.attachment import inner_module
+
 B, GRID, T = 3, 4, 5  # samples, rows and columns of tokens, text tokens
 N = GRID * GRID
 
@@ -200,8 +202,7 @@ NETWORKS = {
     "timm": Network(
         "timm.models.vision_transformer.VisionTransformer",
         dict(img_size=16, patch_size=4, num_classes=7, embed_dim=32, depth=4, num_heads=2, reg_tokens=2, init_values=0.5),
-        # A class and two register tokens come first.
-        lambda variant: dict(x=normal(B, 3, 16, 16)) | (dict(attn_mask=pair_mask(1 + 2 + N)) if variant else {}),
+        lambda variant: dict(x=normal(B, 3, 16, 16)) | (dict(attn_mask=pair_mask(3 + N)) if variant else {}),  # class, registers
         BLOCKS, variant=True, argument="x",
     ),
 }  # fmt: skip
@@ -252,6 +253,15 @@ def difference(ours, theirs):
 
 def blocks_of(network, case):
     return [(block, output) for attribute, output in case.blocks for block in getattr(network, attribute)]
+
+
+def reference_error(network, case, inputs, attachment, variant=False):
+    """The worst difference between a routed pass with its gradients and the reference; detaches."""
+    results = run(network, inputs)
+    windows = skipped(attachment, case.num_tokens)
+    attachment.detach()
+    with reference(inner_module(network), case, windows, variant):
+        return difference(results, run(network, inputs))
 
 
 def skipped(attachment, num_tokens=N):

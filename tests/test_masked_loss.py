@@ -33,5 +33,5 @@ def test_the_masked_loss_is_the_mean_over_the_inside():
     masked_mse(prediction, target, mask).sum().backward()
     assert torch.isfinite(prediction.grad).all() and (prediction.grad[0, :, 0, 1] == 0).all()
     for wrong in ((target, mask[:, 0]), (target[:1], mask), (target[:, :1], mask)):  # some would broadcast
-        with pytest.raises(ValueError, match=r"shapes \(3, 2, 1, 2\)"):
+        with pytest.raises(ValueError, match=r"shapes \[\(3, 2, 1, 2\)"):
             masked_mse(prediction, *wrong)

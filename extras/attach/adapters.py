@@ -50,9 +50,7 @@ class ImageTokens:
     batch: int  # B
     num_tokens: int  # N
     device: torch.device
-    # Where each sample's image begins, (B,) int64, in a joint sequence whose texts differ in length.
-    # None: text and image fill the sequence, in the order of the layout.
-    first_token: Tensor | None = None
+    first_token: Tensor | None = None  # (B,) int64, where each sample's image begins, if texts differ in length
 
 
 def count_embedded(arguments: Mapping[str, Any], output: Tensor) -> ImageTokens:
@@ -64,12 +62,10 @@ def count_embedded(arguments: Mapping[str, Any], output: Tensor) -> ImageTokens:
 class Adapter:
     """How to route one kind of network."""
 
-    # The submodule whose output tells the number of image tokens; it must run once per forward pass, before the blocks.
-    # "" is the network itself, before it runs.
-    tokens_from: str
+    # The submodule whose output tells the number of image tokens; it runs once per forward pass, before the blocks.
+    tokens_from: str  # "" is the network itself, before it runs
     blocks: tuple[BlockList, ...]  # in the order in which they run; layer indices of routes count through all lists
-    # (arguments of the submodule by name, its output) -> ImageTokens
-    count_tokens: Callable[[Mapping[str, Any], Any], ImageTokens] = count_embedded
+    count_tokens: Callable[[Mapping[str, Any], Any], ImageTokens] = count_embedded  # of the submodule's arguments and output
     must_be_empty: str = ""  # a dotted attribute; `attach` refuses a network where it exists and is not empty or 0
 
 
@@ -147,7 +143,7 @@ ADAPTERS = {
     "diffusers.HunyuanDiT2DModel": Adapter("pos_embed", (BlockList("blocks", axes=HUNYUAN_AXES),)),
     "diffusers.Lumina2Transformer2DModel": Adapter("rope_embedder", (LUMINA2,), count_lumina2),
     "diffusers.ZImageTransformer2DModel": Adapter("", (Z_IMAGE,), count_z_image),
-    # PatchDropout throws tokens away between the embedding and the blocks.
+    # PatchDropout drops tokens between the embedding and the blocks.
     "timm.VisionTransformer": Adapter("patch_embed", (TIMM,), count_timm, must_be_empty="patch_drop.prob"),
 }
 

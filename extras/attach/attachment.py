@@ -22,7 +22,7 @@ from extras.attach.hooks import BlockHooks, Plan, argument_names, memory_of
 from extras.attach.presets import as_routes
 from routing_module import SELECTIONS, Route, SelectionRule, TokenRouter, apply_rule, num_kept_tokens, uniform_scores
 
-# Wrappers by the names of their classes, and where they hold what they wrap.
+# Wrappers by the names of their classes, and the attribute that holds what they wrap.
 WRAPPED = {
     "OptimizedModule": "_orig_mod",  # torch.compile
     "CheckpointWrapper": "_checkpoint_wrapped_module",
@@ -63,8 +63,8 @@ class Attachment:
         embedding = network.get_submodule(adapter.tokens_from)
         self.embedding_arguments = argument_names(embedding)
         register = embedding.register_forward_hook if adapter.tokens_from else embedding.register_forward_pre_hook
-        self.handles = [network.register_forward_pre_hook(self._before_network)]
-        self.handles.append(register(self._after_embedding, with_kwargs=True))
+        before = network.register_forward_pre_hook(self._before_network)
+        self.handles = [before, register(self._after_embedding, with_kwargs=True)]
         for block, hooks in routed:
             self.handles.append(block.register_forward_pre_hook(hooks.before_block, with_kwargs=True))
             self.handles.append(block.register_forward_hook(hooks.after_block, with_kwargs=True, always_call=True))
@@ -76,7 +76,7 @@ class Attachment:
         self.num_forced = 0
         self.plan: Plan | None = None  # of the forward pass that runs or ran last; None before its embedding
         self.bound: Plan | None = None  # inside a block that `checkpoint()` runs
-        self.last: Plan | None = None  # the last plan that routes
+        self.last = Plan()  # the last plan that routes
         self.recent: deque[Plan] = deque(maxlen=64)  # of forward passes that may wait for their backward pass
 
     def __getstate__(self) -> dict:
@@ -117,9 +117,8 @@ class Attachment:
         self.forced, self.num_forced = None, 0
         if mask is not None:
             forced = mask != 0
-            if self.shared:
-                forced = forced.any(dim=0, keepdim=True).expand_as(forced)
-            self.forced, self.num_forced = forced, int(forced.sum(dim=1).max())
+            self.forced = forced.any(dim=0, keepdim=True).expand_as(forced) if self.shared else forced
+            self.num_forced = int(self.forced.sum(dim=1).max())
         try:
             yield
         finally:
@@ -149,15 +148,16 @@ class Attachment:
     @property
     def ids_keep(self) -> tuple[Tensor | None, ...]:
         """(B, K) per route of the last routed forward pass: image tokens that stayed; None for a route that was off."""
-        return () if self.last is None else tuple(self.last.ids_keep.get(i) for i in range(len(self.last.num_kept)))
+        return tuple(self.last.ids_keep.get(i) for i in range(len(self.last.num_kept)))
 
     @property
     def saving(self) -> float:
         """Share of all passes of image tokens through blocks that the last routed forward pass skipped; 0 before the first."""
-        if self.last is None:
+        if self.last.image is None:
             return 0.0
-        N, lengths = self.last.image.num_tokens, [r.end_layer_idx - r.start_layer_idx + 1 for r in self.router.routes]
-        return sum((N - K) * length for K, length in zip(self.last.num_kept, lengths)) / (N * self.router.depth)
+        N, kept_by_route = self.last.image.num_tokens, zip(self.last.num_kept, self.router.routes)
+        skipped = sum((N - K) * (route.end_layer_idx - route.start_layer_idx + 1) for K, route in kept_by_route)
+        return skipped / (N * self.router.depth)
 
     def _before_network(self, module: nn.Module, args: tuple) -> None:
         """Hook of the network: `_after_embedding` must run before the blocks do."""
@@ -225,8 +225,8 @@ class Attachment:
             return found[0]
         if self.plan is None:
             raise RuntimeError(
-                f"block {layer} runs, but {self.adapter.tokens_from!r} did not run before it. If it was replaced after attach() "
-                "(PEFT does for modules_to_save), detach() and attach() again"
+                f"block {layer} runs, but {self.adapter.tokens_from!r} did not run before it; "
+                "if it was replaced after attach(), detach() and attach() again"
             )
         if not compiling:
             self.plan.inputs[layer] = memory_of(tokens)
@@ -258,7 +258,7 @@ def attached(network: nn.Module) -> Attachment | None:
 
 def attach(
     network: nn.Module,
-    routes: str | Mapping | Sequence[Route | Mapping] | Route,
+    routes: str | Mapping | Sequence[Route | Mapping],
     *,
     selection: str | SelectionRule = "uniform",
     per_sample: bool = True,
@@ -284,7 +284,7 @@ def attach(
         KeyError, TypeError: an unknown selection; a wrong or missing key of a route.
     """
     network = inner_module(network)
-    if attached(network) is not None:
+    if attached(network):
         raise ValueError(f"{type(network).__name__} is routed already; call attached(network).detach() first")
     adapter = adapter or find_adapter(network)
     setting = network

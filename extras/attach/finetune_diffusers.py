@@ -63,8 +63,7 @@ def predict_flux(network: nn.Module, batch: dict[str, Tensor], noise: Tensor) ->
 
 def predict_pixart(network: nn.Module, batch: dict[str, Tensor], noise: Tensor) -> tuple[Tensor, Tensor]:
     """DDPM with linear betas from 1e-4 to 0.02: the target is the noise. (prediction, target)."""
-    x = batch["latents"]
-    B, C, H, W = x.shape
+    x, (B, C, H, W) = batch["latents"], batch["latents"].shape
     t = torch.randint(1000, (B,), device=x.device)
     alphas_cumprod = torch.cumprod(1 - torch.linspace(1e-4, 0.02, 1000, device=x.device), dim=0)[t][:, None, None, None]
     conditions = {"resolution": None, "aspect_ratio": None}
@@ -97,13 +96,12 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-
     torch.manual_seed(args.seed)
+
     items = {name: tensor.to(args.device) for name, tensor in read_items(Path(args.data)).items()}
     network = AutoModel.from_pretrained(args.model, subfolder="transformer").to(args.device)
     predict = PREDICT[type(network).__name__]
-    targets = ["to_q", "to_k", "to_v", "to_out.0", "proj_out"]
-    lora = LoraConfig(r=args.rank, lora_alpha=args.rank, target_modules=targets)
+    lora = LoraConfig(r=args.rank, lora_alpha=args.rank, target_modules=["to_q", "to_k", "to_v", "to_out.0", "proj_out"])
     network = get_peft_model(network, lora).train()  # from_pretrained leaves it in evaluation mode, in which nothing is routed
     attachment = attach(network, [Route(0.0, 0, -1)] if args.routes == "none" else args.routes)
     optimizer = torch.optim.AdamW([p for p in network.parameters() if p.requires_grad], args.learning_rate, weight_decay=0.0)
@@ -118,7 +116,7 @@ def main(arguments: list[str]) -> None:
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()
-        if step == 1 or step % 50 == 0 or step == args.steps:
+        if step == 1 or step % 50 == 0:
             log.info("step %d  loss %.4f  saving %.2f", step, loss.item(), attachment.saving)
     network.save_pretrained(args.output)
 

@@ -134,8 +134,7 @@ class BlockHooks:
         for axis in self.spec.axes:
             if axis.argument in arguments:
                 arguments[axis.argument] = shorten(arguments[axis.argument], axis, index_of)
-        positional = [arguments.pop(name) for name in self.names[: len(args)]]
-        return (*positional, *args[len(positional) :]), arguments
+        return (), arguments
 
     def after_block(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         """Forward hook: put the tokens back. Also called, without an output, when the block stops with an exception."""
@@ -164,7 +163,7 @@ def shorten(value: Any, axis: TokenAxis, index_of: Callable[[str, int], Tensor])
         return {**value, axis.key: shorten(value[axis.key], replace(axis, key=None), index_of)}
     if axis.ndim is not None and value.ndim != axis.ndim:
         return value
-    dims = (axis.dim % value.ndim,)
+    dims = [axis.dim]
     if axis.mask:
         if value.ndim not in (2, 4):
             raise ValueError(f"{axis.argument}: a mask of shape {tuple(value.shape)} cannot be routed; it needs 2 or 4 axes")

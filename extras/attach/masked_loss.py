@@ -48,15 +48,12 @@ def masked_mse(prediction: Tensor, target: Tensor, mask: Tensor | None) -> Tenso
         mask: (B, H, W) or (B, F, H, W), weights in [0, 1]; None is everywhere.
 
     Returns:
-        (B,) float32; 0 for a sample whose mask is empty.
-
-    Raises:
-        ValueError: shapes that do not fit; torch would broadcast some of them.
+        (B,) float32; 0 for a sample whose mask is empty. Raises ValueError for shapes that torch might broadcast.
     """
     mask = torch.ones_like(target[:, 0]) if mask is None else mask
     if prediction.shape != target.shape or mask.shape != target[:, 0].shape:
         shapes = [tuple(tensor.shape) for tensor in (prediction, target, mask)]
-        raise ValueError("prediction, target and mask have shapes {}, {} and {}, which do not fit".format(*shapes))
+        raise ValueError(f"prediction, target and mask have shapes {shapes}, which do not fit")
     error = (prediction.float() - target.float()).square().mean(dim=1).flatten(1)  # (B, H * W)
     weight = mask.float().flatten(1)
     return (error * weight).sum(dim=1) / weight.sum(dim=1).clamp(min=torch.finfo(torch.float32).tiny)

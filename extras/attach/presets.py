@@ -8,21 +8,21 @@ from routing_module import Route
 
 # `paper` is TREAD's own (section 4); the others are the settings that SimpleTuner's documentation recommends.
 PRESETS = {
-    "paper": (Route(0.5, 2, -4),),
-    "balanced": (Route(0.5, 2, -2),),
-    "fastest": (Route(0.7, 1, -1),),
-    "high_resolution": (Route(0.6, 2, -3),),
-    "lora": (Route(0.4, 3, -4),),
-    "masked": (Route(0.7, 2, -2),),
+    "paper": Route(0.5, 2, -4),
+    "balanced": Route(0.5, 2, -2),
+    "fastest": Route(0.7, 1, -1),
+    "high_resolution": Route(0.6, 2, -3),
+    "lora": Route(0.4, 3, -4),
+    "masked": Route(0.7, 2, -2),
 }
 
 
-def as_routes(routes: str | Mapping | Sequence[Route | Mapping] | Route) -> tuple[Route, ...]:
+def as_routes(routes: str | Mapping | Sequence[Route | Mapping]) -> tuple[Route, ...]:
     """Routes in any of the forms in which people have them, not yet checked against a network's depth.
 
     Args:
         routes: the name of a preset; a `tread_config` of SimpleTuner, `{"routes": [...]}`, also inside
-            `{"tread_config": ...}`; a list of `Route` or of mappings with the keys of `Route`; one `Route`.
+            `{"tread_config": ...}`; a list of `Route` or of mappings with the keys of `Route`.
 
     Raises:
         ValueError: an unknown preset, or no routes.
@@ -31,9 +31,7 @@ def as_routes(routes: str | Mapping | Sequence[Route | Mapping] | Route) -> tupl
     if isinstance(routes, str):
         if routes not in PRESETS:
             raise ValueError(f"routes={routes!r} is no preset; use {', '.join(PRESETS)}")
-        return PRESETS[routes]
-    if isinstance(routes, Route):
-        return (routes,)
+        return (PRESETS[routes],)
     if isinstance(routes, Mapping):
         routes = routes.get("tread_config", routes)["routes"]
     if not routes:
