@@ -66,7 +66,8 @@ class Adapter:
     tokens_from: str  # "" is the network itself, before it runs
     blocks: tuple[BlockList, ...]  # in the order in which they run; layer indices of routes count through all lists
     count_tokens: Callable[[Mapping[str, Any], Any], ImageTokens] = count_embedded  # of the submodule's arguments and output
-    must_be_empty: str = ""  # a dotted attribute; `attach` refuses a network where it exists and is not empty or 0
+    # A dotted attribute (routes of its own, dropout of tokens); `attach` refuses a network where it is not empty or 0.
+    must_be_empty: str = ""
 
 
 def count_timm(arguments: Mapping[str, Any], output: Tensor) -> ImageTokens:
@@ -143,7 +144,6 @@ ADAPTERS = {
     "diffusers.HunyuanDiT2DModel": Adapter("pos_embed", (BlockList("blocks", axes=HUNYUAN_AXES),)),
     "diffusers.Lumina2Transformer2DModel": Adapter("rope_embedder", (LUMINA2,), count_lumina2),
     "diffusers.ZImageTransformer2DModel": Adapter("", (Z_IMAGE,), count_z_image),
-    # PatchDropout drops tokens between the embedding and the blocks.
     "timm.VisionTransformer": Adapter("patch_embed", (TIMM,), count_timm, must_be_empty="patch_drop.prob"),
 }
 

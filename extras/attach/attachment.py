@@ -27,7 +27,6 @@ WRAPPED = {
     "OptimizedModule": "_orig_mod",  # torch.compile
     "CheckpointWrapper": "_checkpoint_wrapped_module",
     "DistributedDataParallel": "module",
-    "FullyShardedDataParallel": "module",
     "PeftModel": "base_model",
     "BaseTuner": "model",  # of PEFT
 }
@@ -63,8 +62,8 @@ class Attachment:
         embedding = network.get_submodule(adapter.tokens_from)
         self.embedding_arguments = argument_names(embedding)
         register = embedding.register_forward_hook if adapter.tokens_from else embedding.register_forward_pre_hook
-        before = network.register_forward_pre_hook(self._before_network)
-        self.handles = [before, register(self._after_embedding, with_kwargs=True)]
+        self.handles = [network.register_forward_pre_hook(self._before_network)]
+        self.handles.append(register(self._after_embedding, with_kwargs=True))
         for block, hooks in routed:
             self.handles.append(block.register_forward_pre_hook(hooks.before_block, with_kwargs=True))
             self.handles.append(block.register_forward_hook(hooks.after_block, with_kwargs=True, always_call=True))
@@ -110,8 +109,7 @@ class Attachment:
         """Inside, the tokens where `mask` (B, N) is not zero never skip; None forces nothing.
 
         Every sample keeps as many tokens as the sample that forces most; `saving` reports what is left to skip.
-        Wrap the forward pass, which raises ValueError for a mask of another shape; the backward pass may be outside.
-        Entering waits for the device once.
+        Wrap the forward pass, which raises ValueError for a mask of another shape. Entering waits for the device once.
         """
         before = self.forced, self.num_forced
         self.forced, self.num_forced = None, 0
@@ -129,8 +127,7 @@ class Attachment:
 
         For diffusers: `network.enable_gradient_checkpointing(attachment.checkpoint)`. Other functions work as well if they
         checkpoint every block by itself and keep its input in place; otherwise the backward pass raises a RuntimeError.
-        Under torch.compile, set `torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True`: while a block
-        runs, its hook holds the tokens that skip, and nothing of that need be replayed.
+        Under torch.compile, set `torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True`.
         """
         if torch.compiler.is_compiling():  # the compiler keeps what it recomputes
             return checkpoint(function, *args, use_reentrant=False, **kwargs)
@@ -240,7 +237,7 @@ def forget_compiled() -> None:
 
 
 def inner_module(module: nn.Module) -> nn.Module:
-    """The module that computes, below the wrappers of torch.compile, DDP, FSDP, activation checkpointing and PEFT."""
+    """The module that computes, below the wrappers of torch.compile, DDP, activation checkpointing and PEFT."""
     for cls in type(module).__mro__:
         if cls.__name__ in WRAPPED:
             return inner_module(getattr(module, WRAPPED[cls.__name__]))
