@@ -87,7 +87,7 @@ def main(cfg: DictConfig) -> None:
     log.info("%d of %d evaluations to do, in %s", len(missing), len(points), output)
     if missing:
         for run_cfg in runs.values():  # before a detector and a reference that take minutes
-            autoencoders.find(cfg.autoencoder or run_cfg.data.autoencoder, "autoencoder")
+            autoencoders.find(cfg.autoencoder or run_cfg.data.autoencoder)
         detectors = build.build_detectors(cfg.evaluation, accelerator)
         evaluator = Evaluator.open(accelerator, detectors, reference, cfg.batch_size)
     for settings, load_sampler in (points[i] for i in missing):

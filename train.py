@@ -161,8 +161,6 @@ def describe(trainer: Trainer, remarks: list[str], memory_needed: str) -> None:
     if trainer.alignment is not None:
         until = "" if cfg.alignment.stop_step is None else f" until step {cfg.alignment.stop_step}"
         log.info("align  block %d to %s, weight %g%s", cfg.alignment.block, cfg.alignment.encoder, cfg.alignment.weight, until)
-    for line in data.statements:
-        log.log(logging.WARNING if line.startswith("warning:") else logging.INFO, "       %s", line)
     if trainer.step < cfg.train.num_steps:
         log.info("train  steps %d to %d, %s", trainer.step, cfg.train.num_steps, size)
         log.info("memory %s", memory_needed)

@@ -21,7 +21,7 @@ from evaluations.small_detector import SmallDetector, train_detector
 from evaluations.suite import evaluate, find_metric, format_metric, metrics_of
 from extras.report.experiments import metric_order
 from latents.shards import LatentDataset, latents_for_network
-from latents.statistics import ChannelStatistics
+from latents.channel_statistics import ChannelStatistics
 from training import build
 
 FASHION_CLASSES = 10

@@ -33,7 +33,6 @@ from extras.ddpm import DDPM
 from extras.ddpm.sampler import AncestralSampler
 from latents import autoencoders
 from latents.shards import LatentDataset, ShardInfo
-from latents.webdataset import TarLatents
 from routing_module import Route, num_kept_tokens
 from sampling.sampler import Diffusion
 from sit import SiT
@@ -42,7 +41,7 @@ from training.sharding import processes_per_node
 
 log = logging.getLogger(__name__)
 
-Dataset = LatentDataset | TarLatents
+Dataset = LatentDataset
 
 # TREAD's (section 4), for sparse guidance of a network that was trained without routes.
 DEFAULT_ROUTE = Route(selection_ratio=0.5, start_layer_idx=2, end_layer_idx=-4)
@@ -63,16 +62,7 @@ def open_data(cfg: schema.TrainConfig) -> tuple[schema.TrainConfig, Dataset]:
         )
     if not Path(data.path).exists():
         raise UserError(f"data.path={data.path} does not exist; to make it: {command_for(data)}, or give another data.path=")
-    if data.format == "webdataset":
-        # What the shards of the native format say in their headers, tars leave to the reader.
-        told = ("kind", "stored_scale", "scale_factor", "autoencoder", "resolution", "num_classes", "allow_pickle")
-        dataset = TarLatents(data.path, **{key: getattr(data, key) for key in told}, key_prefix="data.")
-    else:
-        dataset = LatentDataset(data.path)
-        if data.stored_scale is not None:
-            raise UserError(
-                f"data.stored_scale={data.stored_scale} is for data.format=webdataset; native shards hold unscaled latents"
-            )
+    dataset = LatentDataset(data.path)
     info = dataset.info
     if dataset.height != dataset.width:
         raise UserError(f"{dataset.path}: latents of {dataset.height}x{dataset.width} are not square")
@@ -274,27 +264,9 @@ def check_alignment(cfg: schema.TrainConfig, dataset: Dataset) -> None:
         raise UserError(
             f"alignment.block={settings.block} is beyond the {depth} blocks of {cfg.model.backbone}; give 1 to {depth}"
         )
-    if not isinstance(dataset, LatentDataset):
+    if not dataset.has_images:
         raise UserError(
-            f"alignment={settings.name} needs images or features beside the latents, and tars hold none; make native shards: "
-            f"{_command_for_alignment(cfg, dataset.info)}"
-        )
-    if _holds_features(cfg, dataset):
-        if dataset.features_shape[0] != (grid := _grid_size(cfg)) ** 2:
-            raise UserError(
-                f"alignment: {dataset.path} holds {dataset.features_shape[0]} features for each image, and {cfg.model.backbone} "
-                f"has {grid**2} tokens; choose a model.backbone of another patch size, or make the shards again with "
-                f"features_grid={grid}"
-            )
-        if settings.weights is not None:
-            raise UserError(
-                f"alignment.weights={settings.weights}: {dataset.path} holds the encoder's features, and no encoder is loaded; "
-                "leave alignment.weights out"
-            )
-    elif not dataset.has_images:
-        held = f"features of {dataset.info.encoder}" if dataset.features_shape else "neither images nor features"
-        raise UserError(
-            f"alignment.encoder={settings.encoder} needs the images of the latents, and {dataset.path} holds {held}; make other "
+            f"alignment.encoder={settings.encoder} needs the images of the latents, and {dataset.path} holds none; make other "
             f"shards: {_command_for_alignment(cfg, dataset.info)}"
         )
     elif settings.encoder == DigitsEncoder.name and dataset.info.resolution != (own := DigitsEncoder.resolution):
@@ -308,18 +280,12 @@ def _is_aligned(cfg: schema.TrainConfig) -> bool:
     return cfg.alignment.name != "none" and cfg.alignment.weight > 0
 
 
-def _holds_features(cfg: schema.TrainConfig, dataset: LatentDataset) -> bool:
-    """Whether the shards hold the patch tokens of the encoder that alignment.encoder names."""
-    return dataset.features_shape is not None and dataset.info.encoder == cfg.alignment.encoder
-
-
 def _command_for_alignment(cfg: schema.TrainConfig, info: ShardInfo) -> str:
     """The command that makes shards for alignment.*, and what it takes to do without the images."""
     own = "" if info.autoencoder == "none" else f" autoencoder={info.autoencoder}"
-    features = f"features=true encoder={cfg.alignment.encoder} features_grid={_grid_size(cfg)}"
     return (
         f"python prepare_latents.py encode images=<folder of images> output=<another folder>{own} resolution={info.resolution} "
-        f"keep_images=jpeg (for small data rather {features}); or set alignment=none"
+        f"keep_images=jpeg; or set alignment=none"
     )
 
 
@@ -329,14 +295,11 @@ def build_alignment(cfg: schema.TrainConfig, dataset: LatentDataset, accelerator
     if not _is_aligned(cfg):
         return None
     options = {"tap": settings.block, "weight": settings.weight, "stop_step": settings.stop_step}
-    if _holds_features(cfg, dataset):
-        encode, fetch, encoder_width = lambda features: features, dataset.fetch_with_features, dataset.features_shape[1]
-    else:
-        precision = "fp32" if cfg.train.precision == "fp32" else "bf16"
-        key = "alignment.encoder"
-        encoder = build_encoder(settings.encoder, settings.weights, _grid_size(cfg), accelerator, precision, key)
-        options |= {"encoder": encoder.weights_hash, "encoder_bytes": sum(p.nbytes for p in encoder.net.parameters())}
-        encode, fetch, encoder_width = lambda images: encoder.encode(images)[1], dataset.fetch_with_images, encoder.width
+    precision = "fp32" if cfg.train.precision == "fp32" else "bf16"
+    key = "alignment.encoder"
+    encoder = build_encoder(settings.encoder, settings.weights, _grid_size(cfg), accelerator, precision, key)
+    options |= {"encoder": encoder.weights_hash, "encoder_bytes": sum(p.nbytes for p in encoder.net.parameters())}
+    encode, fetch, encoder_width = lambda images: encoder.encode(images)[1], dataset.fetch_with_images, encoder.width
     with torch.random.fork_rng(devices=[]):  # whatever random numbers the encoder has taken
         torch.manual_seed(2**32 + cfg.seed)  # no seed of a run
         width = schema.BACKBONES[cfg.model.backbone][1]
@@ -470,7 +433,7 @@ def check_resume(stored: schema.TrainConfig, cfg: schema.TrainConfig, checkpoint
 
 def build_autoencoder(cfg: schema.TrainConfig, device: torch.device) -> autoencoders.Autoencoder:
     try:
-        return autoencoders.build(cfg.data.autoencoder, device, cfg.data.in_channels, "data.autoencoder")
+        return autoencoders.build(cfg.data.autoencoder, device, cfg.data.in_channels)
     except UserError as e:
         raise UserError(f"{e}; or train without looking at samples: sample.every=0 eval.every=0") from e
 

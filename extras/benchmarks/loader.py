@@ -27,7 +27,6 @@ from extras.benchmarks.memory import process_bytes
 from extras.benchmarks.trainers import write_random_latents
 from latents.order import BatchOrder, read_batches
 from latents.shards import KINDS, LatentDataset
-from latents.webdataset import TarLatents
 
 CPU = torch.device("cpu")
 OWN_MEMORY = ("smaps_rollup", "Private_Dirty")  # without files that the process has mapped
@@ -56,7 +55,7 @@ def main(arguments: Sequence[str]) -> None:
         if settings.path is None:
             write_random_latents(path, settings.num_items, 256, settings.kind)
         is_native = settings.format == "native"
-        dataset = LatentDataset(path, key="path") if is_native else TarLatents(path, allow_pickle=settings.allow_pickle)
+        dataset = LatentDataset(path)
         for file in dataset.files:  # have all of it in the page cache
             hash_file(file)
         batches = [measure_batches(dataset, settings, num_workers) for num_workers in settings.num_workers]
@@ -65,12 +64,12 @@ def main(arguments: Sequence[str]) -> None:
     report.save(lines, [table(batches), table(opening)], [report.machine, *lines])
 
 
-def open_batches(dataset: LatentDataset | TarLatents, batch_size: int, num_steps: int, num_workers: int):
+def open_batches(dataset: LatentDataset, batch_size: int, num_steps: int, num_workers: int):
     order = BatchOrder(len(dataset), batch_size, 0, 0, num_steps, [slice(0, batch_size)], dataset.has_flips)
     return read_batches(dataset, order, num_workers, pin_memory=False)
 
 
-def measure_batches(dataset: LatentDataset | TarLatents, settings: LoaderSettings, num_workers: int) -> dict[str, object]:
+def measure_batches(dataset: LatentDataset, settings: LoaderSettings, num_workers: int) -> dict[str, object]:
     """Latents per second of one process, after a tenth of a round to warm up."""
     warmup = settings.num_batches // 10
     before = process_bytes(*OWN_MEMORY)

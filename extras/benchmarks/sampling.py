@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> None:
     device = accelerator.device
     configs = [compose_sampling_config(name, settings) for name in settings.guidance]
     compile_mode = check_compile("compile", settings.compile, device)
-    autoencoder = autoencoders.build(settings.autoencoder, device, configs[0].data.in_channels, "autoencoder")
+    autoencoder = autoencoders.build(settings.autoencoder, device, configs[0].data.in_channels)
     set_seed(configs[0].seed)
     net = build.build_network(configs[0]).to(device).eval().requires_grad_(False)
     compile_network(net, compile_mode)

@@ -51,7 +51,7 @@ def export_checkpoint(
     import diffusers  # slow to import; prepare_checkpoint.py has other commands
 
     cfg = load.load_config(checkpoint)
-    decoder = autoencoders.build(autoencoder or cfg.data.autoencoder, torch.device("cpu"), cfg.data.in_channels, "autoencoder")
+    decoder = autoencoders.build(autoencoder or cfg.data.autoencoder, torch.device("cpu"), cfg.data.in_channels)
     net = load.load_network(checkpoint, cfg, weights, torch.device("cpu"))
     if type(net).__name__ not in NETWORKS:
         raise UserError(

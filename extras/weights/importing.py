@@ -28,7 +28,7 @@ from extras.weights.published import (
 )
 from latents import autoencoders
 from latents.arrays import read_channel_statistics
-from latents.detection import SD_VAE
+from latents.autoencoders import SD_VAE
 from training import checkpoint as checkpoints
 from training.build import build_network
 
