@@ -129,7 +129,8 @@ def convert(
     log.info("%s: %d items, %s", path, len(source.labels), source.name)
     for line in source.statements:
         log.info("%s", line)
-    info, scale = describe_latents(source, kind, scale, scale_factor, autoencoder, resolution, num_classes, normalize)
+    given = {"scale_factor": scale_factor, "resolution": resolution, "num_classes": num_classes}
+    info, scale = describe_latents(source, kind, scale, autoencoder, normalize, **given)
     log.info("%s, stored values divided by %g; `inspect` shows whether they are so", info, scale)
     settings = {"command": "convert", "format": source.name, **asdict(info), "scale": scale}
     settings |= {"normalize": normalize, "keep_images": keep_images}
@@ -138,8 +139,7 @@ def convert(
     writer = ShardWriter(output, settings, lambda start, stop: fingerprint, len(source.labels), shard_size, dtype)
     writer.open()
     for shard in progress_bar(writer.missing(), unit="shards"):
-        latents = source.read(shard.start, shard.stop)
-        tensors = {name: x / scale for name, x in zip(("latents", "latents_flip"), latents) if x is not None}
+        tensors = {name: latents / scale for name, latents in source.read(shard.start, shard.stop).items()}
         if read_image is not None:
             tensors |= pack_images([read_image(item) for item in range(shard.start, shard.stop)])
         writer.write(shard, torch.from_numpy(source.labels[shard.start : shard.stop]), info, tensors)

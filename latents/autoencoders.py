@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,45 +27,27 @@ CONFIG_NAME = "config.json"
 WEIGHTS_NAMES = ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin")  # the first one that is there
 
 
-class Autoencoder(Protocol):
-    """What encodes images and decodes latents."""
-
-    scale_factor: float  # what its latents are multiplied by for the network
-    factor: int  # pixels of an image along one side of a latent
-
-    def fingerprint(self) -> str:
-        """A hash of the weights."""
-        ...
-
-    def encode_moments(self, images: Tensor) -> Tensor:
-        """[B, 1 or 3, H, W], float32, -1 to 1 -> float32 [B, 2C, h, w]: mean, then log-variance.
-
-        Nobody can tell images of 0 to 1 from pale ones: `from_uint8` makes the right range.
-        """
-        ...
-
-    def decode(self, latents: Tensor) -> Tensor:
-        """[B, C, h, w] -> images [B, 1 or 3, H, W], float32, about -1 to 1."""
-        ...
-
-
 class Identity:
     """For data whose latents are the pixels."""
 
-    scale_factor, factor = 1.0, 1  # pixels in [-1, 1] have about EDM's standard deviation, 0.5
+    scale_factor = 1.0  # what latents are multiplied by for the network
+    factor = 1  # pixels of an image along one side of a latent
 
     def fingerprint(self) -> str:
+        """A hash of the weights."""
         return "identity"
 
     def encode_moments(self, images: Tensor) -> Tensor:
+        """[B, 1 or 3, H, W], float32, -1 to 1 (of `from_uint8`) -> float32 [B, 2C, h, w]: mean, then log-variance."""
         return torch.cat([images, torch.full_like(images, -30.0)], dim=1)  # no variance
 
     def decode(self, latents: Tensor) -> Tensor:
+        """[B, C, h, w] -> images [B, 1 or 3, H, W], float32, about -1 to 1."""
         return latents
 
 
 class KLAutoencoder:
-    """A diffusers AutoencoderKL: sd-vae:<hub id or folder>, or va-vae:<file or folder>. The arguments are those of `build`."""
+    """A diffusers AutoencoderKL, with the methods of Identity. The arguments are those of `build`."""
 
     def __init__(self, spec: str, device: torch.device, channels: int | None, precision: str = "fp32"):
         file = find(spec)
@@ -82,7 +63,7 @@ class KLAutoencoder:
             raise UserError(f"autoencoder={spec} cannot be loaded: {first_line(e)}") from e
         self.precision = precision
         if channels not in (None, self.vae.config.latent_channels):
-            raise UserError(f"autoencoder={spec} decodes {self.vae.config.latent_channels} channels, and the latents have {channels}")
+            raise UserError(f"autoencoder={spec} has {self.vae.config.latent_channels} channels, and the latents {channels}")
         if getattr(self.vae.config, "shift_factor", None):
             raise UserError(f"autoencoder={spec} shifts its latents (shift_factor), which shards have no place for")
         self.scale_factor, self.factor = _scale_and_factor(self.vae.config)
@@ -107,6 +88,9 @@ class KLAutoencoder:
         return torch.cat([self.vae.decode(part).sample.float() for part in slices])
 
 
+Autoencoder = Identity | KLAutoencoder
+
+
 def find(spec: str) -> Path | None:
     """The file or folder that `build` loads, downloaded where the hub's cache lacks it. None: there is nothing to load.
 
@@ -123,7 +107,7 @@ def find(spec: str) -> Path | None:
     if Path(source).is_dir():
         return Path(source)
     if not is_hub_id(source):
-        raise UserError(f"autoencoder={spec}: there is no such folder, nor can it be an id of the Hugging Face hub, as {SD_VAE} is")
+        raise UserError(f"autoencoder={spec}: there is no such folder, and it cannot be an id of the Hugging Face hub")
     if (folder := _find_cached(source)) is not None:
         return folder
 

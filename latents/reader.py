@@ -43,4 +43,4 @@ class FileReader:
         except OSError as e:
             raise UserError(f"cannot read {path}: {e.strerror}") from e
         if num_read < len(part):
-            raise UserError(f"{path} is truncated: it ends before byte {offset + len(part)}; restore it and run the command again")
+            raise UserError(f"{path} is truncated: it ends before byte {offset + len(part)}; restore it and start again")

@@ -15,9 +15,8 @@ import functools
 import hashlib
 import io
 import json
-import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal, Protocol
 
@@ -122,7 +121,7 @@ def _check_tensors(file: Path, info: ShardInfo, shard: dict[str, Tensor]) -> Non
     channels = latents.shape[1] // (2 if info.kind == "moments" else 1)
     need(info.latents_mean is None or len(info.latents_mean) == channels, f"latents_mean and latents_std of {channels} channels")
     need(labels.dtype == torch.int64 and labels.shape == latents.shape[:1], "labels [M] of int64")
-    need(0 <= labels.min() and labels.max() < info.num_classes, f"labels from 0 to {info.num_classes - 1}, as num_classes says")
+    need(labels.min() >= 0 and labels.max() < info.num_classes, f"labels from 0 to {info.num_classes - 1}, as num_classes says")
     if offsets is not None or "images" in shard:
         fits = offsets is not None and "images" in shard and len(offsets) == len(latents) + 1
         need(fits and offsets[-1] == len(shard["images"]) and (offsets.diff() > 0).all(), "images, cut by image_offsets [M + 1]")
@@ -157,9 +156,8 @@ class LatentDataset:
         check_folder: False opens the shards that are there, finished or not and whatever the manifest says (the writer, inspect).
 
     Raises:
-        UserError: a folder that does not exist or holds no shards; a shard that is truncated, has no proper header,
-            other shapes or labels outside num_classes, or disagrees with the first one; a folder that is not finished, or
-            whose shards are not those of its manifest. The message names the file.
+        UserError: no shards; a shard that is truncated, is none, or disagrees with the first one; a folder that is not
+            finished, or whose shards are not those of its manifest. The message names the file.
     """
 
     def __init__(self, path: str | Path, check_folder: bool = True):
@@ -175,22 +173,24 @@ class LatentDataset:
             )
         if check_folder and manifest is not None:
             check_files(self.path, self.files, manifest)
-        opened = [_open_shard(file) for file in self.files]
-        first = opened[0]
-        for file, shard in zip(self.files, opened):
-            if shard.layout != first.layout:
-                raise UserError(f"{file} does not belong with {self.files[0]}: {shard.layout} against {first.layout}")
-        self.info: ShardInfo = first.info
-        self.labels: np.ndarray = np.concatenate([shard.labels for shard in opened])
-        self._shape, self._dtype = first.shape, first.dtype
-        self._item_bytes = first.dtype.itemsize * math.prod(first.shape)
-        self.has_flips, self.stores_images = "latents_flip" in first.offsets, "images" in first.offsets
+        infos, shards, offsets = zip(*map(_open_shard, self.files))
+        first = shards[0]["latents"][0].numpy()
+        layouts = [(info, sorted(shard), shard["latents"].dtype, shard["latents"].shape[1:]) for info, shard in zip(infos, shards)]
+        for file, layout in zip(self.files, layouts):
+            if layout != layouts[0]:
+                raise UserError(f"{file} does not belong with {self.files[0]}: {layout} against {layouts[0]}")
+        self.info: ShardInfo = infos[0]
+        self.labels: np.ndarray = np.concatenate([shard["labels"].numpy() for shard in shards])
+        self._shape, self._dtype, self._item_bytes = first.shape, first.dtype, first.nbytes
+        self.has_flips, self.stores_images = "latents_flip" in shards[0], "images" in shards[0]
         self.has_images = self.stores_images or self.info.autoencoder == "identity"
-        self._offsets = [[shard.offsets[name] for shard in opened] for name in _STORED[: 1 + self.has_flips]]  # by flip, shard
-        self._images = [shard.image_starts for shard in opened]
-        self._first_item = np.cumsum([0] + [len(shard.labels) for shard in opened])
+        self._offsets = [[starts[name] for starts in offsets] for name in _STORED[: 1 + self.has_flips]]  # by flip, shard
+        # Of each shard, [M + 1]: where in the file an image starts, and the last one ends.
+        images = zip(shards, offsets) if self.stores_images else ()
+        self._images = [shard["image_offsets"].numpy() + starts["images"] for shard, starts in images]
+        self._first_item = np.cumsum([0] + [len(shard["labels"]) for shard in shards])
         self._reader = FileReader(self.files)
-        channels, self.height, self.width = first.shape
+        channels, self.height, self.width = self._shape
         self.channels = channels // 2 if self.info.kind == "moments" else channels
         self.class_names: list[str] | None = manifest.get("class_names") if manifest else None
         if check_folder and manifest is not None and manifest["fingerprint"] != self.fingerprint():
@@ -203,14 +203,7 @@ class LatentDataset:
         return len(self.labels)
 
     def fetch(self, indices: np.ndarray, flips: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Read a batch.
-
-        Args:
-            indices: [b] item numbers.
-            flips: [b] bool, take `latents_flip`; all False where there are none.
-
-        Returns:
-            latents [b, C or 2C, H, W] as stored, labels [b] int64.
+        """Item numbers [b] and flips [b] bool -> latents [b, C or 2C, H, W] as stored, or latents_flip, and labels [b] int64.
 
         Raises:
             ValueError: flips and indices of different lengths, or flips where there are none.
@@ -280,29 +273,11 @@ class LatentDataset:
         return digest.hexdigest()
 
 
-@dataclass(frozen=True)
-class _Shard:
-    """What a shard holds and where: all but its latents."""
-
-    info: ShardInfo
-    labels: np.ndarray
-    shape: tuple[int, ...]  # [C or 2C, H, W]
-    dtype: np.dtype
-    offsets: dict[str, int]  # of every tensor: its first byte in the file
-    image_starts: np.ndarray | None  # [M + 1] int64: where in the file an image starts, and the last one ends
-
-    @property
-    def layout(self) -> str:
-        """What all shards of a folder have in common, in words."""
-        return f"{self.info}, {', '.join(sorted(self.offsets))}, {self.dtype} {list(self.shape)}"
-
-
-def _open_shard(file: Path) -> _Shard:
-    """The header and the labels."""
+def _open_shard(file: Path) -> tuple[ShardInfo, dict[str, Tensor], dict[str, int]]:
+    """The header, the tensors (mapped, and not read until used), and where in the file each begins."""
     try:
         with safe_open(file, framework="pt") as f:
-            metadata = f.metadata() or {}
-            shard = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 (not a dict); mapped, and not read until used
+            metadata, shard = f.metadata() or {}, {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 (not a dict)
         size = int.from_bytes(read_file(file, 8), "little")
         header = json.loads(read_file(file, 8 + size)[8:])  # safe_open has checked it, and does not say where tensors lie
     except (SafetensorError, OSError) as e:
@@ -313,10 +288,7 @@ def _open_shard(file: Path) -> _Shard:
         wrong = "; ".join(f"{'.'.join(map(str, error['loc']))}: {error['msg']}" for error in e.errors())
         raise UserError(f"{file} is not a latent shard, which `prepare_latents.py convert` makes; in its header, {wrong}") from e
     _check_tensors(file, info, shard)
-    offsets = {name: 8 + size + header[name]["data_offsets"][0] for name in shard}
-    image_starts = shard["image_offsets"].numpy() + offsets["images"] if "images" in shard else None
-    latents = shard["latents"]
-    return _Shard(info, shard["labels"].numpy(), tuple(latents.shape[1:]), latents[:0].numpy().dtype, offsets, image_starts)
+    return info, shard, {name: 8 + size + header[name]["data_offsets"][0] for name in shard}
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -43,8 +43,8 @@ def index_tars(path: Path, extensions: tuple[str, ...]) -> list[TarItem]:
         UserError: a tar that is compressed, truncated, damaged or followed by another; a key with a dot in it, that lacks one of
             its two members, or has two of a kind; a label that is no whole number.
     """
-    tars = find_tars(path)
-    return [item for tar in progress_bar(tars, desc="indexing", unit="tars", delay=1, leave=False) for item in _index(tar, extensions)]
+    tars = progress_bar(find_tars(path), desc="indexing", unit="tars", delay=1, leave=False)
+    return [item for tar in tars for item in _index(tar, extensions)]
 
 
 def _index(file: Path, extensions: tuple[str, ...]) -> list[TarItem]:

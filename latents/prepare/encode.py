@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from dataclasses import dataclass
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -49,7 +49,7 @@ class Encoding:
     flips: bool = False  # encode the mirrored images as well
     keep_images: Literal["none", "jpeg"] = "none"  # jpeg: put the cropped images beside the latents, for alignment
     normalize: bool = False  # the network sees each channel with mean 0 and standard deviation 1, measured over all latents
-    sigma_data: Annotated[float, Field(gt=0)] | None = None  # the network sees all values with this standard deviation: 0.5 for EDM
+    sigma_data: Annotated[float, Field(gt=0)] | None = None  # the network sees all values with this deviation: 0.5 for EDM
     num_classes: Annotated[int, Field(ge=1, le=MAX_CLASSES)] | None = None  # null: as the class names or the labels have it
     precision: Literal["fp32", "bf16"] = "fp32"  # of the autoencoder; bf16 is for GPUs
     dtype: Dtype = "float16"  # of the stored latents
@@ -63,21 +63,16 @@ class Encoding:
 
 
 # What another machine or a moved folder may change: the latents do not depend on it.
-NOT_OF_THE_LATENTS = ("images", "output", "labels", "root", "split", "on_error", "batch_size", "num_workers", "cpu_threads", "tf32")
+NOT_OF_THE_LATENTS = "images output labels root split on_error batch_size num_workers cpu_threads tf32".split()
 
 
-@dataclass(frozen=True)
-class _Batch:
+class _Batch(NamedTuple):
     """Consecutive images of one shard."""
 
     images: Tensor  # uint8 [b, H, W, 3], those that could be read
     kept: list[int]  # their numbers
     left_out: list[dict]  # the others, {"name", "problem"} each
     jpegs: list[bytes]  # a file for each of `images`, where they are kept
-
-    def pin_memory(self) -> _Batch:
-        """For the DataLoader."""
-        return replace(self, images=self.images.pin_memory())
 
 
 class _CroppedImages(Dataset):
@@ -103,7 +98,7 @@ class _CroppedImages(Dataset):
 
 
 def encode_images(
-    images: LabelledImages, autoencoder: Autoencoder, writer: ShardWriter, info: ShardInfo, how: Encoding, accelerator: Accelerator
+    source: LabelledImages, vae: Autoencoder, writer: ShardWriter, info: ShardInfo, how: Encoding, accelerator: Accelerator
 ) -> None:
     """Encode the images of the shards that are missing and write these, each process its share.
 
@@ -115,20 +110,19 @@ def encode_images(
     Raises:
         UserError: an image that cannot be read, under on_error=stop, by name.
     """
-    rank, num_processes, device, batch_size = accelerator.process_index, accelerator.num_processes, accelerator.device, how.batch_size
+    rank, num_processes, batch_size = accelerator.process_index, accelerator.num_processes, how.batch_size
     accelerator.wait_for_everyone()  # all have checked the folder before one changes it
     if accelerator.is_main_process:
         writer.open()
     accelerator.wait_for_everyone()
     shards, num_missing = writer.missing(rank, num_processes), len(writer.missing())
     accelerator.wait_for_everyone()  # all have listed what is missing before one writes
-    log.info("%d images in %d classes; %d of %d shards to make", len(images), info.num_classes, num_missing, len(writer.shards))
+    log.info("%d images in %d classes; %d of %d shards to make", len(source), info.num_classes, num_missing, len(writer.shards))
     order = [range(i, min(i + batch_size, s.stop)) for s in shards for i in range(s.start, s.stop, batch_size)]
-    reading = {"num_workers": how.num_workers, "pin_memory": device.type == "cuda"}
-    batches = iter(DataLoader(_CroppedImages(images, how), batch_size=None, sampler=order, **reading))
+    reading = {"num_workers": how.num_workers, "pin_memory": accelerator.device.type == "cuda"}
+    batches = iter(DataLoader(_CroppedImages(source, how), batch_size=None, sampler=order, **reading))
     waited_sec, start_sec = 0.0, time.perf_counter()
-    title = f"process {rank + 1} of {num_processes}" if num_processes > 1 else None
-    bar = progress_bar(total=sum(s.stop - s.start for s in shards), unit="images", desc=title)
+    bar = progress_bar(total=sum(s.stop - s.start for s in shards), unit="images", desc=f"process {rank + 1} of {num_processes}")
     with bar, ThreadPoolExecutor(1) as pool:
         written = pool.submit(int)  # the shard before: none yet
         for shard in shards:
@@ -138,32 +132,30 @@ def encode_images(
                 batch = next(batches)
                 waited_sec += time.perf_counter() - wait_sec
                 if batch.left_out and how.on_error == "stop":
-                    first = batch.left_out[0]
                     raise UserError(
-                        f"{images.path}: {first['name']} cannot be read ({first['problem']}); mend or remove it, or leave such "
-                        "images out: on_error=skip"
+                        "{name} cannot be read ({problem}); mend or remove it, or give on_error=skip".format(**batch.left_out[0])
                     )
                 kept, left_out, jpegs = kept + batch.kept, left_out + batch.left_out, jpegs + batch.jpegs
                 if batch.kept:
-                    encoded.append(_encode(batch, autoencoder, how, device))
+                    encoded.append(_encode(batch, vae, how, accelerator.device))
                 if len(encoded) > 1:  # fetched while the device works on the batch after it
                     encoded[-2] = {name: tensor.cpu() for name, tensor in encoded[-2].items()}
                 bar.update(len(batch.kept) + len(batch.left_out))
             tensors = {name: torch.cat([part[name].cpu() for part in encoded]) for name in (encoded[0] if encoded else ())}
             tensors |= pack_images(jpegs) if jpegs else {}
             written.result()  # at most one shard waits to be written
-            written = pool.submit(writer.write, shard, torch.from_numpy(images.labels[kept]), info, tensors, left_out)
+            written = pool.submit(writer.write, shard, torch.from_numpy(source.labels[kept]), info, tensors, left_out)
         written.result()
     if shards and accelerator.is_main_process:
         log.info("waiting for images took %.0f%% of the time", 100 * waited_sec / max(time.perf_counter() - start_sec, 1e-9))
 
 
-def _encode(batch: _Batch, autoencoder: Autoencoder, how: Encoding, device: torch.device) -> dict[str, Tensor]:
+def _encode(batch: _Batch, vae: Autoencoder, how: Encoding, device: torch.device) -> dict[str, Tensor]:
     """Latents [b, C or 2C, h, w] of the images, and of the mirrored ones, still on the device."""
     pixels = from_uint8(batch.images.to(device, non_blocking=True))[:, : 1 if how.grey else 3]
     latents = {}
     for flip, name in enumerate(("latents", "latents_flip")[: 1 + how.flips]):
-        moments = autoencoder.encode_moments(pixels.flip(-1) if flip else pixels)
+        moments = vae.encode_moments(pixels.flip(-1) if flip else pixels)
         if how.kind == "sample":
             moments = draw_latents(moments, "moments", SeedRandom([(how.seed, number, flip) for number in batch.kept], device))
         latents[name] = moments

@@ -145,6 +145,6 @@ def _label_by_folder(path: Path, names: list[str]) -> LabelledImages:
         )
     empty = sorted({f.name for f in path.iterdir() if f.is_dir() and not is_hidden(f.name)} - set(classes))
     if empty:
-        raise UserError(f"images={path}: {empty[0]}/ holds no images; without it, all later classes would have other labels; remove it")
+        raise UserError(f"images={path}: {empty[0]}/ holds no images, and without it later classes get other labels; remove it")
     number = {name: i for i, name in enumerate(classes)}
     return LabelledImages(path, names, [number[name.partition("/")[0]] for name in names], classes)

@@ -11,7 +11,7 @@ from torch import Tensor
 from common.errors import UserError
 from common.files import hash_bytes
 from common.progress import progress_bar
-from latents.channel_statistics import ChannelStatistics
+from latents.channel_statistics import ChannelStatistics, overall_std
 from latents.manifest import MANIFEST, UNFINISHED, check_files, find_changed_files, read_manifest
 from latents.shards import LatentDataset, mean_and_log_variance, spread_items
 
@@ -41,11 +41,9 @@ def inspect_latents(dataset: LatentDataset, sigma_data: float = 0.5) -> Findings
     info, found = dataset.info, Findings()
     found.lines += [
         f"{dataset.path}: {len(dataset)} latents in {len(dataset.files)} files",
-        f"kind {info.kind}, {dataset.channels}x{dataset.height}x{dataset.width}, for images of {info.resolution} pixels, "
-        f"{'with' if dataset.has_flips else 'no'} latents of mirrored images"
-        + (", with images as JPEG files" if dataset.stores_images else ""),
-        f"autoencoder {info.autoencoder}, scale factor {info.scale_factor:g}"
-        + ("" if info.latents_mean is None else ", after (x - latents_mean) / latents_std of each channel"),
+        f"kind {info.kind}, {dataset.channels}x{dataset.height}x{dataset.width}, for images of {info.resolution} pixels, latents "
+        f"of mirrored images: {dataset.has_flips}, JPEG files: {dataset.stores_images}",
+        f"autoencoder {info.autoencoder}, scale factor {info.scale_factor:g}, normalised by channel: {info.latents_mean is not None}",
     ]
     if dataset.path.is_dir():
         _inspect_files(dataset, found)
@@ -119,29 +117,27 @@ def _inspect_values(dataset: LatentDataset, found: Findings) -> ChannelStatistic
 
 def _inspect_statistics(dataset: LatentDataset, stored: ChannelStatistics, sigma_data: float, found: Findings) -> None:
     """What the network sees, against what the diffusion assumes."""
-    info, scale, seen = dataset.info, dataset.info.scale_factor, stored.as_network_sees(dataset.info)
+    info, scale = dataset.info, dataset.info.scale_factor
+    own_mean, own_std = info.latents_mean or [0.0] * dataset.channels, info.latents_std or [1.0] * dataset.channels
+    mean = [(value - own) / std * scale for value, own, std in zip(stored.mean, own_mean, own_std)]
+    std = [value / own * scale for value, own in zip(stored.std, own_std)]
     found.lines.append(" " * 20 + "".join(f"{f'channel {c}':>12}" for c in range(dataset.channels)))
-    rows = [("stored", "mean", stored.mean), ("", "std", stored.std)]
+    rows = {"stored mean": stored.mean, "stored std": stored.std, "network mean": mean, "network std": std}
+    found.lines += [f"{title:20}" + "".join(f"{value:12.4f}" for value in values) for title, values in rows.items()]
     if info.latents_mean is not None:
-        rows += [("header", "mean", info.latents_mean), ("", "std", info.latents_std)]
-    rows += [("network", "mean", seen.mean), ("", "std", seen.std)]
-    found.lines += [f"{title:11}{name:9}" + "".join(f"{value:12.4f}" for value in values) for title, name, values in rows]
-    if info.latents_mean is not None:
-        pairs = enumerate(zip(seen.mean, seen.std))
         low, high = (bound * scale for bound in NORMALIZED_STD)
-        wrong = [f"{c} ({m:.2f}, {s:.2f})" for c, (m, s) in pairs if abs(m) > NORMALIZED_MEAN * scale or not low <= s <= high]
+        seen = enumerate(zip(mean, std))
+        wrong = [f"{c} ({m:.2f}, {s:.2f})" for c, (m, s) in seen if abs(m) > NORMALIZED_MEAN * scale or not low <= s <= high]
         if wrong:
             found.problems.append(
                 f"latents_mean and latents_std are not of these latents: after them, {len(wrong)} channels have "
                 f"no mean near 0 or no standard deviation near {scale:g}: {_first(wrong)}; make the shards again"
             )
-    std = seen.overall_std
-    words = f"a standard deviation of {std:.3f} over all channels, {std / sigma_data:.2f} times sigma_data={sigma_data:g}"
+    overall = overall_std(mean, std)
+    words = f"a standard deviation of {overall:.3f} over all channels, {overall / sigma_data:.2f} times sigma_data={sigma_data:g}"
     found.lines.append(f"the network sees {words}")
-    if not USUAL_STD[0] <= std / sigma_data <= USUAL_STD[1]:
-        found.problems.append(
-            f"the network would see {words}: a wrong scale factor ({scale:g}), kind ({info.kind}), or scale= given to convert"
-        )
+    if not USUAL_STD[0] <= overall / sigma_data <= USUAL_STD[1]:
+        found.problems.append(f"{words}, cannot be: a wrong scale factor ({scale:g}) or kind ({info.kind}), or scale= of convert")
 
 
 def _inspect_flips(dataset: LatentDataset, found: Findings) -> None:

@@ -36,7 +36,7 @@ class TorchvisionImages(LabelledImages):
             labels = [self.dataset[i][1] for i in range(len(self.dataset))]
         labels = np.asarray(labels)
         if labels.shape != (len(self.dataset),) or not np.issubdtype(labels.dtype, np.integer):
-            raise UserError(f"images={TORCHVISION}{name}: its labels are {labels.dtype} {list(labels.shape)}, not a class per image")
+            raise UserError(f"images={TORCHVISION}{name} has labels {labels.dtype} {list(labels.shape)}, not a class per image")
         classes = getattr(self.dataset, "classes", None)
         are_names = classes is not None and len(classes) > labels.max() and all(isinstance(one, str) for one in classes)
         names = [f"{name}/{split}/{i}" for i in range(len(labels))]

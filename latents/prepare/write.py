@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -23,7 +23,7 @@ from torch import Tensor
 from common.errors import UserError
 from common.files import hash_bytes, hash_file, lock_file, read_json, remove_leftovers, why_not_written, write_file
 from common.progress import progress_bar
-from latents.channel_statistics import ChannelStatistics
+from latents.channel_statistics import ChannelStatistics, overall_std
 from latents.manifest import MANIFEST, UNFINISHED, read_manifest
 from latents.shards import KINDS, LatentDataset, ShardInfo, serialize_shard, shard_files
 
@@ -154,12 +154,7 @@ class ShardWriter:
         return [shard for shard in self.shards if not self._record_file(shard.number).exists()][process_index::num_processes]
 
     def write(
-        self,
-        shard: PlannedShard,
-        labels: Tensor,
-        info: ShardInfo,
-        tensors: dict[str, Tensor],
-        left_out: list[dict] | None = None,
+        self, shard: PlannedShard, labels: Tensor, info: ShardInfo, tensors: dict[str, Tensor], left_out: Sequence[dict] = ()
     ) -> None:
         """Write one shard and its record. Raises UserError as `write_shard` does, and for values that the type cannot hold.
 
@@ -169,8 +164,7 @@ class ShardWriter:
                 perhaps the images, of `pack_images`.
             left_out: what is missing and why, {"name", "problem"} each.
         """
-        record = {"number": shard.number, "source": shard.source, "file": None, "num_items": len(labels)}
-        record["left_out"] = left_out or []
+        record = {"number": shard.number, "source": shard.source, "file": None, "left_out": list(left_out)}
         file, record_file = self._file(shard.number), self._record_file(shard.number)
         if not len(labels):
             write_file(record_file, json.dumps(record))
@@ -179,7 +173,7 @@ class ShardWriter:
         for name in ("latents", "latents_flip")[: 1 + ("latents_flip" in tensors)]:
             stored[name] = tensors[name].to(self.dtype)
             if tensors[name].isfinite().all() and not stored[name].isfinite().all():
-                raise UserError(f"latents up to {tensors[name].abs().max():.3g} do not fit float16; give dtype=float32, and another output=")
+                raise UserError(f"latents up to {tensors[name].abs().max():.3g} do not fit float16: dtype=float32, another output=")
         blob = serialize_shard(file, info, labels=labels, **stored)
         statistics = ChannelStatistics()
         statistics.add(stored["latents"], info.kind)
@@ -206,12 +200,13 @@ class ShardWriter:
         statistics = ChannelStatistics()
         for record in shards:
             statistics.merge(ChannelStatistics(**record["statistics"]))
-        if (normalize and not all(statistics.std)) or (sigma_data is not None and not statistics.overall_std):
+        overall = overall_std(statistics.mean, statistics.std)
+        if (normalize and not all(statistics.std)) or (sigma_data is not None and not overall):
             raise UserError("a channel is constant and cannot be scaled: leave out normalize=true or sigma_data=")
         if normalize:
             self._change_headers(shards, latents_mean=tuple(statistics.mean), latents_std=tuple(statistics.std))
         if sigma_data is not None:
-            self._change_headers(shards, scale_factor=round(sigma_data / statistics.overall_std, 4))
+            self._change_headers(shards, scale_factor=round(sigma_data / overall, 4))
         dataset = LatentDataset(self.output, check_folder=False)  # all shards agree, or this says which does not
         shape = [dataset.channels, dataset.height, dataset.width]
         manifest = {
@@ -234,7 +229,7 @@ class ShardWriter:
         shutil.rmtree(self._unfinished)
         log.info("%d latents %s are in %d shards in %s", len(dataset), shape, len(shards), self.output)
         if left_out:
-            log.info("left out %d, listed in %s; the first: %s", len(left_out), MANIFEST, left_out[0])
+            log.warning("left out %d, listed in %s; the first: %s", len(left_out), MANIFEST, left_out[0])
         mean, std = (", ".join(f"{value:.3f}" for value in values) for values in (statistics.mean, statistics.std))
         log.info("mean per channel %s, std %s", mean, std)
 
