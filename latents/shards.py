@@ -175,7 +175,7 @@ class LatentDataset:
             check_files(self.path, self.files, manifest)
         infos, shards, offsets = zip(*map(_open_shard, self.files))
         first = shards[0]["latents"][0].numpy()
-        layouts = [(info, sorted(shard), shard["latents"].dtype, shard["latents"].shape[1:]) for info, shard in zip(infos, shards)]
+        layouts = [(i, sorted(shard), shard["latents"].dtype, shard["latents"].shape[1:]) for i, shard in zip(infos, shards)]
         for file, layout in zip(self.files, layouts):
             if layout != layouts[0]:
                 raise UserError(f"{file} does not belong with {self.files[0]}: {layout} against {layouts[0]}")

@@ -63,7 +63,9 @@ class Encoding:
 
 
 # What another machine or a moved folder may change: the latents do not depend on it.
-NOT_OF_THE_LATENTS = "images output labels root split on_error batch_size num_workers cpu_threads tf32".split()
+NOT_OF_THE_LATENTS = {
+    "images", "output", "labels", "root", "split", "on_error", "batch_size", "num_workers", "cpu_threads", "tf32"
+}  # fmt: skip
 
 
 class _Batch(NamedTuple):

@@ -235,7 +235,7 @@ class LightningDiTFolder(LatentSource):
                 if "kind" in (f.metadata() or {}):
                     raise UserError(f"{file} is a native shard, which training reads as it is")
                 labels.append(f.get_tensor("labels").numpy())
-                names.add(tuple(name for name in ("latents", "latents_flip") if name in f.keys()))  # noqa: SIM118 (not a dict)
+                names.add(tuple(sorted({"latents", "latents_flip"} & set(f.keys()))))
             self.where += [(file, row) for row in range(len(labels[-1]))]
         if len(names) != 1:
             raise UserError(f"{self.path}: some of the files hold latents_flip, and others do not")

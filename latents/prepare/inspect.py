@@ -43,7 +43,7 @@ def inspect_latents(dataset: LatentDataset, sigma_data: float = 0.5) -> Findings
         f"{dataset.path}: {len(dataset)} latents in {len(dataset.files)} files",
         f"kind {info.kind}, {dataset.channels}x{dataset.height}x{dataset.width}, for images of {info.resolution} pixels, latents "
         f"of mirrored images: {dataset.has_flips}, JPEG files: {dataset.stores_images}",
-        f"autoencoder {info.autoencoder}, scale factor {info.scale_factor:g}, normalised by channel: {info.latents_mean is not None}",
+        f"autoencoder {info.autoencoder}, scale factor {info.scale_factor:g}, channels normalised: {info.latents_mean is not None}",
     ]
     if dataset.path.is_dir():
         _inspect_files(dataset, found)
@@ -84,7 +84,7 @@ def _inspect_classes(dataset: LatentDataset, found: Findings) -> None:
     counts = np.bincount(dataset.labels, minlength=dataset.info.num_classes)
     names = [f" ({name})" for name in dataset.class_names] if dataset.class_names else [""] * len(counts)
     smallest = [f"{label}{names[label]} {counts[label]}" for label in np.argsort(counts, kind="stable")]
-    found.lines.append(f"{len(counts)} classes of {counts.min()} to {counts.max()} items; the smallest: {', '.join(smallest[:3])}")
+    found.lines.append(f"{len(counts)} classes of {counts.min()} to {counts.max()} items; smallest: {', '.join(smallest[:3])}")
     if num_empty := int((counts == 0).sum()):
         found.problems.append(f"{num_empty} of {len(counts)} classes have no item: {_first(smallest[:num_empty])}")
 
