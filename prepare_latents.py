@@ -40,7 +40,7 @@ from evaluations.small_detector import train_detector
 from latents import autoencoders
 from latents.prepare.digits import write_digits
 from latents.prepare.encode import NOT_OF_THE_LATENTS, Encoding, encode_images
-from latents.prepare.formats import FORMATS, describe_latents, open_latents
+from latents.prepare.formats import FORMATS, open_latents, settle_header
 from latents.prepare.images import count_classes, open_labelled_images
 from latents.prepare.inspect import fetch_images, fetch_spread, inspect_latents
 from latents.prepare.pixels import PixelShards
@@ -130,7 +130,7 @@ def convert(
     for line in source.statements:
         log.info("%s", line)
     given = {"scale_factor": scale_factor, "resolution": resolution, "num_classes": num_classes}
-    info, scale = describe_latents(source, kind, scale, autoencoder, normalize, **given)
+    info, scale = settle_header(source, kind, scale, autoencoder, normalize, **given)
     log.info("%s, stored values divided by %g; `inspect` shows whether they are so", info, scale)
     settings = {"command": "convert", "format": source.name, **asdict(info), "scale": scale}
     settings |= {"normalize": normalize, "keep_images": keep_images}

@@ -14,7 +14,6 @@ import prepare_latents
 from common.errors import UserError
 from latents.autoencoders import SD_SCALE
 from latents.prepare import write
-from latents.prepare.formats import MaskDiTLMDB
 from latents.shards import LatentDataset, latents_for_network
 
 NUM_ITEMS = 23
@@ -102,30 +101,6 @@ def test_converted_latents_train(tmp_path, train):
     assert len(losses(train("run", *data, "train.num_steps=3"))) == 3
 
 
-def test_a_conversion_continues_where_it_stopped(tmp_path, monkeypatch):
-    lmdb_of(tmp_path / "theirs", sd_moments(NUM_ITEMS, size=8))
-    convert(tmp_path / "theirs", tmp_path / "whole")
-    read, calls = MaskDiTLMDB.read, []
-
-    def failing(self, start, stop):
-        if (start, stop) == (10, 20):
-            raise OSError("the disk went away")
-        return read(self, start, stop)
-
-    def counting(self, start, stop):
-        calls.append((start, stop))
-        return read(self, start, stop)
-
-    monkeypatch.setattr(MaskDiTLMDB, "read", failing)
-    with pytest.raises(OSError, match="the disk went away"):
-        convert(tmp_path / "theirs", tmp_path / "ours")
-    monkeypatch.setattr(MaskDiTLMDB, "read", counting)
-    convert(tmp_path / "theirs", tmp_path / "ours")
-    assert [part for part in calls if part[1] - part[0] > 1] == [(10, 20), (20, 23)]  # single items are only looked at
-    for file in (tmp_path / "whole").iterdir():
-        assert (tmp_path / "ours" / file.name).read_bytes() == file.read_bytes()
-
-
 def test_what_cannot_be_stored_or_known_is_refused_before_anything_is_written(tmp_path):
     moments = sd_moments(NUM_ITEMS, size=8)
     tars_of(tmp_path, moments)
@@ -141,7 +116,7 @@ def test_what_cannot_be_stored_or_known_is_refused_before_anything_is_written(tm
     assert not out.exists()
     moments[5, 0, 0, 0] = 1e6
     write_tar(tmp_path / "large" / "a.tar", npy_members(moments, LABELS))
-    with pytest.raises(UserError, match=r"latents up to 1e\+06 do not fit float16: dtype=float32"):
+    with pytest.raises(UserError, match=r"latents up to 1e\+06 do not fit float16; give dtype=float32"):
         convert(tmp_path / "large", out, "kind=moments")
 
 

@@ -13,7 +13,7 @@ from test_webdataset import npy_members, sd_moments, write_tar
 
 from common.errors import UserError
 from latents.autoencoders import SD_SCALE
-from latents.prepare.formats import describe_latents, open_latents
+from latents.prepare.formats import open_latents, settle_header
 
 
 def write_lmdb(folder, latents, labels, length=None, leave_out=()):
@@ -129,7 +129,7 @@ def features(folder, number, part="features"):
         (lambda p: np.save(features(p, 2), np.zeros((1, 4, 8, 8), "f4")), r"item 2 .*2.npy.*\[4, 8, 8\].*need .*\[4, 4, 4\]"),
         (lambda p: np.save(features(p, 2), np.full((1, 4, 4, 4), np.nan, "f4")), "item 2 .*not finite"),
         (lambda p: np.save(features(p, 2), np.array([{}])), "item 2 .*cannot be read: .*object"),
-        (lambda p: np.save(features(p, 2, "labels"), np.zeros(1)), "cannot be read: TypeError: Cannot cast .*float64.* to .*int64"),
+        (lambda p: np.save(features(p, 2, "labels"), np.zeros(1)), "TypeError: Cannot cast .*float64.* to .*int64"),
         (lambda p: features(p, 2).write_bytes(features(p, 2).read_bytes()[:-9]), "item 2 .*cannot be read"),
         (lambda p: (p / "imagenet512_features").mkdir(), "holds 2 folders <name>_features; give the path of one"),
     ],
@@ -256,7 +256,8 @@ def test_what_fits_no_format_or_several_needs_the_key(tmp_path):
 
 def test_what_a_format_does_not_say_is_asked_for_by_its_key(tmp_path):
     def describe(source, kind=None, scale=None, autoencoder=None, normalize=None, **given):
-        return describe_latents(source, kind, scale, autoencoder, normalize, **dict.fromkeys(("scale_factor", "resolution", "num_classes")) | given)
+        given = {"scale_factor": None, "resolution": None, "num_classes": None} | given
+        return settle_header(source, kind, scale, autoencoder, normalize, **given)
 
     write_tar(tmp_path / "a.tar", npy_members(sd_moments(2), [0, 1]))
     write_tar(tmp_path / "samples" / "a.tar", npy_members(sd_moments(2)[:, :4], [0, 1]))

@@ -283,7 +283,7 @@ def open_latents(path: str | Path, format: str = "auto") -> LatentSource:
     return FORMATS[format](path)
 
 
-def describe_latents(
+def settle_header(
     source: LatentSource, kind: str | None, scale: float | None, autoencoder: str | None, normalize: bool | None, **given
 ) -> tuple[ShardInfo, float]:
     """The header of the shards to make, and what the stored values were multiplied by: as given, or as the format says.
@@ -313,7 +313,7 @@ def describe_latents(
         raise UserError(f"{source.path}: give {', '.join(missing)}, which {source.name} of {list(source.shape)} do not say")
     if height != width or (kind == "moments" and (scale != 1 or channels % 2)):
         raise UserError(
-            f"{source.path}: latents {list(source.shape)} of kind={kind}, scale={scale:g}: they must be square; moments hold mean "
+            f"{source.path}: latents {list(source.shape)}, kind={kind}, scale={scale:g}: they must be square; moments hold mean "
             "and log-variance of each channel, unscaled"
         )
     mean, std = (tuple(value / scale for value in values) for values in statistics) if statistics else (None, None)

@@ -43,7 +43,7 @@ def inspect_latents(dataset: LatentDataset, sigma_data: float = 0.5) -> Findings
         f"{dataset.path}: {len(dataset)} latents in {len(dataset.files)} files",
         f"kind {info.kind}, {dataset.channels}x{dataset.height}x{dataset.width}, for images of {info.resolution} pixels, latents "
         f"of mirrored images: {dataset.has_flips}, JPEG files: {dataset.stores_images}",
-        f"autoencoder {info.autoencoder}, scale factor {info.scale_factor:g}, channels normalised: {info.latents_mean is not None}",
+        f"autoencoder {info.autoencoder}, scale factor {info.scale_factor:g}, normalised: {info.latents_mean is not None}",
     ]
     if dataset.path.is_dir():
         _inspect_files(dataset, found)

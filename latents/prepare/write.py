@@ -173,7 +173,7 @@ class ShardWriter:
         for name in ("latents", "latents_flip")[: 1 + ("latents_flip" in tensors)]:
             stored[name] = tensors[name].to(self.dtype)
             if tensors[name].isfinite().all() and not stored[name].isfinite().all():
-                raise UserError(f"latents up to {tensors[name].abs().max():.3g} do not fit float16: dtype=float32 and a new output=")
+                raise UserError(f"latents up to {tensors[name].abs().max():.3g} do not fit float16; give dtype=float32")
         blob = serialize_shard(file, info, labels=labels, **stored)
         statistics = ChannelStatistics()
         statistics.add(stored["latents"], info.kind)
