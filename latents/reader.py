@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Sequence
+from io import FileIO
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,7 @@ import numpy as np
 from common.errors import UserError
 
 MAX_OPEN_FILES = 512  # of the 1,024 that a process may have open by default; what is beyond is opened anew at every read
+_seek_lock = threading.Lock()
 
 
 class FileReader:
@@ -23,8 +26,7 @@ class FileReader:
 
     def __init__(self, files: Sequence[Path]):
         self.files = files
-        # A file that the cache drops is closed when the last thread has read from it.
-        self._open = functools.lru_cache(maxsize=MAX_OPEN_FILES)(lambda path: (open(path, "rb", buffering=0), threading.Lock()))
+        self._open = functools.lru_cache(maxsize=MAX_OPEN_FILES)(FileIO)  # closes what is dropped when nobody reads it any more
 
     def read_into(self, part: np.ndarray, number: int, offset: int) -> None:
         """Fill `part`, uint8 [n], with the bytes of file `number` from `offset` on.
@@ -34,13 +36,20 @@ class FileReader:
         """
         path = self.files[number]
         try:
-            file, lock = self._open(path)
-            with lock:  # the position is the file's
-                file.seek(offset)
-                num_read = count = file.readinto(part)
-                while num_read < len(part) and count:  # some file systems give less than was asked for
-                    num_read += (count := file.readinto(part[num_read:]))
+            file = self._open(path)
+            num_read = count = _read_at(file, part, offset)
+            while num_read < len(part) and count:  # some file systems give less than was asked for
+                num_read += (count := _read_at(file, part[num_read:], offset + num_read))
         except OSError as e:
             raise UserError(f"cannot read {path}: {e.strerror}") from e
         if num_read < len(part):
             raise UserError(f"{path} is truncated: it ends before byte {offset + len(part)}; restore it and start again")
+
+
+def _read_at(file: FileIO, part: np.ndarray, offset: int) -> int:
+    """The number of bytes read into `part`: fewer than asked for where the file ends."""
+    if hasattr(os, "preadv"):
+        return os.preadv(file.fileno(), (part,), offset)
+    with _seek_lock:  # Windows
+        file.seek(offset)
+        return file.readinto(part)
