@@ -56,8 +56,7 @@ def text_mask(padded=True):
     return torch.arange(T)[None] < torch.tensor(lengths(padded))[:, None]
 
 
-def pair_mask(length):
-    """(length, length), of queries and keys."""
+def pair_mask(length):  # of queries and keys
     return (normal(length, length) > -1) | torch.eye(length, dtype=torch.bool)
 
 
@@ -70,8 +69,7 @@ def our_inputs(variant):
     return dict(x=normal(B, 4, 8, 8), t=torch.tensor([0.1, 0.5, 0.9]), y=torch.arange(B))
 
 
-def grid_ids(axes):
-    """(N, axes): row and column on axes 1 and 2."""
+def grid_ids(axes):  # (N, axes): row and column on axes 1 and 2
     return F.pad(torch.cartesian_prod(torch.arange(GRID), torch.arange(GRID)).float(), (1, axes - 3))
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from networks import NETWORKS, B, N, blocks_of, build, cached, call, difference, generator, normal, reference_error, run, skipped
 
-from extras.attach import PRESETS, Adapter, BlockList, TokenAxis, attach
+from extras.attach import Adapter, BlockList, TokenAxis, attach
 from extras.attach import hooks as hooks_module
 from routing_module import SELECTIONS, Route, importance_scores
 
@@ -42,6 +42,10 @@ def test_evaluation_and_passes_without_gradients_are_bit_identical_to_the_plain_
         assert torch.equal(call(network.train(), inputs), expected[0])
     assert attachment.ids_keep == () and attachment.saving == 0
     assert not torch.equal(call(network, inputs), expected[0])  # and with gradients it is routed
+    for module in network.modules():
+        module.training = module is network.get_submodule(attachment.adapter.tokens_from)
+    assert torch.equal(call(network, inputs), expected[0])  # but for frozen blocks in evaluation mode
+    network.train()
     attachment.detach()
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in network.modules())
 
@@ -69,7 +73,6 @@ def test_a_tread_config_of_simpletuner_is_accepted_as_it_is_and_counts_through_a
         run(network, NETWORKS["Flux"].inputs(False))
         assert attachment.saving == (4 * 2 + 11 * 2) / (N * 4)
         attachment.detach()
-    assert PRESETS["paper"] == Route(0.5, 2, -4)
 
 
 def test_routes_networks_and_adapters_that_do_not_fit_are_refused():

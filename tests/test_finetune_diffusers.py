@@ -42,7 +42,7 @@ def test_the_command_trains_lora_weights_that_load_and_the_loss_goes_down(tmp_pa
         save_file(items, tmp_path / f"{i}.safetensors")
     assert torch.equal(script.read_items(tmp_path)["latents"], torch.cat([items["latents"]] * 2))
     files = ["--model", tmp_path, "--data", tmp_path, "--output", tmp_path / "lora"]
-    numbers = ["--steps", 50, "--batch-size", 16, "--learning-rate", 0.03]
+    numbers = ["--steps", 51, "--batch-size", 16, "--learning-rate", 0.03]
     with caplog.at_level("INFO"):
         script.main([*map(str, files + numbers), "--routes", "balanced", "--device", "cpu"])
     losses = [float(line.split()[3]) for line in caplog.messages]

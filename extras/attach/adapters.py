@@ -66,8 +66,7 @@ class Adapter:
     tokens_from: str  # "" is the network itself, before it runs
     blocks: tuple[BlockList, ...]  # in the order in which they run; layer indices of routes count through all lists
     count_tokens: Callable[[Mapping[str, Any], Any], ImageTokens] = count_embedded  # of the submodule's arguments and output
-    # A dotted attribute (routes of its own, dropout of tokens); `attach` refuses a network where it is not empty or 0.
-    must_be_empty: str = ""
+    must_be_empty: str = ""  # a dotted attribute: routes of its own, dropout of tokens; otherwise `attach` refuses
 
 
 def count_timm(arguments: Mapping[str, Any], output: Tensor) -> ImageTokens:

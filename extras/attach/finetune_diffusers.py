@@ -107,7 +107,7 @@ def main(arguments: list[str]) -> None:
     optimizer = torch.optim.AdamW([p for p in network.parameters() if p.requires_grad], args.learning_rate, weight_decay=0.0)
 
     for step in range(1, args.steps + 1):
-        ids = torch.randint(0, len(items["latents"]), (args.batch_size,), device=args.device)
+        ids = torch.randint(len(items["latents"]), (args.batch_size,), device=args.device)
         batch = {name: tensor[ids] for name, tensor in items.items()}
         mask = batch.get("loss_mask")
         with attachment.force_keep(None if mask is None else mask_to_tokens(mask, patch_size=2)):
@@ -116,7 +116,7 @@ def main(arguments: list[str]) -> None:
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()
-        if step == 1 or step % 50 == 0:
+        if step % 50 == 1:
             log.info("step %d  loss %.4f  saving %.2f", step, loss.item(), attachment.saving)
     network.save_pretrained(args.output)
 
