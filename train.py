@@ -23,7 +23,6 @@ from common.errors import UserError
 from common.progress import say_if_slow
 from configs import command_line as cli
 from configs import schema
-from extras.report import rows
 from sampling.evaluator import Evaluator
 from sampling.sampler import ImageSampler
 from training import build, load, machine, memory, speed
@@ -39,7 +38,7 @@ log = logging.getLogger("train")
 
 def main(cfg: DictConfig) -> None:
     # Everything that can be wrong with the configuration, the data and the folder, before any slow work.
-    cfg, remarks = rows.name_run(cfg, schema.check(cfg, schema.TrainConfig))
+    cfg = schema.check(cfg, schema.TrainConfig)
     build.check_loss(cfg.diffusion)
     diffusion = build.build_diffusion(cfg.diffusion)
     with say_if_slow(log, "opening data.path=%s", cfg.data.path):
@@ -82,7 +81,7 @@ def main(cfg: DictConfig) -> None:
         run.write_config(cfg.model_dump())
         if trainer.step < cfg.train.num_steps:
             run.log_start(describe_start(accelerator, trainer.step))
-        describe(trainer, remarks, memory_needed)
+        describe(trainer, memory_needed)
     if cfg.wandb.mode != "disabled" and accelerator.is_main_process:
         settings = {"name": cfg.name, "mode": cfg.wandb.mode, "dir": str(run.path), "id": run.wandb_id(), "resume": "allow"}
         accelerator.init_trackers(cfg.wandb.project, cfg.model_dump(), init_kwargs={"wandb": settings})
@@ -137,8 +136,8 @@ def build_sampler_and_evaluation(
     return sampler if cfg.sample.every else None, evaluation
 
 
-def describe(trainer: Trainer, remarks: list[str], memory_needed: str) -> None:
-    """What is about to run, in a few lines, with the remarks about its name."""
+def describe(trainer: Trainer, memory_needed: str) -> None:
+    """What is about to run, in a few lines."""
     cfg, net, data = trainer.cfg, trainer.net, trainer.dataset
     num_parameters = sum(p.numel() for p in net.parameters() if p.requires_grad)
     routes = [
@@ -154,8 +153,6 @@ def describe(trainer: Trainer, remarks: list[str], memory_needed: str) -> None:
     if trainer.is_sharded:
         size += ", sharded (fsdp)"
     log.info("run    %s", trainer.run.path)
-    for line in remarks:
-        log.info("       %s", line)
     log.info("model  %s, %.1fM parameters, %s", cfg.model.backbone, num_parameters / 1e6, ", ".join(routes) or "no routes")
     log.info("data   %s: %d latents %s, %d classes", data.path, len(data), shape, data.info.num_classes)
     if trainer.alignment is not None:

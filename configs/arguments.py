@@ -77,7 +77,7 @@ def _groups(settings: type[Settings]) -> set[str]:
 
 def _not_a_choice(group: str, name: str, options: Sequence[str]) -> str:
     if group == "experiment":
-        rows = experiments.names()
+        rows = list(experiments.ROWS)
         near = difflib.get_close_matches(name, rows, n=5) or [row for row in rows if name and name in row][:5]
         if near:
             return f"experiment={name} is not a row of the paper's tables; nearest: {', '.join(near)}; --help lists all"

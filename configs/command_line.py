@@ -83,11 +83,10 @@ def run(main: Callable[[DictConfig], None], config_name: str, settings: type[Set
         config_name: the file in configs/.
         settings: the class that the script checks it by; its keys are known before anything is composed.
     """
-    if "experiment" in settings.model_fields:
-        experiments.register()
     compose = functools.partial(hydra.main, version_base="1.3", config_path=str(CONFIGS), config_name=config_name)
     if _wants_tracebacks():
         guard(lambda: check_arguments(sys.argv[1:], settings))
+        experiments.register(sys.argv[1:])
         compose()(main)()
         return
     is_composed = False
@@ -101,6 +100,7 @@ def run(main: Callable[[DictConfig], None], config_name: str, settings: type[Set
     def start() -> None:
         log_to_stderr()
         check_arguments(sys.argv[1:], settings)
+        experiments.register(sys.argv[1:])
         os.environ[FULL_ERRORS] = "1"  # have Hydra raise its errors, and those of `main`, instead of printing them
         try:
             compose()(guarded)()

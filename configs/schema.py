@@ -440,6 +440,8 @@ class ExperimentSettings(Settings):
     name: Text
     table: Text
     paper: dict[str, Number]
+    paper_guided: dict[str, Number]
+    num_samples: Count
     source: Text
     differs: Text | None
     baseline: Text | None

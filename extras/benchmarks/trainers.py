@@ -53,7 +53,7 @@ def compose_config(overrides: Sequence[str]) -> schema.TrainConfig:
     Raises:
         UserError: an override that does not exist or is not accepted.
     """
-    experiments.register()
+    experiments.register(overrides)
     try:
         with initialize_config_dir(str(arguments.CONFIGS), version_base="1.3"):
             return schema.check(compose("config", list(overrides)), schema.TrainConfig)

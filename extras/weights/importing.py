@@ -13,8 +13,7 @@ from omegaconf import OmegaConf
 from common.downloads import NotDownloaded, NotOnHub, download_from_hub, is_hub_id
 from common.errors import UserError
 from common.files import lock_output, write_file
-from configs import schema
-from extras.report import rows
+from configs import experiments, schema
 from extras.weights.published import (
     FILE_TYPES,
     KINDS_OF_WEIGHTS,
@@ -36,14 +35,9 @@ log = logging.getLogger(__name__)
 
 # What the published scores were sampled with, and LightningDiT trained, where it is not this project's default.
 OF_DIFFUSION = {
-    "sit": {"sampler": {"num_steps": 250, "solver": "euler_maruyama"}},
-    "repa": {"sampler": {"num_steps": 250, "solver": "euler_maruyama"}},
-    "lightningdit": {
-        "timestep": "logit_normal",
-        "cosine_weight": 1.0,
-        # Its 250 "steps" are the ends of 249.
-        "sampler": {"num_steps": 249, "solver": "euler", "timestep_shift": 0.3},
-    },
+    "sit": experiments.SIT_SAMPLER,
+    "repa": experiments.SIT_SAMPLER,
+    "lightningdit": experiments.LIGHTNING_DIFFUSION,
 }
 # Of weights whose file does not say how long they were trained: long enough that an EMA started from them has no warm-up.
 LONG_TRAINED = 10**6
@@ -104,15 +98,13 @@ def build_config(sizes: Sizes, kind: str, output: Path, step: int, latents: Late
     model, diffusion = KINDS_OF_WEIGHTS[kind]
     group = {(4, 32, 1000): "imagenet256", (4, 64, 1000): "imagenet512"}
     group = group.get((sizes.in_channels, sizes.input_size, sizes.num_classes), "custom")
-    composed = rows.compose_row(None, f"model={model}", f"diffusion={diffusion}", f"data={group}")
+    published = [f"{key}={value}" for key, value in OF_DIFFUSION.get(kind, {}).items()]
+    composed = experiments.compose_overrides([f"model={model}", f"diffusion={diffusion}", f"data={group}", *published])
     raw = OmegaConf.to_container(composed, resolve=True)
     raw |= {"name": output.name, "output_dir": str(output.parent)}
     raw["model"] |= {"backbone": sizes.backbone, "learn_sigma": sizes.learn_sigma}
     raw["data"] |= {key: getattr(sizes, key) for key in ("in_channels", "input_size", "num_classes")}
     raw["data"] |= describe_latents(kind, sizes, latents)
-    given = dict(OF_DIFFUSION.get(kind, {}))
-    raw["diffusion"]["sampler"] |= given.pop("sampler", {})
-    raw["diffusion"] |= given
     raw["train"]["num_steps"] = max(step, 1)
     return schema.check(raw, schema.TrainConfig)
 
