@@ -26,23 +26,21 @@ from extras.report.experiments import Experiment, change_words, group
 from extras.report.runs import read_runs
 from extras.report.tables import figures_table, machine_of, results_table, speedup_table
 
-USAGE = "python -m extras.report <folders of runs> [output=<file>.html]"
+USAGE = "use python -m extras.report <folders of runs> [output=<file>.html]"
 
 
 def main(arguments: Sequence[str]) -> None:
-    outputs = [argument.removeprefix("output=") for argument in arguments if argument.startswith("output=")]
     folders = [Path(argument) for argument in arguments if not argument.startswith("output=")]
-    for folder in folders:
-        if not folder.is_dir():
-            raise UserError(f"{folder} is not a folder: {USAGE}")
-    if not folders or any(Path(output).suffix != ".html" for output in outputs):
-        raise UserError(USAGE)
-    page = Path(outputs[-1]) if outputs else folders[0] / "report.html"
+    outputs = [Path(argument.removeprefix("output=")) for argument in arguments if argument.startswith("output=")]
+    if wrong := [one for one in folders if not one.is_dir()] + [one for one in outputs if one.suffix != ".html"]:
+        raise UserError(f"{wrong[0]} is not accepted; {USAGE}")
     runs, problems = read_runs(folders)
+    left_out = "".join(f"\nleft out: {file}: {why}" for file, why in problems.items())
     if not runs:
-        raise UserError("\n".join([f"no runs below {' '.join(map(str, folders))}", *(f"{k}: {v}" for k, v in problems.items())]))
+        raise UserError(f"no runs in {' '.join(arguments) or 'no folder'}; {USAGE}{left_out}")
+    page = [folders[0] / "report.html", *outputs][-1]
     write_file(page, render(page, group(runs), problems))
-    sys.stdout.write(f"{len(runs)} runs in {page}\n" + "".join(f"left out: {file}: {why}\n" for file, why in problems.items()))
+    sys.stdout.write(f"{len(runs)} runs in {page}{left_out}\n")
 
 
 def render(page: Path, tables: dict[str, list[Experiment]], problems: dict[str, str]) -> str:

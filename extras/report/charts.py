@@ -17,7 +17,10 @@ LOG_FROM = 8  # ratio of the largest to the smallest value from which the vertic
 
 
 def draw_curves(experiments: Sequence[Experiment]) -> str:
-    """The leading figure's evaluation as an SVG image, with the loss. Lines are means over seeds, bands reach from the lowest seed to the highest, and dense runs are dashed."""
+    """All metrics of the leading figure's evaluations, and the loss, as an SVG image.
+
+    Lines are means over seeds, bands reach from the lowest seed to the highest, and dense runs are dashed.
+    """
     leading = curve_measure(experiments)
     measures = dict.fromkeys(measure for one in experiments for measure in one.measures())
     rows = [*(measure for measure in measures if measure[1:] == leading[1:]), LOSS] if leading else [LOSS]

@@ -17,7 +17,6 @@ from extras.report.runs import LOSS, UNGUIDED, Measure, Run
 
 ROUTING = ("model.name", "model.routes", "model.selection")  # what a dense run and a routed one may differ in
 LENGTH = "train.num_steps"
-MAX_WORDS = 3  # of a label; where runs are described, all changes are listed
 
 
 @dataclass(frozen=True)
@@ -170,11 +169,9 @@ def label_experiments(experiments: Sequence[Experiment]) -> None:
     """Label each by its row and what it changed, or by the names of its runs without their seeds; equal labels get a number."""
     taken: Counter[str] = Counter()
     for one in experiments:
-        words = [f"{key}={new}" for key, (_, new) in one.changes.items()]
-        more = [f"{len(words) - MAX_WORDS} more"] if len(words) > MAX_WORDS else []
-        changed = f" with {', '.join(words[:MAX_WORDS] + more)}" if words else ""
+        changed = ", ".join(f"{key}={new}" for key, (_, new) in one.changes.items())
         names = dict.fromkeys(without_seed(run.path.name) for run in one.runs)
-        label = one.row["name"] + changed if one.row else " / ".join(names)
+        label = one.row["name"] + (f" with {changed}" if changed else "") if one.row else " / ".join(names)
         taken[label] += 1
         one.label = label if taken[label] == 1 else f"{label} ({taken[label]})"
 
@@ -189,21 +186,19 @@ def differences_from(one: Experiment, other: Experiment, besides: Iterable[str] 
 def find_baseline(experiment: Experiment, experiments: Sequence[Experiment]) -> Experiment | None:
     """The dense experiment of the row that the configuration names, or, without a row, of the same settings beside the routes.
 
-    Runs that changed their row are compared only with dense runs that changed theirs alike, beside the routes and the length.
-    Where several are left, it is the one with the fewest differences.
+    Of several it is the one with the fewest differences. Runs that changed their row are compared only with dense runs that
+    changed theirs alike, beside the routes and the length.
     """
-
-    def changed(one: Experiment) -> dict[str, object]:
-        return {key: new for key, (_, new) in one.changes.items() if key not in (*ROUTING, LENGTH)}
-
-    dense = [other for other in experiments if not other.is_routed and other is not experiment]
-    if experiment.row:
-        if not experiment.is_routed and experiment.changes:  # a routed row without its routes is a dense run itself
-            return None
-        dense = [other for other in dense if other.row.get("name") == experiment.row["baseline"]]
-        dense = [other for other in dense if changed(other) == changed(experiment)]
-    elif experiment.is_routed:
-        dense = [other for other in dense if not other.row and not differences_from(experiment, other, (*ROUTING, LENGTH))]
-    else:
+    named = experiment.row.get("baseline")
+    if not experiment.is_routed and (
+        named is None or experiment.changes
+    ):  # a routed row without its routes is a dense run itself
         return None
-    return min(dense, key=lambda other: len(differences_from(experiment, other)), default=None)
+    dense = [other for other in experiments if not other.is_routed and other.row.get("name") == named]
+    nearest = min(dense, key=lambda other: len(differences_from(experiment, other)), default=None)
+    if nearest is None:
+        return None
+    unlike = differences_from(experiment, nearest, (*ROUTING, LENGTH)).keys()
+    if experiment.row:
+        unlike &= experiment.changes.keys() | nearest.changes.keys()
+    return None if unlike else nearest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -104,7 +105,8 @@ class Run:
         how = {key: value for key, value in point.items() if key not in (*guidance, *NOT_HOW) and value is not None}
         words = UNGUIDED if guidance == {"cfg_scale": 1.0} else settings_in_words(guidance)
         for metric, value in metrics.items():
-            self.figures.setdefault(Measure(metric, num_samples, words, settings_in_words(how)), {})[step] = value
+            if math.isfinite(value):
+                self.figures.setdefault(Measure(metric, num_samples, words, settings_in_words(how)), {})[step] = value
 
 
 def settings_in_words(settings: dict) -> str:

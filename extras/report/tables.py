@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 
 from evaluations.suite import find_metric, format_metric
 from extras.report.experiments import LENGTH, Experiment, Figure, curve_measure, differences_from, leading_measure
 from extras.report.runs import Measure
 
-NONE = "—"
 INTERPOLATED = (
     "Steps and hours between two evaluations are interpolated linearly. ≥ or ≤: the first evaluation is already better, so that "
     "the speedup is at least or at most this. Hours are hours of training; compare them only between runs that had the same "
@@ -44,13 +43,6 @@ def difference_text(measure: Measure, value: float, reference: float) -> str:
     return f"{sign}{format_metric(measure.metric, abs(value - reference))}{relative}"
 
 
-def range_text(values: Sequence[float]) -> str:
-    """One number, or the lowest and the highest."""
-    known = [value for value in values if not math.isnan(value)]
-    texts = [f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in (min(known), max(known))] if known else [NONE]
-    return " to ".join(dict.fromkeys(texts))
-
-
 def machine_of(start: dict) -> str:
     return f"{start['num_processes']} × {start['device']}"
 
@@ -70,8 +62,8 @@ def results_table(experiments: Sequence[Experiment]) -> Table:
         row = {"Experiment": one.label, "Seeds": ", ".join(sorted(str(run.config["seed"]) for run in runs))}
         row["Steps"] = f"{last:,} of {planned:,}" if last < planned else f"{last:,}"
         row["Images seen"] = f"{last * one.identity['train.batch_size']:,}"
-        row["Hours"] = range_text([run.clock[1][-1] for run in runs])
-        row["Images/s"] = range_text([run.images_per_sec for run in runs])
+        row["Hours"] = f"{fmean(run.clock[1][-1] for run in runs):.3g}"
+        row["Images/s"] = f"{fmean(run.images_per_sec for run in runs):,.1f}"
         if measures:
             measure = leading if leading in measures else measures[0]
             figure = one.curve(measure)[-1]
@@ -84,14 +76,14 @@ def results_table(experiments: Sequence[Experiment]) -> Table:
                 row["Against dense"] = words
         table.rows.append(row)
     if any(len(one.runs) > 1 for one in experiments):
-        table.notes.append("± is the standard deviation over seeds (n − 1).")
+        table.notes.append("Figures, hours and images/s are means over seeds; ± is the standard deviation (n − 1).")
     return table
 
 
 def paper_text(one: Experiment, measure: Measure, figure: Figure) -> str:
     """21.34, ours +0.66 (+3%); or only the figure, where it is of another number of samples."""
     if (paper := one.paper(measure)) is None:
-        return NONE
+        return "—"
     words = format_metric(measure.metric, paper)
     if not one.has_paper(measure):
         return f"{words}, of {one.row['num_samples']:,} samples"
