@@ -36,6 +36,7 @@ def draw_curves(experiments: Sequence[Experiment]) -> str:
         for axis, words in zip(axes, ("steps", "images seen", "hours of training")):
             axis.set_xlabel(words)
             axis.grid(alpha=0.3)
+            axis.locator_params(axis="x", nbins=6)
     canvas.legend(*axes[0].get_legend_handles_labels(), loc="outside upper left")
     image = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none"}):  # text stays text
@@ -46,12 +47,10 @@ def draw_curves(experiments: Sequence[Experiment]) -> str:
 def draw_line(axes: Sequence[matplotlib.axes.Axes], one: Experiment, measure: Measure, colour: np.ndarray) -> None:
     """An experiment's curve on the axes of steps, images and hours."""
     curve = one.curve(measure)
-    if not curve:
-        return
     curve = curve[:: len(curve) // MAX_POINTS + 1]
     steps = np.array([figure.step for figure in curve])
     hours = [one.hours_at(step, measure) for step in steps]
-    values = np.array([[figure.mean, min(figure.values), max(figure.values)] for figure in curve])
+    values = np.array([[figure.mean, min(figure.values), max(figure.values)] for figure in curve]).reshape(-1, 3)
     style = {"color": colour, "linestyle": "-" if one.is_routed else "--", "marker": None if measure == LOSS else "."}
     for axis, x in zip(axes, (steps, steps * one.identity["train.batch_size"], hours)):
         axis.plot(x, values[:, 0], label=one.label, **style)

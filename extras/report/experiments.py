@@ -190,9 +190,7 @@ def find_baseline(experiment: Experiment, experiments: Sequence[Experiment]) -> 
     changed theirs alike, beside the routes and the length.
     """
     named = experiment.row.get("baseline")
-    if not experiment.is_routed and (
-        named is None or experiment.changes
-    ):  # a routed row without its routes is a dense run itself
+    if not experiment.is_routed and (named is None or experiment.changes):  # also a routed row without its routes
         return None
     dense = [other for other in experiments if not other.is_routed and other.row.get("name") == named]
     nearest = min(dense, key=lambda other: len(differences_from(experiment, other)), default=None)
