@@ -11,6 +11,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from common.files import REPOSITORY, hash_file
+from configs import command_line  # noqa: F401 (the resolvers of configs/)
 from configs.experiments import compose_overrides
 from latents.shards import ShardInfo, write_shard
 
