@@ -24,20 +24,19 @@ from functools import partial
 from pathlib import Path
 
 from accelerate import Accelerator
-from omegaconf import DictConfig
 
 import evaluations
 from common.errors import UserError
 from common.files import append_line, lock_output, markdown_table, read_lines, write_file
-from configs import command_line as cli
-from configs import schema
+from configs import command_line, schema
 from evaluations.images import open_images
-from evaluations.suite import counted_name, format_metric, format_metrics, metrics_of
+from evaluations.suite import display_name, format_metric, format_metrics, metrics_of
 from latents import autoencoders
+from sampling.detectors import build_detectors, open_reference
 from sampling.evaluator import Evaluator
 from sampling.sampler import ImageSampler
-from training import build, load, machine
 from training import checkpoint as checkpoints
+from training import load, machine
 from training.resume import check_shared, decide_together
 from training.speed import check_compile
 
@@ -48,12 +47,11 @@ SWEPT_OF_SAMPLER = ("num_steps", "S_churn", "solver")
 PAPER_NUM_SAMPLES = 50_000
 
 
-def main(cfg: DictConfig) -> None:
-    cfg = schema.check(cfg, schema.FidConfig)
+def main(cfg: schema.FidConfig) -> None:
     given = [key for key in ("checkpoint", "checkpoints", "images") if getattr(cfg, key) is not None]
     if len(given) != 1:
         raise UserError(f"give one of checkpoint=, checkpoints= and images=, not {' and '.join(given) or 'none of them'}")
-    guidances = [build.with_scale(guidance, scale) for guidance in cfg.guidance for scale in as_list(cfg.cfg_scale)]
+    guidances = [load.with_scale(guidance, scale) for guidance in cfg.guidance for scale in as_list(cfg.cfg_scale)]
     accelerator = machine.start_accelerator(cfg.cpu_threads, tf32=cfg.tf32)
     check_compile("compile", cfg.compile, accelerator.device)
     # One process chooses: while a run trains, another could find a newer checkpoint.
@@ -62,7 +60,7 @@ def main(cfg: DictConfig) -> None:
         check_shared(folder / checkpoints.MANIFEST, "checkpoints" if cfg.checkpoints else "checkpoint", accelerator)
     runs = {folder: load.load_config(folder) for folder in folders}
     cfg = with_settings_of_run(cfg, runs[folders[0]] if folders else None)
-    reference = build.open_reference(cfg.reference, "reference", cfg.evaluation.all_detectors)
+    reference = open_reference(cfg.reference, "reference", cfg.evaluation.all_detectors)
     images = open_images(cfg.images, cfg.convert_to_rgb) if cfg.images else None
     num_samples = cfg.num_samples or (PAPER_NUM_SAMPLES if images is None else len(images))
     if images and num_samples > len(images):
@@ -75,11 +73,10 @@ def main(cfg: DictConfig) -> None:
         "autoencoder": cfg.autoencoder,
         "detector": "+".join(cfg.evaluation.all_detectors),
         "detector_weights": cfg.evaluation.weights,
+        "dinov2_weights": cfg.evaluation.dinov2_weights,
         "detector_precision": cfg.evaluation.precision,
         "reference": reference.fingerprint(),
     }
-    if "dinov2" in cfg.evaluation.all_detectors:  # results without it are those of earlier versions, and stay finished
-        conditions["dinov2_weights"] = cfg.evaluation.dinov2_weights
     output = Path(cfg.output) if cfg.output else default_folder(cfg, folders)
     lock = lock_output(output, "evaluating into") if accelerator.is_main_process else None
     results = Results(output, conditions, images.fingerprint() if images else None)
@@ -88,8 +85,7 @@ def main(cfg: DictConfig) -> None:
     if missing:
         for run_cfg in runs.values():  # before a detector and a reference that take minutes
             autoencoders.find(cfg.autoencoder or run_cfg.data.autoencoder, "autoencoder")
-        detectors = build.build_detectors(cfg.evaluation, accelerator)
-        evaluator = Evaluator.open(accelerator, detectors, reference, cfg.batch_size)
+        evaluator = Evaluator.open(accelerator, build_detectors(cfg.evaluation, accelerator), reference, cfg.batch_size)
     for settings, load_sampler in (points[i] for i in missing):
         cost = {}
         if images:
@@ -104,26 +100,21 @@ def main(cfg: DictConfig) -> None:
             results.add(settings, metrics, cost)
             log.info("%s: %s", in_words(shown(settings)), format_metrics(metrics))
     if accelerator.is_main_process:
-        plotted = metrics_of(cfg.evaluation.all_detectors[0])[0].name
-        sys.stdout.write(results.write([settings for settings, _ in points], plotted))
+        sys.stdout.write(results.write([settings for settings, _ in points], metrics_of(cfg.evaluation.all_detectors[0])[0].name))
         lock.close()
     accelerator.end_training()
 
 
 def find_checkpoints(cfg: schema.FidConfig) -> list[Path]:
     """The verified checkpoints that the command names."""
-    if cfg.checkpoints is not None:
-        folders = list(checkpoints.list_steps(Path(cfg.checkpoints) / "checkpoints").values())
-        if not folders:
-            raise UserError(
-                f"checkpoints={cfg.checkpoints} is a run without checkpoints"
-                if (Path(cfg.checkpoints) / "checkpoints").is_dir()
-                else checkpoints.explain_path(Path(cfg.checkpoints), "checkpoints")
-            )
-        for folder in folders:
-            checkpoints.verify(folder)
-        return folders
-    return [checkpoints.find_checkpoint(Path(folder), "checkpoint") for folder in as_list(cfg.checkpoint) if folder]
+    if cfg.checkpoints is None:
+        return [checkpoints.find_checkpoint(Path(folder), "checkpoint") for folder in as_list(cfg.checkpoint) if folder]
+    folders = list(checkpoints.list_steps(Path(cfg.checkpoints) / "checkpoints").values())
+    if not folders:
+        raise UserError(f"checkpoints={cfg.checkpoints} is not the folder of a run with checkpoints")
+    for folder in folders:
+        checkpoints.verify(folder)
+    return folders
 
 
 def as_list(value) -> list:
@@ -131,14 +122,11 @@ def as_list(value) -> list:
 
 
 def with_settings_of_run(cfg: schema.FidConfig, run_cfg: schema.TrainConfig | None) -> schema.FidConfig:
-    """Take from the run what the command leaves open."""
+    """Take from the run what the command leaves open: reference, detector, and weights if the detector is the run's."""
     own, stored = cfg.evaluation, run_cfg.evaluation.model_dump() if run_cfg else {"detector": "inception"}
-    if run_cfg and (own.detector or own.detectors):
-        stored["detectors"] = None
-        ours, theirs = (set(one.all_detectors) - {"dinov2"} for one in (own, run_cfg.evaluation))
-        if ours != theirs:  # the run's `weights` are of another detector
-            stored["weights"] = None
-    given = {key: getattr(own, key) or stored.get(key) for key in ("detector", "detectors", "weights", "dinov2_weights")}
+    if own.detector not in (None, stored["detector"]):
+        stored["weights"] = None
+    given = {key: getattr(own, key) or stored.get(key) for key in ("detector", "weights", "dinov2_weights")}
     evaluation = own.model_copy(update=given)
     return cfg.model_copy(update={"evaluation": evaluation, "reference": cfg.reference or stored.get("reference")})
 
@@ -157,15 +145,14 @@ def sweep(
     points = []
     choices = schema.combinations({key: getattr(cfg, key) for key in SWEPT_OF_SAMPLER})
     for folder, run_cfg in runs.items():
-        build.warn_of_guidance(guidances[0], run_cfg)
         found = {}  # each second checkpoint once: to verify it reads the whole file
         for weights, guidance, overrides in itertools.product(as_list(cfg.weights), guidances, choices):
             if guidance.name == "autoguidance":
                 if guidance.checkpoint not in found:
                     found[guidance.checkpoint] = load.find_second_checkpoint(guidance, run_cfg, accelerator).checkpoint
                 guidance = guidance.model_copy(update={"checkpoint": found[guidance.checkpoint]})
-            diffusion = build.build_diffusion(run_cfg.diffusion, **overrides)
-            build.check_guidance(guidance, run_cfg, diffusion)
+            diffusion = schema.sampler_with(run_cfg.diffusion, **overrides)
+            load.check_guidance(guidance, run_cfg, diffusion)
             sampler = {key: getattr(diffusion.sampler, key) for key in SWEPT_OF_SAMPLER if hasattr(diffusion.sampler, key)}
             settings = {"checkpoint": str(folder), "weights": weights, **guidance_settings(guidance), **sampler}
             options = {"weights": weights, "diffusion": diffusion, "command": cfg}
@@ -174,10 +161,7 @@ def sweep(
 
 
 def guidance_settings(guidance: schema.Guidance) -> dict:
-    """Guidance in the settings of a point: cfg_scale alone means none or cfg; others have `guidance` and `guidance.*`.
-
-    Keys at the default that earlier versions did not have are left out, so that the results of these are still found.
-    """
+    """Guidance in the settings of a point: cfg_scale alone means none or cfg; others have `guidance` and `guidance.*`."""
     own = guidance.model_dump(exclude={"name"}, exclude_defaults=True)
     if guidance.name == "none" or own.keys() == {"cfg_scale"}:
         return {"cfg_scale": own.get("cfg_scale", 1.0)}
@@ -249,7 +233,7 @@ class Results:
         table = markdown_table(names, [[format_cell(name, row.get(name, "")) for name in names] for row in rows])
         write_file(self.folder / "results.md", table)
         if len(points) > 1:
-            png = plot(settings, [line["metrics"][plotted] for line in lines], counted_name(plotted, count["num_samples"]))
+            png = plot(settings, [line["metrics"][plotted] for line in lines], display_name(plotted, count["num_samples"]))
             write_file(self.folder / "results.png", png)
         return table
 
@@ -297,4 +281,4 @@ def plot(settings: list[dict], values: list[float], label: str) -> bytes:
 
 
 if __name__ == "__main__":
-    cli.run(main, "fid", schema.FidConfig)
+    command_line.run(main, "fid", schema.FidConfig)

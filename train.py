@@ -6,6 +6,7 @@
     python train.py model=tread data=imagenet256 data.path=latents/in256 model.backbone=DiT-XL/2
     python train.py model=tread name=mine train.num_steps=2000   # any key of configs/ can be set
     python train.py model=dit name=tuned init_from=runs/mine     # from the weights of another run, without routes
+    python train.py -m model=dit,tread seed=0,1,2                # six runs, one after another
 
 The run lives in runs/<name>/. The same command again goes on where it stopped.
 """
@@ -13,130 +14,122 @@ The run lives in runs/<name>/. The same command again goes on where it stopped.
 from __future__ import annotations
 
 import logging
+import sys
 from dataclasses import replace
 
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from omegaconf import DictConfig
 
 from common.errors import UserError
 from common.progress import say_if_slow
-from configs import command_line as cli
-from configs import schema
+from configs import command_line, schema
+from sampling.detectors import build_detectors, open_reference
 from sampling.evaluator import Evaluator
-from sampling.sampler import ImageSampler
-from training import build, load, machine, memory, speed
+from training import build, load, machine, saving, speed
 from training import checkpoint as checkpoints
 from training.ema import EMA
+from training.hooks import Evaluations, Grids, Metrics
 from training.provenance import describe_start
 from training.resume import decide_together, find_initial, find_resume
 from training.run import RunFolder
-from training.trainer import Evaluation, Trainer
+from training.sharding import check_processes
+from training.trainer import Hook, Trainer
 
 log = logging.getLogger("train")
 
 
-def main(cfg: DictConfig) -> None:
+def main(cfg: schema.TrainConfig) -> None:
     # Everything that can be wrong with the configuration, the data and the folder, before any slow work.
-    cfg = schema.check(cfg, schema.TrainConfig)
-    build.check_loss(cfg.diffusion)
-    diffusion = build.build_diffusion(cfg.diffusion)
+    if cfg.diffusion.name == "ddpm":
+        raise UserError("diffusion=ddpm is for sampling from imported weights and has no loss; train with diffusion=edm or sit")
     with say_if_slow(log, "opening data.path=%s", cfg.data.path):
         cfg, dataset = build.open_data(cfg)
-    build.check_alignment(cfg, dataset)
     accelerator = machine.start_accelerator(
         cfg.train.cpu_threads,
         tf32=cfg.train.tf32,
-        mixed_precision=speed.MIXED_PRECISION[cfg.train.precision],
+        mixed_precision="bf16" if cfg.train.precision == "bf16" else "no",
         log_with="wandb" if cfg.wandb.mode != "disabled" else None,
     )
-    build.check_batch_size(cfg, accelerator.num_processes)
-    build.check_parallel(cfg.train, accelerator.num_processes, accelerator.distributed_type)
+    check_processes(cfg.train, accelerator.num_processes, accelerator.distributed_type)
+    speed.check_machine(cfg.train, accelerator.device)
     alignment = build.build_alignment(cfg, dataset, accelerator)
-    memory_needed = memory.check_memory(cfg.train, lambda: build.build_network(cfg), accelerator, alignment)
     set_seed(cfg.seed)
     with say_if_slow(log, "building %s", cfg.model.backbone):
         net = build.build_network(cfg)
-    speed.check_machine(cfg.train, net, accelerator.device)
     ema = EMA(net, cfg.train.ema_decay)
-    sampler, evaluation = build_sampler_and_evaluation(cfg, ema, accelerator)
-
     run = RunFolder(cfg.output_dir, cfg.name)
+    hooks = build_hooks(cfg, ema, run, accelerator)
+
     initial = find_initial(run, cfg.init_from, cfg.resume, accelerator)
     if initial is not None:
-        stored, step = load.load_config(initial), checkpoints.step_of(initial)
-        build.check_initial(stored, step, cfg, checkpoints.imported_from(initial))
+        build.check_initial(load.load_config(initial), checkpoints.step_of(initial), cfg, checkpoints.imported_from(initial))
     decide_together(run.open, accelerator)
     newest = find_resume(run, cfg.resume, accelerator)
     if newest is not None:
         build.check_resume(load.load_config(newest), cfg, newest)
 
-    trainer = Trainer(accelerator, cfg, net, ema, diffusion, dataset, run, sampler, evaluation, alignment)
+    trainer = Trainer(accelerator, cfg, net, ema, dataset, alignment, hooks)
     if newest is not None:
-        trainer.resume(newest)
+        saving.resume(trainer, newest)
     elif initial is not None:
-        trainer.init_from(initial, cfg.init_state)
+        saving.init_from(trainer, initial, cfg.init_state)
     if accelerator.is_main_process:
         run.keep_metrics_until(trainer.step)
         run.write_config(cfg.model_dump())
         if trainer.step < cfg.train.num_steps:
             run.log_start(describe_start(accelerator, trainer.step))
-        describe(trainer, memory_needed)
-    if cfg.wandb.mode != "disabled" and accelerator.is_main_process:
-        settings = {"name": cfg.name, "mode": cfg.wandb.mode, "dir": str(run.path), "id": run.wandb_id(), "resume": "allow"}
-        accelerator.init_trackers(cfg.wandb.project, cfg.model_dump(), init_kwargs={"wandb": settings})
-        # By our steps and not by wandb's count, which ignores what goes back to an earlier step, as a resume does after a crash.
-        for tracker in accelerator.trackers:
-            tracker.tracker.define_metric("*", step_metric="step")
-
-    trainer.train()
+        describe(trainer, run)
+        if cfg.wandb.mode != "disabled":
+            start_wandb(accelerator, cfg, run)
+    is_complete = trainer.train()
+    run.close()
     accelerator.end_training()
+    if not is_complete:
+        log.warning("stopped after step %d, as asked; the same command goes on from there", trainer.step)
+        sys.exit(0)  # also out of a sweep
 
 
-def build_sampler_and_evaluation(
-    cfg: schema.TrainConfig, ema: EMA, accelerator: Accelerator
-) -> tuple[ImageSampler | None, Evaluation | None]:
-    """(sampler of the grids, evaluation), both of the EMA's network; each None if the configuration asks for none."""
+def build_hooks(cfg: schema.TrainConfig, ema: EMA, run: RunFolder, accelerator: Accelerator) -> list[Hook]:
+    """What happens between steps. Grids and evaluations sample from the EMA's network."""
+    checkpoint = saving.Saving(run, cfg.checkpoint.every, cfg.checkpoint.keep_last, cfg.checkpoint.keep_every)
+    hooks = [Metrics(run, cfg.train.log_every), checkpoint, saving.Watch(checkpoint, cfg.train.log_every)]
     if not (cfg.sample.every or cfg.eval.every):
-        return None, None
-    diffusion = build.build_diffusion(cfg.diffusion)
+        return hooks
     guidance = cfg.guidance if cfg.sample.every else schema.NoGuidance(name="none")  # guidance.* is for the grids
-    build.check_guidance(guidance, cfg, diffusion)
-    build.warn_of_guidance(guidance, cfg)
-    reference = None
+    load.check_guidance(guidance, cfg, cfg.diffusion)
     if cfg.eval.every:
-        reference = build.open_reference(cfg.evaluation.reference, "evaluation.reference", cfg.evaluation.all_detectors)
-    settings = load.find_second_checkpoint(guidance, cfg, accelerator)
+        reference = open_reference(cfg.evaluation.reference, "evaluation.reference", cfg.evaluation.all_detectors)
     autoencoder = build.build_autoencoder(cfg, accelerator.device)
     compile_mode = speed.resolve_compile(cfg.train.compile, accelerator.device)
-    if compile_mode != "none":
-        compile_mode = "blocks"  # training's batches are of other sizes: CUDA graphs or a whole network would take long to make
-        speed.compile_network(ema.net, compile_mode)
-    options = {"diffusion": diffusion, "compile_mode": compile_mode, "precision": cfg.sample.precision}
-    sampler = load.build_sampler(ema.net, cfg, settings, autoencoder, accelerator.device, **options)
-    evaluation = None
+    speed.compile_network(ema.net, compile_mode)
+    guidance = load.find_second_checkpoint(guidance, cfg, accelerator)
+    options = {"diffusion": cfg.diffusion, "compile_mode": compile_mode, "precision": cfg.sample.precision}
+    sampler = load.build_sampler(ema.net, cfg, guidance, autoencoder, accelerator.device, **options)
+    if cfg.sample.every:
+        hooks.append(Grids(run, sampler, cfg.sample.every))
     if cfg.eval.every:
-        detectors = build.build_detectors(cfg.evaluation, accelerator)
-        evaluator = Evaluator.open(accelerator, detectors, reference, cfg.eval.batch_size)
+        diffusion = schema.sampler_with(cfg.diffusion, num_steps=cfg.eval.num_steps)
         samplers = {}
         for scale in cfg.eval.cfg_scales:
             guidance = schema.CFG(name="cfg", cfg_scale=scale)
-            try:
-                build.check_guidance(guidance, cfg, diffusion)
-            except UserError as e:
-                raise UserError(f"eval.cfg_scales={scale:g}: {e}; or set eval.cfg_scales=[1.0]") from e
-            samplers[scale] = replace(
-                sampler,
-                guidance=build.build_guidance(guidance),
-                diffusion=build.build_diffusion(cfg.diffusion, num_steps=cfg.eval.num_steps),
-                weak=None,
-                precision=cfg.eval.precision,
-            )
-        evaluation = Evaluation(evaluator, samplers)
-    return sampler if cfg.sample.every else None, evaluation
+            load.check_guidance(guidance, cfg, diffusion)
+            own = {"guidance": load.build_guidance(guidance), "diffusion": diffusion, "weak": None}
+            samplers[scale] = replace(sampler, **own, precision=cfg.eval.precision)
+        detectors = build_detectors(cfg.evaluation, accelerator)
+        evaluator = Evaluator.open(accelerator, detectors, reference, cfg.eval.batch_size)
+        hooks.append(Evaluations(run, evaluator, samplers, cfg.eval.every))
+    return hooks
 
 
-def describe(trainer: Trainer, memory_needed: str) -> None:
+def start_wandb(accelerator: Accelerator, cfg: schema.TrainConfig, run: RunFolder) -> None:
+    settings = {"name": cfg.name, "mode": cfg.wandb.mode, "dir": str(run.path), "id": run.wandb_id(), "resume": "allow"}
+    accelerator.init_trackers(cfg.wandb.project, cfg.model_dump(), init_kwargs={"wandb": settings})
+    # By our steps and not by wandb's count, which ignores what goes back to an earlier step, as a resume does after a crash.
+    for tracker in accelerator.trackers:
+        tracker.tracker.define_metric("*", step_metric="step")
+
+
+def describe(trainer: Trainer, run: RunFolder) -> None:
     """What is about to run, in a few lines."""
     cfg, net, data = trainer.cfg, trainer.net, trainer.dataset
     num_parameters = sum(p.numel() for p in net.parameters() if p.requires_grad)
@@ -145,27 +138,20 @@ def describe(trainer: Trainer, memory_needed: str) -> None:
         for r in net.router.routes
     ]
     shape = f"{data.channels}x{data.height}x{data.width}"
-    size = f"batch {cfg.train.batch_size}, {trainer.accelerator.num_processes} x {trainer.device.type}, {cfg.train.precision}"
-    if trainer.device.type == "cuda" and cfg.train.tf32:
-        size += ", tf32"
-    if (mode := speed.resolve_compile(cfg.train.compile, trainer.device)) != "none":
-        size += f", compiled ({mode})"
-    if trainer.is_sharded:
-        size += ", sharded (fsdp)"
-    log.info("run    %s", trainer.run.path)
+    how = [f"batch {cfg.train.batch_size}, {trainer.accelerator.num_processes} x {trainer.device.type}", cfg.train.precision]
+    how += ["tf32"] if trainer.device.type == "cuda" and cfg.train.tf32 else []
+    how += ["compiled"] if speed.resolve_compile(cfg.train.compile, trainer.device) == "blocks" else []
+    how += ["sharded (fsdp)"] if cfg.train.parallel == "fsdp" else []
+    log.info("run    %s", run.path)
     log.info("model  %s, %.1fM parameters, %s", cfg.model.backbone, num_parameters / 1e6, ", ".join(routes) or "no routes")
     log.info("data   %s: %d latents %s, %d classes", data.path, len(data), shape, data.info.num_classes)
     if trainer.alignment is not None:
-        until = "" if cfg.alignment.stop_step is None else f" until step {cfg.alignment.stop_step}"
-        log.info("align  block %d to %s, weight %g%s", cfg.alignment.block, cfg.alignment.encoder, cfg.alignment.weight, until)
-    for line in data.statements:
-        log.log(logging.WARNING if line.startswith("warning:") else logging.INFO, "       %s", line)
+        log.info("align  block %d to %s, weight %g", cfg.alignment.block, cfg.alignment.encoder, cfg.alignment.weight)
     if trainer.step < cfg.train.num_steps:
-        log.info("train  steps %d to %d, %s", trainer.step, cfg.train.num_steps, size)
-        log.info("memory %s", memory_needed)
+        log.info("train  steps %d to %d, %s", trainer.step, cfg.train.num_steps, ", ".join(how))
     else:
         log.info("this run is complete at step %d; raise train.num_steps=%d to go on", trainer.step, cfg.train.num_steps)
 
 
 if __name__ == "__main__":
-    cli.run(main, "config", schema.TrainConfig)
+    command_line.run(main, "config", schema.TrainConfig)

@@ -2,204 +2,167 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
-import logging
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from hashlib import blake2b
+from typing import Any
 
 import hydra
-import yaml
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import TypeAdapter, ValidationError, create_model
+from pydantic import create_model
+from yaml import YAMLError
 
 from common.errors import UserError
 from common.files import REPOSITORY
 from common.progress import log_to_stderr
 from configs import experiments
-from configs.arguments import CONFIGS, check_arguments, check_value, explain, explain_composition
-from configs.schema import backbone_of
-from configs.settings import S, Settings, accepted, keys_of, validate
+from configs.schema import NETWORKS, SAME_RUN, Role, TrainConfig, role_of
+from configs.settings import S, Settings, keys_of, nearest, validate
 
 FULL_ERRORS = "HYDRA_FULL_ERROR"  # Hydra's own switch, for all of our commands
-OmegaConf.register_new_resolver("backbone", lambda size, _root_: backbone_of(_root_.model.name, size), replace=True)
+CONFIGS = REPOSITORY / "configs"
+MAX_NAME_LENGTH = 60
+
+OmegaConf.register_new_resolver(
+    "backbone", lambda size, _root_: next(b for b in NETWORKS[_root_.model.name].BACKBONES if b.endswith(f"-{size}")), replace=True
+)
 OmegaConf.register_new_resolver("repository", lambda path: str(REPOSITORY / path), replace=True)
-
-log = logging.getLogger(__name__)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Errors.
 
 
 def guard(action: Callable[[], None]) -> None:
-    """Do it; an error that a user can cause becomes one line, and exit code 1. So does Ctrl-C, with 130.
-
-    HYDRA_FULL_ERROR=1 keeps the tracebacks.
-    """
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # the commands start without it
-    if _wants_tracebacks():
+    """Do it; an error that a user can cause becomes one line, and exit code 1. HYDRA_FULL_ERROR=1 keeps the traceback."""
+    log_to_stderr()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start without it
+    if os.environ.get(FULL_ERRORS, "0") == "1":
         action()
         return
     try:
-        _one_line(action)
-    except KeyboardInterrupt:
-        log.warning("stopped; the same command goes on where it was")
-        sys.exit(128 + signal.SIGINT)
-
-
-def _one_line(action: Callable[[], None]) -> None:
-    try:
         action()
     except UserError as error:
-        _exit(str(error))
-
-
-def _wants_tracebacks() -> bool:
-    return os.environ.get(FULL_ERRORS, "0") == "1"
-
-
-def _exit(message: str) -> NoReturn:
-    rank = os.environ.get("RANK")
-    who = "" if rank is None else f" (process {rank})"
-    sys.stderr.write(f"error{who}: {message} [{FULL_ERRORS}=1 shows where]\n")
-    sys.exit(1)
+        rank = os.environ.get("RANK")
+        sys.stderr.write(f"error{'' if rank is None else f' (process {rank})'}: {error} [{FULL_ERRORS}=1 shows where]\n")
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.stderr.write("stopped; the same command goes on where it was\n")
+        sys.exit(128 + signal.SIGINT)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Commands with a configuration.
 
 
-def run(main: Callable[[DictConfig], None], config_name: str, settings: type[Settings]) -> None:
-    """Compose the configuration from the command line and call `main`, guarded.
-
-    Args:
-        config_name: the file in configs/.
-        settings: the class that the script checks it by; its keys are known before anything is composed.
-    """
-    compose = functools.partial(hydra.main, version_base="1.3", config_path=str(CONFIGS), config_name=config_name)
-    if _wants_tracebacks():
-        guard(lambda: check_arguments(sys.argv[1:], settings))
-        experiments.register(sys.argv[1:])
-        compose()(main)()
-        return
-    is_composed = False
+def run(main: Callable[[Any], None], config_name: str, settings: type[Settings]) -> None:
+    """Compose configs/<config_name>.yaml with the command line, check it by `settings`, and call `main` with it, guarded."""
+    experiments.register(sys.argv[1:])
+    shows_traceback = os.environ.get(FULL_ERRORS, "0") == "1"
 
     @functools.wraps(main)
-    def guarded(cfg: DictConfig) -> None:
-        nonlocal is_composed
-        is_composed = True
-        _one_line(lambda: main(cfg))  # here and not around all: Hydra prints a line of its own for what leaves `main`
+    def checked(cfg: DictConfig) -> None:
+        overrides = HydraConfig.get().overrides.task
+        try:
+            main(check(cfg, settings, overrides, is_sweep=HydraConfig.get().mode is RunMode.MULTIRUN))
+        except UserError as e:
+            if HydraConfig.get().mode is RunMode.MULTIRUN:
+                raise UserError(f"{' '.join(overrides)}: {e}") from e
+            raise
 
     def start() -> None:
-        log_to_stderr()
-        check_arguments(sys.argv[1:], settings)
-        experiments.register(sys.argv[1:])
         os.environ[FULL_ERRORS] = "1"  # have Hydra raise its errors, and those of `main`, instead of printing them
         try:
-            compose()(guarded)()
+            hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(checked)()
         except HydraException as e:
-            raise UserError(explain(e, settings)) from e
-        except ValueError as e:  # of OmegaConf, for a key below a list
-            if is_composed:
-                raise
-            raise UserError(explain_composition(e, settings)) from e
+            unknown = re.search(r"Could not override '([^']+)'", str(e))
+            if unknown:
+                raise UserError(f"{unknown[1]} is not a key{nearest(unknown[1], keys_of(settings))}") from e
+            raise UserError(" ".join(str(e).split())) from e
         finally:
-            del os.environ[FULL_ERRORS]
+            if not shows_traceback:
+                del os.environ[FULL_ERRORS]
 
     guard(start)
 
 
+def check(cfg: DictConfig, settings: type[S], overrides: Sequence[str] = (), is_sweep: bool = False) -> S:
+    """The composed configuration as checked settings, with its interpolations resolved.
+
+    Args:
+        overrides: what was typed. A run of train.py is named after it, unless that says `name=`.
+        is_sweep: of Hydra (-m).
+
+    Raises:
+        UserError: naming the key, the value and what is accepted.
+    """
+    try:
+        raw = OmegaConf.to_container(cfg, resolve=True)
+    except OmegaConfBaseException as e:
+        raise UserError(f"{e.full_key}: {str(e).splitlines()[0]}") from e
+    if settings is TrainConfig:
+        raw["name"] = name_run(raw["name"], overrides, is_sweep)
+    return validate(raw, settings)
+
+
+def name_run(default: str, overrides: Sequence[str], is_sweep: bool) -> str:
+    """The default name, and after it the last part and the value of every changed key that makes a run another one.
+
+    Keys that may change when a run goes on, such as train.num_steps, are named in a sweep only. What the default says already
+    (data, model, experiment and its seed) is left out. A name of more than MAX_NAME_LENGTH characters ends with a hash.
+    """
+    changes = dict(override.lstrip("+~").partition("=")[::2] for override in overrides)
+    if "name" in changes:
+        return default
+    roles = (*Role,) if is_sweep else (*SAME_RUN, Role.NOTED)
+    in_default = {"data", "model", "experiment"} | ({"seed"} if "experiment" in changes else set())
+    words = [
+        f"{key.rpartition('.')[2]}-{re.sub(r'[^0-9A-Za-z.+-]+', '-', value).strip('-')}"
+        for key, value in changes.items()
+        if role_of(key) in roles and key not in in_default
+    ]
+    name = "_".join([default, *words])
+    if len(name) <= MAX_NAME_LENGTH:
+        return name
+    return f"{name[: MAX_NAME_LENGTH - 9]}_{blake2b(name.encode(), digest_size=4).hexdigest()}"
+
+
 # ----------------------------------------------------------------------------------------------------------------------
-# Commands without one: `key=value`, `--key=value` or `--key value`.
-
-
-def settings_of(function: Callable[..., Any]) -> type[Settings]:
-    """The arguments of a function as settings, by their annotations and defaults."""
-    parameters = inspect.signature(function, eval_str=True).parameters.values()
-    fields = {p.name: (p.annotation, ... if p.default is p.empty else p.default) for p in parameters}
-    return create_model(function.__name__, __base__=Settings, **fields)
+# Commands without one.
 
 
 def run_command(commands: dict[str, Callable[..., None]], description: str, arguments: Sequence[str]) -> None:
-    """Call the one of several commands that the first argument names, with the others as its settings.
+    """Call the one of several functions that the first argument names; the others are its parameters, as `key=value`.
 
     Args:
         description: what `--help` prints.
     """
-    name, *settings = arguments or ["--help"]
-    if name in ("--help", "-h", "help"):
+    name, *given = arguments or ["--help"]
+    if name in ("--help", "-h"):
         sys.stdout.write(description)
         return
     if name not in commands:
         raise UserError(f"unknown command {name!r}; use one of {', '.join(commands)}")
-    command = commands[name]
-    command(**dict(parse_arguments(settings, settings_of(command), command=name)))
+    function = commands[name]
+    if "--help" in given or "-h" in given:
+        sys.stdout.write(f"{name} {' '.join(map(str, inspect.signature(function).parameters))}\n\n{inspect.getdoc(function)}\n")
+        return
+    parameters = inspect.signature(function, eval_str=True).parameters.values()
+    types = {p.name: (p.annotation, ... if p.default is p.empty else p.default) for p in parameters}
+    function(**dict(parse_arguments(given, create_model(function.__name__, __base__=Settings, **types))))
 
 
-def parse_arguments(arguments: Sequence[str], settings: type[S], command: str = "") -> S:
-    """`key=value` (or `--key value`) arguments as checked settings. `--help` prints the program's docstring and the keys.
-
-    A value is what YAML reads where the key accepts that, else text.
-
-    Args:
-        command: named first in messages, where a program has several.
-
-    Raises:
-        UserError: an argument of another form, a key that is unknown, missing or given twice, a value that is not accepted.
-    """
-    prefix, raw = f"{command}: " if command else "", {}
-    fields = {key: found[0] for key, found in keys_of(settings).items()}
-    usage = ", ".join(f"{name}=" if field.is_required() else f"[{name}=]" for name, field in fields.items())
-    rest = iter(arguments)
-    before = ""
-    for argument in rest:
-        if argument in ("--help", "-h"):
-            sys.stdout.write(f"{sys.modules['__main__'].__doc__ or ''}\n{prefix}it takes {usage}\n")
-            sys.exit(0)
-        key, equals, text = argument.removeprefix("--").partition("=")
-        if argument.startswith("--"):  # as argparse has it: dashes, and the value may be the next argument
-            key, text = key.replace("-", "_"), text if equals else next(rest, "")
-        if key not in fields or not text:
-            near, hint = difflib.get_close_matches(key, fields, n=1), ""
-            if key not in fields and near:
-                hint = f"; nearest: {near[0]}="
-            elif not equals and before:
-                hint = f"; if it belongs to {before!r}, quote both: '{before} {argument}'"
-            raise UserError(f"{prefix}{key} is not a key or has no value; it takes {usage}{hint}")
-        check_value(key, text)
-        if key in raw:
-            raise UserError(f"{prefix}{key} is given twice")
-        raw[key] = _read_value(text, TypeAdapter(fields[key].rebuild_annotation(), config=None))
-        before = argument
-    for name, field in fields.items():
-        if field.is_required() and name not in raw:
-            raise UserError(f"{prefix}{name}= is missing; it accepts {accepted([field])}")
-    return validate(_nested(raw), settings)
-
-
-def _nested(flat: dict[str, object]) -> dict:
-    """{"model.backbone": "DiT-B/2"} -> {"model": {"backbone": "DiT-B/2"}}."""
-    nested: dict = {}
-    for key, value in flat.items():
-        *groups, name = key.split(".")
-        functools.reduce(lambda inside, group: inside.setdefault(group, {}), groups, nested)[name] = value
-    return nested
-
-
-def _read_value(text: str, accepts: TypeAdapter) -> object:
+def parse_arguments(arguments: Sequence[str], settings: type[S]) -> S:
+    """`key=value` arguments as checked settings. A value is what YAML reads. Raises UserError."""
+    if wrong := [argument for argument in arguments if "=" not in argument]:
+        raise UserError(f"{wrong[0]!r} is not of the form key=value; the keys are {', '.join(keys_of(settings))}")
     try:
-        value = OmegaConf.to_container(OmegaConf.from_dotlist([f"key={text}"]))["key"]
-    except (yaml.YAMLError, OmegaConfBaseException):
-        return text
-    try:
-        accepts.validate_python(value, strict=True)
-    except ValidationError:
-        return text
-    return value
+        raw = OmegaConf.to_container(OmegaConf.from_dotlist(list(arguments)))
+    except (YAMLError, OmegaConfBaseException, ValueError) as e:
+        raise UserError(" ".join(str(e).split())) from e
+    return validate(raw, settings)

@@ -239,3 +239,7 @@ def format_metric(name: str, value: float) -> str:
 def format_metrics(values: dict[str, float]) -> str:
     """`fid 2.27, sfid 4.60`: values by full or plain name as one line."""
     return ", ".join(f"{name} {format_metric(name, value)}" for name, value in values.items())
+
+
+def display_name(metric: str, num_samples: int, cfg_scale: float | None = None) -> str:
+    return counted_name(metric, num_samples) if cfg_scale is None else metric_name(metric, num_samples, cfg_scale)

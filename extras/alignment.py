@@ -11,13 +11,20 @@ Shapes: B batch, N tokens, K tokens inside a route, D width of the network, E wi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from common.errors import UserError
+from configs.schema import NETWORKS, TrainConfig
+from evaluations.encoders import Encoder
+from latents.shards import LatentDataset
 from routing_module import TokenRouter
 
 
@@ -25,15 +32,11 @@ class Projector(nn.Sequential):
     """(B, K, width) -> (B, K, out_width), for every token alone: three linear layers with SiLU between them (REPA, appendix).
 
     Initialised as DiT's linear layers: Xavier-uniform weights, no biases.
-
-    Attributes:
-        widths: what it was made with.
     """
 
     def __init__(self, width: int, hidden: int, out_width: int):
         layers = [nn.Linear(width, hidden), nn.Linear(hidden, hidden), nn.Linear(hidden, out_width)]
         super().__init__(layers[0], nn.SiLU(), layers[1], nn.SiLU(), layers[2])
-        self.widths = width, hidden, out_width
         for layer in layers:
             nn.init.xavier_uniform_(layer.weight)
             nn.init.zeros_(layer.bias)
@@ -61,11 +64,10 @@ class Alignment:
 
     Attributes:
         projector: trained with the network.
-        encode: what `fetch` read -> the encoder's patch tokens (B, N, E), without a gradient.
+        encode: the images that `fetch` read -> the encoder's patch tokens (B, N, E), without a gradient.
         fetch: (indices, flips) of items -> stored latents, labels, and what `encode` takes.
         tap: the block after which tokens are aligned, from 1.
-        encoder: what the targets are of: the hash of its weights, or empty where the latents hold its tokens.
-        encoder_bytes: of its weights, on the device.
+        encoder: the hash of its weights.
         weight: of the alignment in the loss.
         stop_step: the step from which on it is left out; None: never.
     """
@@ -75,13 +77,15 @@ class Alignment:
     fetch: Callable[[np.ndarray, np.ndarray], tuple[Tensor, Tensor, Tensor]]
     tap: int
     encoder: str = ""
-    encoder_bytes: int = 0
     weight: float = 0.5
     stop_step: int | None = None
 
     def end_step(self, num_steps: int) -> int:
         """The step from which on a run of `num_steps` is not aligned."""
         return num_steps if self.stop_step is None else min(self.stop_step, num_steps)
+
+    def tapped(self, net: Callable) -> TappedNetwork:
+        return TappedNetwork(net, self.tap)
 
     def loss(self, projector: Callable[[Tensor], Tensor], net: TappedNetwork, shown: Tensor) -> Tensor:
         """() float32, weighted, after a call of `net`.
@@ -108,3 +112,40 @@ def alignment_loss(projected: Tensor, patches: Tensor, ids_keep: Tensor | None =
     if projected.shape != patches.shape:
         raise ValueError(f"tokens {tuple(projected.shape)} and patches {tuple(patches.shape)} are not of the same positions")
     return -F.cosine_similarity(projected.float(), patches.float(), dim=-1).mean()
+
+
+def build_alignment(cfg: TrainConfig, dataset: LatentDataset, accelerator: Accelerator) -> Alignment:
+    """alignment=repa, with its encoder on this process's device.
+
+    Raises:
+        UserError: a block that is not there; latents without images; an encoder that cannot be had, or whose patches are not of
+            a known size.
+    """
+    settings = cfg.alignment
+    depth, width, _, patch_size = NETWORKS[cfg.model.name].BACKBONES[cfg.model.backbone]
+    if settings.block > depth:
+        raise UserError(f"alignment.block={settings.block} is beyond the {depth} blocks of {cfg.model.backbone}")
+    if not dataset.has_images:
+        raise UserError(
+            f"alignment=repa needs the images of the latents, and {dataset.path} holds none; make them again with "
+            "`prepare_latents.py encode ... keep_images=jpeg`"
+        )
+    encoder_patch = re.search(r"_patch(\d+)_", settings.encoder)
+    if encoder_patch is None:
+        raise UserError(f"alignment.encoder={settings.encoder} has no patches of a known size (_patch<N>_) in its name")
+    size = int(encoder_patch[1]) * (cfg.data.input_size // patch_size)  # as many patches as the network has tokens
+    how = {"antialias": False, "precision": cfg.train.precision, "key": "alignment.weights"}  # bicubic, as REPA shows images
+    with accelerator.local_main_process_first():  # one process of a machine downloads, the others find the file
+        encoder = Encoder(settings.encoder, settings.weights, size, accelerator.device, **how)
+    with torch.random.fork_rng(devices=[]):  # whatever random numbers the encoder has taken
+        torch.manual_seed(2**32 + cfg.seed)  # no seed of a run
+        projector = Projector(width, settings.projector_width, encoder.width)
+    return Alignment(
+        projector,
+        encode=lambda images: encoder.encode(images)[1],
+        fetch=dataset.fetch_with_images,
+        tap=settings.block,
+        encoder=encoder.weights_hash,
+        weight=settings.weight,
+        stop_step=settings.stop_step,
+    )

@@ -11,16 +11,12 @@ from PIL import Image, ImageDraw
 from torch import Tensor, nn
 
 from common.randomness import SeedRandom
-from edm import EDM
-from extras.ddpm import DDPM
+from configs.schema import Diffusion
 from guidance import Guidance, GuidanceInputs
 from latents.autoencoders import Autoencoder, to_uint8
 from latents.shards import restore_latents
 from routing_module import TokenRouter
 from sampling.flops import forward_flops, sparse_saving
-from sit import SiT
-
-Diffusion = EDM | SiT | DDPM
 
 
 @dataclass

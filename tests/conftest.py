@@ -11,7 +11,8 @@ import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from common.files import REPOSITORY, hash_file
-from configs import command_line  # noqa: F401 (the resolvers of configs/)
+from configs import schema
+from configs.command_line import check
 from configs.experiments import compose_overrides
 from latents.shards import ShardInfo, write_shard
 
@@ -46,6 +47,12 @@ def composed(overrides=(), config_name="config"):
     return compose_overrides(overrides, config_name)
 
 
+def checked(overrides=(), config_name="config"):
+    """The typed configuration of a command."""
+    settings = {"config": schema.TrainConfig, "sample": schema.SampleConfig, "fid": schema.FidConfig}[config_name]
+    return check(composed(overrides, config_name), settings)
+
+
 # Small enough for a step of about 30 ms.
 TINY = [
     "train.batch_size=4",
@@ -63,7 +70,7 @@ def run_train(folder, name, *overrides):
     import train as script
 
     forget_accelerate()
-    script.main(composed([*TINY, f"name={name}", f"output_dir={folder}", *overrides]))
+    script.main(checked([*TINY, f"name={name}", f"output_dir={folder}", *overrides]))
     return folder / name
 
 

@@ -9,6 +9,7 @@ import torch
 from conftest import LAUNCH_2, finish, forget_accelerate, start
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
+from training.memory import saved_for_backward
 
 import dit
 from common.errors import UserError
@@ -20,7 +21,6 @@ from extras.benchmarks.plain import PlainEMA, make_blocks_plain
 from routing_module import Route, TokenRouter
 from sampling import flops
 from training.ema import EMA
-from training.memory import saved_for_backward
 
 TINY_STEP = ["backbones=DiT-XS/2", "resolution=8", "batch_size=4", "rounds=2", "steps=1", "warmup=1", "cpu_threads=1"]
 

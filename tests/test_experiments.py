@@ -4,11 +4,10 @@ import functools
 
 import pytest
 import torch
-from conftest import composed
+from conftest import checked, composed
 from hydra.core.config_store import ConfigStore
 
-from common.errors import UserError
-from configs import experiments, schema
+from configs import experiments
 from configs.experiments import ROWS
 from extras.report.experiments import change_words, changes_of
 from extras.report.runs import LOSS, read_run
@@ -41,14 +40,14 @@ COMPOSED = [name for name in ROWS if "placement/" not in name or name.endswith((
 
 @functools.cache  # a checked configuration is never written to
 def compose_experiment(name):
-    return schema.check(composed([f"experiment={name}"]), schema.TrainConfig)
+    return checked([f"experiment={name}"])
 
 
 @pytest.mark.parametrize("name", COMPOSED)
 def test_every_experiment_composes_and_builds(name):
     cfg = compose_experiment(name)
-    assert cfg.experiment.name == name and cfg.name == f"{name.replace('/', '_')}_seed0"
-    assert cfg.experiment.baseline is None or cfg.experiment.baseline in ROWS
+    assert cfg.experiment["name"] == name and cfg.name == f"{name.replace('/', '_')}_seed0"
+    assert cfg.experiment["baseline"] in (None, *ROWS)
     assert bool(cfg.model.routes) == cfg.model.name.endswith("tread") and cfg.model.init == "adaln_zero"
     with torch.device("meta"):  # shapes and routes, without the memory of an XL
         net = build.build_network(cfg)
@@ -64,9 +63,7 @@ def test_no_two_rows_share_a_name_or_run_and_only_the_named_ones_are_registered(
 
     assert registered("seed=1") == registered("experiment=null") == {}
     found = registered("experiment=table2/dit_b2,selection_rate/50", "seed=0,1")
-    assert [*found] == ["table2", "selection_rate"] and [*found["table2"]] == ["dit_b2.yaml"]
-    with pytest.raises(UserError, match="experiment=table2/dit_b3 is not a row .*nearest: .*table2/dit_b2"):
-        registered("experiment=table2/dit_b3")
+    assert {*found} == {"table2", "selection_rate"} and [*found["table2"]] == ["dit_b2.yaml"]
 
 
 def test_experiments_are_evaluated_along_the_way_and_with_the_papers_number_of_samples_at_the_end():
@@ -91,7 +88,7 @@ def test_table_2_states_the_papers_figures():
         size, *figures = line.split()
         for name, figure in zip(("dit_{}", "dit_{}_tread", "sit_{}", "sit_{}_tread"), figures):
             cfg = compose_experiment(f"table2/{name.format(size)}")
-            assert cfg.experiment.paper == {"fid": float(figure)} and cfg.experiment.num_samples == 50_000
+            assert cfg.experiment["paper"] == {"fid": float(figure)} and cfg.experiment["num_samples"] == 50_000
             diffusion = "sit" if "sit" in name else "edm"
             assert (cfg.model.backbone, cfg.diffusion.name) == (f"DiT-{size[:-1].upper()}/2", diffusion)
             assert (cfg.train.num_steps, cfg.train.batch_size, cfg.train.lr, cfg.train.ema_decay) == (400_000, 256, 1e-4, 0.9999)
@@ -133,8 +130,8 @@ def test_the_lightning_rows_are_trained_and_sampled_as_published():
         assert (diffusion.cosine_weight, cfg.model.class_dropout, cfg.model.learn_sigma) == (1, 0.1, False)
         sampler = diffusion.sampler
         assert (sampler.solver, sampler.num_steps, sampler.timestep_shift) == ("euler", 249, 0.3)
-        route = {"selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": -4}
-        assert cfg.model.routes == ([route] if name.endswith("tread") else [])
+        routes = [(one.selection_ratio, one.start_layer_idx, one.end_layer_idx) for one in cfg.model.routes]
+        assert routes == ([(0.5, 2, -4)] if name.endswith("tread") else [])
 
 
 def test_an_experiment_runs_and_the_report_knows_it_by_its_folder(train):

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import logging
+from functools import partial
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from torch import nn
 
+import guidance
 from common.errors import UserError
 from configs import schema
+from configs.settings import validate
 from latents import autoencoders
 from latents.autoencoders import Autoencoder
-from routing_module import TokenRouter
+from routing_module import DEFAULT_ROUTE, TokenRouter
 from sampling.sampler import ImageSampler
 from training import checkpoint as checkpoints
-from training.build import DEFAULT_ROUTE, Diffusion, build_diffusion, build_guidance, build_network
+from training.build import build_network
 from training.resume import find_checkpoint_together
 from training.speed import compile_network, resolve_compile
+
+log = logging.getLogger(__name__)
 
 
 def load_config(folder: Path) -> schema.TrainConfig:
     """The configuration of the run that wrote a verified checkpoint. Raises CheckpointError if this version cannot read it."""
     with checkpoints.reading(folder / "config.yaml"):
-        return schema.from_checkpoint(checkpoints.read_config(folder))
+        return validate(checkpoints.read_config(folder), schema.TrainConfig)
 
 
 def load_network(
@@ -37,12 +43,63 @@ def load_network(
         compile_mode: of `training.speed.compile_network`.
     """
     stored = checkpoints.load_weights(folder, weights)
-    with checkpoints.reading(folder / "config.yaml"), torch.device("meta"):  # without memory: sizes may be absurd
+    with torch.device("meta"):  # no time for random weights
         net = build_network(cfg).eval().requires_grad_(False)
     checkpoints.check_tensors(folder / checkpoints.WEIGHTS[weights], stored, net.state_dict())
     net.to_empty(device=device).load_state_dict(stored)
     compile_network(net, resolve_compile(compile_mode, device))
     return net
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Guidance.
+
+
+def with_scale(settings: schema.Guidance, cfg_scale: float | None) -> schema.Guidance:
+    """cfg_scale is guidance.cfg_scale by its short name."""
+    if cfg_scale is None:
+        return settings
+    if not hasattr(settings, "cfg_scale"):
+        raise UserError(f"cfg_scale={cfg_scale:g} needs guidance=cfg or guidance=interval, not guidance={settings.name}")
+    return settings.model_copy(update={"cfg_scale": cfg_scale})
+
+
+def build_guidance(settings: schema.Guidance) -> guidance.Guidance:
+    """guidance.* as a function of what a batch has, `guidance.GuidanceInputs`; autoguidance's second network is among that."""
+    return partial(guidance.GUIDANCES[settings.name], **settings.model_dump(exclude={"name", "checkpoint", "weights"}))
+
+
+def check_guidance(settings: schema.Guidance, run_cfg: schema.TrainConfig, diffusion: schema.Diffusion) -> None:
+    """Compare guidance.* with the run that it is to guide; `diffusion` has the sampler that is to be used.
+
+    Raises:
+        UserError: settings that do not fit each other; the null class was never trained; more channels than the latents have;
+            an interval that holds none of the sampler's noise levels.
+    """
+    scale, channels = getattr(settings, "cfg_scale", 1.0), getattr(settings, "channels", None) or 0
+    if scale != 1 and run_cfg.model.class_dropout == 0:
+        raise UserError(f"cfg_scale={scale:g} needs the null class, and the run was trained with model.class_dropout=0")
+    if channels > run_cfg.data.in_channels:
+        raise UserError(f"guidance.channels={channels}, but the latents have {run_cfg.data.in_channels} channels")
+    try:  # a denoiser is made, and none of its networks is called
+        inputs = guidance.GuidanceInputs(None, run_cfg.data.num_classes, routes_shape=(1, 1), route_scores=None, weak=id)
+        build_guidance(settings)(inputs)
+    except ValueError as e:
+        raise UserError(f"guidance: {e}") from e
+    levels = diffusion.sampler.evaluated_levels()
+    low, high = getattr(settings, "level_lo", None) or 0.0, getattr(settings, "level_hi", None)
+    # Levels are rounded to float32 when they are compared.
+    if not any(low < level and (high is None or level <= high * (1 + 1e-6)) for level in levels):
+        raise UserError(
+            f"guidance.level_lo={low} and guidance.level_hi={high} hold none of the {len(levels)} noise levels of the sampler of "
+            f"diffusion={diffusion.name}, which go from {levels[0]:g} to {levels[-1]:.3g}"
+        )
+    if settings.name == "sparse" and not any(route.selection_ratio > 0 for route in run_cfg.model.routes):
+        log.warning(
+            "the network was trained without routes: guidance=sparse routes blocks %d to %d of it, which it never learned",
+            DEFAULT_ROUTE.start_layer_idx,
+            DEFAULT_ROUTE.end_layer_idx,
+        )
 
 
 def find_second_checkpoint(settings: schema.Guidance, run_cfg: schema.TrainConfig, accelerator: Accelerator) -> schema.Guidance:
@@ -57,26 +114,14 @@ def find_second_checkpoint(settings: schema.Guidance, run_cfg: schema.TrainConfi
     if settings.name != "autoguidance":
         return settings
     folder = find_checkpoint_together(settings.checkpoint, "guidance.checkpoint", accelerator)
-    own, second = (schema.flatten(cfg.model_dump()) for cfg in (run_cfg, load_config(folder)))
-    for key, value in own.items():
-        is_shared = key == "diffusion.name" or (key.startswith("data.") and schema.role_of(key) is schema.Role.ARCHITECTURE)
-        if is_shared and second[key] != value:
-            raise UserError(
-                f"guidance.checkpoint={settings.checkpoint} has {key}={second[key]}, and the network that it is to guide "
-                f"{value}; autoguidance needs a second network for the same latents, classes and diffusion, of any backbone"
-            )
+    changed = schema.differences(load_config(folder), run_cfg, [schema.Role.ARCHITECTURE])
+    if changed := [line for line in changed if line.startswith(("data.", "diffusion.name"))]:
+        raise UserError(f"guidance.checkpoint={settings.checkpoint} denoises other latents than the run: {'; '.join(changed)}")
     return settings.model_copy(update={"checkpoint": str(folder)})
 
 
-def load_second_network(
-    settings: schema.Guidance, device: torch.device, compile_mode: str = "none"
-) -> tuple[nn.Module, Diffusion] | None:
-    """The network that `find_second_checkpoint` found, with its diffusion; None for guidance without a second network."""
-    if settings.name != "autoguidance":
-        return None
-    folder = Path(settings.checkpoint)
-    cfg = load_config(folder)
-    return load_network(folder, cfg, settings.weights, device, compile_mode), build_diffusion(cfg.diffusion)
+# ----------------------------------------------------------------------------------------------------------------------
+# Samplers.
 
 
 def build_sampler(
@@ -86,9 +131,9 @@ def build_sampler(
     autoencoder: Autoencoder,
     device: torch.device,
     *,
-    diffusion: Diffusion,
-    compile_mode: str = "none",
-    precision: str = "fp32",
+    diffusion: schema.Diffusion,
+    compile_mode: str,
+    precision: str,
 ) -> ImageSampler:
     """The sampler of a run: its shapes, classes and scale come from the run's configuration.
 
@@ -97,7 +142,11 @@ def build_sampler(
         settings: guidance.*, with the second checkpoint found; its network is loaded here.
         compile_mode: of `net`, which is compiled already, and of the second network.
     """
-    data = cfg.data
+    data, weak = cfg.data, None
+    if settings.name == "autoguidance":
+        folder = Path(settings.checkpoint)
+        second = load_config(folder)
+        weak = load_network(folder, second, settings.weights, device, compile_mode), second.diffusion
     return ImageSampler(
         net=net,
         router=net.router if net.router.routes else TokenRouter([DEFAULT_ROUTE], len(net.blocks)),
@@ -112,7 +161,7 @@ def build_sampler(
         device=device,
         precision=precision,
         is_compiled=resolve_compile(compile_mode, device) != "none",
-        weak=load_second_network(settings, device, compile_mode),
+        weak=weak,
     )
 
 
@@ -123,7 +172,7 @@ def load_sampler(
     device: torch.device,
     *,
     weights: str,
-    diffusion: Diffusion,
+    diffusion: schema.Diffusion,
     command: schema.SampleConfig | schema.FidConfig,
 ) -> ImageSampler:
     """The sampler of a verified checkpoint.

@@ -67,9 +67,9 @@ class RunFolder:
     def log_start(self, record: dict) -> None:
         append_line(self.starts, record)
 
-    def has_evaluation(self, step: int) -> bool:
-        """Whether metrics.jsonl holds the evaluation of a step."""
-        return any(line and line.get("step") == step and "evaluation_sec" in line for _, line in read_lines(self.metrics))
+    def has_evaluation(self, about: dict) -> bool:
+        """Whether metrics.jsonl holds the evaluation of this step, num_samples and cfg_scale."""
+        return any(line and "metrics" in line and about.items() <= line.items() for _, line in read_lines(self.metrics))
 
     def keep_metrics_until(self, step: int) -> None:
         """Drop the lines after `step`, which the run writes again, and incomplete ones."""
@@ -78,3 +78,8 @@ class RunFolder:
         wanted = "".join(json.dumps(line) + "\n" for line in kept)
         if wanted != self.metrics.read_text(encoding="utf-8", errors="replace"):
             write_file(self.metrics, wanted)
+
+    def close(self) -> None:
+        """Give the lock back, so that another run of this process may have it."""
+        if self._lock is not None:
+            self._lock.close()

@@ -1,4 +1,4 @@
-"""Several processes: the settings of DDP, and FSDP2, where every process holds a shard of weights, gradients, states and EMA.
+"""One process or several: DDP, or FSDP2, where every process holds a shard of weights, gradients, states and EMA.
 
 FSDP uses torch's `fully_shard`, not accelerate's plugin, which gives all units one precision (the block after a route has
 its own), builds its device mesh without regard to the accelerator's device and knows no EMA.
@@ -14,36 +14,34 @@ import os
 from collections.abc import Sequence
 
 import torch
-from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs
 from torch import Tensor, nn
 
-import dit
+from common.errors import UserError
+from configs.schema import Train
+from training.speed import checkpoint_activations, compile_network, resolve_compile
 
 
-def ddp_settings(net: dit.DiT, gradient_precision: str) -> DistributedDataParallelKwargs:
-    """How DDP averages gradients: buckets of about one block, and gradients that are views of them.
+def check_processes(train: Train, num_processes: int, launched_as: str) -> None:
+    """Compare train.* with the processes and accelerate's distributed_type.
 
-    Views save a copy of all gradients in memory, and the copy back from the buckets at every step. A bucket is sent as soon as
-    its gradients are there. Larger buckets reach more of a link's bandwidth; the last one cannot hide behind the backward, so
-    it should be a small part of the whole.
-
-    Args:
-        gradient_precision: train.gradient_precision. With bf16, DDP rounds gradients to bfloat16 and averages them in it.
+    Raises:
+        UserError: the global batch does not divide; FSDP with one process, or with nodes of different sizes.
     """
-    hooks = {"fp32": DDPCommunicationHookType.NO, "bf16": DDPCommunicationHookType.BF16}
-    return DistributedDataParallelKwargs(
-        gradient_as_bucket_view=True, bucket_cap_mb=bucket_mib(net), comm_hook=hooks[gradient_precision]
-    )
-
-
-def bucket_mib(net: dit.DiT) -> int:
-    """MiB of one block's gradients (DiT-XL/2: 92), and at least DDP's default of 25."""
-    return max(25, math.ceil(sum(p.nbytes for p in net.blocks[0].parameters()) / 2**20))
-
-
-def num_shards(train, num_processes: int) -> int:
-    """Processes over which FSDP cuts weights and states (train.* of the configuration): all of them, or those of a node."""
-    return processes_per_node(num_processes) if train.fsdp_shard == "node" else num_processes
+    parts = num_processes * train.grad_accum_steps
+    if train.batch_size % parts:
+        raise UserError(
+            f"train.batch_size={train.batch_size} does not divide by {num_processes} processes x "
+            f"train.grad_accum_steps={train.grad_accum_steps} = {parts} parts"
+        )
+    if launched_as in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
+        raise UserError(f"accelerate was launched with {launched_as}; launch it without, and set train.parallel=fsdp to shard")
+    if train.parallel == "fsdp" and (num_processes == 1 or num_processes % processes_per_node(num_processes)):
+        raise UserError(
+            f"train.parallel=fsdp needs several processes, as many on every node; here are {num_processes}, of them "
+            f"{processes_per_node(num_processes)} on this node. Use train.parallel=ddp"
+        )
 
 
 def processes_per_node(num_processes: int) -> int:
@@ -51,43 +49,58 @@ def processes_per_node(num_processes: int) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", num_processes))
 
 
-def shard_network(modules: Sequence[nn.Module], device: torch.device, num_processes: int, train) -> None:
-    """Shard the trained parameters on `device`: one FSDP unit per block, one for the rest, and one for every other module.
-
-    FSDP gathers the weights of a unit before it computes, and averages and shards its gradients while the backward of the
-    next unit runs. Call it after `compile_network` and `checkpoint_activations`, so that neither contains the communication.
+def prepare(accelerator: Accelerator, train: Train, modules: Sequence[nn.Module], ema) -> list[nn.Module]:
+    """What trains `modules` on the accelerator's device: compiled, checkpointed, and wrapped in DDP or sharded by FSDP.
 
     Args:
         modules: the network first, with the same values on every process.
-        train: train.* of the configuration.
-            precision: shards are float32, and autocast works as without FSDP. With bf16, blocks are gathered in bfloat16: their
+        ema: an `EMA` of the network, which moves or is sharded with it.
+    """
+    net, device = modules[0], accelerator.device
+    if train.parallel == "ddp":
+        for module in (*modules, ema.net):
+            module.to(device)
+    compile_network(net, resolve_compile(train.compile, device))
+    checkpoint_activations(net, train.activation_checkpointing)
+    if train.parallel == "fsdp":  # moves one block at a time to the device
+        shard_network(modules, device, accelerator.num_processes, train.precision)
+        ema.shard_like(net)
+        # evaluation_mode: accelerate adds autocast, but no DDP.
+        return [accelerator.prepare_model(module, device_placement=False, evaluation_mode=True) for module in modules]
+    # Buckets of about one block (DiT-XL/2: 92 MiB), at least DDP's default: a bucket is sent as soon as its gradients are
+    # there, and the last one cannot hide behind the backward. Gradients that are views of them save a copy of all.
+    bucket_mib = max(25, math.ceil(sum(p.nbytes for p in net.blocks[0].parameters()) / 2**20))
+    accelerator.ddp_handler = DistributedDataParallelKwargs(gradient_as_bucket_view=True, bucket_cap_mb=bucket_mib)
+    return [accelerator.prepare(module) for module in modules]
+
+
+def shard_network(modules: Sequence[nn.Module], device: torch.device, num_processes: int, precision: str) -> None:
+    """Shard the trained parameters on `device`: one FSDP unit per block, one for the rest, and one for every other module.
+
+    Weights are sharded within a node and replicated across nodes. FSDP gathers a unit before it computes, keeps it until the
+    backward, and averages and shards its gradients, in float32, while the backward of the next unit runs. Call it after
+    `compile_network` and `checkpoint_activations`, so that neither contains the communication.
+
+    Args:
+        precision: shards are float32, and autocast works as without FSDP. With bf16, blocks are gathered in bfloat16: their
             parameters belong to linear layers, which autocast would round to the same values, so half of the communication
-            gives the same numbers. (The gains of LightningDiT's norms are rounded here only.) With fp8 too, where the cast to
-            float8 then starts from bfloat16. Blocks after a route (net.fp32_layers) and everything outside the blocks are
-            gathered in float32.
-            gradient_precision: gradients are averaged in it.
-            fsdp_reshard: `after_forward` gathers weights for the forward and again for the backward; `after_backward` once.
-            fsdp_shard: over `all` processes, or over those of a `node`, with a copy on every node.
+            gives the same numbers. (The gains of LightningDiT's norms are rounded here only.) Blocks after a route
+            (net.fp32_layers) and everything outside the blocks are gathered in float32.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     net, *others = modules
-    size = num_shards(train, num_processes)
-    # Of a mesh of two dimensions, fully_shard shards over the second, and averages gradients over both.
-    if size < num_processes:
+    size = processes_per_node(num_processes)
+    if 1 < size < num_processes:  # fully_shard shards over the second dimension, and averages gradients over both
         mesh = init_device_mesh(device.type, (num_processes // size, size), mesh_dim_names=("nodes", "processes"))
     else:
         mesh = init_device_mesh(device.type, (num_processes,))
-    reduce_dtype = torch.bfloat16 if train.gradient_precision == "bf16" else torch.float32
-    in_fp32 = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
-    in_bf16 = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    in_fp32 = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    in_bf16 = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for i, block in enumerate(net.blocks):
-        policy = in_bf16 if train.precision != "fp32" and i not in net.fp32_layers else in_fp32
-        is_last = i == len(net.blocks) - 1  # the backward needs it first: it stays gathered
-        fully_shard(
-            block, mesh=mesh, mp_policy=policy, reshard_after_forward=train.fsdp_reshard == "after_forward" and not is_last
-        )
+        policy = in_bf16 if precision == "bf16" and i not in net.fp32_layers else in_fp32
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     # The positions are not trained and small, and their first dimension, 1, cannot be split: every process holds them.
     fixed = {p for p in net.parameters() if not p.requires_grad}
     fully_shard(net, mesh=mesh, mp_policy=in_fp32, ignored_params=fixed)

@@ -20,13 +20,13 @@ from typing import Literal
 
 import torch
 from torch import nn
+from training.memory import saved_for_backward
 
 from configs import command_line as cli
 from configs.schema import Precision
 from configs.settings import Count, Settings, Text
 from extras.attach import as_routes, attach
 from extras.benchmarks.harness import Several, choose_device, describe_machine, emit, spread, time_ms
-from training.memory import saved_for_backward
 
 
 class AttachSettings(Settings):

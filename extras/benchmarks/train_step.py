@@ -35,6 +35,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor
+from training.memory import saved_for_backward
 
 from common.errors import UserError
 from configs import command_line as cli
@@ -56,7 +57,6 @@ from extras.benchmarks.memory import peak_bytes
 from extras.benchmarks.peaks import fastest_product, published_flops
 from extras.benchmarks.trainers import MODELS, CommonSettings, data_overrides, open_trainer, run_loop
 from sampling.flops import step_flops
-from training.memory import saved_for_backward
 from training.speed import CUDA_GRAPHS
 from training.trainer import Trainer
 

@@ -1,0 +1,147 @@
+"""What a run writes between its steps, beside checkpoints: lines of metrics, grids of samples, evaluations."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from accelerate.utils import broadcast_object_list
+
+from common.errors import UserError
+from common.files import whole_file
+from common.progress import progress_bar
+from evaluations.suite import display_name, format_metrics
+from sampling.evaluator import Evaluator, until_stopped
+from sampling.sampler import ImageSampler, labelled_grid
+from training import checkpoint as checkpoints
+from training.run import RunFolder
+from training.trainer import NEVER, Trainer
+
+log = logging.getLogger(__name__)
+
+
+class TrainingDiverged(UserError):
+    """The loss or the weights are no longer finite."""
+
+
+def mean_losses(trainer: Trainer) -> list[float]:
+    """The mean losses over all processes since the last line of metrics. Raises TrainingDiverged if one was not finite."""
+    accelerator = trainer.accelerator
+    first_bad = int(accelerator.gather(trainer.first_bad_step.reshape(1)).min())
+    trainer.loss_sums = accelerator.reduce(trainer.loss_sums, reduction="mean")
+    if first_bad < NEVER:
+        raise TrainingDiverged(
+            f"loss or weights are not finite since step {first_bad}. Look for NaN in the latents of {trainer.dataset.path}, lower "
+            f"train.lr={trainer.cfg.train.lr}, or set train.grad_clip_norm; earlier checkpoints are intact"
+        )
+    return (trainer.loss_sums / max(trainer.loss_count, 1)).tolist()
+
+
+@dataclass
+class Metrics:
+    """A line of metrics.jsonl, and of Weights & Biases."""
+
+    run: RunFolder
+    every: int
+
+    def __call__(self, trainer: Trainer) -> None:
+        if trainer.clock.num_steps == 0:  # at a start
+            return
+        losses, steps_per_sec, train = mean_losses(trainer), trainer.clock.steps_per_sec(), trainer.cfg.train
+        images = trainer.step * train.batch_size
+        record = {
+            "step": trainer.step,
+            **dict(zip(("loss", "alignment_loss"), losses)),
+            "lr": train.lr,
+            "steps_per_sec": steps_per_sec,
+            "images_per_sec": steps_per_sec * train.batch_size,
+            "images_seen": images,
+            "epoch": images / len(trainer.dataset),
+        }
+        if trainer.grad_norm is not None:
+            record["grad_norm"] = float(trainer.grad_norm)
+        if trainer.device.type == "cuda":
+            record["peak_memory_gib"] = torch.cuda.max_memory_allocated(trainer.device) / 2**30
+        if trainer.accelerator.is_main_process:
+            self.run.log_metrics(record)
+        trainer.accelerator.log(record)
+        trainer.loss_sums, trainer.loss_count = torch.zeros_like(trainer.loss_sums), 0
+        trainer.clock.restart()
+        # Shown when the bar is drawn next.
+        trainer.bar.set_postfix({"loss": f"{losses[0]:.4f}", "images/s": f"{record['images_per_sec']:.0f}"}, refresh=False)
+
+    def finish(self, trainer: Trainer) -> None: ...
+
+
+@dataclass
+class Grids:
+    """samples/step_N.png, from the EMA. Image i has seed i and class i mod num_classes. The processes share the work."""
+
+    run: RunFolder
+    sampler: ImageSampler
+    every: int
+
+    def __call__(self, trainer: Trainer) -> None:
+        file = self.run.samples / f"{checkpoints.folder_name(trainer.step)}.png"
+        accelerator, is_main = trainer.accelerator, trainer.accelerator.is_main_process
+        if broadcast_object_list([is_main and file.exists()])[0]:
+            return
+        num_samples, size = trainer.cfg.sample.num_samples, trainer.cfg.sample.batch_size
+        labels = [seed % self.sampler.num_classes for seed in range(num_samples)]
+        length = -(-num_samples // accelerator.num_processes)  # equal shares can be gathered; the last repeat an image
+        start = accelerator.process_index * length
+        seeds = [min(seed, num_samples - 1) for seed in range(start, start + length)]
+        with trainer.ema.full_weights():
+            parts = [seeds[i : i + size] for i in range(0, length, size)]
+            bar = progress_bar(parts, desc="grid", unit="batch", leave=False, disable=not is_main)
+            batches = until_stopped(bar, trainer.stop.requested_now)
+            own = np.concatenate([self.sampler(part, [labels[seed] for seed in part]) for part in batches])
+        images = accelerator.gather(torch.from_numpy(own).to(trainer.device))[:num_samples].cpu().numpy()
+        if is_main:
+            grid = labelled_grid(list(images), labels)
+            with whole_file(file) as f:
+                grid.save(f, format="PNG")
+            for tracker in accelerator.trackers:
+                tracker.log_images({"samples": [grid]}, commit=False)
+                tracker.log({"step": trainer.step})
+        accelerator.wait_for_everyone()
+
+    def finish(self, trainer: Trainer) -> None: ...
+
+
+@dataclass
+class Evaluations:
+    """Scores of the EMA: a line of metrics.jsonl for each guidance scale.
+
+    Attributes:
+        samplers: by guidance scale.
+    """
+
+    run: RunFolder
+    evaluator: Evaluator
+    samplers: Mapping[float, ImageSampler]
+    every: int
+
+    def __call__(self, trainer: Trainer) -> None:
+        cfg, accelerator, step = trainer.cfg.eval, trainer.accelerator, trainer.step
+        is_last = step == trainer.cfg.train.num_steps
+        num_samples = cfg.final_num_samples if is_last and cfg.final_num_samples else cfg.num_samples
+        for cfg_scale, sampler in self.samplers.items():
+            about = {"step": step, "num_samples": num_samples, "cfg_scale": cfg_scale}
+            if broadcast_object_list([accelerator.is_main_process and self.run.has_evaluation(about)])[0]:
+                continue
+            start_sec = time.perf_counter()
+            with trainer.ema.full_weights():
+                metrics = self.evaluator.of_samples(sampler, num_samples, trainer.stop.requested_now)
+            named = {display_name(metric, num_samples, cfg_scale): value for metric, value in metrics.items()}
+            if accelerator.is_main_process:
+                self.run.log_metrics(about | {"metrics": metrics, "evaluation_sec": time.perf_counter() - start_sec})
+                log.info("step %d: %s", step, format_metrics(named))
+            accelerator.log({"step": step, **named})
+
+    def finish(self, trainer: Trainer) -> None: ...
+

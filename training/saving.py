@@ -1,0 +1,153 @@
+"""Checkpoints of a trainer: written in the background while it trains, and loaded."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from common.errors import UserError
+from common.progress import say_if_slow
+from training import checkpoint as checkpoints
+from training.hooks import TrainingDiverged, mean_losses
+from training.run import RunFolder
+from training.sharding import copy_state_dict, distribute_like, local_shard
+from training.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+
+class Saving:
+    """Has the main process write a checkpoint while training goes on; waits for the one before.
+
+    Raises, on every process:
+        TrainingDiverged: the loss or the weights are not finite.
+        SaveError: a checkpoint could not be written.
+    """
+
+    def __init__(self, run: RunFolder, every: int, keep_last: int, keep_every: int):
+        self.run, self.every, self.keep = run, every, (keep_last, keep_every)
+        self.saved_step: int | None = None
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        # On the main process: the checkpoint that is being written, and the memory that holds its tensors.
+        self._writing: Future | None = None
+        self._snapshot: dict | None = None
+
+    def __call__(self, trainer: Trainer) -> None:
+        if trainer.step in (self.saved_step, trainer.first_step):
+            return
+        mean_losses(trainer)
+        shards = [local_shard(p.detach()) for p in trainer.parameters]
+        # The least and the greatest value; both are NaN where one is. Several times as fast as isfinite() of all of them.
+        extremes = [torch.stack(shard.aminmax()) for shard in shards if shard.numel()]
+        finite = torch.stack(extremes).isfinite().all()
+        if not trainer.accelerator.gather(finite.reshape(1)).all().item():
+            raise TrainingDiverged(f"weights are not finite after step {trainer.step}; earlier checkpoints are intact")
+        self.check(trainer, wait=True)
+        states = {"model": trainer.net.state_dict(), "ema": trainer.ema.averages, "optimizer": trainer.optimizer.state_dict()}
+        if trainer.alignment is not None:
+            states["projector"] = trainer.alignment.projector.state_dict()
+        # Every process helps to gather sharded tensors; the main process receives them.
+        self._snapshot = copy_state_dict(states, keep=trainer.accelerator.is_main_process, into=self._snapshot)
+        if trainer.device.type == "cuda":
+            torch.cuda.synchronize(trainer.device)
+        state = {
+            "images_seen": trainer.step * trainer.cfg.train.batch_size,
+            "data_fingerprint": trainer.dataset.fingerprint(),
+            "ema_num_updates": trainer.ema.num_updates_before + trainer.step,
+            "loss_sums": trainer.loss_sums.tolist(),
+            "loss_count": trainer.loss_count,
+            "encoder": None if trainer.alignment is None else trainer.alignment.encoder,
+        }
+        self.saved_step = trainer.step
+        if trainer.accelerator.is_main_process:
+            checkpoint = checkpoints.Checkpoint(trainer.step, **self._snapshot, state=state, config=trainer.cfg.model_dump())
+            self._writing = self._thread.submit(self._write, checkpoint)
+
+    def _write(self, checkpoint: checkpoints.Checkpoint) -> None:
+        self.run.flush_metrics()  # a resume does not write the lines up to this step again
+        checkpoints.save(self.run.checkpoints, checkpoint, *self.keep)
+
+    def check(self, trainer: Trainer, wait: bool) -> None:
+        """Every process raises if a checkpoint could not be written. Every process must call it.
+
+        Args:
+            wait: for the checkpoint that is being written; otherwise its error is raised by a later call.
+        """
+        error = None
+        if self._writing is not None and (wait or self._writing.done()):
+            with say_if_slow(log, "waiting until the checkpoint is written"):
+                error = self._writing.exception()
+        failed = trainer.accelerator.reduce(torch.tensor(float(error is not None), device=trainer.device)).item()
+        if failed:
+            raise error or checkpoints.SaveError("the main process could not write the checkpoint")
+
+    def finish(self, trainer: Trainer) -> None:
+        self(trainer)
+        self.check(trainer, wait=True)
+        self._thread.shutdown()
+
+
+@dataclass
+class Watch:
+    """Raises the error of a checkpoint that could not be written soon after, and not at the next save."""
+
+    saving: Saving
+    every: int
+
+    def __call__(self, trainer: Trainer) -> None:
+        self.saving.check(trainer, wait=False)
+
+    def finish(self, trainer: Trainer) -> None: ...
+
+
+def resume(trainer: Trainer, folder: Path) -> None:
+    """Continue a run from one of its checkpoints, verified. Raises UserError if it was trained on other latents or targets."""
+    checkpoint = checkpoints.load(folder)
+    if checkpoint.state["data_fingerprint"] != trainer.dataset.fingerprint():
+        raise UserError(
+            f"resume: {folder} was trained on other latents or labels, of {checkpoint.config['data']['path']}, than data.path="
+            f"{trainer.cfg.data.path}. Restore the data, or start another run with name=..."
+        )
+    _load(trainer, folder, checkpoint, with_optimizer=True)
+    trainer.loss_sums.copy_(torch.tensor(checkpoint.state["loss_sums"]))
+    trainer.loss_count = checkpoint.state["loss_count"]
+    log.info("resumed from %s", folder)
+
+
+def init_from(trainer: Trainer, folder: Path, init_state: str) -> None:
+    """Start from another run's weights and EMA (a verified checkpoint), with init_state=all also its optimizer and step."""
+    _load(trainer, folder, checkpoints.load(folder), with_optimizer=init_state == "all")
+    log.info("weights and EMA from %s%s", folder, f", with optimizer and step {trainer.step}" if init_state == "all" else "")
+
+
+@torch.no_grad()
+def _load(trainer: Trainer, folder: Path, checkpoint: checkpoints.Checkpoint, *, with_optimizer: bool) -> None:
+    """Copy the values of a checkpoint, tensor by tensor: a process never holds more than its own part in its memory."""
+    own, stored = trainer.net.state_dict(), checkpoint.model
+    checkpoints.check_tensors(folder / checkpoints.WEIGHTS["raw"], stored, own)
+    if with_optimizer and trainer.alignment is not None:  # init_state=weights starts with a projector of its own
+        if checkpoint.state["encoder"] != trainer.alignment.encoder:
+            raise UserError(f"{folder} was aligned with other weights of the encoder than alignment.weights gives; restore that file")
+        projector = trainer.alignment.projector.state_dict()
+        checkpoints.check_tensors(folder / checkpoints.PROJECTOR, checkpoint.projector or {}, projector)
+        own, stored = own | projector, stored | checkpoint.projector
+    for name, value in own.items():
+        local_shard(value).copy_(local_shard(distribute_like(stored[name], value)))
+    trainer.ema.load(checkpoint.ema)
+    # The EMA continues without a new warm-up.
+    trainer.ema.num_updates_before = checkpoint.state["ema_num_updates"]
+    if not with_optimizer:
+        return
+    trainer.step = trainer.first_step = checkpoint.step
+    trainer.ema.num_updates_before -= trainer.step
+    parameters = [p for group in trainer.optimizer.param_groups for p in group["params"]]
+    state = {
+        i: {key: distribute_like(value, parameters[i]) if key != "step" else value.clone() for key, value in values.items()}
+        for i, values in checkpoint.optimizer["state"].items()
+    }
+    # Learning rate, betas and weight decay are this start's: a resume may change them.
+    trainer.optimizer.load_state_dict({"state": state, "param_groups": trainer.optimizer.state_dict()["param_groups"]})
