@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from conftest import composed, forget_accelerate, metrics
+from conftest import checked, forget_accelerate, metrics
 from omegaconf import OmegaConf
 from PIL import Image
 from safetensors.torch import save_file
@@ -77,9 +77,9 @@ def test_a_lightning_row_trains_draws_a_grid_and_samples_with_published_guidance
     forget_accelerate()
     guided = ["guidance=interval", "cfg_scale=10", "guidance.level_lo=0", "guidance.level_hi=0.89", "guidance.channels=3"]
     common = [f"checkpoint={run}", "seeds=0-1", "num_steps=3", "cpu_threads=1", "weights=raw"]
-    sample.main(composed([*common, *guided, f"output={tmp_path / 'guided'}"], "sample"))
+    sample.main(checked([*common, *guided, f"output={tmp_path / 'guided'}"], "sample"))
     forget_accelerate()
-    sample.main(composed([*common, f"output={tmp_path / 'plain'}"], "sample"))
+    sample.main(checked([*common, f"output={tmp_path / 'plain'}"], "sample"))
     images = [np.asarray(Image.open(next((tmp_path / name).glob("seed_000001*.png")))) for name in ("guided", "plain")]
     assert images[0].shape == (64, 64, 3) and (images[0] != images[1]).any()
     stored, plain = (OmegaConf.load(tmp_path / name / "settings.yaml") for name in ("guided", "plain"))
