@@ -23,7 +23,7 @@ def draw_curves(experiments: Sequence[Experiment]) -> str:
     """
     leading = curve_measure(experiments)
     measures = dict.fromkeys(measure for one in experiments for measure in one.measures())
-    rows = [*(measure for measure in measures if measure[1:] == leading[1:]), LOSS] if leading else [LOSS]
+    rows = [*(measure for measure in measures if measure[1:] == leading[1:]), LOSS]
     canvas = Canvas((13, 3.4 * len(rows) + 0.25 * len(experiments)), layout="constrained")
     colours = matplotlib.colormaps["turbo"](np.linspace(0.05, 0.95, len(experiments)))
     for axes, measure in zip(canvas.subplots(len(rows), 3, squeeze=False, sharey="row"), rows):

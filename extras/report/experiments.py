@@ -98,13 +98,13 @@ def leading_measure(experiments: Sequence[Experiment]) -> Measure | None:
     return min(counts, key=lambda one: (one not in compared, one.guidance != UNGUIDED, -counts[one]), default=None)
 
 
-def curve_measure(experiments: Sequence[Experiment]) -> Measure | None:
-    """The leading measure, with the number of samples that was evaluated most often.
+def curve_measure(experiments: Sequence[Experiment]) -> Measure:
+    """The leading measure, with the number of samples that was evaluated most often; LOSS without any.
 
     FID of 50,000 samples is often there for the last step alone, and FID of 5,000 for many.
     """
     if (leading := leading_measure(experiments)) is None:
-        return None
+        return LOSS
     measures = dict.fromkeys(measure for one in experiments for measure in one.measures())
     alike = [measure for measure in measures if (measure.metric, measure.guidance) == (leading.metric, leading.guidance)]
     return max(alike, key=lambda measure: sum(len(one.curve(measure)) for one in experiments))

@@ -111,7 +111,7 @@ class Run:
 
 def settings_in_words(settings: dict) -> str:
     """cfg_scale 1.5, guidance.level_lo 0.28."""
-    return ", ".join(f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}" for key, value in settings.items())
+    return ", ".join(f"{key} {value}" for key, value in settings.items())
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from statistics import fmean
 
 from evaluations.suite import find_metric, format_metric
 from extras.report.experiments import LENGTH, Experiment, Figure, curve_measure, differences_from, leading_measure
-from extras.report.runs import Measure
+from extras.report.runs import LOSS, Measure
 
 INTERPOLATED = (
     "Steps and hours between two evaluations are interpolated linearly. ≥ or ≤: the first evaluation is already better, so that "
@@ -115,11 +115,10 @@ def speedup_table(experiments: Sequence[Experiment]) -> Table:
             continue
         pair = (routed.baseline, routed)
         measure = curve_measure(pair)
-        curves = [one.curve(measure) if measure else [] for one in pair]
-        metric = find_metric(measure.metric) if measure else None
-        if metric is None or not all(curves):
+        curves = [one.curve(measure) for one in pair]
+        if measure == LOSS or not all(curves):
             continue
-        sign = 1 if metric.direction == "lower" else -1
+        sign = 1 if find_metric(measure.metric).direction == "lower" else -1
         target = sign * max(min(sign * figure.mean for figure in curve) for curve in curves)
         steps, bounds = zip(*(first_reached(curve, target, sign) for curve in curves))
         hours = [one.hours_at(step, measure) for one, step in zip(pair, steps)]
