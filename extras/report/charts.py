@@ -51,8 +51,8 @@ def draw_line(axes: Sequence[matplotlib.axes.Axes], one: Experiment, measure: Me
     steps = np.array([figure.step for figure in curve])
     hours = [one.hours_at(step, measure) for step in steps]
     values = np.array([[figure.mean, min(figure.values), max(figure.values)] for figure in curve]).reshape(-1, 3)
-    style = {"color": colour, "linestyle": "-" if one.is_routed else "--", "marker": None if measure == LOSS else "."}
+    line, marker = "-" if one.is_routed else "--", None if measure == LOSS else "."
     for axis, x in zip(axes, (steps, steps * one.identity["train.batch_size"], hours)):
-        axis.plot(x, values[:, 0], label=one.label, **style)
+        axis.plot(x, values[:, 0], color=colour, linestyle=line, marker=marker, label=one.label)
         if len(one.furthest(measure)) > 1:
             axis.fill_between(x, values[:, 1], values[:, 2], color=colour, alpha=0.15, linewidth=0)

@@ -30,11 +30,6 @@ class Figure:
     def mean(self) -> float:
         return statistics.fmean(self.values)
 
-    @property
-    def spread(self) -> float | None:
-        """Standard deviation over seeds (n - 1); None for one seed."""
-        return statistics.stdev(self.values) if len(self.values) > 1 else None
-
 
 @dataclass(eq=False)
 class Experiment:

@@ -22,7 +22,6 @@ from configs.schema import flatten
 
 UNGUIDED = "none"
 NEEDED = {"experiment", "seed", "output_dir", "data.name", "model.routes", "train.num_steps", "train.batch_size"}
-NEEDED |= {"eval.num_steps", "eval.precision", "evaluation.precision", "evaluation.reference"}
 NOT_HOW = ("checkpoint", "content", "num_samples", "detector")  # of a point of fid.py: a measure says them elsewhere
 
 
@@ -119,7 +118,7 @@ def settings_in_words(settings: dict) -> str:
 
 
 def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:
-    """All runs below the folders, by name, and why others could not be read, by file.
+    """All runs below the folders, sorted, and why others could not be read, by file.
 
     Results of fid.py, wherever they are below the folders, count for the run whose checkpoint they name.
     """
@@ -134,7 +133,7 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:
         if orphans := add_results(file, runs):
             problems[str(file)] = f"results of {', '.join(sorted(orphans))}, which is no run here"
     problems |= {str(run.path): "no figures yet" for run in runs if not run.figures}
-    return sorted((run for run in runs if run.figures), key=lambda run: run.path.name), problems
+    return [run for run in runs if run.figures], problems
 
 
 def find(folders: Sequence[Path], name: str) -> Iterator[Path]:
@@ -153,9 +152,9 @@ def read_run(path: Path) -> Run:
         raise UserError(f"not a configuration of train.py: without {', '.join(sorted(missing))}")
     run = Run(path, config, config.pop("experiment") or {}, [start for _, start in read_lines(path / "starts.jsonl") if start])
     how = {"weights": "ema", **{key: config.get(f"diffusion.sampler.{key}") for key in ("num_steps", "S_churn", "solver")}}
-    how["num_steps"] = config["eval.num_steps"] or how["num_steps"]
-    how |= {"precision": config["eval.precision"], "detector_precision": config["evaluation.precision"]}
-    how["reference"] = Path(config["evaluation.reference"] or "").name
+    how["num_steps"] = config.get("eval.num_steps") or how["num_steps"]
+    how |= {"precision": config.get("eval.precision"), "detector_precision": config.get("evaluation.precision")}
+    how["reference"] = Path(config.get("evaluation.reference") or "").name
     for _, line in read_lines(path / "metrics.jsonl"):
         if line and "metrics" in line:
             run.add(line["step"], line["metrics"], line["num_samples"], {"cfg_scale": line["cfg_scale"], **how})

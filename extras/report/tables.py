@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
+from statistics import fmean, stdev
 
 from evaluations.suite import find_metric, format_metric
 from extras.report.experiments import LENGTH, Experiment, Figure, curve_measure, differences_from, leading_measure
@@ -33,7 +33,8 @@ class Table:
 
 def figure_text(measure: Measure, figure: Figure) -> str:
     """40.00 ± 1.41, with the digits that the table of metrics gives."""
-    return " ± ".join(format_metric(measure.metric, value) for value in (figure.mean, figure.spread) if value is not None)
+    spread = [stdev(figure.values)] if len(figure.values) > 1 else []
+    return " ± ".join(format_metric(measure.metric, value) for value in (figure.mean, *spread))
 
 
 def difference_text(measure: Measure, value: float, reference: float) -> str:
@@ -72,8 +73,8 @@ def results_table(experiments: Sequence[Experiment]) -> Table:
             table.notes += [f"{one.label}: {note}" for note in figure_notes(one, figure)]
             if one.baseline is not None:
                 dense = {other.step: other for other in one.baseline.curve(measure)}.get(figure.step)
-                words = difference_text(measure, figure.mean, dense.mean) if dense else "no dense figure at this step"
-                row["Against dense"] = words
+                if dense:
+                    row["Against dense"] = difference_text(measure, figure.mean, dense.mean)
         table.rows.append(row)
     if any(len(one.runs) > 1 for one in experiments):
         table.notes.append("Figures, hours and images/s are means over seeds; ± is the standard deviation (n − 1).")
