@@ -15,14 +15,14 @@ test: env
 	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile --ignore tests/gpu tests
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then $(BIN)/python -m pytest -q tests/gpu; fi
 
-# tests/gpu and the benchmarks, with one file of results in extras/benchmarks/results/: under 15 minutes on an H100. With PYTHON=python
-# it runs with that Python and sets up nothing. ARGS are those of benchmarks/gpu.py: make gpu ARGS="parts=tests".
+# tests/gpu and the benchmarks, with one file of results in extras/benchmarks/results/: under 10 minutes on one H100. With PYTHON=python
+# it runs with that Python and sets up nothing. One part alone: make gpu ARGS='parts=[tests]'.
 ifeq ($(origin PYTHON),file)
 gpu: env
-	$(BIN)/python -m extras.benchmarks.gpu $(ARGS)
+	$(BIN)/python -m extras.benchmarks gpu $(ARGS)
 else
 gpu:
-	$(PYTHON) -m extras.benchmarks.gpu $(ARGS)
+	$(PYTHON) -m extras.benchmarks gpu $(ARGS)
 endif
 
 # Kill, damage, fill the disk, signal and deceive every command: about 20 minutes on 2 cores. docs/drills.md.

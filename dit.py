@@ -11,8 +11,6 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -28,18 +26,12 @@ INITS = ("adaln_zero", "official_tread")
 
 
 def build(backbone: str, **kwargs) -> DiT:
-    """A network by its name, `DiT-B/2` say. Other keywords go to `DiT`, and replace the name's sizes.
-
-    Raises:
-        ValueError: an unknown name, with those that exist.
-    """
+    """A network by its name, `DiT-B/2` say. Other keywords go to `DiT`, and replace the name's sizes."""
     return DiT(**sizes_of(backbone, BACKBONES) | kwargs)
 
 
 def sizes_of(backbone: str, backbones: Mapping[str, tuple[int, int, int, int]]) -> dict[str, int]:
-    """Depth, width, heads and patch size by name. Raises ValueError for an unknown name, with those that exist."""
-    if backbone not in backbones:
-        raise ValueError(f"model.backbone={backbone!r} is unknown; choose one of {', '.join(backbones)}")
+    """Depth, width, heads and patch size by name. Raises KeyError for an unknown name."""
     return dict(zip(("depth", "width", "num_heads", "patch_size"), backbones[backbone]))
 
 
@@ -62,16 +54,14 @@ def sincos_2d(grid_size: int, width: int) -> Tensor:
 
 
 class PatchEmbed(nn.Module):
-    """Patches -> tokens, row-major. The parameters are those of a convolution, as DiT names them.
-
-    It is computed as a matrix product, whose tokens are contiguous in memory. A convolution's are not, which slows every block.
-    """
+    """Patches -> tokens, row-major. The parameters are those of a convolution, as DiT names them."""
 
     def __init__(self, patch_size: int, in_channels: int, width: int):
         super().__init__()
         self.proj = nn.Conv2d(in_channels, width, patch_size, stride=patch_size)
 
     def forward(self, x: Tensor) -> Tensor:  # (B, C, H, W) -> (B, N, D)
+        # As a matrix product: its tokens are contiguous in memory. A convolution's are not, which slows every block.
         p = self.proj.kernel_size[0]
         patches = x.unflatten(3, (-1, p)).unflatten(2, (-1, p)).permute(0, 2, 4, 1, 3, 5)  # (B, H/p, W/p, C, p, p)
         return F.linear(patches.flatten(3).flatten(1, 2), self.proj.weight.flatten(1), self.proj.bias)
@@ -128,14 +118,14 @@ class Attention(nn.Module):
 class DiTBlock(nn.Module):
     """Attention and MLP, each shifted, scaled and gated by the conditioning (adaLN-Zero)."""
 
-    def __init__(self, width: int, num_heads: int, mlp_ratio: float = 4.0):
+    def __init__(self, width: int, num_heads: int):
         super().__init__()
         self.norm1 = nn.LayerNorm(width, elementwise_affine=False, eps=1e-6)
         self.attn = Attention(width, num_heads)
         self.norm2 = nn.LayerNorm(width, elementwise_affine=False, eps=1e-6)
-        hidden = int(width * mlp_ratio)
         # timm's Mlp by its names; importing timm would take two thirds of the time that a command takes to start.
-        self.mlp = nn.Sequential(OrderedDict(fc1=nn.Linear(width, hidden), act=nn.GELU("tanh"), fc2=nn.Linear(hidden, width)))
+        fc1, fc2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.mlp = nn.Sequential(OrderedDict(fc1=fc1, act=nn.GELU("tanh"), fc2=fc2))
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
 
     def forward(self, x: Tensor, c: Tensor, *tables: Tensor) -> Tensor:  # (B, N, D), (B, D) -> (B, N, D)
@@ -167,13 +157,11 @@ class DiT(nn.Module):
         class_dropout: probability that a label is replaced by the null class in training.
         routes: windows that a part of the tokens skips; none is the plain DiT.
         selection: the rule that chooses the tokens that stay, a name in `routing_module.SELECTIONS`.
-        fp32_after_route: under autocast, run the block right after each active route in float32 (TREAD, section 4); when
-            a route ends with the last block, that is the final layer.
-        init: `adaln_zero` is DiT's (every block starts as the identity and the output as zero); `official_tread` is that of
-            the official TREAD code: modulation and final layers Xavier-uniform like all others.
+        fp32_after_route: under autocast, run the block (or final layer) after each active route in float32 (TREAD, section 4).
+        init: `adaln_zero` is DiT's: every block starts as the identity, the output as zero. In `official_tread`, the official
+            code's, modulation and final layers are Xavier-uniform like all others.
 
-    Raises:
-        ValueError: settings that do not fit together, naming the key.
+    Raises ValueError for routes that do not fit the depth, and for latents that the patches do not fill.
     """
 
     block_class: type[nn.Module] = DiTBlock
@@ -188,7 +176,6 @@ class DiT(nn.Module):
         depth: int,
         width: int,
         num_heads: int,
-        mlp_ratio: float = 4.0,
         learn_sigma: bool = False,
         class_dropout: float = 0.1,
         routes: Sequence[Route] = (),
@@ -198,14 +185,7 @@ class DiT(nn.Module):
     ):
         super().__init__()
         if input_size % patch_size:
-            raise ValueError(
-                f"latents of size {input_size} cannot be cut into patches of {patch_size}; choose another model.backbone"
-            )
-        for key, value, choices in (("init", init, INITS), ("selection", selection, SELECTIONS)):
-            if value not in choices:
-                raise ValueError(f"model.{key}={value!r} is unknown; choose one of {', '.join(choices)}")
-        if not 0 <= class_dropout < 1:
-            raise ValueError(f"model.class_dropout={class_dropout} must be in [0, 1)")
+            raise ValueError(f"latents of size {input_size} cannot be cut into patches of {patch_size}; use another backbone")
         self.num_classes = num_classes
         self.class_dropout = class_dropout
         self.input_size, self.patch_size = input_size, patch_size
@@ -216,7 +196,7 @@ class DiT(nn.Module):
         self.y_embedder = LabelEmbedder(num_classes, width)
         self.num_tokens = (input_size // patch_size) ** 2
         self.pos_embed = nn.Parameter(sincos_2d(input_size // patch_size, width)[None], requires_grad=False)
-        self.blocks = nn.ModuleList(self.block_class(width, num_heads, mlp_ratio) for _ in range(depth))
+        self.blocks = nn.ModuleList(self.block_class(width, num_heads) for _ in range(depth))
         self.final_layer = FinalLayer(width, patch_size, self.out_channels)
 
         self.router = TokenRouter(routes, depth)
@@ -236,10 +216,9 @@ class DiT(nn.Module):
         nn.init.zeros_(self.x_embedder.proj.bias)
         for embedding in (self.y_embedder.embedding_table, self.t_embedder.mlp[0], self.t_embedder.mlp[2]):
             nn.init.normal_(embedding.weight, std=0.02)
-        if init == "adaln_zero":
-            for layer in (*self.blocks, self.final_layer):
-                nn.init.zeros_(layer.adaLN_modulation[1].weight)
-            nn.init.zeros_(self.final_layer.linear.weight)
+        layers = [*(layer.adaLN_modulation[1] for layer in (*self.blocks, self.final_layer)), self.final_layer.linear]
+        for layer in (layers, [])[INITS.index(init)]:
+            nn.init.zeros_(layer.weight)
 
     def forward(
         self,
@@ -257,65 +236,51 @@ class DiT(nn.Module):
         """Args:
             x: (B, C, H, W) latents.
             t: (B,) noise level, as the diffusion conditions on it (EDM: c_noise).
-            y: (B,) int64 labels, 0 to num_classes; num_classes is the null class. Nobody looks at the values: a GPU stops the
-                process at a label beyond them.
-            drop_labels: (B,) bool, labels to replace by the null class; drawn when absent. Training mode only.
+            y: (B,) int64 labels, 0 to num_classes, which is the null class. Other values stop the process on a GPU.
+            drop_labels: (B,) bool, labels to replace by the null class; drawn in training mode when absent.
             route_scores: (B, R, N) uniform numbers for the selection rule; drawn when absent.
             selection_ratios: route with these ratios (one, or one per route), in evaluation mode too. By default the routes'
                 own in training mode, and no routing in evaluation mode.
-            router: routes to use instead of the network's own.
+            router: routes to use instead of the network's own, of the same depth.
             generator: source of what is drawn here.
             tap: also return the tokens after this many blocks, 1 to depth.
 
         Returns:
-            (B, out_channels, H, W). With `tap`, also the tokens there, (B, N, D), or inside a route those that did not skip,
-            (B, K, D), and their positions, (B, K) int64; the positions are None where all tokens are there.
+            (B, out_channels, H, W). With `tap`, also the tokens there, (B, N, D), and None; inside a route, those that did not
+            skip, (B, K, D), and their positions, (B, K) int64.
 
-        Raises:
-            ValueError: latents of another size; t, y or drop_labels of another shape; drop_labels in evaluation mode; ratios
-                or scores that do not fit the routes; a router of another depth; a tap outside of the network.
+        Raises ValueError for t, y or drop_labels of another shape, ratios or scores that do not fit the routes, an unknown tap.
         """
         if tap is not None and not 1 <= tap <= len(self.blocks):
             raise ValueError(f"tap={tap} is outside a network of {len(self.blocks)} blocks; use 1 to {len(self.blocks)}")
-        if x.shape[2:] != (self.input_size, self.input_size):
-            raise ValueError(f"latents of {'x'.join(map(str, x.shape[2:]))}, but the network is for input_size={self.input_size}")
         for name, value in (("t", t), ("y", y), ("drop_labels", drop_labels)):
             if value is not None and value.shape != x.shape[:1]:  # one number would broadcast
                 raise ValueError(f"{name} has shape {tuple(value.shape)}; {len(x)} latents need {(len(x),)}")
         if self.training and drop_labels is None and self.class_dropout > 0:
             drop_labels = torch.rand(len(y), device=y.device, generator=generator) < self.class_dropout
-        if drop_labels is not None and not self.training:
-            raise ValueError("drop_labels is for training; in evaluation pass y = num_classes for the null class")
 
         h, tables = self.x_embedder(x) + self.pos_embed, self.token_tables()  # (B, N, D), each (1, N, ...)
         c = self.t_embedder(t) + self.y_embedder(y, drop_labels)  # (B, D)
 
         router = router or self.router
-        if router.depth != len(self.blocks):
-            raise ValueError(f"the router is for a network of {router.depth} blocks, this one has {len(self.blocks)}")
-        if route_scores is not None and route_scores.shape[:2] != (len(x), len(router.routes)):
-            needed = (len(x), len(router.routes), self.num_tokens)
-            raise ValueError(f"route_scores has shape {tuple(route_scores.shape)}; these routes need {needed}")
         ratios = router.selection_ratios(selection_ratios) if self.training or selection_ratios is not None else ()
         active = [i for i, ratio in enumerate(ratios) if ratio > 0]
         starts = {router.routes[i].start_layer_idx: i for i in active}  # block index -> route
         ends = {router.routes[i].end_layer_idx for i in active}
         in_fp32 = {end + 1 for end in ends} if self.fp32_after_route else set()
 
-        depth, skipped, ids_keep, all_tables, tapped = len(self.blocks), None, None, tables, ()
-        borders = {0, depth, tap or 0, *starts, *(end + 1 for end in ends), *(min(i + 1, depth) for i in in_fp32)}
-        for i, stop in pairwise(sorted(borders)):  # runs of blocks with the same tokens in the same precision
+        ids_keep, all_tables, tapped = None, tables, ()
+        for i, block in enumerate(self.blocks):
             if i in starts:
                 scores = None if route_scores is None else route_scores[:, starts[i]]
                 ratio = ratios[starts[i]]
                 ids_keep = router.choose_ids_keep(h, ratio, scores=scores, generator=generator, rule=self.selection_rule)
                 skipped, h = h, router.start_route(h, ids_keep)  # (B, N, D), (B, K, D)
                 tables = [router.start_route(table.expand(len(x), *table.shape[1:]), ids_keep) for table in all_tables]
-            run = partial(self.run_blocks, [*self.blocks][i:stop])
-            h = self._in_fp32(run, h, c, *tables) if i in in_fp32 else run(h, c, *tables)
-            if stop == tap:
+            h = self._in_fp32(block, h, c, *tables) if i in in_fp32 else block(h, c, *tables)
+            if i + 1 == tap:
                 tapped = h, ids_keep
-            if stop - 1 in ends:
+            if i in ends:
                 h, tables, ids_keep = router.end_route(h, skipped, ids_keep), all_tables, None  # (B, N, D)
 
         out = self._in_fp32(self.final_layer, h, c) if len(self.blocks) in in_fp32 else self.final_layer(h, c)  # (B, N, p*p*C)
@@ -324,13 +289,6 @@ class DiT(nn.Module):
     def token_tables(self) -> tuple[Tensor, ...]:
         """What blocks need of every token beside the tokens, each (1, N, ...): they get the rows of the tokens that they see."""
         return ()
-
-    @staticmethod
-    def run_blocks(blocks: Sequence[nn.Module], h: Tensor, c: Tensor, *tables: Tensor) -> Tensor:
-        """A function of its own so that `training.speed.compile_network` can compile it."""
-        for block in blocks:
-            h = block(h, c, *tables)
-        return h
 
     @staticmethod
     def _in_fp32(layer: Callable[..., Tensor], h: Tensor, c: Tensor, *tables: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Guidance: from a network's estimates to the denoiser that a sampler calls, (x, level, y) -> D_x.
 
-It combines denoised estimates and so works for every diffusion. `level` is the noise level: sigma for EDM, t for SiT.
-Shapes: x (B, C, H, W); level (B,), the same number in every row, as samplers call it; y (B,) int64 labels, of which
-num_classes is the null class; R routes, N tokens.
+It combines denoised estimates and so works for every diffusion. What it is given is checked here, before it is used.
+Shapes: x (B, C, H, W); level (B,), the noise level (sigma for EDM, t for SiT), the same in every row; y (B,) int64 labels, of
+which num_classes is the null class; R routes, N tokens.
 
 Guidance with bounds evaluates its second branch only at noise levels in (level_lo, level_hi] (arXiv 2404.07724), and returns
 the first branch elsewhere; None leaves a side open.
@@ -11,15 +11,16 @@ the first branch elsewhere; None leaves a side open.
 from __future__ import annotations
 
 import functools
-import math
-import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from routing_module import num_kept_tokens
+
 Denoiser = Callable[[Tensor, Tensor, Tensor], Tensor]
+Bound = float | None
 SUBSETS = ("redraw", "fixed")
 
 
@@ -28,8 +29,8 @@ class GuidanceInputs:
     """What guidance combines, for one batch of images.
 
     Attributes:
-        denoise: (x, level, y, *, selection_ratios=None, route_scores=None) -> D_x of the network. It is dense without
-            selection_ratios; with it, that fraction of the tokens skips its routes, chosen by route_scores (B, R, N).
+        denoise: (x, level, y, *, selection_ratios=None, route_scores=None) -> D_x. With selection_ratios, that fraction of the
+            tokens skips the network's routes, chosen by route_scores (B, R, N).
         num_classes: the null class.
         routes_shape: (R, N).
         route_scores: () -> (B, R, N) new uniform numbers; row i is a function of image i's seed and the count of calls.
@@ -51,8 +52,10 @@ def none(inputs: GuidanceInputs) -> Denoiser:
     return inputs.denoise
 
 
-def cfg(inputs: GuidanceInputs, *, cfg_scale: float, channels: int | None = None) -> Denoiser:
-    """Classifier-free guidance (arXiv 2207.12598): D = D_null + cfg_scale * (D_label - D_null).
+def cfg(
+    inputs: GuidanceInputs, *, cfg_scale: float, level_lo: Bound = None, level_hi: Bound = None, channels: int | None = None
+) -> Denoiser:
+    """Classifier-free guidance (arXiv 2207.12598): D = D_null + cfg_scale * (D_label - D_null). With bounds, `interval`.
 
     Args:
         cfg_scale: 1 is off (one evaluation a step), 0 is unconditional, above 1 guides. Both estimates come from one
@@ -60,13 +63,6 @@ def cfg(inputs: GuidanceInputs, *, cfg_scale: float, channels: int | None = None
         channels: guide this many first channels of the latents, and take D_label for the others; None guides all. The
             published code of DiT, and of SiT and LightningDiT after it, guides three.
     """
-    return interval(inputs, cfg_scale=cfg_scale, level_lo=None, level_hi=None, channels=channels)
-
-
-def interval(
-    inputs: GuidanceInputs, *, cfg_scale: float, level_lo: float | None, level_hi: float | None, channels: int | None = None
-) -> Denoiser:
-    """`cfg` at noise levels in (level_lo, level_hi], the conditional estimate elsewhere (arXiv 2404.07724)."""
 
     def label_and_null(x: Tensor, level: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         null = torch.full_like(y, inputs.num_classes)
@@ -82,34 +78,31 @@ def sparse(
     r_strong: float,
     r_weak: float,
     subset: str,
-    level_lo: float | None = None,
-    level_hi: float | None = None,
+    level_lo: Bound = None,
+    level_hi: Bound = None,
 ) -> Denoiser:
     """Sparse guidance (arXiv 2601.01608): D = D_weak + w * (D_strong - D_weak), both with the class label.
 
-    Both branches are the same network; in the weak one, more tokens skip its routes (r_weak > r_strong). With uniform
-    selection, the tokens that the weak branch keeps are among those that the strong one keeps.
+    Both branches are the same network; in the weak one, more tokens skip its routes. With uniform selection, the tokens that
+    the weak branch keeps are among those that the strong one keeps.
 
     Args:
         w: 1 is off: the strong branch alone, which for r_strong = 0 is the dense network.
-        r_strong, r_weak: fractions of the tokens that SKIP, 0 <= r_strong <= r_weak < 1; 0 is dense, equal ones guide nothing.
+        r_strong, r_weak: fractions of the tokens that SKIP, 0 <= r_strong < r_weak < 1; 0 is dense.
         subset: `redraw` draws the tokens at every evaluation, `fixed` once for each image.
 
-    Raises:
-        ValueError: the network has no routes; other ratios, an unknown subset.
+    Raises ValueError for a network without routes, and for ratios with which the weak branch keeps no fewer tokens.
     """
-    if subset not in SUBSETS or not 0 <= r_strong <= r_weak < 1:
-        raise ValueError(
-            f"r_strong={r_strong}, r_weak={r_weak}, subset={subset!r}: need 0 <= r_strong <= r_weak < 1 and one of {SUBSETS}"
-        )
-    if inputs.routes_shape[0] == 0:
+    num_routes, N = inputs.routes_shape
+    if num_routes == 0:
         raise ValueError("guidance=sparse needs a network with routes; use guidance=cfg, or give the network routes")
-    scores = functools.cache(inputs.route_scores) if subset == "fixed" else inputs.route_scores
+    if num_kept_tokens(N, r_weak) >= num_kept_tokens(N, r_strong):
+        raise ValueError(f"r_weak={r_weak} must leave fewer of the {N} tokens than r_strong={r_strong}")
+    scores = (inputs.route_scores, functools.cache(lambda: inputs.route_scores()))[SUBSETS.index(subset)]
 
     def branch(x: Tensor, level: Tensor, y: Tensor, ratio: float, route_scores: Tensor | None) -> Tensor:
-        if ratio == 0:
-            return inputs.denoise(x, level, y)
-        return inputs.denoise(x, level, y, selection_ratios=ratio, route_scores=route_scores)
+        routing = {"selection_ratios": ratio, "route_scores": route_scores} if ratio > 0 else {}
+        return inputs.denoise(x, level, y, **routing)
 
     def strong(x: Tensor, level: Tensor, y: Tensor) -> Tensor:
         return branch(x, level, y, r_strong, scores() if r_strong > 0 else None)
@@ -121,14 +114,10 @@ def sparse(
     return _guide(strong_and_weak, strong, w, level_lo, level_hi)
 
 
-def autoguidance(inputs: GuidanceInputs, *, w: float, level_lo: float | None = None, level_hi: float | None = None) -> Denoiser:
+def autoguidance(inputs: GuidanceInputs, *, w: float, level_lo: Bound = None, level_hi: Bound = None) -> Denoiser:
     """Autoguidance (arXiv 2406.02507): D = D_weak + w * (D - D_weak), where D_weak is of a smaller or less trained network.
 
-    Args:
-        w: 1 is off.
-
-    Raises:
-        ValueError: there is no second network.
+    w = 1 is off. Raises ValueError if there is no second network.
     """
     if inputs.weak is None:
         raise ValueError("guidance=autoguidance needs a second network: guidance.checkpoint=<folder of a checkpoint or of a run>")
@@ -143,19 +132,14 @@ def _guide(
     estimates: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]],
     unguided: Denoiser,
     scale: float,
-    level_lo: float | None,
-    level_hi: float | None,
+    level_lo: Bound,
+    level_hi: Bound,
     channels: int | None = None,
 ) -> Denoiser:
     """D_weak + scale * (D - D_weak) of the two `estimates` (D, D_weak); `unguided` for scale 1 and outside of the bounds.
 
-    With `channels`, D itself beyond the first ones.
-
-    Raises:
-        ValueError: a scale that is no finite number; bounds that leave nothing between them; a batch of mixed noise levels.
+    With `channels`, D itself beyond the first ones. Raises ValueError for bounds that leave nothing between them.
     """
-    if not isinstance(scale, numbers.Real) or not math.isfinite(scale):
-        raise ValueError(f"the guidance scale {scale!r} must be one finite number, for all samples")
     if level_lo is not None and level_hi is not None and level_lo >= level_hi:
         raise ValueError(f"level_lo={level_lo} must be below level_hi={level_hi}: guidance is on between them")
     if scale == 1:
@@ -182,4 +166,4 @@ def _guide(
     return denoiser
 
 
-GUIDANCES = {"none": none, "cfg": cfg, "interval": interval, "sparse": sparse, "autoguidance": autoguidance}
+GUIDANCES = {"none": none, "cfg": cfg, "interval": cfg, "sparse": sparse, "autoguidance": autoguidance}

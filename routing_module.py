@@ -28,7 +28,7 @@ class Route:
     end_layer_idx: int
 
 
-DEFAULT_ROUTE = Route(selection_ratio=0.5, start_layer_idx=2, end_layer_idx=-4)  # TREAD's (section 4)
+DEFAULT_ROUTE = Route(selection_ratio=0.5, start_layer_idx=2, end_layer_idx=-4)  # TREAD, section 4
 
 
 # Selection rules: (tokens (B, N, D), uniform random numbers (B, N)) -> finite scores (B, N). The highest scores stay in the
@@ -64,13 +64,13 @@ SELECTIONS: dict[str, SelectionRule] = {"uniform": uniform_scores, "importance":
 
 
 def num_kept_tokens(num_tokens: int, selection_ratio: float) -> int:
-    """K, the number of tokens that stay in the window: N - int(N * selection_ratio), at least 1."""
+    """K, the number of tokens that stay in the window: N - int(N * selection_ratio). It is at least 1."""
     _check_ratio("selection_ratio", selection_ratio)
-    return max(num_tokens - int(num_tokens * selection_ratio), 1)
+    return num_tokens - int(num_tokens * selection_ratio)
 
 
 def _check_ratio(name: str, ratio: float) -> None:
-    if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 <= ratio < 1:
+    if not 0 <= ratio < 1:
         raise ValueError(f"{name}={ratio!r} must be a number in [0, 1): the fraction of tokens that skip the route")
 
 
@@ -89,49 +89,39 @@ class TokenRouter:
         routes: in the order in which the tokens meet them; they must not overlap.
         depth: number of transformer blocks.
 
-    Raises:
-        ValueError: a route that does not fit, naming the route, the value and what is accepted.
+    Raises ValueError for a route that does not fit, naming the route, the value and what is accepted.
     """
 
     def __init__(self, routes: Sequence[Route], depth: int):
         self.depth = depth
         self.routes: tuple[Route, ...] = ()  # with indices that are not negative
         for i, route in enumerate(routes):
-            start, end = (self._absolute(i, name, getattr(route, name)) for name in ("start_layer_idx", "end_layer_idx"))
             _check_ratio(f"routes[{i}].selection_ratio", route.selection_ratio)
-            if start > end:
-                raise ValueError(
-                    f"routes[{i}]: start_layer_idx={route.start_layer_idx} (block {start}) comes after "
-                    f"end_layer_idx={route.end_layer_idx} (block {end}) in a network of {depth} blocks"
-                )
-            if self.routes and start <= self.routes[-1].end_layer_idx:
-                raise ValueError(
-                    f"routes[{i}] starts at block {start}, but routes[{i - 1}] ends at block "
-                    f"{self.routes[-1].end_layer_idx}; list the routes in order and without overlap"
-                )
+            for name in ("start_layer_idx", "end_layer_idx"):
+                if not -depth <= (idx := getattr(route, name)) < depth:
+                    known = f"{depth} blocks; use {-depth} to {depth - 1}"
+                    raise ValueError(f"routes[{i}].{name}={idx} does not exist in a network of {known}")
+            start, end = route.start_layer_idx % depth, route.end_layer_idx % depth
+            first = self.routes[-1].end_layer_idx + 1 if self.routes else 0
+            if not first <= start <= end:
+                raise ValueError(f"routes[{i}] skips blocks {start} to {end}; need {first} <= start_layer_idx <= end_layer_idx")
             self.routes += (Route(float(route.selection_ratio), start, end),)
 
-    def _absolute(self, i: int, name: str, layer_idx: int) -> int:
-        if isinstance(layer_idx, bool) or not isinstance(layer_idx, int):
-            raise ValueError(f"routes[{i}].{name}={layer_idx!r} must be a whole number")
-        if not -self.depth <= layer_idx < self.depth:
-            raise ValueError(
-                f"routes[{i}].{name}={layer_idx} does not exist in a network of {self.depth} blocks; "
-                f"use {-self.depth} to {self.depth - 1}"
-            )
-        return layer_idx % self.depth
+    @property
+    def is_active(self) -> bool:
+        """Whether tokens skip in training: some route's ratio is above 0."""
+        return any(route.selection_ratio > 0 for route in self.routes)
 
     def selection_ratios(self, overrides: float | Sequence[float] | None = None) -> tuple[float, ...]:
         """The ratio of every route: its own, or `overrides` (one number for all routes, or one per route)."""
         if overrides is None:
             return tuple(route.selection_ratio for route in self.routes)
-        if isinstance(overrides, (int, float)):
-            overrides = [overrides] * len(self.routes)
-        if len(overrides) != len(self.routes):
-            raise ValueError(f"selection_ratios={list(overrides)} must hold one ratio for each of {len(self.routes)} routes")
-        for i, ratio in enumerate(overrides):
+        ratios = [overrides] * len(self.routes) if isinstance(overrides, (int, float)) else list(overrides)
+        if len(ratios) != len(self.routes):
+            raise ValueError(f"selection_ratios={ratios} must hold one ratio for each of {len(self.routes)} routes")
+        for i, ratio in enumerate(ratios):
             _check_ratio(f"selection_ratios[{i}]", ratio)
-        return tuple(float(ratio) for ratio in overrides)
+        return tuple(map(float, ratios))
 
     @staticmethod
     def choose_ids_keep(
@@ -189,7 +179,7 @@ class TokenRouter:
             (B, N, D). Tokens that skipped are bit-identical to `skipped`; gradients reach both inputs.
         """
         if ids_keep.shape != x.shape[:2] or (len(x), *x.shape[2:]) != (len(skipped), *skipped.shape[2:]):  # it could broadcast
-            shapes = [tuple(tensor.shape) for tensor in (x, skipped, ids_keep)]
-            raise ValueError("x, skipped and ids_keep of shapes {}, {} and {} are not of one route".format(*shapes))
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (x, skipped, ids_keep))
+            raise ValueError(f"x, skipped and ids_keep of shapes {shapes} are not of one route")
         index = ids_keep.unsqueeze(-1).expand_as(x)
         return skipped.scatter(1, index, x.to(skipped.dtype))  # (B, N, D)

@@ -83,9 +83,11 @@ def main(cfg: schema.TrainConfig) -> None:
             start_wandb(accelerator, cfg, run)
     is_complete = trainer.train()
     run.close()
-    accelerator.end_training()
+    for tracker in accelerator.trackers:
+        tracker.finish()
     if not is_complete:
         log.warning("stopped after step %d, as asked; the same command goes on from there", trainer.step)
+        machine.leave_process_group()
         sys.exit(0)  # also out of a sweep
 
 
@@ -155,3 +157,4 @@ def describe(trainer: Trainer, run: RunFolder) -> None:
 
 if __name__ == "__main__":
     command_line.run(main, "config", schema.TrainConfig)
+    machine.leave_process_group()  # after the last run of a sweep: a process cannot enter another group

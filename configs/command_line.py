@@ -32,9 +32,14 @@ FULL_ERRORS = "HYDRA_FULL_ERROR"  # Hydra's own switch, for all of our commands
 CONFIGS = REPOSITORY / "configs"
 MAX_NAME_LENGTH = 60
 
-OmegaConf.register_new_resolver(
-    "backbone", lambda size, _root_: next(b for b in NETWORKS[_root_.model.name].BACKBONES if b.endswith(f"-{size}")), replace=True
-)
+
+
+def _backbone(size: str, _root_: DictConfig) -> str:
+    """The backbone of this size ("XS/2") for model=<name>, in the configuration of the digits."""
+    return next(backbone for backbone in NETWORKS[_root_.model.name].BACKBONES if backbone.endswith(f"-{size}"))
+
+
+OmegaConf.register_new_resolver("backbone", _backbone, replace=True)
 OmegaConf.register_new_resolver("repository", lambda path: str(REPOSITORY / path), replace=True)
 
 
@@ -62,41 +67,49 @@ def guard(action: Callable[[], None]) -> None:
 
 def run(main: Callable[[Any], None], config_name: str, settings: type[Settings]) -> None:
     """Compose configs/<config_name>.yaml with the command line, check it by `settings`, and call `main` with it, guarded."""
-    experiments.register(sys.argv[1:])
     shows_traceback = os.environ.get(FULL_ERRORS, "0") == "1"
+
+    failures: list[UserError] = []
 
     @functools.wraps(main)
     def checked(cfg: DictConfig) -> None:
-        overrides = HydraConfig.get().overrides.task
+        hydra_config = HydraConfig.get()
         try:
-            main(check(cfg, settings, overrides, is_sweep=HydraConfig.get().mode is RunMode.MULTIRUN))
+            main(check(cfg, settings, hydra_config.overrides.task))
         except UserError as e:
-            if HydraConfig.get().mode is RunMode.MULTIRUN:
-                raise UserError(f"{' '.join(overrides)}: {e}") from e
-            raise
+            if hydra_config.mode is RunMode.MULTIRUN:  # perhaps in another process
+                raise
+            failures.append(e)  # Hydra prints a line of its own for what leaves this function
 
     def start() -> None:
+        experiments.register(sys.argv[1:])
         os.environ[FULL_ERRORS] = "1"  # have Hydra raise its errors, and those of `main`, instead of printing them
         try:
             hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(checked)()
         except HydraException as e:
-            unknown = re.search(r"Could not override '([^']+)'", str(e))
-            if unknown:
-                raise UserError(f"{unknown[1]} is not a key{nearest(unknown[1], keys_of(settings))}") from e
-            raise UserError(" ".join(str(e).split())) from e
+            raise UserError(explain(e, settings)) from e
         finally:
             if not shows_traceback:
                 del os.environ[FULL_ERRORS]
+        if failures:
+            raise failures[0]
 
     guard(start)
 
 
-def check(cfg: DictConfig, settings: type[S], overrides: Sequence[str] = (), is_sweep: bool = False) -> S:
+def explain(error: HydraException, settings: type[Settings]) -> str:
+    """What Hydra says, on one line, with the nearest key or row."""
+    text = " ".join(str(error).partition("Config search path")[0].split())
+    if unknown := re.search(r"Could not override '([^']+)'", text):
+        return f"{unknown[1]} is not a key{nearest(unknown[1], keys_of(settings))}"
+    return text
+
+
+def check(cfg: DictConfig, settings: type[S], overrides: Sequence[str] = ()) -> S:
     """The composed configuration as checked settings, with its interpolations resolved.
 
     Args:
         overrides: what was typed. A run of train.py is named after it, unless that says `name=`.
-        is_sweep: of Hydra (-m).
 
     Raises:
         UserError: naming the key, the value and what is accepted.
@@ -106,25 +119,24 @@ def check(cfg: DictConfig, settings: type[S], overrides: Sequence[str] = (), is_
     except OmegaConfBaseException as e:
         raise UserError(f"{e.full_key}: {str(e).splitlines()[0]}") from e
     if settings is TrainConfig:
-        raw["name"] = name_run(raw["name"], overrides, is_sweep)
+        raw["name"] = name_run(raw["name"], overrides)
     return validate(raw, settings)
 
 
-def name_run(default: str, overrides: Sequence[str], is_sweep: bool) -> str:
+def name_run(default: str, overrides: Sequence[str]) -> str:
     """The default name, and after it the last part and the value of every changed key that makes a run another one.
 
-    Keys that may change when a run goes on, such as train.num_steps, are named in a sweep only. What the default says already
-    (data, model, experiment and its seed) is left out. A name of more than MAX_NAME_LENGTH characters ends with a hash.
+    Keys that may change when a run goes on, such as train.num_steps, are not named, and neither is what the default says
+    already (data, model, experiment and its seed). A name of more than MAX_NAME_LENGTH characters ends with a hash.
     """
     changes = dict(override.lstrip("+~").partition("=")[::2] for override in overrides)
     if "name" in changes:
         return default
-    roles = (*Role,) if is_sweep else (*SAME_RUN, Role.NOTED)
     in_default = {"data", "model", "experiment"} | ({"seed"} if "experiment" in changes else set())
     words = [
         f"{key.rpartition('.')[2]}-{re.sub(r'[^0-9A-Za-z.+-]+', '-', value).strip('-')}"
         for key, value in changes.items()
-        if role_of(key) in roles and key not in in_default
+        if role_of(key) in (*SAME_RUN, Role.NOTED) and key not in in_default
     ]
     name = "_".join([default, *words])
     if len(name) <= MAX_NAME_LENGTH:

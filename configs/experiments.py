@@ -17,6 +17,9 @@ import hydra
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
+from common.errors import UserError
+from configs.settings import nearest
+
 GROUPS = ("data", "model", "diffusion", "alignment", "guidance")
 
 
@@ -59,19 +62,26 @@ class Row:
 def register(overrides: Sequence[str]) -> None:
     """Make the rows that `experiment=` names, with commas for a multirun, the only choices of Hydra's group `experiment`.
 
-    Hydra copies what is registered at every step: all rows together would make a start 0.4 s longer, and --help 20 s. A name
-    that is no row is left to Hydra.
+    Hydra copies what is registered at every step: all rows together would make a start 0.4 s longer, and --help 20 s.
+
+    Raises:
+        UserError: there is no such row.
     """
     ConfigStore.instance().repo.pop("experiment", None)
     for override in overrides:
         key, _, value = override.partition("=")
-        for name in ROWS.keys() & value.split(",") if key.lstrip("+") == "experiment" else ():
+        for name in value.split(",") if key.lstrip("+") == "experiment" and value != "null" else ():
+            if name not in ROWS:
+                raise UserError(f"experiment={name} is not a row of configs/experiments.py{nearest(name, ROWS)}")
             group, _, last = f"experiment/{name}".rpartition("/")
             ConfigStore.instance().store(group=group, name=last, node=ROWS[name].to_config(), package="_global_")
 
 
 def compose_overrides(overrides: Sequence[str], config_name: str = "config") -> DictConfig:
-    """The configuration in configs/<config_name>.yaml with these overrides, unresolved and unchecked, outside of hydra.main."""
+    """The configuration in configs/<config_name>.yaml with these overrides, unresolved and unchecked, outside of hydra.main.
+
+    Raises UserError as `register` does.
+    """
     register(overrides)
     with hydra.initialize_config_dir(str(Path(__file__).parent), version_base="1.3"):
         return hydra.compose(config_name, overrides=list(overrides))

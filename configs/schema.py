@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from enum import Enum
 from typing import Annotated, Any, Literal
 
@@ -48,10 +48,10 @@ def parse_numbers(spec: str | int | list) -> list[int]:
     """`0-3`, `[0-3,7]` -> [0, 1, 2, 3, 7]. Raises ValueError for anything else, and for a number that is named twice."""
     numbers: list[int] = []
     for part in ",".join(map(str, spec if isinstance(spec, list) else [spec])).split(","):
-        first, _, last = part.strip().partition("-")
-        if not first.isdecimal() or not (last or first).isdecimal() or len(numbers) + int(last or first) - int(first) >= MAX_NUMBERS:
-            raise ValueError(f"{spec!r:.60} is no list of numbers and ranges such as [0-3,7], of at most {MAX_NUMBERS}")
-        numbers.extend(range(int(first), int(last or first) + 1))
+        ends = [end.strip() for end in part.split("-")]
+        if len(ends) > 2 or not all(end.isdecimal() for end in ends) or int(ends[-1]) - int(ends[0]) >= MAX_NUMBERS:
+            raise ValueError(f"{spec!r:.60} is no list of numbers and ranges such as [0-3,7], with at most {MAX_NUMBERS} numbers")
+        numbers.extend(range(int(ends[0]), int(ends[-1]) + 1))
     if not numbers or len(set(numbers)) < len(numbers):
         raise ValueError(f"{spec!r:.60} is empty or names a number twice")
     return numbers
@@ -92,8 +92,7 @@ class Model(Settings):
     def _known_backbone(self) -> Model:
         known = NETWORKS[self.name].BACKBONES
         if self.backbone not in known:
-            near = nearest(self.backbone, known)
-            raise ValueError(f"model.backbone={self.backbone} is not one of model={self.name}{near}; all: {', '.join(known)}")
+            raise ValueError(f"model.backbone={self.backbone} is not one of model={self.name}{nearest(self.backbone, known)}")
         return self
 
 
@@ -319,7 +318,8 @@ class _SampleConfig(Settings):
 
 
 # Every setting of every sampler; `sampler_with` knows which of them the run's diffusion has, and what it accepts.
-SAMPLER_KEYS = tuple({field.name: None for sampler in (HeunSampler, FlowSampler, ddpm.AncestralSampler) for field in fields(sampler)})
+_SAMPLERS = (HeunSampler, FlowSampler, ddpm.AncestralSampler)
+SAMPLER_KEYS = tuple({field.name: None for sampler in _SAMPLERS for field in fields(sampler)})
 SampleConfig = create_model("SampleConfig", __base__=_SampleConfig, **{key: (Any, ...) for key in SAMPLER_KEYS})
 
 
@@ -328,8 +328,7 @@ def sampler_with(diffusion: Diffusion, **overrides: object) -> Diffusion:
     given = {key: value for key, value in overrides.items() if value is not None}
     kind = type(diffusion.sampler)
     with explained(kind, given):
-        sampler = kind(**{field.name: getattr(diffusion.sampler, field.name) for field in fields(kind)} | given)
-        return type(diffusion)(**{field.name: getattr(diffusion, field.name) for field in fields(diffusion)} | {"sampler": sampler})
+        return replace(diffusion, sampler=kind(**vars(diffusion.sampler) | given))
 
 
 class FidDetector(DetectorSettings):
@@ -390,8 +389,8 @@ _ROLES = {  # a group stands for those of its keys that are not listed
     Role.ARCHITECTURE: "model.backbone model.learn_sigma diffusion.name diffusion.sigma_data data.scale_factor data.latents_mean "
     "data.latents_std data.in_channels data.input_size data.num_classes",
     Role.FIXED: "seed init_from model diffusion alignment train.batch_size",
-    Role.NOTED: "alignment.stop_step train.lr train.betas train.weight_decay train.grad_clip_norm train.ema_decay train.precision "
-    "train.tf32",
+    Role.NOTED: "alignment.stop_step train.lr train.betas train.weight_decay train.grad_clip_norm train.ema_decay "
+    "train.precision train.tf32",
     Role.COMPARED: "init_state data.name data.resolution data.autoencoder diffusion.sampler train.num_steps eval.num_steps "
     "eval.precision evaluation.detector evaluation.precision",
     None: "alignment.weights",
@@ -407,7 +406,7 @@ def role_of(key: str) -> Role | None:
 
 
 def flatten(config: dict, prefix: str = "") -> dict[str, object]:
-    """Nested dictionaries -> {"train.lr": 1e-4, ...}; lists are values, and so is `experiment`, which only says what a run is."""
+    """Nested dictionaries -> {"train.lr": 1e-4, ...}; lists are values, and so is `experiment`, which says what a run is."""
     flat = {}
     for key, value in config.items():
         if isinstance(value, dict) and value and f"{prefix}{key}" != "experiment":

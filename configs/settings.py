@@ -1,4 +1,4 @@
-"""Settings that are checked by their types. pydantic says what a key accepts; this file names the key and the nearest known one."""
+"""Settings that are checked by their types: pydantic says what a key accepts, this file which key, and the nearest known one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import difflib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, TypeVar, Union, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -68,6 +68,9 @@ def _key(error: dict, raw: dict) -> str:
         if isinstance(value, dict) and part in value:
             path.append(str(part))
             value = value[part]
+        elif isinstance(value, list) and isinstance(part, int):
+            path[-1] += f"[{part}]"
+            value = value[part]
     if error["type"] in ("missing", "missing_argument"):
         path.append(str(error["loc"][-1]))
     return ".".join(path)
@@ -83,11 +86,12 @@ def _explain(error: dict, key: str, settings: type) -> str:
     return f"={error['input']!r:.100}: {error['msg']}"
 
 
-def nearest(key: str, known: Iterator[str] | list[str]) -> str:
-    """`; nearest: train.lr`: the known keys that end alike or look alike. Empty if there are none."""
-    known = list(known)
-    near = [other for other in known if other.rpartition(".")[2] == key.rpartition(".")[2] and "." in other]
-    near = near or difflib.get_close_matches(key, known, n=3)
+def nearest(key: str, known: Iterable[str]) -> str:
+    """`; nearest: train.lr`: known keys that end alike or look alike, else those of the same group."""
+    known, (group, _, name) = list(known), key.rpartition(".")
+    near = [other for other in known if other.rpartition(".")[2] == name]
+    near = near or difflib.get_close_matches(key, known, n=3, cutoff=0.75)
+    near = near or [other for other in known if other.rpartition(".")[0] == group]
     return f"; nearest: {', '.join(near)}" if near else ""
 
 

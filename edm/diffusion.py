@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from common.checks import check_settings
 from common.randomness import SampleRandom
 from edm.sampler import HeunSampler
 
@@ -31,8 +32,7 @@ class EDM:
     sampler: HeunSampler = HeunSampler()
 
     def __post_init__(self):
-        if self.sigma_data <= 0 or self.P_std < 0:
-            raise ValueError(f"sigma_data={self.sigma_data} must be above 0, and P_std={self.P_std} at least 0")
+        check_settings(self, positive=["sigma_data", "P_std"])
 
     def coefficients(self, sigma: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """c_skip, c_out, c_in, c_noise (Table 1, column "Ours"), each of sigma's shape."""
@@ -49,13 +49,8 @@ class EDM:
 
         Returns:
             (B, C, H, W) float32, the network's estimate of the clean latents. Extra output channels of the network
-            (the learned variance of published DiT checkpoints) are dropped.
-
-        Raises:
-            ValueError: sigma of another shape; a network whose output is not of x's shape.
+            (the learned variance of published DiT checkpoints) are dropped; any other shape is a ValueError.
         """
-        if sigma.shape != x.shape[:1]:
-            raise ValueError(f"sigma has shape {tuple(sigma.shape)}; {len(x)} latents need {(len(x),)}")
         c_skip, c_out, c_in, c_noise = self.coefficients(sigma.reshape(-1, 1, 1, 1))
         F_x = net(c_in * x, c_noise.flatten(), y, **net_kwargs)[:, : x.shape[1]]
         if F_x.shape != x.shape:  # it would broadcast
@@ -77,12 +72,6 @@ class EDM:
         return weight * (D_x - x).square().mean(dim=(1, 2, 3))
 
     @torch.no_grad()
-    def sample(
-        self,
-        denoiser: Callable[[Tensor, Tensor, Tensor], Tensor],
-        noise: Tensor,
-        y: Tensor,
-        random: SampleRandom | None = None,
-    ) -> Tensor:
+    def sample(self, denoiser: Callable[..., Tensor], noise: Tensor, y: Tensor, random: SampleRandom | None = None) -> Tensor:
         """(B, C, H, W) unit normal noise -> latents. See `HeunSampler`."""
         return self.sampler(denoiser, noise, y, random)

@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
+
+from common.checks import MAX_NUM_STEPS, check_settings
+from common.randomness import SampleRandom
 
 
 @dataclass(frozen=True)
@@ -33,8 +37,14 @@ class HeunSampler:
     S_noise: float = 1.0
 
     def __post_init__(self):
-        if self.num_steps < 1 or not 0 < self.sigma_min <= self.sigma_max or self.rho <= 0 or self.S_churn < 0:
-            raise ValueError(f"{self} needs num_steps >= 1, 0 < sigma_min <= sigma_max, rho > 0 and S_churn >= 0")
+        check_settings(
+            self,
+            positive=["sigma_max", "rho"],
+            not_negative=["S_churn", "S_min", "S_noise"],
+            num_steps=(1 <= self.num_steps <= MAX_NUM_STEPS, f"1 to {MAX_NUM_STEPS}"),
+            sigma_min=(0 < self.sigma_min < self.sigma_max, f"a number above 0 and below sigma_max={self.sigma_max}"),
+            S_max=(self.S_max >= 0, "0 or above, infinity for no bound"),
+        )
 
     def noise_levels(self) -> list[float]:
         """num_steps levels from sigma_max to sigma_min, then 0 (Eq. 5)."""
@@ -52,29 +62,18 @@ class HeunSampler:
         levels = self.noise_levels()[:-1]
         return sorted({*levels[1:], *map(self.sigma_hat, levels)}, reverse=True)
 
-    def __call__(
-        self,
-        denoiser: Callable[[Tensor, Tensor, Tensor], Tensor],
-        noise: Tensor,
-        y: Tensor,
-        random=None,
-    ) -> Tensor:
+    def __call__(self, denoiser: Callable[..., Tensor], noise: Tensor, y: Tensor, random: SampleRandom | None = None) -> Tensor:
         """Solve from sigma_max to 0.
 
         Args:
             denoiser: (x, sigma, y) -> D_x, for x (B, C, H, W) float32, sigma (B,) float32 and y (B,).
             noise: (B, C, H, W), unit normal.
             y: (B,) int64 labels, handed on to the denoiser.
-            random: source of the added noise, `random.randn(C, H, W)` -> (B, C, H, W); needed when S_churn > 0.
+            random: source of the added noise; needed when S_churn > 0.
 
         Returns:
             (B, C, H, W) float32 latents. The state in between is float64 where the device has it.
-
-        Raises:
-            ValueError: S_churn > 0 without random.
         """
-        if self.S_churn > 0 and random is None:
-            raise ValueError(f"S_churn={self.S_churn} adds noise: pass random, or set S_churn=0")
         dtype = torch.float32 if noise.device.type == "mps" else torch.float64  # MPS has no float64
         levels = self.noise_levels()
 
@@ -83,7 +82,7 @@ class HeunSampler:
             return (x - denoiser(x.float(), sigmas, y).to(dtype)) / sigma
 
         x = noise.to(dtype) * levels[0]
-        for sigma_cur, sigma_next in zip(levels[:-1], levels[1:]):
+        for sigma_cur, sigma_next in pairwise(levels):
             # Add noise: from sigma to sigma_hat.
             sigma_hat = self.sigma_hat(sigma_cur)
             if sigma_hat > sigma_cur:

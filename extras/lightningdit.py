@@ -20,11 +20,7 @@ BACKBONES = {f"LightningDiT-{size}/{patch}": (*SIZES[size], patch) for size in (
 
 
 def build(backbone: str, **kwargs) -> LightningDiT:
-    """A network by its name, `LightningDiT-XL/1` say. Other keywords go to `LightningDiT`, and replace the name's sizes.
-
-    Raises:
-        ValueError: an unknown name, with those that exist.
-    """
+    """A network by its name, `LightningDiT-XL/1` say. Other keywords go to `LightningDiT`, and replace the name's sizes."""
     return LightningDiT(**sizes_of(backbone, BACKBONES) | kwargs)
 
 
@@ -80,12 +76,12 @@ class SwiGLU(nn.Module):
 class LightningDiTBlock(DiTBlock):
     """DiT's block, of other parts."""
 
-    def __init__(self, width: int, num_heads: int, mlp_ratio: float = 4.0):
+    def __init__(self, width: int, num_heads: int):
         nn.Module.__init__(self)  # DiT's parts would be made for nothing
         self.norm1 = RMSNorm(width, eps=1e-6)
         self.attn = RotaryAttention(width, num_heads)
         self.norm2 = RMSNorm(width, eps=1e-6)
-        self.mlp = SwiGLU(width, int(2 / 3 * int(width * mlp_ratio)))  # as many weights as DiT's MLP
+        self.mlp = SwiGLU(width, int(2 / 3 * 4 * width))  # as many weights as DiT's MLP
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
 
     def forward(self, x: Tensor, c: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # (B, K, D), (B, D), (B or 1, K, d) twice
@@ -106,9 +102,7 @@ class LightningDiT(DiT):
 
     def __init__(self, *, input_size: int, patch_size: int, width: int, num_heads: int, **kwargs):
         if width % (4 * num_heads):
-            raise ValueError(
-                f"width={width} makes {num_heads} heads of {width / num_heads:g}; rotary positions need a multiple of 4"
-            )
+            raise ValueError(f"width={width} is no multiple of 4 x num_heads={num_heads}, which rotary positions need")
         super().__init__(input_size=input_size, patch_size=patch_size, width=width, num_heads=num_heads, **kwargs)
         self.final_layer.norm_final = RMSNorm(width, eps=1e-6)
         cos, sin = rotary_tables(input_size // patch_size, width // num_heads)

@@ -44,12 +44,12 @@ def block_flops(block: dit.DiTBlock, num_tokens: int) -> int:
     return linear + attention + 2 * block.adaLN_modulation[1].weight.numel()
 
 
-def step_flops(net: dit.DiT, *, routed: bool) -> int:
-    """FLOPs of one image in training, with the network's own routes or dense.
+def step_flops(net: dit.DiT) -> int:
+    """FLOPs of one image in training, with the network's own routes.
 
     For each product of the forward, the backward computes two: for the gradients of the input and of the weight.
     """
-    return 3 * forward_flops(net, None if routed else 0.0)
+    return 3 * forward_flops(net, None)
 
 
 def sparse_saving(net: dit.DiT, r_strong: float, r_weak: float, router: TokenRouter | None = None) -> float:

@@ -5,31 +5,28 @@ and the network receives t itself, not 1000 t:
 
     x_t = (1 - t) x + t eps        v(x_t, t) = E[eps - x | x_t]        D_x = E[x | x_t] = x_t - t v
 
-SiT's published code reverses time (s = 1 - t, data at s = 1) and so predicts x - eps. A published SiT network becomes one of
-ours as net(x, t, y) = -published(x, 1 - t, y); it also receives s itself, not 1000 s. REPA's published networks use the
-convention of this file. LightningDiT's (arXiv 2501.01423) have SiT's clock and sign, and so become ours in the same way; its loss
-and its times stay what they are, because a cosine of two turned vectors is the same and logit_mean = 0 is symmetric in t.
+The published code of SiT and LightningDiT (arXiv 2501.01423) reverses time (s = 1 - t, data at s = 1) and predicts x - eps. Its
+networks become ours as net(x, t, y) = -published(x, 1 - t, y). REPA's code uses our convention.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.checks import check_settings
 from common.randomness import SampleRandom
 from sit.sampler import FlowSampler
-
-TIMESTEPS = ("uniform", "logit_normal")
 
 
 @dataclass(frozen=True)
 class SiT:
-    """SiT's path, loss and sampler, with the interface of `edm.EDM`. It owns no parameters: a network is any callable
-    net(x_t, t, y, **kwargs).
+    """SiT's path, loss and sampler, with the interface of `edm.EDM`: a network is any callable net(x_t, t, y, **kwargs).
 
     Attributes:
         timestep: how t is drawn in training: `uniform` in [0, 1), or `logit_normal`, logit(t) ~ N(logit_mean, logit_std^2)
@@ -39,42 +36,28 @@ class SiT:
         sampler: the settings of the sampler.
     """
 
-    timestep: str = "uniform"
+    timestep: Literal["uniform", "logit_normal"] = "uniform"
     logit_mean: float = 0.0
     logit_std: float = 1.0
     cosine_weight: float = 0.0
     sampler: FlowSampler = FlowSampler()
 
     def __post_init__(self):
-        if self.timestep not in TIMESTEPS:
-            raise ValueError(f"timestep={self.timestep!r} is unknown; choose one of {', '.join(TIMESTEPS)}")
+        check_settings(self, positive=["logit_std"], not_negative=["cosine_weight"])
 
     def velocity(self, net: Callable[..., Tensor], x: Tensor, t: Tensor, y: Tensor, **net_kwargs) -> Tensor:
         """(B, C, H, W) float32, the network's estimate of v = E[eps - x | x_t].
 
-        Extra output channels of the network (the learned variance of published DiT and SiT checkpoints) are dropped.
-
-        Raises:
-            ValueError: t of another shape than (B,); a network whose output is not of x's shape.
+        Extra output channels of the network (the learned variance of published DiT and SiT checkpoints) are dropped; any other
+        shape is a ValueError.
         """
-        if t.shape != x.shape[:1]:
-            raise ValueError(f"t has shape {tuple(t.shape)}; {len(x)} latents need {(len(x),)}")
         v = net(x, t, y, **net_kwargs)[:, : x.shape[1]].float()
         if v.shape != x.shape:  # it would broadcast
             raise ValueError(f"the network makes {tuple(v.shape)} of latents {tuple(x.shape)}")
         return v
 
     def denoise(self, net: Callable[..., Tensor], x: Tensor, t: Tensor, y: Tensor, **net_kwargs) -> Tensor:
-        """D_x = x_t - t v, from x_t = x + t (eps - x) with the expected velocity for eps - x.
-
-        Args:
-            x: (B, C, H, W) float32, x_t.
-            t: (B,) float32, the noise level, in [0, 1].
-            y: (B,) int64 labels.
-
-        Returns:
-            (B, C, H, W) float32, the network's estimate of the clean latents.
-        """
+        """D_x = x_t - t v. Arguments and result are those of `edm.EDM.denoise`: x is x_t, and t, (B,) in [0, 1], the level."""
         return x - t.reshape(-1, 1, 1, 1) * self.velocity(net, x, t, y, **net_kwargs)
 
     def loss(self, net: Callable[..., Tensor], x: Tensor, y: Tensor, random: SampleRandom, **net_kwargs) -> Tensor:
@@ -83,10 +66,7 @@ class SiT:
         The cosine term is LightningDiT's (arXiv 2501.01423; from FasterDiT, arXiv 2410.10356): cosine_weight times
         1 - cos(v, eps - x), the cosine over the C channels of each position, averaged over H and W.
 
-        Args:
-            x: (B, C, H, W) float32, clean latents.
-            y: (B,) int64 labels.
-            random: source of t, then of the noise, for B samples.
+        Arguments are those of `edm.EDM.loss`; `random` gives t, then the noise.
         """
         t = random.rand() if self.timestep == "uniform" else (self.logit_mean + self.logit_std * random.randn()).sigmoid()  # (B,)
         eps = random.randn(*x.shape[1:])
@@ -97,12 +77,6 @@ class SiT:
         return loss
 
     @torch.no_grad()
-    def sample(
-        self,
-        denoiser: Callable[[Tensor, Tensor, Tensor], Tensor],
-        noise: Tensor,
-        y: Tensor,
-        random: SampleRandom | None = None,
-    ) -> Tensor:
+    def sample(self, denoiser: Callable[..., Tensor], noise: Tensor, y: Tensor, random: SampleRandom | None = None) -> Tensor:
         """(B, C, H, W) unit normal noise -> latents. See `FlowSampler`."""
         return self.sampler(denoiser, noise, y, random)

@@ -1,5 +1,5 @@
 """Samplers of the linear path (SiT, arXiv 2401.08740, sections 2.2 and 2.4): Euler and Heun along the probability-flow ODE,
-Euler-Maruyama along the reverse SDE. t runs from 1 (noise) down to 0 (data).
+Euler-Maruyama along the reverse SDE. t goes from 1 (noise) down to 0 (data).
 
 They need only D_x = E[x | x_t] of the model, so guidance, which combines denoised estimates, works as for EDM:
 
@@ -11,12 +11,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-SOLVERS = ("euler", "heun", "euler_maruyama")
-LAST_STEPS = ("mean", "tweedie")
+from common.checks import MAX_NUM_STEPS, check_settings
+from common.randomness import SampleRandom
+
 # Half of SiT's diffusion coefficient w(t), before diffusion_norm: the forms of the published code with its time reversed.
 DIFFUSION_FORMS: dict[str, Callable[[float], float]] = {
     "sigma": lambda t: t,
@@ -30,44 +33,37 @@ DIFFUSION_FORMS: dict[str, Callable[[float], float]] = {
 
 @dataclass(frozen=True)
 class FlowSampler:
-    """Solve from t = 1 to 0.
-
-    ODE: dx/dt = v. SDE, backwards in t: dx = (v - w/2 score) dt + sqrt(w) dW, which has the same marginals for every
-    w(t) >= 0 (SiT, section 2.2).
+    """ODE: dx/dt = v. SDE, backwards in t: dx = (v - w/2 score) dt + sqrt(w) dW, with the same marginals for every w(t) >= 0.
 
     Attributes:
-        num_steps: steps in t. Evaluations of the denoiser: num_steps, and 2 * num_steps - 1 for heun, whose last step is
-            Euler's, because the velocity of a denoiser does not exist at t = 0.
+        num_steps: steps in t; num_steps evaluations of the denoiser, for heun, whose last step is Euler's, 2 * num_steps - 1.
         solver: `euler` or `heun` (ODE, deterministic), or `euler_maruyama` (SDE).
         timestep_shift: s in t' = t / (s + (1 - s) t), which moves the evenly spaced t of the ODE's steps; 1 leaves them, below 1
-            puts more of them at high noise. It is LightningDiT's timestep_shift: in its clock u = 1 - t the same is
-            u' = s u / (1 + (s - 1) u). SD3's shift (arXiv 2403.03206, section 5.3.2) is 1 / s.
+            puts more of them at high noise. It is LightningDiT's; SD3's shift (arXiv 2403.03206, section 5.3.2) is 1 / s.
 
     For the SDE only:
-        diffusion_form, diffusion_norm: w(t) = 2 * diffusion_norm * form(t), as in SiT's published code (its `sigma` with norm
-            1 is w = 2 sigma_t). Differs: w/2 never exceeds t^2 / step, beyond which the score term, whose slope reaches
-            1 / t^2, would overshoot.
+        diffusion_form, diffusion_norm: w(t) = 2 * diffusion_norm * form(t), as in SiT's published code. Differs: w/2 never
+            exceeds t^2 / step, beyond which the score term, whose slope reaches 1 / t^2, would overshoot.
         last_step_size: the t at which the last step starts; the other steps divide the rest evenly.
         last_step: `mean` is a step without its noise, `tweedie` returns D_x (the same as a last step of the ODE).
     """
 
     num_steps: int = 40
-    solver: str = "heun"
+    solver: Literal["euler", "heun", "euler_maruyama"] = "heun"
     timestep_shift: float = 1.0
-    diffusion_form: str = "sigma"
+    diffusion_form: Literal[tuple(DIFFUSION_FORMS)] = "sigma"
     diffusion_norm: float = 1.0
     last_step_size: float = 0.04
-    last_step: str = "mean"
+    last_step: Literal["mean", "tweedie"] = "mean"
 
     def __post_init__(self):
-        choices = (("solver", SOLVERS), ("diffusion_form", DIFFUSION_FORMS), ("last_step", LAST_STEPS))
-        for name, known in choices:
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; choose one of {', '.join(known)}")
-        if self.num_steps < 1 or self.diffusion_norm < 0 or not 0 < self.last_step_size < 1 or self.timestep_shift <= 0:
-            raise ValueError(
-                f"{self} needs num_steps >= 1, diffusion_norm >= 0, last_step_size between 0 and 1 and timestep_shift above 0"
-            )
+        check_settings(
+            self,
+            positive=["timestep_shift"],
+            not_negative=["diffusion_norm"],
+            num_steps=(1 <= self.num_steps <= MAX_NUM_STEPS, f"1 to {MAX_NUM_STEPS}"),
+            last_step_size=(0 < self.last_step_size < 1, "a number above 0 and below 1"),
+        )
 
     def noise_levels(self) -> list[float]:
         """The num_steps values of t at which steps begin, from 1 downwards, then 0."""
@@ -81,62 +77,41 @@ class FlowSampler:
         """The values of t that the denoiser is called with, from 1 downwards."""
         return self.noise_levels()[:-1]
 
-    def __call__(
-        self,
-        denoiser: Callable[[Tensor, Tensor, Tensor], Tensor],
-        noise: Tensor,
-        y: Tensor,
-        random=None,
-    ) -> Tensor:
-        """Solve from t = 1 to 0.
+    def __call__(self, denoiser: Callable[..., Tensor], noise: Tensor, y: Tensor, random: SampleRandom | None = None) -> Tensor:
+        """Solve from t = 1 to 0. Arguments and result are those of `edm.sampler.HeunSampler`, with t in place of sigma.
 
-        Args:
-            denoiser: (x, t, y) -> D_x, for x (B, C, H, W) float32, t (B,) float32 and y (B,).
-            noise: (B, C, H, W), unit normal.
-            y: (B,) int64 labels, passed to the denoiser.
-            random: source of the SDE's noise, `random.randn(C, H, W)` -> (B, C, H, W).
-
-        Returns:
-            (B, C, H, W) float32 latents. The solver's state is float64 if the device has it.
-
-        Raises:
-            ValueError: the SDE without random.
+        `random` is the source of the SDE's noise; the ODE needs none.
         """
-        if self.solver == "euler_maruyama" and random is None:
-            raise ValueError("solver=euler_maruyama adds noise: pass random, or set solver=heun")
         dtype = torch.float32 if noise.device.type == "mps" else torch.float64  # MPS has no float64
 
         def denoised(x: Tensor, t: float) -> Tensor:
             ts = torch.full((len(x),), t, dtype=torch.float32, device=x.device)
             return denoiser(x.float(), ts, y).to(dtype)
 
-        step = {"euler": self._euler, "heun": self._heun, "euler_maruyama": self._euler_maruyama}[self.solver]
-        levels = self.noise_levels()
         x = noise.to(dtype)
-        for t_cur, t_next in zip(levels[:-1], levels[1:]):
-            x = step(denoised, x, t_cur, t_next, random)
+        for t_cur, t_next in pairwise(self.noise_levels()):
+            D_x = denoised(x, t_cur)
+            if self.solver == "euler_maruyama":
+                x = self._sde_step(x, D_x, t_cur, t_next, random)
+            elif self.solver == "euler":
+                x = x + (t_next - t_cur) * (x - D_x) / t_cur
+            else:
+                v_cur = (x - D_x) / t_cur
+                x_next = x + (t_next - t_cur) * v_cur
+                if t_next > 0:  # the velocity of a denoiser does not exist at t = 0
+                    v_next = (x_next - denoised(x_next, t_next)) / t_next
+                    x_next = x + (t_next - t_cur) * (v_cur + v_next) / 2
+                x = x_next
         return x.float()
 
-    @staticmethod
-    def _euler(denoised, x: Tensor, t_cur: float, t_next: float, random) -> Tensor:
-        return x + (t_next - t_cur) * (x - denoised(x, t_cur)) / t_cur
-
-    @staticmethod
-    def _heun(denoised, x: Tensor, t_cur: float, t_next: float, random) -> Tensor:
-        v_cur = (x - denoised(x, t_cur)) / t_cur
-        x_next = x + (t_next - t_cur) * v_cur
-        if t_next > 0:
-            v_next = (x_next - denoised(x_next, t_next)) / t_next
-            x_next = x + (t_next - t_cur) * (v_cur + v_next) / 2
-        return x_next
-
-    def _euler_maruyama(self, denoised, x: Tensor, t_cur: float, t_next: float, random) -> Tensor:
-        D_x, step = denoised(x, t_cur), t_cur - t_next
+    def _sde_step(self, x: Tensor, D_x: Tensor, t_cur: float, t_next: float, random: SampleRandom) -> Tensor:
+        """Euler-Maruyama."""
         if t_next == 0 and self.last_step == "tweedie":
             return D_x
+        step = t_cur - t_next
         half_w = min(self.diffusion_norm * DIFFUSION_FORMS[self.diffusion_form](t_cur), t_cur**2 / step)
         score = -(x - (1 - t_cur) * D_x) / t_cur**2
         mean = x - step * ((x - D_x) / t_cur - half_w * score)
         if t_next == 0:
             return mean
-        return mean + math.sqrt(2 * half_w * step) * random.randn(*x.shape[1:]).to(dtype=x.dtype)
+        return mean + math.sqrt(2 * half_w * step) * random.randn(*x.shape[1:]).to(x.dtype)

@@ -111,4 +111,4 @@ def metrics(run):
 
 
 def losses(run):
-    return {record["step"]: record["loss"] for record in metrics(run)}
+    return {record["step"]: record["loss"] for record in metrics(run) if "loss" in record}

@@ -8,6 +8,9 @@ import torch
 from edm import EDM
 from edm.sampler import HeunSampler
 
+MEAN, STD = 0.3, 0.5  # of the toy data, one Gaussian
+LABELS = torch.zeros(4, dtype=torch.int64)
+
 
 class ListedRandom:
     """Gives out prepared numbers, in order."""
@@ -15,18 +18,24 @@ class ListedRandom:
     def __init__(self, *tensors):
         self.tensors = list(tensors)
 
+    def rand(self):
+        return self.tensors.pop(0)
+
     def randn(self, *shape):
         tensor = self.tensors.pop(0)
         assert tensor.shape[1:] == shape
         return tensor
 
 
-def test_coefficients_are_those_of_table_1():
-    c_skip, c_out, c_in, c_noise = EDM(sigma_data=0.5).coefficients(torch.tensor([1.2, 0.5]))
-    assert c_skip.tolist() == pytest.approx([0.25 / 1.69, 0.5])
-    assert c_out.tolist() == pytest.approx([0.6 / 1.3, 0.25 / math.sqrt(0.5)])
-    assert c_in.tolist() == pytest.approx([1 / 1.3, math.sqrt(2)])
-    assert c_noise.tolist() == pytest.approx([math.log(1.2) / 4, math.log(0.5) / 4])
+class GeneratorRandom:
+    """Counts its calls."""
+
+    def __init__(self, batch, seed):
+        self.batch, self.generator, self.count = batch, torch.Generator().manual_seed(seed), 0
+
+    def randn(self, *shape):
+        self.count += 1
+        return torch.randn(self.batch, *shape, generator=self.generator)
 
 
 def test_denoise_scales_input_and_output_of_the_network():
@@ -49,21 +58,12 @@ def test_loss_is_the_weighted_squared_error_per_sample():
     edm = EDM(sigma_data=0.5, P_mean=-1.0, P_std=2.0)
     x = torch.tensor([[[[1.0, -1.0]]], [[[0.5, 2.0]]]])
     draws, noise = torch.tensor([0.5, 1.0]), torch.tensor([[[[1.0, 2.0]]], [[[-1.0, 0.0]]]])
-    loss = edm.loss(lambda x, t, y: torch.zeros_like(x), x, torch.zeros(2, dtype=torch.int64), ListedRandom(draws, noise))
+    loss = edm.loss(lambda x, t, y: torch.zeros_like(x), x, LABELS[:2], ListedRandom(draws, noise))
     expected = []
     for sigma, clean, eps in ((1.0, (1.0, -1.0), (1.0, 2.0)), (math.e, (0.5, 2.0), (-1.0, 0.0))):
         c_skip, weight = 0.25 / (sigma**2 + 0.25), (sigma**2 + 0.25) / (0.5 * sigma) ** 2
         expected.append(weight * sum((c_skip * (a + sigma * b) - a) ** 2 for a, b in zip(clean, eps)) / 2)
     assert loss.tolist() == pytest.approx(expected, rel=1e-5)
-
-
-def test_loss_has_unit_expectation_for_gaussian_data_and_a_zero_network():
-    # The preconditioning is chosen so that the effective target has unit variance (EDM, appendix B.6).
-    g = torch.Generator().manual_seed(0)
-    x = 0.5 * torch.randn(20000, 1, 2, 2, generator=g)
-    random = ListedRandom(torch.randn(20000, generator=g), torch.randn(20000, 1, 2, 2, generator=g))
-    loss = EDM().loss(lambda x, t, y: torch.zeros_like(x), x, torch.zeros(20000, dtype=torch.int64), random)
-    assert loss.mean().item() == pytest.approx(1.0, abs=0.02)
 
 
 def test_noise_levels_follow_equation_5():
@@ -72,108 +72,59 @@ def test_noise_levels_follow_equation_5():
     assert HeunSampler(num_steps=1).noise_levels() == pytest.approx([80.0, 0.0])
 
 
-MEAN, STD = 0.3, 0.5
-
-
 def gaussian_denoiser(x, sigma, y):
     """The posterior mean of N(MEAN, STD^2) data."""
     s2 = sigma.double().reshape(-1, 1, 1, 1) ** 2
     return (STD**2 * x.double() + s2 * MEAN) / (STD**2 + s2)
 
 
-def solve_gaussian(num_steps):
-    noise = torch.randn(4, 2, 3, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    sampler = HeunSampler(num_steps=num_steps, sigma_max=10.0)
-    out = sampler(gaussian_denoiser, noise, torch.zeros(4, dtype=torch.int64))
-    exact = MEAN + (10.0 * noise - MEAN) * STD / math.sqrt(STD**2 + 10.0**2)
-    return (out - exact).abs().max().item()
-
-
 def test_sampler_converges_to_the_exact_solution_at_second_order():
-    errors = [solve_gaussian(n) for n in (24, 48, 96)]
+    noise = torch.randn(4, 2, 3, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    exact = MEAN + (10.0 * noise - MEAN) * STD / math.sqrt(STD**2 + 10.0**2)
+    errors = [
+        (HeunSampler(num_steps, sigma_max=10.0)(gaussian_denoiser, noise, LABELS) - exact).abs().max().item()
+        for num_steps in (24, 48, 96)
+    ]
     assert errors[2] < 2e-3
     assert errors[0] / errors[1] == pytest.approx(4, rel=0.25)
     assert errors[1] / errors[2] == pytest.approx(4, rel=0.15)
 
 
-def test_sampler_evaluates_the_denoiser_twice_a_step_but_for_the_last():
-    calls = []
-
-    def denoiser(x, sigma, y):
-        calls.append((x.dtype, sigma.tolist(), y.tolist()))
-        return torch.zeros_like(x)
-
-    HeunSampler(num_steps=5)(denoiser, torch.randn(2, 1, 2, 2), torch.tensor([3, 4]))
-    assert len(calls) == 9
-    assert all(dtype == torch.float32 and labels == [3, 4] for dtype, _, labels in calls)
-    assert calls[0][1] == [80.0, 80.0] and calls[-1][1] == pytest.approx([0.002, 0.002])
-
-
-class GeneratorRandom:
-    def __init__(self, batch, seed):
-        self.batch, self.generator = batch, torch.Generator().manual_seed(seed)
-
-    def randn(self, *shape):
-        return torch.randn(self.batch, *shape, generator=self.generator)
-
-
 def test_churn_keeps_the_distribution_of_the_data():
     noise = torch.randn(20000, 1, 1, 1, generator=torch.Generator().manual_seed(0))
-    y = torch.zeros(20000, dtype=torch.int64)
-    sampler = HeunSampler(num_steps=80, S_churn=40.0)
-    random = GeneratorRandom(20000, 1)
-    out = sampler(gaussian_denoiser, noise, y, random)
+    out = HeunSampler(num_steps=80, S_churn=40.0)(gaussian_denoiser, noise, LABELS, GeneratorRandom(20000, 1))
     assert out.mean().item() == pytest.approx(MEAN, abs=0.02)
     assert out.std().item() == pytest.approx(STD, rel=0.03)
-    deterministic = HeunSampler(num_steps=80)(gaussian_denoiser, noise, y)
+    deterministic = HeunSampler(num_steps=80)(gaussian_denoiser, noise, LABELS)
     assert (out - deterministic).abs().mean() > 0.1
 
 
-def test_churn_adds_noise_only_between_s_min_and_s_max():
-    class Counting(GeneratorRandom):
-        count = 0
+@pytest.mark.parametrize("churn", [0.0, 4.0])
+def test_the_denoiser_is_called_at_the_levels_that_the_sampler_names_and_noise_added_between_s_min_and_s_max(churn):
+    sampler, random, seen = HeunSampler(num_steps=8, S_churn=churn, S_min=0.05, S_max=20.0), GeneratorRandom(4, 0), []
 
-        def randn(self, *shape):
-            self.count += 1
-            return super().randn(*shape)
+    def denoiser(x, sigma, y):
+        assert x.dtype == sigma.dtype == torch.float32 and sigma.shape == (4,) and y is LABELS
+        seen.append(sigma[0].item())
+        return gaussian_denoiser(x, sigma, y)
 
-    sampler = HeunSampler(num_steps=8, S_churn=4.0, S_min=0.05, S_max=20.0)
-    random = Counting(2, 0)
-    sampler(gaussian_denoiser, torch.randn(2, 1, 2, 2), torch.zeros(2, dtype=torch.int64), random)
-    assert random.count == sum(0.05 <= level <= 20.0 for level in sampler.noise_levels()[:-1]) > 0
-    with pytest.raises(ValueError, match="S_churn=4.0 adds noise: pass random"):
-        sampler(gaussian_denoiser, torch.randn(2, 1, 2, 2), torch.zeros(2, dtype=torch.int64))
+    out = EDM(sampler=sampler).sample(denoiser, torch.randn(4, 1, 2, 2), LABELS, random)
+    assert len(seen) == 15 and out.dtype == torch.float32
+    assert sorted(set(seen), reverse=True) == pytest.approx(sampler.evaluated_levels())
+    inside = sum(0.05 <= level <= 20.0 for level in sampler.noise_levels()[:-1])
+    assert random.count == (inside if churn else 0) and 0 < inside < 8
 
 
 def test_every_step_gets_its_share_of_the_churn_below_the_limit():
     # Algorithm 2: gamma = S_churn / num_steps, here 2 / 8, below its limit of sqrt(2) - 1 and S_churn itself above it.
-    sampler = HeunSampler(num_steps=8, S_churn=2.0, S_noise=1.5)
-    calls = []
+    sampler, calls = HeunSampler(num_steps=8, S_churn=2.0, S_noise=1.5), []
 
     def denoiser(x, sigma, y):
         calls.append((x[0].item(), sigma[0].item()))
         return torch.zeros_like(x)
 
-    class Ones:
-        def randn(self, *shape):
-            return torch.ones(1, *shape)
-
-    sampler(denoiser, torch.full((1, 1, 1, 1), 3.0), torch.zeros(1, dtype=torch.int64), Ones())
+    sampler(denoiser, torch.full((1, 1, 1, 1), 3.0), LABELS[:1], ListedRandom(*[torch.ones(1, 1, 1, 1)] * 8))
     euler_steps = [sigma for _, sigma in calls[::2]]  # every second call is the correction's
     assert euler_steps == pytest.approx([1.25 * sigma for sigma in sampler.noise_levels()[:-1]])
     assert calls[0][0] == pytest.approx(3.0 * 80 + 1.5 * math.sqrt((1.25 * 80) ** 2 - 80**2))
-    assert sampler.sigma_hat(80.0) == pytest.approx(100.0)
-
-
-@pytest.mark.parametrize("churn", [0.0, 4.0])
-def test_the_denoiser_is_called_at_the_levels_that_the_sampler_names(churn):
-    sampler = HeunSampler(num_steps=8, S_churn=churn, S_min=0.05, S_max=20.0)
-    seen = set()
-    sampler(
-        lambda x, sigma, y: seen.add(sigma[0].item()) or gaussian_denoiser(x, sigma, y),
-        torch.randn(2, 1, 2, 2),
-        torch.zeros(2, dtype=torch.int64),
-        GeneratorRandom(2, 0),
-    )
-    assert sorted(seen, reverse=True) == pytest.approx(sampler.evaluated_levels())
-    assert len(seen) == len(sampler.evaluated_levels()) >= 8
+    assert HeunSampler(num_steps=8, S_churn=8.0).sigma_hat(10.0) == pytest.approx(10 * math.sqrt(2))

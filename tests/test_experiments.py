@@ -7,6 +7,7 @@ import torch
 from conftest import checked, composed
 from hydra.core.config_store import ConfigStore
 
+from common.errors import UserError
 from configs import experiments
 from configs.experiments import ROWS
 from extras.report.experiments import change_words, changes_of
@@ -63,6 +64,8 @@ def test_no_two_rows_share_a_name_or_run_and_only_the_named_ones_are_registered(
 
     assert registered("seed=1") == registered("experiment=null") == {}
     found = registered("experiment=table2/dit_b2,selection_rate/50", "seed=0,1")
+    with pytest.raises(UserError, match="experiment=table2/dit_b3 is not a row .*nearest: table2/dit_b2"):
+        experiments.register(["experiment=table2/dit_b3"])
     assert {*found} == {"table2", "selection_rate"} and [*found["table2"]] == ["dit_b2.yaml"]
 
 

@@ -21,9 +21,7 @@ import sample as sample_script
 from common import files
 from common.errors import UserError
 from configs import schema
-from configs.settings import Count, Settings
 from evaluations.npz import write_npz
-from extras.benchmarks import harness
 from latents.prepare.write import ShardWriter
 from latents.shards import LatentDataset, ShardInfo, write_shard
 from latents.webdataset import TarIndex
@@ -140,16 +138,6 @@ def test_a_run_removes_what_an_interrupted_save_left_also_when_it_is_complete(tr
     train("run", "train.num_steps=1")
     assert not any(path.exists() for path in left)
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_0000001"]
-
-
-def test_an_interrupted_measurement_leaves_the_earlier_report(tmp_path):
-    class Measured(Settings):
-        output: str
-        rounds: Count = 1
-
-    (tmp_path / "r.md").write_text("earlier")
-    harness.Report("title", Measured(output=str(tmp_path / "r")), torch.device("cpu"))
-    assert (tmp_path / "r.md").read_text() == "earlier" and (tmp_path / "r.jsonl").read_text() == ""
 
 
 # ----------------------------------------------------------------------------------------------------------------------

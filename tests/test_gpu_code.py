@@ -3,7 +3,6 @@
 import pytest
 import torch
 from gpu.runs import SMALL
-from gpu.test_evaluation import test_features_are_those_of_the_cpu_in_either_memory_format  # noqa: F401
 from gpu.test_numerics import *  # noqa: F403
 from gpu.test_runs import *  # noqa: F403
 from gpu.test_steps import *  # noqa: F403

@@ -8,15 +8,15 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from conftest import LAUNCH_2, composed, finish, forget_accelerate, start
+from conftest import LAUNCH_2, checked, finish, forget_accelerate, run_train, start
 from PIL import Image
 
 import dit
 import guidance as guidances
-from configs import schema
+import sample as script
+from common.errors import UserError
 from latents.autoencoders import Identity
-from sampling.sampler import ImageSampler
-from training import build
+from sampling.sampler import ImageSampler, labelled_grid
 from training import checkpoint as checkpoints
 from training.ema import EMA
 from training.speed import compile_network
@@ -24,19 +24,23 @@ from training.speed import compile_network
 FEW = ["num_steps=3", "cpu_threads=1"]
 
 
-@pytest.fixture
-def trained(train):
-    """A run of two steps whose weights matter: the output layers of a fresh network are zero."""
-    return train("run", "train.num_steps=2", "train.lr=1e-2")
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Runs of two steps whose weights matter: the output layers of a fresh network are zero. Nobody writes to them."""
+    folder, settings = tmp_path_factory.mktemp("runs"), ["train.num_steps=2", "train.lr=1e-2"]
+    return {
+        "edm": run_train(folder, "edm", *settings, "checkpoint.every=1"),
+        "sit": run_train(folder, "sit", *settings, "diffusion=sit"),
+        "dense": run_train(folder, "dense", *settings, "model=dit", "model.backbone=DiT-XS/4"),
+    }
 
 
 @pytest.fixture
-def sample(trained, tmp_path):
-    import sample as script
-
-    def run(output, *overrides, checkpoint=trained):
+def sample(runs, tmp_path):
+    def run(output, *overrides, checkpoint=None):
         forget_accelerate()
-        script.main(composed([f"checkpoint={checkpoint}", f"output={tmp_path / output}", *FEW, *overrides], "sample"))
+        where = [f"checkpoint={checkpoint or runs['edm']}", f"output={tmp_path / output}"]
+        script.main(checked([*where, *FEW, *overrides], "sample"))
         return {path.name: np.asarray(Image.open(path)) for path in sorted((tmp_path / output).glob("seed_*.png"))}
 
     return run
@@ -50,29 +54,42 @@ def assert_same_images(first, second):
         assert difference.max() <= 1 and (difference > 0).mean() < 0.02, name
 
 
+def assert_all_differ(first, second):
+    assert all((first[name] != second[name]).any() for name in first)
+
+
 def test_an_image_depends_on_its_seed_and_not_on_its_batch(sample):
     together = sample("together", "seeds=0-6")
     assert len({image.tobytes() for image in together.values()}) == 7
     assert_same_images(together, sample("apart", "seeds=0-6", "batch_size=2"))
     some = sample("some", "seeds=[5,2]", "batch_size=1")
     assert_same_images(some, {name: together[name] for name in some})
+    assert_all_differ(some, sample("raw", "seeds=[5,2]", "weights=raw"))
+    labels = [re.search(r"class_(\d+)", name)[1] for name in together]
+    assert len(set(labels)) > 2  # random, but fixed by the seed
 
 
-def test_churn_and_guidance_depend_on_the_seed_too(sample):
-    settings = ["S_churn=2", "guidance=cfg", "cfg_scale=2"]
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["S_churn=2", "guidance=cfg", "cfg_scale=2"],
+        ["guidance=sparse", "guidance.w=2", "guidance.r_strong=0.25", "guidance.subset=redraw"],
+        ["guidance=sparse", "guidance.w=2", "guidance.subset=fixed"],
+    ],
+)
+def test_churn_and_guidance_depend_on_the_seed_too(sample, settings):
     together = sample("together", "seeds=0-3", *settings)
     assert_same_images(together, sample("apart", "seeds=0-3", "batch_size=1", *settings))
-    plain = sample("plain", "seeds=0-3")
-    assert all((together[name] != plain[name]).any() for name in plain)
+    assert_all_differ(together, sample("plain", "seeds=0-3"))
 
 
-def test_a_compiled_network_samples_the_same_images(sample, monkeypatch):
-    plain = sample("plain", "seeds=0-1")
-    compiled = []
-    compile_function = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, **how: compiled.append(f) or compile_function(f, **how))
-    assert_same_images(plain, sample("fast", "seeds=0-1", "compile=blocks"))
-    assert len(compiled) == 12
+def test_the_cost_is_stated(sample, caplog):
+    caplog.set_level("INFO")
+    sample("sparse", "seeds=0-1", "guidance=sparse", "guidance.w=2", "guidance.r_strong=0.25")
+    # 3 noise levels are 5 evaluations of two branches.
+    assert re.search(r"10 network evaluations and [\d.]+ GFLOPs per image; .* takes [\d.]+% fewer FLOPs than class", caplog.text)
+    sample("interval", "seeds=0-1", "guidance=interval", "cfg_scale=2", "guidance.level_lo=0", "guidance.level_hi=0.01")
+    assert "cost     7 network evaluations" in caplog.text  # the last level is evaluated twice
 
 
 def test_a_compiled_network_meets_one_size_of_batch_and_weights_that_come_and_go(monkeypatch):
@@ -82,7 +99,7 @@ def test_a_compiled_network_meets_one_size_of_batch_and_weights_that_come_and_go
     torch.compiler.reset()
     net = dit.DiT(input_size=4, patch_size=2, in_channels=1, num_classes=3, depth=2, width=16, num_heads=2, init="official_tread")
     ema = EMA(net, 0.9)
-    diffusion = build.build_diffusion(schema.check(composed(["diffusion.sampler.num_steps=2"]), schema.TrainConfig).diffusion)
+    diffusion = checked(["diffusion.sampler.num_steps=2"]).diffusion
     guidance = partial(guidances.cfg, cfg_scale=2.0)
     shape = {"latent_shape": (1, 4, 4), "num_classes": 3, "scale_factor": 1.0, "device": torch.device("cpu")}
     with torch._dynamo.config.patch():
@@ -102,70 +119,34 @@ def test_a_compiled_network_meets_one_size_of_batch_and_weights_that_come_and_go
     assert sampler.evaluations_per_image == plain.evaluations_per_image
 
 
-@pytest.mark.parametrize("subset", ["redraw", "fixed"])
-def test_sparse_guidance_depends_on_the_seed_and_states_its_cost(sample, caplog, subset):
-    caplog.set_level("INFO")
-    settings = ["guidance=sparse", "guidance.w=2", "guidance.r_strong=0.25", f"guidance.subset={subset}"]
-    together = sample("together", "seeds=0-3", *settings)
-    # 3 noise levels are 5 evaluations of two branches.
-    assert re.search(r"10 network evaluations and [\d.]+ GFLOPs per image; .* takes [\d.]+% fewer FLOPs than class", caplog.text)
-    assert_same_images(together, sample("apart", "seeds=0-3", "batch_size=1", *settings))
-    plain = sample("plain", "seeds=0-3")
-    assert all((together[name] != plain[name]).any() for name in plain)
-
-
-def test_an_interval_of_nothing_more_than_the_last_level_costs_one_more_evaluation(sample, caplog):
-    caplog.set_level("INFO")
-    sample("out", "seeds=0-1", "guidance=interval", "cfg_scale=2", "guidance.level_lo=0", "guidance.level_hi=0.01")
-    assert "cost     7 network evaluations" in caplog.text  # the last level is evaluated twice
-
-
-def test_a_sit_run_samples_with_every_solver_and_refuses_edms_settings(train, sample):
-    sit = train("sit", "diffusion=sit", "train.num_steps=2", "train.lr=1e-2")
-    images = {}
+def test_a_sit_run_samples_with_every_solver(runs, sample):
+    sit = runs["sit"]
     for solver in ("euler", "heun", "euler_maruyama"):
-        images[solver] = sample(solver, "seeds=0-3", f"solver={solver}", checkpoint=sit)
-        assert_same_images(images[solver], sample(f"{solver}_1", "seeds=0-3", "batch_size=1", f"solver={solver}", checkpoint=sit))
-    guided = sample("cfg", "seeds=0-3", "guidance=cfg", "cfg_scale=3", checkpoint=sit)
-    assert all((guided[name] != images["heun"][name]).any() for name in guided)
-    with pytest.raises(ValueError, match="S_churn=2 is not a setting of the sampler of diffusion=sit"):
+        images = sample(solver, "seeds=0-3", f"solver={solver}", checkpoint=sit)
+        assert_same_images(images, sample(f"{solver}_1", "seeds=0-3", "batch_size=1", f"solver={solver}", checkpoint=sit))
+    with pytest.raises(UserError, match="S_churn is not a key"):
         sample("churn", "S_churn=2", checkpoint=sit)
-    with pytest.raises(ValueError, match="solver=euler is not a setting of the sampler of diffusion=edm"):
-        sample("solver", "solver=euler")
-    with pytest.raises(
-        ValueError, match="guidance.level_hi=2 is outside the sampler of diffusion=sit, whose t goes from 1 to 0.333"
-    ):
-        sample("interval", "guidance=interval", "guidance.level_lo=0", "guidance.level_hi=2", checkpoint=sit)
 
 
-def test_autoguidance_takes_a_second_checkpoint_of_the_same_latents_and_diffusion(train, sample, trained, tmp_path):
+def test_autoguidance_takes_a_second_checkpoint_of_the_same_latents_and_diffusion(runs, sample):
     plain = sample("plain", "seeds=0-3")
-    itself = sample("itself", "seeds=0-3", "guidance=autoguidance", f"guidance.checkpoint={trained}")
-    assert_same_images(plain, itself)
-    weak = train("weak", "train.num_steps=1", "train.lr=1e-2", "model.backbone=DiT-XS/4", "model=dit")
-    guided = sample("guided", "seeds=0-3", "guidance=autoguidance", f"guidance.checkpoint={weak}")
-    assert all((guided[name] != plain[name]).any() for name in plain)
-    sit = train("sit", "train.num_steps=1", "diffusion=sit")
-    for checkpoint, message in (
-        (sit, "guidance.checkpoint=.*sit has diffusion.name=sit, and the network that it is to guide edm"),
-        (tmp_path / "nowhere", "guidance.checkpoint: .*nowhere is not a folder"),
-    ):
-        with pytest.raises(ValueError, match=message):
+    assert_same_images(plain, sample("itself", "seeds=0-3", "guidance=autoguidance", f"guidance.checkpoint={runs['edm']}"))
+    assert_all_differ(plain, sample("guided", "seeds=0-3", "guidance=autoguidance", f"guidance.checkpoint={runs['dense']}"))
+    for checkpoint, words in ((runs["sit"], "diffusion.name: 'sit' -> 'edm'"), ("nowhere", "guidance.checkpoint")):
+        with pytest.raises(UserError, match=words):
             sample("wrong", "guidance=autoguidance", f"guidance.checkpoint={checkpoint}")
 
 
-def test_sparse_guidance_of_a_network_without_routes_uses_treads_and_warns(train, sample, caplog):
-    dense = train("dense", "model=dit", "train.num_steps=2", "train.lr=1e-2")
-    plain = sample("plain", "seeds=0-1", checkpoint=dense)
-    sparse = sample("sparse", "seeds=0-1", "guidance=sparse", "guidance.w=3", checkpoint=dense)
-    assert all((sparse[name] != plain[name]).any() for name in plain)
-    assert "trained without routes" in caplog.text and "skip blocks 2 to -4" in caplog.text
+def test_sparse_guidance_of_a_network_without_routes_uses_treads(runs, sample):
+    plain = sample("plain", "seeds=0-1", checkpoint=runs["dense"])
+    sparse = sample("sparse", "seeds=0-1", "guidance=sparse", "guidance.w=3", checkpoint=runs["dense"])
+    assert_all_differ(plain, sparse)
 
 
-def test_two_processes_make_the_images_of_one(sample, trained, tmp_path):
+def test_two_processes_make_the_images_of_one(runs, sample, tmp_path):
     one = sample("one", "seeds=0-4", "classes=0-9")
     output = tmp_path / "two"
-    arguments = ["sample.py", f"checkpoint={trained}", f"output={output}", "seeds=0-4", "classes=0-9", *FEW]
+    arguments = ["sample.py", f"checkpoint={runs['edm']}", f"output={output}", "seeds=0-4", "classes=0-9", *FEW]
     code, text = finish(start(*arguments, launcher=LAUNCH_2))
     assert code == 0, text
     two = {path.name: np.asarray(Image.open(path)) for path in sorted(output.glob("seed_*.png"))}
@@ -180,7 +161,6 @@ def test_the_npz_is_what_adm_reads(sample, tmp_path):
         assert file["labels"].tolist() == [3, 7, 3, 7, 3] and file["labels"].dtype == np.int64
         assert np.array_equal(file["arr_0"], np.stack(list(images.values())))
     assert list(images) == [f"seed_{seed:06d}_class_{label:03d}.png" for seed, label in enumerate([3, 7, 3, 7, 3])]
-    assert Image.open(tmp_path / "out" / "grid_0-4.png").size[0] > 5 * 64
 
 
 def test_interrupted_sampling_goes_on_with_the_missing_seeds(sample, tmp_path):
@@ -191,85 +171,51 @@ def test_interrupted_sampling_goes_on_with_the_missing_seeds(sample, tmp_path):
     (tmp_path / "out" / f".tmp_{names[4]}").write_bytes(b"torn")
     assert_same_images(before, sample("out", "seeds=0-4"))
     assert [name for name in names if (tmp_path / "out" / name).stat().st_mtime_ns != times[name]] == [names[3]]
-
-
-def test_images_of_other_settings_are_not_mixed(sample, tmp_path):
-    sample("out", "seeds=0-1")
-    with pytest.raises(ValueError, match=r"holds images of other settings \(sampler.S_churn: 0.0 -> 2.*choose another output="):
+    with pytest.raises(UserError, match="sampler.S_churn: 0.0 -> 2"):
         sample("out", "seeds=0-1", "S_churn=2")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("precious")
-    with pytest.raises(ValueError, match="is not empty and not made by sample.py"):
+    with pytest.raises(UserError, match="mine is not empty"):
         sample("mine", "seeds=0-1")
 
 
-def test_a_checkpoint_folder_alone_is_enough(sample, trained, tmp_path):
-    (newest,) = checkpoints.list_steps(trained / "checkpoints").values()
-    from_run = sample("from_run", "seeds=0-1")
-    shutil.move(newest, tmp_path / "alone")
-    shutil.rmtree(trained)
-    assert_same_images(from_run, sample("from_folder", "seeds=0-1", checkpoint=tmp_path / "alone"))
+def test_without_an_output_the_folder_says_what_it_holds(runs, tmp_path):
+    copy = tmp_path / "run"
+    shutil.copytree(runs["edm"], copy)
+    for scale in ("2", "2.0", "3"):
+        forget_accelerate()
+        script.main(checked([f"checkpoint={copy}", *FEW, "seeds=0-1", "guidance=cfg", f"cfg_scale={scale}"], "sample"))
+    names = sorted(path.name[:-6] for path in (copy / "generated").iterdir())
+    assert names == ["step_0000002_ema_cfg2_3steps_", "step_0000002_ema_cfg3_3steps_"]
 
 
-def test_raw_and_ema_weights_differ(sample):
-    ema, raw = sample("ema", "seeds=0-1"), sample("raw", "seeds=0-1", "weights=raw")
-    assert any((ema[name] != raw[name]).any() for name in set(ema) & set(raw))
+def test_a_checkpoint_folder_alone_is_enough(runs, sample, tmp_path):
+    shutil.copytree(runs["edm"] / "checkpoints" / "step_0000002", tmp_path / "alone")
+    assert_same_images(sample("from_run", "seeds=0-1"), sample("from_folder", "seeds=0-1", checkpoint=tmp_path / "alone"))
+    (tmp_path / "alone" / "ema.safetensors").unlink()
+    with pytest.raises(checkpoints.CheckpointError, match="ema.safetensors"):
+        sample("out", checkpoint=tmp_path / "alone")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("overrides", "words"),
     [
-        (["cfg_scale=2", "guidance=sparse"], "cfg_scale=2 needs guidance=cfg .*its own scale is guidance.w=1.5"),
-        (["guidance=sparse", "guidance.r_strong=0.6"], "guidance.r_strong=0.6 must be below guidance.r_weak=0.5"),
-        (["cfg_scale=2"], "cfg_scale=2 needs guidance=cfg or guidance=interval, not guidance=none"),
-        (["classes=[3,10]"], "class 10 does not exist; the model knows 0 to 9"),
-        (["seeds=5-"], "seeds='5-' is not accepted; use numbers and ranges"),
-        (["weights=best"], r"weights='best' is not accepted; use ema \| raw"),
-        (["batch_size=0"], "batch_size=0 is not accepted"),
-        (["compile=reduce-overhead"], "^compile=reduce-overhead records CUDA graphs, .* on the cpu; use blocks or default"),
+        (["cfg_scale=2", "guidance=sparse"], "cfg_scale=2 .*guidance=sparse"),
+        (["classes=[3,10]"], "class 10 .*0 to 9"),
+        (["seeds=5-"], "seeds: '5-'"),
+        (["weights=best"], "weights='best'"),
+        (["checkpoint=null"], "checkpoint=None"),
+        (["checkpoint=nowhere"], "checkpoint"),
     ],
 )
-def test_wrong_settings_are_refused_before_anything_is_written(sample, tmp_path, overrides, message):
-    with pytest.raises(ValueError, match=message):
+def test_wrong_settings_are_refused_before_anything_is_written(sample, tmp_path, overrides, words):
+    with pytest.raises(UserError, match=words):
         sample("out", *overrides)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_checkpoint_that_is_missing_or_altered_is_refused(sample, trained, tmp_path):
-    with pytest.raises(ValueError, match="checkpoint=None is not accepted; use the folder of a checkpoint"):
-        sample("out", "checkpoint=null")
-    with pytest.raises(ValueError, match="nowhere is not a folder"):
-        sample("out", checkpoint=tmp_path / "nowhere")
-    (newest,) = checkpoints.list_steps(trained / "checkpoints").values()
-    (newest / "ema.safetensors").unlink()
-    with pytest.raises(ValueError, match="ema.safetensors is missing"):
-        sample("out", checkpoint=newest)
-    assert not (tmp_path / "out").exists()
-
-
-def test_labels_are_random_but_fixed_by_the_seed(sample):
-    first, second = sample("a", "seeds=0-9"), sample("b", "seeds=9-9")
-    labels = [re.search(r"class_(\d+)", name)[1] for name in first]
-    assert len(set(labels)) > 3 and list(second)[0] == list(first)[9]
-
-
-def test_large_npz_files_are_streamed_and_checked(tmp_path):
-    from evaluations.npz import write_npz
-
-    images = [np.full((2, 2, 3), i, dtype=np.uint8) for i in range(3)]
-    write_npz(tmp_path / "a.npz", iter(images), (3, 2, 2, 3), np.arange(3))
-    with np.load(tmp_path / "a.npz") as file:
-        assert np.array_equal(file["arr_0"], np.stack(images))
-    with pytest.raises(ValueError, match="2 images instead of 3"):
-        write_npz(tmp_path / "b.npz", iter(images[:2]), (3, 2, 2, 3), np.arange(3))
-    with pytest.raises(ValueError, match="image 0 is float32"):
-        write_npz(tmp_path / "c.npz", iter([images[0].astype(np.float32)]), (1, 2, 2, 3), np.arange(1))
-    assert not (tmp_path / "b.npz").exists()
-
-
 def test_grids_show_every_image_with_its_label():
-    from sampling.sampler import labelled_grid
-
     grid = labelled_grid([np.full((8, 8, 3), 200, dtype=np.uint8)] * 3, [1, 2, 3], num_columns=2)
     pixels = np.asarray(grid)
     assert grid.size == (2 * 68 + 4, 2 * 82 + 4)
@@ -277,4 +223,4 @@ def test_grids_show_every_image_with_its_label():
     centres = [pixels[4 + r * 82 + 14 + 32, 4 + c * 68 + 32].tolist() for r, c in tiles]
     assert centres == [[200] * 3] * 3 + [[255] * 3]
     captions = [pixels[4 + r * 82 : 4 + r * 82 + 14, 4 + c * 68 : 40 + c * 68] for r, c in tiles]
-    assert [caption.min() < 100 for caption in captions] == [True, True, True, False]
+    assert [bool((caption < 128).any()) for caption in captions] == [True, True, True, False]

@@ -5,22 +5,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from test_edm import GeneratorRandom, ListedRandom
+from test_edm import LABELS, MEAN, STD, GeneratorRandom, ListedRandom
 
 from sit import SiT
 from sit.sampler import DIFFUSION_FORMS, FlowSampler
-
-MEAN, STD = 0.3, 0.5
-
-
-class ListedUniform(ListedRandom):
-    """The first prepared tensor is uniform."""
-
-    def rand(self):
-        return self.tensors.pop(0)
-
-
-LABELS = torch.zeros(4, dtype=torch.int64)
 
 
 def gaussian_velocity(x, t, y=None):
@@ -45,100 +33,45 @@ def test_data_are_at_0_and_noise_at_1_and_the_network_gets_t_itself():
         return torch.tensor([1.0, 9.0]).reshape(1, 2, 1, 1).expand(2, 2, 1, 2)  # the second channel is not ours
 
     y, t = torch.tensor([4, 2]), torch.tensor([0.25, 0.5])
-    loss = SiT().loss(net, x, y, ListedUniform(t, eps), extra=7)
+    loss = SiT().loss(net, x, y, ListedRandom(t, eps), extra=7)
     assert seen["x"].flatten().tolist() == pytest.approx([0.75 + 0.75, -1.5, 0.25 - 0.5, 2.5])
     assert seen["t"].tolist() == [0.25, 0.5] and seen["y"] is y and seen["extra"] == 7
     # The target eps - x is (2, 2) and (-1.5, -3).
     assert loss.tolist() == pytest.approx([(1 + 1) / 2, (2.5**2 + 4**2) / 2])
 
 
-def test_timesteps_are_uniform_or_logit_normal():
-    def network(seen):
-        return lambda x, t, y: seen.append(t) or x
-
-    x, noise = torch.zeros(2, 1, 1, 1), torch.zeros(2, 1, 1, 1)
-    seen = []
-    SiT(timestep="uniform").loss(network(seen), x, LABELS[:2], ListedUniform(torch.tensor([0.125, 0.75]), noise))
-    SiT(timestep="logit_normal", logit_mean=-1.0, logit_std=2.0).loss(
-        network(seen), x, LABELS[:2], ListedRandom(torch.tensor([0.5, 1.0]), noise)
-    )
-    assert seen[0].tolist() == [0.125, 0.75]
-    assert seen[1].tolist() == pytest.approx([0.5, 1 / (1 + math.exp(-1.0))])
+def test_logit_normal_times_are_the_sigmoid_of_the_scaled_draws():
+    x, noise, seen = torch.zeros(2, 1, 1, 1), torch.zeros(2, 1, 1, 1), []
+    sit = SiT(timestep="logit_normal", logit_mean=-1.0, logit_std=2.0)
+    sit.loss(lambda x, t, y: seen.append(t) or x, x, LABELS[:2], ListedRandom(torch.tensor([0.5, 1.0]), noise))
+    assert seen[0].tolist() == pytest.approx([0.5, 1 / (1 + math.exp(-1.0))])
 
 
-def test_logit_normal_times_have_the_distribution_of_their_definition():
-    seen = []
-    random = GeneratorRandom(20000, 0)
-    SiT(timestep="logit_normal", logit_mean=0.5, logit_std=0.8).loss(
-        lambda x, t, y: seen.append(t) or x, torch.zeros(20000, 1, 1, 1), torch.zeros(20000, dtype=torch.int64), random
-    )
-    t = np.sort(seen[0].numpy().astype(np.float64))
-    z = (np.log(t / (1 - t)) - 0.5) / 0.8
-    expected = np.array([0.5 * (1 + math.erf(value / math.sqrt(2))) for value in z])
-    assert np.abs(expected - (np.arange(20000) + 0.5) / 20000).max() < 0.012  # Kolmogorov-Smirnov
-
-
-def random_loss_inputs(dtype=torch.float32):
+def test_the_cosine_term_is_1_minus_the_cosine_over_channels_of_velocity_and_target_and_so_is_its_gradient():
     g = torch.Generator().manual_seed(0)
-    x, eps, v = (torch.randn(3, 5, 2, 4, generator=g).to(dtype) for _ in range(3))
-    return x, eps, v, torch.rand(3, generator=g)
-
-
-def test_the_cosine_term_is_1_minus_the_cosine_over_channels_of_velocity_and_target():
-    x, eps, v, t = random_loss_inputs()
-    plain, with_cosine = (
-        SiT(cosine_weight=weight).loss(lambda x, t, y: v, x, LABELS[:3], ListedUniform(t, eps)) for weight in (0.0, 0.7)
-    )
-    a, b = v.double().numpy(), (eps - x).double().numpy()
-    cosine = (a * b).sum(1) / (np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1))  # (B, H, W)
-    assert np.allclose((with_cosine - plain).numpy(), 0.7 * (1 - cosine).mean((1, 2)), atol=1e-6)
-    assert with_cosine.shape == (3,)
-    assert torch.equal(plain, (v - (eps - x)).square().mean(dim=(1, 2, 3)))  # weight 0 changes no bit
-
-
-def test_the_gradient_of_the_cosine_term_is_that_of_its_closed_form():
-    x, eps, v, t = random_loss_inputs()
-    v = v.requires_grad_()
+    x, eps, v = (torch.randn(3, 5, 2, 4, generator=g) for _ in range(3))
+    t, v = torch.rand(3, generator=g), v.requires_grad_()
+    a, b = v.detach().double().numpy(), (eps - x).double().numpy()
+    norm_a, norm_b = (np.linalg.norm(c, axis=1, keepdims=True) for c in (a, b))
+    cosine = (a * b).sum(1, keepdims=True) / (norm_a * norm_b)
+    of_cosine = b / (norm_a * norm_b) - cosine * a / norm_a**2  # d cos / d a
     for weight in (0.0, 0.7):
-        loss = SiT(cosine_weight=weight).loss(lambda x, t, y: v, x, LABELS[:3], ListedUniform(t, eps)).sum()
-        (gradient,) = torch.autograd.grad(loss, v)
-        a, b = v.detach().double().numpy(), (eps - x).double().numpy()
-        norm_a, norm_b = (np.linalg.norm(c, axis=1, keepdims=True) for c in (a, b))
-        cosine = (a * b).sum(1, keepdims=True) / (norm_a * norm_b)
-        of_cosine = b / (norm_a * norm_b) - cosine * a / norm_a**2  # d cos / d a
-        assert np.allclose(gradient.numpy(), 2 * (a - b) / 40 - weight * of_cosine / 8, atol=1e-6)
+        loss = SiT(cosine_weight=weight).loss(lambda x, t, y: v, x, LABELS[:3], ListedRandom(t, eps))
+        assert np.allclose(loss.detach(), ((a - b) ** 2).mean((1, 2, 3)) + weight * (1 - cosine).mean((1, 2, 3)), atol=1e-6)
+        (gradient,) = torch.autograd.grad(loss.sum(), v)
+        assert np.allclose(gradient, 2 * (a - b) / 40 - weight * of_cosine / 8, atol=1e-6)
 
 
-def test_the_loss_is_least_at_the_exact_velocity():
-    g = torch.Generator().manual_seed(0)
-    x, t = MEAN + STD * torch.randn(20000, 1, 1, 1, generator=g), torch.full((20000,), 0.4)
-    eps = torch.randn(20000, 1, 1, 1, generator=g)
-
-    def loss(offset):
-        y = torch.zeros(20000, dtype=torch.int64)
-        return SiT().loss(lambda x, t, y: (gaussian_velocity(x, t) + offset).float(), x, y, ListedUniform(t, eps)).mean().item()
-
-    variance = 0.6**2 * STD**2 + 0.4**2
-    irreducible = 1 + STD**2 - (0.4 - 0.6 * STD**2) ** 2 / variance  # Var(eps - x | x_t)
-    assert loss(0.0) == pytest.approx(irreducible, rel=0.02)
-    assert loss(0.0) < min(loss(0.1), loss(-0.1))
-
-
-def test_denoise_turns_the_exact_velocity_into_the_posterior_mean():
-    g = torch.Generator().manual_seed(0)
-    x, t = torch.randn(4, 2, 3, 3, generator=g), torch.tensor([0.05, 0.3, 0.9, 1.0])
-    D_x = SiT().denoise(gaussian_velocity, x, t, LABELS)
-    assert torch.allclose(D_x.double(), gaussian_posterior_mean(x, t, LABELS), atol=1e-6)
-    assert torch.allclose(D_x[3], torch.full_like(D_x[3], MEAN), atol=1e-6)  # pure noise says nothing of the data
-
-
-def test_a_published_network_is_ours_with_clock_and_sign_turned():
+def test_denoise_turns_the_exact_velocity_into_the_posterior_mean_and_published_networks_are_turned():
     def published(x, s, y):  # data at s = 1, predicts data - noise
         return -gaussian_velocity(x, 1 - s, y)
 
-    x, t = torch.randn(4, 2, 3, 3, generator=torch.Generator().manual_seed(0)), torch.tensor([0.05, 0.3, 0.9, 1.0])
-    ours = SiT().denoise(lambda x, t, y: -published(x, 1 - t, y), x, t, LABELS)
-    assert torch.allclose(ours.double(), gaussian_posterior_mean(x, t, LABELS), atol=1e-6)
+    g = torch.Generator().manual_seed(0)
+    x, t = torch.randn(4, 2, 3, 3, generator=g), torch.tensor([0.05, 0.3, 0.9, 1.0])
+    for net in (gaussian_velocity, lambda x, t, y: -published(x, 1 - t, y)):
+        D_x = SiT().denoise(net, x, t, LABELS)
+        assert torch.allclose(D_x.double(), gaussian_posterior_mean(x, t, LABELS), atol=1e-6)
+        assert torch.allclose(D_x[3], torch.full_like(D_x[3], MEAN), atol=1e-6)  # pure noise says nothing of the data
 
 
 def test_levels_are_even_and_the_last_step_of_the_sde_has_its_own_size():
@@ -148,22 +81,12 @@ def test_levels_are_even_and_the_last_step_of_the_sde_has_its_own_size():
     assert FlowSampler(num_steps=1, solver="euler_maruyama").noise_levels() == [1.0, 0.0]
 
 
-@pytest.mark.parametrize("solver", ["euler", "heun"])
-def test_the_timestep_shift_is_lightningdits_with_the_clock_turned_and_1_changes_nothing(solver):
+def test_the_timestep_shift_is_lightningdits_with_the_clock_turned():
     u = np.linspace(0, 1, 251)  # in LightningDiT's clock, from noise to data
     published = 0.3 * u / (1 + (0.3 - 1) * u)
-    levels = FlowSampler(num_steps=250, solver=solver, timestep_shift=0.3).noise_levels()
+    levels = FlowSampler(num_steps=250, timestep_shift=0.3).noise_levels()
     assert (levels[0], levels[-1]) == (1.0, 0.0) and np.allclose(levels, 1 - published, atol=1e-12)
     assert levels[125] == pytest.approx(0.5 / 0.65)  # more steps at high noise: the middle one is at t = 0.77
-    even = FlowSampler(num_steps=250, solver=solver, timestep_shift=1.0).noise_levels()
-    assert even == [1 - i / 250 for i in range(250)] + [0.0]
-    with pytest.raises(ValueError, match="timestep_shift above 0"):
-        FlowSampler(timestep_shift=0.0)
-
-
-def test_shifted_steps_lead_along_the_same_flow():
-    errors = [ode_error("heun", num_steps, timestep_shift=0.3) for num_steps in (40, 80, 160)]
-    assert errors[2] < errors[1] / 3 < errors[0] / 9 and errors[2] < 0.005
 
 
 @pytest.mark.parametrize(("solver", "evaluations"), [("euler", 5), ("heun", 9), ("euler_maruyama", 5)])
@@ -181,46 +104,42 @@ def test_the_denoiser_is_called_at_the_levels_that_the_sampler_names(solver, eva
     assert sorted(set(seen), reverse=True) == pytest.approx(sampler.evaluated_levels())
 
 
-def ode_error(solver, num_steps, **settings):
-    """Against the exact flow of a Gaussian, which keeps every point's place in its distribution."""
-    noise = torch.randn(4, 2, 3, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    out = FlowSampler(num_steps=num_steps, solver=solver, **settings)(gaussian_posterior_mean, noise, LABELS)
-    return (out - (MEAN + STD * noise)).abs().max().item()
-
-
-@pytest.mark.parametrize(("solver", "order"), [("euler", 1), ("heun", 2)])
-def test_ode_solvers_converge_to_the_exact_flow_at_their_order(solver, order):
-    errors = [ode_error(solver, num_steps) for num_steps in (20, 40, 80)]
-    orders = [math.log2(a / b) for a, b in zip(errors, errors[1:])]
-    assert orders == pytest.approx([order] * 2, abs=0.25)
+@pytest.mark.parametrize(("solver", "order", "shift"), [("euler", 1, 1.0), ("heun", 2, 1.0), ("heun", 2, 0.3)])
+def test_ode_solvers_converge_to_the_exact_flow_at_their_order(solver, order, shift):
+    """The flow of a Gaussian keeps every point's place in its distribution."""
+    noise, errors = torch.randn(4, 2, 3, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64), []
+    for num_steps in (20, 40, 80) if shift == 1 else (80, 160, 320):
+        out = FlowSampler(num_steps, solver, shift)(gaussian_posterior_mean, noise, LABELS)
+        errors.append((out - (MEAN + STD * noise)).abs().max().item())
+    assert [math.log2(a / b) for a, b in zip(errors, errors[1:])] == pytest.approx([order] * 2, abs=0.25)
     assert errors[-1] < {1: 0.05, 2: 0.002}[order]
 
 
 @pytest.mark.parametrize("last_step", ["mean", "tweedie"])
 @pytest.mark.parametrize("form", DIFFUSION_FORMS)
-def test_the_sde_reproduces_mean_and_variance_for_every_diffusion_coefficient(form, last_step):
+def test_the_sde_reproduces_mean_and_variance_for_every_diffusion_coefficient_and_is_the_ode_without(form, last_step):
     noise = torch.randn(20000, 1, 1, 1, generator=torch.Generator().manual_seed(0))
-    y = torch.zeros(20000, dtype=torch.int64)
-    settings = dict(num_steps=200, diffusion_form=form, last_step=last_step, last_step_size=0.01)
-    out = FlowSampler(solver="euler_maruyama", **settings)(gaussian_posterior_mean, noise, y, GeneratorRandom(20000, 1))
+    settings = dict(solver="euler_maruyama", diffusion_form=form, last_step=last_step)
+    sampler = FlowSampler(num_steps=200, last_step_size=0.01, **settings)
+    out = sampler(gaussian_posterior_mean, noise, LABELS, GeneratorRandom(20000, 1))
     assert out.mean().item() == pytest.approx(MEAN, abs=0.015)
     assert out.std().item() == pytest.approx(STD, rel=0.03)
-    flow = MEAN + STD * noise
-    assert (out - flow).abs().mean() > 0.1  # noise was exchanged on the way
+    assert (out - (MEAN + STD * noise)).abs().mean() > 0.1  # noise was exchanged on the way
+    sampler = FlowSampler(num_steps=10, last_step_size=0.1, diffusion_norm=0.0, **settings)
+    sde = sampler(gaussian_posterior_mean, noise[:4], LABELS, GeneratorRandom(4, 0))
+    assert torch.allclose(sde, FlowSampler(num_steps=10, solver="euler")(gaussian_posterior_mean, noise[:4], LABELS))
 
 
-@pytest.mark.parametrize("form", DIFFUSION_FORMS)
-def test_the_sde_without_diffusion_is_the_ode(form):
-    noise = torch.randn(4, 1, 2, 2, generator=torch.Generator().manual_seed(0))
-    settings = dict(num_steps=10, last_step_size=0.1, diffusion_norm=0.0, diffusion_form=form)
-    sde = FlowSampler(solver="euler_maruyama", **settings)(gaussian_posterior_mean, noise, LABELS, GeneratorRandom(4, 0))
-    assert torch.allclose(sde, FlowSampler(num_steps=10, solver="euler")(gaussian_posterior_mean, noise, LABELS))
+def test_diffusion_forms_are_those_of_the_published_code_with_its_time_reversed():
+    values = {name: form(0.25) for name, form in DIFFUSION_FORMS.items()}
+    root = math.sqrt(0.5)  # cos and sin of pi / 4
+    expected = dict(sigma=0.25, linear=0.25, constant=1.0, decreasing=(1 - root) ** 2 / 4, sbdm=0.25 / 0.75)
+    assert values == pytest.approx(expected | {"increasing-decreasing": root**2})
 
 
 def test_one_step_of_the_sde_by_hand():
-    x, z = torch.tensor([[[[2.0]]]]), torch.tensor([[[[-1.0]]]])
-    sampler = FlowSampler(num_steps=2, solver="euler_maruyama", diffusion_form="sigma", last_step="tweedie", last_step_size=0.5)
-    seen = []
+    x, z, seen = torch.tensor([[[[2.0]]]]), torch.tensor([[[[-1.0]]]]), []
+    sampler = FlowSampler(num_steps=2, solver="euler_maruyama", last_step="tweedie", last_step_size=0.5)
 
     def denoiser(x, t, y):
         seen.append(x.item())
@@ -229,8 +148,3 @@ def test_one_step_of_the_sde_by_hand():
     assert sampler(denoiser, x, LABELS[:1], ListedRandom(z)).item() == 0.5
     # At t = 1: v = 1.5, score = -2, w/2 = 1, step 0.5: 2 - 0.5 (1.5 + 2), and sqrt(2 * 1 * 0.5) = 1 of noise.
     assert seen == [2.0, 0.25 - 1.0]
-
-
-def test_the_sde_asks_for_random_numbers():
-    with pytest.raises(ValueError, match="solver=euler_maruyama adds noise: pass random, or set solver=heun"):
-        FlowSampler(solver="euler_maruyama")(gaussian_posterior_mean, torch.randn(4, 1, 2, 2), LABELS)

@@ -29,14 +29,14 @@ class TrainingDiverged(UserError):
 
 
 def mean_losses(trainer: Trainer) -> list[float]:
-    """The mean losses over all processes since the last line of metrics. Raises TrainingDiverged if one was not finite."""
+    """Mean losses over all processes since the last line of metrics. Raises TrainingDiverged if one was not finite."""
     accelerator = trainer.accelerator
     first_bad = int(accelerator.gather(trainer.first_bad_step.reshape(1)).min())
     trainer.loss_sums = accelerator.reduce(trainer.loss_sums, reduction="mean")
     if first_bad < NEVER:
         raise TrainingDiverged(
-            f"loss or weights are not finite since step {first_bad}. Look for NaN in the latents of {trainer.dataset.path}, lower "
-            f"train.lr={trainer.cfg.train.lr}, or set train.grad_clip_norm; earlier checkpoints are intact"
+            f"loss or weights are not finite since step {first_bad}; earlier checkpoints are intact. Look for NaN in the latents "
+            f"of {trainer.dataset.path}, lower train.lr={trainer.cfg.train.lr}, or set train.grad_clip_norm"
         )
     return (trainer.loss_sums / max(trainer.loss_count, 1)).tolist()
 

@@ -74,27 +74,30 @@ def check_guidance(settings: schema.Guidance, run_cfg: schema.TrainConfig, diffu
 
     Raises:
         UserError: settings that do not fit each other; the null class was never trained; more channels than the latents have;
-            an interval that holds none of the sampler's noise levels.
+            an interval that goes beyond the sampler's noise levels, or holds none of them.
     """
     scale, channels = getattr(settings, "cfg_scale", 1.0), getattr(settings, "channels", None) or 0
     if scale != 1 and run_cfg.model.class_dropout == 0:
         raise UserError(f"cfg_scale={scale:g} needs the null class, and the run was trained with model.class_dropout=0")
     if channels > run_cfg.data.in_channels:
         raise UserError(f"guidance.channels={channels}, but the latents have {run_cfg.data.in_channels} channels")
+    depth, *_, patch_size = schema.NETWORKS[run_cfg.model.name].BACKBONES[run_cfg.model.backbone]
+    routes_shape = (1, (run_cfg.data.input_size // patch_size) ** 2)
     try:  # a denoiser is made, and none of its networks is called
-        inputs = guidance.GuidanceInputs(None, run_cfg.data.num_classes, routes_shape=(1, 1), route_scores=None, weak=id)
+        inputs = guidance.GuidanceInputs(None, run_cfg.data.num_classes, routes_shape, weak=id)
         build_guidance(settings)(inputs)
     except ValueError as e:
         raise UserError(f"guidance: {e}") from e
     levels = diffusion.sampler.evaluated_levels()
     low, high = getattr(settings, "level_lo", None) or 0.0, getattr(settings, "level_hi", None)
-    # Levels are rounded to float32 when they are compared.
-    if not any(low < level and (high is None or level <= high * (1 + 1e-6)) for level in levels):
+    top = levels[0] * (1 + 1e-6)  # levels are rounded to float32 when they are compared
+    holds_some = any(low < level and (high is None or level <= high * (1 + 1e-6)) for level in levels)
+    if not holds_some or (high is not None and high > top):  # sigma for a diffusion that counts in t, say
         raise UserError(
-            f"guidance.level_lo={low} and guidance.level_hi={high} hold none of the {len(levels)} noise levels of the sampler of "
+            f"guidance.level_lo={low} to guidance.level_hi={high} does not fit the {len(levels)} noise levels of the sampler of "
             f"diffusion={diffusion.name}, which go from {levels[0]:g} to {levels[-1]:.3g}"
         )
-    if settings.name == "sparse" and not any(route.selection_ratio > 0 for route in run_cfg.model.routes):
+    if settings.name == "sparse" and not TokenRouter(run_cfg.model.routes, depth).is_active:
         log.warning(
             "the network was trained without routes: guidance=sparse routes blocks %d to %d of it, which it never learned",
             DEFAULT_ROUTE.start_layer_idx,

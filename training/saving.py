@@ -39,6 +39,7 @@ class Saving:
     def __call__(self, trainer: Trainer) -> None:
         if trainer.step in (self.saved_step, trainer.first_step):
             return
+        self.check(trainer, wait=True)
         mean_losses(trainer)
         shards = [local_shard(p.detach()) for p in trainer.parameters]
         # The least and the greatest value; both are NaN where one is. Several times as fast as isfinite() of all of them.
@@ -46,7 +47,6 @@ class Saving:
         finite = torch.stack(extremes).isfinite().all()
         if not trainer.accelerator.gather(finite.reshape(1)).all().item():
             raise TrainingDiverged(f"weights are not finite after step {trainer.step}; earlier checkpoints are intact")
-        self.check(trainer, wait=True)
         states = {"model": trainer.net.state_dict(), "ema": trainer.ema.averages, "optimizer": trainer.optimizer.state_dict()}
         if trainer.alignment is not None:
             states["projector"] = trainer.alignment.projector.state_dict()
@@ -131,7 +131,7 @@ def _load(trainer: Trainer, folder: Path, checkpoint: checkpoints.Checkpoint, *,
     checkpoints.check_tensors(folder / checkpoints.WEIGHTS["raw"], stored, own)
     if with_optimizer and trainer.alignment is not None:  # init_state=weights starts with a projector of its own
         if checkpoint.state["encoder"] != trainer.alignment.encoder:
-            raise UserError(f"{folder} was aligned with other weights of the encoder than alignment.weights gives; restore that file")
+            raise UserError(f"{folder} was aligned with other weights of the encoder than those of alignment.weights")
         projector = trainer.alignment.projector.state_dict()
         checkpoints.check_tensors(folder / checkpoints.PROJECTOR, checkpoint.projector or {}, projector)
         own, stored = own | projector, stored | checkpoint.projector

@@ -1,1 +1,1 @@
-"""Measurements, each rerun by one command."""
+"""How long steps, batches of latents, samples and evaluations take: `python -m extras.benchmarks`."""

@@ -43,13 +43,8 @@ class DDPM:
         Returns:
             (B, C, H, W) float32, the network's estimate of the clean latents. Of a network with 2C output channels
             (B, 2C, H, W): then v in [0, 1] as well, where the variance lies between the posterior's and beta's
-            (arXiv 2102.09672, Eq. 15). The published networks predict 2v - 1.
-
-        Raises:
-            ValueError: t of another shape; a network whose output does not fit x's shape.
+            (arXiv 2102.09672, Eq. 15). The published networks predict 2v - 1. Any other shape is a ValueError.
         """
-        if t.shape != x.shape[:1]:
-            raise ValueError(f"t has shape {tuple(t.shape)}; {len(x)} latents need {(len(x),)}")
         out = net(x, t, y, **net_kwargs).float()
         B, C, H, W = x.shape
         if out.shape not in ((B, C, H, W), (B, 2 * C, H, W)):  # it would broadcast
@@ -61,12 +56,6 @@ class DDPM:
         return torch.cat([D_x, (out[:, C:] + 1) / 2], dim=1)
 
     @torch.no_grad()
-    def sample(
-        self,
-        denoiser: Callable[[Tensor, Tensor, Tensor], Tensor],
-        noise: Tensor,
-        y: Tensor,
-        random: SampleRandom | None = None,
-    ) -> Tensor:
+    def sample(self, denoiser: Callable[..., Tensor], noise: Tensor, y: Tensor, random: SampleRandom | None = None) -> Tensor:
         """(B, C, H, W) unit normal noise -> latents. See `AncestralSampler`."""
         return self.sampler(denoiser, noise, y, random)

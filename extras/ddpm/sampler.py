@@ -7,13 +7,16 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from common.checks import check_settings
+from common.randomness import SampleRandom
+
 NUM_TIMESTEPS, BETA_FIRST, BETA_LAST = 1000, 1e-4, 0.02  # arXiv 2006.11239, section 4; DiT keeps them
-DDPM_SOLVERS = ("ancestral", "ddim")
 
 
 @functools.cache
@@ -32,11 +35,10 @@ class AncestralSampler:
     """
 
     num_steps: int = 250
-    solver: str = "ancestral"
+    solver: Literal["ancestral", "ddim"] = "ancestral"
 
     def __post_init__(self):
-        if self.solver not in DDPM_SOLVERS or not 1 <= self.num_steps <= NUM_TIMESTEPS:
-            raise ValueError(f"{self} needs 1 <= num_steps <= {NUM_TIMESTEPS} and a solver of {', '.join(DDPM_SOLVERS)}")
+        check_settings(self, num_steps=(1 <= self.num_steps <= NUM_TIMESTEPS, f"1 to {NUM_TIMESTEPS}"))
 
     def timesteps(self) -> list[int]:
         """The timesteps to visit, lowest first: 0, 999 / (num_steps - 1), ..., rounded as improved DDPM's code does."""
@@ -48,33 +50,19 @@ class AncestralSampler:
         """The timesteps that the denoiser is called with, highest first."""
         return [float(t) for t in reversed(self.timesteps())]
 
-    def __call__(
-        self,
-        denoiser: Callable[[Tensor, Tensor, Tensor], Tensor],
-        noise: Tensor,
-        y: Tensor,
-        random=None,
-    ) -> Tensor:
+    def __call__(self, denoiser: Callable[..., Tensor], noise: Tensor, y: Tensor, random: SampleRandom | None = None) -> Tensor:
         """Sample from the highest timestep to the latents.
 
         With the timesteps that are visited, beta = 1 - alpha_bar / alpha_bar_prev is that of a longer step (arXiv 2102.09672,
         section 4). The variance of a step is exp(v log(beta) + (1 - v) log(beta_tilde)) with the learned v (Eq. 15), and beta
         for a denoiser that learned none.
 
+        Arguments and result are those of `edm.sampler.HeunSampler`, with t in place of sigma.
+
         Args:
             denoiser: (x, t, y) -> D_x or (D_x, v) along the channels, as `DDPM.denoise` makes them.
-            noise: (B, C, H, W), unit normal.
-            y: (B,) int64 labels, handed on to the denoiser.
-            random: source of the ancestral steps' noise, `random.randn(C, H, W)` -> (B, C, H, W).
-
-        Returns:
-            (B, C, H, W) float32 latents. The state in between is float64 where the device has it.
-
-        Raises:
-            ValueError: ancestral steps without random.
+            random: source of the ancestral steps' noise; DDIM needs none.
         """
-        if self.solver == "ancestral" and random is None:
-            raise ValueError("solver=ancestral adds noise: pass random, or set solver=ddim")
         dtype = torch.float32 if noise.device.type == "mps" else torch.float64  # MPS has no float64
         timesteps, C = self.timesteps(), noise.shape[1]
         kept = [1.0, *(float(alpha_bars()[t]) for t in timesteps)]

@@ -1,4 +1,4 @@
-"""The network as diffusers loads it, with the parameter names of dit.py. `weights.source` makes one file of all."""
+"""The network as diffusers loads it, with the parameter names of dit.py. `extras.weights.source` makes one file of all."""
 
 from __future__ import annotations
 
@@ -13,20 +13,11 @@ class DiTModel(DiT, ModelMixin, ConfigMixin):
     """`dit.DiT` without routes, which sampling does not use. transformer/config.json holds the arguments."""
 
     @register_to_config
-    def __init__(
-        self,
-        input_size: int,
-        patch_size: int,
-        in_channels: int,
-        num_classes: int,
-        depth: int,
-        width: int,
-        num_heads: int,
-        learn_sigma: bool = False,
-    ):
-        sizes = {"depth": depth, "width": width, "num_heads": num_heads, "patch_size": patch_size}
-        latents = {"input_size": input_size, "in_channels": in_channels}
-        super().__init__(num_classes=num_classes, learn_sigma=learn_sigma, **sizes, **latents)
+    def __init__(self, input_size, patch_size, in_channels, num_classes, depth, width, num_heads, learn_sigma=False):
+        super().__init__(
+            input_size=input_size, patch_size=patch_size, in_channels=in_channels, num_classes=num_classes,
+            depth=depth, width=width, num_heads=num_heads, learn_sigma=learn_sigma,
+        )  # fmt: skip
 
 
 class LightningDiTModel(DiTModel, LightningDiT):

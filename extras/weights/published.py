@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,52 +16,19 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-import dit
 from common.errors import UserError
+from dit import TimestepEmbedder
 from latents.arrays import load_torch_file
 
-# Whose layout a file has: the choices of model and diffusion.
-KINDS_OF_WEIGHTS = {
-    "dit": ("dit", "ddpm"),
-    "sit": ("dit", "sit"),
-    "repa": ("dit", "sit"),
-    "tread": ("tread", "edm"),
-    "lightningdit": ("lightningdit", "sit"),
-}
-TURNED = ("sit", "lightningdit")  # their clock runs from noise at 0 to data at 1, and they predict data - noise
-FILE_TYPES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 # As training codes call the weights, their EMA and the count of steps in one file.
-_CONTAINERS = (("model", "ema"), ("model_state_dict", "ema_state_dict"))
-_STEP_NAMES = ("step", "steps", "train_steps")
-_WRAPPERS = ("module.", "_orig_mod.")  # of DDP and of torch.compile
+MODEL_NAMES, EMA_NAMES = ("model", "model_state_dict"), ("ema", "ema_state_dict")
+STEP_NAMES = ("step", "steps", "train_steps")
 
 
-@dataclass(frozen=True)
-class Published:
-    """What a published file holds: state dicts, equal where it has one only, and the step if it says it."""
+def read_published(file: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
+    """(model, EMA, step) of a .safetensors file, or of torch.save's, without running any code in it. Tensors are float32.
 
-    model: dict[str, Tensor]
-    ema: dict[str, Tensor]
-    step: int | None
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What the shapes of a state dict say about its network."""
-
-    backbone: str
-    input_size: int
-    in_channels: int
-    num_classes: int
-    learn_sigma: bool
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Files.
-
-
-def read_published(file: Path) -> Published:
-    """Read a .safetensors file, or one of torch.save without running any code in it. The tensors are maps of the file.
+    Model and EMA are equal if the file holds one of them only. The step is 0 if the file does not say it.
 
     Raises:
         UserError: it cannot be read, holds objects that could run code, or no state dict.
@@ -71,39 +38,28 @@ def read_published(file: Path) -> Published:
         with torch.serialization.safe_globals([argparse.Namespace]):
             content = load_file(file) if file.suffix == ".safetensors" else load_torch_file(file)
     except (OSError, SafetensorError) as e:
-        raise UserError(f"{file} is truncated or not a safetensors file: {e}; download it again") from e
-    if not isinstance(content, dict):
-        raise UserError(f"{file} holds a {type(content).__name__} and no state dict; give a file of weights by name")
-    for names in _CONTAINERS:
-        held = [content[name] for name in names if isinstance(content.get(name), dict)]
-        if held:
-            steps = [content[name] for name in _STEP_NAMES if type(content.get(name)) is int and content[name] >= 0]
-            model, ema = (_plain_tensors(file, one) for one in (held[0], held[-1]))
-            return Published(model, ema, steps[0] if steps else None)
-    weights = _plain_tensors(file, content)
-    return Published(weights, weights, None)
+        raise UserError(f"{file} is truncated or not a safetensors file: {e}") from e
+    content = content if isinstance(content, dict) else {}
+    model, ema = (
+        next((content[name] for name in names if name in content), content)
+        for names in (MODEL_NAMES + EMA_NAMES, EMA_NAMES + MODEL_NAMES)
+    )
+    step = next((content[name] for name in STEP_NAMES if type(content.get(name)) is int), 0)
+    return _plain_names(file, model), _plain_names(file, ema), step
 
 
-def _plain_tensors(file: Path, state: dict) -> dict[str, Tensor]:
-    """The state dict without the prefixes of wrappers. Raises UserError for values that are no plain tensors of this file."""
-    size = file.stat().st_size
-    for name, value in state.items():
-        is_plain = isinstance(value, Tensor) and value.layout is torch.strided and value.is_floating_point()
-        # A view of one stored number can claim any shape.
-        if not isinstance(name, str) or not is_plain or value.numel() * value.element_size() > size:
-            raise UserError(f"{file}: {name!r:.80} is no plain tensor of floats, which every value of a state dict must be")
-    for prefix in _WRAPPERS:
-        if state and all(name.startswith(prefix) for name in state):
+def _plain_names(file: Path, state: object) -> dict[str, Tensor]:
+    """The state dict in float32, without the prefixes of DDP and torch.compile. Raises UserError if it is none."""
+    if not isinstance(state, dict) or not state or not all(isinstance(value, Tensor) for value in state.values()):
+        raise UserError(f"{file} holds no state dict, which is names and tensors alone; give a file of weights by name")
+    for prefix in ("module.", "_orig_mod."):
+        if all(name.startswith(prefix) for name in state):
             state = {name.removeprefix(prefix): value for name, value in state.items()}
-    return state
+    return {name: value.float() for name, value in state.items()}
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Shapes.
-
-
-def read_sizes(file: Path, state: dict[str, Tensor], backbones: Mapping[str, tuple[int, int, int, int]]) -> Sizes:
-    """The backbone and its sizes.
+def read_sizes(file: Path, state: dict[str, Tensor], backbones: Mapping[str, tuple[int, int, int, int]]) -> dict[str, dict]:
+    """What the shapes say of model.* and data.*. Whether all tensors fit these is for the caller to compare.
 
     Args:
         backbones: (depth, width, heads, patch size) by name.
@@ -111,77 +67,34 @@ def read_sizes(file: Path, state: dict[str, Tensor], backbones: Mapping[str, tup
     Raises:
         UserError: it is none of these networks, with what its tensors say.
     """
-    wanted = {"x_embedder.proj.weight": 4, "pos_embed": 3, "y_embedder.embedding_table.weight": 2, "final_layer.linear.weight": 2}
-    for name, num_axes in wanted.items():
-        if name not in state or state[name].ndim != num_axes:
-            found = (
-                f"shape {list(state[name].shape)}" if name in state else f"not there; it holds {', '.join(list(state)[:4])}, ..."
-            )
-            raise UserError(f"{file}: {name} is {found}; give the weights of a DiT, in its published names")
-    width, in_channels, patch_size, _ = state["x_embedder.proj.weight"].shape
+    try:
+        width, in_channels, patch_size, _ = state["x_embedder.proj.weight"].shape
+        _, num_tokens, _ = state["pos_embed"].shape
+        num_labels, num_outputs = (len(state[f"{name}.weight"]) for name in ("y_embedder.embedding_table", "final_layer.linear"))
+    except (KeyError, ValueError) as e:
+        raise UserError(f"{file} is no DiT in its published names ({e}); it holds {', '.join(list(state)[:4])}, ...") from e
     depth = len({name.split(".")[1] for name in state if name.startswith("blocks.")})
     names = {(d, w, p): name for name, (d, w, _, p) in backbones.items()}
     if (depth, width, patch_size) not in names:
         raise UserError(
             f"{file} has {depth} blocks of width {width} and patches of {patch_size}; the backbones of this kind= have (blocks x "
-            f"width / patch) {', '.join(f'{d} x {w} / {p}' for d, w, p in names)}; give another kind=, or weights of one of these"
+            f"width / patch) {', '.join(f'{d} x {w} / {p}' for d, w, p in names)}"
         )
-    grid = math.isqrt(num_tokens := state["pos_embed"].shape[1])
-    out_channels, rest = divmod(len(state["final_layer.linear.weight"]), patch_size**2)
-    num_classes = len(state["y_embedder.embedding_table.weight"]) - 1  # its last row is the null class
-    if num_classes < 1:
-        raise UserError(
-            f"{file}: y_embedder.embedding_table.weight has {num_classes + 1} rows and needs one for each class and one for the "
-            "null class; give weights that were trained with classes"
-        )
-    if grid**2 != num_tokens or not grid or rest or out_channels not in (in_channels, 2 * in_channels):
-        raise UserError(
-            f"{file}: {num_tokens} positions and {out_channels} output channels for {in_channels} input channels are not those "
-            "of a DiT for square latents; give its published file unchanged"
-        )
-    return Sizes(
-        backbone=names[depth, width, patch_size],
-        input_size=grid * patch_size,
-        in_channels=in_channels,
-        num_classes=num_classes,
-        learn_sigma=out_channels == 2 * in_channels,
-    )
+    size = {"input_size": math.isqrt(num_tokens) * patch_size, "in_channels": in_channels}
+    return {
+        "model": {"backbone": names[depth, width, patch_size], "learn_sigma": num_outputs == 2 * in_channels * patch_size**2},
+        "data": size | {"num_classes": num_labels - 1},  # the last row is the null class
+    }
 
 
-def check_names(file: Path, state: dict[str, Tensor], like: dict[str, Tensor], backbone: str) -> None:
-    """Raises UserError unless a state dict has exactly the tensors of the network, by name and shape."""
-    for these, those, words in ((like, state, "lacks"), (state, like, "holds, beside the network's,")):
-        if missing := [name for name in these if name not in those]:
-            shown = ", ".join(missing[:4]) + (", ..." if len(missing) > 4 else "")
-            raise UserError(
-                f"{file} {words} {len(missing)} tensors ({shown}), so that it is not the {backbone} that its shapes say; "
-                "give another kind=, or its published file unchanged"
-            )
-    for name, value in like.items():
-        if state[name].shape != value.shape:
-            found, needed = list(state[name].shape), list(value.shape)
-            raise UserError(f"{file}: {name} has shape {found}, and that of {backbone} has {needed}; is it of another network?")
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Names, clock and sign.
-
-
-def as_dit(state: dict[str, Tensor]) -> dict[str, Tensor]:
+def without_projectors(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """A state dict of REPA without its projectors, which align hidden states with an encoder in training alone.
 
     Its first checkpoints call the blocks after the aligned ones decoder_blocks.0, ...: here they are counted on.
     """
-    depth = len({name.split(".")[1] for name in state if name.startswith("blocks.")})
-    renamed = {}
-    for name, value in state.items():
-        first, _, rest = name.partition(".")
-        number, _, last = rest.partition(".")
-        if first == "decoder_blocks" and number.isdecimal():
-            name = f"blocks.{depth + int(number)}.{last}"
-        if first != "projectors":
-            renamed[name] = value
-    return renamed
+    kept = {name: value for name, value in state.items() if not name.startswith("projectors.")}
+    depth = len({name.split(".")[1] for name in kept if name.startswith("blocks.")})
+    return {re.sub(r"^decoder_blocks\.(\d+)", lambda n: f"blocks.{depth + int(n[1])}", name): kept[name] for name in kept}
 
 
 def turn_clock_and_sign(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -192,8 +105,8 @@ def turn_clock_and_sign(state: dict[str, Tensor]) -> dict[str, Tensor]:
     those of t. The sign: of the last layer. Both are exact but for rounding to float32.
     """
     state = dict(state)
-    first, half = state["t_embedder.mlp.0.weight"].double(), dit.TimestepEmbedder.NUM_FEATURES // 2
-    w = dit.TimestepEmbedder.frequencies().double()
+    first, half = state["t_embedder.mlp.0.weight"].double(), TimestepEmbedder.NUM_FEATURES // 2
+    w = TimestepEmbedder.frequencies().double()
     cosines, sines = first[:, :half], first[:, half:]
     turned = torch.cat([cosines * w.cos() + sines * w.sin(), cosines * w.sin() - sines * w.cos()], dim=1)
     state["t_embedder.mlp.0.weight"] = turned.float()

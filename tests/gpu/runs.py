@@ -7,8 +7,7 @@ from unittest import mock
 import torch
 from conftest import forget_accelerate
 
-from extras.benchmarks.harness import open_accelerator
-from extras.benchmarks.trainers import QUIET, compose_config, trainer_of, write_random_latents
+from extras.benchmarks.rows import compose_config, open_accelerator, open_trainer
 from training import speed
 
 
@@ -16,33 +15,24 @@ from training import speed
 class Size:
     backbone: str
     large_backbone: str
+    data: str
     batch_size: int
-    resolution: int  # of the images; 8: the embedded digits
 
 
-FULL = Size("DiT-S/2", "DiT-XL/2", 64, 256)
-SMALL = Size("DiT-XS/2", "DiT-XS/2", 4, 8)
+FULL = Size("S/2", "DiT-XL/2", "data=imagenet256", 64)
+SMALL = Size("XS/2", "DiT-XS/2", "data=digits", 4)  # on a CPU
 
 
-def data_keys(size, folder):
-    """Overrides: the embedded digits, or random latents in `folder`."""
-    if size.resolution == 8:
-        return ["data=digits"]
-    latents = folder / "latents"
-    if not latents.exists():
-        write_random_latents(latents, 4 * size.batch_size, size.resolution, "moments")
-    return [f"data=imagenet{size.resolution}", f"data.path={latents}", "data.num_workers=0"]
-
-
-def open_trainer(device, size, folder, *overrides, backbone=None):
-    """A trainer in bf16, logging to `folder`; model=tread unless the overrides say more."""
+def trainer_for(device, size, folder, *overrides):
+    """A trainer in bf16 without hooks; model=tread unless the overrides name a model."""
     forget_accelerate()
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
-    own = [f"model.backbone={backbone or size.backbone}", f"train.batch_size={size.batch_size}", "train.precision=bf16"]
-    own += ["train.cpu_threads=1", f"output_dir={folder}"]
-    cfg = compose_config([*data_keys(size, folder), *own, *overrides, *QUIET])
-    return trainer_of(open_accelerator(device.type, cfg.train.cpu_threads, cfg.train.precision), cfg)
+    own = ["train.precision=bf16", "train.cpu_threads=1", f"train.batch_size={size.batch_size}", "data.num_workers=0"]
+    if not any(override.startswith("model=") for override in overrides):
+        own += ["model=tread", f"model.backbone=DiT-{size.backbone}"]
+    cfg = compose_config([size.data, *own, *overrides], folder)
+    return open_trainer(open_accelerator(cfg), cfg)
 
 
 def compiler_for(device):

@@ -10,71 +10,72 @@ import torch
 import dit
 from edm import EDM
 from edm.sampler import HeunSampler
+from extras import lightningdit
+from gpu.runs import compiler_for
 from guidance import cfg
 from latents import autoencoders
 from routing_module import Route
 from sampling.sampler import ImageSampler
-from training.speed import FP8_CAPABILITY, use_float8
+from training.speed import compile_network
 
 # (lowest, highest) relative error of the output and of all gradients as one vector. float32: only the order of sums differs.
-# TF32 rounds the inputs of products to 11 bits (2^-12 = 0.02% each), bfloat16 everything to 8 (2^-9 = 0.2%), float8 E4M3 the
-# inputs of products to 4 (2^-5 = 3%). 12 blocks add such errors up; sums of many terms average them out. The lowest shows that
-# the precision was used.
-ERRORS = {"fp32": (0, 5e-5), "tf32": (1e-5, 5e-3), "bf16": (1e-4, 0.03), "fp8": (1e-3, 0.15)}
+# TF32 rounds the inputs of products to 11 bits (2^-12 = 0.02% each), bfloat16 everything to 8 (2^-9 = 0.2%). 12 blocks add such
+# errors up; sums of many terms average them out. The lowest shows that the precision was used.
+ERRORS = {"fp32": (0, 5e-5), "tf32": (1e-5, 5e-3), "bf16": (1e-4, 0.03)}
 
 
 @contextlib.contextmanager
-def products(precision, device):
-    """The settings in which a step of this precision runs."""
+def products(precision):
+    """Products of float32 are in TF32 or not."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     try:
-        with torch.autocast(device.type, torch.bfloat16, enabled=precision in ("bf16", "fp8")):
-            yield
+        yield
     finally:
         torch.set_float32_matmul_precision(before)
 
 
-def random_network(size):
+def random_network(size, family=dit):
     torch.manual_seed(0)
-    latent_size = 8 if size.resolution == 8 else size.resolution // 8
+    name = f"{'DiT' if family is dit else 'LightningDiT'}-{size.backbone}"
+    latent_size = 8 if size.data == "data=digits" else 32
     settings = dict(input_size=latent_size, in_channels=3, num_classes=10, routes=[Route(0.5, 2, -4)], init="official_tread")
-    return dit.build(size.backbone, **settings).train()
+    return family.build(name, **settings).train()
 
 
-def output_and_gradients(net, device, batch_size=2):
+def output_and_gradients(net, device, precision, batch_size=2):
     net.zero_grad()
     g = torch.Generator().manual_seed(1)
     x, t = torch.randn(batch_size, 3, net.input_size, net.input_size, generator=g), torch.randn(batch_size, generator=g)
     y, scores = torch.arange(batch_size), torch.rand(batch_size, 1, net.num_tokens, generator=g)
     drop = torch.arange(batch_size) == 1
     x, t, y, drop, scores = (tensor.to(device) for tensor in (x, t, y, drop, scores))
-    out = net(x, t, y, drop_labels=drop, route_scores=scores)
-    out.float().square().sum().backward()
+    with products(precision):
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+            out = net(x, t, y, drop_labels=drop, route_scores=scores)
+        out.float().square().sum().backward()
     gradients = torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])
     return out.detach().float().cpu(), gradients.float().cpu()
 
 
+@pytest.mark.parametrize(("family", "mode"), [(dit, "none"), (dit, "blocks"), (lightningdit, "none")])
 @pytest.mark.parametrize("precision", ERRORS)
-def test_outputs_and_gradients_are_as_wrong_as_the_precision_allows(device, size, precision):
-    is_cuda = device.type == "cuda"
-    if precision == "fp8" and is_cuda and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
-        pytest.skip("this device has no float8")
-    if precision == "fp8":
-        pytest.importorskip("torchao")
-    net = random_network(size)
-    with products("fp32", torch.device("cpu")):
-        expected = output_and_gradients(net, torch.device("cpu"))
+def test_outputs_and_gradients_are_as_wrong_as_the_precision_allows(device, size, precision, family, mode):
+    if precision != "bf16" and (family, mode) != (dit, "none"):
+        pytest.skip("others are compared in bfloat16, in which they are trained")
+    if device.type == "cpu" and mode == "blocks":
+        pytest.skip("tests/test_speed.py compares them on the CPU")
+    net = random_network(size, family)
+    expected = output_and_gradients(net, torch.device("cpu"), "fp32")
     fast = copy.deepcopy(net).to(device)
-    if precision == "fp8":
-        use_float8(fast, emulate=not is_cuda)
-    with products(precision, device):
-        got = output_and_gradients(fast, device)
+    with compiler_for(device):
+        compile_network(fast, mode)
+        got = output_and_gradients(fast, device, precision)
     lowest, highest = ERRORS[precision]
     for a, b in zip(got, expected):
         error = ((a - b).norm() / b.norm()).item()
         assert error <= highest
-        assert error >= lowest or (precision == "tf32" and not is_cuda)  # a CPU has no TF32
+        assert error >= lowest or (precision == "tf32" and device.type == "cpu")  # a CPU has no TF32
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -94,7 +95,7 @@ def test_the_same_seeds_give_the_images_of_the_cpu(device, size, precision):
             device=where,
             precision=how,
         )
-        with products("fp32", where):
+        with products("fp32"):
             images.append(sampler([5, 6], [1, 2]).astype(float))
     # Rounding may cross the border between two of 256 levels; bfloat16 errs by more, and does not become another image.
     assert abs(images[0] - images[1]).mean() < (0.1 if precision == "fp32" else 10)

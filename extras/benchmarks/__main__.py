@@ -1,0 +1,40 @@
+"""How long a training step, a batch of latents, a batch of samples and an evaluation take on this machine.
+
+    python -m extras.benchmarks step 'variants=[model=dit,model=tread]' model.backbone=DiT-S/2 train.batch_size=8
+    python -m extras.benchmarks step 'variants=[model=dit,model=tread train.compile=blocks]' train.precision=fp32
+    accelerate launch --multi_gpu --num_processes 8 -m extras.benchmarks step 'variants=[train.parallel=ddp,train.parallel=fsdp]'
+    python -m extras.benchmarks loader 'variants=[data.num_workers=0,data.num_workers=4]' data.path=latents/in256 steps=200
+    python -m extras.benchmarks sampling 'variants=[guidance=none,guidance=cfg]' model.backbone=DiT-S/2 sample.batch_size=4
+    python -m extras.benchmarks evaluation num_samples=5000
+    python -m extras.benchmarks gpu                      # `make gpu`: tests/gpu and all of these, with one file of results
+
+`variants`, `rounds`, `steps` and `warmup` are the benchmark's own keys; all others are train.py's. A variant is one or more
+arguments of train.py, separated by spaces; without any, it is the configuration as given. Without data.path, latents are random.
+Results are Markdown on stdout: machine, versions, commit, command and date, then a row per variant. The variants take turns.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+
+from configs import command_line as cli
+from extras.benchmarks import rows
+from extras.benchmarks.gpu import gpu
+
+OWN_KEYS = ("variants", "rounds", "steps", "warmup")
+
+
+def main(arguments: Sequence[str]) -> None:
+    name, *settings = ["--help"] if not arguments or "--help" in arguments else arguments
+    commands = dict.fromkeys(rows.OPENERS, rows.compare) | {"evaluation": rows.evaluation, "gpu": gpu}
+    if name in rows.OPENERS:
+        own = [argument for argument in settings if argument.partition("=")[0] in OWN_KEYS]
+        others = [argument for argument in settings if argument not in own]
+        settings = [f"what={name}", *own, f"overrides={json.dumps(others)}"]
+    cli.run_command(commands, __doc__, [name, *settings])
+
+
+if __name__ == "__main__":
+    cli.guard(lambda: main(sys.argv[1:]))

@@ -1,0 +1,146 @@
+"""What a command prints and returns: one line for a user's error, a traceback for ours, sweeps, help."""
+
+import signal
+import subprocess
+import sys
+from datetime import timedelta
+
+import pytest
+from conftest import LAUNCH_2, REPOSITORY, TINY, finish, forget_accelerate, metrics, start
+
+from common.errors import UserError
+from configs import command_line
+from configs.command_line import guard, parse_arguments, run_command
+from configs.settings import Count, Settings, Text
+from training import machine
+
+
+def test_a_users_error_is_one_line_and_exit_code_1_and_nothing_is_written(tmp_path):
+    for arguments, words in (
+        (["train.py", "train.lrr=1"], "error: train.lrr is not a key; nearest: train.lr"),
+        (["train.py", "model=vit"], "dit lightningdit lightningdit_tread tread"),
+        (["train.py", "experiment=table2/dit_b2_treat"], "nearest: table2/dit_b2_tread"),
+        (["sample.py", "checkpoint=nowhere"], "error: checkpoint"),
+        (["prepare_latents.py", "frobnicate"], "error: unknown command 'frobnicate'"),
+    ):
+        own = [f"output_dir={tmp_path}"] if arguments[0] == "train.py" else []
+        code, output = finish(start(*arguments, *own))
+        assert code == 1 and words in output and "Traceback" not in output, output
+        assert len([line for line in output.splitlines() if "Warning" not in line]) == 1, output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_errors_of_our_own_code_keep_their_traceback(capsys):
+    with pytest.raises(ZeroDivisionError):
+        guard(lambda: 1 / 0)
+
+
+def test_errors_and_ctrl_c_end_a_command_with_one_line(monkeypatch, capsys):
+    def fail(error):
+        raise error
+
+    for error, code, words in ((UserError("no\nluck"), 1, r"error: no\nluck"), (KeyboardInterrupt(), 130, "stopped")):
+        with pytest.raises(SystemExit) as left:
+            guard(lambda error=error: fail(error))
+        assert left.value.code == code and words in capsys.readouterr().err
+    monkeypatch.setenv(command_line.FULL_ERRORS, "1")
+    with pytest.raises(UserError):
+        guard(lambda: fail(UserError("no")))
+
+
+def test_a_sweep_runs_each_under_its_own_name_and_again_does_nothing(tmp_path):
+    arguments = ["train.py", "-m", *TINY, "train.num_steps=2", "seed=0,1", "train.precision=fp32,bf16", f"output_dir={tmp_path}"]
+    code, output = finish(start(*arguments))
+    assert code == 0, output
+    names = {f"digits_tread_seed-{seed}_precision-{precision}" for seed in (0, 1) for precision in ("fp32", "bf16")}
+    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == names
+    first = {name: metrics(tmp_path / name)[0]["loss"] for name in names}
+    assert len(set(first.values())) == 4
+    code, output = finish(start(*arguments))
+    assert code == 0 and output.count("this run is complete at step 2") == 4, output
+
+
+def test_a_sweep_with_several_processes(tmp_path):
+    arguments = ["train.py", "-m", *TINY, "train.num_steps=2", "model=tread,dit", f"output_dir={tmp_path}"]
+    code, output = finish(start(*arguments, launcher=LAUNCH_2))
+    assert code == 0, output
+    assert [len(metrics(tmp_path / f"digits_{model}")) for model in ("tread", "dit")] == [2, 2]
+
+
+def test_commands_without_a_configuration_take_their_functions_parameters(capsys):
+    called = []
+
+    def count(path: Text, number: Count = 3) -> None:
+        """Count things."""
+        called.append((path, number))
+
+    commands = {"count": count}
+    run_command(commands, "what it does\n", ["count", "path=x", "number=4"])
+    assert called == [("x", 4)]
+    for arguments in ([], ["--help"]):
+        run_command(commands, "what it does\n", arguments)
+        assert capsys.readouterr().out == "what it does\n"
+    run_command(commands, "", ["count", "--help"])
+    assert "Count things." in capsys.readouterr().out
+    for arguments, words in (
+        (["mount"], "mount.*count"),
+        (["count"], "path= is missing"),
+        (["count", "path=x", "nunber=4"], "nunber is not a key; nearest: number"),
+        (["count", "path=x", "number=four"], "number='four'"),
+        (["count", "x"], "'x' is not of the form key=value; the keys are path, number"),
+        (["count", "path=[x"], ""),
+    ):
+        with pytest.raises(UserError, match=words):
+            run_command(commands, "", arguments)
+
+
+def test_a_value_is_what_yaml_reads():
+    class Given(Settings):
+        numbers: list[float]
+        switch: bool
+
+    assert parse_arguments(["numbers=[1.0,2e-3]", "switch=true"], Given) == Given(numbers=[1.0, 2e-3], switch=True)
+
+
+def test_help_and_configurations_are_printed_on_request():
+    code, output = finish(start("train.py", "--help"))
+    assert code == 0 and "batch_size: 64" in output
+    code, output = finish(start("train.py", "--cfg=job", "experiment=table2/dit_b2_tread"))
+    assert code == 0 and "name: table2_dit_b2_tread_seed0" in output
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Starting.
+
+
+def test_processes_wait_longer_for_each_other_than_nccls_ten_minutes():
+    forget_accelerate()
+    assert machine.start_accelerator(1, cpu=True).init_handler.timeout == timedelta(hours=2)
+
+
+def test_a_gpu_that_torch_cannot_use_or_that_two_processes_would_share_is_an_error(monkeypatch, tmp_path):
+    for name in ("CUDA_VISIBLE_DEVICES", "ACCELERATE_USE_CPU"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(machine, "NVIDIA_DEVICE", tmp_path / "nvidiactl")
+    monkeypatch.setattr(machine.torch.version, "cuda", "13.0")
+    monkeypatch.setattr(machine.torch.cuda, "is_available", lambda: False)
+    machine.check_gpus()  # no GPU
+    (tmp_path / "nvidiactl").touch()
+    with pytest.raises(UserError, match="CUDA 13.0"):
+        machine.check_gpus()
+    monkeypatch.setattr(machine.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(machine.torch.cuda, "device_count", lambda: 2)
+    for rank in ("1", "2"):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        if rank == "2":
+            with pytest.raises(UserError, match="process 2 .*2 GPUs"):
+                machine.check_gpus()
+        else:
+            machine.check_gpus()
+
+
+def test_ctrl_c_reaches_a_command_that_a_shell_started_in_the_background():
+    code = "import signal; from configs.command_line import guard; guard(lambda: print(signal.getsignal(signal.SIGINT)))"
+    ignored = f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n{code}"
+    done = subprocess.run([sys.executable, "-c", ignored], cwd=REPOSITORY, capture_output=True, text=True)
+    assert str(signal.default_int_handler) in done.stdout, done.stderr
