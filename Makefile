@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test drills gpu lint env lock clean
+.PHONY: demo test gpu lint env lock clean
 
 # Train on the embedded digits: `accelerate launch train.py model=tread` in one process, a few minutes on 2 CPU cores.
 demo: env
@@ -25,10 +25,6 @@ gpu:
 	$(PYTHON) -m extras.benchmarks gpu $(ARGS)
 endif
 
-# Kill, damage, fill the disk, signal and deceive every command: about 20 minutes on 2 cores. docs/drills.md.
-drills: env
-	$(BIN)/python tests/drills
-
 lint: env
 	$(BIN)/ruff check .
 
@@ -42,9 +38,9 @@ env: .venv/.installed
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -r requirements.lock
 	@touch $@
 
-# After a change of requirements*.txt.
+# After a change of requirements.txt, or of the group dev in pyproject.toml.
 lock: env
-	$(BIN)/uv pip compile --quiet --universal --upgrade --python-version 3.10 --no-annotate --no-header requirements-dev.txt -o requirements.lock
+	$(BIN)/uv pip compile --quiet --universal --upgrade --python-version 3.10 --no-annotate --no-header requirements.txt --group dev -o requirements.lock
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache

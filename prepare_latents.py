@@ -31,12 +31,11 @@ from common.progress import log_to_stderr, progress_bar
 from configs import command_line as cli
 from configs.schema import Autoencoder, Detectors, Precision
 from configs.settings import BatchSize, Count, NumClasses, NumThreads, NumWorkers, Positive, Resolution, ShardSize, Text, Whole
-from evaluations.detector import InceptionDetector, fetch_weights
-from evaluations.dinov2_detector import DINOv2Detector
-from evaluations.encoders import DINOV2_B, find_encoder_weights
+from evaluations.classifiers import train_detector
 from evaluations.images import open_images
+from evaluations.inception import InceptionDetector, fetch_weights
 from evaluations.reference import write_reference
-from evaluations.small_detector import train_detector
+from evaluations.vit import DINOV2_B, DINOv2Detector, find_encoder_weights
 from latents import autoencoders
 from latents.detection import SD_VAE, detect
 from latents.prepare.encode import encode_images
@@ -358,7 +357,7 @@ def reference(
         device = machine.start_accelerator(cpu_threads).device
         names = detectors or [InceptionDetector.name]
         if DINOv2Detector.name in names:
-            built.append(DINOv2Detector(dinov2_weights, device, key="dinov2_weights"))
+            built.append(DINOv2Detector(dinov2_weights, device))
         if InceptionDetector.name in names:
             built.append(InceptionDetector(weights, device))
     Path(output).parent.mkdir(parents=True, exist_ok=True)
@@ -398,7 +397,7 @@ def fetch(autoencoder: Autoencoder = SD_VAE, encoder: Text | None = None) -> Non
 
     actions = [(autoencoder, fetch_autoencoder), ("Inception", fetch_weights)]
     if encoder is not None:
-        actions.append((encoder, lambda: find_encoder_weights(encoder, None, "the key of its weights")))
+        actions.append((encoder, lambda: find_encoder_weights(encoder)))
     problems = []
     for name, action in actions:
         try:

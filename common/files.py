@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import io
 import json
 import logging
 import os
@@ -14,20 +13,20 @@ import secrets
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
 from filelock import lock_descriptor
 
-from common.errors import UserError
+from common.errors import UserError, first_line
 
 log = logging.getLogger(__name__)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CHUNK_BYTES = 1 << 22
-MAX_HOLDER_BYTES = 400  # of the words in a lock
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextlib.contextmanager
@@ -63,10 +62,11 @@ def write_file(path: Path, content: bytes | str) -> None:
 
 
 def why_not_written(path: Path, error: Exception) -> str:
-    """The cause of an error in writing, in words; with the free space, where the disk may be full."""
-    reason = getattr(error, "strerror", None) or (str(error).splitlines() or [type(error).__name__])[0]
-    # Libraries that write by themselves (torch, safetensors) wrap the system's error in their own.
-    if getattr(error, "errno", None) in (None, errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    """The cause of an error in writing, in words; with the free space where the disk may be full."""
+    if isinstance(error.__context__, OSError):  # torch.save raises an error of its own while it handles the disk's
+        error = error.__context__
+    reason = getattr(error, "strerror", None) or first_line(error)
+    if getattr(error, "errno", None) in (None, *_FULL):
         with contextlib.suppress(OSError):
             folder = next(parent for parent in path.absolute().parents if parent.is_dir())
             reason += f"; {shutil.disk_usage(folder).free / 1e6:.0f} MB are free on the disk of {folder}"
@@ -76,11 +76,8 @@ def why_not_written(path: Path, error: Exception) -> str:
 def remove_leftovers(folder: Path) -> None:
     """Remove what an interrupted process left half written or half deleted. Only for a folder that this process has locked."""
     for path in [*folder.glob(".tmp_*"), *folder.glob(".del_*")]:
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            with contextlib.suppress(OSError):
-                path.unlink()
+        with contextlib.suppress(OSError):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def read_file(path: Path, size: int = -1) -> bytes:
@@ -93,16 +90,12 @@ def read_file(path: Path, size: int = -1) -> bytes:
 
 
 def lock_file(path: Path, busy: str, remedy: str) -> IO[bytes]:
-    """The opened file, locked until it is closed or this process ends, killed or not.
+    """Create the file, with its folder, and lock it until it is closed or this process ends, killed or not.
 
-    Its content says who holds it. Its folder is created. On a file system without locks (some NFS and Lustre mounts) it warns
-    and goes on.
-
-    Args:
-        busy, remedy: what another process does that holds the lock, and what helps; for the message.
+    On a file system without locks (some NFS and Lustre mounts) it warns and goes on.
 
     Raises:
-        UserError: another process holds the lock; the message names it.
+        UserError: `busy`, the process that holds the lock, and `remedy`.
         OSError: the file cannot be opened.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -115,77 +108,63 @@ def lock_file(path: Path, busy: str, remedy: str) -> IO[bytes]:
     if not is_ours:
         with file:
             file.seek(1)
-            holder = file.read(MAX_HOLDER_BYTES).decode(errors="replace").strip()
-        raise UserError(f"{busy} ({holder}); {remedy}" if holder else f"{busy}; {remedy}")
+            raise UserError(f"{busy} ({file.read().decode(errors='replace').strip()}); {remedy}")
     since = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
     holder = f"process {os.getpid()} on {platform.node()}, since {since}: {shlex.join(sys.argv)}"
     with contextlib.suppress(OSError):  # a full disk: the lock holds without a name
         file.truncate(0)
-        file.write(b"\n" + holder.encode(errors="replace")[:MAX_HOLDER_BYTES])  # Windows locks the first byte, also for readers
+        file.write(b"\n" + holder[:400].encode())  # Windows locks the first byte, also for readers
         file.flush()
     return file
 
 
 def lock_output(folder: Path, doing: str) -> IO[bytes]:
-    """Create and lock the folder that a command's output= names, without what an interrupted one left; returns the lock.
-
-    Args:
-        doing: what the command does to the folder, for the message: `sampling into`.
+    """Create and lock the folder that a command's output= names, and remove what an interrupted one left; returns the lock.
 
     Raises:
-        UserError: another process holds the lock, or the folder cannot be written to.
+        UserError: another process is `doing` ("sampling into") the folder, or it cannot be written to.
     """
     try:
         lock = lock_file(folder / ".lock", f"another process is {doing} {folder}", "wait for it, or choose another output=...")
     except OSError as e:
-        raise UserError(f"cannot write to {folder} ({why_not_written(folder, e)}); choose another output=...") from e
+        raise UserError(f"output: cannot write to {folder}: {why_not_written(folder, e)}") from e
     remove_leftovers(folder)
     return lock
 
 
 def append_line(path: Path, record: dict) -> None:
-    """Append one JSON object to a file of JSON lines. A last line that was cut off is not joined to it.
+    """Append one JSON object to a file of JSON lines. A line that was cut off before stays a line of its own.
 
-    Raises:
-        UserError: the file cannot be written; it is as it was.
+    Raises UserError where the file cannot be written.
     """
-    size = path.stat().st_size if path.exists() else 0
     try:
         with open(path, "a+b") as f:
             f.seek(max(f.tell() - 1, 0))
             is_torn = f.read(1) not in (b"", b"\n")
             f.write((b"\n" if is_torn else b"") + json.dumps(record).encode() + b"\n")
     except OSError as e:
-        with contextlib.suppress(OSError):  # it did not exist, say
-            os.truncate(path, size)  # not half a line
         raise UserError(f"cannot write {path}: {why_not_written(path, e)}") from e
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, dict | None]]:
-    """(line number, object) of a file of JSON lines; None for a line that is cut off, damaged or no object.
+    """(line number, object) of a file of JSON lines; None for a line that is cut off or no object.
 
     A file that does not exist has no lines. Raises UserError where it cannot be read.
     """
-    if not path.exists():
-        return
-    for number, line in enumerate(read_file(path).decode(errors="replace").splitlines(), start=1):
+    lines = read_file(path).decode(errors="replace").splitlines() if path.exists() else []
+    for number, line in enumerate(lines, start=1):
         try:
             value = json.loads(line)
-        except (ValueError, RecursionError):
+        except ValueError:
             value = None
         yield number, value if isinstance(value, dict) else None
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file.
-
-    Raises:
-        UserError: it cannot be read, or is not JSON.
-    """
-    content = read_file(path)
+    """The content of a JSON file. Raises UserError where it cannot be read, or is not JSON."""
     try:
-        return json.loads(content)
-    except (ValueError, RecursionError) as e:
+        return json.loads(read_file(path))
+    except (json.JSONDecodeError, UnicodeDecodeError) as e:
         raise UserError(f"{path} is not JSON: {e}") from e
 
 
@@ -210,61 +189,28 @@ def hash_file(path: Path) -> str:
     return digest.hexdigest()
 
 
-class HashingFile(io.BufferedWriter):
-    """A new file, opened for writing, that hashes what passes through it. Its writer must not seek; torch.save does not."""
-
-    def __init__(self, path: Path):
-        super().__init__(io.FileIO(path, "w"))
-        self._digest = hashlib.blake2b(digest_size=16)
-
-    def write(self, data) -> int:
-        self._digest.update(data)
-        return super().write(data)
-
-    def hash(self) -> str:
-        """`hash_bytes` of what was written so far."""
-        return self._digest.hexdigest()
-
-
 def list_images(folder: Path, suffixes: Sequence[str]) -> list[str]:
     """Paths of the images below a folder, relative to it, sorted, with forward slashes. Links to folders are followed.
 
-    Raises:
-        UserError: a link leads back to a folder that holds it.
+    Hidden files and folders, and what macOS adds to a .zip, are left out. UserError for a link to a folder that holds it.
     """
     names = []
     for root, folders, files in os.walk(folder, followlinks=True):
-        folders[:] = sorted(name for name in folders if not is_hidden(name))
-        for link in (Path(root, name) for name in folders if os.path.islink(os.path.join(root, name))):
-            if link.resolve() in (Path(root).resolve(), *Path(root).resolve().parents):
-                raise UserError(f"{link} is a link to a folder that holds it; remove it")
-        inside = Path(root).relative_to(folder)
-        names += [(inside / n).as_posix() for n in files if not is_hidden(n) and n.lower().endswith(tuple(suffixes))]
+        here = Path(root)
+        if here.resolve() in map(Path.resolve, here.parents):
+            raise UserError(f"{here} is a link to a folder that holds it; remove it")
+        folders[:] = [name for name in folders if not is_hidden(name)]
+        found = [name for name in files if not is_hidden(name) and name.lower().endswith(tuple(suffixes))]
+        names += [(here / name).relative_to(folder).as_posix() for name in found]
     return sorted(names)
 
 
 def is_hidden(name: str) -> bool:
-    """Of a file or folder: hidden, or what macOS adds to a .zip. `list_images` leaves these out."""
+    """Whether `list_images` leaves out a file or folder of this name."""
     return name.startswith(".") or name == "__MACOSX"
 
 
-def relative_path(path: str | Path) -> str:
-    """The path from the working folder; on Windows, the whole path of what lies on another drive."""
-    try:
-        return os.path.relpath(path)
-    except ValueError:
-        return str(path)
-
-
-def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]], escape: Callable[[str], str] = str) -> str:
-    """A Markdown table, with a final newline. Bars and line breaks inside cells cannot break it.
-
-    Args:
-        rows: one cell for each column.
-        escape: applied to every cell first, for text that must not be taken for HTML, say.
-    """
-
-    def line(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(escape(cell).replace("|", "\\|").replace("\n", " ") for cell in cells) + " |\n"
-
-    return line(columns) + "|" + "---|" * len(columns) + "\n" + "".join(map(line, rows))
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table, with a final newline. Bars inside cells cannot break it."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)

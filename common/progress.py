@@ -19,14 +19,11 @@ SLOW_SEC = 2.0
 def progress_bar(items: Iterable | None = None, **settings) -> tqdm:
     """tqdm on stderr. Where stderr is no terminal, a line every LOG_EVERY_SEC. `settings` are tqdm's (total, unit, desc, ...)."""
     settings = {"smoothing": 0.05, **settings}
-    if sys.stderr is None:  # closed
-        return tqdm(items, **settings | {"disable": True})
     if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
         return tqdm(items, file=sys.stderr, dynamic_ncols=True, **settings)
     if not settings.get("leave", True):  # a bar that goes away says nothing when it is short
         settings["delay"] = LOG_EVERY_SEC
-    every = {"mininterval": LOG_EVERY_SEC, "maxinterval": LOG_EVERY_SEC}
-    return tqdm(items, file=_Lines(sys.stderr), **settings | every)
+    return tqdm(items, file=_Lines(sys.stderr), **settings | {"mininterval": LOG_EVERY_SEC, "maxinterval": LOG_EVERY_SEC})
 
 
 class _Lines:
@@ -38,12 +35,12 @@ class _Lines:
     def write(self, text: str) -> None:
         text = text.strip()
         if text and not text.startswith("\x1b"):
-            with contextlib.suppress(OSError):  # work does not end because nobody reads how far it is (`| head`)
+            with contextlib.suppress(OSError):  # a run does not end because nobody reads its progress (`| head`)
                 self._stream.write(f"{text}\n")
+                self._stream.flush()
 
     def flush(self) -> None:
-        with contextlib.suppress(OSError):
-            self._stream.flush()
+        pass
 
 
 class LogHandler(logging.StreamHandler):

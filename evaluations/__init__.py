@@ -1,13 +1,9 @@
-"""ADM's evaluation suite (arXiv 2105.05233) in PyTorch: FID, sFID, Inception Score, precision and recall.
+"""ADM's evaluation suite (arXiv 2105.05233) in PyTorch: FID, sFID, Inception Score, precision and recall; FD-DINOv2.
 
-images.py     uint8 images from a folder or an .npz, in batches
-npz.py        ADM's file format
-detector.py   images -> features, by Inception-v3; digits_detector.py: by a small classifier, for the embedded digits;
-              small_detector.py: by one that is trained for a set of small pictures; dinov2_detector.py: by DINOv2
-encoders.py   images -> tokens, by a frozen vision transformer of timm
-features.py   what a detector returns, and keeping it for a whole set of images
-statistics.py mean and covariance in one pass
-metrics.py    the numbers, as pure functions
-suite.py      two sets of features -> all numbers, under their names
-reference.py  the features of a file, cached beside it
+images.py       uint8 images of a folder, in batches; npz.py: of ADM's file format
+features.py     what a detector makes of images
+inception.py    the detector Inception-v3; vit.py: DINOv2; classifiers.py: small networks for small pictures
+reference.py    the features of a reference, cached beside it
+metrics.py      numbers from features, as pure functions
+suite.py        the table of metrics, and all metrics of two sets of features
 """

@@ -1,14 +1,13 @@
-"""Features of images, the interface of a detector, and the features of a whole set. N images, D pooled features, S spatial
-features, C classes.
+"""Features of images, the interface of a detector, and the features of a whole set.
+
+N images, D pooled features, S spatial features, C classes.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain, pairwise
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from common.errors import UserError
-from evaluations.statistics import Statistics, rows_not_finite
+from evaluations.metrics import Statistics
 
 
 @dataclass(frozen=True)
@@ -37,20 +36,12 @@ class Features:
     spatial: Tensor | None = None
     statistics: dict[str, Statistics] = field(default_factory=dict)
 
-    def __post_init__(self):
-        sizes = {name: tuple(x.shape) for name, x in self.tensors().items()}
-        if any(len(size) != 2 or size[0] != len(self.pool) for size in sizes.values()):
-            raise ValueError(f"features must be [N, ...] with one N, not {sizes}")
-
     def __len__(self) -> int:
         return len(self.pool)
 
     def tensors(self) -> dict[str, Tensor]:
         """Those of pool, logits and spatial that there are."""
         return {name: x for name in ("pool", "logits", "spatial") if (x := getattr(self, name)) is not None}
-
-    def to(self, device: torch.device | str) -> Features:
-        return replace(self, **{name: x.to(device) for name, x in self.tensors().items()})
 
 
 class Detector(Protocol):
@@ -69,50 +60,33 @@ class Detector(Protocol):
         ...
 
 
-def sha256_of_file(file: str | Path) -> str:
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
-
-
-def check_images(images: np.ndarray | Tensor) -> Tensor:
-    """uint8 [N, H, W, 3] as a tensor. Raises UserError for floats, another number of channels, or channels first."""
-    images = torch.as_tensor(images)
-    if images.dtype != torch.uint8:
-        raise UserError(f"images are {images.dtype}; a detector takes uint8, 0 to 255 (round and clamp floats before)")
-    if images.ndim != 4 or images.shape[3] != 3:
-        raise UserError(f"images are {list(images.shape)}; a detector takes [N, H, W, 3], channels last")
-    return images
-
-
-def concatenate(parts: Iterable[Features]) -> Features:
-    """Features of consecutive batches as one set."""
-    parts = list(parts)
-    if not parts:
-        raise UserError("there are no images")
-    if len({part.detector for part in parts}) > 1:
-        raise UserError(f"features of different detectors: {sorted({part.detector for part in parts})}")
-    return Features(
-        parts[0].detector, **{name: torch.cat([getattr(part, name) for part in parts]) for name in parts[0].tensors()}
-    )
+def to_device(images: np.ndarray | Tensor, device: torch.device) -> Tensor:
+    """uint8 [N, H, W, 3] on the device. Raises UserError for floats, another number of channels, or channels first."""
+    x = torch.as_tensor(images)
+    if x.dtype != torch.uint8 or x.ndim != 4 or x.shape[3] != 3:
+        raise UserError(f"images are {x.dtype} {list(x.shape)}; a detector takes uint8 [N, H, W, 3]")
+    if device.type == "cuda" and x.device.type == "cpu":
+        x = x.pin_memory()  # only from pinned memory does the copy not wait for the batch before it
+    return x.to(device, non_blocking=True)
 
 
 def extract(detectors: Sequence[Detector], batches: Iterable[np.ndarray]) -> list[Features]:
-    """Features of all batches (uint8 [b, H, W, 3] each), on the CPU, of each detector; the batches are gone through once.
+    """Features of all batches (uint8 [b, H, W, 3] each), on the CPU, by each detector. The batches are gone through once.
 
     Raises:
-        UserError: no images; features that are not finite.
+        UserError: features that are not finite.
     """
-    parts: list[list[Features]] = [[] for _ in detectors]
-
-    def compute(batch: np.ndarray) -> list[Features]:
-        return [detector.features(batch) for detector in detectors]
-
+    parts: list[list[dict[str, Tensor]]] = [[] for _ in detectors]
+    computed = ([detector.features(batch) for detector in detectors] for batch in batches)
     # Copying to the CPU waits for the device, so the device gets the next batch before one is copied.
-    for computing, _ in pairwise(chain(map(compute, batches), [None])):
-        for done, part in zip(parts, computing):
-            part = part.to("cpu")
-            for name, x in part.tensors().items():
-                if bad := rows_not_finite(x):
-                    image = sum(map(len, done)) + bad[0]
-                    raise UserError(f"the {part.detector} detector gives NaN or infinite {name} features for image {image}")
+    for computing, _ in pairwise(chain(computed, [None])):
+        for done, features in zip(parts, computing):
+            part = {name: x.cpu() for name, x in features.tensors().items()}
+            for name, x in part.items():
+                if not x.isfinite().all():
+                    raise UserError(f"the {features.detector} detector gives NaN or infinite {name} features")
             done.append(part)
-    return [concatenate(done) for done in parts]
+    return [
+        Features(detector.name, **{name: torch.cat([part[name] for part in done]) for name in done[0]})
+        for detector, done in zip(detectors, parts)
+    ]

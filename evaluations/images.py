@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import struct
 import zlib
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,14 +14,10 @@ from PIL import Image, ImageOps
 
 from common.errors import UserError
 from common.files import hash_bytes, list_images
-from evaluations.npz import NpzImages, check_range
+from evaluations.npz import NpzImages
 
 SUFFIXES = (".png", ".jpg", ".jpeg")
 CONVERTIBLE_MODES = ("1", "L", "LA", "P", "PA", "RGBA", "CMYK", "YCbCr")  # 8 bits or fewer: converting loses no range
-EXPECTED = "give a folder of PNG or JPEG images, or an .npz"
-MAX_THREADS = 8
-MIN_SIDE = 8
-MAX_ASPECT = 100  # the crop enlarges the shorter side to the resolution: beyond this it would need gigabytes
 DECODE_ERRORS = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error)  # what Pillow raises on damaged files
 
 
@@ -33,8 +27,6 @@ def adm_center_crop(image: Image.Image, resolution: int) -> np.ndarray:
     A box filter halves the image (RGB) while its shorter side has 2 * resolution pixels or more. A bicubic filter then scales
     the shorter side to the resolution, and the centre is cut out: uint8 [resolution, resolution, 3].
     """
-    if image.mode != "RGB":
-        raise ValueError(f"the image has mode {image.mode}; read_rgb gives RGB")
     while min(image.size) >= 2 * resolution:
         image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
     factor = resolution / min(image.size)
@@ -52,12 +44,9 @@ def read_rgb(file: str | Path | BinaryIO) -> Image.Image:
         with Image.open(file) as image:
             if image.mode not in ("RGB", *CONVERTIBLE_MODES):
                 raise UserError(f"mode {image.mode} is not one of 8 bits a channel")
-            width, height = image.size
-            if min(width, height) < MIN_SIDE or max(width, height) > MAX_ASPECT * min(width, height):
-                raise UserError(
-                    f"{width}x{height} pixels: the shorter side must have {MIN_SIDE} or more and the longer one at most "
-                    f"{MAX_ASPECT} times as many"
-                )
+            short, long = sorted(image.size)
+            if short < 8 or long > 100 * short:  # to enlarge it would need gigabytes
+                raise UserError(f"{image.width}x{image.height} pixels: the shorter side must have 8, and 1% of the longer one")
             return ImageOps.exif_transpose(image).convert("RGB")
     # The EXIF of a damaged file may hold anything: TypeError, AttributeError.
     except (*DECODE_ERRORS, Image.DecompressionBombError, TypeError, AttributeError, LookupError, ArithmeticError) as e:
@@ -66,8 +55,6 @@ def read_rgb(file: str | Path | BinaryIO) -> Image.Image:
 
 class ImageFolder:
     """PNG and JPEG files of one size below a folder, sorted by their path relative to it. Hidden files are left out.
-
-    All headers are read first: a file that is broken, not RGB or of another size is found before any work.
 
     Args:
         convert_to_rgb: convert grey, palette, CMYK and RGBA images (dropping alpha) instead of refusing them.
@@ -79,22 +66,11 @@ class ImageFolder:
     """
 
     def __init__(self, path: str | Path, convert_to_rgb: bool = False, crop: int | None = None):
-        self.path, self.convert_to_rgb, self.crop = Path(path), convert_to_rgb, crop
-        if not self.path.is_dir():
-            raise UserError(f"{self.path} is not a folder; {EXPECTED}")
+        self.path, self.convert_to_rgb, self.crop, self.shape = Path(path), convert_to_rgb, crop, ()
         self.files = [self.path / name for name in list_images(self.path, SUFFIXES)]
         if not self.files:
             raise UserError(f"{self.path} holds no images ({', '.join(SUFFIXES)})")
-        with ThreadPoolExecutor(MAX_THREADS) as pool:
-            sizes = list(pool.map(self._check, self.files))
-        ((width, height), count), *_ = Counter(sizes).most_common()
-        for file, size in zip(self.files, sizes):
-            if size != (width, height):
-                raise UserError(
-                    f"{file} is {size[0]}x{size[1]} pixels, but {count} of {len(sizes)} images in {self.path} are "
-                    f"{width}x{height}; all must be of one size: resize them or move it elsewhere"
-                )
-        self.shape = (len(sizes), height, width, 3)
+        self.shape = (len(self.files), *self._read(self.files[0]).shape)
         self.labels, self.statistics = None, {}  # an .npz may hold both
 
     def __len__(self) -> int:
@@ -102,37 +78,28 @@ class ImageFolder:
 
     def batches(self, batch_size: int, start: int = 0, stop: int | None = None) -> Iterator[np.ndarray]:
         """As `NpzImages.batches`; errors name the file that cannot be decoded."""
-        stop = check_range(self, batch_size, start, stop)
-        with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
-            for i in range(start, stop, batch_size):
-                yield np.stack(list(pool.map(self._read, self.files[i : min(i + batch_size, stop)])))
+        files = self.files[start:stop]
+        with ThreadPoolExecutor(8) as pool:
+            for i in range(0, len(files), batch_size):
+                yield np.stack(list(pool.map(self._read, files[i : i + batch_size])))
 
     def fingerprint(self) -> str:
         """Number of files and a hash of their names, sizes and times of change; reading them would take as long as their use."""
-        stats = ((file.relative_to(self.path).as_posix(), file.stat()) for file in self.files)
-        digest = hash_bytes("".join(repr((name, stat.st_size, stat.st_mtime_ns)) for name, stat in stats).encode())
-        return f"{len(self)}-{digest}{'-rgb' if self.convert_to_rgb else ''}{f'-{self.crop}' if self.crop else ''}"
-
-    def _check(self, file: Path) -> tuple[int, int]:
-        """(width, height) of the image that `_read` returns, from the header."""
-        try:
-            with Image.open(file) as image:
-                mode, size = image.mode, image.size
-        except DECODE_ERRORS as e:
-            raise UserError(f"{file} is broken or not an image ({e}); make or copy it again") from e
-        if mode != "RGB" and not (self.convert_to_rgb and mode in CONVERTIBLE_MODES):
-            fix = "convert them to RGB first" if mode in CONVERTIBLE_MODES else "save 8-bit RGB"
-            raise UserError(f"{file} has mode {mode}, not 8-bit RGB; {fix}")
-        return size if self.crop is None else (self.crop, self.crop)
+        stats = [(file.relative_to(self.path).as_posix(), file.stat()) for file in self.files]
+        return f"{len(self)}-{hash_bytes(repr([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]).encode())}"
 
     def _read(self, file: Path) -> np.ndarray:
         try:
             if self.crop is not None:
                 return adm_center_crop(read_rgb(file), self.crop)
             with Image.open(file) as image:
+                if image.mode != "RGB" and not (self.convert_to_rgb and image.mode in CONVERTIBLE_MODES):
+                    raise ValueError(f"mode {image.mode}, not 8-bit RGB")
+                if self.shape and (image.height, image.width) != self.shape[1:3]:
+                    raise ValueError(f"{image.width}x{image.height} pixels; all must be of one size")
                 return np.array(image.convert("RGB"))
         except DECODE_ERRORS as e:  # and read_rgb's UserError
-            raise UserError(f"{file} is broken or cannot be used ({e}); mend or remove it") from e
+            raise UserError(f"{file} cannot be used ({e})") from e
 
 
 ImageSet = NpzImages | ImageFolder
@@ -143,12 +110,10 @@ def open_images(path: str | Path, convert_to_rgb: bool = False, crop: int | None
     path = Path(path)
     if path.is_dir():
         return ImageFolder(path, convert_to_rgb, crop)
-    if not path.is_file():
-        raise UserError(f"{path} {'is not a file' if path.exists() else 'does not exist'}; {EXPECTED}")
-    if path.suffix.lower() != ".npz":
+    if not path.is_file() or path.suffix.lower() != ".npz":
         raise UserError(f"{path} is neither a folder of PNG or JPEG images nor an .npz")
     if crop is not None:
-        raise UserError(f"{path}: the images of an .npz are taken as they are; leave out resolution=, or give a folder")
+        raise UserError(f"resolution={crop} crops the images of a folder; those of {path} are taken as they are")
     return NpzImages(path)
 
 

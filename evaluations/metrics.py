@@ -1,26 +1,65 @@
 """Metrics as pure functions of features: Frechet distance, Inception Score, precision and recall.
 
 N samples, D features, C classes. Distances between distributions and scores are computed in float64, the neighbour search in
-the precision of its features.
+the precision of its features. Features must be finite; `extract` checks it.
 """
 
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 from itertools import combinations_with_replacement
 
 import torch
 from torch import Tensor
 
 from common.errors import UserError
-from evaluations.statistics import Statistics, check_finite, check_samples, statistics_of
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Mean and covariance.
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """The Gaussian that is fitted to features.
+
+    Attributes:
+        mu: [D] float64, the mean.
+        sigma: [D, D] float64, the covariance with N - 1 in the denominator, as np.cov.
+    """
+
+    mu: Tensor
+    sigma: Tensor
+
+
+def statistics_of(features: Tensor, chunk_size: int = 4096) -> Statistics:
+    """Statistics of features [N, D] of any precision, on the CPU; only one chunk at a time is copied to float64.
+
+    Sums are kept about the running mean (Chan, Golub and LeVeque 1983). The plain sum of x x^T loses digits where the mean is
+    far larger than the spread.
+    """
+    count, dim = 0, features.shape[1]
+    mean = torch.zeros(dim, dtype=torch.float64)
+    scatter = torch.zeros(dim, dim, dtype=torch.float64)  # sum of (x - mean)(x - mean)^T
+    for chunk in features.split(chunk_size):
+        x = chunk.to(mean)
+        chunk_mean, total = x.mean(0), count + len(x)
+        shift = chunk_mean - mean
+        between = shift * (count * len(x) / total) ** 0.5  # the scatter between the two means, as one more sample
+        rows = torch.cat([x - chunk_mean, between[None]])
+        scatter.addmm_(rows.T, rows)
+        mean += shift * (len(x) / total)
+        count = total
+    sigma = scatter / (count - 1)
+    return Statistics(mean, (sigma + sigma.T) / 2)
+
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Frechet distance (Heusel et al. 2017, eq. 6): |mu1 - mu2|^2 + tr sigma1 + tr sigma2 - 2 tr (sigma1 sigma2)^(1/2).
 
 
 def frechet_distance(first: Statistics | Tensor, second: Statistics | Tensor) -> float:
-    """Distance between two Gaussians, each given by its statistics or by the samples [N, D] that it is fitted to.
+    """Distance between two Gaussians, each given by its statistics or by the samples [N, D], N > 1, that it is fitted to.
 
     The trace of the root needs no root of a non-symmetric matrix and no complex numbers:
 
@@ -28,11 +67,7 @@ def frechet_distance(first: Statistics | Tensor, second: Statistics | Tensor) ->
     - Of N <= D samples the covariance is singular, and the rounding of its zero eigenvalues would move the result by some
       1e-5. With X1 the centred samples over sqrt(N - 1), sigma1 sigma2 has the nonzero eigenvalues of X1 sigma2 X1^T.
     - Where both sides are such samples, the trace is the nuclear norm of X1 X2^T.
-
-    Raises:
-        UserError: different D, fewer than 2 samples, NaN or infinite features.
     """
-    _check_same_size(*(x.shape[-1] if isinstance(x, Tensor) else len(x.mu) for x in (first, second)))
     first, second = (statistics_of(x) if isinstance(x, Tensor) and len(x) > x.shape[1] else x for x in (first, second))
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         (mu1, x1), (mu2, x2) = _centred(first), _centred(second)
@@ -53,11 +88,6 @@ def _combine(mu1: Tensor, trace1: Tensor, mu2: Tensor, trace2: Tensor, trace_of_
     return max(distance.item(), 0.0)  # of equal distributions, rounding leaves a little more or less than zero
 
 
-def _check_same_size(first: int, second: int) -> None:
-    if first != second:
-        raise UserError(f"cannot compare {first} features with {second}; both must be of one detector and layer")
-
-
 def _symmetric(x: Tensor) -> Tensor:
     return (x + x.T) / 2
 
@@ -68,7 +98,6 @@ def _roots_of_eigenvalues(x: Tensor) -> Tensor:
 
 def _centred(features: Tensor) -> tuple[Tensor, Tensor]:
     """mean [D] and X [N, D], both float64, with X^T X the covariance."""
-    check_samples(features)
     x = features.cpu().double()
     mu = x.mean(0)
     return mu, (x - mu) / (len(x) - 1) ** 0.5
@@ -85,15 +114,7 @@ def inception_score(logits: Tensor, split_size: int = 5000) -> float:
 
     Args:
         logits: [N, C], in the order of the samples; for Inception without the bias of the last layer.
-
-    Raises:
-        UserError: no samples, NaN or infinite logits, probabilities instead of logits.
     """
-    if len(logits) == 0:
-        raise UserError("the Inception Score needs samples; there are none")
-    check_finite(logits)
-    if not logits.is_floating_point() or ((logits >= 0).all() and (logits.double().sum(1) - 1).abs().max() < 1e-3):
-        raise UserError("the Inception Score takes logits; these are probabilities or integers")
     scores = []
     for split in logits.split(split_size):
         log_p = split.double().log_softmax(dim=1)  # finite where log(softmax) is not
@@ -106,12 +127,11 @@ def inception_score(logits: Tensor, split_size: int = 5000) -> float:
 
 
 def class_agreement(logits: Tensor, labels: Tensor) -> float:
-    """Share of samples [N, C] whose most likely class is the one that was asked for, labels [N]."""
-    if labels.shape != logits.shape[:1] or len(labels) == 0:
-        raise UserError(f"{list(labels.shape)} labels do not match {len(logits)} samples")
-    if labels.is_floating_point():
-        raise UserError(f"labels are {labels.dtype}; need integers")
-    check_finite(logits)
+    """Fraction of the samples, logits [N, C], whose most likely class is the one that was asked for, labels [N] int64.
+
+    Raises:
+        UserError: labels outside 0 .. C - 1.
+    """
     low, high = int(labels.min()), int(labels.max())
     if low < 0 or high >= logits.shape[1]:
         raise UserError(f"labels run from {low} to {high}, outside the detector's {logits.shape[1]} classes")
@@ -126,18 +146,10 @@ def precision_recall(reference: Tensor, samples: Tensor, num_neighbours: int = 3
     """Share of samples [N, D] that lie in a ball around some reference [M, D], and of references in one around some sample.
 
     The ball of a point reaches to its num_neighbours-th nearest other point of its own set, border included. Distances are
-    computed tile by tile: memory beyond a centred copy of the features is a few tiles.
-
-    Raises:
-        UserError: a set has no more than num_neighbours points; different D; NaN or infinite features.
+    computed tile by tile: memory beyond a centred copy of the features is a few tiles. N and M are above num_neighbours.
     """
-    _check_same_size(reference.shape[-1], samples.shape[-1])
     # float16 overflows at 65504, which a squared norm exceeds.
     reference, samples = (x if x.dtype == torch.float64 else x.float() for x in (reference, samples))
-    for name, x in (("reference", reference), ("samples", samples)):
-        if len(x) <= num_neighbours:
-            raise UserError(f"precision and recall need more than {num_neighbours} images on each side; {name}: {len(x)}")
-        check_finite(x)
     # |a|^2 + |b|^2 - 2ab loses the digits that the norms have beyond the distance; about a common centre they are small.
     centre = _mean(reference)
     reference, samples = reference - centre, samples - centre
@@ -160,8 +172,6 @@ def neighbour_radii(x: Tensor, num_neighbours: int, tile_size: int = 2048) -> Te
     Not below what rounding can make of a distance of zero, so that copies of a point count as inside its ball.
     x is float32 or float64, and has more than num_neighbours rows.
     """
-    if not 0 < num_neighbours < len(x):
-        raise ValueError(f"{len(x)} points have no {num_neighbours}-th nearest other point")
     nearest = x.new_full((len(x), num_neighbours), float("inf"))
 
     def keep_smallest(rows: slice, distances: Tensor) -> None:

@@ -3,39 +3,32 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from common.errors import UserError
 from common.files import write_file
-from common.progress import SLOW_SEC, progress_bar, say_if_slow
-from evaluations.detector import LAYER_SIZES, InceptionDetector
-from evaluations.dinov2_detector import DINOV2_WIDTH, DINOv2Detector
+from common.progress import progress_bar
 from evaluations.features import Detector, Features, extract
 from evaluations.images import ImageSet, read_ahead
-from evaluations.npz import STATISTICS_KEYS, statistics_by_key, write_npz
-from evaluations.statistics import Statistics, statistics_of
+from evaluations.metrics import Statistics, statistics_of
+from evaluations.npz import STATISTICS_KEYS, write_npz
 
 log = logging.getLogger(__name__)
-
-FORMAT = "1"  # of the cache; another one is not read
-# Of a detector: layer -> name of its statistics in a file. Other detectors have none there.
-STORED = {InceptionDetector.name: {"pool": "pool", "spatial": "spatial"}, DINOv2Detector.name: {"pool": "dinov2"}}
-STORED_SIZES = LAYER_SIZES | {"dinov2": DINOV2_WIDTH}
 
 
 def features_of_images(
     images: ImageSet,
     detectors: Sequence[Detector],
-    batch_size: int = 64,
-    start: int = 0,
-    stop: int | None = None,
+    batch_size: int,
+    start: int,
+    stop: int,
     show_progress: bool = True,
 ) -> list[Features]:
     """Features of images start .. stop - 1 by each detector, computed in this process, the images being read once.
@@ -43,83 +36,15 @@ def features_of_images(
     There are none for an .npz that holds statistics only.
     """
     if len(images) == 0:
-        return [Features(detector.name, pool=torch.empty(0, 0), logits=torch.empty(0, 0)) for detector in detectors]
-    count = (len(images) if stop is None else stop) - start
-    bar = progress_bar(
-        total=count, desc=f"features of {images.path.name}", unit="images", delay=SLOW_SEC, leave=False, disable=not show_progress
-    )
-
-    def batches() -> Iterator[np.ndarray]:
-        for batch in read_ahead(images.batches(batch_size, start, stop)):
-            yield batch
-            bar.update(len(batch))
-
-    with bar:
-        return extract(detectors, batches())
+        return [Features(detector.name, pool=torch.empty(0, 0)) for detector in detectors]
+    total = math.ceil((stop - start) / batch_size)
+    how = {"desc": f"features of {images.path.name}", "unit": "batch", "leave": False, "disable": not show_progress}
+    return extract(detectors, progress_bar(read_ahead(images.batches(batch_size, start, stop)), total=total, **how))
 
 
-def load_reference(
-    images: ImageSet,
-    detector: Detector,
-    batch_size: int = 64,
-    compute: Callable[[ImageSet, Sequence[Detector], int], list[Features]] = features_of_images,
-    agree: Callable[[bool], bool] = bool,
-    is_main: bool = True,
-) -> Features | None:
-    """Features of all images, from the cache or computed and cached, with the statistics that the metrics need.
-
-    Statistics that the file stores are used (ADM's, for Inception); others are computed here once. A layer that has no more
-    images than features gets none: `frechet_distance` is exact on the features themselves.
-
-    Args:
-        compute: gives features that are not cached; with several processes, one that shares the work between them.
-        agree: gives every process the main one's answer to whether they are cached.
-        is_main: the other processes neither read nor write the cache, and get None.
-
-    Raises:
-        UserError: the file holds neither images nor statistics of this detector.
-    """
-    check_reference(images, detector.name)
-    stored = stored_statistics(images, detector)
-    with say_if_slow(log, "reading the features of %s", images.path):
-        features = read_cache(images, detector) if is_main else None
-    is_cached = agree(features is not None)
-    if not is_cached:
-        (features,) = compute(images, [detector], batch_size)
-    if not is_main:
-        return None
-    if not is_cached:
-        layers = {name: x for name, x in features.tensors().items() if name in STATISTICS_KEYS and len(x) > x.shape[1]}
-        features = replace(features, statistics={name: statistics_of(x) for name, x in layers.items()})
-        if len(features):
-            write_cache(images, detector, features)
-    return replace(features, statistics=features.statistics | stored)
-
-
-def check_reference(images: ImageSet, detector: str) -> None:
-    """Raises UserError where images and statistics of this detector, by its name, are both missing."""
-    if len(images) == 0 and images.statistics.keys().isdisjoint(STORED.get(detector, {}).values()):
-        raise UserError(
-            f"{images.path} holds statistics of other detectors and no images: the {detector} detector has nothing to compare "
-            "with; make a reference of the images: python prepare_latents.py reference images=<folder> output=<file.npz> "
-            "'detectors=[inception,dinov2]'"
-        )
-
-
-def stored_statistics(images: ImageSet, detector: Detector) -> dict[str, Statistics]:
-    """The statistics of this detector in the file, as ADM's evaluator uses Inception's."""
-    if images.statistics and detector.name not in STORED:
-        log.info("%s: its mu and sigma are Inception's; the %s detector does not use them", images.path, detector.name)
-    names = STORED.get(detector.name, {})
-    found = {layer: images.statistics[name] for layer, name in names.items() if name in images.statistics}
-    for layer, known in found.items():
-        if len(known.mu) != (size := STORED_SIZES[names[layer]]):
-            network = "Inception" if detector.name == InceptionDetector.name else "DINOv2"
-            raise UserError(
-                f"{images.path}: {STATISTICS_KEYS[names[layer]][0]} has {len(known.mu)} entries, {network}'s {layer} features "
-                f"{size}; take the statistics out of the file or make them again: python prepare_latents.py reference"
-            )
-    return found
+def stored_statistics(images: ImageSet, detector: str) -> dict[str, Statistics]:
+    """The statistics of this detector that the file holds, by layer. ADM's evaluator uses Inception's so."""
+    return {layer: known for (name, layer), known in images.statistics.items() if name == detector}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -128,43 +53,42 @@ def stored_statistics(images: ImageSet, detector: Detector) -> dict[str, Statist
 
 def cache_file(images: ImageSet, detector: Detector) -> Path:
     """VIRTUAL_x.npz -> VIRTUAL_x.npz.inception-features.safetensors; the same beside a folder."""
-    path = images.path.resolve()
-    return path.with_name(f"{path.name}.{detector.name}-features.safetensors")
+    return Path(f"{images.path.resolve()}.{detector.name}-features.safetensors")
 
 
 def _cache_key(images: ImageSet, detector: Detector) -> dict[str, str]:
-    return {"format": FORMAT, "images": images.fingerprint(), "detector": detector.name, "weights": detector.weights_hash}
+    return {"images": images.fingerprint(), "weights": detector.weights_hash}
 
 
 def read_cache(images: ImageSet, detector: Detector) -> Features | None:
-    """The cached features; None if there is no cache or it belongs to other images or another detector."""
-    file = cache_file(images, detector)
-    if not file.exists():
-        return None
+    """The cached features with their statistics; None if there are none, or they are of other images or weights."""
     try:
-        with safe_open(file, framework="pt") as f:
-            changed = [name for name, value in _cache_key(images, detector).items() if (f.metadata() or {}).get(name) != value]
-            if changed:
-                log.info("%s is of other %s; computing the features again", file, " and ".join(changed))
+        with safe_open(cache_file(images, detector), framework="pt") as f:
+            if f.metadata() != _cache_key(images, detector):
                 return None
             tensors = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 (not a dict)
-    except (SafetensorError, OSError) as e:
-        log.warning("%s cannot be read (%s); computing the features again", file, e)
+    except (SafetensorError, OSError):
         return None
-    statistics = {
-        layer: Statistics(tensors.pop(mu), tensors.pop(sigma)) for layer, (mu, sigma) in STATISTICS_KEYS.items() if mu in tensors
-    }
+    layers = [layer for layer in ("pool", "spatial") if f"{layer}.mu" in tensors]
+    statistics = {layer: Statistics(tensors.pop(f"{layer}.mu"), tensors.pop(f"{layer}.sigma")) for layer in layers}
     return Features(detector.name, statistics=statistics, **tensors)
 
 
-def write_cache(images: ImageSet, detector: Detector, features: Features) -> None:
-    """Write the cache. If the folder cannot be written to, warn: only later starts become slower."""
-    tensors = features.tensors() | statistics_by_key(features.statistics)
-    blob = save({name: x.contiguous() for name, x in tensors.items()}, metadata=_cache_key(images, detector))
+def write_cache(images: ImageSet, detector: Detector, features: Features) -> Features:
+    """Cache the features with their statistics, and return both. If the folder cannot be written to, warn.
+
+    A layer that has no more images than features gets no statistics: `frechet_distance` is exact on the features themselves.
+    """
+    tensors = {name: x.contiguous() for name, x in features.tensors().items()}
+    layers = [name for name, x in tensors.items() if name != "logits" and len(x) > x.shape[1]]
+    statistics = {layer: statistics_of(tensors[layer]) for layer in layers}
+    for layer, known in statistics.items():
+        tensors |= {f"{layer}.mu": known.mu, f"{layer}.sigma": known.sigma}
     try:
-        write_file(cache_file(images, detector), blob)
+        write_file(cache_file(images, detector), save(tensors, metadata=_cache_key(images, detector)))
     except UserError as e:
         log.warning("%s; the features will be computed at every start", e)
+    return replace(features, statistics=statistics)
 
 
 def write_reference(images: ImageSet, output: Path, detectors: Sequence[Detector] = (), batch_size: int = 64) -> None:
@@ -177,7 +101,8 @@ def write_reference(images: ImageSet, output: Path, detectors: Sequence[Detector
     if output.exists():
         raise UserError(f"{output} exists; nothing was written")
     statistics = {}
-    for features in features_of_images(images, detectors, batch_size) if detectors else ():
-        statistics |= {name: statistics_of(getattr(features, layer)) for layer, name in STORED[features.detector].items()}
+    for features in features_of_images(images, detectors, batch_size, 0, len(images)) if detectors else ():
+        layers = {(features.detector, name): x for name, x in features.tensors().items()}
+        statistics |= {layer: statistics_of(x) for layer, x in layers.items() if layer in STATISTICS_KEYS}
     singles = (image for batch in read_ahead(images.batches(batch_size)) for image in batch)
     write_npz(output, singles, images.shape, images.labels, statistics)

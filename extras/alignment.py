@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from common.errors import UserError
 from configs.schema import NETWORKS, TrainConfig
-from evaluations.encoders import Encoder
+from evaluations.vit import Encoder
 from latents.shards import LatentDataset
 from routing_module import TokenRouter
 
@@ -134,9 +134,13 @@ def build_alignment(cfg: TrainConfig, dataset: LatentDataset, accelerator: Accel
     if encoder_patch is None:
         raise UserError(f"alignment.encoder={settings.encoder} has no patches of a known size (_patch<N>_) in its name")
     size = int(encoder_patch[1]) * (cfg.data.input_size // patch_size)  # as many patches as the network has tokens
-    how = {"antialias": False, "precision": cfg.train.precision, "key": "alignment.weights"}  # bicubic, as REPA shows images
-    with accelerator.local_main_process_first():  # one process of a machine downloads, the others find the file
-        encoder = Encoder(settings.encoder, settings.weights, size, accelerator.device, **how)
+    try:
+        with accelerator.local_main_process_first():  # one process of a machine downloads, the others find the file
+            encoder = Encoder(
+                settings.encoder, settings.weights, size, accelerator.device, recipe="repa", precision=cfg.train.precision
+            )
+    except UserError as e:
+        raise UserError(f"alignment.encoder, alignment.weights: {e}") from e
     with torch.random.fork_rng(devices=[]):  # whatever random numbers the encoder has taken
         torch.manual_seed(2**32 + cfg.seed)  # no seed of a run
         projector = Projector(width, settings.projector_width, encoder.width)

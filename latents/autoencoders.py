@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from common.downloads import NotDownloaded, NotOnHub, download_from_hub, is_hub_id
+from common.downloads import NotDownloaded, download_from_hub, is_hub_id
 from common.errors import UserError
 from common.files import read_json
 from common.progress import say_if_slow
@@ -149,8 +149,6 @@ def find_files(source: str, key: str) -> Path:
 
     try:
         return download_from_hub(source, choose)[0].parent
-    except NotOnHub as e:
-        raise UserError(f"{key}=sd-vae:{source}: there is no such folder, and {e}; the usual one is sd-vae:{SD_VAES[0]}") from e
     except NotDownloaded as e:
         fetch = "fetch" if source == SD_VAES[0] else f"fetch autoencoder=sd-vae:{source}"
         raise UserError(

@@ -16,7 +16,7 @@ from common.progress import progress_bar, say_if_slow
 from common.randomness import class_of_seed
 from evaluations.features import Detector, Features, extract
 from evaluations.images import ImageSet
-from evaluations.reference import features_of_images, load_reference, stored_statistics
+from evaluations.reference import features_of_images, read_cache, stored_statistics, write_cache
 from evaluations.suite import evaluate
 from sampling.sampler import ImageSampler
 
@@ -41,8 +41,6 @@ def until_stopped(batches: Iterable[T], stop: Callable[[], bool]) -> Iterator[T]
 class Evaluator:
     """Detectors and the features of the reference. Every process calls it; they share the work, and each gets the result.
 
-    Each image is made once and goes through all detectors.
-
     Attributes:
         references: by each detector; None in all but the main process, which alone computes metrics.
     """
@@ -55,13 +53,8 @@ class Evaluator:
     @classmethod
     def open(cls, accelerator: Accelerator, detectors: Sequence[Detector], reference: ImageSet, batch_size: int) -> Evaluator:
         """Load the features of the reference from their caches, or compute them together, as the main process decides."""
-
-        def agree(is_cached: bool) -> bool:  # on other nodes the folder may be another one
-            return broadcast_object_list([is_cached])[0]
-
-        compute = partial(shared_features_of_images, accelerator)
-        how = (batch_size, compute, agree, accelerator.is_main_process)
-        return cls(accelerator, detectors, [load_reference(reference, detector, *how) for detector in detectors], batch_size)
+        references = [_load_reference(accelerator, reference, detector, batch_size) for detector in detectors]
+        return cls(accelerator, detectors, references, batch_size)
 
     def of_samples(self, sampler: ImageSampler, num_samples: int, stop: Callable[[], bool] = lambda: False) -> dict[str, float]:
         """Metrics of the images of seeds 0 .. num_samples - 1, each of a random class drawn from its seed.
@@ -76,8 +69,8 @@ class Evaluator:
 
         def compute(start: int, end: int) -> list[Features]:
             batches = [range(i, min(i + self.batch_size, end)) for i in range(start, end, self.batch_size)]
-            is_main = self.accelerator.is_main_process
-            bar = progress_bar(batches, desc="evaluation", unit="batch", leave=False, disable=not is_main)
+            is_other = not self.accelerator.is_main_process
+            bar = progress_bar(batches, desc="evaluation", unit="batch", leave=False, disable=is_other)
             images = (sampler(list(seeds), [labels[seed] for seed in seeds]) for seeds in until_stopped(bar, stop))
             return extract(self.detectors, images)
 
@@ -90,26 +83,32 @@ class Evaluator:
         """
         features = shared_features_of_images(self.accelerator, images, self.detectors, self.batch_size, num_samples)
         if num_samples == len(images):
-            stored = [stored_statistics(images, detector) for detector in self.detectors]
-            features = [replace(one, statistics=known) for one, known in zip(features, stored)]
+            features = [replace(one, statistics=stored_statistics(images, one.detector)) for one in features]
         labels = None if images.labels is None else torch.from_numpy(images.labels[:num_samples])
         return self._metrics(features, labels)
 
     def _metrics(self, samples: Sequence[Features], labels: torch.Tensor | None) -> dict[str, float]:
-        def compute() -> dict[str, float]:
-            found = [evaluate(*pair, labels, self.accelerator.device) for pair in zip(self.references, samples)]
-            return {name: value for metrics in found for name, value in metrics.items()}
-
+        values = {}
         with say_if_slow(log, "computing the metrics of %d images", len(samples[0])):
-            return broadcast_object_list([compute() if self.accelerator.is_main_process else None])[0]
+            if self.accelerator.is_main_process:
+                for pair in zip(self.references, samples):
+                    values |= evaluate(*pair, labels, self.accelerator.device)
+            return broadcast_object_list([values])[0]
+
+
+def _load_reference(accelerator: Accelerator, images: ImageSet, detector: Detector, batch_size: int) -> Features | None:
+    """Features of all images with their statistics, cached or computed by all together; None but on the main process."""
+    is_main = accelerator.is_main_process
+    features = read_cache(images, detector) if is_main else None
+    if broadcast_object_list([features is None])[0]:  # on other nodes the folder may be another one
+        (features,) = shared_features_of_images(accelerator, images, [detector], batch_size, len(images))
+        if is_main and len(images):
+            features = write_cache(images, detector, features)
+    return replace(features, statistics=features.statistics | stored_statistics(images, detector.name)) if is_main else None
 
 
 def shared_features(accelerator: Accelerator, count: int, compute: Callable[[int, int], list[Features]]) -> list[Features]:
-    """Features of items 0 .. count - 1 in order, on every process; each process computes one stretch of them.
-
-    Args:
-        compute: (start, stop) -> the features of items start .. stop - 1, by each detector.
-    """
+    """Features of items 0 .. count - 1 in order, on every process. Each computes one stretch of them: compute(start, stop)."""
     num_processes = accelerator.num_processes
     if num_processes == 1 or count < num_processes:
         return compute(0, count)
@@ -121,16 +120,15 @@ def shared_features(accelerator: Accelerator, count: int, compute: Callable[[int
     for rank, start in enumerate(starts):
         rows[start : start + length] = torch.arange(rank * length, (rank + 1) * length)
 
-    def gather(features: Features) -> Features:
-        tensors = {name: accelerator.gather(x.to(accelerator.device)).cpu()[rows] for name, x in features.tensors().items()}
-        return Features(features.detector, **tensors)
+    def gather(x: torch.Tensor) -> torch.Tensor:
+        return accelerator.gather(x.to(accelerator.device)).cpu()[rows]
 
-    return [gather(features) for features in own]
+    return [Features(one.detector, **{name: gather(x) for name, x in one.tensors().items()}) for one in own]
 
 
 def shared_features_of_images(
-    accelerator: Accelerator, images: ImageSet, detectors: Sequence[Detector], batch_size: int, count: int | None = None
+    accelerator: Accelerator, images: ImageSet, detectors: Sequence[Detector], batch_size: int, count: int
 ) -> list[Features]:
-    """Features of the first `count` images on disk, by default all, shared between the processes."""
+    """Features of the first `count` images on disk, shared between the processes."""
     compute = partial(features_of_images, images, detectors, batch_size, show_progress=accelerator.is_main_process)
-    return shared_features(accelerator, len(images) if count is None else count, compute)
+    return shared_features(accelerator, count, compute)

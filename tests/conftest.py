@@ -1,7 +1,10 @@
 """Shared: small data, and running the entry scripts in this process or in one of their own."""
 
+import contextlib
 import json
 import os
+import resource
+import signal
 import subprocess
 import sys
 from functools import partial
@@ -80,6 +83,16 @@ def train(tmp_path):
     return partial(run_train, tmp_path)
 
 
+@pytest.fixture(scope="session")
+def inception_weights(tmp_path_factory):
+    """The file of an untrained Inception, made once: 95 MB."""
+    from stand_ins import untrained_inception
+
+    file = tmp_path_factory.mktemp("inception") / "inception.pth"
+    untrained_inception(file)
+    return file
+
+
 def start(*arguments, launcher=(), **popen_settings):
     """Start `python <launcher> <arguments>` in a process of its own, on the CPU, in the repository."""
     return subprocess.Popen(
@@ -104,6 +117,18 @@ def renew_manifest(folder):
     files = [file for file in folder.iterdir() if file.name != "manifest.json"]
     manifest = {file.name: {"size": file.stat().st_size, "blake2b": hash_file(file)} for file in files}
     (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+@contextlib.contextmanager
+def file_size_limit(num_bytes):
+    """Writing to a file beyond this size fails as on a full disk, in every library."""
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
 def metrics(run):

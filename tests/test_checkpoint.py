@@ -1,36 +1,40 @@
 """Checkpoints are whole or not there, whatever interrupts a save or damages a file."""
 
-import errno
 import json
+import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from conftest import file_size_limit, renew_manifest
 
 from common.errors import UserError
-from common.files import REPOSITORY, hash_file
 from training import checkpoint as checkpoints
-from training.resume import find_resume
+from training.resume import find_initial, find_resume
 from training.run import RunFolder
 
+MAIN = SimpleNamespace(is_main_process=True)
 
-def make(step, value=0.0):
-    weights = {"w": torch.full((50, 40), value + step)}
+
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch):
+    """`check_shared` has nobody to compare with."""
+    monkeypatch.setattr("training.resume.gather_object", lambda values: values)
+
+
+def make(step, **state):
+    weights = {"w": torch.full((50, 40), float(step)), "turned": torch.arange(6.0).view(2, 3).T}
     return checkpoints.Checkpoint(
         step=step,
         model=weights,
-        ema={"w": weights["w"] * 2},
+        ema={name: value * 2 for name, value in weights.items()},
         optimizer={"state": {0: {"exp_avg": torch.ones(3), "step": torch.tensor(4.0)}}, "param_groups": [{"lr": 0.1}]},
-        state={"images_seen": 8 * step},
-        config={"seed": 3},
+        state={"images_seen": 8 * step, **state},
+        config={"seed": 3, "train": {"lr": 1e-5, "betas": [0.9, 0.99]}},
     )
 
 
@@ -45,34 +49,14 @@ def names(root):
 
 
 def test_what_is_saved_is_what_is_loaded(tmp_path):
-    folder = save(tmp_path, 400)
-    assert folder.name == "step_0000400"
-    assert {f.name for f in folder.iterdir()} == {
-        "model.safetensors", "ema.safetensors", "optimizer.pt", "state.json", "config.yaml", "manifest.json",
-    }  # fmt: skip
+    folder, expected = save(tmp_path, 400), make(400)
+    assert folder.name == "step_0000400" and names(folder) == sorted([*checkpoints.FILES, "manifest.json"])
     loaded = checkpoints.load(folder)
-    expected = make(400)
-    assert loaded.step == 400 and loaded.state == expected.state and loaded.config == expected.config
-    assert torch.equal(loaded.model["w"], expected.model["w"]) and torch.equal(loaded.ema["w"], expected.ema["w"])
-    assert torch.equal(loaded.optimizer["state"][0]["exp_avg"], torch.ones(3))
-
-
-def test_weights_are_the_bytes_that_safetensors_writes(tmp_path):
-    g = torch.Generator().manual_seed(0)
-    weights = {"b": torch.randn(3, 4, generator=g), "a": torch.randn(2, 5, generator=g).T, 'Ω"': torch.tensor(1.5)}
-    weights |= {"count": torch.tensor([7]), "none": torch.empty(0, 3), "half": torch.randn(3, generator=g).bfloat16()}
-    checkpoint = make(10)
-    checkpoint.model = weights
-    folder = checkpoints.save(tmp_path, checkpoint, 1, 0)
-    save_file({name: value.contiguous() for name, value in weights.items()}, tmp_path / "theirs")
-    assert (folder / "model.safetensors").read_bytes() == (tmp_path / "theirs").read_bytes()
-
-
-def test_a_save_hashes_what_it_writes_without_reading_it_again(tmp_path, monkeypatch):
-    with monkeypatch.context() as context:
-        context.setattr(checkpoints, "hash_file", lambda file: pytest.fail(f"{file} is read"))
-        folder = save(tmp_path, 10)
-    checkpoints.verify(folder)
+    assert (loaded.step, loaded.state, loaded.config) == (400, expected.state, expected.config)
+    for side in ("model", "ema"):
+        assert all(torch.equal(getattr(loaded, side)[name], value) for name, value in getattr(expected, side).items())
+    assert torch.equal(loaded.optimizer["state"][0]["exp_avg"], torch.ones(3)) and loaded.projector is None
+    assert len({file.stat().st_mode for file in folder.iterdir()}) == 1  # who may read one file may read all
 
 
 def test_the_newest_and_every_mth_are_kept(tmp_path):
@@ -80,72 +64,29 @@ def test_the_newest_and_every_mth_are_kept(tmp_path):
     assert names(tmp_path) == [f"step_00000{step}" for step in (30, 60, 70)]
 
 
-def truncate(folder):
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-7])
+def test_a_checkpoint_that_cannot_be_deleted_stays_until_a_later_save(tmp_path, monkeypatch):
+    save(tmp_path, 10)
+    with monkeypatch.context() as windows:  # which refuses while somebody reads it
+        windows.setattr(checkpoints.shutil, "rmtree", lambda *args, **settings: raise_os_error())
+        save(tmp_path, 20, keep_last=1)
+    assert list(checkpoints.list_steps(tmp_path)) == [20]
+    save(tmp_path, 30, keep_last=1)
+    assert names(tmp_path) == ["step_0000030"]
 
 
-def flip_a_bit(folder):
-    blob = bytearray((folder / "ema.safetensors").read_bytes())
-    blob[-1] ^= 1
-    (folder / "ema.safetensors").write_bytes(blob)
+def raise_os_error():
+    raise PermissionError(13, "Permission denied")
 
 
-def lose_the_optimizer(folder):
-    (folder / "optimizer.pt").unlink()
+# ----------------------------------------------------------------------------------------------------------------------
+# Damage.
 
 
-def lose_the_manifest(folder):
-    (folder / "manifest.json").unlink()
+def edit(name, change):
+    def damage(folder):
+        (folder / name).write_bytes(change((folder / name).read_bytes()))
 
-
-def garble_the_manifest(folder):
-    (folder / "manifest.json").write_text('{"model.safetensors": [1')
-
-
-def shorten_the_manifest(folder):
-    manifest = json.loads((folder / "manifest.json").read_text())
-    del manifest["ema.safetensors"]
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-
-
-def make_the_manifest_a_folder(folder):
-    (folder / "manifest.json").unlink()
-    (folder / "manifest.json").mkdir()
-
-
-def make_the_manifest_a_pipe(folder):
-    (folder / "manifest.json").unlink()
-    os.mkfifo(folder / "manifest.json")
-
-
-def nest_the_manifest(folder):
-    (folder / "manifest.json").write_text("[" * 100_000)
-
-
-def list_a_name_that_is_too_long(folder):
-    manifest = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps({"x" * 300: {"size": 1, "blake2b": ""}} | manifest))
-
-
-def list_a_size_that_is_no_number(folder):
-    manifest = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps({"x": {"size": "large", "blake2b": ""}} | manifest))
-
-
-def swap_in_a_link_to_itself(folder):
-    (folder / "optimizer.pt").unlink()
-    (folder / "optimizer.pt").symlink_to("optimizer.pt")
-
-
-def nest_the_state(folder):
-    (folder / "state.json").write_text("[" * 100_000)
-    sign(folder)
-
-
-def take_the_step_out_of_the_state(folder):
-    (folder / "state.json").write_text('{"images_seen": 8}')
-    sign(folder)
+    return damage
 
 
 def put_another_step_in_its_place(folder):
@@ -153,217 +94,67 @@ def put_another_step_in_its_place(folder):
     shutil.copytree(folder.with_name("step_0000010"), folder)
 
 
-def sign(folder):
-    """Have the manifest tell of the files as they are now."""
-    files = [file for file in sorted(folder.iterdir()) if file.name != "manifest.json"]
-    manifest = {file.name: {"size": file.stat().st_size, "blake2b": hash_file(file)} for file in files}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-
-
 DAMAGES = {
-    truncate: r"model.safetensors has \d+ bytes instead of \d+: it is truncated or altered",
-    flip_a_bit: r"ema.safetensors was altered",
-    lose_the_optimizer: r"optimizer.pt is missing",
-    lose_the_manifest: r"it has no manifest.json",
-    garble_the_manifest: r"manifest.json is not readable",
-    shorten_the_manifest: r"manifest.json does not list ema.safetensors",
-    make_the_manifest_a_folder: r"manifest.json is not a file",
-    make_the_manifest_a_pipe: r"manifest.json is not a file",
-    nest_the_manifest: r"manifest.json is not readable: RecursionError",
-    list_a_name_that_is_too_long: r"x is not readable: File name too long",
-    list_a_size_that_is_no_number: r"manifest.json is not readable: ValueError",
-    swap_in_a_link_to_itself: r"optimizer.pt is missing",
-    nest_the_state: r"state.json is not readable: RecursionError",
-    take_the_step_out_of_the_state: r"state.json has no step",
-    put_another_step_in_its_place: r"step_0000020 holds step 10: it was renamed. Its name must be step_0000010",
-}
+    "truncated": (edit("model.safetensors", lambda content: content[:-7]), r"model.safetensors has \d+ bytes instead of \d+"),
+    "longer": (edit("optimizer.pt", lambda content: content + b"\0"), r"optimizer.pt has \d+ bytes instead of \d+"),
+    "a flipped bit": (
+        edit("ema.safetensors", lambda content: content[:-1] + bytes([content[-1] ^ 1])), "ema.safetensors was altered"
+    ),
+    "zeros": (edit("config.yaml", lambda content: bytes(len(content))), "config.yaml was altered"),
+    "a missing file": (lambda folder: (folder / "optimizer.pt").unlink(), "optimizer.pt is missing"),
+    "a missing manifest": (lambda folder: (folder / "manifest.json").unlink(), "it has no manifest.json"),
+    "half a manifest": (edit("manifest.json", lambda content: content[:99]), "manifest.json is not readable: JSONDecodeError"),
+    "an empty manifest": (edit("manifest.json", lambda content: b"{}"), "model.safetensors is missing"),
+    "another manifest": (edit("manifest.json", lambda content: b'{"shards": []}'), "manifest.json is not readable: TypeError"),
+    "another step": (put_another_step_in_its_place, "step_0000020 holds step 10: it was renamed"),
+    "an unreadable file": (  # permissions do not stop root; this file fails for everybody
+        lambda folder: ((folder / "manifest.json").unlink(), (folder / "manifest.json").symlink_to("/proc/self/mem")),
+        "manifest.json is not readable: OSError|it has no manifest.json",
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-def test_a_damaged_checkpoint_is_noticed_and_the_previous_one_found(tmp_path, damage):
-    save(tmp_path, 10, 20)
-    bad = tmp_path / "step_0000020"
-    damage(bad)
-    with pytest.raises(checkpoints.CheckpointError, match=DAMAGES[damage]):
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_noticed_and_set_aside_and_the_previous_one_found(tmp_path, damage):
+    run = RunFolder(tmp_path, "run")
+    save(run.checkpoints, 10, 20)
+    bad = run.checkpoints / "step_0000020"
+    change, message = DAMAGES[damage]
+    change(bad)
+    with pytest.raises(checkpoints.CheckpointError, match=message):
         checkpoints.verify(bad)
-    newest, problems = checkpoints.find_newest(tmp_path)
-    assert newest == tmp_path / "step_0000010" and list(problems) == [bad]
-    assert checkpoints.set_aside(bad).name == "bad_step_0000020"
-    assert names(tmp_path) == ["bad_step_0000020", "step_0000010"]
+    assert find_resume(run, "auto", MAIN) == run.checkpoints / "step_0000010"
+    assert names(run.checkpoints) == ["bad_step_0000020", "step_0000010"]
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "ema.safetensors", "state.json"])
-def test_a_file_that_the_disk_does_not_give_means_the_previous_checkpoint(tmp_path, monkeypatch, name):
-    save(tmp_path, 10, 20)
-    bad = tmp_path / "step_0000020" / name
-
-    def fail(path):
-        if Path(path) == bad:
-            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
-
-    monkeypatch.setattr("builtins.open", preceded_by(fail, open))
-    monkeypatch.setattr(Path, "open", preceded_by(fail, Path.open))
-    newest, problems = checkpoints.find_newest(tmp_path)
-    assert newest == tmp_path / "step_0000010"
-    assert problems == {bad.parent: f"{bad} is not readable: Input/output error"}
+def test_a_second_bad_checkpoint_of_a_step_does_not_replace_the_first(tmp_path):
+    for name in ("bad_step_0000010", "bad_step_0000010_2"):
+        assert checkpoints.set_aside(save(tmp_path, 10)).name == name
 
 
-def preceded_by(check, function):
-    def checked(path, *args, **kwargs):
-        check(path)
-        return function(path, *args, **kwargs)
+def test_a_bad_checkpoint_that_cannot_be_renamed_ends_the_start(tmp_path, monkeypatch):
+    run = RunFolder(tmp_path, "run")
+    save(run.checkpoints, 10)
+    DAMAGES["truncated"][0](save(run.checkpoints, 20))
+    monkeypatch.setattr(Path, "rename", lambda *args: raise_os_error())
+    with pytest.raises(UserError, match="step_0000020 is damaged, and cannot be renamed to bad_step_0000020: Permission denied"):
+        find_resume(run, "auto", MAIN)
 
-    return checked
+
+def test_training_does_not_start_over_when_only_bad_checkpoints_remain(tmp_path):
+    run = RunFolder(tmp_path, "run")
+    DAMAGES["truncated"][0](save(run.checkpoints, 10))
+    with pytest.raises(checkpoints.CheckpointError, match="does not silently start over.*name="):
+        find_resume(run, "auto", MAIN)
+    assert names(run.checkpoints) == ["step_0000010"]
 
 
 def test_checkpoints_that_cannot_be_listed_are_not_taken_for_none(tmp_path, monkeypatch):
     run = RunFolder(tmp_path, "run")
     save(run.checkpoints, 10)
-
-    def fail(path):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-
-    monkeypatch.setattr(Path, "iterdir", preceded_by(fail, Path.iterdir))
-    with pytest.raises(checkpoints.CheckpointError, match=f"{run.checkpoints} is not readable: Permission denied"):
-        find_resume(run, "auto", SimpleNamespace(is_main_process=True))
-
-
-def test_a_name_that_no_file_system_takes_is_answered_in_one_line(tmp_path):
-    with pytest.raises(checkpoints.CheckpointError, match="checkpoint=.*x is not readable: File name too long"):
-        checkpoints.find_checkpoint(tmp_path / ("x" * 300), "checkpoint")
-
-
-def test_a_damaged_checkpoint_that_cannot_be_renamed_is_named(tmp_path, monkeypatch):
-    bad = save(tmp_path, 10)
-
-    def fail(path):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-
-    monkeypatch.setattr(Path, "rename", preceded_by(fail, Path.rename))
-    with pytest.raises(UserError, match=f"{bad} is damaged, and cannot be renamed to bad_step_0000010: Permission denied; move"):
-        checkpoints.set_aside(bad)
-
-
-def test_a_second_bad_checkpoint_of_a_step_does_not_replace_the_first(tmp_path):
-    save(tmp_path, 10)
-    checkpoints.set_aside(tmp_path / "step_0000010")
-    save(tmp_path, 10)
-    assert checkpoints.set_aside(tmp_path / "step_0000010").name == "bad_step_0000010_2"
-
-
-def test_training_does_not_start_over_when_only_bad_checkpoints_remain(tmp_path):
-    run = RunFolder(tmp_path, "run")
-    truncate(save(run.checkpoints, 10))
-    with pytest.raises(checkpoints.CheckpointError, match="does not silently start over.*name="):
-        find_resume(run, "auto", SimpleNamespace(is_main_process=True))
-    assert names(run.checkpoints) == ["step_0000010"]
-
-
-def test_a_run_whose_checkpoints_are_all_bad_is_refused_under_the_key_that_named_it(tmp_path):
-    truncate(save(tmp_path / "checkpoints", 10))
-    with pytest.raises(checkpoints.CheckpointError, match="init_from=.*without a whole checkpoint: .*truncated.* Give another"):
-        checkpoints.find_checkpoint(tmp_path, "init_from")
-
-
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        (
-            "runs/mine/checkpoints",
-            "=runs/mine/checkpoints is no checkpoint; give the folder of the run, KEY=runs/mine, for its newest",
-        ),
-        (
-            "runs/mine/checkpoints/step_0000020/ema.safetensors",
-            "lies in a checkpoint; give KEY=runs/mine/checkpoints/step_0000020$",
-        ),
-        ("runs/mine/checkpoints/step_0000030", "KEY=runs/mine, .*; runs/mine/checkpoints holds step_0000010, step_0000020$"),
-        ("runs/mine/metrics.jsonl", "is no checkpoint; give the folder of the run, KEY=runs/mine"),
-        ("runs/mien", "runs/mien is not a folder; give a checkpoint .* or a run .*; nearest: KEY=runs/mine$"),
-        ("runs/other_name", "or a run such as runs/<name>, of which the newest checkpoint is taken$"),
-        ("mine", "nearest: KEY=runs/mine$"),
-        ("runs", "KEY=runs is a folder of runs; give one of them: KEY=runs/mine$"),
-        ("empty", "KEY: empty is not a checkpoint or a run: it has no manifest.json and no folder checkpoints"),
-    ],
-)
-def test_a_path_near_a_checkpoint_is_answered_with_the_one_to_give(tmp_path, monkeypatch, path, message):
-    monkeypatch.chdir(tmp_path)
-    save(tmp_path / "runs" / "mine" / "checkpoints", 10, 20)
-    (tmp_path / "empty").mkdir()
-    for key in ("checkpoint", "init_from"):
-        with pytest.raises(checkpoints.CheckpointError, match=message.replace("KEY", key)):
-            checkpoints.find_checkpoint(Path(path), key)
-
-
-def test_a_run_can_be_resumed_from_the_newest_checkpoint_of_another(tmp_path):
-    save(tmp_path / "theirs" / "checkpoints", 10, 20)
-    run, main = RunFolder(tmp_path, "mine"), SimpleNamespace(is_main_process=True)
-    with pytest.raises(checkpoints.CheckpointError, match=f"give the folder of the run, resume={tmp_path / 'theirs'}, for its"):
-        find_resume(run, str(tmp_path / "theirs" / "checkpoints"), main)
-    assert find_resume(run, str(tmp_path / "theirs"), main) == tmp_path / "theirs" / "checkpoints" / "step_0000020"
-
-
-def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
-    with pytest.raises(checkpoints.CheckpointError, match="is not a folder; give a checkpoint"):
-        checkpoints.verify(tmp_path / "nothing")
-    with pytest.raises(checkpoints.CheckpointError, match="it has no manifest.json"):
-        checkpoints.verify(tmp_path)
-
-
-def in_a_process(tmp_path, code):
-    """Save step 20 in a process of its own, after `code` has prepared it."""
-    program = f"""
-        import os, resource, signal, sys
-        sys.path[:0] = [{str(REPOSITORY)!r}, {str(REPOSITORY / "tests")!r}]
-        from pathlib import Path
-        from test_checkpoint import make
-        from training import checkpoint as checkpoints
-        root = Path({str(tmp_path)!r})
-        checkpoint = make(20)
-    """
-    program = textwrap.dedent(program) + textwrap.dedent(code)
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-
-
-@pytest.mark.parametrize("moment", ["torch.save", "os.fsync", "Path.rename"])
-def test_a_kill_in_the_middle_of_a_save_leaves_the_previous_checkpoint(tmp_path, moment):
-    save(tmp_path, 10)
-    owner, _, name = moment.partition(".")
-    result = in_a_process(
-        tmp_path,
-        f"""
-        import torch
-        {owner}.{name} = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
-        checkpoints.save(root, checkpoint, 10, 0)
-        """,
-    )
-    assert result.returncode == -signal.SIGKILL, result.stderr
-    assert names(tmp_path) == [".tmp_step_0000020", "step_0000010"]
-    assert checkpoints.find_newest(tmp_path) == (tmp_path / "step_0000010", {})
-    save(tmp_path, 20)
-    assert names(tmp_path) == ["step_0000010", "step_0000020"]
-
-
-@pytest.mark.parametrize(("kib", "file"), [(4, "model.safetensors"), (12, "optimizer.pt")])
-def test_a_full_disk_leaves_the_previous_checkpoint_and_no_debris(tmp_path, kib, file):
-    save(tmp_path, 10)
-    result = in_a_process(
-        tmp_path,
-        f"""
-        import torch
-        checkpoint.optimizer["state"][0]["exp_avg"] = torch.ones(5000)
-        # Files may not grow beyond a few KiB: writing fails as on a full disk.
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, ({kib * 1024}, {kib * 1024}))
-        try:
-            checkpoints.save(root, checkpoint, 10, 0)
-        except checkpoints.SaveError as e:
-            sys.exit(str(e))
-        """,
-    )
-    assert "cannot write the checkpoint" in result.stderr and "intact before it: step_0000010" in result.stderr
-    assert "File too large; " in result.stderr and f" MB are free on the disk of {tmp_path} ({file}); intact" in result.stderr
-    assert names(tmp_path) == ["step_0000010"]
-    checkpoints.verify(tmp_path / "step_0000010")
+    monkeypatch.setattr(Path, "iterdir", lambda path: raise_os_error())
+    with pytest.raises(checkpoints.CheckpointError, match=f"{run.checkpoints} is not readable: .*Permission denied"):
+        find_resume(run, "auto", MAIN)
 
 
 def test_loading_runs_no_code_from_the_file(tmp_path):
@@ -374,7 +165,135 @@ def test_loading_runs_no_code_from_the_file(tmp_path):
             return os.mkdir, (str(tmp_path / "pwned"),)
 
     torch.save({"state": Evil()}, folder / "optimizer.pt")
-    sign(folder)
+    renew_manifest(folder)
     with pytest.raises(checkpoints.CheckpointError, match="optimizer.pt is not readable: .*[wW]eights.only"):
         checkpoints.load(folder)
     assert not (tmp_path / "pwned").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda given: given.pop("b"), r"b is missing there and \[3\] torch.float32 in this network"),
+        (lambda given: given.update(c=torch.ones(1)), r"c is \[1\] torch.float32 there and missing in"),
+        (lambda given: given.update(a=torch.ones(3, 2)), r"a is \[3, 2\] torch.float32 there and \[2, 3\]"),
+        (lambda given: given.update(a=torch.ones(2, 3).half()), r"a is \[2, 3\] torch.float16 there and"),
+    ],
+)
+def test_weights_of_another_network_are_named_by_the_first_tensor(change, message):
+    like = {"a": torch.ones(2, 3), "b": torch.ones(3)}
+    given = dict(like)
+    checkpoints.check_tensors(Path("x"), given, like)
+    change(given)
+    with pytest.raises(checkpoints.CheckpointError, match=f"^x: {message}"):
+        checkpoints.check_tensors(Path("x"), given, like)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Which checkpoint.
+
+
+def test_a_run_or_a_checkpoint_can_be_named_and_nothing_else(tmp_path):
+    run = tmp_path / "run"
+    save(run / "checkpoints", 10, 20)
+    newest = run / "checkpoints" / "step_0000020"
+    assert checkpoints.find_checkpoint(run, "init_from") == checkpoints.find_checkpoint(newest, "init_from") == newest
+    assert checkpoints.run_of(newest) == run
+    for wrong in (run / "checkpoints", newest / "ema.safetensors", run / "metrics.jsonl", tmp_path / "rnu", tmp_path):
+        with pytest.raises(checkpoints.CheckpointError, match=f"^init_from: {wrong} is not a folder of a run or of a whole c"):
+            checkpoints.find_checkpoint(wrong, "init_from")
+    DAMAGES["truncated"][0](newest)
+    assert checkpoints.find_checkpoint(run, "init_from").name == "step_0000010"
+    with pytest.raises(checkpoints.CheckpointError, match="step_0000020/model.safetensors has"):
+        checkpoints.find_checkpoint(newest, "init_from")
+    DAMAGES["truncated"][0](run / "checkpoints" / "step_0000010")
+    with pytest.raises(checkpoints.CheckpointError, match=f"^init_from={run} is a run without a whole checkpoint: .*; .*bytes"):
+        checkpoints.find_checkpoint(run, "init_from")
+
+
+def test_resume_overwrites_no_later_step_and_goes_on_from_no_import(tmp_path):
+    theirs, run = RunFolder(tmp_path, "theirs"), RunFolder(tmp_path, "mine")
+    save(theirs.checkpoints, 10, 20)
+    assert find_resume(run, "auto", MAIN) is find_resume(run, "never", MAIN) is None
+    assert find_resume(run, str(theirs.path), MAIN) == find_resume(theirs, "auto", MAIN) == theirs.checkpoints / "step_0000020"
+    save(run.checkpoints, 20)
+    assert find_resume(run, str(theirs.path), MAIN).parent == theirs.checkpoints
+    with pytest.raises(UserError, match="resume=.*step_0000010, but .*mine/checkpoints already holds step 20"):
+        find_resume(run, str(theirs.checkpoints / "step_0000010"), MAIN)
+    with pytest.raises(UserError, match="resume=never, but .*mine/checkpoints holds checkpoints"):
+        find_resume(run, "never", MAIN)
+    checkpoints.save(run.checkpoints, make(30, imported_from="DiT-XL-2-256x256.pt"), 1, 0)
+    with pytest.raises(UserError, match=f"imported from DiT-XL-2-256x256.pt: it has no optimizer .*init_from={run.path}"):
+        find_resume(run, "auto", MAIN)
+
+
+def test_init_from_is_read_only_by_a_run_without_checkpoints(tmp_path):
+    theirs, run = RunFolder(tmp_path, "theirs"), RunFolder(tmp_path, "mine")
+    save(theirs.checkpoints, 10)
+    assert find_initial(run, None, "auto", MAIN) is None
+    assert find_initial(run, str(theirs.path), "auto", MAIN) == theirs.checkpoints / "step_0000010"
+    save(run.checkpoints, 5)
+    assert find_initial(run, str(theirs.path), "auto", MAIN) is None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Interrupted saves.
+
+
+@pytest.mark.parametrize("moment", [(torch, "save"), (checkpoints, "save_file"), (checkpoints, "hash_file"), (Path, "rename")])
+def test_a_kill_in_the_middle_of_a_save_leaves_the_previous_checkpoint(tmp_path, moment):
+    save(tmp_path, 10)
+
+    def save_and_die():
+        setattr(*moment, lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL))
+        save(tmp_path, 20)
+
+    process = multiprocessing.get_context("fork").Process(target=save_and_die)
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    assert names(tmp_path) == [".tmp_step_0000020", "step_0000010"]
+    assert checkpoints.find_newest(tmp_path) == (tmp_path / "step_0000010", {})
+    save(tmp_path, 20)
+    assert names(tmp_path) == ["step_0000010", "step_0000020"]
+
+
+def test_nothing_is_renamed_before_it_is_on_the_disk(tmp_path, monkeypatch):
+    done, rename = [], Path.rename
+    monkeypatch.setattr(os, "fsync", lambda file: done.append(Path(f"/proc/self/fd/{file}").resolve().name))
+    monkeypatch.setattr(Path, "rename", lambda path, target: done.append("rename") or rename(path, target))
+    save(tmp_path, 10)
+    *before, renamed, last = done
+    assert {*checkpoints.FILES, "manifest.json", ".tmp_step_0000010"} == set(before)
+    assert (renamed, last) == ("rename", tmp_path.name)
+
+
+@pytest.mark.parametrize(("num_values", "max_bytes"), [(50_000, 9000), (3, 100), (3, 4000)])
+def test_a_full_disk_leaves_the_previous_checkpoint_and_no_debris(tmp_path, num_values, max_bytes):
+    """It is torch.save that fails, with a RuntimeError; then Python's file; then safetensors."""
+    save(tmp_path, 10)
+    checkpoint = make(20)
+    checkpoint.optimizer["state"][0]["exp_avg"] = torch.ones(num_values)
+    with file_size_limit(max_bytes), pytest.raises(checkpoints.SaveError) as error:
+        checkpoints.save(tmp_path, checkpoint, 10, 0)
+    free = f"File too large.*; [0-9]+ MB are free on the disk of {tmp_path}"
+    assert error.match(f"^cannot write the checkpoint .*step_0000020: .*{free}; intact before it: step_0000010$")
+    assert names(tmp_path) == ["step_0000010"]
+    checkpoints.verify(tmp_path / "step_0000010")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Metrics.
+
+
+def test_metrics_end_at_the_step_that_is_resumed(tmp_path):
+    run = RunFolder(tmp_path, "run")
+    run.open()
+    lines = [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.25}, {"step": 2, "metrics": {}, "evaluation_sec": 1.0}, {"step": 3}]
+    for line in lines:
+        run.log_metrics(line)
+    with open(run.metrics, "a") as file:
+        file.write('{"step": 2, "lo')
+    assert run.has_evaluation(2) and not run.has_evaluation(1) and not run.has_evaluation(3)
+    run.keep_metrics_until(2)
+    assert [json.loads(line) for line in run.metrics.read_text().splitlines()] == lines[:3]

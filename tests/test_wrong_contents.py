@@ -5,9 +5,8 @@ import shutil
 
 import pytest
 import torch
-from conftest import TINY, composed, forget_accelerate, run_train
+from conftest import TINY, composed, forget_accelerate, renew_manifest, run_train
 from safetensors.torch import load_file, save_file
-from test_checkpoint import sign
 
 from common.files import REPOSITORY
 from training import checkpoint as checkpoints
@@ -129,7 +128,7 @@ def test_contents_that_do_not_fit_are_named_by_every_command_that_reads_them(ori
     run = shutil.copytree(original, tmp_path / "run")
     folder = run / "checkpoints" / "step_0000002"
     corrupt(folder)
-    sign(folder)
+    renew_manifest(folder)
     monkeypatch.chdir(REPOSITORY)
     few = [f"checkpoint={folder}", "num_steps=2", "cpu_threads=1"]
     commands = {

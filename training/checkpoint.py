@@ -9,8 +9,6 @@ if its files match the manifest; damaged ones are renamed, never deleted.
 from __future__ import annotations
 
 import contextlib
-import difflib
-import hashlib
 import json
 import logging
 import os
@@ -20,16 +18,15 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import torch
-import yaml
 from omegaconf import OmegaConf
-from safetensors.torch import load_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from common.errors import UserError
-from common.files import HashingFile, hash_file, why_not_written
+from common.errors import UserError, first_line
+from common.files import hash_bytes, hash_file, remove_leftovers, why_not_written
 from common.progress import say_if_slow
 
 log = logging.getLogger(__name__)
@@ -37,10 +34,7 @@ log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 WEIGHTS = {"raw": "model.safetensors", "ema": "ema.safetensors"}
 PROJECTOR = "projector.safetensors"
-# As safetensors names them.
-_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-_DTYPES |= {torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"}
-_MAX_DEPTH = 50  # of the values in config.yaml
+FILES = (*WEIGHTS.values(), "optimizer.pt", "state.json", "config.yaml")  # of every checkpoint, beside the manifest
 _STEP = re.compile(r"step_(\d{7,})")
 
 
@@ -83,11 +77,9 @@ def reading(path: Path) -> Iterator[None]:
         yield
     except CheckpointError:
         raise
-    except UserError as e:
-        raise CheckpointError(f"{path} is not readable: {e}") from e
     except Exception as e:
-        reason = e.strerror if isinstance(e, OSError) and e.strerror else f"{type(e).__name__}: {e}".partition("\n")[0]
-        raise CheckpointError(f"{path} is not readable: {reason}") from e
+        kind = "" if isinstance(e, UserError) else f"{type(e).__name__}: "
+        raise CheckpointError(f"{path} is not readable: {kind}{first_line(e)}") from e
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -102,87 +94,49 @@ def save(root: Path, checkpoint: Checkpoint, keep_last: int, keep_every: int) ->
     final = root / folder_name(checkpoint.step)
     temporary = root / f".tmp_{final.name}"
     try:
-        for leftover in [*root.glob(".tmp_step_*"), *root.glob(".del_step_*")]:  # of an interrupted save
-            shutil.rmtree(leftover, ignore_errors=True)
+        remove_leftovers(root)
         temporary.mkdir(parents=True)
         _write_files(temporary, checkpoint)
-        _flush_folder(temporary)
         if final.exists():  # after a resume from an earlier step; the old folder goes last
             final.rename(root / f".del_{final.name}")
         temporary.rename(final)
-        _flush_folder(root)
-    except OSError as e:
+        _flush(root)
+    except (OSError, RuntimeError, SafetensorError) as e:  # torch.save raises RuntimeError on a full disk
         shutil.rmtree(temporary, ignore_errors=True)
-        kept = [path.name for path in list_steps(root).values()]
-        reason = f"{why_not_written(final, e)}{f' ({e.filename})' if e.filename else ''}"
-        raise SaveError(f"cannot write the checkpoint {final}: {reason}; intact before it: {', '.join(kept) or 'none'}") from e
+        kept = ", ".join(path.name for path in list_steps(root).values()) or "none"
+        raise SaveError(f"cannot write the checkpoint {final}: {why_not_written(final, e)}; intact before it: {kept}") from e
     for step, path in list(list_steps(root).items())[:-keep_last]:
         if not (keep_every and step % keep_every == 0):
-            # A half-deleted checkpoint must not look like a complete one. Windows refuses while somebody reads it: the next
-            # save tries again.
-            with contextlib.suppress(PermissionError):
-                path.rename(root / f".del_{path.name}")
-                shutil.rmtree(root / f".del_{path.name}", ignore_errors=True)
+            with contextlib.suppress(OSError):  # the next save tries again
+                # A half-deleted checkpoint must not look like a complete one.
+                shutil.rmtree(path.rename(root / f".del_{path.name}"))
     return final
 
 
 def _write_files(folder: Path, checkpoint: Checkpoint) -> None:
-    manifest = {}
-    with _new_file(folder / WEIGHTS["raw"], manifest) as file:
-        _write_safetensors(file, checkpoint.model)
-    with _new_file(folder / WEIGHTS["ema"], manifest) as file:
-        _write_safetensors(file, checkpoint.ema)
+    """Write every file, and last the manifest with their sizes and hashes; then flush all to the disk."""
+    weights = {WEIGHTS["raw"]: checkpoint.model, WEIGHTS["ema"]: checkpoint.ema}
     if checkpoint.projector is not None:
-        with _new_file(folder / PROJECTOR, manifest) as file:
-            _write_safetensors(file, checkpoint.projector)
-    with _new_file(folder / "optimizer.pt", manifest) as file:
+        weights[PROJECTOR] = checkpoint.projector
+    with open(folder / "optimizer.pt", "wb") as file:  # given a path, torch.save does not say when the last bytes fail
         torch.save(checkpoint.optimizer, file)
-    with _new_file(folder / "state.json", manifest) as file:
-        file.write(json.dumps({"step": checkpoint.step} | checkpoint.state, indent=1).encode())
-    with _new_file(folder / "config.yaml", manifest) as file:
-        file.write(OmegaConf.to_yaml(OmegaConf.create(checkpoint.config)).encode())
-    with _new_file(folder / MANIFEST, {}) as file:
-        file.write(json.dumps(manifest, indent=1).encode())
+    for name, tensors in weights.items():
+        save_file({key: value.contiguous() for key, value in tensors.items()}, folder / name)
+        shutil.copymode(folder / "optimizer.pt", folder / name)  # safetensors lets nobody but the owner read
+    (folder / "state.json").write_text(json.dumps({"step": checkpoint.step} | checkpoint.state, indent=1), encoding="utf-8")
+    (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(checkpoint.config)), encoding="utf-8")
+    files = sorted(folder.iterdir())
+    manifest = {file.name: {"size": file.stat().st_size, "blake2b": hash_file(file)} for file in files}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    for path in [*files, folder / MANIFEST, folder]:
+        _flush(path)
 
 
-@contextlib.contextmanager
-def _new_file(path: Path, manifest: dict) -> Iterator[HashingFile]:
-    """Open a file to write it. At the exit it is flushed to the disk and listed in the manifest. An OSError names it."""
-    try:
-        with HashingFile(path) as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-            manifest[path.name] = {"size": file.tell(), "blake2b": file.hash()}
-    except (OSError, RuntimeError) as e:
-        error = e if isinstance(e, OSError) else e.__context__  # torch.save follows the disk's error by one of its own
-        if not isinstance(error, OSError):
-            raise
-        raise OSError(error.errno, error.strerror, path.name) from e
-
-
-def _write_safetensors(file: IO[bytes], tensors: dict[str, Tensor]) -> None:
-    """Write the bytes that safetensors.torch.save_file writes; that function takes a path only, which leaves no way to hash.
-
-    The format: the header's length (8 bytes), the header in JSON, and the values in the order of the header.
-    """
-    # Larger types first, so that all values are aligned.
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header, end = {}, 0
-    for name in names:
-        tensor, start, end = tensors[name], end, end + tensors[name].nbytes
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    file.write(len(text).to_bytes(8, "little") + text)
-    for name in names:
-        file.write(tensors[name].reshape(-1).view(torch.uint8).numpy())
-
-
-def _flush_folder(path: Path) -> None:
-    if sys.platform == "win32":  # Windows cannot open a folder
+def _flush(path: Path) -> None:
+    """Return once a file, or the list of files in a folder, is on the disk."""
+    if path.is_dir() and sys.platform == "win32":  # Windows cannot open a folder
         return
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         os.fsync(descriptor)
     finally:
@@ -199,28 +153,18 @@ def verify(folder: Path) -> None:
     Raises:
         CheckpointError: a file is missing, truncated, altered or unreadable, or the folder has the name of another step.
     """
-    with reading(folder):
-        if not folder.is_dir():
-            raise CheckpointError(
-                f"{folder} is not a folder; give a checkpoint such as runs/<name>/checkpoints/{folder_name(400)}"
-            )
-        if not (folder / MANIFEST).exists():
+    file = folder / MANIFEST
+    with reading(file):
+        if not file.is_file():
             raise CheckpointError(f"{folder} is not a whole checkpoint: it has no {MANIFEST}")
-        if not (folder / MANIFEST).is_file():  # reading a pipe would wait for ever
-            raise CheckpointError(f"{folder / MANIFEST} is not a file")
-    with reading(folder / MANIFEST):
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        expected = {name: (int(entry["size"]), entry["blake2b"]) for name, entry in manifest.items()}
-    missing = [name for name in (*WEIGHTS.values(), "optimizer.pt", "state.json", "config.yaml") if name not in expected]
-    if missing:
-        raise CheckpointError(f"{folder / MANIFEST} does not list {missing[0]}")
-    num_bytes = sum(size for size, _ in expected.values())
-    with say_if_slow(log, "comparing %s with its checksums (%.1f GB)", folder, num_bytes / 1e9):
-        for name, (size, digest) in expected.items():
-            file = folder / name
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+        expected = dict.fromkeys(FILES) | {name: (entry["size"], entry["blake2b"]) for name, entry in manifest.items()}
+    with say_if_slow(log, "comparing %s with its checksums", folder):
+        for file, entry in ((folder / name, entry) for name, entry in expected.items()):
             with reading(file):
-                if not file.is_file():
+                if entry is None or not file.is_file():
                     raise CheckpointError(f"{file} is missing")
+                size, digest = entry
                 if (found := file.stat().st_size) != size:
                     raise CheckpointError(f"{file} has {found} bytes instead of {size}: it is truncated or altered")
                 if hash_file(file) != digest:
@@ -230,22 +174,17 @@ def verify(folder: Path) -> None:
         raise CheckpointError(f"{folder} holds step {step}: it was renamed. Its name must be {folder_name(step)}")
 
 
+def _read_state(folder: Path) -> dict:
+    with reading(folder / "state.json"):
+        return json.loads((folder / "state.json").read_text(encoding="utf-8"))
+
+
 def step_of(folder: Path) -> int:
     return _read_state(folder)["step"]
 
 
-def _read_state(folder: Path) -> dict:
-    """state.json. Raises CheckpointError where it has no step."""
-    file = folder / "state.json"
-    with reading(file):
-        state = json.loads(file.read_text(encoding="utf-8"))
-    if not isinstance(state, dict) or type(state.get("step")) is not int or state["step"] < 0:
-        raise CheckpointError(f"{file} has no step")
-    return state
-
-
 def imported_from(folder: Path) -> str | None:
-    """What the weights of a verified checkpoint were imported from: it has no optimizer. None for one of a training run."""
+    """What the weights of a checkpoint were imported from: it has no optimizer. None for one of a training run."""
     return _read_state(folder).get("imported_from")
 
 
@@ -257,30 +196,19 @@ def run_of(folder: Path) -> Path | None:
 
 def identity(folder: Path) -> str:
     """A hash of everything in a checkpoint: of its manifest, which holds the hash of every file."""
-    return hashlib.blake2b((folder / MANIFEST).read_bytes(), digest_size=8).hexdigest()
+    return hash_bytes((folder / MANIFEST).read_bytes())[:16]
 
 
 def read_config(folder: Path) -> dict:
     """The resolved configuration of the run that wrote a checkpoint, as it was stored."""
-    file = folder / "config.yaml"
-    with reading(file):
-        depth = 0
-        for event in yaml.parse(file.read_text(encoding="utf-8")):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            # Aliases multiply: a few lines can stand for more values than memory holds. Deep nesting takes hours to read.
-            if isinstance(event, yaml.AliasEvent) or depth > _MAX_DEPTH:
-                raise CheckpointError(f"{file} holds an alias or more than {_MAX_DEPTH} levels, which training does not write")
-        return OmegaConf.to_container(OmegaConf.load(file))
+    with reading(folder / "config.yaml"):
+        return OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
 
 
 def load_weights(folder: Path, weights: str) -> dict[str, Tensor]:
     """`ema` or `raw` weights, mapped from the file: see `Checkpoint`."""
-    return _load_tensors(folder / WEIGHTS[weights])
-
-
-def _load_tensors(file: Path) -> dict[str, Tensor]:
-    with reading(file):
-        return load_file(file)
+    with reading(folder / WEIGHTS[weights]):
+        return load_file(folder / WEIGHTS[weights])
 
 
 def load(folder: Path) -> Checkpoint:
@@ -288,32 +216,22 @@ def load(folder: Path) -> Checkpoint:
     state = _read_state(folder)
     with reading(folder / "optimizer.pt"):
         optimizer = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True, mmap=True)
-    return Checkpoint(
-        step=state.pop("step"),
-        model=load_weights(folder, "raw"),
-        ema=load_weights(folder, "ema"),
-        optimizer=optimizer,
-        state=state,
-        config=read_config(folder),
-        projector=_load_tensors(folder / PROJECTOR) if (folder / PROJECTOR).exists() else None,
-    )
+    with reading(folder / PROJECTOR):
+        projector = load_file(folder / PROJECTOR) if (folder / PROJECTOR).exists() else None
+    model, ema = load_weights(folder, "raw"), load_weights(folder, "ema")
+    return Checkpoint(state.pop("step"), model, ema, optimizer, state, read_config(folder), projector)
 
 
-def check_tensors(file: Path, given: Mapping[str, object], like: Mapping[str, Tensor]) -> None:
+def check_tensors(file: Path, given: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
     """Compare what `file` holds with the tensors that are to take its values.
 
     Raises:
         CheckpointError: with the first name that only one side has, or whose shape or type differs.
     """
-
-    def describe(values: Mapping[str, object], name: str) -> str:
-        value = values.get(name)
-        is_plain = isinstance(value, Tensor) and value.layout is torch.strided and not (values is given and value.is_meta)
-        return f"{list(value.shape)} {value.dtype}" if is_plain else "no tensor"
-
     for name in {**like, **given}:
-        if (found := describe(given, name)) != (wanted := describe(like, name)):
-            raise CheckpointError(f"{file}: {name} is {found} there and {wanted} in this network")
+        sides = [f"{list(side[name].shape)} {side[name].dtype}" if name in side else "missing" for side in (given, like)]
+        if sides[0] != sides[1]:
+            raise CheckpointError(f"{file}: {name} is {sides[0]} there and {sides[1]} in this network")
 
 
 def find_newest(root: Path) -> tuple[Path | None, dict[Path, str]]:
@@ -331,49 +249,18 @@ def find_newest(root: Path) -> tuple[Path | None, dict[Path, str]]:
 
 def find_checkpoint(folder: Path, key: str) -> Path:
     """A verified checkpoint: the folder itself, or the newest good one of a run. CheckpointError names `key` if there is none."""
-    with reading(Path(f"{key}={folder}")):
-        is_run = (folder / "checkpoints").is_dir()
-        is_checkpoint = _STEP.fullmatch(folder.name) or any((folder / name).exists() for name in (MANIFEST, *WEIGHTS.values()))
-        if not is_run and not (folder.is_dir() and is_checkpoint):
-            raise CheckpointError(explain_path(folder, key))
-    if not is_run:
-        try:
-            verify(folder)
-        except CheckpointError as e:
-            raise CheckpointError(f"{key}: {e}") from e
+    if (folder / MANIFEST).exists():
+        verify(folder)
         return folder
+    if not (folder / "checkpoints").is_dir():
+        what = f"runs/<name> for its newest checkpoint, or runs/<name>/checkpoints/{folder_name(400)}"
+        raise CheckpointError(f"{key}: {folder} is not a folder of a run or of a whole checkpoint; give {what}")
     newest, problems = find_newest(folder / "checkpoints")
     if newest is None:
-        reasons = "; ".join(problems.values()) or "it has none yet"
-        raise CheckpointError(f"{key}={folder} is a run without a whole checkpoint: {reasons}. Give another run or checkpoint")
+        raise CheckpointError(f"{key}={folder} is a run without a whole checkpoint: {'; '.join(problems.values()) or 'none yet'}")
     for problem in problems.values():
         log.warning("%s; taking an earlier checkpoint", problem)
     return newest
-
-
-def explain_path(path: Path, key: str) -> str:
-    """The message for a path that is no checkpoint and no run: what it is, and what to give for `key` instead."""
-    checkpoint = next((folder for folder in path.parents if _STEP.fullmatch(folder.name) and folder.is_dir()), None)
-    if checkpoint is not None:
-        return f"{key}={path} lies in a checkpoint; give {key}={checkpoint}"
-    run = next((folder for folder in path.parents if (folder / "checkpoints").is_dir()), None)
-    if run is not None:
-        steps = ", ".join(folder.name for folder in list(list_steps(run / "checkpoints").values())[-5:])
-        held = f"; {run / 'checkpoints'} holds {steps}" if steps else ""
-        return f"{key}={path} is no checkpoint; give the folder of the run, {key}={run}, for its newest one{held}"
-    place = path if path.is_dir() else path.parent
-    runs = [folder for folder in sorted(place.iterdir()) if (folder / "checkpoints").is_dir()] if place.is_dir() else []
-    if path.is_dir():
-        if runs:
-            return f"{key}={path} is a folder of runs; give one of them: " + ", ".join(f"{key}={run}" for run in runs[:5])
-        return f"{key}: {path} is not a checkpoint or a run: it has no {MANIFEST} and no folder checkpoints"
-    near = difflib.get_close_matches(path.name, [run.name for run in runs], n=3)
-    found = [place / name for name in near] or [run for run in [Path("runs") / path] if (run / "checkpoints").is_dir()]
-    nearest = f"; nearest: {', '.join(f'{key}={run}' for run in found)}" if found else ""
-    return (
-        f"{key}: {path} is not a folder; give a checkpoint such as runs/<name>/checkpoints/{folder_name(400)}, or a run such as "
-        f"runs/<name>, of which the newest checkpoint is taken{nearest}"
-    )
 
 
 def set_aside(folder: Path) -> Path:
@@ -383,7 +270,6 @@ def set_aside(folder: Path) -> Path:
         number += 1
         target = folder.with_name(f"bad_{folder.name}_{number}")
     try:
-        folder.rename(target)
+        return folder.rename(target)
     except OSError as e:
         raise UserError(f"{folder} is damaged, and cannot be renamed to {target.name}: {e.strerror}; move it away") from e
-    return target

@@ -32,8 +32,8 @@ def start_accelerator(
         patience: a process that waits this long for another one ends with an error.
     """
     if torch.distributed.is_available():
-        # AdamW imports torch's compiler, which imports this, whose functions hold the process group of that moment as a default
-        # argument: it would never be freed, and gloo's threads would meet the end of the interpreter, which then may abort.
+        # AdamW would import it later, and its functions keep the process group of that moment as a default argument: the group
+        # would never be freed, and gloo's threads can abort the process at its end.
         importlib.import_module("torch.distributed.nn.functional")
     if not settings.get("cpu"):
         check_gpus()
@@ -64,18 +64,13 @@ def check_gpus() -> None:
             )
     elif NVIDIA_DEVICE.exists():
         raise UserError(
-            f"this machine has an NVIDIA GPU, but torch {torch.__version__} cannot use it, mostly because the driver is older "
-            f"than CUDA {torch.version.cuda} needs (`nvidia-smi` shows the CUDA that it supports). Update the driver, install a "
-            "torch for an older CUDA, or set ACCELERATE_USE_CPU=true to use the CPU"
+            f"torch {torch.__version__} cannot use this machine's NVIDIA GPU: update the driver for CUDA {torch.version.cuda}, "
+            "install a torch for an older CUDA, or set ACCELERATE_USE_CPU=true to use the CPU"
         )
 
 
 def allow_tf32(device: torch.device, allowed: bool) -> None:
-    """On CUDA, let tensor cores compute products and convolutions of float32 in TF32 (10 bits of mantissa), or forbid it.
-
-    torch.backends.cuda.matmul.fp32_precision alone would not do: parts of inductor read the older setting, and torch raises
-    where the two differ. This function sets both.
-    """
+    """On CUDA, let tensor cores compute products and convolutions of float32 in TF32 (10 bits of mantissa), or forbid it."""
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if allowed else "highest")
         torch.backends.cudnn.allow_tf32 = allowed
@@ -84,9 +79,8 @@ def allow_tf32(device: torch.device, allowed: bool) -> None:
 def use_cores(device: torch.device, cpu_threads: int | None) -> None:
     """Let this process use `cpu_threads` (None: its share of the cores), and on a CPU keep freed memory.
 
-    `accelerate launch` sets OMP_NUM_THREADS=1, which would leave the other cores idle: those of a GPU machine when evaluation
-    computes covariances and eigenvalues in float64. The C library would map every large tensor of every step anew, and the
-    system clear each page: 4 to 12% of a step on a CPU.
+    `accelerate launch` sets OMP_NUM_THREADS=1, which would leave the other cores idle in evaluations. Mapping every large tensor
+    of every step anew would take 4 to 12% of a step on a CPU.
     """
     torch.set_num_threads(cpu_threads or cores_per_process())
     if device.type != "cpu":

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-from common.files import REPOSITORY, relative_path
+from common.files import REPOSITORY
 
 
 def describe_start(accelerator: Accelerator, step: int) -> dict[str, object]:
@@ -37,8 +37,8 @@ def device_name(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
 
 
 def git_commit() -> tuple[str | None, bool | None]:
@@ -58,8 +58,7 @@ def launch_command() -> str:
     file = Path(f"/proc/{os.getppid()}/cmdline")
     parent = file.read_bytes().decode(errors="replace").rstrip("\0").split("\0") if file.exists() else []
     for i, argument in enumerate(parent):
-        if Path(argument).name in ("accelerate", "accelerate-launch"):
-            return shlex.join([Path(argument).name, *parent[i + 1 :]])
-        if argument == "accelerate.commands.launch":
-            return shlex.join(["accelerate", "launch", *parent[i + 1 :]])
-    return shlex.join(["python", relative_path(sys.argv[0]), *sys.argv[1:]])
+        if Path(argument).name in ("accelerate", "accelerate-launch", "accelerate.commands.launch"):
+            arguments = parent[i + 1 :]
+            return shlex.join(["accelerate", *([] if arguments[:1] == ["launch"] else ["launch"]), *arguments])
+    return shlex.join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]])

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
 from common.errors import UserError
-from common.files import hash_bytes
+from common.files import hash_file
 from training import checkpoint as checkpoints
 from training.run import RunFolder
 
@@ -42,18 +42,14 @@ def check_shared(file: Path, key: str, accelerator: Accelerator) -> None:
     Raises:
         UserError: on every process, if one has no such file or another one. It names the key, the host and the folder.
     """
-    try:
-        content = hash_bytes(file.read_bytes())
-    except OSError:
-        content = None
+    content = hash_file(file) if file.is_file() else "missing"
     processes = gather_object([(content, socket.gethostname(), os.path.abspath(file.parent))])
     main_content, main_host, main_folder = processes[0]
     for rank, (content, host, folder) in enumerate(processes):
         if content != main_content:
-            found = "not there" if content is None else "another one"
             raise UserError(
-                f"{key}: process 0, on {main_host}, uses {main_folder}; for process {rank}, on {host}, {folder} is {found}. "
-                f"Give {key} as an absolute path on a file system that all nodes share"
+                f"{key}: process {rank} on {host} does not see in {folder} what process 0 on {main_host} sees in {main_folder}; "
+                f"give {key} as an absolute path on a file system that all nodes share"
             )
 
 
@@ -70,39 +66,40 @@ def find_resume(run: RunFolder, where: str, accelerator: Accelerator) -> Path | 
     """
 
     def decide() -> Path | None:
-        found = find()
-        if found is not None and (source := checkpoints.imported_from(found)):
+        newest_step = max(checkpoints.list_steps(run.checkpoints), default=-1)
+        if where == "never":
+            if newest_step >= 0:
+                raise UserError(f"resume=never, but {run.checkpoints} holds checkpoints; choose another name=..., or resume=auto")
+            return None
+        found = find_own(run) if where == "auto" else checkpoints.find_checkpoint(Path(where), "resume")
+        if found is None:
+            return None
+        if where != "auto" and newest_step > checkpoints.step_of(found):
             raise UserError(
-                f"{found} was imported from {source}: it has no optimizer and no data order, so that no training can go on from "
-                f"it. Start another run from its weights: name=<another> init_from={checkpoints.run_of(found) or found}"
+                f"resume={where}, but {run.checkpoints} already holds step {newest_step}, which would be overwritten; choose "
+                "another name=..."
+            )
+        if source := checkpoints.imported_from(found):
+            raise UserError(
+                f"{found} was imported from {source}: it has no optimizer to resume with; start another run from its weights: "
+                f"name=<another> init_from={checkpoints.run_of(found) or found}"
             )
         return found
 
-    def find() -> Path | None:
-        newest_step = max(checkpoints.list_steps(run.checkpoints), default=None)
-        if where == "auto":
-            found, problems = checkpoints.find_newest(run.checkpoints)
-            if found is None and problems:
-                raise checkpoints.CheckpointError(
-                    f"no checkpoint below {run.checkpoints} is whole, and training does not silently start over: "
-                    f"{'; '.join(problems.values())}. Restore one, or start a run under another name=..."
-                )
-            for folder, problem in problems.items():
-                log.warning("%s; set aside as %s", problem, checkpoints.set_aside(folder))
-            return found
-        if where != "never":
-            found = checkpoints.find_checkpoint(Path(where), "resume")
-            if newest_step is not None and newest_step > checkpoints.step_of(found):
-                raise UserError(
-                    f"resume={where}, but {run.checkpoints} already holds step {newest_step}, which going on from there would "
-                    "overwrite; choose another name=..."
-                )
-            return found
-        if newest_step is not None:
-            raise UserError(f"resume=never, but {run.checkpoints} holds checkpoints; choose another name=..., or resume=auto")
-        return None
-
     return _see_together(decide, "output_dir" if where == "auto" else "resume", accelerator)
+
+
+def find_own(run: RunFolder) -> Path | None:
+    """The newest good checkpoint of a run; None: it has none yet. Newer damaged ones are renamed. CheckpointError: all are."""
+    found, problems = checkpoints.find_newest(run.checkpoints)
+    if found is None and problems:
+        raise checkpoints.CheckpointError(
+            f"no checkpoint below {run.checkpoints} is whole, and training does not silently start over: "
+            f"{'; '.join(problems.values())}. Restore one, or start a run under another name=..."
+        )
+    for folder, problem in problems.items():
+        log.warning("%s; set aside as %s", problem, checkpoints.set_aside(folder))
+    return found
 
 
 def find_initial(run: RunFolder, init_from: str | None, resume: str, accelerator: Accelerator) -> Path | None:

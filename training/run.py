@@ -29,18 +29,12 @@ class RunFolder:
         try:
             busy = f"another process is training in {self.path}"
             self._lock = lock_file(self.path / ".lock", busy, "wait for it, or choose another name=...")
-            for folder in (self.checkpoints, self.samples):
-                folder.mkdir(exist_ok=True)
             for folder in (self.path, self.checkpoints, self.samples):
+                folder.mkdir(exist_ok=True)
                 remove_leftovers(folder)
             self.metrics.touch()
-            # A checkpoint needs the permission to create a folder, too.
-            probe = self.checkpoints / ".tmp_step_probe"
-            probe.mkdir(exist_ok=True)
-            probe.rmdir()
         except OSError as e:
-            why = why_not_written(self.path, e)
-            raise UserError(f"output_dir: cannot write to {self.path} ({why}); choose another output_dir=...") from e
+            raise UserError(f"output_dir: cannot write to {self.path}: {why_not_written(self.path, e)}") from e
 
     def write_config(self, config: dict) -> None:
         """Write config.yaml: the resolved configuration of the run, of plain values."""
@@ -73,11 +67,8 @@ class RunFolder:
 
     def keep_metrics_until(self, step: int) -> None:
         """Drop the lines after `step`, which the run writes again, and incomplete ones."""
-        lines = [line for _, line in read_lines(self.metrics)]
-        kept = [line for line in lines if line and isinstance(line.get("step"), int) and line["step"] <= step]
-        wanted = "".join(json.dumps(line) + "\n" for line in kept)
-        if wanted != self.metrics.read_text(encoding="utf-8", errors="replace"):
-            write_file(self.metrics, wanted)
+        kept = [line for _, line in read_lines(self.metrics) if line and line["step"] <= step]
+        write_file(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
 
     def close(self) -> None:
         """Give the lock back, so that another run of this process may have it."""

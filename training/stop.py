@@ -48,7 +48,6 @@ class StopSignal:
 
     def __init__(self, patience: timedelta = PATIENCE):
         self._asked = False
-        self._first_urgent_sec: float | None = None
         self._patience = patience
         self._num_calls = 0
         self._group = self._store = None
@@ -70,6 +69,7 @@ class StopSignal:
     def _listen(self) -> None:
         """Read one byte per signal, its number, until the writer is closed."""
         has_launcher = any(name in os.environ for name in LAUNCHERS)
+        first_urgent_sec = None
         while True:
             try:
                 received = self._reader.recv(1)
@@ -79,15 +79,14 @@ class StopSignal:
                 continue
             if not received:
                 break
-            signum, now_sec = received[0], time.monotonic()
-            if signum not in self._signals:
+            if received[0] not in self._signals:
                 continue
-            self._ask(signal.Signals(signum).name)
-            if signum in URGENT:
-                if self._first_urgent_sec is None:
-                    self._first_urgent_sec = now_sec
-                elif now_sec - self._first_urgent_sec > SAME_REQUEST_SEC:
-                    os._exit(128 + signum)
+            self._ask(signal.Signals(received[0]).name)
+            if received[0] in URGENT:
+                now_sec = time.monotonic()
+                first_urgent_sec = first_urgent_sec or now_sec
+                if now_sec - first_urgent_sec > SAME_REQUEST_SEC:
+                    os._exit(128 + received[0])
         self._reader.close()
 
     def _ask(self, reason: str) -> None:
@@ -125,25 +124,21 @@ class StopSignal:
             work.wait(self._patience / 10)
         try:
             if not work.is_completed():
-                # For the error below: who waits here, too, is not who is missing.
-                self._store.set(self._waits(dist.get_rank()), "")
+                self._store.set(f"{self._num_calls}/{dist.get_rank()}", "")  # this process waits, too: it is not missing
             work.wait()
         except RuntimeError as e:
             late = timedelta(seconds=time.monotonic() - start_sec) > self._patience / 2
             raise UserError(self._missing() if late else f"the connection to another process broke: {e}") from e
         return bool(flag.item())
 
-    def _waits(self, rank: int) -> str:
-        return f"{self._num_calls}/{rank}"
-
     def _missing(self) -> str:
-        """Which processes did not come."""
-        missing = "another process"
+        """The processes that do not wait here."""
+        missing = []
         with contextlib.suppress(RuntimeError):  # the store ends with the process that holds it
             others = (rank for rank in range(dist.get_world_size()) if rank != dist.get_rank())
-            missing = ", ".join(f"process {rank}" for rank in others if not self._store.check([self._waits(rank)])) or missing
-        minutes = self._patience / timedelta(minutes=1)
-        return f"waited {minutes:g} minutes for {missing}: it hangs, or is that much slower. The same command resumes the run"
+            missing = [f"process {rank}" for rank in others if not self._store.check([f"{self._num_calls}/{rank}"])]
+        minutes, names = self._patience / timedelta(minutes=1), ", ".join(missing) or "another process"
+        return f"waited {minutes:g} minutes for {names}: it hangs, or is that much slower. The same command resumes the run"
 
     def close(self) -> None:
         """Restore the handlers from before."""

@@ -1,26 +1,12 @@
 """Token routing (TREAD, arXiv 2501.04765) for networks that are not ours: `attach(network, routes)`.
 
-It uses the router of routing_module.py. Nothing here imports diffusers, peft or timm: networks are recognised by the names of
-their classes.
+Nothing here imports diffusers, peft or timm: networks are recognised by the names of their classes.
 """
 
 from extras.attach.adapters import Adapter, BlockList, ImageTokens, TokenAxis
-from extras.attach.attachment import Attachment, RouteStatistics, attach, attached
+from extras.attach.attachment import Attachment, attach, attached
 from extras.attach.masked_loss import latent_mask, mask_to_tokens, masked_mse
 from extras.attach.presets import PRESETS, as_routes
 
-__all__ = [
-    "PRESETS",
-    "Adapter",
-    "Attachment",
-    "BlockList",
-    "ImageTokens",
-    "RouteStatistics",
-    "TokenAxis",
-    "as_routes",
-    "attach",
-    "attached",
-    "latent_mask",
-    "mask_to_tokens",
-    "masked_mse",
-]
+__all__ = ["PRESETS", "Adapter", "Attachment", "BlockList", "ImageTokens", "TokenAxis", "as_routes", "attach", "attached"]
+__all__ += ["latent_mask", "mask_to_tokens", "masked_mse"]

@@ -1,6 +1,6 @@
 """What `attach` must know of a network: its lists of blocks, and what in a block's arguments has a token axis.
 
-No network is imported; `find_adapter` goes by the names of classes and their packages.
+Nothing here imports a network: `find_adapter` compares the names of classes and their packages.
 
 Shapes: B batch, N image tokens, L tokens of a joint sequence of text and image, D width.
 """
@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-LAYOUTS = ("image", "text_image", "image_text")
+# Which tokens a sequence lists: image tokens only, or text and image in their order. Text is never routed.
+Layout = Literal["image", "text_image", "image_text"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class TokenAxis:
 
     argument: str  # its name in the block's forward
     dim: int  # its token axis; 0 means that there is no batch axis: one table for the whole batch
-    layout: str = "image"  # which tokens it lists: `image`, or text and image in their order in the joint sequence
+    layout: Layout = "image"
     ndim: int | None = None  # only when the tensor has this many axes (an argument that is sometimes per token)
     items: tuple[int, ...] | None = None  # for a tuple, the elements that have the token axis; None is all of them
     key: str | None = None  # for a dict, the entry that has the token axis
@@ -38,8 +39,7 @@ class BlockList:
     attribute: str  # the list's name in the network
     argument: str = "hidden_states"  # the name of the tokens in the block's forward
     output: int | None = None  # where the tokens are in what the block returns: index of a tuple; None is a bare tensor
-    # `image`: the argument holds image tokens only; `text_image`, `image_text`: a joint sequence, whose other tokens always stay.
-    layout: str = "image"
+    layout: Layout = "image"  # of the tokens
     axes: tuple[TokenAxis, ...] = ()  # the other arguments with a token axis
 
 
@@ -49,85 +49,47 @@ class ImageTokens:
 
     batch: int  # B
     num_tokens: int  # N
-    device: torch.device  # of the tokens
-    # Where each sample's image begins, (B,) int64 on that device, in a joint sequence whose texts differ in length.
-    # None: text and image fill the sequence, in the order of the layout.
-    first_token: Tensor | None = None
+    device: torch.device
+    first_token: Tensor | None = None  # (B,) int64, where each sample's image begins, if texts differ in length
 
 
-def count_embedded(network: nn.Module, arguments: Mapping[str, Any], output: Tensor) -> ImageTokens:
+def count_embedded(arguments: Mapping[str, Any], output: Tensor) -> ImageTokens:
     """From the output of an embedding layer: (B, N, D), or (B, D, ...) with the grid at the end."""
-    num_tokens = output.shape[1] if output.ndim == 3 else prod(output.shape[2:])
-    return ImageTokens(output.shape[0], num_tokens, output.device)
+    return ImageTokens(len(output), output.shape[1] if output.ndim == 3 else prod(output.shape[2:]), output.device)
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """How to route one kind of network.
+    """How to route one kind of network."""
 
-    Attributes:
-        network: the name of its class.
-        tokens_from: the submodule whose output tells the number of image tokens; it must run once per forward pass,
-            before the blocks. "" is the network itself, before it runs.
-        blocks: the lists of blocks, in the order in which they run. Layer indices of routes count through them all.
-        count_tokens: (submodule, its arguments by name, its output) -> ImageTokens.
-        obstacle: (network) -> why this instance cannot be routed, or None.
-    """
-
-    network: str
-    tokens_from: str
-    blocks: tuple[BlockList, ...]
-    count_tokens: Callable[[nn.Module, Mapping[str, Any], Any], ImageTokens] = count_embedded
-    obstacle: Callable[[nn.Module], str | None] | None = None
-
-    def __post_init__(self):
-        for i, spec in enumerate(self.blocks):
-            for layout in (spec.layout, *(axis.layout for axis in spec.axes)):
-                if layout not in LAYOUTS:
-                    raise ValueError(f"blocks[{i}] of the adapter for {self.network}: layout={layout!r}; use {LAYOUTS}")
+    # The submodule whose output tells the number of image tokens; it runs once per forward pass, before the blocks.
+    tokens_from: str  # "" is the network itself, before it runs
+    blocks: tuple[BlockList, ...]  # in the order in which they run; layer indices of routes count through all lists
+    count_tokens: Callable[[Mapping[str, Any], Any], ImageTokens] = count_embedded  # of the submodule's arguments and output
+    # A dotted attribute (routes of its own, dropout of tokens); `attach` refuses a network where it is not empty or 0.
+    must_be_empty: str = ""
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# What networks need beyond the table below.
-
-
-def own_routes(network: nn.Module) -> str | None:
-    return "it has routes of its own; build it with routes=() or leave attach() out" if network.router.routes else None
-
-
-def patch_dropout(network: nn.Module) -> str | None:
-    if isinstance(network.patch_drop, nn.Identity):
-        return None
-    return "patch_drop_rate > 0 throws tokens away before the blocks; build it with patch_drop_rate=0"
-
-
-def count_timm(network: nn.Module, arguments: Mapping[str, Any], output: Tensor) -> ImageTokens:
+def count_timm(arguments: Mapping[str, Any], output: Tensor) -> ImageTokens:
     """From timm's patch embedding: (B, N, D), or (B, H, W, D) with dynamic image sizes."""
-    return ImageTokens(output.shape[0], prod(output.shape[1:-1]), output.device)
+    return ImageTokens(len(output), prod(output.shape[1:-1]), output.device)
 
 
-def count_lumina2(network: nn.Module, arguments: Mapping[str, Any], output: tuple) -> ImageTokens:
+def count_lumina2(arguments: Mapping[str, Any], output: tuple) -> ImageTokens:
     """From its rope_embedder, whose fifth output is the length of every text: the joint sequence is text, image, padding."""
     image, text_lengths = output[0], output[4]
     first_token = torch.tensor(text_lengths, device=image.device) if len(set(text_lengths)) > 1 else None
-    return ImageTokens(image.shape[0], image.shape[1], image.device, first_token)
+    return ImageTokens(*image.shape[:2], image.device, first_token)
 
 
-def count_z_image(network: nn.Module, arguments: Mapping[str, Any], output: None) -> ImageTokens:
+def count_z_image(arguments: Mapping[str, Any], output: None) -> ImageTokens:
     """From the call: x is a list of images (C, F, H, W). The padding of the image to 32 tokens is never routed."""
-    images = arguments["x"]
-    if isinstance(images[0], (list, tuple)):
-        raise ValueError("x: several images per sample (omni mode) cannot be routed; pass a list of tensors (C, F, H, W)")
-    shapes = {tuple(image.shape) for image in images}
-    if len(shapes) > 1:
-        raise ValueError(f"x holds images of shapes {sorted(shapes)}; a routed batch needs one size, so make batches by size")
+    images, p, f = arguments["x"], arguments.get("patch_size", 2), arguments.get("f_patch_size", 1)
     _, frames, height, width = images[0].shape
-    p, f = arguments.get("patch_size", 2), arguments.get("f_patch_size", 1)
+    if any(image.shape != images[0].shape for image in images):
+        raise ValueError(f"x holds images of shapes {[tuple(image.shape) for image in images]}; a routed batch needs one size")
     return ImageTokens(len(images), (frames // f) * (height // p) * (width // p), images[0].device)
 
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The networks, by the package that their class must come from.
 
 FLUX_AXES = (
     # (cos, sin), each (L, D_head): one table for text and image, for the whole batch.
@@ -140,7 +102,7 @@ FLUX_SINGLE = BlockList("single_transformer_blocks", output=1, axes=FLUX_AXES)
 FLUX2_SINGLE = BlockList("single_transformer_blocks", layout="text_image", axes=FLUX_AXES)
 AURA_DOUBLE = BlockList("joint_transformer_blocks", output=1)
 AURA_SINGLE = BlockList("single_transformer_blocks", layout="text_image")
-PIXART_AXES = (TokenAxis("attention_mask", dim=2, ndim=3),)  # (B, 1, N)
+PIXART = BlockList("transformer_blocks", axes=(TokenAxis("attention_mask", dim=2, ndim=3),))  # (B, 1, N)
 WAN_AXES = (
     TokenAxis("rotary_emb", dim=1),  # (cos, sin), each (1, N, 1, D_head)
     TokenAxis("temb", dim=1, ndim=4),  # (B, N, 6, D) for timesteps per token
@@ -161,53 +123,35 @@ Z_IMAGE_AXES = (
     TokenAxis("freqs_cis", dim=1, layout="image_text"),  # (B, L, D_head/2) complex
     TokenAxis("attn_mask", dim=1, layout="image_text", ndim=2),  # (B, L), for padded text
 )
-TIMM_AXES = (TokenAxis("attn_mask", dim=-1, layout="text_image", mask=True),)
-LUMINA2_BLOCKS = BlockList("layers", layout="text_image", axes=LUMINA2_AXES)
-Z_IMAGE_BLOCKS = BlockList("layers", "x", layout="image_text", axes=Z_IMAGE_AXES)
-TIMM_BLOCKS = BlockList("blocks", "x", layout="text_image", axes=TIMM_AXES)  # class and register tokens come first
+LUMINA2 = BlockList("layers", layout="text_image", axes=LUMINA2_AXES)
+Z_IMAGE = BlockList("layers", "x", layout="image_text", axes=Z_IMAGE_AXES)
+TIMM_MASK = TokenAxis("attn_mask", dim=-1, layout="text_image", mask=True)
+TIMM = BlockList("blocks", "x", layout="text_image", axes=(TIMM_MASK,))  # class and register tokens come first
+LIGHTNING = BlockList("blocks", "x", axes=(TokenAxis("cos", dim=1), TokenAxis("sin", dim=1)))  # (1, N, D_head)
 
-LIGHTNING_BLOCKS = BlockList("blocks", "x", axes=(TokenAxis("cos", dim=1), TokenAxis("sin", dim=1)))  # (1, N, D_head)
-
+# By package and class.
 ADAPTERS = {
-    "dit": (Adapter("DiT", "x_embedder", (BlockList("blocks", "x"),), obstacle=own_routes),),
-    "lightningdit": (Adapter("LightningDiT", "x_embedder", (LIGHTNING_BLOCKS,), obstacle=own_routes),),
-    "diffusers": (
-        Adapter("FluxTransformer2DModel", "x_embedder", (FLUX_DOUBLE, FLUX_SINGLE)),
-        Adapter("Flux2Transformer2DModel", "x_embedder", (FLUX_DOUBLE, FLUX2_SINGLE)),
-        Adapter("SD3Transformer2DModel", "pos_embed", (BlockList("transformer_blocks", output=1),)),
-        Adapter("PixArtTransformer2DModel", "pos_embed", (BlockList("transformer_blocks", axes=PIXART_AXES),)),
-        Adapter("DiTTransformer2DModel", "pos_embed", (BlockList("transformer_blocks"),)),
-        Adapter("WanTransformer3DModel", "patch_embedding", (BlockList("blocks", axes=WAN_AXES),)),
-        Adapter("AuraFlowTransformer2DModel", "pos_embed", (AURA_DOUBLE, AURA_SINGLE)),
-        Adapter("QwenImageTransformer2DModel", "img_in", (BlockList("transformer_blocks", output=1, axes=QWEN_AXES),)),
-        Adapter("HunyuanDiT2DModel", "pos_embed", (BlockList("blocks", axes=HUNYUAN_AXES),)),
-        Adapter("Lumina2Transformer2DModel", "rope_embedder", (LUMINA2_BLOCKS,), count_lumina2),
-        Adapter("ZImageTransformer2DModel", "", (Z_IMAGE_BLOCKS,), count_z_image),
-    ),
-    "timm": (Adapter("VisionTransformer", "patch_embed", (TIMM_BLOCKS,), count_timm, patch_dropout),),
+    "dit.DiT": Adapter("x_embedder", (BlockList("blocks", "x"),), must_be_empty="router.routes"),
+    "extras.LightningDiT": Adapter("x_embedder", (LIGHTNING,), must_be_empty="router.routes"),
+    "diffusers.FluxTransformer2DModel": Adapter("x_embedder", (FLUX_DOUBLE, FLUX_SINGLE)),
+    "diffusers.Flux2Transformer2DModel": Adapter("x_embedder", (FLUX_DOUBLE, FLUX2_SINGLE)),
+    "diffusers.SD3Transformer2DModel": Adapter("pos_embed", (BlockList("transformer_blocks", output=1),)),
+    "diffusers.PixArtTransformer2DModel": Adapter("pos_embed", (PIXART,)),
+    "diffusers.DiTTransformer2DModel": Adapter("pos_embed", (BlockList("transformer_blocks"),)),
+    "diffusers.WanTransformer3DModel": Adapter("patch_embedding", (BlockList("blocks", axes=WAN_AXES),)),
+    "diffusers.AuraFlowTransformer2DModel": Adapter("pos_embed", (AURA_DOUBLE, AURA_SINGLE)),
+    "diffusers.QwenImageTransformer2DModel": Adapter("img_in", (BlockList("transformer_blocks", output=1, axes=QWEN_AXES),)),
+    "diffusers.HunyuanDiT2DModel": Adapter("pos_embed", (BlockList("blocks", axes=HUNYUAN_AXES),)),
+    "diffusers.Lumina2Transformer2DModel": Adapter("rope_embedder", (LUMINA2,), count_lumina2),
+    "diffusers.ZImageTransformer2DModel": Adapter("", (Z_IMAGE,), count_z_image),
+    "timm.VisionTransformer": Adapter("patch_embed", (TIMM,), count_timm, must_be_empty="patch_drop.prob"),
 }
-
-# Networks whose blocks need every token, with the reason.
-REFUSED = dict.fromkeys(
-    ("SanaTransformer2DModel", "SanaVideoTransformer3DModel"),
-    "the feed-forward of its blocks is a convolution over the full grid of height x width tokens, "
-    "and the tokens that stay in a route form no grid",
-)
 
 
 def find_adapter(network: nn.Module) -> Adapter:
-    """The adapter of a network.
-
-    Raises:
-        ValueError: a network that cannot be routed, with the reason, or that is not known, with those that are.
-    """
+    """The adapter of a network, or of the class that it inherits from. Raises ValueError for a network that is not known."""
     for cls in type(network).__mro__:
-        if cls.__name__ in REFUSED:
-            raise ValueError(f"{cls.__name__} cannot be routed: {REFUSED[cls.__name__]}")
-        for adapter in ADAPTERS.get(cls.__module__.partition(".")[0], ()):
-            if cls.__name__ == adapter.network:
-                return adapter
-    known = ", ".join(adapter.network for adapters in ADAPTERS.values() for adapter in adapters)
-    raise ValueError(
-        f"{type(network).__name__} is not known; known are {known}. Describe it with an Adapter and pass attach(..., adapter=...)"
-    )
+        adapter = ADAPTERS.get(f"{cls.__module__.partition('.')[0]}.{cls.__name__}")
+        if adapter is not None:
+            return adapter
+    raise ValueError(f"{type(network).__name__} is not known to attach(); pass adapter=, or use one of {', '.join(ADAPTERS)}")

@@ -11,7 +11,6 @@ Shapes: B batch, N image tokens, K kept of them, L tokens of a block's sequence 
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,21 +23,6 @@ from extras.attach.adapters import BlockList, ImageTokens, TokenAxis
 from routing_module import TokenRouter
 
 
-def current_thread() -> int:
-    """0 in compiled code, which cannot tell threads apart."""
-    return 0 if torch.compiler.is_compiling() else threading.get_ident()
-
-
-def check_thread(thread: int) -> None:
-    """Raises a RuntimeError if `thread` is another than this one; one of the two may be compiled code, which is none."""
-    now = current_thread()
-    if thread != now and 0 not in (thread, now):
-        raise RuntimeError(
-            "two threads call the routed network at the same time, and one would get the tokens of the other: let them take "
-            "turns, or give each a copy (instead of DataParallel: DistributedDataParallel)"
-        )
-
-
 def argument_names(module: nn.Module) -> tuple[str, ...]:
     """Names of the arguments of the module's forward, in order. By its class: hooks of others may replace the instance's."""
     return tuple(inspect.signature(type(module).forward).parameters)[1:]
@@ -48,41 +32,36 @@ class PositionsPerSample:
     """Positions (B, L, ...) where a network expects one table (L, ...) for the whole batch.
 
     Attention only adds the axes of batch and heads to such a table, `table[None, :, None]` or `table.unsqueeze(1)`; here
-    the batch axis is there already. Anything else raises a TypeError.
+    the batch axis is there already. Any other index raises a TypeError.
     """
 
     def __init__(self, table: Tensor):
         self.table = table
-        self.shape, self.ndim, self.dtype, self.device = table.shape[1:], table.ndim - 1, table.dtype, table.device
-
-    def to(self, *args, **kwargs) -> PositionsPerSample:
-        return PositionsPerSample(self.table.to(*args, **kwargs))
-
-    def float(self) -> PositionsPerSample:
-        return PositionsPerSample(self.table.float())
 
     def unsqueeze(self, dim: int) -> Tensor:
         """(L, ...) -> (L, 1, ...) is meant to broadcast over a batch axis before it: (B, L, 1, ...)."""
         if dim < 1:
-            raise TypeError(f"positions of a routed block were asked to unsqueeze({dim}); only an axis after the tokens is known")
+            raise TypeError(f"positions of a routed block: unsqueeze({dim}) is not known, only an axis after the tokens")
         return self.table.unsqueeze(dim + 1)
 
     def __getitem__(self, key) -> Tensor:
         key = key if isinstance(key, tuple) else (key,)
         if not key or key[0] is not None or any(item is not None and item != slice(None) for item in key):
-            raise TypeError(f"positions of a routed block were indexed with {key}; only [None, ...] and [:] are known")
+            raise TypeError(f"positions of a routed block: index {key} is not known, only [None, ...] with None and [:]")
         return self.table[(slice(None), *key[1:])]
 
 
-def gather_axis(x: Tensor, index: Tensor, dim: int, shared: bool) -> Tensor | PositionsPerSample:
+def gather_axis(x: Tensor, index: Tensor, dim: int) -> Tensor | PositionsPerSample:
     """The entries at `index` (B, K) of a tensor whose token axis is `dim`; 0 is a table without a batch axis."""
     if dim == 0:
-        if shared:
-            return x.index_select(0, index[0])
         return PositionsPerSample(TokenRouter.start_route(x.expand(len(index), *x.shape), index))
-    if x.shape[0] == 1 and len(index) > 1:
-        x = x.expand(len(index), *x.shape[1:])
+    x = x.expand(len(index), *x.shape[1:])
     return TokenRouter.start_route(x.movedim(dim, 1), index).movedim(1, dim)
+
+
+def memory_of(tokens: Tensor) -> tuple[StorageWeakRef, int]:
+    """What tells tokens from others that come to lie at the same address once they are freed. It keeps nothing alive."""
+    return StorageWeakRef(tokens.untyped_storage()), tokens.storage_offset()
 
 
 @dataclass(eq=False)
@@ -90,107 +69,79 @@ class Plan:
     """Which image tokens stay in every route of one forward pass."""
 
     image: ImageTokens | None = None  # None where the pass is dense
-    num_requested: tuple[int, ...] = ()  # K per route by its selection ratio alone
-    num_kept: tuple[int, ...] = ()  # K per route, larger where tokens are forced
+    num_kept: tuple[int, ...] = ()  # K per route
     in_evaluation: bool = False  # whether blocks in evaluation mode are routed too
-    # The random numbers (1 or B, N) of each route that is on. They also identify the pass when its embedding runs again.
-    uniform: dict[int, Tensor] = field(default_factory=dict)
+    uniform: dict[int, Tensor] = field(default_factory=dict)  # the random numbers (1 or B, N) of each route that is on
     ids_keep: dict[int, Tensor] = field(default_factory=dict)  # (B, K) of each route that is on and has begun
-    # Where the input of each block lay in memory, by which a recomputed block finds its plan. The references are weak:
-    # they keep nothing alive, and memory that was freed and used again is another memory to them.
-    inputs: dict[int, tuple[StorageWeakRef, int]] = field(default_factory=dict)
-    recomputed: set[int] = field(default_factory=set)  # blocks that ran again already
-    thread: int = field(default_factory=current_thread)
-
-    def note_input(self, layer: int, tokens: Tensor) -> None:
-        self.inputs[layer] = StorageWeakRef(tokens.untyped_storage()), tokens.storage_offset()
-
-    def had_input(self, layer: int, tokens: Tensor) -> bool:
-        """Whether this pass gave these very tokens to the block, and not others that came to lie at the same address."""
-        return self.inputs.get(layer) == (StorageWeakRef(tokens.untyped_storage()), tokens.storage_offset())
+    inputs: dict[int, tuple] = field(default_factory=dict)  # `memory_of` the input of each block
 
     def is_on(self, route: int) -> bool:
         return self.image is not None and self.num_kept[route] < self.image.num_tokens
 
-    def index(self, route: int, layout: str, length: int, device: torch.device) -> Tensor:
-        """Positions that stay in a sequence of `length` tokens: (B, L - N + K), ascending. Text always stays."""
-        num_tokens, first_token, ids_keep = self.image.num_tokens, self.image.first_token, self.ids_keep[route].to(device)
-        num_others = length - num_tokens
+    def image_start(self, layout: str, length: int) -> int | Tensor:
+        """Where the image begins in a sequence of `length` tokens: a number, or (B, 1)."""
+        num_others = length - self.image.num_tokens
         if num_others < 0 or (layout == "image" and num_others):
-            raise ValueError(f"a routed block got {length} tokens, but the network's embedding counted {num_tokens} image tokens")
-        if num_others == 0:
-            return ids_keep
-        others = torch.arange(num_others, device=device).expand(len(ids_keep), -1)
-        if first_token is not None:
-            first_token = first_token.to(device)[:, None]  # (B, 1)
-            others = torch.where(others < first_token, others, others + num_tokens)
-            return torch.cat([others, ids_keep + first_token], dim=1).sort(dim=1).values
-        if layout == "image_text":
-            return torch.cat([ids_keep, others + num_tokens], dim=1)
-        return torch.cat([others, ids_keep + num_others], dim=1)
+            raise ValueError(f"a block got {length} tokens ({layout}), but the embedding counted {self.image.num_tokens}")
+        if num_others and self.image.first_token is not None:
+            return self.image.first_token[:, None]
+        return {"image": 0, "image_text": 0, "text_image": num_others}[layout]
 
     def image_tokens(self, x: Tensor, layout: str) -> Tensor:
-        """(B, L, D) -> (B, N, D)."""
-        num_tokens, length = self.image.num_tokens, x.shape[1]
-        if self.image.first_token is not None and length > num_tokens:
-            ids = torch.arange(num_tokens, device=x.device)[None] + self.image.first_token.to(x.device)[:, None]
-            return TokenRouter.start_route(x, ids)
-        return x[:, length - num_tokens :] if layout == "text_image" else x[:, :num_tokens]
+        """(B, L, D) -> (B, N, D), without a gradient: a checkpointed block must save the same tensors when it runs again."""
+        ids = torch.arange(self.image.num_tokens, device=x.device) + self.image_start(layout, x.shape[1])
+        return TokenRouter.start_route(x.detach(), ids.expand(len(x), -1))
+
+    def index(self, route: int, layout: str, length: int) -> Tensor:
+        """(B, L - N + K), the positions that stay in a sequence of `length` tokens: all that are not of the image, then K."""
+        start, ids_keep = self.image_start(layout, length), self.ids_keep[route]
+        if length == self.image.num_tokens:
+            return ids_keep
+        others = torch.arange(length - self.image.num_tokens, device=ids_keep.device)
+        others = torch.where(others < start, others, others + self.image.num_tokens)
+        return torch.cat([others.expand(len(ids_keep), -1), ids_keep + start], dim=1)
 
 
 class BlockHooks:
-    """The two hooks of one block. Blocks outside of the routes have them too, to note their inputs.
+    """The two hooks of one block of a route; `layer` is its index through all lists, `names` those of its arguments."""
 
-    Attributes:
-        layer: the block's index through all lists.
-        names: of the arguments of its forward.
-        route: the index of its route, or None.
-        before: while the block runs: all tokens, which of them are in it, and the thread.
-    """
-
-    def __init__(self, attachment, layer: int, spec: BlockList, names: tuple[str, ...]):
-        self.attachment, self.layer, self.spec, self.names = attachment, layer, spec, names
-        routes = enumerate(attachment.router.routes)
-        self.route = next((i for i, route in routes if route.start_layer_idx <= layer <= route.end_layer_idx), None)
-        self.before: tuple[Tensor, Tensor, int] | None = None
+    def __init__(self, attachment, layer: int, route: int, spec: BlockList, names: tuple[str, ...]):
+        self.attachment, self.layer, self.route, self.spec, self.names = attachment, layer, route, spec, names
+        self.before: tuple[Tensor, Tensor] | None = None  # while the block runs: all tokens, and which of them are in it
 
     def before_block(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Forward pre-hook: shorten the tokens, and everything that has an entry for each of them."""
         self.before = None
         arguments = dict(zip(self.names, args)) | kwargs
         tokens = arguments[self.spec.argument]  # (B, L, D)
-        plan = self.attachment.find_plan(self.layer, tokens, module.training)
-        if plan is None or self.route is None or not plan.is_on(self.route):
-            return None
-        if not (module.training or plan.in_evaluation):  # a frozen part of a network in training, or a copy of it
+        plan = self.attachment.find_plan(self.layer, tokens)
+        # A block in evaluation mode is a frozen part of a network in training.
+        if not plan.is_on(self.route) or not (module.training or plan.in_evaluation):
             return None
         if self.route not in plan.ids_keep:
             self.attachment.choose_ids_keep(plan, self.route, plan.image_tokens(tokens, self.spec.layout))
 
-        indices: dict[tuple, Tensor] = {}  # of this call: cos and sin, and a mask, list the same tokens
+        indices: dict[tuple[str, int], Tensor] = {}  # of this call: cos and sin, and a mask, list the same tokens
 
-        def index_of(layout: str, length: int, device: torch.device) -> Tensor:
-            if (layout, length, device) not in indices:
-                indices[layout, length, device] = plan.index(self.route, layout, length, device)
-            return indices[layout, length, device]
+        def index_of(layout: str, length: int) -> Tensor:
+            if (layout, length) not in indices:
+                indices[layout, length] = plan.index(self.route, layout, length).to(tokens.device)
+            return indices[layout, length]
 
-        index = index_of(self.spec.layout, tokens.shape[1], tokens.device)
-        self.before = tokens, index, current_thread()
+        index = index_of(self.spec.layout, tokens.shape[1])
+        self.before = tokens, index
         arguments[self.spec.argument] = TokenRouter.start_route(tokens, index)
         for axis in self.spec.axes:
             if axis.argument in arguments:
-                shared = self.attachment.shared and (axis.layout == "image" or plan.image.first_token is None)
-                arguments[axis.argument] = shorten(arguments[axis.argument], axis, index_of, shared)
-        positional = [arguments.pop(name) for name in self.names[: len(args)]]
-        return (*positional, *args[len(positional) :]), arguments
+                arguments[axis.argument] = shorten(arguments[axis.argument], axis, index_of)
+        return (), arguments
 
     def after_block(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         """Forward hook: put the tokens back. Also called, without an output, when the block stops with an exception."""
         before, self.before = self.before, None  # not kept alive: recomputation may stop half-way through a block
         if before is None or output is None:
             return None
-        skipped, index, thread = before
-        check_thread(thread)
+        skipped, index = before
         tokens = output if self.spec.output is None else output[self.spec.output]
         # Under autocast a block may answer in another precision than it was asked in; lose none of either.
         tokens = TokenRouter.end_route(tokens, skipped.to(torch.promote_types(skipped.dtype, tokens.dtype)), index)
@@ -199,34 +150,25 @@ class BlockHooks:
         return tuple(tokens if i == self.spec.output else item for i, item in enumerate(output))
 
 
-def shorten(value: Any, axis: TokenAxis, index_of: Callable[[str, int, torch.device], Tensor], shared: bool) -> Any:
-    """A block's argument with the entries of the tokens that stay.
-
-    Args:
-        index_of: (layout, length, device) -> (B, K) positions that stay in a sequence of `length` tokens.
-        shared: whether all samples keep the same positions.
-    """
+def shorten(value: Any, axis: TokenAxis, index_of: Callable[[str, int], Tensor]) -> Any:
+    """A block's argument with the entries of the tokens that stay, at index_of(layout, length) -> (B, K)."""
     if value is None:
         return None
     if isinstance(value, (tuple, list)):
         items = range(len(value)) if axis.items is None else axis.items
-        return tuple(shorten(item, axis, index_of, shared) if i in items else item for i, item in enumerate(value))
+        return tuple(shorten(item, axis, index_of) if i in items else item for i, item in enumerate(value))
     if axis.key is not None:
         if axis.key not in value:
             return value
-        return {**value, axis.key: shorten(value[axis.key], replace(axis, key=None), index_of, shared)}
+        return {**value, axis.key: shorten(value[axis.key], replace(axis, key=None), index_of)}
     if axis.ndim is not None and value.ndim != axis.ndim:
         return value
-    if not axis.mask:
-        dim = axis.dim % value.ndim
-        return gather_axis(value, index_of(axis.layout, value.shape[dim], value.device), dim, shared)
-    if value.ndim not in (2, 4):
-        raise ValueError(
-            f"{axis.argument}: an attention mask of shape {tuple(value.shape)} cannot be routed; "
-            "it needs (B, 1, 1, tokens), (B, 1, tokens, tokens) or (tokens, tokens)"
-        )
-    value = value.reshape((1,) * (4 - value.ndim) + value.shape)
-    for dim in (2, 3):
-        if value.shape[dim] > 1:
-            value = gather_axis(value, index_of(axis.layout, value.shape[dim], value.device), dim, shared=False)
+    dims = [axis.dim]
+    if axis.mask:
+        if value.ndim not in (2, 4):
+            raise ValueError(f"{axis.argument}: a mask of shape {tuple(value.shape)} cannot be routed; it needs 2 or 4 axes")
+        value = value.reshape((1,) * (4 - value.ndim) + value.shape)
+        dims = [dim for dim in (2, 3) if value.shape[dim] > 1]
+    for dim in dims:
+        value = gather_axis(value, index_of(axis.layout, value.shape[dim]), dim)
     return value

@@ -19,8 +19,8 @@ from configs import schema
 from configs.command_line import check
 from configs.experiments import compose_overrides
 from configs.settings import Count, Whole
-from evaluations.detector import LAYER_SIZES
 from evaluations.features import Features
+from evaluations.inception import LAYER_SIZES
 from evaluations.suite import evaluate
 from extras.benchmarks.harness import TimedRow, measure, report
 from latents import autoencoders

@@ -17,9 +17,8 @@ from torch.utils.data import DataLoader, Dataset
 from common.errors import UserError
 from common.progress import progress_bar
 from common.randomness import SeedRandom
-from evaluations.digits_encoder import DigitsEncoder
-from evaluations.encoders import Encoder
 from evaluations.images import adm_center_crop, read_rgb
+from evaluations.vit import Encoder
 from latents.autoencoders import Autoencoder, from_uint8
 from latents.prepare.images import LabelledImages, to_jpeg
 from latents.prepare.write import ShardWriter
@@ -79,7 +78,7 @@ def encode_images(
     pad: int,
     grey: bool,
     keep_images: bool,
-    encoder: Encoder | DigitsEncoder | None,
+    encoder: Encoder | None,
 ) -> None:
     """Encode the images of the shards that are missing and write these, each process its share.
 
@@ -158,7 +157,7 @@ def _encode(
     return latents
 
 
-def _encode_features(batch: _Batch, encoder: Encoder | DigitsEncoder, flips: bool) -> dict[str, Tensor]:
+def _encode_features(batch: _Batch, encoder: Encoder, flips: bool) -> dict[str, Tensor]:
     """Patch tokens [b, n, E] of the images, and of the mirrored ones, still on the device."""
     features = {"features": encoder.encode(batch.images)[1].half()}
     if flips:

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 
 from common.errors import UserError
-from evaluations.images import check_range
 from latents.autoencoders import to_uint8
 from latents.shards import LatentDataset, mean_and_log_variance
 
@@ -40,7 +39,7 @@ class PixelShards:
 
     def batches(self, batch_size: int, start: int = 0, stop: int | None = None) -> Iterator[np.ndarray]:
         """As `NpzImages.batches`."""
-        stop = check_range(self, batch_size, start, stop)
+        stop = len(self) if stop is None else stop
         for i in range(start, stop, batch_size):
             numbers = np.arange(i, min(i + batch_size, stop))
             stored, _ = self.dataset.fetch(numbers, np.zeros(len(numbers), dtype=bool))

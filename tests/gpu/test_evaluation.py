@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from evaluations.detector import LAYER_SIZES, InceptionDetector
 from evaluations.features import Features
+from evaluations.inception import LAYER_SIZES, InceptionDetector
 from evaluations.suite import evaluate
 
 

@@ -1,0 +1,167 @@
+"""Small classifiers as detectors of small pictures: evaluation offline on a CPU, in seconds.
+
+`digits` is for the embedded digits of 8x8 pixels, with the weights of digits_detector.safetensors. `small-<set>` is for a set of
+pictures of up to 128 pixels, with weights of your own. The same command trains both:
+
+    python prepare_latents.py detector reference=evaluations/digits_reference.npz output=digits.safetensors num_epochs=40
+
+Distances are `fd_digits` and `fd_<set>`: Frechet distances of other features than Inception's, on another scale than FID.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from common.errors import UserError, first_line
+from common.files import hash_file, write_file
+from common.progress import progress_bar
+from evaluations.features import Features, to_device
+from evaluations.images import ImageSet
+from evaluations.metrics import class_agreement, full_float32
+from evaluations.suite import set_of
+
+# Trained on digits_reference.npz, which holds the images of latents/digits.safetensors in ADM's format.
+DIGITS_WEIGHTS = Path(__file__).with_name("digits_detector.safetensors")
+
+
+class DigitsNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 16, 3, padding=1)
+        self.conv2 = nn.Conv2d(16, 32, 3, padding=1, stride=2)
+        self.pool = nn.Linear(32 * 4 * 4, 64)
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """uint8 [N, 8, 8, 3] -> features [N, 64], logits [N, 10]."""
+        x = images.float().mean(3)[:, None] / 127.5 - 1
+        x = F.relu(self.conv2(F.relu(self.conv1(x))))
+        # Features are taken before the ReLU: after it, some are zero for all images and the covariance is singular.
+        features = self.pool(x.flatten(1))
+        return features, self.head(F.relu(features))
+
+
+class SmallNet(nn.Module):
+    """Three convolutions, each of which halves the picture."""
+
+    def __init__(self, num_classes: int):
+        super().__init__()
+        layers = []
+        for channels, width in pairwise((3, 32, 64, 128)):
+            layers += [nn.Conv2d(channels, width, 3, padding=1, stride=2, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+        self.convs = nn.Sequential(*layers)
+        self.pool = nn.Linear(128 * 4 * 4, 128)
+        self.head = nn.Linear(128, num_classes)
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """uint8 [N, H, W, 3] -> features [N, 128], before their ReLU as in `DigitsNet`, and logits [N, C]."""
+        x = images.permute(0, 3, 1, 2).float() / 127.5 - 1
+        features = self.pool(F.adaptive_avg_pool2d(self.convs(x), 4).flatten(1))
+        return features, self.head(F.relu(features))
+
+
+def _network(about: dict) -> nn.Module:
+    return DigitsNet() if about["detector"] == "digits" else SmallNet(about["num_classes"])
+
+
+class ClassifierDetector:
+    """Pooled features and class logits of square images of one size.
+
+    Args:
+        name: of the detector: `digits`, or `small-<set>` as in the file.
+        weights: a file that `train_detector` wrote.
+
+    Raises:
+        UserError: the file cannot be read, or is of another detector.
+    """
+
+    def __init__(self, name: str, weights: Path, device: torch.device | str = "cpu"):
+        self.name, self.device = name, torch.device(device)
+        try:
+            with safe_open(weights, framework="pt") as f:
+                about = json.loads(f.metadata()["about"])
+            if about["detector"] != name:
+                raise ValueError(f"it is of {about['detector']}")
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as e:
+            raise UserError(f"evaluation.weights={weights} is no file of evaluation.detector={name} ({first_line(e)})") from e
+        self._size = about["resolution"]
+        net = _network(about)
+        net.load_state_dict(load_file(weights))
+        self._net = net.to(self.device).eval().requires_grad_(False)
+        self.weights_hash = hash_file(weights)
+
+    @torch.no_grad()
+    def features(self, images: np.ndarray | Tensor) -> Features:
+        """uint8 [N, H, W, 3] -> features on the device."""
+        x, size = to_device(images, self.device), self._size
+        if x.shape[1:3] != (size, size):
+            raise UserError(f"images are {x.shape[2]}x{x.shape[1]} pixels; the {self.name} detector takes {size}x{size}")
+        with full_float32():
+            pool, logits = self._net(x)
+        return Features(self.name, pool=pool, logits=logits)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Training.
+
+
+def fit(net: nn.Module, images: Tensor, labels: Tensor, one_in: int, num_epochs: int) -> float:
+    """Train a classifier in place on uint8 [N, H, W, 3] and labels [N]; one image in `one_in` is held out.
+
+    Returns the accuracy on those held out. The same on every run on one machine with the same number of threads.
+    """
+    shuffled = torch.from_numpy(np.random.default_rng(0).permutation(len(images)))
+    held_out, training = shuffled.tensor_split([len(images) // one_in])
+    random, device, batch_size = np.random.default_rng(1), next(net.parameters()).device, 64
+    optimizer = torch.optim.AdamW(net.parameters(), lr=2e-3, weight_decay=0.01)
+    num_batches = len(training) // batch_size
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_epochs * num_batches)
+    for _ in progress_bar(range(num_epochs), desc="training the detector", unit="epochs", delay=1, leave=False):
+        for batch in training[random.permutation(len(training))][: num_batches * batch_size].split(batch_size):
+            loss = F.cross_entropy(net(images[batch].to(device))[1], labels[batch].to(device))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+    net.eval()
+    with torch.no_grad():
+        logits = torch.cat([net(images[batch].to(device))[1].cpu() for batch in held_out.split(1000)])
+    return class_agreement(logits, labels[held_out])
+
+
+def train_detector(images: ImageSet, output: Path, device: torch.device, num_epochs: int) -> float:
+    """Train a classifier on images with labels and write it to `output`, whose name is that of the set, or `digits`.
+
+    Returns the accuracy on the images that were held out, which the file holds as well.
+
+    Raises:
+        UserError: `output` exists or its name cannot be a set's; images without labels, too few, too large or not square.
+    """
+    is_digits = output.name == "digits.safetensors"
+    name = "digits" if is_digits else f"small-{output.stem}"
+    if output.suffix != ".safetensors" or not (is_digits or set_of(name)) or output.exists():
+        raise UserError(f"output={output} must be a new file named after the set: <letters, digits and _>.safetensors")
+    num_images, height, width, _ = images.shape
+    if images.labels is None or height != width or height > 128 or num_images < 1000:
+        raise UserError(
+            f"reference={images.path} holds {num_images} images of {width}x{height} pixels; a detector of small pictures needs "
+            "1,000 or more with labels, square and of 128 pixels or fewer"
+        )
+    labels, pixels = torch.from_numpy(images.labels), torch.from_numpy(np.concatenate(list(images.batches(1000))))
+    about = {"detector": name, "resolution": height, "num_classes": int(labels.max()) + 1, "trained_on": images.fingerprint()}
+    torch.manual_seed(0)
+    net = _network(about).to(device)
+    accuracy = fit(net, pixels, labels, 5 if is_digits else 10, num_epochs)
+    about |= {"num_epochs": num_epochs, "held_out_accuracy": round(accuracy, 4)}
+    # safetensors writes several keys of metadata in an order of its own: with one, the same weights are the same bytes.
+    write_file(output, save(net.cpu().state_dict(), metadata={"about": json.dumps(about)}))
+    return accuracy

@@ -1,0 +1,176 @@
+"""Frozen vision transformers of timm, and the detector that DINOv2's ViT-L/14 makes.
+
+B images, N = grid * grid patches, D width. timm takes seconds to import, so this happens when a network is built.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from common.downloads import NotDownloaded, download_from_hub
+from common.errors import UserError, first_line
+from common.files import hash_file
+from evaluations.features import Features, to_device
+from evaluations.metrics import full_float32
+
+DINOV2_B, DINOV2_L = "vit_base_patch14_dinov2.lvd142m", "vit_large_patch14_dinov2.lvd142m"
+HUB_FILE = "model.safetensors"  # of timm's weights on the Hugging Face hub
+
+
+class Encoder:
+    """A vision transformer whose weights never change: images -> class token and patch tokens.
+
+    Images become a square by a bicubic filter, and get the mean and deviation that timm states for the weights.
+
+    Args:
+        name: timm's name of a VisionTransformer, with the tag of its weights: vit_base_patch14_dinov2.lvd142m.
+        weights: a file of its weights as timm or its authors publish them (.safetensors, or of torch.save); None: from the
+            cache of the Hugging Face hub, or downloaded into it.
+        input_size: height = width of what the network sees, in pixels, a multiple of its patches.
+        recipe: how images and the table of positions are resampled. `repa`: images without antialias, positions by timm
+            (bicubic with antialias). `edm2`, for FD-DINOv2: images with antialias, positions as DINOv2's own code does it.
+        precision: of its products, fp32 | bf16, whatever autocast the caller is in.
+        compile: with torch.compile.
+
+    Attributes:
+        width: D.
+        weights_hash: of the file of weights and the precision.
+
+    Raises:
+        UserError: timm has no such network, or it is of another kind; the weights cannot be had or are of another network.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        weights: str | Path | None,
+        input_size: int,
+        device: torch.device | str = "cpu",
+        *,
+        recipe: Literal["repa", "edm2"] = "repa",
+        precision: str = "fp32",
+        compile: bool = False,
+    ):
+        self.device, self.recipe, self.precision = torch.device(device), recipe, precision
+        net, mean, std = _build(name, input_size)  # before anything is downloaded
+        file = find_encoder_weights(name, weights)
+        _load(net, file, recipe)
+        self.weights_hash = hash_file(file) + ("" if precision == "fp32" else f"-{precision}")
+        self.net = net.float().to(self.device).eval().requires_grad_(False)
+        self.width, self._size = net.embed_dim, net.patch_embed.img_size
+        self._forward = torch.compile(self.net.forward_features) if compile else self.net.forward_features
+        self._mean, self._std = (torch.tensor(values, device=self.device)[:, None, None] for values in (mean, std))
+
+    @torch.no_grad()
+    def encode(self, images: np.ndarray | Tensor) -> tuple[Tensor, Tensor]:
+        """The class token and the patch tokens, both after the last norm, float32 on the encoder's device.
+
+        Args:
+            images: uint8 [B, H, W, 3] of any size; they are squeezed to a square.
+
+        Returns:
+            [B, D] and [B, N, D], the patches row by row.
+        """
+        x = torch.as_tensor(images).to(self.device, non_blocking=True).permute(0, 3, 1, 2)
+        x = x.float() / 255
+        if x.shape[2:] != self._size:
+            x = F.interpolate(x, self._size, mode="bicubic", antialias=self.recipe == "edm2")
+        x = (x - self._mean) / self._std
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
+            tokens = self._forward(x).float()
+        return tokens[:, 0], tokens[:, self.net.num_prefix_tokens :]
+
+
+class DINOv2Detector:
+    """The class token, [N, 1024], of images that are resized to 224x224 pixels.
+
+    FD-DINOv2 as in EDM2's code (arXiv 2312.02696, after dgm-eval, arXiv 2306.04675). Arguments and errors are those of
+    `Encoder`.
+    """
+
+    name = "dinov2"
+
+    def __init__(
+        self, weights: str | Path | None, device: torch.device | str = "cpu", precision: str = "fp32", compile: bool = False
+    ):
+        self._encoder = Encoder(DINOV2_L, weights, 224, device, recipe="edm2", precision=precision, compile=compile)
+        self.weights_hash = self._encoder.weights_hash
+
+    def features(self, images: np.ndarray | Tensor) -> Features:
+        """uint8 [N, H, W, 3] of any size -> features on the device."""
+        with full_float32():
+            return Features(self.name, pool=self._encoder.encode(to_device(images, self._encoder.device))[0])
+
+
+def _build(name: str, input_size: int) -> tuple[nn.Module, tuple[float, ...], tuple[float, ...]]:
+    """The network without weights (on the meta device), and mean and deviation of the pixels that it was trained with."""
+    import timm
+    from timm.models.vision_transformer import VisionTransformer
+
+    try:
+        published = timm.get_pretrained_cfg(name)
+        with torch.device("meta"):
+            net = timm.create_model(name, pretrained=False, num_classes=0, img_size=input_size)
+    except (RuntimeError, TypeError) as e:  # TypeError: networks of other kinds have no img_size
+        raise UserError(f"the encoder {name!r} is no VisionTransformer of timm ({e})") from e
+    if published is None or not isinstance(net, VisionTransformer) or net.cls_token is None or net.pos_embed is None:
+        raise UserError(f"the encoder {name!r} is no VisionTransformer of timm with a class token and a table of positions")
+    return net, published.mean, published.std
+
+
+def find_encoder_weights(name: str, weights: str | Path | None = None) -> Path:
+    """The file of weights: `weights` itself, or that of timm's model on the Hugging Face hub, downloaded if it is not cached.
+
+    Raises UserError where it cannot be downloaded.
+    """
+    repository = f"timm/{name}"
+    if weights is not None:
+        return Path(weights)
+    from huggingface_hub import try_to_load_from_cache
+
+    if isinstance(cached := try_to_load_from_cache(repository, HUB_FILE), str):
+        return Path(cached)
+    try:
+        return download_from_hub(repository, lambda names: [HUB_FILE])[0]
+    except NotDownloaded as e:
+        raise UserError(
+            f"the weights of the encoder {name} are not in the cache of the Hugging Face hub, and {e}; run `python "
+            f"prepare_latents.py fetch encoder={name}` where there is a network, or give the file of its weights"
+        ) from e
+
+
+def _load(net: nn.Module, file: Path, recipe: str) -> None:
+    """Load a file of weights, its table of positions resampled. Code in the file is not run."""
+    from timm.models import load_state_dict
+    from timm.models.vision_transformer import checkpoint_filter_fn
+
+    try:
+        stored = load_state_dict(str(file), weights_only=True)
+        if recipe == "edm2" and stored["pos_embed"].shape != net.pos_embed.shape:
+            stored["pos_embed"] = resample_as_dinov2(stored["pos_embed"], net.patch_embed.grid_size[0])
+        state = checkpoint_filter_fn(dict(stored), net)
+        net.load_state_dict({k: x for k, x in state.items() if not k.startswith("head.")}, assign=True)  # head: of a classifier
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, KeyError, ValueError, AttributeError, SafetensorError) as e:
+        raise UserError(f"{file} does not hold the weights of the encoder ({first_line(e)})") from e
+
+
+def resample_as_dinov2(table: Tensor, grid: int) -> Tensor:
+    """A table of positions [1, 1 + M * M, D] -> [1, 1 + grid * grid, D], as DINOv2's own code does it (arXiv 2304.07193).
+
+    That code adds 0.1 to the new size before it divides by the stored one, so that the sampled points are slightly denser than
+    the grid, and uses no antialias.
+    """
+    stored_grid = math.isqrt(table.shape[1] - 1)
+    patches = table[:, 1:].float().unflatten(1, (stored_grid, stored_grid)).permute(0, 3, 1, 2)
+    scale = (grid + 0.1) / stored_grid
+    patches = F.interpolate(patches, scale_factor=(scale, scale), mode="bicubic")
+    return torch.cat([table[:, :1], patches.flatten(2).transpose(1, 2).to(table)], dim=1)

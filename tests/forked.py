@@ -1,0 +1,211 @@
+"""Run a command in a fork of a process that has imported everything already: a second instead of six. For tests/test_drills.py.
+
+A command runs in a folder of its own and writes to relative paths, so that two runs of it leave the same bytes.
+"""
+
+import contextlib
+import functools
+import hashlib
+import importlib
+import json
+import multiprocessing
+import os
+import re
+import runpy
+import signal
+import sys
+import time
+import traceback
+import zipfile
+from dataclasses import dataclass
+from multiprocessing import forkserver
+from pathlib import Path
+
+import torch
+
+import dit
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+HAPPENED = "<it happened>"  # printed when a disturbance comes
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_APPEND
+_CONTEXT = multiprocessing.get_context("forkserver")
+# All commands, and what they import late.
+_IMPORTED = "train sample fid prepare_latents hydra._internal.hydra matplotlib.pyplot scipy.linalg timm.layers torch._dynamo"
+_IMPORTED += " torch.distributed.nn.functional evaluations.classifiers"
+
+
+def start_server():
+    """Start the process that imports everything. multiprocessing does not pass sys.path on before it imports."""
+    before = os.environ.get("PYTHONPATH", "")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests"), before])
+    forkserver.set_forkserver_preload(_IMPORTED.split())
+    forkserver.ensure_running()
+    os.environ["PYTHONPATH"] = before
+
+
+@dataclass
+class Outcome:
+    code: int | None  # the exit code, minus the signal that ended it; None: the time was up
+    output: str
+
+    def happened(self):
+        return HAPPENED in self.output
+
+    def expect_code(self, *codes):
+        assert self.code in codes and "Traceback (most recent" not in self.output, (self.code, self.output)
+
+    def expect_one_line(self, *words):
+        """It ended with 1 and one line of error, which holds all words."""
+        self.expect_code(1)
+        _, _, error = self.output.partition("error: ")
+        assert error and "\n" not in error.strip() and all(word in error for word in words), self.output
+
+
+class Command:
+    """`<script> <arguments>` in a process and session of its own, after `before` has prepared the process."""
+
+    def __init__(self, folder, arguments, before=None, **environment):
+        folder.mkdir(parents=True, exist_ok=True)
+        self._reader, writer = _CONTEXT.Pipe(duplex=False)
+        self.process = _CONTEXT.Process(target=_become, args=(folder, writer, arguments, before, environment))
+        self.process.start()
+        writer.close()
+
+    def finish(self, limit_sec=60):
+        self.process.join(limit_sec)
+        code = self.process.exitcode
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # what it left running, and itself if the time is up
+        with open(self._reader.fileno(), "rb", closefd=False) as pipe:
+            return Outcome(code, pipe.read().decode(errors="replace"))
+
+
+def run(folder, arguments, before=None):
+    return Command(folder, arguments, before).finish()
+
+
+def _become(folder, writer, arguments, before, environment):
+    code = 1
+    try:
+        os.setsid()
+        for signum in SIGNALS:
+            signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
+        os.dup2(writer.fileno(), 1)
+        os.dup2(writer.fileno(), 2)
+        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", buffering=1, closefd=False)
+        os.chdir(folder)
+        os.environ |= {"ACCELERATE_USE_CPU": "true", **environment}
+        torch.set_num_threads(1)
+        dit.BACKBONES["DiT-XS/2"] = (12, 24, 3, 2)  # checkpoints of 1 MB
+        if before is not None:
+            before()
+        script, *sys.argv[1:] = arguments
+        sys.argv[0] = str(REPOSITORY / script)
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        code = 0
+    except SystemExit as e:
+        code = e.code if isinstance(e.code, int) else int(e.code is not None)
+        if isinstance(e.code, str):
+            sys.stderr.write(f"{e.code}\n")
+    except BaseException:  # noqa: BLE001 (what Python does at the end of a program)
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Disturbances, for `before`. Their arguments go to another process: functions of a module, and partials of them.
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def send(signum):
+    os.kill(os.getpid(), signum)
+
+
+def fail_with(number):
+    raise OSError(number, os.strerror(number))
+
+
+def act(action):
+    os.write(2, f"{HAPPENED}\n".encode())
+    action()
+
+
+def at_operation(action, pattern):
+    """Act before the first operation on files whose line ("rename run/a run/b") has `pattern`.
+
+    Operations change files below the working folder: opening to write, renaming, deleting, making folders, fsync.
+    """
+    here, is_done, fsync = os.getcwd(), False, os.fsync
+
+    def hook(event, args):
+        nonlocal is_done
+        if event == "open":
+            if not isinstance(args[0], str) or not isinstance(args[2], int) or not args[2] & _WRITES:
+                return
+            args = args[:1]
+        elif event not in ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.fsync"):
+            return
+        paths = [os.path.relpath(os.path.join(here, arg), here) for arg in args[:2] if isinstance(arg, str)]
+        line = re.sub(r"\.tmp_[0-9a-f]{16}_", ".tmp_", " ".join([event.removeprefix("os."), *paths]))
+        if not is_done and not any(path.startswith("..") for path in paths) and re.search(pattern, line):
+            is_done = True
+            act(action)
+
+    def fsync_and_tell(file):
+        hook("os.fsync", (os.readlink(f"/proc/self/fd/{file if isinstance(file, int) else file.fileno()}"),))
+        fsync(file)
+
+    sys.addaudithook(hook)
+    os.fsync = fsync_and_tell
+
+
+def at_call(action, name, number):
+    """Act at the number-th call of a function, `module:Class.method`, and then take half a second for each."""
+    module, _, path = name.partition(":")
+    *owners, attribute = path.split(".")
+    owner = functools.reduce(getattr, owners, importlib.import_module(module))
+    function, count = getattr(owner, attribute), 0
+
+    @functools.wraps(function)
+    def wrapped(*args, **settings):
+        nonlocal count
+        count += 1
+        if count == number:
+            act(action)
+        if count >= number:
+            time.sleep(0.5)
+        return function(*args, **settings)
+
+    setattr(owner, attribute, wrapped)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a command left.
+
+_TIMES = {"steps_per_sec", "images_per_sec", "evaluation_sec"}
+
+
+def contents(folder):
+    """{path: hash of the content} of all files below; without times, and without what tells of starts and damage."""
+    found = {}
+    for file in sorted(folder.rglob("*")):
+        name = file.relative_to(folder).as_posix()
+        if not file.is_file() or name.endswith((".lock", "starts.jsonl")) or "bad_step_" in name:
+            continue
+        blob = file.read_bytes()
+        if file.suffix == ".npz":  # a zip holds the time of its making
+            with zipfile.ZipFile(file) as archive:
+                blob = repr([(member, archive.read(member)) for member in archive.namelist()]).encode()
+        elif file.suffix == ".jsonl":
+            lines = [json.loads(line) for line in blob.splitlines()]
+            blob = json.dumps([{key: value for key, value in line.items() if key not in _TIMES} for line in lines]).encode()
+        found[name] = hashlib.blake2b(blob, digest_size=8).hexdigest()
+    return found

@@ -1,0 +1,240 @@
+"""Drills: commands are killed, signalled, started twice, and have their disk filled and their checkpoints damaged.
+
+What they leave in the end must be, byte by byte, what an undisturbed run leaves. A chain of disturbances hits one folder, one
+start after the other. Needs Linux.
+"""
+
+import errno
+import re
+import resource
+import shutil
+import signal
+import socket
+import sys
+from functools import partial
+
+import numpy as np
+import pytest
+from conftest import TINY
+from forked import Command, at_call, at_operation, contents, die, fail_with, run, send, start_server
+from PIL import Image
+
+from training import checkpoint as checkpoints
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, signals and /proc")
+FEW = ["num_steps=2", "cpu_threads=1"]
+ENCODE = ["images={inputs}/images", "autoencoder=identity", "kind=sample", "resolution=8", "shard_size=4", "num_workers=0"]
+COMMANDS = {
+    "train": [
+        "train.py", *TINY, "name=run", "output_dir=.", "checkpoint.every=2", "checkpoint.keep_last=1", "sample.every=3",
+        "sample.num_samples=3", "diffusion.sampler.num_steps=2",
+    ],
+    "sample": ["sample.py", "checkpoint={inputs}/run", "output=images", "seeds=0-3", "batch_size=2", *FEW],
+    "fid": ["fid.py", "checkpoint={inputs}/run", "output=scores", "num_samples=70", "evaluation.detector=digits", *FEW],
+    "encode": ["prepare_latents.py", "encode", "output=latents", *ENCODE, "cpu_threads=1"],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """run/ with checkpoints of steps 2, 4 and 6, and images/ of two classes."""
+    start_server()
+    folder, rng = tmp_path_factory.mktemp("inputs"), np.random.default_rng(0)
+    for i in range(10):
+        file = folder / "images" / ("ant", "bee")[i % 2] / f"{i}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (12, 12, 3), dtype=np.uint8)).save(file)
+    run(folder, [*COMMANDS["train"], "checkpoint.keep_last=3"]).expect_code(0)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(inputs, tmp_path_factory):
+    """undisturbed(name, *more) -> the arguments of a command, and what it leaves."""
+    found = {}
+
+    def make(name, *more):
+        arguments = [argument.format(inputs=inputs) for argument in COMMANDS[name]] + list(more)
+        if (name, more) not in found:
+            folder = tmp_path_factory.mktemp(name)
+            run(folder, arguments).expect_code(0)
+            found[name, more] = contents(folder)
+        return arguments, found[name, more]
+
+    return make
+
+
+def expect_same(out, reference):
+    kept = {name.split("/")[2] for name in reference if "/checkpoints/" in name}
+    for folder in out.glob("run/checkpoints/step_*"):
+        if folder.name not in kept:  # the command was killed before it deleted an old checkpoint
+            checkpoints.verify(folder)
+            shutil.rmtree(folder)
+    ours = contents(out)
+    assert [name for name in sorted(ours | reference) if ours.get(name) != reference.get(name)] == []
+
+
+def disturb(out, arguments, reference, before):
+    """How a disturbed command ended. If it had nothing left to do, so that nothing could happen, it starts from the beginning."""
+    newest = newest_step(out)
+    outcome = run(out, arguments, before)
+    if not outcome.happened():
+        outcome.expect_code(0)
+        expect_same(out, reference)
+        shutil.rmtree(out)
+        newest, outcome = -1, run(out, arguments, before)
+    assert outcome.happened(), outcome.output
+    assert newest_step(out) >= newest  # no whole checkpoint is lost
+    return outcome
+
+
+def newest_step(out):
+    newest, problems = checkpoints.find_newest(out / "run" / "checkpoints")
+    assert not problems
+    return -1 if newest is None else checkpoints.step_of(newest)
+
+
+def finish_alike(out, arguments, reference):
+    run(out, arguments).expect_code(0)
+    expect_same(out, reference)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Kills, before these operations on files.
+
+KILLS = {
+    "train": [
+        r"open run/\.lock", r"rename run/\.tmp_config", r"open run/starts", r"mkdir \S*tmp_step", r"open \S*optimizer\.pt",
+        r"open \S*manifest\.json", r"fsync \S*ema\.safetensors", r"fsync \S*tmp_step_\d+$", r"rename \S*/\.tmp_step_\d+ ",
+        r"fsync run/checkpoints$", r"rename \S* \S*\.del_step", "remove ema.safetensors", r"rename \S*samples/",
+        r"open run/metrics",
+    ],
+    "sample": [r"open images/\.tmp_settings", r"open images/\.tmp_seed_000002", r"rename \S*seed_000003", r"rename \S*npz"],
+    "fid": [r"open scores/results\.jsonl", r"rename \S*results"],
+    "encode": [r"rename \S*latents_00001", r"open \S*manifest\.json", r"rename latents/\.unfinished"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KILLS)
+def test_a_command_that_is_killed_again_and_again_leaves_what_an_undisturbed_one_leaves(name, undisturbed, tmp_path):
+    arguments, reference = undisturbed(name)
+    for pattern in KILLS[name]:
+        disturb(tmp_path / "out", arguments, reference, partial(at_operation, die, pattern)).expect_code(-signal.SIGKILL)
+    finish_alike(tmp_path / "out", arguments, reference)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A full or failing disk: {operation that fails: how the error names it}.
+
+FULL = {
+    "train": {
+        r"\S*/\.lock": "run", r"open \S*config\.yaml": "config.yaml", "open run/metrics": "run",
+        "open run/starts": "starts.jsonl",
+        r"mkdir \S*tmp_step": "step_", r"open \S*optimizer\.pt": "step_", r"open \S*ema\.safetensors": "step_",
+        r"open \S*state\.json": "step_", r"open \S*manifest\.json": "step_", r"rename \S*/\.tmp_step": "step_",
+        r"open \S*samples/": "samples/step_",
+    },
+    "sample": {r"open \S*settings": "settings.yaml", r"open \S*seed_000002": "seed_000002", r"open \S*npz": "samples_0-3.npz"},
+    "fid": {"open scores/results.jsonl": "results.jsonl"},
+    "encode": {r"open \S*latents_00001": "latents_00001", r"open \S*manifest\.json": "manifest.json"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_a_full_disk_is_one_line_and_the_next_start_goes_on(name, undisturbed, tmp_path):
+    arguments, reference = undisturbed(name)
+    for pattern, named in FULL[name].items():
+        number = errno.EIO if "state" in pattern else errno.ENOSPC
+        words = ("Input/output error",) if number == errno.EIO else ("No space left", "MB are free")
+        before = partial(at_operation, partial(fail_with, number), pattern)
+        disturb(tmp_path / "out", arguments, reference, before).expect_one_line(named, *words)
+        assert not list(tmp_path.glob("out/run/checkpoints/.tmp*"))
+    finish_alike(tmp_path / "out", arguments, reference)
+
+
+def test_a_disk_that_is_full_inside_libraries_is_one_line_too(undisturbed, tmp_path):
+    """torch and safetensors open files by themselves."""
+    arguments, reference = undisturbed("train")
+    for max_bytes in (20_000, 150_000):  # within model.safetensors, within optimizer.pt
+        run(tmp_path / "out", arguments, partial(limit_files, max_bytes)).expect_one_line("step_0000002", "File too large")
+    finish_alike(tmp_path / "out", arguments, reference)
+
+
+def limit_files(max_bytes):
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, max_bytes))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Signals.
+
+LOOKS = ["sample.batch_size=1", "eval.every=3", "eval.num_samples=4", "eval.batch_size=1", "eval.num_steps=1"]
+STEP, SAMPLER = "training.trainer:Trainer.train_step", "sampling.sampler:ImageSampler.__call__"
+MOMENTS = [(STEP, 2), ("training.checkpoint:_write_files", 1), (SAMPLER, 2), (SAMPLER, 5)]  # a step, save, grid and evaluation
+
+
+def test_training_that_is_signalled_again_and_again_saves_each_time_and_ends_as_undisturbed(undisturbed, tmp_path):
+    arguments, reference = undisturbed("train", *LOOKS)
+    moments = [(signal.SIGTERM, *moment) for moment in MOMENTS] + [
+        (signum, STEP, 1) for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+    ]
+    for signum, call, number in moments:
+        outcome = disturb(tmp_path / "out", arguments, reference, partial(at_call, partial(send, signum), call, number))
+        outcome.expect_code(0)
+        stopped = re.search(r"stopped after step (\d+)", outcome.output)
+        assert int(stopped[1]) == newest_step(tmp_path / "out") if stopped else "100%" in outcome.output, outcome.output
+    finish_alike(tmp_path / "out", arguments, reference)
+
+
+@pytest.mark.parametrize("name", ["sample", "encode"])
+def test_another_command_that_is_signalled_prints_no_traceback_and_goes_on(name, undisturbed, tmp_path):
+    arguments, reference = undisturbed(name)
+    for signum, pattern in zip((signal.SIGTERM, signal.SIGINT), KILLS[name][1:]):
+        outcome = disturb(tmp_path / "out", arguments, reference, partial(at_operation, partial(send, signum), pattern))
+        outcome.expect_code(1, 128 + signum, -signum)
+    finish_alike(tmp_path / "out", arguments, reference)
+
+
+@pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)])
+def test_two_processes_save_the_same_step_whichever_is_signalled(ranks, inputs, tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = str(probe.getsockname()[1])
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    arguments = [*COMMANDS["train"], "train.num_steps=1000", "sample.every=0", "checkpoint.every=1000"]
+    before = partial(at_call, partial(send, signal.SIGTERM), STEP, 3)
+    both = [
+        Command(tmp_path, arguments, before if rank in ranks else None, RANK=str(rank), LOCAL_RANK=str(rank), **common)
+        for rank in (0, 1)
+    ]
+    for process in both:
+        process.finish().expect_code(0)
+    assert newest_step(tmp_path) in (3, 4, 5)  # the ranks agree after a step
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Damage, and the same command twice.
+
+
+def test_training_repeats_what_a_damaged_checkpoint_held(inputs, undisturbed, tmp_path):
+    arguments, reference = undisturbed("train", "checkpoint.keep_last=3")
+    shutil.copytree(inputs / "run", tmp_path / "out" / "run")
+    rng = np.random.default_rng(0)
+    for number, file in enumerate(("ema.safetensors", "optimizer.pt", "manifest.json")):
+        damaged = tmp_path / "out" / "run" / "checkpoints" / "step_0000006" / file
+        content = bytearray(damaged.read_bytes())
+        content[rng.integers(len(content))] ^= 1 << int(rng.integers(8))
+        damaged.write_bytes(content if number % 2 else content[:-1])
+        finish_alike(tmp_path / "out", arguments, reference)
+    assert len(list(tmp_path.glob("out/run/checkpoints/bad_step_0000006*"))) == number + 1
+
+
+@pytest.mark.parametrize("name", ["train", "sample"])
+def test_of_two_commands_at_once_one_works_and_the_other_names_it_or_both_are_right(name, undisturbed, tmp_path):
+    arguments, reference = undisturbed(name)
+    outcomes = [process.finish() for process in [Command(tmp_path / "out", arguments) for _ in range(2)]]
+    for outcome in outcomes:
+        if outcome.code != 0:
+            outcome.expect_one_line("another process")
+    assert any(outcome.code == 0 for outcome in outcomes), outcomes
+    expect_same(tmp_path / "out", reference)

@@ -1,0 +1,150 @@
+"""Inception against torch-fidelity's own extractor, the classifier of the digits against its labels; sets of features."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from conftest import REPOSITORY
+from safetensors.torch import load_file, save_file
+from torch_fidelity import feature_extractor_inceptionv3 as port
+
+from common.errors import UserError
+from evaluations.classifiers import DIGITS_WEIGHTS, ClassifierDetector
+from evaluations.features import Features, extract
+from evaluations.images import open_images
+from evaluations.inception import InceptionDetector
+from evaluations.metrics import class_agreement
+from latents.autoencoders import to_uint8
+
+DIGITS = open_images(REPOSITORY / "evaluations" / "digits_reference.npz")
+
+
+@pytest.fixture(scope="module")
+def detector(inception_weights):
+    return InceptionDetector(inception_weights)
+
+
+@pytest.fixture(scope="module")
+def images():
+    return np.random.default_rng(0).integers(0, 256, (3, 40, 50, 3), dtype=np.uint8)
+
+
+@pytest.fixture(scope="module")
+def features(detector, images):
+    return detector.features(images)
+
+
+def test_features_are_those_of_torch_fidelity(inception_weights, images, features):
+    names = ["2048", "logits_unbiased"]
+    extractor = port.FeatureExtractorInceptionV3("check", names, feature_extractor_weights_path=inception_weights)
+    kept = []
+    # Before the ReLU, computed from the convolution and the normalisation, whose hooks are not ours.
+    extractor.Mixed_6d.branch1x1.bn.register_forward_hook(lambda module, inputs, output: kept.append(output.clone()))
+    with torch.no_grad():
+        pool, logits = extractor(torch.from_numpy(images).permute(0, 3, 1, 2))
+    assert pool.std() > 0.1
+    torch.testing.assert_close(features.pool, pool, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(features.logits, logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(features.logits, features.pool @ extractor.fc.weight.T, rtol=1e-4, atol=1e-5)
+    spatial = kept[0].relu()  # [N, 192, 17, 17]
+    assert features.spatial.shape == (3, 2023) and spatial[:, :7].count_nonzero() > 0
+    for index in ((0, 0, 0, 0), (1, 3, 16, 2), (2, 6, 5, 11), (0, 2, 0, 16)):
+        n, channel, row, column = index
+        flat = (row * 17 + column) * 7 + channel  # NHWC, 7 channels
+        assert features.spatial[n, flat].item() == pytest.approx(spatial[index].item(), abs=1e-5)
+    assert features.spatial.double().sum().item() == pytest.approx(spatial[:, :7].double().sum().item(), rel=1e-5)
+
+
+def test_features_do_not_depend_on_the_batch(detector, images, features):
+    (parts,) = extract([detector], (images[i : i + 2] for i in (0, 2)))
+    for name, x in parts.tensors().items():
+        torch.testing.assert_close(x, features.tensors()[name], rtol=1e-4, atol=1e-5)
+
+
+def test_the_hash_is_of_the_weights_and_the_precision_and_other_weights_are_warned_of(inception_weights, detector, caplog):
+    sha256 = hashlib.sha256(inception_weights.read_bytes()).hexdigest()
+    assert detector.weights_hash == sha256
+    assert InceptionDetector(inception_weights, precision="bf16").weights_hash == f"{sha256}-bf16"
+    assert "not the published Inception" in caplog.text
+
+
+@pytest.mark.parametrize("change", [lambda x: x / 255, lambda x: x[..., :1], lambda x: x.transpose(0, 3, 1, 2)])
+def test_images_that_are_not_uint8_rgb_are_refused(detector, images, change):
+    with pytest.raises(UserError, match=r"a detector takes uint8 \[N, H, W, 3\]"):
+        detector.features(change(images))
+
+
+class Exploit:
+    def __reduce__(self):
+        return exec, ("raise SystemExit('the file ran code')",)
+
+
+def test_bad_weights_are_refused_by_name_and_run_no_code(tmp_path):
+    torch.save({"conv.weight": torch.zeros(3)}, tmp_path / "other.pth")
+    torch.save([1, 2], tmp_path / "list.pth")
+    torch.save({"fc.weight": Exploit()}, tmp_path / "zip.pth")
+    (tmp_path / "plain.pth").write_bytes(pickle.dumps(Exploit(), protocol=2))
+    for name in ("none.pth", "other.pth", "list.pth", "zip.pth", "plain.pth"):
+        with pytest.raises(UserError, match=rf"{name} does not hold Inception's weights"):
+            InceptionDetector(tmp_path / name)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The digits.
+
+
+def test_the_reference_of_the_digits_holds_what_training_decodes():
+    shard = load_file(REPOSITORY / "latents" / "digits.safetensors")
+    assert np.array_equal(next(DIGITS.batches(2000)), to_uint8(shard["latents"].float()).numpy())
+    assert np.array_equal(DIGITS.labels, shard["labels"].numpy())
+
+
+def test_the_detector_classifies_digits_in_any_batches():
+    digits = ClassifierDetector("digits", DIGITS_WEIGHTS)
+    whole, parts = digits.features(next(DIGITS.batches(2000))), extract([digits], DIGITS.batches(700))[0]
+    torch.testing.assert_close(parts.pool, whole.pool, rtol=1e-5, atol=1e-5)
+    assert whole.pool.shape == (1797, 64) and whole.logits.shape == (1797, 10) and whole.spatial is None
+    assert class_agreement(whole.logits, torch.from_numpy(DIGITS.labels)) > 0.98
+
+
+def test_images_of_another_size_and_other_weights_are_refused(tmp_path):
+    with pytest.raises(UserError, match="images are 16x8 pixels; the digits detector takes 8x8"):
+        ClassifierDetector("digits", DIGITS_WEIGHTS).features(np.zeros((1, 8, 16, 3), dtype=np.uint8))
+    (tmp_path / "text").write_text("hello")
+    save_file({"x": torch.zeros(1)}, tmp_path / "tensors")
+    for name in ("text", "tensors", "none"):
+        with pytest.raises(UserError, match=rf"evaluation.weights=.*{name} is no file of evaluation.detector=digits"):
+            ClassifierDetector("digits", tmp_path / name)
+    with pytest.raises(UserError, match=r"is no file of evaluation.detector=small-fashion \(it is of digits"):
+        ClassifierDetector("small-fashion", DIGITS_WEIGHTS)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Sets of features.
+
+
+class Named:
+    """A detector that notes what it sees and gives the pixels back."""
+
+    def __init__(self, name: str, seen: list):
+        self.name, self.seen, self.weights_hash = name, seen, ""
+
+    def features(self, batch):
+        self.seen.append((self.name, len(batch)))
+        return Features(self.name, pool=torch.from_numpy(batch))
+
+
+def test_several_detectors_see_each_batch_once():
+    seen = []
+    first, second = extract([Named("a", seen), Named("b", seen)], iter([np.ones((2, 3)), np.zeros((1, 3))]))
+    assert seen == [("a", 2), ("b", 2), ("a", 1), ("b", 1)]
+    assert torch.equal(first.pool, second.pool) and (first.detector, second.detector, len(first)) == ("a", "b", 3)
+
+
+def test_features_that_are_not_finite_are_refused():
+    with pytest.raises(UserError, match="the a detector gives NaN or infinite pool features"):
+        extract([Named("a", [])], [np.ones((2, 3)), np.full((2, 3), np.nan)])
