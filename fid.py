@@ -84,7 +84,7 @@ def main(cfg: schema.FidConfig) -> None:
     log.info("%d of %d evaluations to do, in %s", len(missing), len(points), output)
     if missing:
         for run_cfg in runs.values():  # before a detector and a reference that take minutes
-            autoencoders.find(cfg.autoencoder or run_cfg.data.autoencoder, "autoencoder")
+            autoencoders.find(cfg.autoencoder or run_cfg.data.autoencoder)
         evaluator = Evaluator.open(accelerator, build_detectors(cfg.evaluation, accelerator), reference, cfg.batch_size)
     for settings, load_sampler in (points[i] for i in missing):
         cost = {}

@@ -5,13 +5,12 @@ from __future__ import annotations
 import hashlib
 import logging
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from common.downloads import NotDownloaded, download_from_hub, is_hub_id
-from common.errors import UserError
+from common.errors import UserError, first_line
 from common.files import read_json
 from common.progress import say_if_slow
 from latents.va_vae import find_va_vae, load_va_vae
@@ -19,6 +18,8 @@ from latents.va_vae import find_va_vae, load_va_vae
 log = logging.getLogger(__name__)
 
 SD_VAES = ("stabilityai/sd-vae-ft-ema", "stabilityai/sd-vae-ft-mse")
+SD_VAE = f"sd-vae:{SD_VAES[0]}"
+SD_SCALE = 0.18215  # brings SD-VAE latents, whose standard deviation is about 5.5, to about 1
 # An SD-VAE decodes this many pixels at once: 16 images of 256x256. Its largest activations, 256 channels, take 1 GiB each.
 DECODED_PIXELS = 2**20
 ENCODED_PIXELS = 2**22  # 2 GiB for each activation of 128 channels
@@ -26,67 +27,45 @@ CONFIG_NAME = "config.json"
 WEIGHTS_NAMES = ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin")  # the first one that is there
 
 
-class Autoencoder(Protocol):
-    """What encodes images and decodes latents."""
-
-    scale_factor: float  # what its latents are multiplied by for the network
-    factor: int  # pixels of an image along one side of a latent
-
-    def fingerprint(self) -> str:
-        """A hash of the weights."""
-        ...
-
-    def encode_moments(self, images: Tensor) -> Tensor:
-        """[B, 1 or 3, H, W], float32, -1 to 1 -> float32 [B, 2C, h, w]: mean, then log-variance.
-
-        Nobody can tell images of 0 to 1 from pale ones: `from_uint8` makes the right range.
-        """
-        ...
-
-    def decode(self, latents: Tensor) -> Tensor:
-        """[B, C, h, w] -> images [B, 1 or 3, H, W], float32, about -1 to 1."""
-        ...
-
-
 class Identity:
     """For data whose latents are the pixels."""
 
-    scale_factor, factor = 1.0, 1  # pixels in [-1, 1] have about EDM's standard deviation, 0.5
+    scale_factor = 1.0  # what latents are multiplied by for the network
+    factor = 1  # pixels of an image along one side of a latent
 
     def fingerprint(self) -> str:
+        """A hash of the weights."""
         return "identity"
 
     def encode_moments(self, images: Tensor) -> Tensor:
+        """[B, 1 or 3, H, W], float32, -1 to 1 (of `from_uint8`) -> float32 [B, 2C, h, w]: mean, then log-variance."""
         return torch.cat([images, torch.full_like(images, -30.0)], dim=1)  # no variance
 
     def decode(self, latents: Tensor) -> Tensor:
+        """[B, C, h, w] -> images [B, 1 or 3, H, W], float32, about -1 to 1."""
         return latents
 
 
 class KLAutoencoder:
-    """A diffusers AutoencoderKL: sd-vae:<hub id or folder>, or va-vae:<file or folder>. The arguments are those of `build`."""
+    """A diffusers AutoencoderKL, with the methods of Identity. The arguments are those of `build`."""
 
-    def __init__(self, spec: str, device: torch.device, channels: int | None, key: str, precision: str = "fp32"):
-        kind, _, source = spec.partition(":")
-        file = find_files(source, key) if kind == "sd-vae" else find_va_vae(source, key)
+    def __init__(self, spec: str, device: torch.device, channels: int | None, precision: str = "fp32"):
+        file = find(spec)
         try:
             with say_if_slow(log, "loading the autoencoder %s", spec):
                 from diffusers import AutoencoderKL  # slow to import; data of pixels does not need it
 
-                vae = AutoencoderKL.from_pretrained(file) if kind == "sd-vae" else load_va_vae(file)
+                vae = load_va_vae(file) if spec.startswith("va-vae:") else AutoencoderKL.from_pretrained(file)
                 self.vae = vae.to(device).eval().requires_grad_(False)
         except UserError:
             raise
         except (OSError, ValueError) as e:
-            raise UserError(
-                f"the autoencoder {spec} cannot be loaded ({str(e).splitlines()[0]}); give a local copy with "
-                f"{key}=sd-vae:<folder>"
-            ) from e
+            raise UserError(f"autoencoder={spec} cannot be loaded: {first_line(e)}") from e
         self.precision = precision
-        if channels is not None and self.vae.config.latent_channels != channels:
-            raise UserError(f"{key}: {spec} decodes {self.vae.config.latent_channels} channels, but the latents have {channels}")
+        if channels not in (None, self.vae.config.latent_channels):
+            raise UserError(f"autoencoder={spec} has {self.vae.config.latent_channels} channels, and the latents {channels}")
         if getattr(self.vae.config, "shift_factor", None):
-            raise UserError(f"{key}: {spec} shifts its latents (shift_factor), which shards have no place for")
+            raise UserError(f"autoencoder={spec} shifts its latents (shift_factor), which shards have no place for")
         self.scale_factor, self.factor = _scale_and_factor(self.vae.config)
 
     def fingerprint(self) -> str:
@@ -109,51 +88,41 @@ class KLAutoencoder:
         return torch.cat([self.vae.decode(part).sample.float() for part in slices])
 
 
-def find(spec: str, key: str) -> Path | None:
-    """Find or download what `build` will load, for a command that builds it late. None: there is nothing to load."""
-    kind, _, source = spec.partition(":")
-    if kind == "va-vae" and source:
-        return find_va_vae(source, key)
-    return find_files(source, key) if kind == "sd-vae" and source else None
+Autoencoder = Identity | KLAutoencoder
 
 
-def find_files(source: str, key: str) -> Path:
-    """The folder that holds configuration and weights of sd-vae:<source>.
+def find(spec: str) -> Path | None:
+    """The file or folder that `build` loads, downloaded where the hub's cache lacks it. None: there is nothing to load.
 
-    Args:
-        source: that folder, or an id of the Hugging Face hub: then the hub's cache is used without asking the network, and a
-            model that is not there is downloaded. Of several processes one downloads; the hub's locks have the others wait.
-        key: the key of the configuration that sets it, for the messages.
+    Of several processes one downloads; the hub's locks have the others wait.
 
     Raises:
-        UserError: there is no such folder or model, or it cannot be downloaded; within ANSWER_SEC where nothing answers.
+        UserError: there is no such file, folder or model, or it cannot be downloaded; within ANSWER_SEC where nothing answers.
     """
+    kind, _, source = spec.partition(":")
+    if kind not in ("sd-vae", "va-vae"):
+        return None
+    if kind == "va-vae":
+        return find_va_vae(source)
     if Path(source).is_dir():
         return Path(source)
     if not is_hub_id(source):
-        raise UserError(
-            f"the autoencoder sd-vae:{source} cannot be loaded (there is no such folder); give a local copy with "
-            f"{key}=sd-vae:<folder>, or the id of a model on the Hugging Face hub, such as sd-vae:{SD_VAES[0]}"
-        )
+        raise UserError(f"autoencoder={spec}: there is no such folder, and it cannot be an id of the Hugging Face hub")
     if (folder := _find_cached(source)) is not None:
         return folder
 
     def choose(names: list[str]) -> tuple[str, str]:
         weights = next((name for name in WEIGHTS_NAMES if name in names), None)
         if CONFIG_NAME not in names or weights is None:
-            raise UserError(
-                f"{key}=sd-vae:{source}: this model of the hub is not an AutoencoderKL of diffusers, which has {CONFIG_NAME} and "
-                f"{WEIGHTS_NAMES[0]}; give another one, or a folder"
-            )
+            raise UserError(f"autoencoder={spec}: this model of the hub lacks {CONFIG_NAME} or {WEIGHTS_NAMES[0]} of diffusers")
         return CONFIG_NAME, weights
 
     try:
         return download_from_hub(source, choose)[0].parent
     except NotDownloaded as e:
-        fetch = "fetch" if source == SD_VAES[0] else f"fetch autoencoder=sd-vae:{source}"
         raise UserError(
-            f"the autoencoder sd-vae:{source} is not in the cache of the Hugging Face hub, and {e}; run `python "
-            f"prepare_latents.py {fetch}` once where there is a network, or give a local copy with {key}=sd-vae:<folder>"
+            f"autoencoder={spec} is neither a folder nor in the cache of the Hugging Face hub, and {e}; run `python "
+            f"prepare_latents.py fetch autoencoder={spec}` once where there is a network, or give sd-vae:<folder>"
         ) from e
 
 
@@ -180,38 +149,35 @@ def known_scale_and_factor(spec: str) -> tuple[float, int] | None:
     if spec == "identity":
         return Identity.scale_factor, Identity.factor
     if kind == "sd-vae" and source in SD_VAES:
-        return 0.18215, 8
+        return SD_SCALE, 8
     if kind == "va-vae":
         return 1.0, 16
     if kind == "sd-vae" and Path(source).is_dir():
+        file = Path(source) / CONFIG_NAME
         try:
-            return _scale_and_factor(read_json(Path(source) / CONFIG_NAME))
-        except (ValueError, KeyError) as e:
-            raise UserError(f"autoencoder={spec}: {Path(source) / 'config.json'} is not that of an AutoencoderKL ({e!r})") from e
+            return _scale_and_factor(read_json(file))
+        except KeyError as e:
+            raise UserError(f"autoencoder={spec}: {file} is not that of an AutoencoderKL: {e} is missing") from e
     return None
 
 
-def build(spec: str, device: torch.device, channels: int | None, key: str, precision: str = "fp32") -> Autoencoder:
+def build(spec: str, device: torch.device, channels: int | None = None, precision: str = "fp32") -> Autoencoder:
     """The autoencoder that shards and data.autoencoder name: identity, sd-vae:<hub id or folder> or va-vae:<file or folder>.
 
     Args:
         channels: of the latents to decode; None: whatever it makes.
-        key: the key of the configuration that sets it, for the messages.
         precision: of encoding, fp32 | bf16.
 
     Raises:
-        UserError: it is `none` or unknown, cannot be loaded, or decodes other latents.
+        UserError: it is `none`, cannot be loaded, or decodes other latents.
     """
-    kind, _, source = spec.partition(":")
     if spec == "none":
-        raise UserError(f"{key}=none: nothing is known that decodes these latents; if there is, {key}=sd-vae:<hub id or folder>")
-    if kind == "identity" and not source:
-        if channels not in (None, 1, 3):
-            raise UserError(f"{key}=identity shows latents as pixels, which have 1 or 3 channels, not {channels}")
-        return Identity()
-    if kind in ("sd-vae", "va-vae") and source:
-        return KLAutoencoder(spec, device, channels, key, precision)
-    raise UserError(f"{key}={spec!r} is unknown; use identity, none, sd-vae:<hub id or folder> or va-vae:<file or folder>")
+        raise UserError("autoencoder=none: nothing is known that decodes these latents; if there is, give autoencoder=sd-vae:...")
+    if spec != "identity":
+        return KLAutoencoder(spec, device, channels, precision)
+    if channels not in (None, 1, 3):
+        raise UserError(f"autoencoder=identity shows latents as pixels, which have 1 or 3 channels, not {channels}")
+    return Identity()
 
 
 def from_uint8(images: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from common.randomness import check_rows
 from latents.shards import LatentDataset
-from latents.webdataset import TarLatents
 
 
 class BatchOrder:
@@ -81,12 +80,12 @@ BATCHES_AHEAD = 2  # that each thread has read, or is reading, before they are a
 
 
 def read_batches(
-    dataset: LatentDataset | TarLatents, order: BatchOrder, num_workers: int, pin_memory: bool, fetch: Fetch | None = None
+    dataset: LatentDataset, order: BatchOrder, num_workers: int, pin_memory: bool, fetch: Fetch | None = None
 ) -> Iterator[tuple[Tensor, ...]]:
     """Micro-batches (latents, labels) in the given order; the same for any number of workers.
 
     Threads and not processes: a read does not keep other threads waiting, and handing a batch from one process to another costs
-    several times what reading it does (benchmarks/loader.py).
+    several times what reading it does.
 
     Args:
         num_workers: threads that read ahead; 0 reads a batch when it is asked for.

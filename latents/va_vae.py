@@ -31,18 +31,17 @@ LDM_TO_DIFFUSERS = (
 )
 
 
-def find_va_vae(source: str, key: str) -> Path:
+def find_va_vae(source: str) -> Path:
     """The file of weights: `source` itself, or the only *.pt, *.ckpt or *.safetensors in that folder. Raises UserError."""
     path = Path(source)
-    files = [path] if path.is_file() else sorted(f for f in path.glob("*") if f.suffix in (".pt", ".ckpt", ".safetensors"))
+    files = [path] if path.is_file() else [f for f in path.glob("*") if f.suffix in (".pt", ".ckpt", ".safetensors")]
     files = [file for file in files if file.name != "latents_stats.pt"]  # published beside the weights
-    if len(files) == 1:
-        return files[0]
-    found = ", ".join(file.name for file in files[:4]) if path.is_dir() else "there is no such file"
-    raise UserError(
-        f"{key}=va-vae:{source} must name one file of weights ({found or 'this folder holds none'}); the published one is "
-        "vavae-imagenet256-f16d32-dinov2.pt of hustvl/vavae-imagenet256-f16d32-dinov2 on the Hugging Face hub"
-    )
+    if len(files) != 1:
+        raise UserError(
+            f"autoencoder=va-vae:{source} holds {len(files)} files of weights; give one, such as "
+            "vavae-imagenet256-f16d32-dinov2.pt of hustvl/vavae-imagenet256-f16d32-dinov2 on the Hugging Face hub"
+        )
+    return files[0]
 
 
 def load_va_vae(file: Path):
@@ -57,15 +56,14 @@ def load_va_vae(file: Path):
         stored = load_file(file) if file.suffix == ".safetensors" else load_torch_file(file)
     except SafetensorError as e:
         raise UserError(f"{file} is truncated or not a safetensors file: {e}") from e
-    stored = stored.get("state_dict", stored) if isinstance(stored, dict) else {}
-    parts = ("encoder.", "decoder.", "quant_conv.", "post_quant_conv.")  # beside them: the discriminator, DINOv2
-    weights = {name: value for name, value in stored.items() if isinstance(value, Tensor) and name.startswith(parts)}
 
     def count(pattern: str) -> int:
         return len({match[0] for name in weights if (match := re.match(pattern, name))})
 
-    num_levels = count(r"encoder\.down\.\d+\.")
+    parts = ("encoder.", "decoder.", "quant_conv.", "post_quant_conv.")  # beside them: the discriminator, DINOv2
     try:
+        weights = {name: value for name, value in stored.get("state_dict", stored).items() if name.startswith(parts)}
+        num_levels = count(r"encoder\.down\.\d+\.")
         widths = [len(weights[f"encoder.down.{i}.block.0.conv1.weight"]) for i in range(num_levels)]
         has_attention = [f"encoder.down.{i}.attn.0.q.weight" in weights for i in range(num_levels)]
         vae = AutoencoderKL(
@@ -77,12 +75,9 @@ def load_va_vae(file: Path):
             scaling_factor=1.0,  # LightningDiT normalises each channel instead
         )
         vae.load_state_dict({_diffusers_name(name, num_levels): _as_linear(name, value) for name, value in weights.items()})
-    except (KeyError, IndexError, ValueError, RuntimeError) as e:
+    except (AttributeError, KeyError, IndexError, ValueError, RuntimeError) as e:
         reason = " ".join(str(e).split())[:200]
-        raise UserError(
-            f"{file} does not hold the weights of an AutoencoderKL of latent diffusion, such as VA-VAE's: {reason}; one of "
-            "diffusers is sd-vae:<folder>"
-        ) from e
+        raise UserError(f"{file} does not hold the weights of latent diffusion's AutoencoderKL, as VA-VAE is: {reason}") from e
     return vae
 
 

@@ -151,10 +151,10 @@ def test_evaluation_is_dense_unless_routing_is_asked_for_and_a_ratio_of_0_is_den
 @pytest.mark.parametrize(("end", "fp32_layer"), [(2, 3), (-1, 4)])
 def test_the_layer_after_a_route_runs_in_float32_under_mixed_precision(end, fp32_layer):
     x, t, y, _ = inputs()
-    for fp32_after_route in (True, False):
-        expected = [fp32_layer] if fp32_after_route else []
-        net = randomized(small(routes=[Route(0.5, 1, end)], fp32_after_route=fp32_after_route)).train()
-        assert list(net.fp32_layers) == expected
+    for ratio, fp32_after_route in ((0.5, True), (0.5, False), (0.0, True)):
+        net = randomized(small(routes=[Route(ratio, 1, end)], fp32_after_route=fp32_after_route)).train()
+        assert list(net.fp32_layers) == [fp32_layer] * fp32_after_route
+        expected = [fp32_layer] if fp32_after_route and ratio > 0 else []
         with torch.autocast("cpu", torch.bfloat16):
             seen = seen_by_layers(net, x, t, y)
         assert [i for i, (_, _, autocast) in enumerate(seen) if not autocast] == expected

@@ -1,10 +1,7 @@
 """LightningDiT beside what test_dit.py compares of both networks: rotary positions, norms, precision, and a run."""
 
-import math
-
 import pytest
 import torch
-from conftest import metrics
 from definition import GRID, HEADS, ROUTES, WIDTH, inputs, normalized, randomized, small, worst_error
 
 from extras import lightningdit
@@ -80,7 +77,6 @@ def test_a_routed_run_trains_checkpoints_resumes_and_is_sampled_with_sparse_guid
     settings = ["model=lightningdit_tread", "checkpoint.every=4", "guidance=sparse", "sample.every=6", "sample.num_samples=2"]
     settings += ["diffusion.sampler.num_steps=2"]
     run = train("run", *settings)
-    assert all(math.isfinite(record["loss"]) for record in metrics(run) if "loss" in record)
     assert (run / "samples" / "step_0000006.png").exists()
     last = run / "checkpoints" / "step_0000006"
     stored, average = checkpoints.load_weights(last, "raw"), checkpoints.load_weights(last, "ema")

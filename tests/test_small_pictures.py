@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import REPOSITORY, forget_accelerate, metrics
+from latents.statistics import ChannelStatistics
 from safetensors import safe_open
 
 import prepare_latents
@@ -16,7 +17,6 @@ from evaluations.images import open_images
 from evaluations.npz import write_npz
 from evaluations.suite import evaluate
 from latents.shards import LatentDataset, latents_for_network
-from latents.statistics import ChannelStatistics
 
 
 def encode(name, root, output, *settings):

@@ -49,7 +49,7 @@ def build_network(cfg: schema.TrainConfig) -> dit.DiT:
 
 def build_autoencoder(cfg: schema.TrainConfig, device: torch.device) -> autoencoders.Autoencoder:
     try:
-        return autoencoders.build(cfg.data.autoencoder, device, cfg.data.in_channels, "data.autoencoder")
+        return autoencoders.build(cfg.data.autoencoder, device, cfg.data.in_channels)
     except UserError as e:
         raise UserError(f"{e}; or train without looking at samples: sample.every=0 eval.every=0") from e
 

@@ -188,6 +188,6 @@ def load_sampler(
     """
     net = load_network(folder, run_cfg, weights, device, command.compile)
     name = command.autoencoder or run_cfg.data.autoencoder
-    decoder = autoencoders.build(name, device, run_cfg.data.in_channels, "autoencoder")
+    decoder = autoencoders.build(name, device, run_cfg.data.in_channels)
     options = {"compile_mode": command.compile, "precision": command.precision}
     return build_sampler(net, run_cfg, settings, decoder, device, diffusion=diffusion, **options)

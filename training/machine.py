@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env
 
 from common.errors import UserError
@@ -37,6 +38,9 @@ def start_accelerator(
         importlib.import_module("torch.distributed.nn.functional")
     if not settings.get("cpu"):
         check_gpus()
+    # Of the run before, in a sweep; the processes stay connected.
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
     accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=patience)], **settings)
     log_to_stderr()
     if not accelerator.is_main_process:
@@ -44,6 +48,11 @@ def start_accelerator(
     use_cores(accelerator.device, cpu_threads)
     allow_tf32(accelerator.device, tf32)
     return accelerator
+
+
+def leave_process_group() -> None:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        PartialState().destroy_process_group()
 
 
 def check_gpus() -> None:

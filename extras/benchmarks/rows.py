@@ -101,7 +101,7 @@ def open_sampling(accelerator: Accelerator, cfg: schema.TrainConfig) -> TimedRow
     speed.compile_network(net, compile_mode)
     decoder = SimpleNamespace(decode=lambda latents: latents[:, :3])
     if data.autoencoder != "none":
-        decoder = autoencoders.build(data.autoencoder, device, data.in_channels, "data.autoencoder")
+        decoder = autoencoders.build(data.autoencoder, device, data.in_channels)
     how = {"diffusion": cfg.diffusion, "compile_mode": compile_mode, "precision": cfg.sample.precision}
     sampler = load.build_sampler(net, cfg, cfg.guidance, decoder, device, **how)
     seeds = list(range(cfg.sample.batch_size))

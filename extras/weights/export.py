@@ -60,7 +60,7 @@ def export_checkpoint(
     found = checkpoints.find_checkpoint(Path(checkpoint), "checkpoint")
     cfg = load.load_config(found)
     name = autoencoder or cfg.data.autoencoder
-    vae = getattr(autoencoders.build(name, torch.device("cpu"), cfg.data.in_channels, "autoencoder"), "vae", None)
+    vae = getattr(autoencoders.build(name, torch.device("cpu"), cfg.data.in_channels), "vae", None)
     # diffusers takes seconds to import, and `import` does without.
     from extras.weights import network
     from extras.weights.pipeline import ClassToImagePipeline

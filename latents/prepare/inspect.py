@@ -11,10 +11,9 @@ from torch import Tensor
 from common.errors import UserError
 from common.files import hash_bytes
 from common.progress import progress_bar
+from latents.channel_statistics import ChannelStatistics, overall_std
 from latents.manifest import MANIFEST, UNFINISHED, check_files, find_changed_files, read_manifest
 from latents.shards import LatentDataset, mean_and_log_variance, spread_items
-from latents.statistics import ChannelStatistics
-from latents.webdataset import TarLatents
 
 # Outside of these, the network's input is far from what EDM's preconditioning assumes: SD-VAE latents at their scale come to
 # 1.5 to 2 times sigma_data = 0.5; unscaled ones to 10, those that were scaled twice to 0.3.
@@ -23,8 +22,6 @@ USUAL_STD = (0.5, 4.0)  # times sigma_data
 NORMALIZED_MEAN, NORMALIZED_STD = 0.2, (0.8, 1.25)  # times the scale factor
 MANY_DUPLICATES = 0.01  # of all items; large collections of photographs hold some twice
 CHUNK = 1024
-
-Dataset = LatentDataset | TarLatents
 
 
 @dataclass
@@ -35,77 +32,65 @@ class Findings:
     problems: list[str] = field(default_factory=list)
 
 
-def inspect_latents(dataset: Dataset, sigma_data: float = 0.5) -> Findings:
+def inspect_latents(dataset: LatentDataset, sigma_data: float = 0.5) -> Findings:
     """Read everything once, and say what is there and what is wrong.
 
     Args:
         sigma_data: standard deviation that the diffusion assumes of the network's input.
     """
-    info = dataset.info
-    found = Findings()
+    info, found = dataset.info, Findings()
     found.lines += [
         f"{dataset.path}: {len(dataset)} latents in {len(dataset.files)} files",
-        f"kind {info.kind}, {dataset.channels}x{dataset.height}x{dataset.width}, for images of {info.resolution} pixels, "
-        f"{'with' if dataset.has_flips else 'no'} latents of mirrored images",
-        f"autoencoder {info.autoencoder}, scale factor {info.scale_factor:g}"
-        + ("" if info.latents_mean is None else ", after (x - latents_mean) / latents_std of each channel"),
+        f"kind {info.kind}, {dataset.channels}x{dataset.height}x{dataset.width}, for images of {info.resolution} pixels, latents "
+        f"of mirrored images: {dataset.has_flips}, JPEG files: {dataset.stores_images}",
+        f"autoencoder {info.autoencoder}, scale factor {info.scale_factor:g}, normalised: {info.latents_mean is not None}",
     ]
-    if isinstance(dataset, LatentDataset):
-        _inspect_shown(dataset, found)
-    if isinstance(dataset, LatentDataset) and dataset.path.is_dir():
+    if dataset.path.is_dir():
         _inspect_files(dataset, found)
+    if dataset.stores_images:
+        try:
+            fetch_images(dataset, 256)
+        except UserError as e:
+            found.problems.append(str(e))
     _inspect_classes(dataset, found)
-    _inspect_values(dataset, sigma_data, found)
+    statistics = _inspect_values(dataset, found)
+    if statistics.count:
+        _inspect_statistics(dataset, statistics, sigma_data, found)
     if dataset.has_flips:
         _inspect_flips(dataset, found)
     return found
 
 
 def _inspect_files(dataset: LatentDataset, found: Findings) -> None:
-    folder = dataset.path
-    manifest = read_manifest(folder)
+    manifest = read_manifest(dataset.path)
     if manifest is None:
-        if (folder / UNFINISHED).exists():
+        if (dataset.path / UNFINISHED).exists():
             found.problems.append("not finished: run the command that makes it again")
         found.lines.append(f"no {MANIFEST}: nothing says how these latents were made, or whether they are all there")
         return
     try:
-        check_files(folder, dataset.files, manifest)
-    except ValueError as e:
+        check_files(dataset.path, dataset.files, manifest)
+    except UserError as e:
         found.problems.append(str(e))
-    changed = find_changed_files(folder, manifest)
+    changed = find_changed_files(dataset.path, manifest)
     found.problems += [f"{file} is not the file that {MANIFEST} describes: its checksum differs" for file in changed]
     if not changed:
-        found.lines.append(f"{len(manifest['shards'])} checksums agree with {MANIFEST}")
+        found.lines.append(f"{len(dataset.files)} checksums agree with {MANIFEST}")
     if left_out := manifest["left_out"]:
         found.lines.append(f"{len(left_out)} items were left out when it was made, {left_out[0]['name']} first")
 
 
-def _inspect_shown(dataset: LatentDataset, found: Findings) -> None:
-    """What alignment's encoder would be shown, or has answered."""
-    if dataset.features_shape is not None:
-        found.lines.append(f"{dataset.features_shape[0]} features of {dataset.features_shape[1]} of {dataset.info.encoder} each")
-    if dataset.stores_images:
-        found.lines.append("with images, as JPEG files")
-        try:
-            fetch_images(dataset, 256)
-        except UserError as e:
-            found.problems.append(str(e))
-
-
-def _inspect_classes(dataset: Dataset, found: Findings) -> None:
+def _inspect_classes(dataset: LatentDataset, found: Findings) -> None:
     counts = np.bincount(dataset.labels, minlength=dataset.info.num_classes)
     names = [f" ({name})" for name in dataset.class_names] if dataset.class_names else [""] * len(counts)
     smallest = [f"{label}{names[label]} {counts[label]}" for label in np.argsort(counts, kind="stable")]
-    num_empty = int((counts == 0).sum())
-    found.lines.append(
-        f"{len(counts)} classes of {counts.min()} to {counts.max()} items; the smallest: {', '.join(smallest[:3])}"
-    )
-    if num_empty:
+    found.lines.append(f"{len(counts)} classes of {counts.min()} to {counts.max()} items; smallest: {', '.join(smallest[:3])}")
+    if num_empty := int((counts == 0).sum()):
         found.problems.append(f"{num_empty} of {len(counts)} classes have no item: {_first(smallest[:num_empty])}")
 
 
-def _inspect_values(dataset: Dataset, sigma_data: float, found: Findings) -> None:
+def _inspect_values(dataset: LatentDataset, found: Findings) -> ChannelStatistics:
+    """NaN and repeated items; returns the statistics of the stored latents that are finite."""
     statistics = ChannelStatistics()
     first_with: dict[str, int] = {}  # hash of a latent -> its first item
     not_finite, duplicates = [], []
@@ -127,36 +112,35 @@ def _inspect_values(dataset: Dataset, sigma_data: float, found: Findings) -> Non
     if duplicates:
         line = f"{len(duplicates)} items repeat an earlier one, bit for bit: {_first(duplicates)}"
         (found.problems if len(duplicates) > MANY_DUPLICATES * len(dataset) else found.lines).append(line)
-    if statistics.count == 0:
-        return
-    info = dataset.info
-    seen_by_network, scale = statistics.as_network_sees(info), info.scale_factor
+    return statistics
+
+
+def _inspect_statistics(dataset: LatentDataset, stored: ChannelStatistics, sigma_data: float, found: Findings) -> None:
+    """What the network sees, against what the diffusion assumes."""
+    info, scale = dataset.info, dataset.info.scale_factor
+    own_mean, own_std = info.latents_mean or [0.0] * dataset.channels, info.latents_std or [1.0] * dataset.channels
+    mean = [(value - own) / std * scale for value, own, std in zip(stored.mean, own_mean, own_std)]
+    std = [value / own * scale for value, own in zip(stored.std, own_std)]
     found.lines.append(" " * 20 + "".join(f"{f'channel {c}':>12}" for c in range(dataset.channels)))
-    rows = [("stored", "mean", statistics.mean), ("", "std", statistics.std)]
+    rows = {"stored mean": stored.mean, "stored std": stored.std, "network mean": mean, "network std": std}
+    found.lines += [f"{title:20}" + "".join(f"{value:12.4f}" for value in values) for title, values in rows.items()]
     if info.latents_mean is not None:
-        rows += [("header", "mean", info.latents_mean), ("", "std", info.latents_std)]
-    rows += [("network", "mean", seen_by_network.mean), ("", "std", seen_by_network.std)]
-    found.lines += [f"{title:11}{name:9}" + "".join(f"{value:12.4f}" for value in values) for title, name, values in rows]
-    if info.latents_mean is not None:
-        pairs = enumerate(zip(seen_by_network.mean, seen_by_network.std))
         low, high = (bound * scale for bound in NORMALIZED_STD)
-        wrong = [f"{c} ({m:.2f}, {s:.2f})" for c, (m, s) in pairs if abs(m) > NORMALIZED_MEAN * scale or not low <= s <= high]
+        seen = enumerate(zip(mean, std))
+        wrong = [f"{c} ({m:.2f}, {s:.2f})" for c, (m, s) in seen if abs(m) > NORMALIZED_MEAN * scale or not low <= s <= high]
         if wrong:
             found.problems.append(
                 f"latents_mean and latents_std are not of these latents: after them, {len(wrong)} channels have "
                 f"no mean near 0 or no standard deviation near {scale:g}: {_first(wrong)}; make the shards again"
             )
-    std = seen_by_network.overall_std
-    seen = f"a standard deviation of {std:.3f} over all channels, {std / sigma_data:.2f} times sigma_data={sigma_data:g}"
-    found.lines.append(f"the network sees {seen}")
-    if not USUAL_STD[0] <= std / sigma_data <= USUAL_STD[1]:
-        found.problems.append(
-            f"the network would see {seen}; is the scale factor {scale:g} right? "
-            "Latents that were scaled before they were stored need another"
-        )
+    overall = overall_std(mean, std)
+    words = f"a standard deviation of {overall:.3f} over all channels, {overall / sigma_data:.2f} times sigma_data={sigma_data:g}"
+    found.lines.append(f"the network sees {words}")
+    if not USUAL_STD[0] <= overall / sigma_data <= USUAL_STD[1]:
+        found.problems.append(f"{words}, cannot be: a wrong scale factor ({scale:g}) or kind ({info.kind}), or scale= of convert")
 
 
-def _inspect_flips(dataset: Dataset, found: Findings) -> None:
+def _inspect_flips(dataset: LatentDataset, found: Findings) -> None:
     """Latents of mirrored images resemble the mirrored latents more than the latents themselves."""
     indices = spread_items(len(dataset), 256)
     both = (torch.nan_to_num(values.double()) for values in _fetch(dataset, indices))
@@ -169,7 +153,7 @@ def _inspect_flips(dataset: Dataset, found: Findings) -> None:
         )
 
 
-def _fetch(dataset: Dataset, indices: np.ndarray) -> list[Tensor]:
+def _fetch(dataset: LatentDataset, indices: np.ndarray) -> list[Tensor]:
     """Stored latents of these items, and those of the mirrored images if there are any."""
     return [dataset.fetch(indices, np.full(len(indices), flip))[0] for flip in (False, True)[: 1 + dataset.has_flips]]
 
@@ -178,7 +162,7 @@ def _first(items: list) -> str:
     return ", ".join(map(str, items[:5])) + (", ..." if len(items) > 5 else "")
 
 
-def fetch_spread(dataset: Dataset, num_items: int = 16) -> tuple[Tensor, list[int]]:
+def fetch_spread(dataset: LatentDataset, num_items: int = 16) -> tuple[Tensor, list[int]]:
     """Latents [n, C, h, w] float32 (the means, of `moments`; 0 for NaN) and labels, of items spread over the data."""
     indices = spread_items(len(dataset), num_items)
     stored, labels = dataset.fetch(indices, np.zeros(len(indices), dtype=bool))

@@ -25,7 +25,7 @@ class PixelShards:
 
     def __init__(self, path: str | Path):
         self.path, self.statistics = Path(path), {}
-        self.dataset = LatentDataset(path, key="images")
+        self.dataset = LatentDataset(path)
         if self.dataset.info.autoencoder != "identity":
             raise UserError(
                 f"images={path} holds latents of {self.dataset.info.autoencoder}; give the images that they were made of, or "

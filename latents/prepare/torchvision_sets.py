@@ -5,20 +5,15 @@ from __future__ import annotations
 import inspect
 import io
 import pickle
-import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-from PIL import Image
 
 from common.errors import UserError, first_line
 from latents.prepare.images import LabelledImages
 
 TORCHVISION = "torchvision:"
-CONNECT_SEC = 10.0  # without a byte, while torchvision downloads: it sets no limit itself
 
 
 class TorchvisionImages(LabelledImages):
@@ -30,31 +25,22 @@ class TorchvisionImages(LabelledImages):
         split: train | test, or another one that the class has.
 
     Raises:
-        UserError: there is no such set or split; it is neither in `root` nor can it be downloaded; its items are no images with
-            one whole number each as label.
+        UserError: there is no such set or split; it is neither in `root` nor can it be downloaded; its items have no single whole
+            number as label.
     """
 
     def __init__(self, name: str, root: str | Path, split: str):
-        offered = _find_classes()
-        if name not in offered:
-            raise UserError(
-                f"images={TORCHVISION}{name}: torchvision has no such set of labelled images; use {' | '.join(offered)}"
-            )
-        key = f"images={TORCHVISION}{name}"
-        self.dataset = _open(offered[name], key, Path(root), split)
-        first = self.dataset[0]
-        if not (isinstance(first, tuple) and isinstance(first[0], Image.Image)):
-            raise UserError(f"{key}: its items are no images; use another set")
+        self.dataset = _open(name, Path(root), split)
         labels = next((getattr(self.dataset, x) for x in ("targets", "labels", "_labels") if hasattr(self.dataset, x)), None)
         if labels is None:  # decodes every image
             labels = [self.dataset[i][1] for i in range(len(self.dataset))]
         labels = np.asarray(labels)
         if labels.shape != (len(self.dataset),) or not np.issubdtype(labels.dtype, np.integer):
-            raise UserError(f"{key}: its labels are {labels.dtype} {list(labels.shape)}, not a whole number per image")
+            raise UserError(f"images={TORCHVISION}{name} has labels {labels.dtype} {list(labels.shape)}, not a class per image")
         classes = getattr(self.dataset, "classes", None)
         are_names = classes is not None and len(classes) > labels.max() and all(isinstance(one, str) for one in classes)
         names = [f"{name}/{split}/{i}" for i in range(len(labels))]
-        super().__init__(Path(root), names, labels.tolist(), list(classes) if are_names else None)
+        super().__init__(Path(root), names, labels, list(classes) if are_names else None)
 
     def open(self, index: int) -> BinaryIO:
         file = io.BytesIO()
@@ -66,46 +52,25 @@ class TorchvisionImages(LabelledImages):
         return 0  # decoding all images would take as long as encoding them
 
 
-def _find_classes() -> dict[str, type]:
-    """The sets that can be downloaded and have a split, by name."""
+def _open(name: str, root: Path, split: str):
+    """The set from its files in `root`; where they are missing, they are downloaded to it."""
     from torchvision import datasets  # slow to import; nothing else needs it
 
-    known = {name: getattr(datasets, name) for name in datasets.__all__}
-    parameters = {name: inspect.signature(one).parameters for name, one in known.items()}
-    return {name: known[name] for name, has in parameters.items() if "download" in has and ("train" in has or "split" in has)}
-
-
-def _open(of: type, key: str, root: Path, split: str):
-    """The set from its files in `root`; where they are missing, they are downloaded to it."""
-    if "split" in inspect.signature(of).parameters:
-        choice = {"split": split}
-    elif split in ("train", "test"):
-        choice = {"train": split == "train"}
-    else:
+    key = f"images={TORCHVISION}{name}"
+    of = getattr(datasets, name, None) if name in datasets.__all__ else None
+    takes = inspect.signature(of).parameters if of else {}
+    if "download" not in takes or not {"split", "train"} & takes.keys():
+        raise UserError(f"{key}: torchvision.datasets has no such set that can be downloaded and has a split")
+    if "split" not in takes and split not in ("train", "test"):
         raise UserError(f"split={split}: {key} has the splits train and test")
+    choice = {"split": split} if "split" in takes else {"train": split == "train"}
     try:
         try:
             return of(str(root), **choice, download=False)
         except RuntimeError:  # what all sets raise where files are missing
-            with _impatient():
-                return of(str(root), **choice, download=True)
-    except ImportError as e:
-        raise UserError(f"{key} needs a package: pip install {e.name or e}") from e
-    except ValueError as e:
-        raise UserError(f"{key} split={split}: {e}") from e
-    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as e:
-        reason = first_line(e)
+            return of(str(root), **choice, download=True)
+    except (ImportError, ValueError, OSError, RuntimeError, pickle.UnpicklingError, EOFError) as e:
         raise UserError(
-            f"{key} is not in root={root}, and cannot be downloaded ({reason}); run the same command where there is a network, "
-            f"or put its unpacked files where torchvision.datasets.{of.__name__} has them, and give root=<folder>"
+            f"{key} split={split} can be neither read from root={root} nor downloaded to it ({first_line(e)}); where there is no "
+            f"network, put its unpacked files where torchvision.datasets.{name} has them"
         ) from e
-
-
-@contextmanager
-def _impatient() -> Iterator[None]:
-    before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(CONNECT_SEC)
-    try:
-        yield
-    finally:
-        socket.setdefaulttimeout(before)

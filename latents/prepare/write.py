@@ -10,22 +10,22 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 from common.errors import UserError
 from common.files import hash_bytes, hash_file, lock_file, read_json, remove_leftovers, why_not_written, write_file
 from common.progress import progress_bar
+from latents.channel_statistics import ChannelStatistics, overall_std
 from latents.manifest import MANIFEST, UNFINISHED, read_manifest
-from latents.shards import KINDS, LatentDataset, ShardInfo, mean_and_log_variance, serialize_shard, shard_files
-from latents.statistics import ChannelStatistics
+from latents.shards import KINDS, LatentDataset, ShardInfo, serialize_shard, shard_files
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,6 @@ DTYPES = {"float16": torch.float16, "float32": torch.float32}
 Dtype = Literal[tuple(DTYPES)]
 Kind = Literal[KINDS]
 SHARD_SIZE = 4096  # items of the source that make one shard: 64 MiB of moments at 256 pixels
-SHARD_SIZE_OF_FEATURES = 512  # 200 MB of DINOv2-B's for 256 tokens, of which making a shard holds several copies
 
 
 @dataclass(frozen=True)
@@ -44,20 +43,6 @@ class PlannedShard:
     start: int
     stop: int
     source: str
-
-
-def check_output(output: Path) -> None:
-    """Raises UserError for a file, and for a folder with shards of another origin."""
-    if output.exists() and not output.is_dir():
-        raise UserError(f"output={output} is a file; give a folder")
-    if not (output / MANIFEST).exists() and not (output / UNFINISHED).exists():
-        _refuse_strange(output, set())
-
-
-def _refuse_strange(output: Path, known: set[str]) -> None:
-    strange = [file.name for file in shard_files(output) if file.name not in known]
-    if strange:
-        raise UserError(f"output={output} already holds {strange[0]}, which this command did not write; choose another folder")
 
 
 class ShardWriter:
@@ -97,29 +82,29 @@ class ShardWriter:
 
     def _check_folder(self) -> None:
         """Raises UserError where the folder holds anything but shards of these settings and items."""
-        check_output(self.output)
-        settings, records, known = self.settings, [], set()
-        manifest = read_manifest(self.output)
-        if manifest is not None:
-            settings, records = manifest.get("settings") or {}, _records_of(manifest)
+        if self.output.is_file():
+            raise UserError(f"output={self.output} is a file; give a folder")
+        settings, records = {}, self._records()
+        if manifest := read_manifest(self.output):
+            settings, records = manifest["settings"], manifest["shards"]
         elif self._settings_file.exists():
-            settings, records = read_json(self._settings_file), self._records()
-        if manifest is not None or self._settings_file.exists():
-            known = {record["file"] for record in records} | {self._file(shard.number).name for shard in self.shards}
+            settings = read_json(self._settings_file)
         changed = [
             f"{key}: {settings.get(key)!r} -> {self.settings.get(key)!r}"
             for key in sorted({*settings, *self.settings})
             if settings.get(key) != self.settings.get(key)
         ]
         sources = {(shard.number, shard.source) for shard in self.shards}
-        if records and not changed and sources.isdisjoint((record["number"], record.get("source")) for record in records):
-            changed = ["made of other items"]
+        if records and sources.isdisjoint((record["number"], record["source"]) for record in records):
+            changed.append("made of other items")
         if changed and records:  # without a finished shard, nothing is lost under other settings
             raise UserError(
                 f"output={self.output} already holds another data set ({'; '.join(changed)}); choose another folder, "
-                "or restore these settings to go on with that one"
+                "or restore these settings to continue that one"
             )
-        _refuse_strange(self.output, known)
+        known = {record["file"] for record in records} | ({self._file(s.number).name for s in self.shards} if settings else set())
+        if strange := [file.name for file in shard_files(self.output) if file.name not in known]:
+            raise UserError(f"output={self.output} holds {strange[0]}, which this command did not write; choose another folder")
 
     def _file(self, number: int) -> Path:
         return self.output / f"latents_{number:05d}.safetensors"
@@ -128,7 +113,7 @@ class ShardWriter:
         return self._unfinished / f"{number:05d}.json"
 
     def _records(self) -> list[dict]:
-        return [read_json(file) for file in self._unfinished.glob("[0-9]*.json")]
+        return [read_json(file) for file in sorted(self._unfinished.glob("[0-9]*.json"))]
 
     def open(self) -> None:
         """Prepare the folder: verify finished shards, and set changed ones aside. One process does, before any calls `missing`.
@@ -141,11 +126,10 @@ class ShardWriter:
             busy = f"another process is writing to output={self.output}"
             self._lock = lock_file(self._unfinished / "lock", busy, "wait for it, or choose another folder")
         except OSError as e:
-            why = why_not_written(self.output, e)
-            raise UserError(f"output={self.output} cannot be written to ({why}); choose another folder") from e
+            raise UserError(f"output={self.output} cannot be written to: {why_not_written(self.output, e)}") from e
         for folder in (self.output, self._unfinished):
             remove_leftovers(folder)
-        for record in _records_of(manifest) if manifest is not None else []:
+        for record in manifest["shards"] if manifest else []:
             write_file(self._record_file(record["number"]), json.dumps(record))
         write_file(self._settings_file, json.dumps(self.settings, indent=1))
         record_of = {record["number"]: record for record in self._records()}
@@ -170,44 +154,30 @@ class ShardWriter:
         return [shard for shard in self.shards if not self._record_file(shard.number).exists()][process_index::num_processes]
 
     def write(
-        self,
-        shard: PlannedShard,
-        latents: Tensor,
-        labels: Tensor,
-        info: ShardInfo,
-        latents_flip: Tensor | None = None,
-        left_out: list[dict] | None = None,
-        shown: Mapping[str, Tensor] | None = None,
+        self, shard: PlannedShard, labels: Tensor, info: ShardInfo, tensors: dict[str, Tensor], left_out: Sequence[dict] = ()
     ) -> None:
         """Write one shard and its record. Raises UserError as `write_shard` does, and for values that the type cannot hold.
 
         Args:
-            latents, latents_flip: [b, C or 2C, H, W] float32, as they come from the autoencoder.
             labels: [b] int64.
+            tensors: `latents` and perhaps `latents_flip`, [b, C or 2C, H, W] float32, as they come from the autoencoder; and
+                perhaps the images, of `pack_images`.
             left_out: what is missing and why, {"name", "problem"} each.
-            shown: for alignment, as for `write_shard`.
         """
-        record = {"number": shard.number, "source": shard.source, "file": None, "num_items": len(latents)}
-        record["left_out"] = left_out or []
+        record = {"number": shard.number, "source": shard.source, "file": None, "left_out": list(left_out)}
         file, record_file = self._file(shard.number), self._record_file(shard.number)
-        if not len(latents):
+        if not len(labels):
             write_file(record_file, json.dumps(record))
             return
-        rounded = [None if x is None else x.to(self.dtype) for x in (latents, latents_flip)]
-        for exact, kept in zip((latents, latents_flip), rounded):
-            if exact is not None and exact.isfinite().all() and not kept.isfinite().all():
-                raise UserError(
-                    f"latents up to {exact.abs().max():.3g} do not fit float16; use dtype=float32"
-                    + (", and another output= than that of the shards that are finished" if self._records() else "")
-                )
-        stored, stored_flip = rounded
-        blob = serialize_shard(file, stored, labels, info, stored_flip, shown)
-        exact, kept = (mean_and_log_variance(x.double(), info.kind)[0] for x in (latents, stored))
-        statistics, error = ChannelStatistics(), kept - exact
-        statistics.add(stored, info.kind)
-        sizes = {"square_sum": error.square().sum().item(), "of": exact.square().sum().item()}
+        stored = dict(tensors)
+        for name in ("latents", "latents_flip")[: 1 + ("latents_flip" in tensors)]:
+            stored[name] = tensors[name].to(self.dtype)
+            if tensors[name].isfinite().all() and not stored[name].isfinite().all():
+                raise UserError(f"latents up to {tensors[name].abs().max():.3g} do not fit float16; give dtype=float32")
+        blob = serialize_shard(file, info, labels=labels, **stored)
+        statistics = ChannelStatistics()
+        statistics.add(stored["latents"], info.kind)
         record |= {"file": file.name, "bytes": len(blob), "hash": hash_bytes(blob), "statistics": asdict(statistics)}
-        record["storage_error"] = {"max": error.abs().max().item(), **sizes}
         # The record first: a shard under its final name always has one.
         write_file(record_file, json.dumps(record))
         write_file(file, blob)
@@ -227,24 +197,19 @@ class ShardWriter:
         left_out = [entry for record in records for entry in record["left_out"]]
         if not shards:
             raise UserError(f"none of the {len(left_out)} items could be read; the first: {left_out[0]}")
-        statistics, errors = ChannelStatistics(), [record["storage_error"] for record in shards]
+        statistics = ChannelStatistics()
         for record in shards:
             statistics.merge(ChannelStatistics(**record["statistics"]))
+        overall = overall_std(statistics.mean, statistics.std)
+        if (normalize and not all(statistics.std)) or (sigma_data is not None and not overall):
+            raise UserError("a channel is constant and cannot be scaled: leave out normalize=true or sigma_data=")
         if normalize:
-            if not all(statistics.std):
-                constant = statistics.std.index(0.0)
-                raise UserError(f"channel {constant} is constant and cannot be normalised; leave out normalize=true")
             self._change_headers(shards, latents_mean=tuple(statistics.mean), latents_std=tuple(statistics.std))
         if sigma_data is not None:
-            if not statistics.overall_std:
-                raise UserError("all values are equal and cannot be scaled; leave out sigma_data=")
-            self._change_headers(shards, scale_factor=round(sigma_data / statistics.overall_std, 4))
-        largest = max(error["max"] for error in errors)
-        relative_rms = (sum(error["square_sum"] for error in errors) / (sum(error["of"] for error in errors) or 1)) ** 0.5
+            self._change_headers(shards, scale_factor=round(sigma_data / overall, 4))
         dataset = LatentDataset(self.output, check_folder=False)  # all shards agree, or this says which does not
         shape = [dataset.channels, dataset.height, dataset.width]
         manifest = {
-            "format": 1,
             "num_items": len(dataset),
             "fingerprint": dataset.fingerprint(),
             **asdict(dataset.info),
@@ -252,43 +217,31 @@ class ShardWriter:
             "has_flips": dataset.has_flips,
             "mean": statistics.mean,
             "std": statistics.std,
-            "storage_error": {"dtype": self.settings["dtype"], "max": largest, "relative_rms": relative_rms},
             "class_names": class_names,
             "class_counts": np.bincount(dataset.labels, minlength=dataset.info.num_classes).tolist(),
             "left_out": left_out,
             **about,
             "settings": self.settings,
-            "shards": shards,
-            "empty_shards": [record for record in records if record["file"] is None],
+            "shards": records,
         }
         write_file(self.output / MANIFEST, json.dumps(manifest, indent=1))
         self._lock.close()  # an open file cannot be deleted on Windows, and keeps its folder on NFS
         shutil.rmtree(self._unfinished)
         log.info("%d latents %s are in %d shards in %s", len(dataset), shape, len(shards), self.output)
         if left_out:
-            name, problem = left_out[0]["name"], left_out[0]["problem"]
-            log.info("left out %d, first %s (%s); manifest.json lists them", len(left_out), name, problem)
+            log.warning("left out %d, listed in %s; the first: %s", len(left_out), MANIFEST, left_out[0])
         mean, std = (", ".join(f"{value:.3f}" for value in values) for values in (statistics.mean, statistics.std))
         log.info("mean per channel %s, std %s", mean, std)
-        moved = f"{relative_rms:.2g} of their size (rms), at most {largest:.2g}"
-        log.info("rounding to %s moved values by %s", self.settings["dtype"], moved)
 
     def _change_headers(self, records: list[dict], **measured: object) -> None:
         """Write the shards again with other entries in their headers. Interrupted, it is done again from its start."""
         for record in progress_bar(records, unit="shards", desc="headers"):
             file = self.output / record["file"]
-            with safe_open(file, framework="pt") as f:
-                old, shard = ShardInfo.from_metadata(f.metadata()), {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118
+            old = LatentDataset(file).info
             info = replace(old, **measured)
             if info == old:
                 continue
-            latents = [shard.pop(name, None) for name in ("latents", "labels", "latents_flip")]
-            blob = serialize_shard(file, *latents[:2], info, latents[2], shown=shard)
+            blob = serialize_shard(file, info, **load_file(file))
             record |= {"bytes": len(blob), "hash": hash_bytes(blob)}
             write_file(self._record_file(record["number"]), json.dumps(record))  # before the shard, as in `write`
             write_file(file, blob)
-
-
-def _records_of(manifest: dict) -> list[dict]:
-    """The records that a manifest was made of."""
-    return manifest["shards"] + manifest.get("empty_shards", [])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 from torch import Tensor
 
-from latents.shards import Normalized, mean_and_log_variance
+from latents.shards import mean_and_log_variance
 
 
 @dataclass
@@ -31,17 +33,6 @@ class ChannelStatistics:
             self.square_sums = [a + b for a, b in zip(self.square_sums or zeros, other.square_sums)]
             self.count += other.count
 
-    def as_network_sees(self, how: Normalized) -> ChannelStatistics:
-        """The statistics of the same latents after `normalize_latents`."""
-        means, stds = (how.latents_mean or [0.0] * len(self.sums)), (how.latents_std or [1.0] * len(self.sums))
-        factors = [how.scale_factor / std for std in stds]
-        of_channels = list(zip(self.sums, self.square_sums, means, factors))
-        return ChannelStatistics(
-            self.count,
-            [(total - self.count * mean) * factor for total, _, mean, factor in of_channels],
-            [(square - 2 * mean * total + self.count * mean**2) * factor**2 for total, square, mean, factor in of_channels],
-        )
-
     @property
     def mean(self) -> list[float]:
         return [total / self.count for total in self.sums]
@@ -50,13 +41,15 @@ class ChannelStatistics:
     def std(self) -> list[float]:
         return [max(square / self.count - mean**2, 0.0) ** 0.5 for square, mean in zip(self.square_sums, self.mean)]
 
-    @property
-    def overall_std(self) -> float:
-        """Standard deviation of all values of all channels together, as EDM's sigma_data and SD-VAE's 0.18215 mean it.
 
-        EDM (section 5) scales the network's input by the standard deviation of the training data, one number for all its
-        values. Latent diffusion's scale factor is 1 / std of all values of a batch of drawn latents (its `scale_by_std`).
-        Within channels it would be less where the means of the channels differ, and the network sees these differences.
-        """
-        overall_mean = sum(self.mean) / len(self.mean)
-        return max(sum(self.square_sums) / (self.count * len(self.sums)) - overall_mean**2, 0.0) ** 0.5
+def overall_std(mean: Sequence[float], std: Sequence[float]) -> float:
+    """Standard deviation of all values of all channels together, as EDM's sigma_data and SD-VAE's 0.18215 mean it.
+
+    EDM (section 5) scales the network's input by the standard deviation of the training data, one number for all its
+    values. Latent diffusion's scale factor is 1 / std of all values of a batch of drawn latents (its `scale_by_std`).
+    Within channels it would be less where the means of the channels differ, and the network sees these differences.
+
+    Args:
+        mean, std: of each channel.
+    """
+    return (np.mean(np.square(mean) + np.square(std)) - np.mean(mean) ** 2).item() ** 0.5
