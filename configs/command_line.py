@@ -67,7 +67,6 @@ def guard(action: Callable[[], None]) -> None:
 
 def run(main: Callable[[Any], None], config_name: str, settings: type[Settings]) -> None:
     """Compose configs/<config_name>.yaml with the command line, check it by `settings`, and call `main` with it, guarded."""
-    experiments.register()
     shows_traceback = os.environ.get(FULL_ERRORS, "0") == "1"
 
     failures: list[UserError] = []
@@ -83,6 +82,7 @@ def run(main: Callable[[Any], None], config_name: str, settings: type[Settings])
             failures.append(e)  # Hydra prints a line of its own for what leaves this function
 
     def start() -> None:
+        experiments.register(sys.argv[1:])
         os.environ[FULL_ERRORS] = "1"  # have Hydra raise its errors, and those of `main`, instead of printing them
         try:
             hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(checked)()
@@ -102,8 +102,6 @@ def explain(error: HydraException, settings: type[Settings]) -> str:
     text = " ".join(str(error).partition("Config search path")[0].split())
     if unknown := re.search(r"Could not override '([^']+)'", text):
         return f"{unknown[1]} is not a key{nearest(unknown[1], keys_of(settings))}"
-    if unknown := re.search(r"Could not find 'experiment/([^']+)'", text):
-        return f"experiment={unknown[1]} is not a row of configs/experiments.py{nearest(unknown[1], experiments.names())}"
     return text
 
 

@@ -8,26 +8,31 @@ To add a row: yield it from the function of its table, or write a function and a
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
-from hydra.core.config_store import ConfigNode, ConfigStore
+import hydra
+from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
+
+from common.errors import UserError
+from configs.settings import nearest
 
 GROUPS = ("data", "model", "diffusion", "alignment", "guidance")
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a table. Its run is named after it, the seed, and what the run changed: table2_dit_b2_tread_seed0.
+    """A row of a table. Its run is named after it and the seed: table2_dit_b2_tread_seed0.
 
     Attributes:
         table: the heading that reports put it under.
         source: where the figures stand.
         overrides: choices of groups ("model": "tread") and values of keys ("train.num_steps": 400_000).
-        paper: the paper's figure for each metric; empty where it has none.
+        paper, paper_guided: the paper's figure for each metric, of unguided and of guided samples; empty where it has none.
+        num_samples: how many samples the paper's figures are of.
         differs: what is not as in the paper.
         baseline: name of the dense row that it is compared with.
     """
@@ -39,170 +44,104 @@ class Row:
     paper: dict[str, float] = field(default_factory=dict)
     differs: str | None = None
     baseline: str | None = None
+    paper_guided: dict[str, float] = field(default_factory=dict)
+    num_samples: int = 50_000
 
-    def to_config(self) -> dict[str, Any]:
+    def to_config(self) -> DictConfig:
         """The row as Hydra would read it from a file."""
         groups = [{f"override /{group}": choice} for group, choice in self.overrides.items() if group in GROUPS]
-        about = {key: getattr(self, key) for key in ("name", "table", "paper", "source", "differs", "baseline")}
+        about = {key: value for key, value in asdict(self).items() if key != "overrides"}
         run_name = f"{self.name.replace('/', '_')}_seed${{seed}}"
-        config = {"defaults": [*groups, "_self_"], "name": run_name, "experiment": about}
+        config = OmegaConf.create({"defaults": [*groups, "_self_"], "name": run_name, "experiment": about})
         for key, value in self.overrides.items():
-            *parents, last = key.split(".")
-            node = config
-            for parent in parents:
-                node = node.setdefault(parent, {})
             if key not in GROUPS:
-                node[last] = value
+                OmegaConf.update(config, key, value)
         return config
 
 
-def names() -> list[str]:
-    return [row.name for row in ROWS]
+def register(overrides: Sequence[str]) -> None:
+    """Make the rows that `experiment=` names, with commas for a multirun, the only choices of Hydra's group `experiment`.
 
+    Hydra copies what is registered at every step: all rows together would make a start 0.4 s longer, and --help 20 s.
 
-class StoredRow(ConfigNode):
-    """A row in Hydra's store, as cheap as its name until it is chosen.
-
-    Hydra copies its store with all that is in it for every composition, and some hundred times for --help. Nothing writes to
-    a row, so that its copy is the row itself; `ConfigStore.load` copies the node that it hands out.
+    Raises:
+        UserError: there is no such row.
     """
-
-    def __init__(self, row: Row):
-        self.row, self.name, self.package, self.provider = row, row.name.rpartition("/")[2], "_global_", None
-        self.group = f"experiment/{row.name}".rpartition("/")[0]
-
-    @functools.cached_property
-    def node(self) -> DictConfig:
-        return OmegaConf.create(self.row.to_config())
-
-    def __deepcopy__(self, memo: dict) -> StoredRow:
-        return self
+    ConfigStore.instance().repo.pop("experiment", None)
+    for override in overrides:
+        key, _, value = override.partition("=")
+        for name in value.split(",") if key.lstrip("+") == "experiment" and value != "null" else ():
+            if name not in ROWS:
+                raise UserError(f"experiment={name} is not a row of configs/experiments.py{nearest(name, ROWS)}")
+            group, _, last = f"experiment/{name}".rpartition("/")
+            ConfigStore.instance().store(group=group, name=last, node=ROWS[name].to_config(), package="_global_")
 
 
-def register() -> None:
-    """Make the rows choices of Hydra's group `experiment`. A second call changes nothing."""
-    for row in ROWS:
-        stored, folder = StoredRow(row), ConfigStore.instance().repo
-        for group in stored.group.split("/"):
-            folder = folder.setdefault(group, {})
-        folder[f"{stored.name}.yaml"] = stored
+def compose_overrides(overrides: Sequence[str], config_name: str = "config") -> DictConfig:
+    """The configuration in configs/<config_name>.yaml with these overrides, unresolved and unchecked, outside of hydra.main.
+
+    Raises UserError as `register` does.
+    """
+    register(overrides)
+    with hydra.initialize_config_dir(str(Path(__file__).parent), version_base="1.3"):
+        return hydra.compose(config_name, overrides=list(overrides))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What rows share.
 
 IMAGENET_256 = {
-    "data": "imagenet256",
-    "data.path": "latents/imagenet256",
-    "train.num_steps": 400_000,
-    "train.batch_size": 256,
-    "train.lr": 1e-4,
-    "train.ema_decay": 0.9999,
-    "train.precision": "bf16",
-    "eval.every": 50_000,  # for the curve: after how many steps is a routed run as good as the dense one?
-    "eval.num_samples": 5_000,
-    "eval.final_num_samples": 50_000,  # for the paper's figure
-    "eval.cfg_scales": [1.0],
+    "data": "imagenet256", "data.path": "latents/imagenet256",
     "evaluation.reference": "references/VIRTUAL_imagenet256_labeled.npz",
-}
+    "train.num_steps": 400_000, "train.batch_size": 256, "train.lr": 1e-4, "train.ema_decay": 0.9999, "train.precision": "bf16",
+    "eval.every": 50_000, "eval.num_samples": 5_000,  # for the curve: when is a routed run as good as the dense one?
+    "eval.final_num_samples": 50_000, "eval.cfg_scales": [1.0],  # for the paper's figure
+}  # fmt: skip
 IMAGENET_512 = IMAGENET_256 | {
-    "data": "imagenet512",
-    "data.path": "latents/imagenet512",
+    "data": "imagenet512", "data.path": "latents/imagenet512", "evaluation.reference": "references/VIRTUAL_imagenet512.npz",
     "eval.final_num_samples": 10_000,
-    "evaluation.reference": "references/VIRTUAL_imagenet512.npz",
-}
-LIGHTNING = IMAGENET_256 | {  # LightningDiT's configs/lightningdit_xl_vavae_f16d32.yaml, which clips no gradients
-    "model.backbone": "LightningDiT-XL/1",
-    "data": "custom",
-    "data.name": "vavae_imagenet256",
-    "data.path": "latents/vavae_imagenet256",
-    "data.in_channels": 32,
-    "data.input_size": 16,
-    "data.num_classes": 1000,
-    "diffusion": "sit",
-    "diffusion.timestep": "logit_normal",
-    "diffusion.cosine_weight": 1.0,
-    "diffusion.sampler.solver": "euler",
-    "diffusion.sampler.num_steps": 249,  # its 250 are the ends of 249 steps
-    "diffusion.sampler.timestep_shift": 0.3,
-    "train.num_steps": 80_000,
-    "train.batch_size": 1024,
-    "train.lr": 2e-4,
-    "train.betas": [0.9, 0.95],
-    "eval.every": 10_000,
-}
-DIGITS = {  # minutes on two CPU cores; results are in benchmarks/results/
-    "data": "digits",
-    "guidance": "none",
-    "model.backbone": "DiT-XS/2",
-    "train.num_steps": 300,
-    "checkpoint.every": 300,
-    "checkpoint.keep_last": 1,
-    "sample.every": 300,
+}  # fmt: skip
+LIGHTNING_DIFFUSION = {  # LightningDiT's loss and sampler; its 250 points are the ends of 249 steps
+    "diffusion.timestep": "logit_normal", "diffusion.cosine_weight": 1.0,
+    "diffusion.sampler.solver": "euler", "diffusion.sampler.num_steps": 249, "diffusion.sampler.timestep_shift": 0.3,
+}  # fmt: skip
+LIGHTNING = IMAGENET_256 | LIGHTNING_DIFFUSION | {  # its configs/lightningdit_xl_vavae_f16d32.yaml, which clips no gradients
+    "model.backbone": "LightningDiT-XL/1", "diffusion": "sit",
+    "data": "custom", "data.name": "vavae_imagenet256", "data.path": "latents/vavae_imagenet256",
+    "data.in_channels": 32, "data.input_size": 16, "data.num_classes": 1000,
+    "train.num_steps": 80_000, "train.batch_size": 1024, "train.lr": 2e-4, "train.betas": [0.9, 0.95], "eval.every": 10_000,
+}  # fmt: skip
+SIT_SAMPLER = {"diffusion.sampler.solver": "euler_maruyama", "diffusion.sampler.num_steps": 250}  # as SiT and REPA publish it
+REPA = IMAGENET_256 | SIT_SAMPLER | {  # REPA's published training script and README; `block` differs with the size
+    "diffusion": "sit", "train.grad_clip_norm": 1.0,
+    "alignment": "repa", "alignment.encoder": "vit_base_patch14_dinov2.lvd142m", "alignment.weight": 0.5,
+}  # fmt: skip
+DIGITS = {  # minutes on two CPU cores
+    "data": "digits", "guidance": "none", "model.backbone": "DiT-XS/2", "train.num_steps": 300,
+    "checkpoint.every": 300, "checkpoint.keep_last": 1, "sample.every": 300,
     "eval.every": 120,  # 120, 240, 300: a routed step takes about 0.8 of a dense one, so that 300 take as long as 240 dense ones
-    "eval.num_samples": 500,
+    "eval.num_samples": 500, "eval.cfg_scales": [1.0],
     "eval.num_steps": 10,  # half of the default: the tables compare rows, and there are many
-    "eval.cfg_scales": [1.0],
-}
+}  # fmt: skip
 DIGITS_DIFFER = (
     "the digits' detector instead of Inception, 16 tokens instead of 256, ${train.num_steps} steps of ${train.batch_size} images"
 )
 FASHION = {  # Fashion-MNIST, padded to 32x32; docs/data.md makes data, reference and detector
-    "data": "custom",
-    "data.name": "fashion_mnist",
-    "data.path": "latents/fashion",
-    "data.in_channels": 1,
-    "data.input_size": 32,
-    "data.num_classes": 10,
-    "data.num_workers": 0,
-    "train.num_steps": 6_000,
-    "train.batch_size": 64,
-    "train.lr": 1e-3,
-    "train.ema_decay": 0.9995,
-    "train.precision": "fp32",
-    "train.compile": "blocks",
-    "checkpoint.every": 1_000,
-    "checkpoint.keep_last": 1,
-    "checkpoint.keep_every": 0,
-    "sample.every": 2_000,
-    "eval.every": 1_000,
-    "eval.num_samples": 1_000,
-    "eval.num_steps": 12,
-    "eval.cfg_scales": [1.0],
-    "eval.batch_size": 100,
-    "evaluation.detector": "small-fashion",
-    "evaluation.weights": "detectors/fashion.safetensors",
-    "evaluation.reference": "references/fashion.npz",
-}
+    "data": "custom", "data.name": "fashion_mnist", "data.path": "latents/fashion",
+    "data.in_channels": 1, "data.input_size": 32, "data.num_classes": 10, "data.num_workers": 0,
+    "train.num_steps": 6_000, "train.batch_size": 64, "train.lr": 1e-3, "train.ema_decay": 0.9995, "train.precision": "fp32",
+    "train.compile": "blocks", "checkpoint.every": 1_000, "checkpoint.keep_last": 1, "checkpoint.keep_every": 0,
+    "eval.every": 1_000, "eval.num_samples": 1_000, "eval.num_steps": 12, "eval.cfg_scales": [1.0], "eval.batch_size": 100,
+    "sample.every": 2_000, "evaluation.detector": "small-fashion",
+    "evaluation.weights": "detectors/fashion.safetensors", "evaluation.reference": "references/fashion.npz",
+}  # fmt: skip
 CIFAR10 = FASHION | {
-    "data.name": "cifar10",
-    "data.path": "latents/cifar10",
-    "data.in_channels": 3,
-    "train.num_steps": 100_000,
-    "train.batch_size": 128,
-    "train.lr": 2e-4,
-    "train.ema_decay": 0.9999,
-    "train.precision": "bf16",
-    "train.compile": "auto",
-    "checkpoint.every": 5_000,
-    "sample.every": 10_000,
-    "eval.every": 10_000,
-    "eval.num_samples": 5_000,
-    "eval.final_num_samples": 50_000,
-    "eval.num_steps": 18,  # EDM's for CIFAR-10
-    "evaluation.detector": "inception",
-    "evaluation.weights": None,
-    "evaluation.reference": "references/cifar10.npz",
-}
-REPA = IMAGENET_256 | {  # REPA's published training script and README; `block` differs with the size
-    "diffusion": "sit",
-    "diffusion.sampler.solver": "euler_maruyama",
-    "diffusion.sampler.num_steps": 250,
-    "train.grad_clip_norm": 1.0,
-    "alignment": "repa",
-    "alignment.encoder": "vit_base_patch14_dinov2.lvd142m",
-    "alignment.weight": 0.5,
-}
+    "data.name": "cifar10", "data.path": "latents/cifar10", "data.in_channels": 3,
+    "train.num_steps": 100_000, "train.batch_size": 128, "train.lr": 2e-4, "train.ema_decay": 0.9999, "train.precision": "bf16",
+    "train.compile": "auto", "checkpoint.every": 5_000, "sample.every": 10_000,
+    "eval.every": 10_000, "eval.num_samples": 5_000, "eval.final_num_samples": 50_000, "eval.num_steps": 18,  # EDM's
+    "evaluation.detector": "inception", "evaluation.weights": None, "evaluation.reference": "references/cifar10.npz",
+}  # fmt: skip
 DENSE = {"model": "dit"}
 TREAD = {"model": "tread"}  # half of the tokens skip blocks 2 to depth - 4
 
@@ -217,8 +156,9 @@ def backbone(size: str) -> dict[str, Any]:
     return {"model.backbone": f"DiT-{size}"}
 
 
-def fid(value: float, num_samples: str = "50k") -> dict[str, float]:
-    return {f"fid{num_samples}/cfg1.0": value}
+def row_name(table: str, network: str, size: str) -> str:
+    """("table2", "dit", "B/2") -> table2/dit_b2."""
+    return f"{table}/{network}_{size.replace('/', '').lower()}"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -237,46 +177,48 @@ PLACEMENTS = {  # (first, last block of the route): change of FID from the dense
     (0, 2): 2.95, (0, 3): 2.59, (0, 4): 7.23, (0, 5): 0.92, (0, 6): -12.12, (0, 7): -15.71, (0, 8): -16.31, (0, 9): -14.82,
     (0, 10): 7.47, (7, 8): 0.61, (6, 8): 0.82, (5, 8): -4.84, (4, 8): -14.20, (3, 8): -16.31, (2, 8): -21.87, (1, 8): -21.68,
 }  # fmt: skip
-LOCATIONS = {(4, 18): 18.81, (2, 24): 7.38}  # DiT-XL/2: (first, last block of the route): FID
-FINAL = {  # DiT-XL/2: FID, sFID, IS, precision, recall; `cfg1.0` is unguided
-    "dit": {"cfg1.0": (9.62, 6.85, 121.50, 0.67, 0.67), "guided": (2.27, 4.60, 278.24, 0.83, 0.57)},
-    "tread_160": {"cfg1.0": (4.96, 6.83, 192.49, 0.79, 0.54)},
-    "tread_680": {"cfg1.0": (3.93, 7.32, 211.35, 0.76, 0.60)},
-    "tread_finetune_220": {"guided": (2.76, 4.61, 252.78, 0.83, 0.57)},
-    "tread_finetune_740": {"guided": (2.09, 4.46, 269.07, 0.81, 0.62)},
-    "tread_finetune_740_interval": {"guided": (1.69, 4.73, 292.66, 0.81, 0.63)},
+FINAL_UNGUIDED = {  # DiT-XL/2: FID, sFID, IS, precision, recall
+    "dit": (9.62, 6.85, 121.50, 0.67, 0.67),
+    "tread_160": (4.96, 6.83, 192.49, 0.79, 0.54),
+    "tread_680": (3.93, 7.32, 211.35, 0.76, 0.60),
+}
+FINAL_GUIDED = {
+    "dit": (2.27, 4.60, 278.24, 0.83, 0.57),
+    "tread_finetune_220": (2.76, 4.61, 252.78, 0.83, 0.57),
+    "tread_finetune_740": (2.09, 4.46, 269.07, 0.81, 0.62),
+    "tread_finetune_740_interval": (1.69, 4.73, 292.66, 0.81, 0.63),
 }
 
 
-def pair(name: str, table: str, source: str, base: dict, dense: dict, routed: dict, differs: str | None = None) -> Iterator[Row]:
-    """A dense row and the same network with TREAD, with the paper's figures of both."""
-    yield Row(name, table, source, base | DENSE, dense, differs)
-    yield Row(f"{name}_tread", table, source, base | TREAD, routed, differs, baseline=name)
+def pair(
+    name: str, table: str, source: str, base: dict, fids: Sequence[float] = (), differs: str | None = None, **about: Any
+) -> Iterator[Row]:
+    """A dense row and the same network with TREAD, with the paper's FIDs of both."""
+    dense, routed = ({"fid": fid} for fid in fids) if fids else ({}, {})
+    yield Row(name, table, source, base | DENSE, dense, differs, **about)
+    yield Row(f"{name}_tread", table, source, base | TREAD, routed, differs, baseline=name, **about)
 
 
 def table_2() -> Iterator[Row]:
-    for size, (dit, dit_tread, sit, sit_tread) in TABLE_2.items():
-        for objective, diffusion, dense, routed in (("dit", "edm", dit, dit_tread), ("sit", "sit", sit, sit_tread)):
-            name = f"table2/{objective}_{size.replace('/', '').lower()}"
+    for size, figures in TABLE_2.items():
+        for network, diffusion, fids in (("dit", "edm", figures[:2]), ("sit", "sit", figures[2:])):
             base = IMAGENET_256 | backbone(size) | {"diffusion": diffusion}
-            yield from pair(name, "Table 2: backbones", "TREAD, Table 2", base, fid(dense), fid(routed))
+            yield from pair(row_name("table2", network, size), "Table 2: backbones", "TREAD, Table 2", base, fids)
 
 
 def selection_rate() -> Iterator[Row]:
-    about = {"table": "Selection rate", "source": "TREAD, ablation of the selection rate"}
-    for rate, figure in SELECTION_RATES.items():
+    about = ("Selection rate", "TREAD, ablation of the selection rate")
+    for rate, fid in SELECTION_RATES.items():
         overrides = IMAGENET_256 | backbone("B/2") | (route(rate / 100, 2, -4) if rate else DENSE)
-        baseline = "selection_rate/0" if rate else None
-        yield Row(f"selection_rate/{rate}", **about, overrides=overrides, paper=fid(figure), baseline=baseline)
+        yield Row(f"selection_rate/{rate}", *about, overrides, {"fid": fid}, baseline="selection_rate/0" if rate else None)
 
 
 def location() -> Iterator[Row]:
     """DiT-XL/2, the route scaled with the depth B (B/6 to 2B/3), or at fixed distances from both ends (2 to B - 4)."""
-    about = {"table": "Location scaling", "source": "TREAD, ablation of the location's scaling", "baseline": "table2/dit_xl2"}
-    rounded = "B/6 = 4.67 and 2B/3 = 18.67 of 28 blocks are rounded down: 4 to 18"
-    base = IMAGENET_256 | backbone("XL/2")
-    yield Row("location/relative", **about, overrides=base | route(0.5, 4, 18), paper=fid(LOCATIONS[4, 18]), differs=rounded)
-    yield Row("location/absolute", **about, overrides=base | route(0.5, 2, -4), paper=fid(LOCATIONS[2, 24]))
+    about, dense = ("Location scaling", "TREAD, ablation of the location's scaling"), "table2/dit_xl2"
+    base, rounded = IMAGENET_256 | backbone("XL/2"), "B/6 = 4.67 and 2B/3 = 18.67 of 28 blocks are rounded down: 4 to 18"
+    yield Row("location/relative", *about, base | route(0.5, 4, 18), {"fid": 18.81}, rounded, dense)
+    yield Row("location/absolute", *about, base | route(0.5, 2, -4), {"fid": 7.38}, None, dense)
 
 
 def placement() -> Iterator[Row]:
@@ -286,28 +228,29 @@ def placement() -> Iterator[Row]:
         "compare changes against the baseline, not the figures themselves"
     )
     base = IMAGENET_256 | backbone("B/2") | {"train.num_steps": 300_000}
-    yield Row("placement/baseline", table, source, base | DENSE, fid(dense), differs)
+    yield Row("placement/baseline", table, source, base | DENSE, {"fid": dense}, differs)
     for (start, end), change in PLACEMENTS.items():
-        figure, shown = fid(round(dense + change, 2)), f"{source} ({dense} {'+' if change > 0 else '-'} {abs(change):.2f})"
-        yield Row(f"placement/{start}_{end}", table, shown, base | route(0.5, start, end), figure, differs, "placement/baseline")
+        paper, of_change = {"fid": round(dense + change, 2)}, f"{source} ({dense} {'+' if change > 0 else '-'} {abs(change):.2f})"
+        overrides = base | route(0.5, start, end)
+        yield Row(f"placement/{start}_{end}", table, of_change, overrides, paper, differs, "placement/baseline")
 
 
 def imagenet_512() -> Iterator[Row]:
     base, source = IMAGENET_512 | backbone("B/2"), "TREAD, ImageNet-512 (FID of 10,000 samples)"
-    yield from pair("imagenet512/dit_b2", "ImageNet-512", source, base, fid(62.8, "10k"), fid(40.9, "10k"))
+    yield from pair("imagenet512/dit_b2", "ImageNet-512", source, base, (62.8, 40.9), num_samples=10_000)
 
 
 def lightning() -> Iterator[Row]:
     """80,000 steps of 1,024 images on VA-VAE's latents. The code of the routed row, published by an author of TREAD
     (stefan-baumann/LightningDiT_TREAD), has the default route and no block in float32 after it."""
-    about = {"table": "LightningDiT", "source": "TREAD, LightningDiT rows"}
-    about["differs"] = (
+    about = ("LightningDiT", "TREAD, LightningDiT rows")
+    differs = (
         "the paper does not say how these rows are sampled; LightningDiT's own sampler is taken, without guidance: Euler "
         "through 250 points, timestep shift 0.3"
     )
     dense, routed = {"model": "lightningdit"}, {"model": "lightningdit_tread", "model.fp32_after_route": False}
-    yield Row("lightning/xl1", **about, overrides=LIGHTNING | dense, paper=fid(5.14))
-    yield Row("lightning/xl1_tread", **about, overrides=LIGHTNING | routed, paper=fid(3.71), baseline="lightning/xl1")
+    yield Row("lightning/xl1", *about, LIGHTNING | dense, {"fid": 5.14}, differs)
+    yield Row("lightning/xl1_tread", *about, LIGHTNING | routed, {"fid": 3.71}, differs, "lightning/xl1")
 
 
 def final() -> Iterator[Row]:
@@ -318,6 +261,7 @@ def final() -> Iterator[Row]:
     scale = "the paper's guidance scale is not known here: sweep cfg_scale with fid.py and compare the best"
     tuned = f"60 epochs are the difference between this row's and its routed run's; {epoch}; {scale}"
     interval = f"the same training as final/xl2_tread_finetune_740; {scale}, and the interval with it (guidance=interval)"
+    metrics = ("fid", "sfid", "inception_score", "precision", "recall")
     for name, epochs, model, init_from, source, differs in (
         ("dit", 1400, DENSE, None, dit, f"{ddpm}; {epoch}"),
         ("tread_160", 160, TREAD, None, paper, epoch),
@@ -329,39 +273,27 @@ def final() -> Iterator[Row]:
         overrides = IMAGENET_256 | backbone("XL/2") | model | {"train.num_steps": 5_000 * epochs, "eval.every": 100_000}
         if init_from:
             overrides["init_from"] = f"${{output_dir}}/final_xl2_{init_from}_seed${{seed}}"
-        metrics = ("fid", "sfid", "inception_score", "precision", "recall")
-        figures = {f"{m}50k/{kind}": value for kind, row in FINAL[name].items() for m, value in zip(metrics, row)}
+        unguided, guided = (dict(zip(metrics, figures.get(name, ()))) for figures in (FINAL_UNGUIDED, FINAL_GUIDED))
         baseline = None if name == "dit" else "final/xl2_dit"
-        yield Row(f"final/xl2_{name}", "Final comparison", source, overrides, figures, differs, baseline)
+        yield Row(f"final/xl2_{name}", "Final comparison", source, overrides, unguided, differs, baseline, guided)
 
 
 def repa() -> Iterator[Row]:
     """SiT with alignment to DINOv2-B; REPA's own runs have no routes."""
     table, source = "REPA", "REPA (arXiv 2410.06940), 400K iterations, 250 steps of the SDE"
     differs = "trained in bf16 (REPA: fp16), with an EMA that is warmed up"
-    for size, block, paper in (("B/2", 4, {}), ("XL/2", 8, fid(7.9))):  # of B/2, neither block nor figure could be checked
-        base, name = REPA | backbone(size) | {"alignment.block": block}, f"repa/sit_{size.replace('/', '').lower()}"
-        routed = f"{differs}; nobody has published this row: alignment inside the route, on the tokens that do not skip"
+    routed = f"{differs}; nobody has published this row: alignment inside the route, on the tokens that do not skip"
+    for size, block, paper in (("B/2", 4, {}), ("XL/2", 8, {"fid": 7.9})):  # of B/2, neither block nor figure could be checked
+        base, name = REPA | backbone(size) | {"alignment.block": block}, row_name("repa", "sit", size)
         yield Row(name, table, source, base | DENSE, paper, differs)
-        yield Row(f"{name}_tread", table, "after REPA and TREAD", base | TREAD, {}, routed, baseline=name)
-
-
-def digits_repa() -> Iterator[Row]:
-    """With and without alignment, dense and routed, at the size of the embedded digits."""
-    about = ("Digits: alignment", "after REPA")
-    differs = f"{DIGITS_DIFFER}; an encoder that learned to classify these digits instead of DINOv2"
-    aligned = {"alignment": "repa", "alignment.encoder": "digits", "alignment.block": 4, "alignment.projector_width": 256}
-    base, baseline = DIGITS | {"diffusion": "sit"}, "digits/repa/sit_xs2"
-    for name, kind in (("", {}), ("_repa", aligned)):
-        yield Row(f"{baseline}{name}", *about, base | DENSE | kind, {}, differs, baseline if name else None)
-        yield Row(f"{baseline}_tread{name}", *about, base | TREAD | kind, {}, differs, baseline)
+        yield Row(f"{name}_tread", table, "after REPA and TREAD", base | TREAD, {}, routed, name)
 
 
 def digits_tables() -> Iterator[Row]:
     """Table 2, the selection rates and the placements at the size of the embedded digits."""
-    for objective, diffusion in (("dit", "edm"), ("sit", "sit")):
-        base, name = DIGITS | {"diffusion": diffusion}, f"digits/table2/{objective}_xs2"
-        yield from pair(name, "Digits: objectives", "after TREAD, Table 2", base, {}, {}, DIGITS_DIFFER)
+    for network, diffusion in (("dit", "edm"), ("sit", "sit")):
+        base, name = DIGITS | {"diffusion": diffusion}, f"digits/table2/{network}_xs2"
+        yield from pair(name, "Digits: objectives", "after TREAD, Table 2", base, differs=DIGITS_DIFFER)
     about = ("Digits: selection rate", "after TREAD, ablation of the selection rate")
     for rate in SELECTION_RATES:
         overrides, baseline = (DIGITS | route(rate / 100, 2, -4), "digits/selection_rate/0") if rate else (DIGITS | DENSE, None)
@@ -377,26 +309,11 @@ def small_pictures() -> Iterator[Row]:
     settings = "pixels of 32x32 instead of latents, ${train.num_steps} steps of ${train.batch_size} images; the settings are ours"
     differs = f"a small classifier instead of Inception; {settings}"
     for size in ("XS/2", "XS/4"):
-        for objective, diffusion in (("dit", "edm"), ("sit", "sit")):
-            base, name = (
-                FASHION | backbone(size) | {"diffusion": diffusion},
-                f"fashion/{objective}_{size.replace('/', '').lower()}",
-            )
-            yield from pair(name, "Fashion-MNIST", "after TREAD, Table 2", base, {}, {}, differs)
-    yield from pair("cifar10/dit_s2", "CIFAR-10", "after TREAD, Table 2", CIFAR10 | backbone("S/2"), {}, {}, settings)
+        for network, diffusion in (("dit", "edm"), ("sit", "sit")):
+            base = FASHION | backbone(size) | {"diffusion": diffusion}
+            yield from pair(row_name("fashion", network, size), "Fashion-MNIST", "after TREAD, Table 2", base, differs=differs)
+    yield from pair("cifar10/dit_s2", "CIFAR-10", "after TREAD, Table 2", CIFAR10 | backbone("S/2"), differs=settings)
 
 
-TABLES = (
-    table_2,
-    selection_rate,
-    location,
-    placement,
-    imagenet_512,
-    lightning,
-    final,
-    repa,
-    small_pictures,
-    digits_tables,
-    digits_repa,
-)
-ROWS = [row for table in TABLES for row in table()]
+TABLES = (table_2, selection_rate, location, placement, imagenet_512, lightning, final, repa, small_pictures, digits_tables)
+ROWS = {row.name: row for table in TABLES for row in table()}

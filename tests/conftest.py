@@ -12,16 +12,15 @@ from functools import partial
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from hydra import compose, initialize_config_dir
 
 from common.files import REPOSITORY, hash_file
-from configs import experiments, schema
-from configs.command_line import CONFIGS, check
+from configs import schema
+from configs.command_line import check
+from configs.experiments import compose_overrides
 from latents.shards import ShardInfo, write_shard
 
 # tests/gpu needs a CUDA device; tests/test_gpu_code.py runs its code on a CPU.
 collect_ignore = [] if torch.cuda.is_available() else ["gpu"]
-experiments.register()
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # pytest -n: each worker its share of the cores
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])))
 # gloo processes: `--cpu --num_processes 2` would start one.
@@ -48,8 +47,7 @@ def make_shard(path, num_items=24, channels=2, size=4, kind="sample", num_classe
 
 
 def composed(overrides=(), config_name="config"):
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return compose(config_name, overrides=list(overrides))
+    return compose_overrides(overrides, config_name)
 
 
 def checked(overrides=(), config_name="config"):

@@ -3,17 +3,15 @@
 import numpy as np
 import pytest
 import torch
-from conftest import composed, forget_accelerate, metrics
+from conftest import checked, forget_accelerate, metrics
 from omegaconf import OmegaConf
 from PIL import Image
 from safetensors.torch import save_file
 from stand_ins import untrained_va_vae
 
 import dit
-import fid
 import prepare_latents
 import sample
-from configs import schema
 from guidance import none
 from latents.autoencoders import Identity
 from routing_module import TokenRouter
@@ -79,30 +77,10 @@ def test_a_lightning_row_trains_draws_a_grid_and_samples_with_published_guidance
     forget_accelerate()
     guided = ["guidance=interval", "cfg_scale=10", "guidance.level_lo=0", "guidance.level_hi=0.89", "guidance.channels=3"]
     common = [f"checkpoint={run}", "seeds=0-1", "num_steps=3", "cpu_threads=1", "weights=raw"]
-    sample.main(composed([*common, *guided, f"output={tmp_path / 'guided'}"], "sample"))
+    sample.main(checked([*common, *guided, f"output={tmp_path / 'guided'}"], "sample"))
     forget_accelerate()
-    sample.main(composed([*common, f"output={tmp_path / 'plain'}"], "sample"))
+    sample.main(checked([*common, f"output={tmp_path / 'plain'}"], "sample"))
     images = [np.asarray(Image.open(next((tmp_path / name).glob("seed_000001*.png")))) for name in ("guided", "plain")]
     assert images[0].shape == (64, 64, 3) and (images[0] != images[1]).any()
     stored, plain = (OmegaConf.load(tmp_path / name / "settings.yaml") for name in ("guided", "plain"))
     assert stored.guidance.channels == 3 and stored.sampler.timestep_shift == 0.3 and plain.autoencoder == autoencoder
-
-
-def test_results_of_earlier_versions_are_those_of_settings_without_the_new_keys(train, tmp_path):
-    def in_fid(**settings):
-        return fid.guidance_settings(schema.check({"guidance": settings}, OneGuidance).guidance)
-
-    assert in_fid(name="none") == {"cfg_scale": 1.0} and in_fid(name="cfg", cfg_scale=1.5) == {"cfg_scale": 1.5}
-    assert in_fid(name="cfg", cfg_scale=1.5, channels=3) == {"guidance": "cfg", "cfg_scale": 1.5, "guidance.channels": 3}
-    interval = {"name": "interval", "cfg_scale": 1.5, "level_lo": 0.1, "level_hi": 0.5}
-    assert in_fid(**interval) == {"guidance": "interval", "cfg_scale": 1.5, "guidance.level_lo": 0.1, "guidance.level_hi": 0.5}
-    run = train("run", "diffusion=sit", "train.num_steps=1")
-    forget_accelerate()
-    settings = [f"checkpoint={run}", f"output={tmp_path / 'images'}", "seeds=0", "num_steps=2", "cpu_threads=1"]
-    sample.main(composed([*settings, "guidance=cfg", "cfg_scale=1.5"], "sample"))
-    stored = OmegaConf.load(tmp_path / "images" / "settings.yaml")
-    assert stored.guidance == {"name": "cfg", "cfg_scale": 1.5} and "timestep_shift" not in stored.sampler
-
-
-class OneGuidance(schema.Settings):
-    guidance: schema.Guidance

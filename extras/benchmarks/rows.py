@@ -12,12 +12,12 @@ from types import SimpleNamespace
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 
 from common.errors import UserError
-from configs import experiments, schema
-from configs.command_line import CONFIGS, check
+from configs import schema
+from configs.command_line import check
+from configs.experiments import compose_overrides
 from configs.settings import Count, Whole
 from evaluations.features import Features
 from evaluations.inception import LAYER_SIZES
@@ -36,13 +36,11 @@ def compose_config(overrides: Sequence[str], folder: Path) -> schema.TrainConfig
 
     Without data.path, random latents are made in `folder`. Raises UserError for an argument that is not accepted.
     """
-    experiments.register()
     own = ["name=benchmark", f"output_dir={folder}", "sample.every=0", "eval.every=0", f"train.num_steps={10**9}"]
     if not any(override.startswith(("data=", "experiment=")) for override in overrides):
         own.append("data=imagenet256")
     try:
-        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            cfg = check(compose("config", [*own, *overrides]), schema.TrainConfig)
+        cfg = check(compose_overrides([*own, *overrides]), schema.TrainConfig)
     except HydraException as e:
         raise UserError(str(e).replace("\n", " ")) from e
     if cfg.data.path is None:

@@ -1,1 +1,1 @@
-"""Many runs as one page: read (runs), grouped and compared (experiments), put into tables (content), drawn (charts), written."""
+"""Many runs as one page: read (runs), grouped (experiments), put into tables and charts, written (__main__, page.html.j2)."""

@@ -8,15 +8,15 @@ from typing import Literal
 
 import torch
 from huggingface_hub import try_to_load_from_cache
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 import dit
 from common.downloads import download_from_hub
 from common.errors import UserError, first_line
-from common.files import REPOSITORY, write_file
+from common.files import write_file
 from configs import schema
 from configs.command_line import check
+from configs.experiments import LIGHTNING_DIFFUSION, SIT_SAMPLER, compose_overrides
 from configs.schema import Autoencoder
 from configs.settings import Count, Positive, Text, Whole
 from extras import lightningdit
@@ -28,17 +28,13 @@ from training.build import build_network
 
 log = logging.getLogger(__name__)
 
-SIT = {"sampler": {"num_steps": 250, "solver": "euler_maruyama"}}
-# LightningDiT's 250 "steps" are the ends of 249.
-LIGHTNING = {"sampler": {"num_steps": 249, "solver": "euler", "timestep_shift": 0.3}}
-LIGHTNING |= {"timestep": "logit_normal", "cosine_weight": 1.0}
 # Of each kind of weights: model, diffusion, and the diffusion's settings for the published scores that are not our defaults.
 KINDS_OF_WEIGHTS = {
     "dit": ("dit", "ddpm", {}),
-    "sit": ("dit", "sit", SIT),
-    "repa": ("dit", "sit", SIT),
+    "sit": ("dit", "sit", SIT_SAMPLER),
+    "repa": ("dit", "sit", SIT_SAMPLER),
     "tread": ("tread", "edm", {}),
-    "lightningdit": ("lightningdit", "sit", LIGHTNING),
+    "lightningdit": ("lightningdit", "sit", LIGHTNING_DIFFUSION),
 }
 TURNED = ("sit", "lightningdit")  # their clock runs from noise at 0 to data at 1, and they predict data - noise
 # Steps of weights whose file does not say how long they were trained: enough that an EMA started from them has no warm-up.
@@ -140,7 +136,6 @@ def fill_in_latents(kind: str, latents: dict, input_size: int) -> dict[str, obje
 def build_config(kind: str, changed: dict) -> schema.TrainConfig:
     """The configuration of the run: `changed`, the published sampler, and this project's defaults."""
     model, diffusion, published = KINDS_OF_WEIGHTS[kind]
-    with initialize_config_dir(str(REPOSITORY / "configs"), version_base="1.3"):
-        composed = compose("config", [f"model={model}", f"diffusion={diffusion}", "data=custom"])
-    raw = OmegaConf.merge(OmegaConf.to_container(composed), changed, {"diffusion": published})
-    return check(raw, schema.TrainConfig)
+    overrides = [f"{key}={value}" for key, value in published.items()]
+    composed = compose_overrides([f"model={model}", f"diffusion={diffusion}", "data=custom", *overrides])
+    return check(OmegaConf.merge(OmegaConf.to_container(composed), changed), schema.TrainConfig)
