@@ -12,11 +12,8 @@ again computes those that are missing.
 
 from __future__ import annotations
 
-import csv
 import gc
-import io
 import itertools
-import json
 import logging
 import sys
 from collections.abc import Callable
@@ -27,14 +24,15 @@ from accelerate import Accelerator
 
 import evaluations
 from common.errors import UserError
-from common.files import append_line, lock_output, markdown_table, read_lines, write_file
+from common.files import lock_output
 from configs import command_line, schema
 from evaluations.images import open_images
-from evaluations.suite import display_name, format_metric, format_metrics, metrics_of
+from evaluations.suite import format_metrics, metrics_of
 from latents import autoencoders
 from sampling.detectors import build_detectors, open_reference
 from sampling.evaluator import Evaluator
-from sampling.sampler import ImageSampler
+from sampling.results import Point, Results, in_words
+from sampling.sampler import ImageSampler, sampler_with
 from training import checkpoint as checkpoints
 from training import load, machine
 from training.resume import check_shared, decide_together
@@ -65,7 +63,10 @@ def main(cfg: schema.FidConfig) -> None:
     num_samples = cfg.num_samples or (PAPER_NUM_SAMPLES if images is None else len(images))
     if images and num_samples > len(images):
         raise UserError(f"num_samples={num_samples}, but {cfg.images} holds {len(images)} images; make more or lower it")
-    points = [({"images": cfg.images}, None)] if images else sweep(cfg, runs, guidances, accelerator)
+    if images:
+        points = [(Point({"images": cfg.images}, images.fingerprint(), {"images": Path(cfg.images).name}), None)]
+    else:
+        points = sweep(cfg, runs, guidances, accelerator)
 
     conditions = {
         "num_samples": num_samples,
@@ -79,14 +80,14 @@ def main(cfg: schema.FidConfig) -> None:
     }
     output = Path(cfg.output) if cfg.output else default_folder(cfg, folders)
     lock = lock_output(output, "evaluating into") if accelerator.is_main_process else None
-    results = Results(output, conditions, images.fingerprint() if images else None)
-    missing = decide_together(lambda: [i for i, (settings, _) in enumerate(points) if not results.find(settings)], accelerator)
+    results = Results(output, conditions)
+    missing = decide_together(lambda: [i for i, (point, _) in enumerate(points) if not results.find(point)], accelerator)
     log.info("%d of %d evaluations to do, in %s", len(missing), len(points), output)
     if missing:
         for run_cfg in runs.values():  # before a detector and a reference that take minutes
             autoencoders.find(cfg.autoencoder or run_cfg.data.autoencoder)
         evaluator = Evaluator.open(accelerator, build_detectors(cfg.evaluation, accelerator), reference, cfg.batch_size)
-    for settings, load_sampler in (points[i] for i in missing):
+    for point, load_sampler in (points[i] for i in missing):
         cost = {}
         if images:
             metrics = evaluator.of_images(images, num_samples)
@@ -97,10 +98,10 @@ def main(cfg: schema.FidConfig) -> None:
             del sampler
             gc.collect()  # a compiled network is a cycle: Python would keep it on the device beside the next ones
         if accelerator.is_main_process:
-            results.add(settings, metrics, cost)
-            log.info("%s: %s", in_words(shown(settings)), format_metrics(metrics))
+            results.add(point, metrics, cost)
+            log.info("%s: %s", in_words(point.shown), format_metrics(metrics))
     if accelerator.is_main_process:
-        sys.stdout.write(results.write([settings for settings, _ in points], metrics_of(cfg.evaluation.all_detectors[0])[0].name))
+        sys.stdout.write(results.write([point for point, _ in points], metrics_of(cfg.evaluation.all_detectors[0])[0].name))
         lock.close()
     accelerator.end_training()
 
@@ -133,11 +134,11 @@ def with_settings_of_run(cfg: schema.FidConfig, run_cfg: schema.TrainConfig | No
 
 def sweep(
     cfg: schema.FidConfig, runs: dict[Path, schema.TrainConfig], guidances: list[schema.Guidance], accelerator: Accelerator
-) -> list[tuple[dict, Callable[[], ImageSampler]]]:
+) -> list[tuple[Point, Callable[[], ImageSampler]]]:
     """The points: all combinations of what the command lists, each checked against its checkpoint.
 
     Returns:
-        of each point, its settings as results.jsonl holds them, and what loads its sampler.
+        Each point, and what loads its sampler.
 
     Raises:
         UserError: a setting that the checkpoint's diffusion does not have, or a guidance that it cannot have.
@@ -151,12 +152,18 @@ def sweep(
                 if guidance.checkpoint not in found:
                     found[guidance.checkpoint] = load.find_second_checkpoint(guidance, run_cfg, accelerator).checkpoint
                 guidance = guidance.model_copy(update={"checkpoint": found[guidance.checkpoint]})
-            diffusion = schema.sampler_with(run_cfg.diffusion, **overrides)
+            diffusion = sampler_with(run_cfg.diffusion, **overrides)
             load.check_guidance(guidance, run_cfg, diffusion)
             sampler = {key: getattr(diffusion.sampler, key) for key in SWEPT_OF_SAMPLER if hasattr(diffusion.sampler, key)}
-            settings = {"checkpoint": str(folder), "weights": weights, **guidance_settings(guidance), **sampler}
+            settings = {"weights": weights, **guidance_settings(guidance), **sampler}
+            content = checkpoints.identity(folder)
+            if guidance.name == "autoguidance":
+                content += checkpoints.identity(Path(guidance.checkpoint))
+            run = checkpoints.run_of(folder) or folder.resolve().parent
+            shown = {"run": run.name, "step": checkpoints.step_of(folder), **settings}
             options = {"weights": weights, "diffusion": diffusion, "command": cfg}
-            points.append((settings, partial(load.load_sampler, folder, run_cfg, guidance, accelerator.device, **options)))
+            loader = partial(load.load_sampler, folder, run_cfg, guidance, accelerator.device, **options)
+            points.append((Point({"checkpoint": str(folder), **settings}, content, shown), loader))
     return points
 
 
@@ -169,79 +176,6 @@ def guidance_settings(guidance: schema.Guidance) -> dict:
     return {"guidance": guidance.name, **scale, **{f"guidance.{key}": value for key, value in own.items()}}
 
 
-def shown(settings: dict) -> dict:
-    """A point's settings as tables and plots show them: run and step of a checkpoint, the name of images."""
-    if "images" in settings:
-        return {"images": Path(settings["images"]).name}
-    checkpoint = Path(settings["checkpoint"])
-    run = checkpoints.run_of(checkpoint) or checkpoint.resolve().parent
-    others = {name: value for name, value in settings.items() if name != "checkpoint"}
-    return {"run": run.name, "step": checkpoints.step_of(checkpoint), **others}
-
-
-def in_words(settings: dict) -> str:
-    return ", ".join(f"{name} {value}" for name, value in settings.items())
-
-
-class Results:
-    """The finished points of a folder: results.jsonl, and the table and plot made of them.
-
-    Two points are the same if their settings, the content of their checkpoint or images, and the conditions are.
-
-    Args:
-        conditions: what all points share: the number of samples, the detector, the reference and so on.
-        images: the fingerprint of images on disk; None for checkpoints.
-    """
-
-    def __init__(self, folder: Path, conditions: dict, images: str | None):
-        self.folder, self.conditions, self.images = folder, conditions, images
-        self.file = folder / "results.jsonl"
-        self.lines = [line for _, line in read_lines(self.file) if line and "point" in line and "metrics" in line]
-
-    def _key(self, settings: dict) -> dict:
-        content = checkpoints.identity(Path(settings["checkpoint"])) if "checkpoint" in settings else self.images
-        if "guidance.checkpoint" in settings:
-            content += checkpoints.identity(Path(settings["guidance.checkpoint"]))
-        return json.loads(json.dumps({**settings, **self.conditions, "content": content}))
-
-    def find(self, settings: dict) -> dict | None:
-        """The line of results.jsonl; None if the point of these settings is not finished."""
-        key = self._key(settings)
-        return next((line for line in self.lines if line["point"] == key), None)
-
-    def add(self, settings: dict, metrics: dict[str, float], cost: dict[str, float]) -> None:
-        line = {"point": self._key(settings), "metrics": metrics} | ({"cost": cost} if cost else {})
-        append_line(self.file, line)
-        self.lines.append(line)
-
-    def write(self, points: list[dict], plotted: str) -> str:
-        """Write results.csv, results.md and, for a sweep, results.png of finished points; returns the Markdown.
-
-        Args:
-            points: their settings.
-            plotted: the metric of the plot.
-        """
-        lines, settings = list(map(self.find, points)), list(map(shown, points))
-        count = {"num_samples": self.conditions["num_samples"]}
-        rows = [own | count | line["metrics"] | line.get("cost", {}) for own, line in zip(settings, lines)]
-        names = list(dict.fromkeys(name for row in rows for name in row))
-        text = io.StringIO()
-        writer = csv.DictWriter(text, names)
-        writer.writeheader()
-        writer.writerows(rows)
-        write_file(self.folder / "results.csv", text.getvalue())
-        table = markdown_table(names, [[format_cell(name, row.get(name, "")) for name in names] for row in rows])
-        write_file(self.folder / "results.md", table)
-        if len(points) > 1:
-            png = plot(settings, [line["metrics"][plotted] for line in lines], display_name(plotted, count["num_samples"]))
-            write_file(self.folder / "results.png", png)
-        return table
-
-
-def format_cell(name: str, value: object) -> str:
-    return format_metric(name, value) if isinstance(value, float) else str(value)
-
-
 def default_folder(cfg: schema.FidConfig, folders: list[Path]) -> Path:
     """<run>/evaluations; beside a checkpoint that lies in no run; <images>_evaluations beside images."""
     if not folders:
@@ -252,32 +186,6 @@ def default_folder(cfg: schema.FidConfig, folders: list[Path]) -> Path:
     if folder == Path(evaluations.__file__).parent:  # a checkpoint in the repository's own folder: never among the source files
         return checkpoint.with_name(f"{checkpoint.name}_evaluations")
     return folder
-
-
-def plot(settings: list[dict], values: list[float], label: str) -> bytes:
-    """PNG of the metric against the setting with the most values, with a line for each combination of the others."""
-    logging.getLogger("matplotlib").setLevel(logging.WARNING)
-    from matplotlib.figure import Figure
-
-    names = dict.fromkeys(name for row in settings for name in row)  # checkpoints of two diffusions differ in some
-    choices = {name: {row.get(name) for row in settings} for name in names}
-    numbers = [name for name, chosen in choices.items() if all(isinstance(value, (int, float)) for value in chosen)]
-    axis = max(numbers, key=lambda name: len(choices[name]))
-    others = [name for name in choices if name != axis and len(choices[name]) > 1]
-    figure = Figure(figsize=(6, 4))
-    axes = figure.subplots()
-    curves: dict[str, list[tuple]] = {}
-    for row, value in zip(settings, values):
-        curves.setdefault(in_words({name: row[name] for name in others if name in row}), []).append((row[axis], value))
-    for name, curve in curves.items():
-        axes.plot(*zip(*sorted(curve)), marker="o", label=name or None)
-    axes.set(xlabel=axis, ylabel=label)
-    axes.grid(alpha=0.3)
-    if others:
-        axes.legend()
-    png = io.BytesIO()
-    figure.savefig(png, dpi=150, bbox_inches="tight")
-    return png.getvalue()
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from common.randomness import class_of_seed
 from configs import command_line, schema
 from evaluations.images import DECODE_ERRORS
 from evaluations.npz import write_npz
-from sampling.sampler import ImageSampler, describe_cost, labelled_grid
+from sampling.sampler import ImageSampler, describe_cost, labelled_grid, sampler_with
 from training import checkpoint as checkpoints
 from training import load, machine
 from training.resume import check_shared, decide_together, find_checkpoint_together
@@ -45,7 +45,7 @@ def main(cfg: schema.SampleConfig) -> None:
     checkpoint = find_checkpoint_together(cfg.checkpoint, "checkpoint", accelerator)
     run_cfg = load.load_config(checkpoint)
     guidance = load.with_scale(cfg.guidance, cfg.cfg_scale)
-    diffusion = schema.sampler_with(run_cfg.diffusion, **{key: getattr(cfg, key) for key in schema.SAMPLER_KEYS})
+    diffusion = sampler_with(run_cfg.diffusion, **{key: getattr(cfg, key) for key in schema.SAMPLER_KEYS})
     load.check_guidance(guidance, run_cfg, diffusion)
     guidance = load.find_second_checkpoint(guidance, run_cfg, accelerator)
     labels = labels_of_seeds(cfg, run_cfg.data.num_classes)

@@ -25,6 +25,7 @@ from common.progress import say_if_slow
 from configs import command_line, schema
 from sampling.detectors import build_detectors, open_reference
 from sampling.evaluator import Evaluator
+from sampling.sampler import sampler_with
 from training import build, load, machine, saving, speed
 from training import checkpoint as checkpoints
 from training.ema import EMA
@@ -110,7 +111,7 @@ def build_hooks(cfg: schema.TrainConfig, ema: EMA, run: RunFolder, accelerator: 
     if cfg.sample.every:
         hooks.append(Grids(run, sampler, cfg.sample.every))
     if cfg.eval.every:
-        diffusion = schema.sampler_with(cfg.diffusion, num_steps=cfg.eval.num_steps)
+        diffusion = sampler_with(cfg.diffusion, num_steps=cfg.eval.num_steps)
         samplers = {}
         for scale in cfg.eval.cfg_scales:
             guidance = schema.CFG(name="cfg", cfg_scale=scale)

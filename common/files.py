@@ -208,9 +208,3 @@ def list_images(folder: Path, suffixes: Sequence[str]) -> list[str]:
 def is_hidden(name: str) -> bool:
     """Whether `list_images` leaves out a file or folder of this name."""
     return name.startswith(".") or name == "__MACOSX"
-
-
-def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table, with a final newline. Bars inside cells cannot break it."""
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)

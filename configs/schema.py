@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from enum import Enum
 from typing import Annotated, Any, Literal
 
@@ -17,20 +17,7 @@ from pydantic.dataclasses import dataclass
 
 import dit
 import guidance
-from configs.settings import (
-    Count,
-    Fraction,
-    NotNegative,
-    Number,
-    OneOrMany,
-    Positive,
-    Seed,
-    Settings,
-    Text,
-    Whole,
-    explained,
-    nearest,
-)
+from configs.settings import Count, Fraction, NotNegative, Number, OneOrMany, Positive, Seed, Settings, Text, Whole, nearest
 from edm import EDM
 from edm.sampler import HeunSampler
 from extras import ddpm, lightningdit
@@ -69,13 +56,11 @@ Compile = Literal["auto", "none", "blocks"]  # training.speed.compile_network
 # ----------------------------------------------------------------------------------------------------------------------
 # The groups.
 
-# Of the objects that are settings. Not strict: only so does pydantic make them of dictionaries.
-_OBJECT = ConfigDict(extra="forbid", defer_build=True)
-
-
-@dataclass(frozen=True, config=_OBJECT)
-class RouteSettings(Route):
-    """As routing_module.Route."""
+# The objects that are settings. They are not strict: only so does pydantic make them of dictionaries.
+_OBJECT = {"frozen": True, "config": ConfigDict(extra="forbid", defer_build=True)}
+RouteSettings, HeunSettings, FlowSettings, AncestralSettings = (
+    dataclass(kind, **_OBJECT) for kind in (Route, HeunSampler, FlowSampler, ddpm.AncestralSampler)
+)
 
 
 class Model(Settings):
@@ -112,41 +97,20 @@ class Data(Settings):
     resolution: Count | None = None
 
 
-@dataclass(frozen=True, config=_OBJECT)
-class HeunSettings(HeunSampler):
-    """As edm.sampler.HeunSampler."""
-
-
-@dataclass(frozen=True, config=_OBJECT)
-class FlowSettings(FlowSampler):
-    """As sit.sampler.FlowSampler."""
-
-
-@dataclass(frozen=True, config=_OBJECT)
-class AncestralSettings(ddpm.AncestralSampler):
-    """As extras.ddpm.AncestralSampler."""
-
-
-@dataclass(frozen=True, config=_OBJECT)
+@dataclass(**_OBJECT)
 class EDMSettings(EDM):
-    """An edm.EDM with a name."""
-
     name: Literal["edm"] = "edm"
     sampler: HeunSettings = HeunSettings()
 
 
-@dataclass(frozen=True, config=_OBJECT)
+@dataclass(**_OBJECT)
 class SiTSettings(SiT):
-    """A sit.SiT with a name."""
-
     name: Literal["sit"] = "sit"
     sampler: FlowSettings = FlowSettings()
 
 
-@dataclass(frozen=True, config=_OBJECT)
+@dataclass(**_OBJECT)
 class DDPMSettings(ddpm.DDPM):
-    """An extras.ddpm.DDPM with a name."""
-
     name: Literal["ddpm"] = "ddpm"
     sampler: AncestralSettings = AncestralSettings()
 
@@ -317,18 +281,10 @@ class _SampleConfig(Settings):
     npz: bool
 
 
-# Every setting of every sampler; `sampler_with` knows which of them the run's diffusion has, and what it accepts.
+# Every setting of every sampler; `sampling.sampler.sampler_with` knows which of them the run's diffusion has.
 _SAMPLERS = (HeunSampler, FlowSampler, ddpm.AncestralSampler)
 SAMPLER_KEYS = tuple({field.name: None for sampler in _SAMPLERS for field in fields(sampler)})
 SampleConfig = create_model("SampleConfig", __base__=_SampleConfig, **{key: (Any, ...) for key in SAMPLER_KEYS})
-
-
-def sampler_with(diffusion: Diffusion, **overrides: object) -> Diffusion:
-    """The diffusion with other settings of its sampler; None changes nothing. Raises UserError, also for a key of another one."""
-    given = {key: value for key, value in overrides.items() if value is not None}
-    kind = type(diffusion.sampler)
-    with explained(kind, given):
-        return replace(diffusion, sampler=kind(**vars(diffusion.sampler) | given))
 
 
 class FidDetector(DetectorSettings):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from common.randomness import SeedRandom
 from configs.schema import Diffusion
+from configs.settings import explained
 from guidance import Guidance, GuidanceInputs
 from latents.autoencoders import Autoencoder, to_uint8
 from latents.shards import restore_latents
@@ -90,6 +91,14 @@ class ImageSampler:
         )
         latents = self.diffusion.sample(self.guidance(inputs), random.randn(*self.latent_shape), y, random)
         return to_uint8(self.autoencoder.decode(restore_latents(latents[:num_images], self))).cpu().numpy()
+
+
+def sampler_with(diffusion: Diffusion, **overrides: object) -> Diffusion:
+    """The diffusion with other settings of its sampler; None changes nothing. Raises UserError, also for a key of another one."""
+    given = {key: value for key, value in overrides.items() if value is not None}
+    kind = type(diffusion.sampler)
+    with explained(kind, given):
+        return replace(diffusion, sampler=kind(**vars(diffusion.sampler) | given))
 
 
 def describe_cost(sampler: ImageSampler, sparse_ratios: tuple[float, float] | None) -> str:

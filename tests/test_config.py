@@ -10,6 +10,7 @@ from configs.command_line import name_run
 from configs.settings import keys_of
 from guidance import GUIDANCES, GuidanceInputs
 from routing_module import DEFAULT_ROUTE
+from sampling.sampler import sampler_with
 from training import build, load
 
 SD = dict(channels=4, kind="moments", num_classes=1000, scale_factor=0.18215, autoencoder="sd-vae:some/vae")
@@ -88,7 +89,7 @@ def test_sparse_guidance_of_a_network_without_routes_is_warned_of(caplog):
 
 def test_the_sampler_takes_its_own_settings_and_no_others():
     edm, sit = checked().diffusion, checked(["diffusion=sit"]).diffusion
-    assert schema.sampler_with(sit, S_churn=None, num_steps=7, solver="euler").sampler.num_steps == 7
+    assert sampler_with(sit, S_churn=None, num_steps=7, solver="euler").sampler.num_steps == 7
     assert sit.sampler.num_steps == 20
     for diffusion, setting, words in (
         (sit, {"S_churn": 2.0}, "S_churn is not a key"),
@@ -97,7 +98,7 @@ def test_the_sampler_takes_its_own_settings_and_no_others():
         (sit, {"solver": "heum"}, "solver='heum'.*'euler', 'heun'"),
     ):
         with pytest.raises(UserError, match=words):
-            schema.sampler_with(diffusion, **setting)
+            sampler_with(diffusion, **setting)
 
 
 def test_the_paper_is_the_default_away_from_the_digits():

@@ -2,6 +2,7 @@
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import fid as script
 import sample
 from common.errors import UserError
 from evaluations.suite import metrics_of
+from sampling.results import Point, Results
 
 NAMES = [metric.name for metric in metrics_of("digits")]
 EVAL = ["eval.every=2", "eval.num_samples=70", "eval.num_steps=2", "eval.batch_size=35", "train.num_steps=4", "train.lr=1e-2"]
@@ -96,17 +98,17 @@ def test_fid_gives_the_figures_of_training_and_sweeps_keep_what_is_done(edm, fid
 
 def test_a_point_that_was_cut_off_while_it_was_written_is_left_out_and_joined_to_nothing(tmp_path):
     conditions = {"num_samples": 70, "reference": "reference"}
-    first, second = {"images": "a.npz"}, {"images": "b.npz"}
-    script.Results(tmp_path, conditions, "images").add(first, {"fid": 1.0}, {})
+    first, second = (Point({"images": name}, "content", {}) for name in ("a.npz", "b.npz"))
+    Results(tmp_path, conditions).add(first, {"fid": 1.0}, {})
     with open(tmp_path / "results.jsonl", "a") as f:
         f.write('{"point": {"images": "b.npz"}')
-    results = script.Results(tmp_path, conditions, "images")
+    results = Results(tmp_path, conditions)
     assert results.find(first) and not results.find(second)
     results.add(second, {"fid": 2.0}, {})
-    results = script.Results(tmp_path, conditions, "images")
+    results = Results(tmp_path, conditions)
     assert results.find(first) and results.find(second)
-    for others, content in ((conditions | {"num_samples": 71}, "images"), (conditions, "other images")):
-        assert script.Results(tmp_path, others, content).find(first) is None
+    assert Results(tmp_path, conditions | {"num_samples": 71}).find(first) is None
+    assert results.find(replace(first, content="other images")) is None
 
 
 def test_results_without_an_output_lie_in_the_run_or_beside_what_was_judged_never_among_the_source_files(tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
-from common.files import markdown_table
+from sampling.results import markdown_table
 from training.provenance import describe_start
 
 # TFLOP/s of dense bfloat16 products, from the vendors' data sheets. The whole name must match: a part of a GPU (MIG) has no peak.
