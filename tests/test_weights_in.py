@@ -7,7 +7,7 @@ import os
 import numpy as np
 import pytest
 import torch
-from conftest import composed, finish, forget_accelerate, start
+from conftest import checked, finish, forget_accelerate, start
 from PIL import Image
 from safetensors.torch import save_file
 from torch.nn import functional as F
@@ -213,7 +213,7 @@ def run_sample(checkpoint, output, *overrides):
     import sample as script
 
     forget_accelerate()
-    script.main(composed([f"checkpoint={checkpoint}", f"output={output}", "cpu_threads=1", "num_steps=4", *overrides], "sample"))
+    script.main(checked([f"checkpoint={checkpoint}", f"output={output}", "cpu_threads=1", "num_steps=4", *overrides], "sample"))
     return {path.name: np.asarray(Image.open(path)).astype(int) for path in sorted(output.glob("seed_*.png"))}
 
 
@@ -242,7 +242,7 @@ def test_fid_reads_an_imported_run(import_file, tmp_path):
     forget_accelerate()
     settings = [f"checkpoint={tmp_path / 'imported'}", "num_samples=8", "batch_size=8", "evaluation.detector=digits"]
     reference = "reference=evaluations/digits_reference.npz"
-    script.main(composed([*settings, reference, "num_steps=10", "cpu_threads=1"], "fid"))
+    script.main(checked([*settings, reference, "num_steps=10", "cpu_threads=1"], "fid"))
     (results,) = (tmp_path / "imported").glob("evaluations/**/results.jsonl")
     assert "fd_digits" in results.read_text()
 

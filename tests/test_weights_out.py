@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import REPOSITORY, composed, forget_accelerate, make_shard, run_train
+from conftest import REPOSITORY, checked, forget_accelerate, make_shard, run_train
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -119,7 +119,7 @@ def test_diffusers_alone_makes_the_images_of_sample_py(runs, elsewhere, tmp_path
     run, _, settings = CASES[case]
     forget_accelerate()
     where = [f"checkpoint={runs[run]}", f"output={tmp_path}", "seeds=0-2", "classes=[2,0,1]", "cpu_threads=1"]
-    script.main(composed([*where, *settings], "sample"))
+    script.main(checked([*where, *settings], "sample"))
     images = np.stack([np.asarray(Image.open(file)).astype(int) for file in sorted(tmp_path.glob("seed_*.png"))])
     assert images.shape == elsewhere[case].shape and np.abs(images - elsewhere[case]).max() <= 1 and images.std() > 1
     others = [name for name in CASES if name != case and CASES[name][0] == run]
@@ -212,7 +212,8 @@ def test_every_diffusion_and_network_of_the_configuration_can_be_exported():
     from extras.weights import network, pipeline
 
     assert {file.stem for file in (REPOSITORY / "configs" / "diffusion").glob("*.yaml")} == pipeline.DIFFUSIONS.keys()
-    assert all(hasattr(network, f"{name.partition('-')[0]}Model") for name in schema.BACKBONES)
+    backbones = [name for module in schema.NETWORKS.values() for name in module.BACKBONES]
+    assert all(hasattr(network, f"{name.partition('-')[0]}Model") for name in backbones)
 
 
 @pytest.mark.parametrize("module", ["pipeline", "network"])

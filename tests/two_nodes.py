@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 from accelerate import Accelerator
-from conftest import TINY, composed, forget_accelerate
+from conftest import TINY, checked, forget_accelerate
 
 from common.errors import UserError
 
@@ -45,7 +45,7 @@ def main(folder: Path) -> None:
             arguments = [argument.format(shared=folder / "shared") for argument in arguments]
             error = None
             try:
-                __import__(script).main(composed(arguments, {"train": "config"}.get(script, script)))
+                __import__(script).main(checked(arguments, {"train": "config"}.get(script, script)))
             except UserError as e:
                 error = str(e)
             (folder / f"{name}_{rank}.json").write_text(json.dumps(error))

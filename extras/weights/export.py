@@ -68,7 +68,8 @@ def export_checkpoint(
     network_class = {"DiT": network.DiTModel, "LightningDiT": network.LightningDiTModel}[cfg.model.backbone.partition("-")[0]]
     sizes = {key: getattr(cfg.data, key) for key in ("input_size", "in_channels", "num_classes")}
     with torch.device("meta"):
-        net = network_class(**sizes_of(cfg.model.backbone, schema.BACKBONES), **sizes, learn_sigma=cfg.model.learn_sigma)
+        own = sizes_of(cfg.model.backbone, schema.NETWORKS[cfg.model.name].BACKBONES)
+        net = network_class(**own, **sizes, learn_sigma=cfg.model.learn_sigma)
     net.load_state_dict(checkpoints.load_weights(found, weights), assign=True)
     if vae is not None:
         vae.register_to_config(_name_or_path="")  # which is a path on this machine

@@ -1,0 +1,127 @@
+"""Signals ask a run to stop, a second one ends it; other processes and the end of the launcher are noticed."""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+
+import pytest
+from conftest import LAUNCH_2, TINY, finish, metrics, start
+
+from common.errors import UserError
+from common.files import lock_file
+from training import checkpoint as checkpoints
+from training import stop as stop_module
+from training.stop import StopSignal
+
+
+def wait_for(condition, timeout_sec=120):
+    deadline = time.monotonic() + timeout_sec
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened in time"
+        time.sleep(0.05)
+
+
+def test_signals_return_to_whoever_had_them():
+    before = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)]
+    stop = StopSignal()
+    os.kill(os.getpid(), signal.SIGTERM)
+    wait_for(stop.requested)
+    stop.close()
+    assert [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)] == before
+    assert signal.set_wakeup_fd(-1) == -1
+    assert "signals" not in [thread.name for thread in threading.enumerate()]  # it would free the process group, too late
+
+
+def test_a_warning_that_somebody_ignores_stays_theirs_and_others_never_end_a_run_at_once():
+    ignored = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with contextlib.closing(StopSignal()) as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            time.sleep(0.2)
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN and not stop.requested()
+            for signum in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):  # as Slurm does: a warning, and later the request
+                os.kill(os.getpid(), signum)
+                time.sleep(1.1)
+            assert stop.requested()
+    finally:
+        signal.signal(signal.SIGHUP, ignored)
+
+
+@pytest.mark.parametrize("launcher", ["TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_BACKEND", None])
+def test_a_run_stops_when_its_launcher_ends_and_not_when_its_shell_does(monkeypatch, launcher):
+    for name in stop_module.LAUNCHERS:
+        monkeypatch.delenv(name, raising=False)
+    if launcher is not None:
+        monkeypatch.setenv(launcher, "x")
+    monkeypatch.setattr(stop_module, "CHECK_PARENT_SEC", 0.1)
+    monkeypatch.setattr(stop_module, "_PARENT", -1)  # as if it had ended: this process now has another parent
+    with contextlib.closing(StopSignal()) as stop:
+        time.sleep(0.5)
+        assert stop.requested() == (launcher is not None)
+
+
+def test_a_second_signal_exits_at_once_even_within_one_long_operation():
+    code = """
+import hashlib
+from training.stop import StopSignal
+stop = StopSignal()
+print("ready", flush=True)
+hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # many minutes without a bytecode, like a large backward on a CPU
+"""
+    process = start("-c", code)
+    assert "ready\n" in iter(process.stdout.readline, "")
+    process.send_signal(signal.SIGTERM)
+    time.sleep(1.2)  # less would be one request
+    process.send_signal(signal.SIGTERM)
+    code, output = finish(process, timeout_sec=10)
+    assert code == 128 + signal.SIGTERM, output
+
+
+def test_a_process_that_hangs_is_named(tmp_path):
+    code = f"""
+import sys, time
+from datetime import timedelta
+import torch.distributed as dist
+from common.errors import UserError
+from training.stop import StopSignal
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://{tmp_path}/store", rank=rank, world_size=2)
+stop = StopSignal(timedelta(seconds=3))
+stop.requested_now()
+if rank == 1:
+    time.sleep(8)
+    sys.exit()
+try:
+    stop.requested_now()
+except UserError as e:
+    print(e)
+"""
+    asleep, waiting = start("-c", code, "1"), start("-c", code, "0")
+    assert "waited 0.05 minutes for process 1: it hangs" in finish(waiting)[1]
+    finish(asleep)
+
+
+def is_free(lock):
+    try:
+        lock_file(lock, "it is held", "wait").close()
+    except UserError:
+        return False
+    return True
+
+
+def test_the_processes_of_a_killed_launcher_save_and_leave_even_while_they_evaluate(tmp_path):
+    evaluation = ["eval.every=2", "eval.num_samples=100000", "eval.batch_size=2", "eval.num_steps=1", "train.batch_size=8"]
+    process = start("train.py", *TINY, "name=run", f"output_dir={tmp_path}", *evaluation, launcher=LAUNCH_2)
+    run = tmp_path / "run"
+    try:
+        wait_for(lambda: process.poll() is not None or ((run / "metrics.jsonl").exists() and len(metrics(run)) >= 2))
+        time.sleep(1)  # now in the evaluation of step 2, which would take an hour
+        process.kill()
+        wait_for(lambda: is_free(run / ".lock"), timeout_sec=60)
+    finally:
+        process.kill()
+    code, output = finish(process)  # when both have closed their output
+    assert list(checkpoints.list_steps(run / "checkpoints")) == [2], output
+    assert "the launcher has ended: stopping after this step" in output and "Traceback" not in output
