@@ -98,7 +98,7 @@ def build_hooks(cfg: schema.TrainConfig, ema: EMA, run: RunFolder, accelerator: 
     hooks = [Metrics(run, cfg.train.log_every), checkpoint, saving.Watch(checkpoint, cfg.train.log_every)]
     if not (cfg.sample.every or cfg.eval.every):
         return hooks
-    guidance = cfg.guidance if cfg.sample.every else schema.NoGuidance(name="none")  # guidance.* is for the grids
+    guidance = cfg.guidance if cfg.sample.every else schema.NoChoice(name="none")  # guidance.* is for the grids
     load.check_guidance(guidance, cfg, cfg.diffusion)
     if cfg.eval.every:
         reference = open_reference(cfg.evaluation.reference, "evaluation.reference", cfg.evaluation.all_detectors)

@@ -26,12 +26,11 @@ from common.files import REPOSITORY
 from common.progress import log_to_stderr
 from configs import experiments
 from configs.schema import NETWORKS, SAME_RUN, Role, TrainConfig, role_of
-from configs.settings import S, Settings, keys_of, nearest, validate
+from configs.settings import S, Settings, flatten, nearest, validate
 
 FULL_ERRORS = "HYDRA_FULL_ERROR"  # Hydra's own switch, for all of our commands
 CONFIGS = REPOSITORY / "configs"
 MAX_NAME_LENGTH = 60
-
 
 
 def _backbone(size: str, _root_: DictConfig) -> str:
@@ -45,20 +44,19 @@ OmegaConf.register_new_resolver("repository", lambda path: str(REPOSITORY / path
 
 def guard(action: Callable[[], None]) -> None:
     """Do it; an error that a user can cause becomes one line, and exit code 1. HYDRA_FULL_ERROR=1 keeps the traceback."""
+    wants_traceback = os.environ.get(FULL_ERRORS, "0") == "1"
     log_to_stderr()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start without it
-    if os.environ.get(FULL_ERRORS, "0") == "1":
-        action()
-        return
     try:
         action()
-    except UserError as error:
+    except (UserError, KeyboardInterrupt) as error:
+        if wants_traceback:
+            raise
+        if isinstance(error, KeyboardInterrupt):
+            sys.stderr.write("stopped; the same command goes on where it was\n")
+            sys.exit(128 + signal.SIGINT)
         rank = os.environ.get("RANK")
-        sys.stderr.write(f"error{'' if rank is None else f' (process {rank})'}: {error} [{FULL_ERRORS}=1 shows where]\n")
-        sys.exit(1)
-    except KeyboardInterrupt:
-        sys.stderr.write("stopped; the same command goes on where it was\n")
-        sys.exit(128 + signal.SIGINT)
+        sys.exit(f"error{'' if rank is None else f' (process {rank})'}: {error} [{FULL_ERRORS}=1 shows where]")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -67,8 +65,6 @@ def guard(action: Callable[[], None]) -> None:
 
 def run(main: Callable[[Any], None], config_name: str, settings: type[Settings]) -> None:
     """Compose configs/<config_name>.yaml with the command line, check it by `settings`, and call `main` with it, guarded."""
-    shows_traceback = os.environ.get(FULL_ERRORS, "0") == "1"
-
     failures: list[UserError] = []
 
     @functools.wraps(main)
@@ -87,21 +83,19 @@ def run(main: Callable[[Any], None], config_name: str, settings: type[Settings])
         try:
             hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(checked)()
         except HydraException as e:
-            raise UserError(explain(e, settings)) from e
-        finally:
-            if not shows_traceback:
-                del os.environ[FULL_ERRORS]
+            raise UserError(explain(e, config_name)) from e
         if failures:
             raise failures[0]
 
     guard(start)
 
 
-def explain(error: HydraException, settings: type[Settings]) -> str:
+def explain(error: HydraException, config_name: str) -> str:
     """What Hydra says, on one line, with the nearest key or row."""
     text = " ".join(str(error).partition("Config search path")[0].split())
     if unknown := re.search(r"Could not override '([^']+)'", text):
-        return f"{unknown[1]} is not a key{nearest(unknown[1], keys_of(settings))}"
+        known = flatten(OmegaConf.to_container(experiments.compose_overrides([], config_name)))
+        return f"{unknown[1]} is not a key{nearest(unknown[1], known)}"
     return text
 
 
@@ -172,7 +166,7 @@ def run_command(commands: dict[str, Callable[..., None]], description: str, argu
 def parse_arguments(arguments: Sequence[str], settings: type[S]) -> S:
     """`key=value` arguments as checked settings. A value is what YAML reads. Raises UserError."""
     if wrong := [argument for argument in arguments if "=" not in argument]:
-        raise UserError(f"{wrong[0]!r} is not of the form key=value; the keys are {', '.join(keys_of(settings))}")
+        raise UserError(f"{wrong[0]!r} is not of the form key=value; the keys are {', '.join(settings.model_fields)}")
     try:
         raw = OmegaConf.to_container(OmegaConf.from_dotlist(list(arguments)))
     except (YAMLError, OmegaConfBaseException, ValueError) as e:

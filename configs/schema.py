@@ -17,7 +17,8 @@ from pydantic.dataclasses import dataclass
 
 import dit
 import guidance
-from configs.settings import Count, Fraction, NotNegative, Number, OneOrMany, Positive, Seed, Settings, Text, Whole, nearest
+from configs import settings
+from configs.settings import Count, Fraction, NotNegative, Number, OneOrMany, Positive, Seed, Settings, Text, Whole
 from edm import EDM
 from edm.sampler import HeunSampler
 from extras import ddpm, lightningdit
@@ -77,7 +78,8 @@ class Model(Settings):
     def _known_backbone(self) -> Model:
         known = NETWORKS[self.name].BACKBONES
         if self.backbone not in known:
-            raise ValueError(f"model.backbone={self.backbone} is not one of model={self.name}{nearest(self.backbone, known)}")
+            near = settings.nearest(self.backbone, known)
+            raise ValueError(f"model.backbone={self.backbone} is not one of model={self.name}{near}")
         return self
 
 
@@ -118,7 +120,9 @@ class DDPMSettings(ddpm.DDPM):
 Diffusion = Annotated[EDMSettings | SiTSettings | DDPMSettings, Field(discriminator="name")]
 
 
-class NoAlignment(Settings):
+class NoChoice(Settings):
+    """alignment=none, guidance=none."""
+
     name: Literal["none"]
 
 
@@ -134,11 +138,7 @@ class REPASettings(Settings):
     stop_step: Whole | None
 
 
-Alignment = Annotated[NoAlignment | REPASettings, Field(discriminator="name")]
-
-
-class NoGuidance(Settings):
-    name: Literal["none"]
+Alignment = Annotated[NoChoice | REPASettings, Field(discriminator="name")]
 
 
 class CFG(Settings):
@@ -147,10 +147,8 @@ class CFG(Settings):
     channels: Count | None = None
 
 
-class Interval(Settings):
+class Interval(CFG):
     name: Literal["interval"]
-    cfg_scale: Number
-    channels: Count | None = None
     level_lo: NotNegative
     level_hi: NotNegative
 
@@ -174,7 +172,7 @@ class Autoguidance(Settings):
     level_hi: NotNegative | None
 
 
-Guidance = Annotated[NoGuidance | CFG | Interval | Sparse | Autoguidance, Field(discriminator="name")]
+Guidance = Annotated[NoChoice | CFG | Interval | Sparse | Autoguidance, Field(discriminator="name")]
 
 
 class Train(Settings):
@@ -293,10 +291,10 @@ class FidDetector(DetectorSettings):
     all_detectors = property(lambda self: [] if self.detector is None else super().all_detectors)
 
 
-def combinations(settings: dict) -> list[dict]:
+def combinations(chosen_from: dict) -> list[dict]:
     """{a: [1, 2], b: 3} -> [{a: 1, b: 3}, {a: 2, b: 3}]: every choice of one entry from each list."""
-    entries = [value if isinstance(value, list) else [value] for value in settings.values()]
-    return [dict(zip(settings, chosen)) for chosen in itertools.product(*entries)]
+    entries = [value if isinstance(value, list) else [value] for value in chosen_from.values()]
+    return [dict(zip(chosen_from, chosen)) for chosen in itertools.product(*entries)]
 
 
 class FidConfig(Settings):
@@ -361,20 +359,9 @@ def role_of(key: str) -> Role | None:
     return _ROLE_OF.get(key)
 
 
-def flatten(config: dict, prefix: str = "") -> dict[str, object]:
-    """Nested dictionaries -> {"train.lr": 1e-4, ...}; lists are values, and so is `experiment`, which says what a run is."""
-    flat = {}
-    for key, value in config.items():
-        if isinstance(value, dict) and value and f"{prefix}{key}" != "experiment":
-            flat.update(flatten(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
-
-
 def differences(stored: Settings | dict, current: Settings | dict, roles: Sequence[Role] | None = None) -> list[str]:
     """`key: stored -> current` for every key that differs; with `roles`, for the keys of these roles alone."""
-    old, new = (flatten(one.model_dump() if isinstance(one, Settings) else one) for one in (stored, current))
+    old, new = (settings.flatten(one.model_dump() if isinstance(one, Settings) else one) for one in (stored, current))
     return [
         f"{key}: {old.get(key, 'absent')!r} -> {new.get(key, 'absent')!r}"
         for key in sorted(old.keys() | new.keys())

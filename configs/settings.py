@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import difflib
 import math
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, TypeVar, Union, get_args
+from typing import Annotated, TypeVar, Union
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -33,23 +32,23 @@ Positive = Annotated[float, Field(gt=0, lt=math.inf)]
 NotNegative = Annotated[float, Field(ge=0, lt=math.inf)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1)]
+_MISSING = ("missing", "missing_argument")
 OneOrMany = Union[T, Annotated[list[T], Field(min_length=1)]]  # noqa: UP007 (a generic alias)
 
 
 def validate(raw: dict, settings: type[S]) -> S:
     """`raw` as checked settings. Raises UserError with a line for every wrong key: its value and what pydantic says."""
-    with explained(settings, raw):
+    with explained(raw, known=flatten(raw)):
         return settings.model_validate(raw)
 
 
 @contextlib.contextmanager
-def explained(settings: type, raw: dict, prefix: str = "") -> Iterator[None]:
+def explained(raw: dict, known: Iterable[str]) -> Iterator[None]:
     """A context in which pydantic's ValidationError becomes a UserError with a line for every wrong key.
 
     Args:
-        settings: the class whose keys are offered for an unknown one.
         raw: what is validated.
-        prefix: of the keys in messages, `diffusion.sampler.` say.
+        known: keys to offer for an unknown one.
     """
     try:
         yield
@@ -57,12 +56,12 @@ def explained(settings: type, raw: dict, prefix: str = "") -> Iterator[None]:
         lines: dict[str, dict[str, None]] = {}  # a key's branches (a number, or a list of them) on one line
         for error in e.errors():
             key = _dotted_key(error, raw)
-            lines.setdefault(prefix + key, {})[_explain(error, key, settings)] = None
-        raise UserError(*(key + " or".join(words) for key, words in lines.items())) from e
+            lines.setdefault(key, {})[_explain(error, key, known)] = None
+        raise UserError(*((key + " or".join(words)).removeprefix(": ") for key, words in lines.items())) from e
 
 
 def _dotted_key(error: dict, raw: dict) -> str:
-    """The dotted key of an error, without what pydantic calls the branches of a choice."""
+    """The key of an error, without what pydantic calls the branches of a choice."""
     path, value = [], raw
     for part in error["loc"]:
         if isinstance(value, dict) and part in value:
@@ -71,16 +70,16 @@ def _dotted_key(error: dict, raw: dict) -> str:
         elif isinstance(value, list) and isinstance(part, int):
             path[-1] += f"[{part}]"
             value = value[part]
-    if error["type"] in ("missing", "missing_argument"):
+    if error["type"] in _MISSING:
         path.append(str(error["loc"][-1]))
     return ".".join(path)
 
 
-def _explain(error: dict, key: str, settings: type) -> str:
-    if error["type"] in ("missing", "missing_argument"):
+def _explain(error: dict, key: str, known: Iterable[str]) -> str:
+    if error["type"] in _MISSING:
         return "= is missing"
     if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        return f" is not a key{nearest(key, keys_of(settings))}"
+        return f" is not a key{nearest(key, known)}"
     if error["type"] == "value_error":  # raised by a function of ours
         return f": {error['ctx']['error']}"
     return f"={error['input']!r:.100}: {error['msg']}"
@@ -88,31 +87,19 @@ def _explain(error: dict, key: str, settings: type) -> str:
 
 def nearest(key: str, known: Iterable[str]) -> str:
     """`; nearest: train.lr`: known keys that end alike or look alike, else those of the same group."""
-    known, (group, _, name) = list(known), key.rpartition(".")
+    known, (group, _, name) = [other for other in known if other != key], key.rpartition(".")
     near = [other for other in known if other.rpartition(".")[2] == name]
     near = near or difflib.get_close_matches(key, known, n=3, cutoff=0.75)
     near = near or [other for other in known if other.rpartition(".")[0] == group]
     return f"; nearest: {', '.join(near)}" if near else ""
 
 
-def keys_of(settings: type, prefix: str = "") -> Iterator[str]:
-    """All dotted keys of a class of settings; of a choice of groups, those of every choice."""
-    if dataclasses.is_dataclass(settings):
-        fields = {field.name: field.type for field in dataclasses.fields(settings)}
-        fields |= {name: field.annotation for name, field in getattr(settings, "__pydantic_fields__", {}).items()}
-    else:
-        fields = {name: field.annotation for name, field in settings.model_fields.items()}
-    found: dict[str, None] = {}
-    for name, annotation in fields.items():
-        groups = list(_groups(annotation))
-        found |= dict.fromkeys(key for group in groups for key in keys_of(group, f"{prefix}{name}.")) or {f"{prefix}{name}": None}
-    yield from found
-
-
-def _groups(annotation: Any) -> Iterator[type]:
-    """The classes of settings in an annotation; those in a list are values."""
-    if isinstance(annotation, type) and (issubclass(annotation, BaseModel) or dataclasses.is_dataclass(annotation)):
-        yield annotation
-    elif getattr(annotation, "__origin__", None) is not list:
-        for part in get_args(annotation):
-            yield from _groups(part)
+def flatten(config: dict, prefix: str = "") -> dict[str, object]:
+    """Nested dictionaries -> {"train.lr": 1e-4, ...}; lists are values, and so is `experiment`."""
+    flat = {}
+    for key, value in config.items():
+        if isinstance(value, dict) and value and f"{prefix}{key}" != "experiment":
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

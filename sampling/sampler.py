@@ -97,7 +97,7 @@ def sampler_with(diffusion: Diffusion, **overrides: object) -> Diffusion:
     """The diffusion with other settings of its sampler; None changes nothing. Raises UserError, also for a key of another one."""
     given = {key: value for key, value in overrides.items() if value is not None}
     kind = type(diffusion.sampler)
-    with explained(kind, given):
+    with explained(given, known=vars(diffusion.sampler)):
         return replace(diffusion, sampler=kind(**vars(diffusion.sampler) | given))
 
 

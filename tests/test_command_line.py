@@ -54,7 +54,7 @@ def test_a_sweep_runs_each_under_its_own_name_and_again_does_nothing(tmp_path):
     assert code == 0, output
     names = {f"digits_tread_batch_size-4_seed-{seed}_precision-{p}" for seed in (0, 1) for p in ("fp32", "bf16")}
     assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == names
-    first = {name: metrics(tmp_path / name)[0]["loss"] for name in names}
+    first = {name: metrics(tmp_path / name)[1]["loss"] for name in names}
     assert len(set(first.values())) == 4
     code, output = finish(start(*arguments))
     assert code == 0 and output.count("this run is complete at step 2") == 4, output

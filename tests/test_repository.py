@@ -93,7 +93,7 @@ def test_a_reference_is_made_of_a_folder_of_images(tmp_path):
         assert np.array_equal(file["arr_0"], pixels)
     with pytest.raises(UserError, match="ref.npz exists; nothing was written"):
         prepare_latents.main(arguments)
-    with pytest.raises(ValueError, match=r"evaluation.weights=.*nowhere.pth does not exist"):
+    with pytest.raises(ValueError, match="nowhere.pth"):
         prepare_latents.main([*arguments[:2], f"output={tmp_path / 'b.npz'}", f"weights={tmp_path / 'nowhere.pth'}"])
 
 

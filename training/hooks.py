@@ -19,7 +19,7 @@ from sampling.evaluator import Evaluator, until_stopped
 from sampling.sampler import ImageSampler, labelled_grid
 from training import checkpoint as checkpoints
 from training.run import RunFolder
-from training.trainer import NEVER, Trainer
+from training.trainer import NEVER, Hook, Trainer
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ def mean_losses(trainer: Trainer) -> list[float]:
 
 
 @dataclass
-class Metrics:
+class Metrics(Hook):
     """A line of metrics.jsonl, and of Weights & Biases."""
 
     run: RunFolder
@@ -74,11 +74,9 @@ class Metrics:
         # Shown when the bar is drawn next.
         trainer.bar.set_postfix({"loss": f"{losses[0]:.4f}", "images/s": f"{record['images_per_sec']:.0f}"}, refresh=False)
 
-    def finish(self, trainer: Trainer) -> None: ...
-
 
 @dataclass
-class Grids:
+class Grids(Hook):
     """samples/step_N.png, from the EMA. Image i has seed i and class i mod num_classes. The processes share the work."""
 
     run: RunFolder
@@ -110,11 +108,9 @@ class Grids:
                 tracker.log({"step": trainer.step})
         accelerator.wait_for_everyone()
 
-    def finish(self, trainer: Trainer) -> None: ...
-
 
 @dataclass
-class Evaluations:
+class Evaluations(Hook):
     """Scores of the EMA: a line of metrics.jsonl for each guidance scale.
 
     Attributes:
@@ -142,6 +138,3 @@ class Evaluations:
                 self.run.log_metrics(about | {"metrics": metrics, "evaluation_sec": time.perf_counter() - start_sec})
                 log.info("step %d: %s", step, format_metrics(named))
             accelerator.log({"step": step, **named})
-
-    def finish(self, trainer: Trainer) -> None: ...
-

@@ -15,12 +15,12 @@ from training import checkpoint as checkpoints
 from training.hooks import TrainingDiverged, mean_losses
 from training.run import RunFolder
 from training.sharding import copy_state_dict, distribute_like, local_shard
-from training.trainer import Trainer
+from training.trainer import Hook, Trainer
 
 log = logging.getLogger(__name__)
 
 
-class Saving:
+class Saving(Hook):
     """Has the main process write a checkpoint while training goes on; waits for the one before.
 
     Raises, on every process:
@@ -88,11 +88,13 @@ class Saving:
     def finish(self, trainer: Trainer) -> None:
         self(trainer)
         self.check(trainer, wait=True)
+
+    def close(self) -> None:
         self._thread.shutdown()
 
 
 @dataclass
-class Watch:
+class Watch(Hook):
     """Raises the error of a checkpoint that could not be written soon after, and not at the next save."""
 
     saving: Saving
@@ -100,8 +102,6 @@ class Watch:
 
     def __call__(self, trainer: Trainer) -> None:
         self.saving.check(trainer, wait=False)
-
-    def finish(self, trainer: Trainer) -> None: ...
 
 
 def resume(trainer: Trainer, folder: Path) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -26,18 +26,22 @@ from training.stop import StopSignal
 NEVER = 2**62  # the "first bad step" of a run that has none
 
 
-class Hook(Protocol):
-    """What happens between steps: called after every `every` steps (0: never) and after the last one, and at a start.
+class Hook:
+    """What happens between steps: called after every `every` steps (0: never), after the last one, and at a start.
 
     A hook that was cut short by Interrupted is called again at the next start, with the same step.
     """
 
     every: int
 
-    def __call__(self, trainer: Trainer) -> None: ...
+    def __call__(self, trainer: Trainer) -> None:
+        raise NotImplementedError
 
     def finish(self, trainer: Trainer) -> None:
-        """After the last step or a signal."""
+        """After the last step, or after a signal."""
+
+    def close(self) -> None:
+        """At the end, also after an error."""
 
 
 class Trainer:
@@ -176,7 +180,9 @@ class Trainer:
         is_main = self.accelerator.is_main_process
         self.bar = progress_bar(total=num_steps, initial=self.step, unit="step", disable=not is_main, mininterval=0.5)
         is_complete = False
-        with contextlib.closing(StopSignal()) as self.stop, self.bar:
+        with contextlib.closing(StopSignal()) as self.stop, self.bar, contextlib.ExitStack() as stack:
+            for hook in self.hooks:
+                stack.callback(hook.close)
             try:
                 self._call_hooks()  # what an interruption left undone
                 while self.step < num_steps:
@@ -194,6 +200,7 @@ class Trainer:
             for hook in self.hooks:
                 hook.finish(self)
             self.stop.finish()
+        self.stop = None  # its process group is freed here, and not by the collector in some thread
         return is_complete
 
     def _call_hooks(self) -> None:

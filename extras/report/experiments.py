@@ -12,7 +12,8 @@ from functools import cache
 from omegaconf import DictConfig, OmegaConf
 
 from configs.experiments import ROWS, compose_overrides
-from configs.schema import flatten, role_of
+from configs.schema import role_of
+from configs.settings import flatten
 from extras.report.runs import LOSS, UNGUIDED, Measure, Run
 
 ROUTING = ("model.name", "model.routes", "model.selection")  # what a dense run and a routed one may differ in

@@ -18,7 +18,7 @@ from yaml import YAMLError
 
 from common.errors import UserError
 from common.files import read_lines
-from configs.schema import flatten
+from configs.settings import flatten
 
 UNGUIDED = "none"
 NEEDED = {"experiment", "seed", "output_dir", "data.name", "model.routes", "train.num_steps", "train.batch_size"}
