@@ -28,7 +28,7 @@ from common.randomness import class_of_seed
 from configs import command_line, schema
 from evaluations.images import DECODE_ERRORS
 from evaluations.npz import write_npz
-from sampling.sampler import ImageSampler, describe_cost, labelled_grid, sampler_with
+from sampling.sampler import ImageSampler, labelled_grid, sampler_with
 from training import checkpoint as checkpoints
 from training import load, machine
 from training.resume import check_shared, decide_together, find_checkpoint_together
@@ -72,9 +72,8 @@ def main(cfg: schema.SampleConfig) -> None:
         sampler = load.load_sampler(checkpoint, run_cfg, guidance, accelerator.device, **options)
         mine = missing[accelerator.process_index :: accelerator.num_processes]
         make_images(sampler, {seed: labels[seed] for seed in mine}, files, cfg.batch_size, accelerator.is_main_process)
-        if mine:
-            is_sparse = guidance.name == "sparse" and guidance.w != 1
-            log.info("cost     %s", describe_cost(sampler, (guidance.r_strong, guidance.r_weak) if is_sparse else None))
+        cost = sampler.evaluations_per_image, sampler.flops_per_image / 1e9
+        log.info("cost     %g network evaluations and %.4g GFLOPs per image", *cost)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         write_grid_and_npz(output, cfg.npz, files, labels)

@@ -50,11 +50,3 @@ def step_flops(net: dit.DiT) -> int:
     For each product of the forward, the backward computes two: for the gradients of the input and of the weight.
     """
     return 3 * forward_flops(net, None)
-
-
-def sparse_saving(net: dit.DiT, r_strong: float, r_weak: float, router: TokenRouter | None = None) -> float:
-    """The fraction of FLOPs that sparse guidance saves against classifier-free guidance, at noise levels where both guide.
-
-    Classifier-free guidance is two dense forwards. Of sparse guidance's two, one skips r_strong of the tokens and one r_weak.
-    """
-    return 1 - (forward_flops(net, r_strong, router) + forward_flops(net, r_weak, router)) / (2 * forward_flops(net))

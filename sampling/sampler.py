@@ -17,7 +17,7 @@ from guidance import Guidance, GuidanceInputs
 from latents.autoencoders import Autoencoder, to_uint8
 from latents.shards import restore_latents
 from routing_module import TokenRouter
-from sampling.flops import forward_flops, sparse_saving
+from sampling.flops import forward_flops
 
 
 @dataclass
@@ -99,15 +99,6 @@ def sampler_with(diffusion: Diffusion, **overrides: object) -> Diffusion:
     kind = type(diffusion.sampler)
     with explained(given, known=vars(diffusion.sampler)):
         return replace(diffusion, sampler=kind(**vars(diffusion.sampler) | given))
-
-
-def describe_cost(sampler: ImageSampler, sparse_ratios: tuple[float, float] | None) -> str:
-    """What the last batch cost, in words; `sparse_ratios` are (r_strong, r_weak) of sparse guidance, None for other guidance."""
-    words = f"{sampler.evaluations_per_image:g} network evaluations and {sampler.flops_per_image / 1e9:.4g} GFLOPs per image"
-    if sparse_ratios is not None:
-        saving = sparse_saving(sampler.net, *sparse_ratios, sampler.router)
-        words += f"; where it guides, sparse guidance takes {saving:.1%} fewer FLOPs than classifier-free guidance"
-    return words
 
 
 def labelled_grid(images: list[np.ndarray], labels: list[int], num_columns: int = 10, min_pixels: int = 64) -> Image.Image:

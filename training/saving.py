@@ -129,6 +129,7 @@ def _load(trainer: Trainer, folder: Path, checkpoint: checkpoints.Checkpoint, *,
     """Copy the values of a checkpoint, tensor by tensor: a process never holds more than its own part in its memory."""
     own, stored = trainer.net.state_dict(), checkpoint.model
     checkpoints.check_tensors(folder / checkpoints.WEIGHTS["raw"], stored, own)
+    checkpoints.check_tensors(folder / checkpoints.WEIGHTS["ema"], checkpoint.ema, trainer.ema.averages)
     if with_optimizer and trainer.alignment is not None:  # init_state=weights starts with a projector of its own
         if checkpoint.state["encoder"] != trainer.alignment.encoder:
             raise UserError(f"{folder} was aligned with other weights of the encoder than those of alignment.weights")
