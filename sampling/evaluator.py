@@ -65,7 +65,7 @@ class Evaluator:
         Raises:
             Interrupted: `stop` answered yes.
         """
-        labels = [class_of_seed(seed, sampler.num_classes) for seed in range(num_samples)]
+        labels = [class_of_seed(seed, sampler.data.num_classes) for seed in range(num_samples)]
 
         def compute(start: int, end: int) -> list[Features]:
             batches = [range(i, min(i + self.batch_size, end)) for i in range(start, end, self.batch_size)]

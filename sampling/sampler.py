@@ -11,7 +11,7 @@ from PIL import Image, ImageDraw
 from torch import Tensor, nn
 
 from common.randomness import SeedRandom
-from configs.schema import Diffusion
+from configs.schema import Data, Diffusion
 from configs.settings import explained
 from guidance import Guidance, GuidanceInputs
 from latents.autoencoders import Autoencoder, to_uint8
@@ -27,8 +27,8 @@ class ImageSampler:
     Attributes:
         net: in evaluation mode, on the device to sample on.
         router: with the routes that sparse guidance forces.
-        autoencoder: decodes latents as `restore_latents` makes them of scale_factor, latents_mean and latents_std.
-        latent_shape: (C, H, W).
+        autoencoder: decodes latents as `restore_latents` makes them of `data`.
+        data: shape, classes and scale of the latents.
         precision: of the networks, fp32 | bf16.
         is_compiled: the networks are compiled for each size of batch: fill up a batch to the largest one so far.
         weak: the second network of autoguidance and its diffusion.
@@ -40,15 +40,11 @@ class ImageSampler:
     router: TokenRouter
     guidance: Guidance
     autoencoder: Autoencoder
-    latent_shape: tuple[int, int, int]
-    num_classes: int
-    scale_factor: float
+    data: Data
     device: torch.device
     precision: str = "fp32"
     is_compiled: bool = False
     weak: tuple[nn.Module, Diffusion] | None = None
-    latents_mean: list[float] | None = None
-    latents_std: list[float] | None = None
     evaluations_per_image: float = field(default=0.0, init=False)
     flops_per_image: float = field(default=0.0, init=False)
     _largest_batch: int = field(default=0, init=False)
@@ -58,11 +54,9 @@ class ImageSampler:
         """uint8 [B, H, W, 3]; image i depends on seeds[i] and labels[i] alone.
 
         Args:
-            labels: one per seed; num_classes is the null class. Raises ValueError for others.
+            labels: one per seed, 0 to num_classes, which is the null class.
         """
-        if len(labels) != len(seeds) or not all(0 <= label <= self.num_classes for label in labels):
-            raise ValueError(f"{len(seeds)} seeds need as many labels, each 0 to {self.num_classes}, not {labels}")
-        num_images = len(seeds)
+        data, num_images = self.data, len(seeds)
         if self.is_compiled:
             self._largest_batch = max(self._largest_batch, num_images)
             missing = self._largest_batch - num_images
@@ -84,13 +78,14 @@ class ImageSampler:
         routes_shape = (len(self.router.routes), self.net.num_tokens)
         inputs = GuidanceInputs(
             partial(denoise, self.net, self.diffusion),
-            self.num_classes,
+            data.num_classes,
             routes_shape,
             route_scores=lambda: random_routes.rand(*routes_shape),
             weak=partial(denoise, *self.weak) if self.weak else None,
         )
-        latents = self.diffusion.sample(self.guidance(inputs), random.randn(*self.latent_shape), y, random)
-        return to_uint8(self.autoencoder.decode(restore_latents(latents[:num_images], self))).cpu().numpy()
+        noise = random.randn(data.in_channels, data.input_size, data.input_size)
+        latents = self.diffusion.sample(self.guidance(inputs), noise, y, random)
+        return to_uint8(self.autoencoder.decode(restore_latents(latents[:num_images], data))).cpu().numpy()
 
 
 def sampler_with(diffusion: Diffusion, **overrides: object) -> Diffusion:
@@ -103,8 +98,6 @@ def sampler_with(diffusion: Diffusion, **overrides: object) -> Diffusion:
 
 def labelled_grid(images: list[np.ndarray], labels: list[int], num_columns: int = 10, min_pixels: int = 64) -> Image.Image:
     """Images (uint8 [H, W, 3], all of one size) side by side, each below its label, with sides of at least min_pixels."""
-    if not images or len(images) != len(labels) or len({image.shape for image in images}) > 1:
-        raise ValueError(f"{len(images)} images of shapes {sorted({i.shape for i in images})} do not fit {len(labels)} labels")
     height, width = images[0].shape[:2]
     factor = -(-min_pixels // min(height, width))
     height, width, gap, caption = height * factor, width * factor, 4, 14

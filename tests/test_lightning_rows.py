@@ -1,5 +1,7 @@
 """LightningDiT's rows from a folder of its latents to images; and what the network makes goes back through the normalisation."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -30,12 +32,13 @@ class RecordingAutoencoder(Identity):
 
 def test_what_is_decoded_is_the_networks_latents_with_the_normalisation_undone():
     net = dit.DiT(input_size=4, patch_size=2, in_channels=2, num_classes=3, depth=1, width=16, num_heads=2).eval()  # velocity 0
-    shape = {"latent_shape": (2, 4, 4), "num_classes": 3, "device": torch.device("cpu")}
+    shape = {"in_channels": 2, "input_size": 4, "num_classes": 3, "scale_factor": 0.5}
     decoded = []
-    for how in ({"scale_factor": 0.5}, {"scale_factor": 0.5, "latents_mean": [3.0, -1.0], "latents_std": [2.0, 0.1]}):
+    for mean, std in ((None, None), ([3.0, -1.0], [2.0, 0.1])):
+        data = SimpleNamespace(**shape, latents_mean=mean, latents_std=std)
         autoencoder = RecordingAutoencoder()
         sit = SiT(sampler=FlowSampler(num_steps=2, solver="euler"))
-        ImageSampler(net, sit, TokenRouter([], 1), none, autoencoder, **shape, **how)([4, 7], [0, 1])
+        ImageSampler(net, sit, TokenRouter([], 1), none, autoencoder, data, torch.device("cpu"))([4, 7], [0, 1])
         decoded.append(autoencoder.decoded)
     noise = decoded[0] * 0.5
     assert noise.std() == pytest.approx(1, abs=0.3)

@@ -4,6 +4,7 @@ import re
 import shutil
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -101,9 +102,10 @@ def test_a_compiled_network_meets_one_size_of_batch_and_weights_that_come_and_go
     ema = EMA(net, 0.9)
     diffusion = checked(["diffusion.sampler.num_steps=2"]).diffusion
     guidance = partial(guidances.cfg, cfg_scale=2.0)
-    shape = {"latent_shape": (1, 4, 4), "num_classes": 3, "scale_factor": 1.0, "device": torch.device("cpu")}
+    shape = {"in_channels": 1, "input_size": 4, "num_classes": 3}
+    data = SimpleNamespace(**shape, scale_factor=1.0, latents_mean=None, latents_std=None)
     with torch._dynamo.config.patch():
-        plain = ImageSampler(ema.net, diffusion, net.router, guidance, Identity(), **shape)
+        plain = ImageSampler(ema.net, diffusion, net.router, guidance, Identity(), data, torch.device("cpu"))
         expected = [plain([0, 1, 2], [0, 1, 2]), plain([3], [0])]
         compile_network(ema.net, "blocks")
         sampler = replace(plain, is_compiled=True)

@@ -338,7 +338,7 @@ def test_a_step_pauses_the_clock_only_where_something_is_due(train, monkeypatch)
 
 
 class RecordingSampler:
-    num_classes = 10
+    data = SimpleNamespace(num_classes=10)
 
     def __init__(self):
         self.made = []

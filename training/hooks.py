@@ -89,7 +89,7 @@ class Grids(Hook):
         if broadcast_object_list([is_main and file.exists()])[0]:
             return
         num_samples, size = trainer.cfg.sample.num_samples, trainer.cfg.sample.batch_size
-        labels = [seed % self.sampler.num_classes for seed in range(num_samples)]
+        labels = [seed % self.sampler.data.num_classes for seed in range(num_samples)]
         length = -(-num_samples // accelerator.num_processes)  # equal shares can be gathered; the last repeat an image
         start = accelerator.process_index * length
         seeds = [min(seed, num_samples - 1) for seed in range(start, start + length)]

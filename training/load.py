@@ -145,7 +145,7 @@ def build_sampler(
         settings: guidance.*, with the second checkpoint found; its network is loaded here.
         compile_mode: of `net`, which is compiled already, and of the second network.
     """
-    data, weak = cfg.data, None
+    weak = None
     if settings.name == "autoguidance":
         folder = Path(settings.checkpoint)
         second = load_config(folder)
@@ -156,11 +156,7 @@ def build_sampler(
         diffusion=diffusion,
         guidance=build_guidance(settings),
         autoencoder=autoencoder,
-        latent_shape=(data.in_channels, data.input_size, data.input_size),
-        num_classes=data.num_classes,
-        scale_factor=data.scale_factor,
-        latents_mean=data.latents_mean,
-        latents_std=data.latents_std,
+        data=cfg.data,
         device=device,
         precision=precision,
         is_compiled=resolve_compile(compile_mode, device) != "none",

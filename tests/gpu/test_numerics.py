@@ -3,6 +3,7 @@
 import contextlib
 import copy
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -81,7 +82,8 @@ def test_outputs_and_gradients_are_as_wrong_as_the_precision_allows(device, size
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_same_seeds_give_the_images_of_the_cpu(device, size, precision):
     net = random_network(size).eval()
-    images = []
+    images, shape = [], {"in_channels": 3, "input_size": net.input_size, "num_classes": 10}
+    data = SimpleNamespace(**shape, scale_factor=1.0, latents_mean=None, latents_std=None)
     for where, how in ((torch.device("cpu"), "fp32"), (device, precision)):
         sampler = ImageSampler(
             net=net.to(where),
@@ -89,9 +91,7 @@ def test_the_same_seeds_give_the_images_of_the_cpu(device, size, precision):
             router=net.router,
             guidance=partial(cfg, cfg_scale=1.5),
             autoencoder=autoencoders.Identity(),
-            latent_shape=(3, net.input_size, net.input_size),
-            num_classes=10,
-            scale_factor=1.0,
+            data=data,
             device=where,
             precision=how,
         )
