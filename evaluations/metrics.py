@@ -151,7 +151,8 @@ def precision_recall(reference: Tensor, samples: Tensor, num_neighbours: int = 3
     # float16 overflows at 65504, which a squared norm exceeds.
     reference, samples = (x if x.dtype == torch.float64 else x.float() for x in (reference, samples))
     # |a|^2 + |b|^2 - 2ab loses the digits that the norms have beyond the distance; about a common centre they are small.
-    centre = _mean(reference)
+    # Sums of chunks: those of float32 stay short, and no float64 copy of everything is made.
+    centre = (sum(chunk.sum(0).cpu().double() for chunk in reference.split(1024)) / len(reference)).to(reference)
     reference, samples = reference - centre, samples - centre
     with full_float32():
         radii_reference = neighbour_radii(reference, num_neighbours, tile_size)
@@ -198,12 +199,6 @@ def _squared_distances(a: Tensor, b: Tensor) -> Tensor:
     """[n, D], [m, D] -> [n, m]."""
     products = torch.addmm(b.square().sum(1), a, b.T, alpha=-2)
     return products.add_(a.square().sum(1, keepdim=True)).clamp_(min=0)
-
-
-def _mean(features: Tensor) -> Tensor:
-    """[D], summed in chunks, so that float32 sums stay short and no float64 copy of everything is made."""
-    total = sum(chunk.sum(0).cpu().double() for chunk in features.split(1024))
-    return (total / len(features)).to(features)
 
 
 @contextlib.contextmanager

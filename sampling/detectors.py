@@ -10,10 +10,9 @@ from accelerate import Accelerator
 from common.errors import UserError
 from configs import schema
 from evaluations.classifiers import DIGITS_WEIGHTS, ClassifierDetector
-from evaluations.features import Detector
+from evaluations.features import Detector, stored_statistics
 from evaluations.images import ImageSet, open_images
 from evaluations.inception import InceptionDetector, fetch_weights
-from evaluations.reference import stored_statistics
 from evaluations.suite import set_of
 from evaluations.vit import DINOV2_L, DINOv2Detector, find_encoder_weights
 

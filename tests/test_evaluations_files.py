@@ -10,9 +10,8 @@ import torch
 from PIL import Image
 
 from common.errors import UserError
-from evaluations.images import ImageFolder, open_images, read_ahead
+from evaluations.images import ImageFolder, NpzImages, open_images, read_ahead, write_npz
 from evaluations.metrics import Statistics
-from evaluations.npz import NpzImages, write_npz
 
 
 def make_images(num: int = 7, height: int = 5, width: int = 6, seed: int = 0) -> np.ndarray:

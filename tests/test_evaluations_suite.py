@@ -15,9 +15,8 @@ from common.errors import UserError
 from evaluations import metrics, reference
 from evaluations.classifiers import DIGITS_WEIGHTS, ClassifierDetector
 from evaluations.features import Features
-from evaluations.images import open_images
+from evaluations.images import NpzImages, open_images, write_npz
 from evaluations.metrics import statistics_of
-from evaluations.npz import NpzImages, write_npz
 from evaluations.suite import METRICS, display_name, evaluate, find_metric, format_metrics, metrics_of, set_of
 from sampling import evaluator
 from sampling.detectors import open_reference
@@ -140,7 +139,7 @@ def load(file, detector) -> Features:
     """The features of a reference as an evaluator has them."""
     forget_accelerate()
     images = open_reference(str(file), "reference", [detector.name])
-    return evaluator.Evaluator.open(Accelerator(cpu=True), [detector], images, batch_size=8).references[0]
+    return evaluator.Evaluator(Accelerator(cpu=True), [detector], images, batch_size=8).references[0]
 
 
 def test_a_reference_goes_through_the_detector_once(npz):

@@ -12,8 +12,7 @@ from safetensors import safe_open
 import prepare_latents
 from common.errors import UserError
 from evaluations.classifiers import ClassifierDetector, train_detector
-from evaluations.images import open_images
-from evaluations.npz import write_npz
+from evaluations.images import open_images, write_npz
 from evaluations.suite import evaluate
 from latents.channel_statistics import ChannelStatistics
 from latents.shards import LatentDataset, latents_for_network
