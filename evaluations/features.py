@@ -54,15 +54,10 @@ class Features:
 
 
 class Detector(Protocol):
-    """What turns images into features.
+    """What turns images into features."""
 
-    Attributes:
-        name: short, part of file names.
-        weights_hash: of the weights and of all else that changes the features; caches are keyed by it.
-    """
-
-    name: str
-    weights_hash: str
+    name: str  # short, part of file names
+    weights_hash: str  # of the weights and of all else that changes the features; caches are keyed by it
 
     def features(self, images: np.ndarray | Tensor) -> Features:
         """uint8 [N, H, W, 3] -> features on the detector's device."""
@@ -82,8 +77,7 @@ def to_device(images: np.ndarray | Tensor, device: torch.device) -> Tensor:
 def extract(detectors: Sequence[Detector], batches: Iterable[np.ndarray]) -> list[Features]:
     """Features of all batches (uint8 [b, H, W, 3] each), on the CPU, by each detector. The batches are gone through once.
 
-    Raises:
-        UserError: features that are not finite.
+    Raises UserError for features that are not finite.
     """
     parts: list[list[dict[str, Tensor]]] = [[] for _ in detectors]
     computed = ([detector.features(batch) for detector in detectors] for batch in batches)

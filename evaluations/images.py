@@ -25,7 +25,7 @@ from common.files import hash_bytes, hash_file, list_images, whole_file
 from evaluations.metrics import Statistics
 
 SUFFIXES = (".png", ".jpg", ".jpeg")
-CONVERTIBLE_MODES = ("1", "L", "LA", "P", "PA", "RGBA", "CMYK", "YCbCr")  # 8 bits or fewer: converting loses no range
+CONVERTIBLE_MODES = ("RGB", "1", "L", "LA", "P", "PA", "RGBA", "CMYK", "YCbCr")  # 8 bits or fewer: converting loses no range
 DECODE_ERRORS = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error)  # what Pillow raises on damaged files
 
 # (detector, layer) -> names of mean and covariance, number of features
@@ -57,7 +57,7 @@ def read_rgb(file: str | Path | BinaryIO) -> Image.Image:
     """
     try:
         with Image.open(file) as image:
-            if image.mode not in ("RGB", *CONVERTIBLE_MODES):
+            if image.mode not in CONVERTIBLE_MODES:
                 raise UserError(f"mode {image.mode} is not one of 8 bits a channel")
             short, long = sorted(image.size)
             if short < 8 or long > 100 * short:  # to enlarge it would need gigabytes
@@ -108,7 +108,7 @@ class ImageFolder:
             if self.crop is not None:
                 return adm_center_crop(read_rgb(file), self.crop)
             with Image.open(file) as image:
-                if image.mode != "RGB" and not (self.convert_to_rgb and image.mode in CONVERTIBLE_MODES):
+                if image.mode not in (CONVERTIBLE_MODES if self.convert_to_rgb else ("RGB",)):
                     raise ValueError(f"mode {image.mode}, not 8-bit RGB")
                 if self.shape and (image.height, image.width) != self.shape[1:3]:
                     raise ValueError(f"{image.width}x{image.height} pixels; all must be of one size")
@@ -173,9 +173,8 @@ class NpzImages:
             for layer, (mu, sigma, size) in STATISTICS_KEYS.items():
                 if mu in file:
                     known = Statistics(*(torch.from_numpy(file[key]).double() for key in (mu, sigma)))
-                    is_finite = (known.mu.sum() + known.sigma.sum()).isfinite()
-                    if known.mu.shape != (size,) or known.sigma.shape != (size, size) or not is_finite:
-                        raise ValueError(f"{mu} and {sigma} must be [{size}] and [{size}, {size}], and finite")
+                    if known.mu.shape != (size,) or known.sigma.shape != (size, size):
+                        raise ValueError(f"{mu} and {sigma} must be [{size}] and [{size}, {size}]")
                     self.statistics[layer] = known
             if "arr_0" in file or not self.statistics:
                 with file.zip.open("arr_0.npy") as f:

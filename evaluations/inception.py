@@ -24,7 +24,6 @@ WEIGHTS_NAME = "weights-inception-2015-12-05-6726825d.pth"
 WEIGHTS_URL = f"https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/{WEIGHTS_NAME}"
 WEIGHTS_SHA256 = "6726825d"  # its first digits, as in the file's name
 SPATIAL_CHANNELS = 7  # of mixed_6's 192: ADM keeps these, to have about as many features as pool3
-LAYER_SIZES = {"pool": 2048, "spatial": 17 * 17 * SPATIAL_CHANNELS}
 
 
 def fetch_weights() -> Path:

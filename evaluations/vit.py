@@ -23,7 +23,7 @@ from common.files import hash_file
 from evaluations.features import Features, to_device
 from evaluations.metrics import full_float32
 
-DINOV2_B, DINOV2_L = "vit_base_patch14_dinov2.lvd142m", "vit_large_patch14_dinov2.lvd142m"
+DINOV2_L = "vit_large_patch14_dinov2.lvd142m"
 HUB_FILE = "model.safetensors"  # of timm's weights on the Hugging Face hub
 
 
@@ -62,7 +62,7 @@ class Encoder:
     ):
         self.device, self.recipe, self.precision = torch.device(device), recipe, precision
         net, mean, std = _build(name, input_size)  # before anything is downloaded
-        file = find_encoder_weights(name, weights)
+        file = find_encoder_weights(name) if weights is None else Path(weights)
         _load(net, file, recipe)
         self.weights_hash = hash_file(file) + ("" if precision == "fp32" else f"-{precision}")
         self.net = net.float().to(self.device).eval().requires_grad_(False)
@@ -90,10 +90,7 @@ class Encoder:
 
 
 class DINOv2Detector(Encoder):
-    """The class token, [N, 1024], of images that are resized to 224x224 pixels, for FD-DINOv2.
-
-    As in EDM2's code (arXiv 2312.02696, after dgm-eval, arXiv 2306.04675).
-    """
+    """FD-DINOv2's class token, [N, 1024], of images at 224x224 pixels, as in EDM2's code (arXiv 2312.02696)."""
 
     name = "dinov2"
 
@@ -124,14 +121,12 @@ def _build(name: str, input_size: int) -> tuple[nn.Module, tuple[float, ...], tu
     return net, published.mean, published.std
 
 
-def find_encoder_weights(name: str, weights: str | Path | None = None) -> Path:
-    """The file of weights: `weights` itself, or that of timm's model on the Hugging Face hub, downloaded if it is not cached.
+def find_encoder_weights(name: str) -> Path:
+    """The file of timm's weights in the cache of the Hugging Face hub, downloaded if it is not there.
 
     Raises UserError where it cannot be downloaded.
     """
     repository = f"timm/{name}"
-    if weights is not None:
-        return Path(weights)
     if isinstance(cached := try_to_load_from_cache(repository, HUB_FILE), str):
         return Path(cached)
     try:

@@ -32,7 +32,7 @@ def _build_detector(name: str, settings: schema.DetectorSettings, accelerator: A
     how = (accelerator.device, settings.precision, settings.compile)
     with accelerator.local_main_process_first():  # one process of a machine downloads, the others find the file
         if name == "dinov2":
-            weights = find_encoder_weights(DINOV2_L, settings.dinov2_weights)
+            weights = settings.dinov2_weights or find_encoder_weights(DINOV2_L)
         else:
             weights = settings.weights or fetch_weights()
     return (DINOv2Detector if name == "dinov2" else InceptionDetector)(weights, *how)
