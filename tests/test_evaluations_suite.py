@@ -137,8 +137,7 @@ def test_a_reference_goes_through_the_detector_once(npz):
     detector = FakeInception()
     first, second = load(npz, detector), load(npz, detector)
     assert detector.num_images == 20
-    for name, x in first.tensors().items():
-        assert torch.equal(second.tensors()[name], x)
+    assert all(torch.equal(second.tensors()[name], x) for name, x in first.tensors().items())
     assert [file.name for file in npz.parent.iterdir() if file != npz] == [CACHE]
 
 
