@@ -85,10 +85,6 @@ def test_bad_weights_are_refused_by_name_and_run_no_code(tmp_path):
             InceptionDetector(tmp_path / name)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The digits.
-
-
 def test_the_reference_of_the_digits_holds_what_training_decodes():
     shard = load_file(REPOSITORY / "latents" / "digits.safetensors")
     assert np.array_equal(next(DIGITS.batches(2000)), to_uint8(shard["latents"].float()).numpy())
@@ -113,10 +109,6 @@ def test_images_of_another_size_and_other_weights_are_refused(tmp_path):
             ClassifierDetector("digits", tmp_path / name)
     with pytest.raises(UserError, match=r"is no file of evaluation.detector=small-fashion \(it is of digits"):
         ClassifierDetector("small-fashion", DIGITS_WEIGHTS)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Sets of features.
 
 
 class Named:

@@ -22,10 +22,6 @@ def read(images, *args) -> np.ndarray:
     return np.concatenate(list(images.batches(*args)))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# .npz
-
-
 def test_what_is_written_is_read_back(tmp_path):
     images, labels, mu = make_images(), np.arange(7), torch.rand(1024).double()
     known = Statistics(mu, torch.diag(mu))
@@ -99,10 +95,6 @@ def test_writing_refuses_other_images_and_leaves_no_file(tmp_path):
     with pytest.raises(UserError, match="an image is float64"):
         write_npz(tmp_path / "a.npz", iter(IMAGES / 255), IMAGES.shape)
     assert list(tmp_path.iterdir()) == []
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Folders.
 
 
 def write_folder(folder, images: np.ndarray) -> list[str]:

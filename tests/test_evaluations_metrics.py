@@ -15,10 +15,6 @@ def normal(seed: int, *shape: int) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(seed).standard_normal(shape))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Statistics.
-
-
 @pytest.mark.parametrize("chunk_size", [1, 60, 1008])
 @pytest.mark.parametrize("offset", [0.0, 1e6])
 def test_any_chunks_give_the_mean_and_covariance_of_numpy(chunk_size, offset):
@@ -30,10 +26,6 @@ def test_any_chunks_give_the_mean_and_covariance_of_numpy(chunk_size, offset):
     # At an offset of 1e6 the input itself carries rounding of 1e-10; a plain sum of x x^T would be wrong by 1e-3.
     tolerance = 1e-8 if offset else 1e-13
     np.testing.assert_allclose(result.sigma.numpy(), reference, rtol=0, atol=tolerance * np.abs(reference).max())
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Frechet distance.
 
 
 def gaussian(mu, sigma) -> Statistics:
@@ -78,10 +70,6 @@ def test_a_set_is_at_distance_zero_from_itself(n):
     assert metrics.frechet_distance(x, x) == pytest.approx(0, abs=1e-10)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Inception Score.
-
-
 def plain_inception_score(logits: np.ndarray) -> float:
     p = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
     return float(np.exp((p * (np.log(p) - np.log(p.mean(0)))).sum(1).mean()))
@@ -106,10 +94,6 @@ def test_class_agreement_is_the_share_of_samples_classified_as_asked():
     assert metrics.class_agreement(logits, torch.tensor([0, 1, 2, 0])) == 0.75
     with pytest.raises(ValueError, match="outside the detector's 4 classes"):
         metrics.class_agreement(logits, torch.tensor([0, 1, 2, 4]))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Precision and recall.
 
 
 def brute_force(reference: np.ndarray, samples: np.ndarray, k: int = 3) -> tuple[float, float]:
