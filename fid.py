@@ -86,7 +86,7 @@ def main(cfg: schema.FidConfig) -> None:
     if missing:
         for run_cfg in runs.values():  # before a detector and a reference that take minutes
             autoencoders.find(cfg.autoencoder or run_cfg.data.autoencoder)
-        evaluator = Evaluator.open(accelerator, build_detectors(cfg.evaluation, accelerator), reference, cfg.batch_size)
+        evaluator = Evaluator(accelerator, build_detectors(cfg.evaluation, accelerator), reference, cfg.batch_size)
     for point, load_sampler in (points[i] for i in missing):
         cost = {}
         if images:

@@ -32,9 +32,9 @@ from configs.command_line import guard, run_command
 from configs.schema import Autoencoder
 from configs.settings import Count, Positive, Text
 from evaluations.classifiers import train_detector
+from evaluations.features import write_reference
 from evaluations.images import open_images
 from evaluations.inception import InceptionDetector, fetch_weights
-from evaluations.reference import write_reference
 from evaluations.vit import DINOv2Detector, find_encoder_weights
 from latents import autoencoders
 from latents.prepare.digits import write_digits

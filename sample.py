@@ -26,8 +26,7 @@ from common.files import lock_output, whole_file, write_file
 from common.progress import progress_bar
 from common.randomness import class_of_seed
 from configs import command_line, schema
-from evaluations.images import DECODE_ERRORS
-from evaluations.npz import write_npz
+from evaluations.images import DECODE_ERRORS, write_npz
 from sampling.sampler import ImageSampler, labelled_grid, sampler_with
 from training import checkpoint as checkpoints
 from training import load, machine

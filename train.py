@@ -119,7 +119,7 @@ def build_hooks(cfg: schema.TrainConfig, ema: EMA, run: RunFolder, accelerator: 
             own = {"guidance": load.build_guidance(guidance), "diffusion": diffusion, "weak": None}
             samplers[scale] = replace(sampler, **own, precision=cfg.eval.precision)
         detectors = build_detectors(cfg.evaluation, accelerator)
-        evaluator = Evaluator.open(accelerator, detectors, reference, cfg.eval.batch_size)
+        evaluator = Evaluator(accelerator, detectors, reference, cfg.eval.batch_size)
         hooks.append(Evaluations(run, evaluator, samplers, cfg.eval.every))
     return hooks
 

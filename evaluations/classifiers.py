@@ -1,7 +1,6 @@
 """Small classifiers as detectors of small pictures: evaluation offline on a CPU, in seconds.
 
-`digits` is for the embedded digits of 8x8 pixels, with the weights of digits_detector.safetensors. `small-<set>` is for a set of
-pictures of up to 128 pixels, with weights of your own. The same command trains both:
+`digits` is for the embedded digits of 8x8 pixels, `small-<set>` for a set of pictures of up to 128. One command trains both:
 
     python prepare_latents.py detector reference=evaluations/digits_reference.npz output=digits.safetensors num_epochs=40
 
@@ -74,14 +73,9 @@ def _network(about: dict) -> nn.Module:
 
 
 class ClassifierDetector:
-    """Pooled features and class logits of square images of one size.
+    """Pooled features and class logits of square images of one size, by the weights that `train_detector` wrote.
 
-    Args:
-        name: of the detector: `digits`, or `small-<set>` as in the file.
-        weights: a file that `train_detector` wrote.
-
-    Raises:
-        UserError: the file cannot be read, or is of another detector.
+    Raises UserError where the file cannot be read, or is of another detector than `name`, `digits` or `small-<set>`.
     """
 
     def __init__(self, name: str, weights: Path, device: torch.device | str = "cpu"):
@@ -93,10 +87,9 @@ class ClassifierDetector:
                 raise ValueError(f"it is of {about['detector']}")
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as e:
             raise UserError(f"evaluation.weights={weights} is no file of evaluation.detector={name} ({first_line(e)})") from e
-        self._size = about["resolution"]
-        net = _network(about)
-        net.load_state_dict(load_file(weights))
-        self._net = net.to(self.device).eval().requires_grad_(False)
+        self._size, self._net = about["resolution"], _network(about)
+        self._net.load_state_dict(load_file(weights))
+        self._net.to(self.device).eval().requires_grad_(False)
         self.weights_hash = hash_file(weights)
 
     @torch.no_grad()
@@ -110,38 +103,11 @@ class ClassifierDetector:
         return Features(self.name, pool=pool, logits=logits)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Training.
-
-
-def fit(net: nn.Module, images: Tensor, labels: Tensor, one_in: int, num_epochs: int) -> float:
-    """Train a classifier in place on uint8 [N, H, W, 3] and labels [N]; one image in `one_in` is held out.
-
-    Returns the accuracy on those held out. The same on every run on one machine with the same number of threads.
-    """
-    shuffled = torch.from_numpy(np.random.default_rng(0).permutation(len(images)))
-    held_out, training = shuffled.tensor_split([len(images) // one_in])
-    random, device, batch_size = np.random.default_rng(1), next(net.parameters()).device, 64
-    optimizer = torch.optim.AdamW(net.parameters(), lr=2e-3, weight_decay=0.01)
-    num_batches = len(training) // batch_size
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_epochs * num_batches)
-    for _ in progress_bar(range(num_epochs), desc="training the detector", unit="epochs", delay=1, leave=False):
-        for batch in training[random.permutation(len(training))][: num_batches * batch_size].split(batch_size):
-            loss = F.cross_entropy(net(images[batch].to(device))[1], labels[batch].to(device))
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-    net.eval()
-    with torch.no_grad():
-        logits = torch.cat([net(images[batch].to(device))[1].cpu() for batch in held_out.split(1000)])
-    return class_agreement(logits, labels[held_out])
-
-
 def train_detector(images: ImageSet, output: Path, device: torch.device, num_epochs: int) -> float:
     """Train a classifier on images with labels and write it to `output`, whose name is that of the set, or `digits`.
 
-    Returns the accuracy on the images that were held out, which the file holds as well.
+    Returns the accuracy on the images that were held out, which the file holds as well. On one machine, the same number of
+    threads gives the same file.
 
     Raises:
         UserError: `output` exists or its name cannot be a set's; images without labels, too few, too large or not square.
@@ -160,7 +126,23 @@ def train_detector(images: ImageSet, output: Path, device: torch.device, num_epo
     about = {"detector": name, "resolution": height, "num_classes": int(labels.max()) + 1, "trained_on": images.fingerprint()}
     torch.manual_seed(0)
     net = _network(about).to(device)
-    accuracy = fit(net, pixels, labels, 5 if is_digits else 10, num_epochs)
+    shuffled = torch.from_numpy(np.random.default_rng(0).permutation(num_images))
+    held_out, training = shuffled.tensor_split([num_images // (5 if is_digits else 10)])
+    random, batch_size = np.random.default_rng(1), 64
+    optimizer = torch.optim.AdamW(net.parameters(), lr=2e-3, weight_decay=0.01)
+    num_batches = len(training) // batch_size
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_epochs * num_batches)
+    for _ in progress_bar(range(num_epochs), desc="training the detector", unit="epochs", delay=1, leave=False):
+        for batch in training[random.permutation(len(training))][: num_batches * batch_size].split(batch_size):
+            loss = F.cross_entropy(net(pixels[batch].to(device))[1], labels[batch].to(device))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+    net.eval()
+    with torch.no_grad():
+        logits = torch.cat([net(pixels[batch].to(device))[1].cpu() for batch in held_out.split(1000)])
+    accuracy = class_agreement(logits, labels[held_out])
     about |= {"num_epochs": num_epochs, "held_out_accuracy": round(accuracy, 4)}
     # safetensors writes several keys of metadata in an order of its own: with one, the same weights are the same bytes.
     write_file(output, save(net.cpu().state_dict(), metadata={"about": json.dumps(about)}))

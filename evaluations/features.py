@@ -1,21 +1,30 @@
-"""Features of images, the interface of a detector, and the features of a whole set.
+"""Features of images: the interface of a detector, the features of a whole set, and those of a reference, which are cached.
 
 N images, D pooled features, S spatial features, C classes.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor
 
 from common.errors import UserError
-from evaluations.metrics import Statistics
+from common.files import write_file
+from common.progress import progress_bar
+from evaluations.images import STATISTICS_KEYS, ImageSet, read_ahead, write_npz
+from evaluations.metrics import Statistics, statistics_of
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -45,15 +54,10 @@ class Features:
 
 
 class Detector(Protocol):
-    """What turns images into features.
+    """What turns images into features."""
 
-    Attributes:
-        name: short, part of file names.
-        weights_hash: of the weights and of all else that changes the features; caches are keyed by it.
-    """
-
-    name: str
-    weights_hash: str
+    name: str  # short, part of file names
+    weights_hash: str  # of the weights and of all else that changes the features; caches are keyed by it
 
     def features(self, images: np.ndarray | Tensor) -> Features:
         """uint8 [N, H, W, 3] -> features on the detector's device."""
@@ -73,8 +77,7 @@ def to_device(images: np.ndarray | Tensor, device: torch.device) -> Tensor:
 def extract(detectors: Sequence[Detector], batches: Iterable[np.ndarray]) -> list[Features]:
     """Features of all batches (uint8 [b, H, W, 3] each), on the CPU, by each detector. The batches are gone through once.
 
-    Raises:
-        UserError: features that are not finite.
+    Raises UserError for features that are not finite.
     """
     parts: list[list[dict[str, Tensor]]] = [[] for _ in detectors]
     computed = ([detector.features(batch) for detector in detectors] for batch in batches)
@@ -90,3 +93,81 @@ def extract(detectors: Sequence[Detector], batches: Iterable[np.ndarray]) -> lis
         Features(detector.name, **{name: torch.cat([part[name] for part in done]) for name in done[0]})
         for detector, done in zip(detectors, parts)
     ]
+
+
+def features_of_images(
+    images: ImageSet, detectors: Sequence[Detector], batch_size: int, start: int, stop: int, show_progress: bool = True
+) -> list[Features]:
+    """Features of images start .. stop - 1 by each detector, computed in this process, the images being read once.
+
+    There are none for an .npz that holds statistics only.
+    """
+    if len(images) == 0:
+        return [Features(detector.name, pool=torch.empty(0, 0)) for detector in detectors]
+    total = len(range(start, stop, batch_size))
+    how = {"desc": f"features of {images.path.name}", "unit": "batch", "leave": False, "disable": not show_progress}
+    return extract(detectors, progress_bar(read_ahead(images.batches(batch_size, start, stop)), total=total, **how))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# References.
+
+
+def stored_statistics(images: ImageSet, detector: str) -> dict[str, Statistics]:
+    """The statistics of this detector that the file holds, by layer. ADM's evaluator uses Inception's so."""
+    return {layer: known for (name, layer), known in images.statistics.items() if name == detector}
+
+
+def _cache_of(images: ImageSet, detector: Detector) -> tuple[Path, dict[str, str]]:
+    """The cache, x.npz.inception-features.safetensors beside x.npz, and its header: which images and weights it is of."""
+    file = Path(f"{images.path.resolve()}.{detector.name}-features.safetensors")
+    return file, {"images": images.fingerprint(), "weights": detector.weights_hash}
+
+
+def read_cache(images: ImageSet, detector: Detector) -> Features | None:
+    """The cached features with their statistics; None if there are none, or they are of other images or weights."""
+    file, header = _cache_of(images, detector)
+    try:
+        with safe_open(file, framework="pt") as f:
+            if f.metadata() != header:
+                return None
+            tensors = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 (not a dict)
+    except (SafetensorError, OSError):
+        return None
+    layers = [layer for layer in ("pool", "spatial") if f"{layer}.mu" in tensors]
+    statistics = {layer: Statistics(tensors.pop(f"{layer}.mu"), tensors.pop(f"{layer}.sigma")) for layer in layers}
+    return Features(detector.name, statistics=statistics, **tensors)
+
+
+def write_cache(images: ImageSet, detector: Detector, features: Features) -> Features:
+    """Cache the features with their statistics, and return both. If the folder cannot be written to, warn.
+
+    A layer that has no more images than features gets no statistics: `frechet_distance` is exact on the features themselves.
+    """
+    tensors = {name: x.contiguous() for name, x in features.tensors().items()}
+    layers = [name for name, x in tensors.items() if name != "logits" and len(x) > x.shape[1]]
+    statistics = {layer: statistics_of(tensors[layer]) for layer in layers}
+    for layer, known in statistics.items():
+        tensors |= {f"{layer}.mu": known.mu, f"{layer}.sigma": known.sigma}
+    file, header = _cache_of(images, detector)
+    try:
+        write_file(file, save(tensors, metadata=header))
+    except UserError as e:
+        log.warning("%s; the features will be computed at every start", e)
+    return replace(features, statistics=statistics)
+
+
+def write_reference(images: ImageSet, output: Path, detectors: Sequence[Detector] = (), batch_size: int = 64) -> None:
+    """Make a reference batch of a set of images, in ADM's format. Raises UserError where the output exists.
+
+    Args:
+        detectors: inception and dinov2, whose statistics are stored as well; evaluations then need not compute them.
+    """
+    if output.exists():
+        raise UserError(f"{output} exists; nothing was written")
+    statistics = {}
+    for features in features_of_images(images, detectors, batch_size, 0, len(images)) if detectors else ():
+        layers = {(features.detector, name): x for name, x in features.tensors().items()}
+        statistics |= {layer: statistics_of(x) for layer, x in layers.items() if layer in STATISTICS_KEYS}
+    singles = (image for batch in read_ahead(images.batches(batch_size)) for image in batch)
+    write_npz(output, singles, images.shape, images.labels, statistics)

@@ -6,13 +6,14 @@ import hashlib
 import io
 import logging
 import pickle
+import socket
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from common.downloads import download
+from common.downloads import TIMEOUT_SEC
 from common.errors import UserError, first_line
 from evaluations.features import Features, to_device
 from evaluations.metrics import full_float32
@@ -23,23 +24,27 @@ WEIGHTS_NAME = "weights-inception-2015-12-05-6726825d.pth"
 WEIGHTS_URL = f"https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/{WEIGHTS_NAME}"
 WEIGHTS_SHA256 = "6726825d"  # its first digits, as in the file's name
 SPATIAL_CHANNELS = 7  # of mixed_6's 192: ADM keeps these, to have about as many features as pool3
-LAYER_SIZES = {"pool": 2048, "spatial": 17 * 17 * SPATIAL_CHANNELS}
 
 
 def fetch_weights() -> Path:
     """The file of the published weights (96 MB), downloaded to $TORCH_HOME/hub/checkpoints if it is not there.
 
-    With several processes on a machine, call it in one of them first. Offline, the UserError says which file to put where.
+    With several processes on a machine, call it in one of them first. Raises UserError where it cannot be downloaded.
     """
     file = Path(torch.hub.get_dir()) / "checkpoints" / WEIGHTS_NAME
     if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        before = socket.getdefaulttimeout()
+        socket.setdefaulttimeout(TIMEOUT_SEC)  # torch.hub sets none, and would wait for ever
         try:
-            download(WEIGHTS_URL, file, WEIGHTS_SHA256, show_progress=True)
-        except UserError as e:
+            torch.hub.download_url_to_file(WEIGHTS_URL, str(file), hash_prefix=WEIGHTS_SHA256)  # whole or not at all
+        except (OSError, RuntimeError) as e:  # RuntimeError: another SHA-256
             raise UserError(
-                f"the Inception weights cannot be downloaded ({e}); run `python prepare_latents.py fetch` once where there is a "
-                f"network, or put {WEIGHTS_URL} at {file} (TORCH_HOME moves it), or set evaluation.weights=<the file>"
+                f"the Inception weights cannot be downloaded ({first_line(e)}); run `python prepare_latents.py fetch` once where "
+                f"there is a network, or put {WEIGHTS_URL} at {file} (TORCH_HOME moves it), or set evaluation.weights=<the file>"
             ) from e
+        finally:
+            socket.setdefaulttimeout(before)
     return file
 
 
@@ -63,13 +68,15 @@ class InceptionDetector:
     ):
         self.device, self.precision = torch.device(device), precision
         file = fetch_weights() if weights is None else Path(weights)
-        net = _Network(_build_extractor(file)).to(self.device)
+        try:
+            net = _Network(file)
+        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, TypeError, AttributeError) as e:
+            raise UserError(f"{file} does not hold Inception's weights ({first_line(e)}); get {WEIGHTS_URL}") from e
         sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
         if not sha256.startswith(WEIGHTS_SHA256):
             log.warning("%s is not the published Inception (SHA-256 %s...): its scores compare with no paper's", file, sha256[:8])
         self.weights_hash = sha256 if precision == "fp32" else f"{sha256}-{precision}"
-        if self.device.type == "cuda":
-            net = net.to(memory_format=torch.channels_last)
+        net.to(self.device, memory_format=torch.channels_last if self.device.type == "cuda" else torch.preserve_format)
         self._net = torch.compile(net) if compile else net
 
     @torch.no_grad()
@@ -84,11 +91,17 @@ class InceptionDetector:
 class _Network(nn.Module):
     """torch-fidelity's extractor with the spatial features as one more output."""
 
-    def __init__(self, extractor: nn.Module):
+    def __init__(self, file: Path):
+        from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
+
         super().__init__()
-        self.extractor = extractor
+        copy = io.BytesIO()  # the extractor unpickles its file with weights_only=False; it gets a copy of what was read safely
+        torch.save(torch.load(file, map_location="cpu", weights_only=True), copy)
+        copy.seek(0)
+        outputs = ["2048", "logits_unbiased"]
+        self.extractor = FeatureExtractorInceptionV3("inception", outputs, feature_extractor_weights_path=copy)
         # TensorFlow's mixed_6/conv is the 1x1 branch of the block that PyTorch's ports call 6d, after its ReLU.
-        extractor.Mixed_6d.branch1x1.register_forward_hook(self._keep)
+        self.extractor.Mixed_6d.branch1x1.register_forward_hook(self._keep)
 
     def _keep(self, module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
         self._kept = output  # [N, 192, 17, 17]
@@ -99,16 +112,3 @@ class _Network(nn.Module):
         spatial = self._kept[:, :SPATIAL_CHANNELS].permute(0, 2, 3, 1).flatten(1)  # NHWC, as TensorFlow flattens it
         self._kept = None
         return pool, logits, spatial
-
-
-def _build_extractor(file: Path) -> nn.Module:
-    from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
-
-    # The class unpickles its file with weights_only=False; it gets a copy of what was read safely.
-    copy = io.BytesIO()
-    try:
-        torch.save(torch.load(file, map_location="cpu", weights_only=True), copy)
-        copy.seek(0)
-        return FeatureExtractorInceptionV3("inception", ["2048", "logits_unbiased"], feature_extractor_weights_path=copy)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, TypeError, AttributeError) as e:
-        raise UserError(f"{file} does not hold Inception's weights ({first_line(e)}); get {WEIGHTS_URL}") from e

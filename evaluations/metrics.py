@@ -40,7 +40,7 @@ def statistics_of(features: Tensor, chunk_size: int = 4096) -> Statistics:
     """
     count, dim = 0, features.shape[1]
     mean = torch.zeros(dim, dtype=torch.float64)
-    scatter = torch.zeros(dim, dim, dtype=torch.float64)  # sum of (x - mean)(x - mean)^T
+    scatter = mean.new_zeros(dim, dim)  # sum of (x - mean)(x - mean)^T
     for chunk in features.split(chunk_size):
         x = chunk.to(mean)
         chunk_mean, total = x.mean(0), count + len(x)
@@ -50,8 +50,7 @@ def statistics_of(features: Tensor, chunk_size: int = 4096) -> Statistics:
         scatter.addmm_(rows.T, rows)
         mean += shift * (len(x) / total)
         count = total
-    sigma = scatter / (count - 1)
-    return Statistics(mean, (sigma + sigma.T) / 2)
+    return Statistics(mean, _symmetric(scatter / (count - 1)))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -108,12 +107,9 @@ def _centred(features: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def inception_score(logits: Tensor, split_size: int = 5000) -> float:
-    """exp(mean over samples of KL(p(y|x) || p(y))), averaged over consecutive splits.
+    """exp(mean over samples of KL(p(y|x) || p(y))), averaged over consecutive splits, of which a short last one counts fully.
 
-    A short last split counts as much as a full one, as in ADM's evaluator.
-
-    Args:
-        logits: [N, C], in the order of the samples; for Inception without the bias of the last layer.
+    logits: [N, C], in the order of the samples; for Inception without the bias of the last layer.
     """
     scores = []
     for split in logits.split(split_size):
@@ -129,8 +125,7 @@ def inception_score(logits: Tensor, split_size: int = 5000) -> float:
 def class_agreement(logits: Tensor, labels: Tensor) -> float:
     """Fraction of the samples, logits [N, C], whose most likely class is the one that was asked for, labels [N] int64.
 
-    Raises:
-        UserError: labels outside 0 .. C - 1.
+    Raises UserError for labels outside 0 .. C - 1.
     """
     low, high = int(labels.min()), int(labels.max())
     if low < 0 or high >= logits.shape[1]:
@@ -141,21 +136,21 @@ def class_agreement(logits: Tensor, labels: Tensor) -> float:
 # ----------------------------------------------------------------------------------------------------------------------
 # Improved precision and recall (Kynkaanniemi et al. 2019).
 
+NUM_NEIGHBOURS = 3
 
-def precision_recall(reference: Tensor, samples: Tensor, num_neighbours: int = 3, tile_size: int = 2048) -> tuple[float, float]:
+
+def precision_recall(reference: Tensor, samples: Tensor, tile_size: int = 2048) -> tuple[float, float]:
     """Share of samples [N, D] that lie in a ball around some reference [M, D], and of references in one around some sample.
 
-    The ball of a point reaches to its num_neighbours-th nearest other point of its own set, border included. Distances are
-    computed tile by tile: memory beyond a centred copy of the features is a few tiles. N and M are above num_neighbours.
+    The ball of a point reaches to its third nearest other point of its own set, border included. Distances are computed tile
+    by tile: memory beyond a centred copy of the features is a few tiles. Features are float32 or float64; N and M are above 3.
     """
-    # float16 overflows at 65504, which a squared norm exceeds.
-    reference, samples = (x if x.dtype == torch.float64 else x.float() for x in (reference, samples))
     # |a|^2 + |b|^2 - 2ab loses the digits that the norms have beyond the distance; about a common centre they are small.
-    centre = _mean(reference)
+    # Sums of chunks: those of float32 stay short, and no float64 copy of everything is made.
+    centre = (sum(chunk.sum(0).cpu().double() for chunk in reference.split(1024)) / len(reference)).to(reference)
     reference, samples = reference - centre, samples - centre
     with full_float32():
-        radii_reference = neighbour_radii(reference, num_neighbours, tile_size)
-        radii_samples = neighbour_radii(samples, num_neighbours, tile_size)
+        radii_reference, radii_samples = neighbour_radii(reference, tile_size), neighbour_radii(samples, tile_size)
         sample_inside = torch.zeros(len(samples), dtype=torch.bool, device=samples.device)
         reference_inside = torch.zeros(len(reference), dtype=torch.bool, device=samples.device)
         for rows in _tiles(reference, tile_size):
@@ -166,17 +161,15 @@ def precision_recall(reference: Tensor, samples: Tensor, num_neighbours: int = 3
     return sample_inside.sum().item() / len(samples), reference_inside.sum().item() / len(reference)  # MPS has no float64
 
 
-def neighbour_radii(x: Tensor, num_neighbours: int, tile_size: int = 2048) -> Tensor:
-    """Squared distance of each point of x [N, D] to its num_neighbours-th nearest other point, [N].
+def neighbour_radii(x: Tensor, tile_size: int) -> Tensor:
+    """Squared distance of each point of x [N, D] to its third nearest other point, [N].
 
     Not below what rounding can make of a distance of zero, so that copies of a point count as inside its ball.
-    x is float32 or float64, and has more than num_neighbours rows.
     """
-    nearest = x.new_full((len(x), num_neighbours), float("inf"))
+    nearest = x.new_full((len(x), NUM_NEIGHBOURS), float("inf"))
 
     def keep_smallest(rows: slice, distances: Tensor) -> None:
-        candidates = distances.topk(min(num_neighbours, distances.shape[1]), dim=1, largest=False, sorted=False).values
-        nearest[rows] = torch.cat([nearest[rows], candidates], dim=1).topk(num_neighbours, dim=1, largest=False).values
+        nearest[rows] = torch.cat([nearest[rows], distances], dim=1).topk(NUM_NEIGHBOURS, dim=1, largest=False).values
 
     # Distances are symmetric: each tile serves its rows and its columns.
     for rows, columns in combinations_with_replacement(_tiles(x, tile_size), 2):
@@ -184,7 +177,7 @@ def neighbour_radii(x: Tensor, num_neighbours: int, tile_size: int = 2048) -> Te
         if rows == columns:
             distances.fill_diagonal_(float("inf"))  # a point is not its own neighbour
         else:
-            keep_smallest(columns, distances.T.contiguous())
+            keep_smallest(columns, distances.T)
         keep_smallest(rows, distances)
     rounding = 32 * torch.finfo(x.dtype).eps * x.square().sum(1)
     return nearest[:, -1].maximum(rounding)  # topk sorts the smallest first
@@ -198,12 +191,6 @@ def _squared_distances(a: Tensor, b: Tensor) -> Tensor:
     """[n, D], [m, D] -> [n, m]."""
     products = torch.addmm(b.square().sum(1), a, b.T, alpha=-2)
     return products.add_(a.square().sum(1, keepdim=True)).clamp_(min=0)
-
-
-def _mean(features: Tensor) -> Tensor:
-    """[D], summed in chunks, so that float32 sums stay short and no float64 copy of everything is made."""
-    total = sum(chunk.sum(0).cpu().double() for chunk in features.split(1024))
-    return (total / len(features)).to(features)
 
 
 @contextlib.contextmanager

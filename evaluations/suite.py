@@ -1,7 +1,4 @@
-"""The table of metrics, and all metrics of two sets of features.
-
-A metric is one row of METRICS: evaluation, fid.py, training and reports take its name, direction and format from there.
-"""
+"""All metrics of two sets of features. A metric is one row of METRICS, which states its name, direction and format."""
 
 from __future__ import annotations
 
@@ -18,8 +15,6 @@ from evaluations import metrics
 from evaluations.features import Features
 
 log = logging.getLogger(__name__)
-
-NUM_NEIGHBOURS = 3
 
 
 @dataclass
@@ -40,9 +35,9 @@ class FeaturePair:
     @functools.cached_property
     def precision_recall(self) -> tuple[float | None, float | None]:
         """Both at once, as they share the neighbour search; None where a side has too few images."""
-        if min(len(self.reference), len(self.samples)) <= NUM_NEIGHBOURS:
+        if min(len(self.reference), len(self.samples)) <= metrics.NUM_NEIGHBOURS:
             return None, None
-        return metrics.precision_recall(self.reference.pool.to(self.device), self.samples.pool.to(self.device), NUM_NEIGHBOURS)
+        return metrics.precision_recall(self.reference.pool.to(self.device), self.samples.pool.to(self.device))
 
     def class_agreement(self) -> float | None:
         return None if self.labels is None else metrics.class_agreement(self.samples.logits, self.labels)
@@ -50,21 +45,13 @@ class FeaturePair:
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric of the features of one or more detectors.
+    """A metric of the features of one or more detectors."""
 
-    Attributes:
-        name: `{}` stands for the detector or its set. Each detector has its own names, because its features give other numbers.
-        detectors: by name; `small` for the detector of any set of small pictures.
-        direction: `lower` or `higher` is better.
-        format: a format specification, for people; files keep full precision.
-        compute: the value, or None where there is too little to compute it from.
-    """
-
-    name: str
-    detectors: tuple[str, ...]
-    direction: str
-    format: str
-    compute: Callable[[FeaturePair], float | None]
+    name: str  # `{}` stands for the detector or its set, because features of another detector give other numbers
+    detectors: tuple[str, ...]  # by name; `small` for the detector of any set of small pictures
+    direction: str  # `lower` or `higher` is better
+    format: str  # a format specification, for people; files keep full precision
+    compute: Callable[[FeaturePair], float | None]  # None where there is too little to compute it from
 
 
 # The first one of a detector is its primary metric.

@@ -12,6 +12,7 @@ from typing import Literal
 
 import numpy as np
 import torch
+from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -22,7 +23,7 @@ from common.files import hash_file
 from evaluations.features import Features, to_device
 from evaluations.metrics import full_float32
 
-DINOV2_B, DINOV2_L = "vit_base_patch14_dinov2.lvd142m", "vit_large_patch14_dinov2.lvd142m"
+DINOV2_L = "vit_large_patch14_dinov2.lvd142m"
 HUB_FILE = "model.safetensors"  # of timm's weights on the Hugging Face hub
 
 
@@ -39,7 +40,6 @@ class Encoder:
         recipe: how images and the table of positions are resampled. `repa`: images without antialias, positions by timm
             (bicubic with antialias). `edm2`, for FD-DINOv2: images with antialias, positions as DINOv2's own code does it.
         precision: of its products, fp32 | bf16, whatever autocast the caller is in.
-        compile: with torch.compile.
 
     Attributes:
         width: D.
@@ -62,7 +62,7 @@ class Encoder:
     ):
         self.device, self.recipe, self.precision = torch.device(device), recipe, precision
         net, mean, std = _build(name, input_size)  # before anything is downloaded
-        file = find_encoder_weights(name, weights)
+        file = find_encoder_weights(name) if weights is None else Path(weights)
         _load(net, file, recipe)
         self.weights_hash = hash_file(file) + ("" if precision == "fp32" else f"-{precision}")
         self.net = net.float().to(self.device).eval().requires_grad_(False)
@@ -80,8 +80,7 @@ class Encoder:
         Returns:
             [B, D] and [B, N, D], the patches row by row.
         """
-        x = torch.as_tensor(images).to(self.device, non_blocking=True).permute(0, 3, 1, 2)
-        x = x.float() / 255
+        x = to_device(images, self.device).permute(0, 3, 1, 2).float() / 255
         if x.shape[2:] != self._size:
             x = F.interpolate(x, self._size, mode="bicubic", antialias=self.recipe == "edm2")
         x = (x - self._mean) / self._std
@@ -90,25 +89,20 @@ class Encoder:
         return tokens[:, 0], tokens[:, self.net.num_prefix_tokens :]
 
 
-class DINOv2Detector:
-    """The class token, [N, 1024], of images that are resized to 224x224 pixels.
-
-    FD-DINOv2 as in EDM2's code (arXiv 2312.02696, after dgm-eval, arXiv 2306.04675). Arguments and errors are those of
-    `Encoder`.
-    """
+class DINOv2Detector(Encoder):
+    """FD-DINOv2's class token, [N, 1024], of images at 224x224 pixels, as in EDM2's code (arXiv 2312.02696)."""
 
     name = "dinov2"
 
     def __init__(
         self, weights: str | Path | None, device: torch.device | str = "cpu", precision: str = "fp32", compile: bool = False
     ):
-        self._encoder = Encoder(DINOV2_L, weights, 224, device, recipe="edm2", precision=precision, compile=compile)
-        self.weights_hash = self._encoder.weights_hash
+        super().__init__(DINOV2_L, weights, 224, device, recipe="edm2", precision=precision, compile=compile)
 
     def features(self, images: np.ndarray | Tensor) -> Features:
         """uint8 [N, H, W, 3] of any size -> features on the device."""
         with full_float32():
-            return Features(self.name, pool=self._encoder.encode(to_device(images, self._encoder.device))[0])
+            return Features(self.name, pool=self.encode(images)[0])
 
 
 def _build(name: str, input_size: int) -> tuple[nn.Module, tuple[float, ...], tuple[float, ...]]:
@@ -127,16 +121,12 @@ def _build(name: str, input_size: int) -> tuple[nn.Module, tuple[float, ...], tu
     return net, published.mean, published.std
 
 
-def find_encoder_weights(name: str, weights: str | Path | None = None) -> Path:
-    """The file of weights: `weights` itself, or that of timm's model on the Hugging Face hub, downloaded if it is not cached.
+def find_encoder_weights(name: str) -> Path:
+    """The file of timm's weights in the cache of the Hugging Face hub, downloaded if it is not there.
 
     Raises UserError where it cannot be downloaded.
     """
     repository = f"timm/{name}"
-    if weights is not None:
-        return Path(weights)
-    from huggingface_hub import try_to_load_from_cache
-
     if isinstance(cached := try_to_load_from_cache(repository, HUB_FILE), str):
         return Path(cached)
     try:

@@ -10,10 +10,9 @@ from accelerate import Accelerator
 from common.errors import UserError
 from configs import schema
 from evaluations.classifiers import DIGITS_WEIGHTS, ClassifierDetector
-from evaluations.features import Detector
+from evaluations.features import Detector, stored_statistics
 from evaluations.images import ImageSet, open_images
 from evaluations.inception import InceptionDetector, fetch_weights
-from evaluations.reference import stored_statistics
 from evaluations.suite import set_of
 from evaluations.vit import DINOV2_L, DINOv2Detector, find_encoder_weights
 
@@ -33,7 +32,7 @@ def _build_detector(name: str, settings: schema.DetectorSettings, accelerator: A
     how = (accelerator.device, settings.precision, settings.compile)
     with accelerator.local_main_process_first():  # one process of a machine downloads, the others find the file
         if name == "dinov2":
-            weights = find_encoder_weights(DINOV2_L, settings.dinov2_weights)
+            weights = settings.dinov2_weights or find_encoder_weights(DINOV2_L)
         else:
             weights = settings.weights or fetch_weights()
     return (DINOv2Detector if name == "dinov2" else InceptionDetector)(weights, *how)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import TypeVar
 
 import torch
@@ -14,9 +15,8 @@ from accelerate.utils import broadcast_object_list
 
 from common.progress import progress_bar, say_if_slow
 from common.randomness import class_of_seed
-from evaluations.features import Detector, Features, extract
+from evaluations.features import Detector, Features, extract, features_of_images, read_cache, stored_statistics, write_cache
 from evaluations.images import ImageSet
-from evaluations.reference import features_of_images, read_cache, stored_statistics, write_cache
 from evaluations.suite import evaluate
 from sampling.sampler import ImageSampler
 
@@ -37,24 +37,17 @@ def until_stopped(batches: Iterable[T], stop: Callable[[], bool]) -> Iterator[T]
         yield batch
 
 
-@dataclass
 class Evaluator:
-    """Detectors and the features of the reference. Every process calls it; they share the work, and each gets the result.
+    """Metrics against one reference. Every process builds it and calls it; they share the work, and each gets the result.
 
     Attributes:
-        references: by each detector; None in all but the main process, which alone computes metrics.
+        references: features of the reference by each detector, cached or computed by all processes together, with their
+            statistics; None but on the main process, which alone computes metrics.
     """
 
-    accelerator: Accelerator
-    detectors: Sequence[Detector]
-    references: Sequence[Features | None]
-    batch_size: int
-
-    @classmethod
-    def open(cls, accelerator: Accelerator, detectors: Sequence[Detector], reference: ImageSet, batch_size: int) -> Evaluator:
-        """Load the features of the reference from their caches, or compute them together, as the main process decides."""
-        references = [_load_reference(accelerator, reference, detector, batch_size) for detector in detectors]
-        return cls(accelerator, detectors, references, batch_size)
+    def __init__(self, accelerator: Accelerator, detectors: Sequence[Detector], reference: ImageSet, batch_size: int):
+        self.accelerator, self.detectors, self.batch_size = accelerator, detectors, batch_size
+        self.references = [self._load_reference(reference, detector) for detector in detectors]
 
     def of_samples(self, sampler: ImageSampler, num_samples: int, stop: Callable[[], bool] = lambda: False) -> dict[str, float]:
         """Metrics of the images of seeds 0 .. num_samples - 1, each of a random class drawn from its seed.
@@ -81,7 +74,7 @@ class Evaluator:
 
         As in ADM's evaluator, statistics that the file stores are used, if all of its images are evaluated.
         """
-        features = shared_features_of_images(self.accelerator, images, self.detectors, self.batch_size, num_samples)
+        features = self._features_of(images, self.detectors, num_samples)
         if num_samples == len(images):
             features = [replace(one, statistics=stored_statistics(images, one.detector)) for one in features]
         labels = None if images.labels is None else torch.from_numpy(images.labels[:num_samples])
@@ -95,16 +88,20 @@ class Evaluator:
                     values |= evaluate(*pair, labels, self.accelerator.device)
             return broadcast_object_list([values])[0]
 
+    def _load_reference(self, images: ImageSet, detector: Detector) -> Features | None:
+        is_main = self.accelerator.is_main_process
+        features = read_cache(images, detector) if is_main else None
+        if broadcast_object_list([features is None])[0]:  # on other nodes the folder may be another one
+            (features,) = self._features_of(images, [detector], len(images))
+            if is_main and len(images):
+                features = write_cache(images, detector, features)
+        return replace(features, statistics=features.statistics | stored_statistics(images, detector.name)) if is_main else None
 
-def _load_reference(accelerator: Accelerator, images: ImageSet, detector: Detector, batch_size: int) -> Features | None:
-    """Features of all images with their statistics, cached or computed by all together; None but on the main process."""
-    is_main = accelerator.is_main_process
-    features = read_cache(images, detector) if is_main else None
-    if broadcast_object_list([features is None])[0]:  # on other nodes the folder may be another one
-        (features,) = shared_features_of_images(accelerator, images, [detector], batch_size, len(images))
-        if is_main and len(images):
-            features = write_cache(images, detector, features)
-    return replace(features, statistics=features.statistics | stored_statistics(images, detector.name)) if is_main else None
+    def _features_of(self, images: ImageSet, detectors: Sequence[Detector], count: int) -> list[Features]:
+        """Features of the first `count` images on disk, on every process."""
+        is_main = self.accelerator.is_main_process
+        compute = partial(features_of_images, images, detectors, self.batch_size, show_progress=is_main)
+        return shared_features(self.accelerator, count, compute)
 
 
 def shared_features(accelerator: Accelerator, count: int, compute: Callable[[int, int], list[Features]]) -> list[Features]:
@@ -112,23 +109,14 @@ def shared_features(accelerator: Accelerator, count: int, compute: Callable[[int
     num_processes = accelerator.num_processes
     if num_processes == 1 or count < num_processes:
         return compute(0, count)
-    # Gathering needs stretches of one length: the last ones start earlier, and items that appear twice are dropped.
+    # Gathering needs stretches of one length: the last ones start earlier, and each keeps what lies before the next one.
     length = -(-count // num_processes)
     starts = [min(rank * length, count - length) for rank in range(num_processes)]
+    kept = [end - start for start, end in pairwise([*starts, count])]
     own = compute(starts[accelerator.process_index], starts[accelerator.process_index] + length)
-    rows = torch.empty(count, dtype=torch.int64)  # of the items in what is gathered
-    for rank, start in enumerate(starts):
-        rows[start : start + length] = torch.arange(rank * length, (rank + 1) * length)
 
     def gather(x: torch.Tensor) -> torch.Tensor:
-        return accelerator.gather(x.to(accelerator.device)).cpu()[rows]
+        stretches = accelerator.gather(x.to(accelerator.device)).cpu().split(length)
+        return torch.cat([stretch[:num] for stretch, num in zip(stretches, kept)])
 
     return [Features(one.detector, **{name: gather(x) for name, x in one.tensors().items()}) for one in own]
-
-
-def shared_features_of_images(
-    accelerator: Accelerator, images: ImageSet, detectors: Sequence[Detector], batch_size: int, count: int
-) -> list[Features]:
-    """Features of the first `count` images on disk, shared between the processes."""
-    compute = partial(features_of_images, images, detectors, batch_size, show_progress=accelerator.is_main_process)
-    return shared_features(accelerator, count, compute)

@@ -12,9 +12,8 @@ from stand_ins import untrained_encoder
 import fid as fid_script
 import prepare_latents
 from common.errors import UserError
-from evaluations import npz, vit
-from evaluations.images import open_images
-from evaluations.npz import write_npz
+from evaluations import vit
+from evaluations.images import STATISTICS_KEYS, open_images, write_npz
 from evaluations.suite import evaluate
 from evaluations.vit import DINOv2Detector
 from sampling.detectors import open_reference
@@ -31,7 +30,7 @@ def tiny_file(tmp_path_factory):
 def tiny(tiny_file, monkeypatch):
     """timm's test_vit with random weights in place of DINOv2; gives its file."""
     monkeypatch.setattr(vit, "DINOV2_L", "test_vit.r160_in1k")
-    monkeypatch.setitem(npz.STATISTICS_KEYS, ("dinov2", "pool"), ("mu_dinov2", "sigma_dinov2", 64))
+    monkeypatch.setitem(STATISTICS_KEYS, ("dinov2", "pool"), ("mu_dinov2", "sigma_dinov2", 64))
     return tiny_file
 
 

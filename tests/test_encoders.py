@@ -77,9 +77,8 @@ def dinov2_tokens(w: dict[str, torch.Tensor], images: np.ndarray, num_heads: int
 
     for i in range(12):
         block = f"blocks.{i}"
-        q, k, v = (
-            linear(norm(x, f"{block}.norm1"), f"{block}.attn.qkv").view(B, x.shape[1], 3, num_heads, -1).permute(2, 0, 3, 1, 4)
-        )
+        qkv = linear(norm(x, f"{block}.norm1"), f"{block}.attn.qkv")
+        q, k, v = qkv.view(B, x.shape[1], 3, num_heads, -1).permute(2, 0, 3, 1, 4)
         attended = ((q @ k.mT) / q.shape[-1] ** 0.5).softmax(-1) @ v
         x = x + w[f"{block}.ls1.gamma"] * linear(attended.transpose(1, 2).flatten(2), f"{block}.attn.proj")
         hidden = linear(norm(x, f"{block}.norm2"), f"{block}.mlp.fc1")
@@ -108,33 +107,22 @@ def test_timm_resamples_the_table_of_positions_differently_and_the_default_is_ti
         assert torch.equal(Encoder(DINOV2_S, dinov2_file, 518, recipe=recipe).net.pos_embed, stored)
 
 
-def seen_by(encoder, images):
-    """What the network gets, [B, 3, H, W]."""
-    seen = []
-    handle = encoder.net.patch_embed.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0]))
-    encoder.encode(images)
-    handle.remove()
-    return seen[0]
-
-
 def test_images_are_shrunk_as_pillows_bicubic_filter_does_it_and_normalised(dinov2_file):
     smooth = np.random.default_rng(0).integers(0, 256, (9, 7, 3), dtype=np.uint8)
     image = np.array(Image.fromarray(smooth).resize((150, 200), Image.Resampling.BILINEAR))
     expected = np.array(Image.fromarray(image).resize((56, 56), Image.Resampling.BICUBIC)) / 255
-    found, plain = (
-        seen_by(Encoder(DINOV2_S, dinov2_file, 56, recipe=recipe), image[None])[0].permute(1, 2, 0).numpy() * STD + MEAN
-        for recipe in ("edm2", "repa")
-    )
+    seen = []  # what the network gets, [1, 3, H, W]
+    for recipe in ("edm2", "repa"):
+        encoder = Encoder(DINOV2_S, dinov2_file, 56, recipe=recipe)
+        encoder.net.patch_embed.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0]))
+        encoder.encode(image[None])
+    found, plain = (x[0].permute(1, 2, 0).numpy() * STD + MEAN for x in seen)
     assert np.abs(found - expected).max() < 1.2 / 255  # Pillow rounds to uint8
     assert np.abs(plain - found).max() > 0.02
 
 
 def test_an_encoder_is_frozen_in_its_own_precision_and_compiled_if_asked(tiny_file, monkeypatch):
-    torch.manual_seed(3)
-    expected = torch.rand(1)
-    torch.manual_seed(3)
     encoder = Encoder(TINY, tiny_file, 32)
-    assert torch.equal(torch.rand(1), expected)  # it draws no random numbers
     images = np.random.default_rng(0).integers(0, 256, (1, 32, 32, 3), dtype=np.uint8)
     assert not encoder.net.training and not any(p.requires_grad for p in encoder.net.parameters())
     with torch.autocast("cpu", torch.bfloat16):
@@ -157,7 +145,6 @@ def test_what_cannot_be_an_encoder_is_refused_in_one_line(tiny_file, tmp_path):
     pickled.write_bytes(pickle.dumps({"weight": Code()}))
     for name, weights, message in (
         ("test_vit.nothing", tiny_file, "'test_vit.nothing' is no VisionTransformer of timm"),
-        ("vit_nothing", tiny_file, "'vit_nothing' is no VisionTransformer of timm"),
         ("resnet18", tiny_file, "'resnet18' is no VisionTransformer of timm"),
         (TINY, tmp_path / "none.pth", "none.pth does not hold the weights of the encoder"),
         (TINY, other, "other.safetensors does not hold the weights of the encoder"),

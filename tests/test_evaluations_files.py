@@ -10,9 +10,8 @@ import torch
 from PIL import Image
 
 from common.errors import UserError
-from evaluations.images import ImageFolder, open_images, read_ahead
+from evaluations.images import ImageFolder, NpzImages, open_images, read_ahead, write_npz
 from evaluations.metrics import Statistics
-from evaluations.npz import NpzImages, write_npz
 
 
 def make_images(num: int = 7, height: int = 5, width: int = 6, seed: int = 0) -> np.ndarray:
@@ -21,10 +20,6 @@ def make_images(num: int = 7, height: int = 5, width: int = 6, seed: int = 0) ->
 
 def read(images, *args) -> np.ndarray:
     return np.concatenate(list(images.batches(*args)))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# .npz
 
 
 def test_what_is_written_is_read_back(tmp_path):
@@ -50,20 +45,17 @@ def test_files_of_numpy_are_read_with_adms_labels(tmp_path, save):
     assert found.labels.tolist() == list(range(7)) and found.statistics == {}
 
 
-IMAGES, MU, SIGMA = make_images(), np.zeros(1024), np.eye(1024)
+IMAGES, MU = make_images(), np.zeros(1024)
 BAD_ARRAYS = {
     "missing": ({"images": IMAGES}, "arr_0.npy"),
     "float": ({"arr_0": IMAGES / np.float32(255)}, r"arr_0 is float32 .*need uint8 \[N, H, W, 3\]"),
-    "grey": ({"arr_0": IMAGES[..., 0]}, "arr_0 is uint8 .7, 5, 6.; need"),
     "rgba": ({"arr_0": np.concatenate([IMAGES, IMAGES[..., :1]], axis=3)}, "arr_0 is uint8 .7, 5, 6, 4.; need"),
     "fortran order": ({"arr_0": np.asfortranarray(IMAGES)}, "in C order"),
     "objects": ({"arr_0": np.array([IMAGES[0], "x"], dtype=object)}, "arr_0 is object"),
     "labels of other length": ({"arr_0": IMAGES, "labels": np.arange(3)}, r"labels is \[3\]; need \[7\]"),
-    "labels of floats": ({"arr_0": IMAGES, "labels": np.arange(7) / 2}, "float64"),
     "labels of objects": ({"arr_0": IMAGES, "labels": np.array([None] * 7)}, "allow_pickle"),
     "mu alone": ({"arr_0": IMAGES, "mu_dinov2": MU}, "sigma_dinov2 is not a file"),
     "sizes": ({"mu_dinov2": MU, "sigma_dinov2": np.eye(4)}, r"mu_dinov2 and sigma_dinov2 must be \[1024\] and \[1024, 1024\]"),
-    "nan": ({"mu_dinov2": np.full(1024, np.nan), "sigma_dinov2": SIGMA}, "and finite"),
 }
 
 
@@ -103,10 +95,6 @@ def test_writing_refuses_other_images_and_leaves_no_file(tmp_path):
     with pytest.raises(UserError, match="an image is float64"):
         write_npz(tmp_path / "a.npz", iter(IMAGES / 255), IMAGES.shape)
     assert list(tmp_path.iterdir()) == []
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Folders.
 
 
 def write_folder(folder, images: np.ndarray) -> list[str]:

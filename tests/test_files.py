@@ -16,7 +16,7 @@ from conftest import file_size_limit, make_shard
 from common import files
 from common.errors import UserError
 from common.files import REPOSITORY
-from evaluations.npz import write_npz
+from evaluations.images import write_npz
 from latents.shards import LatentDataset
 from training.run import RunFolder
 

@@ -8,8 +8,8 @@ from conftest import LAUNCH_2, finish, losses, run_train, start
 
 from common.files import REPOSITORY
 from evaluations.classifiers import DIGITS_WEIGHTS, ClassifierDetector
+from evaluations.features import features_of_images, write_cache
 from evaluations.images import open_images
-from evaluations.reference import features_of_images, write_cache
 
 
 @pytest.fixture(scope="module")

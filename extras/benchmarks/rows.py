@@ -20,7 +20,6 @@ from configs.command_line import check
 from configs.experiments import compose_overrides
 from configs.settings import Count, Whole
 from evaluations.features import Features
-from evaluations.inception import LAYER_SIZES
 from evaluations.suite import evaluate
 from extras.benchmarks.harness import TimedRow, measure, report
 from latents import autoencoders
@@ -138,7 +137,7 @@ def evaluation(num_samples: Count = 50000, num_references: Count = 10000) -> lis
 
     def features(num: int, seed: int) -> Features:
         generator = torch.Generator().manual_seed(seed)
-        sizes = {**LAYER_SIZES, "logits": 1008}
+        sizes = {"pool": 2048, "spatial": 2023, "logits": 1008}
         return Features("inception", **{name: 0.4 * torch.randn(num, dim, generator=generator) for name, dim in sizes.items()})
 
     accelerator = machine.start_accelerator(None)

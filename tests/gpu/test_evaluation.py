@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from evaluations.features import Features
-from evaluations.inception import LAYER_SIZES, InceptionDetector
+from evaluations.inception import InceptionDetector
 from evaluations.suite import evaluate
 
 
@@ -28,7 +28,7 @@ def test_features_are_those_of_the_cpu(device, tmp_path):
 def test_metrics_are_those_of_the_cpu(device):
     def features(num, seed):
         g = torch.Generator().manual_seed(seed)
-        sizes = {**LAYER_SIZES, "logits": 1008}
+        sizes = {"pool": 2048, "spatial": 2023, "logits": 1008}
         return Features("inception", **{name: torch.randn(num, dim, generator=g) for name, dim in sizes.items()})
 
     reference, samples = features(60, 0), features(50, 1)
