@@ -7,8 +7,7 @@ from test_edm import LABELS, MEAN, STD
 
 import guidance
 from common.randomness import SeedRandom
-from extras.ddpm import DDPM
-from extras.ddpm.sampler import AncestralSampler, alpha_bars, log_variance_bounds
+from extras.ddpm import DDPM, AncestralSampler, alpha_bars, log_variance_bounds
 from guidance import GuidanceInputs
 
 

@@ -116,10 +116,6 @@ def network(cfg, folder, weights="ema"):
     return load.load_network(folder, cfg, weights, torch.device("cpu"))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Each layout: outputs of the published network, and denoised estimates of its own formula.
-
-
 @torch.no_grad()
 def test_dit_keeps_its_outputs_and_predicts_noise(import_file):
     w = dit_weights(learn_sigma=True)
@@ -205,10 +201,6 @@ def test_lightningdit_is_turned_as_sit_and_normalises_each_channel(import_file, 
         import_file(content, "lightningdit", output="other")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The commands on an imported run.
-
-
 def run_sample(checkpoint, output, *overrides):
     import sample as script
 
@@ -270,10 +262,6 @@ def test_ddpm_is_not_trained(train):
         train("run", "diffusion=ddpm")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# What cannot be imported: one line, and nothing is written.
-
-
 class Evil:
     def __init__(self, path):
         self.path = path
@@ -289,7 +277,7 @@ class Evil:
         (dit_weights() | {"projectors.0.bias": torch.ones(3)}, "projectors.0.bias"),
         (dit_weights() | {"x_embedder.proj.bias": torch.ones(7)}, r"x_embedder.proj.bias is \[7\]"),
         (dit_weights() | {"pos_embed": torch.ones(1, 15, WIDTH)}, r"pos_embed is \[1, 15, 96\]"),
-        (dit_weights(width=100), "12 blocks of width 100 and patches of 2; .* 12 x 96 / 2"),
+        (dit_weights(width=100), "12 x 100 / 2; .* 12 x 96 / 2"),
         (dit_weights() | {"y_embedder.embedding_table.weight": torch.ones(1, WIDTH)}, "num_classes=0"),
         (dit_weights(learn_sigma=True), "twice as many channels out as in"),
         ({"a": torch.ones(2)}, r"is no DiT .*x_embedder.proj.weight.* it holds a, "),

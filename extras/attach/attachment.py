@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 
 from extras.attach.adapters import Adapter, ImageTokens, find_adapter
 from extras.attach.hooks import BlockHooks, Plan, argument_names, memory_of
-from extras.attach.presets import as_routes
 from routing_module import SELECTIONS, Route, SelectionRule, TokenRouter, apply_rule, num_kept_tokens, uniform_scores
 
 # Wrappers by the names of their classes, and the attribute that holds what they wrap.
@@ -30,6 +29,35 @@ WRAPPED = {
     "PeftModel": "base_model",
     "BaseTuner": "model",  # of PEFT
 }
+
+# `paper` is TREAD's own (section 4); the others are the settings that SimpleTuner's documentation recommends.
+PRESETS = {
+    "paper": Route(0.5, 2, -4),
+    "balanced": Route(0.5, 2, -2),
+    "fastest": Route(0.7, 1, -1),
+    "high_resolution": Route(0.6, 2, -3),
+    "lora": Route(0.4, 3, -4),
+    "masked": Route(0.7, 2, -2),
+}
+
+
+def as_routes(routes: str | Mapping | Sequence[Route | Mapping]) -> tuple[Route, ...]:
+    """Routes from the name of a preset; a `tread_config` of SimpleTuner, `{"routes": [...]}`, also inside
+    `{"tread_config": ...}`; or a list of `Route` or of mappings with the keys of `Route`.
+
+    Raises:
+        ValueError: an unknown preset, or no routes.
+        KeyError, TypeError: a mapping without `routes`, or a route with a wrong or a missing key.
+    """
+    if isinstance(routes, str):
+        if routes not in PRESETS:
+            raise ValueError(f"routes={routes!r} is no preset; use {', '.join(PRESETS)}")
+        return (PRESETS[routes],)
+    if isinstance(routes, Mapping):
+        routes = routes.get("tread_config", routes)["routes"]
+    if not routes:
+        raise ValueError(f"routes={routes!r} holds no route")
+    return tuple(route if isinstance(route, Route) else Route(**route) for route in routes)
 
 
 def runs_in_backward() -> bool:
