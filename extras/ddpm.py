@@ -99,11 +99,8 @@ class AncestralSampler:
 def log_variance_bounds(alpha_bars: list[float]) -> list[tuple[float, float]]:
     """Of each step, the logarithms of beta_tilde, the posterior's variance (arXiv 2006.11239, Eq. 7), and of beta.
 
-    The posterior's variance of the last step is 0. Its logarithm is clipped to that of the step before (arXiv 2102.09672); that
-    step adds no noise anyway.
-
-    Args:
-        alpha_bars: of the timesteps that are visited, lowest first, after a 1 for the clean latents.
+    `alpha_bars` are those of the timesteps that are visited, lowest first, after a 1 for the clean latents. The posterior's
+    variance of the last step is 0; its logarithm is clipped to that of the step before (arXiv 2102.09672).
     """
     pairs = list(itertools.pairwise(alpha_bars))
     betas = [1 - alpha_bar / previous for previous, alpha_bar in pairs]

@@ -43,11 +43,7 @@ PRESETS = {
 
 def as_routes(routes: str | Mapping | Sequence[Route | Mapping]) -> tuple[Route, ...]:
     """Routes from the name of a preset; a `tread_config` of SimpleTuner, `{"routes": [...]}`, also inside
-    `{"tread_config": ...}`; or a list of `Route` or of mappings with the keys of `Route`.
-
-    Raises:
-        ValueError: an unknown preset, or no routes.
-        KeyError, TypeError: a mapping without `routes`, or a route with a wrong or a missing key.
+    `{"tread_config": ...}`; or a list of `Route` or of mappings with the keys of `Route`. Errors are those of `attach`.
     """
     if isinstance(routes, str):
         if routes not in PRESETS:
@@ -231,11 +227,8 @@ class Attachment:
     def find_plan(self, layer: int, tokens: Tensor) -> Plan:
         """The plan of the forward pass that a block runs in, also when a backward pass computes the block again.
 
-        `checkpoint` binds it. Under other checkpointing the block's input, which the checkpoint holds, identifies the pass.
-
-        Raises:
-            RuntimeError: the embedding did not run before the block; or the block is computed again, and its input was moved
-                (as by offloading), was the input of several passes, or belongs to a pass too long ago.
+        `checkpoint` binds it. Under other checkpointing the block's input, which the checkpoint holds, identifies the pass. It
+        cannot if it was moved (as by offloading), was the input of several passes, or belongs to a pass too long ago.
         """
         compiling = torch.compiler.is_compiling()
         if self.bound is not None and not compiling:
@@ -243,16 +236,12 @@ class Attachment:
         if runs_in_backward():
             found = [plan for plan in self.recent if plan.inputs.get(layer) == memory_of(tokens)]
             if len(found) != 1:
-                raise RuntimeError(
-                    f"block {layer} is computed again in the backward pass, and its forward pass is not known; "
-                    "checkpoint the blocks with attachment.checkpoint, whose docstring says what torch.compile needs"
-                )
+                why = f"block {layer} is computed again in the backward pass, and its forward pass is not known"
+                raise RuntimeError(f"{why}; checkpoint the blocks with attachment.checkpoint (see its docstring)")
             return found[0]
         if self.plan is None:
-            raise RuntimeError(
-                f"block {layer} runs, but {self.adapter.tokens_from!r} did not run before it; "
-                "if it was replaced after attach(), detach() and attach() again"
-            )
+            why = f"block {layer} runs, but {self.adapter.tokens_from!r} did not run before it"
+            raise RuntimeError(f"{why}; if it was replaced after attach(), detach() and attach() again")
         if not compiling:
             self.plan.inputs[layer] = memory_of(tokens)
         return self.plan
@@ -305,8 +294,8 @@ def attach(
     Differs from TREAD, section 4: the block right after a route runs in the precision of all others under autocast.
 
     Raises:
-        ValueError: no routes, routes that do not fit the network's depth, or a network that cannot be routed.
-        KeyError, TypeError: an unknown selection; a wrong or missing key of a route.
+        ValueError: an unknown preset, no routes, routes that do not fit the network's depth, or a network that cannot be routed.
+        KeyError, TypeError: an unknown selection; a mapping without `routes`; a wrong or missing key of a route.
     """
     network = inner_module(network)
     if attached(network):

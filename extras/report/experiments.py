@@ -89,7 +89,7 @@ def curve_measure(experiments: Sequence[Experiment]) -> Measure:
     """
     if (leading := leading_measure(experiments)) is None:
         return LOSS
-    measures = dict.fromkeys(measure for one in experiments for measure in one.measures())
+    measures = (measure for one in experiments for measure in one.measures())
     alike = [measure for measure in measures if (measure.metric, measure.guidance) == (leading.metric, leading.guidance)]
     return max(alike, key=lambda measure: sum(len(one.curve(measure)) for one in experiments))
 

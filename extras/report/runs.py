@@ -19,6 +19,7 @@ from yaml import YAMLError
 from common.errors import UserError
 from common.files import read_lines
 from configs.schema import flatten
+from sampling.results import in_words
 
 UNGUIDED = "none"
 NEEDED = {"experiment", "seed", "output_dir", "data.name", "model.routes", "train.num_steps", "train.batch_size"}
@@ -83,15 +84,10 @@ class Run:
         """Keep the figures of one evaluation; `point` holds its guidance (cfg_scale, guidance.*) and how it was made."""
         guidance = {key: value for key, value in point.items() if key.partition(".")[0] in ("cfg_scale", "guidance")}
         how = {key: value for key, value in point.items() if key not in (*guidance, *NOT_HOW) and value is not None}
-        words = UNGUIDED if guidance == {"cfg_scale": 1.0} else settings_in_words(guidance)
+        words = UNGUIDED if guidance == {"cfg_scale": 1.0} else in_words(guidance)
         for metric, value in metrics.items():
             if math.isfinite(value):
-                self.figures.setdefault(Measure(metric, num_samples, words, settings_in_words(how)), {})[step] = value
-
-
-def settings_in_words(settings: dict) -> str:
-    """cfg_scale 1.5, guidance.level_lo 0.28."""
-    return ", ".join(f"{key} {value}" for key, value in settings.items())
+                self.figures.setdefault(Measure(metric, num_samples, words, in_words(how)), {})[step] = value
 
 
 def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:

@@ -104,8 +104,7 @@ class ClassToImagePipeline(DiffusionPipeline):
         seeds = [operator.index(seed) for seed in (seeds if hasattr(seeds, "__iter__") else [seeds])]
 
         asked = {"cfg_scale": guidance_scale, "channels": guidance_channels}
-        guidance = {"level_lo": None, "level_hi": None} | defaults.guidance
-        guidance |= {key: value for key, value in asked.items() if value is not None}
+        guidance = defaults.guidance | {key: value for key, value in asked.items() if value is not None}
         if guidance_interval is not None:
             guidance["level_lo"], guidance["level_hi"] = guidance_interval
         if null_class is None and guidance["cfg_scale"] != 1:
