@@ -96,20 +96,20 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:
     Results of fid.py, wherever they are below the folders, count for the run whose checkpoint they name.
     """
     runs, problems = [], {}
-    for file in find(folders, "config.yaml"):
+    for file in find_files(folders, "config.yaml"):
         try:
             if file.parent.parent.name != "checkpoints":
                 runs.append(read_run(file.parent))
         except UserError as e:
             problems[str(file)] = str(e)
-    for file in find(folders, "results.jsonl"):
+    for file in find_files(folders, "results.jsonl"):
         if orphans := add_results(file, runs):
             problems[str(file)] = f"results of {', '.join(sorted(orphans))}, which is no run here"
     problems |= {str(run.path): "no figures yet" for run in runs if not run.figures}
     return [run for run in runs if run.figures], problems
 
 
-def find(folders: Sequence[Path], name: str) -> list[Path]:
+def find_files(folders: Sequence[Path], name: str) -> list[Path]:
     """The files of this name below the folders, each once."""
     return sorted({file.resolve() for folder in folders for file in folder.rglob(name)})
 
