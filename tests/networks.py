@@ -1,8 +1,7 @@
 """Tiny random networks of every architecture that can be routed, and a reference that knows no routing.
 
 The reference runs every block at full length, with the skipping tokens barred as attention keys and restored afterwards
-(the meaning of a route), by replacing torch's attention and by hooks that it writes for itself. It shares nothing with
-attach: neither the adapters, nor the gathering of tokens and positions.
+(the meaning of a route), by replacing torch's attention and by hooks of its own. It shares nothing with attach.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ class Network:
     variant: bool = False  # whether there is one
     text_first: bool = True  # in a joint sequence
     attention_text_first: bool = True  # in joint attention
-    positions: bool = False  # rotary
     num_tokens: int = N
     first_image_token: Callable | None = None  # (variant) -> where each sample's image begins, if texts differ in length
     argument: str = "hidden_states"
@@ -133,12 +131,12 @@ NETWORKS = {
     "LightningDiT": Network("extras.lightningdit.LightningDiT", OURS, our_inputs, BLOCKS, argument="x"),
     "Flux": Network(
         "diffusers.FluxTransformer2DModel", FLUX | dict(pooled_projection_dim=8, axes_dims_rope=(4, 6, 6)),
-        flux_inputs, (DOUBLE, ("single_transformer_blocks", 1)), variant=True, positions=True,
+        flux_inputs, (DOUBLE, ("single_transformer_blocks", 1)), variant=True,
     ),
     "Flux2": Network(
         "diffusers.Flux2Transformer2DModel",
         FLUX | dict(timestep_guidance_channels=16, axes_dims_rope=(4, 4, 4, 4), guidance_embeds=False),
-        flux2_inputs, (DOUBLE, SINGLE), variant=True, positions=True,
+        flux2_inputs, (DOUBLE, SINGLE), variant=True,
     ),
     "SD3": Network(
         "diffusers.SD3Transformer2DModel",
@@ -164,7 +162,7 @@ NETWORKS = {
         "diffusers.WanTransformer3DModel",
         HEADS | dict(patch_size=(1, 2, 2), in_channels=4, out_channels=4, text_dim=12, freq_dim=16, ffn_dim=64, num_layers=4,
                      rope_max_seq_len=32),
-        wan_inputs, BLOCKS, variant=True, positions=True,
+        wan_inputs, BLOCKS, variant=True,
     ),
     "AuraFlow": Network(
         "diffusers.AuraFlowTransformer2DModel",
@@ -175,27 +173,27 @@ NETWORKS = {
     "QwenImage": Network(
         "diffusers.QwenImageTransformer2DModel",
         JOINT | dict(patch_size=2, in_channels=16, out_channels=4, num_layers=4, axes_dims_rope=(4, 6, 6), zero_cond_t=True),
-        qwen_inputs, (DOUBLE,), variant=True, positions=True, num_tokens=2 * N,
+        qwen_inputs, (DOUBLE,), variant=True, num_tokens=2 * N,
     ),
     "HunyuanDiT": Network(
         "diffusers.HunyuanDiT2DModel",
         LATENTS | HEADS | dict(hidden_size=32, num_layers=4, mlp_ratio=2.0, cross_attention_dim=12, cross_attention_dim_t5=16,
                                pooled_projection_dim=8, text_len=3, text_len_t5=2, use_style_cond_and_image_meta_size=False),
-        hunyuan_inputs, BLOCKS, variant=True, positions=True,
+        hunyuan_inputs, BLOCKS, variant=True,
     ),
     "Lumina2": Network(
         "diffusers.Lumina2Transformer2DModel",
         LATENTS | dict(hidden_size=32, num_layers=4, num_refiner_layers=1, num_attention_heads=2, num_kv_heads=1, multiple_of=8,
                        axes_dim_rope=(4, 6, 6), axes_lens=(32, 16, 16), cap_feat_dim=12),
         lambda variant: inputs(encoder_attention_mask=text_mask(variant)), (("layers", None),),
-        variant=True, positions=True, first_image_token=lengths,
+        variant=True, first_image_token=lengths,
     ),
     "ZImage": Network(
         "diffusers.ZImageTransformer2DModel",
         dict(in_channels=4, dim=32, n_layers=4, n_refiner_layers=1, n_heads=2, n_kv_heads=2, cap_feat_dim=12,
              axes_dims=[4, 6, 6], axes_lens=[128, 32, 32]),
         z_image_inputs, (("layers", None),),
-        variant=True, positions=True, text_first=False, attention_text_first=False, argument="x",
+        variant=True, text_first=False, attention_text_first=False, argument="x",
     ),
     "timm": Network(
         "timm.models.vision_transformer.VisionTransformer",

@@ -6,8 +6,7 @@ import pytest
 import torch
 from networks import NETWORKS, B, N, blocks_of, build, cached, call, difference, generator, normal, reference_error, run, skipped
 
-from extras.attach import Adapter, BlockList, TokenAxis, attach
-from extras.attach import hooks as hooks_module
+from extras.attach import Adapter, BlockList, TokenAxis, attach, latent_mask, mask_to_tokens, masked_mse
 from routing_module import SELECTIONS, Route, importance_scores
 
 ONE = [Route(0.5, 1, 3)]  # crosses from one list of blocks to the next where there are two
@@ -48,20 +47,6 @@ def test_evaluation_and_passes_without_gradients_are_bit_identical_to_the_plain_
     network.train()
     attachment.detach()
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in network.modules())
-
-
-@pytest.mark.parametrize("name", [name for name in NETWORKS if NETWORKS[name].positions])
-def test_the_reference_notices_rotary_positions_of_other_tokens(name, monkeypatch):
-    case, network = NETWORKS[name], cached(name)
-    inputs, gather = case.inputs(False), hooks_module.gather_axis
-
-    def gather_first(x, index, dim):
-        if torch.is_tensor(x) and (x.is_complex() or x.shape[-1] == 16):  # a table of positions
-            index = torch.arange(index.shape[1]).expand_as(index)
-        return gather(x, index, dim)
-
-    monkeypatch.setattr(hooks_module, "gather_axis", gather_first)
-    assert reference_error(network, case, inputs, attach(network, ONE)) > 10 * TOLERANCE
 
 
 def test_a_tread_config_of_simpletuner_is_accepted_as_it_is_and_counts_through_all_lists_of_blocks():
@@ -213,3 +198,34 @@ def test_routing_can_be_forced_in_evaluation_for_sparse_guidance(name):
     network.eval()
     with attachment.routed():
         assert reference_error(network, case, inputs, attachment) < TOLERANCE
+
+
+def test_tokens_that_touch_the_mask_are_found_row_by_row():
+    mask = torch.zeros(2, 4, 6)
+    mask[0, 0, 3] = 0.1  # first row of patches, second column
+    mask[0, 3, 5] = 1.0  # second row, third column
+    mask[1, 1:3, 1:3] = 1.0  # touches four patches
+    assert mask_to_tokens(mask, 2).int().tolist() == [[0, 1, 0, 0, 0, 1], [1, 1, 0, 1, 1, 0]]
+    assert mask_to_tokens(mask.bool(), (4, 3)).tolist() == [[False, True], [True, False]]
+    video = torch.zeros(1, 2, 2, 2)
+    video[0, 1, 0, 1] = 1
+    assert mask_to_tokens(video, (1, 2, 2)).tolist() == [[False, True]]
+    pixels = torch.zeros(1, 16, 16, dtype=torch.bool)
+    pixels[0, 0, 0] = True  # a single pixel
+    pixels[0, 8:, 8:] = True
+    assert latent_mask(pixels, 2, 2).tolist() == [[[1 / 64, 0.0], [0.0, 1.0]]]
+
+
+def test_the_masked_loss_is_the_mean_over_the_inside():
+    prediction, target = torch.zeros(3, 2, 1, 2, requires_grad=True), torch.zeros(3, 2, 1, 2)
+    target[0, :, 0, 0] = torch.tensor([1.0, 3.0])  # squared errors 1 and 9: 5 on average
+    target[0, :, 0, 1] = 10.0
+    target[1] = 2.0
+    mask = torch.tensor([[[1.0, 0.0]], [[0.5, 0.5]], [[0.0, 0.0]]])
+    assert masked_mse(prediction, target, mask).tolist() == [5.0, 4.0, 0.0]
+    assert masked_mse(prediction, target, None).tolist() == [52.5, 4.0, 0.0]
+    masked_mse(prediction, target, mask).sum().backward()
+    assert torch.isfinite(prediction.grad).all() and (prediction.grad[0, :, 0, 1] == 0).all()
+    for wrong in ((target, mask[:, 0]), (target[:1], mask), (target[:, :1], mask)):  # some would broadcast
+        with pytest.raises(ValueError, match=r"shapes \[\(3, 2, 1, 2\)"):
+            masked_mse(prediction, *wrong)

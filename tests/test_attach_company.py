@@ -17,9 +17,6 @@ ROUTES = [Route(0.5, 1, 1), Route(0.25, 2, 3)]
 TOLERANCE = 1e-5  # as in test_attach.py
 
 
-# ---- gradient checkpointing ------------------------------------------------------------------------------------------
-
-
 def two_passes(network, first, second):
     """(their outputs, gradients) of two forward passes whose backward passes follow together, with a dense one between."""
     outputs = []
@@ -98,9 +95,6 @@ def test_a_recomputation_whose_subset_is_not_known_is_an_error_and_not_a_wrong_g
     loss_with_offloading().backward()
 
 
-# ---- compilation and precision ---------------------------------------------------------------------------------------
-
-
 # Every block takes seconds to trace, so there are two.
 BOTH, TWO_BLOCKS = [Route(0.5, 0, 1)], {"Flux": dict(num_layers=1, num_single_layers=1), "DiT": dict(depth=2)}
 
@@ -150,9 +144,6 @@ def test_under_bfloat16_autocast_routing_means_the_same_and_dtypes_are_those_of_
                 call(network, inputs)
         assert dtypes[:4] == dtypes[4:]
         assert reference_error(network, case, inputs, attachment) < 0.05  # bfloat16 has 8 bits
-
-
-# ---- LoRA, int8 and DDP ----------------------------------------------------------------------------------------------
 
 
 def lora_config(*targets, **settings):
@@ -217,9 +208,6 @@ def test_ddp_is_routed_through_its_wrapper(tmp_path):
         assert reference_error(parallel, NETWORKS["DiT"], inputs, attach(parallel, ROUTES)) < TOLERANCE
     finally:
         torch.distributed.destroy_process_group()
-
-
-# ---- copies and files ------------------------------------------------------------------------------------------------
 
 
 def test_a_copy_has_routes_of_its_own_and_an_evaluation_copy_is_never_routed():

@@ -57,18 +57,15 @@ def test_a_variant_that_runs_out_of_memory_is_a_row_and_the_others_go_on(when):
         if len(calls) > when:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    first, second = measure(
-        {"large": lambda: TimedRow(fill, 1), "small": lambda: TimedRow(int, 1)}, CPU, rounds=3, steps=1, warmup=1
-    )
+    openers = {"large": lambda: TimedRow(fill, 1), "small": lambda: TimedRow(int, 1)}
+    first, second = measure(openers, CPU, rounds=3, steps=1, warmup=1)
     assert first == {"variant": "large", "problem": "out of memory"}
     assert second["ms"] > 0 and "time / first" not in second
 
 
 def test_ratios_are_paired_by_rounds_and_mfu_is_of_the_published_peak():
-    slow, fast = (
-        TimedRow(int, 8, 1e9, turns=[[10, 20, 30], [200, 200, 900]]),
-        TimedRow(int, 8, 5e8, turns=[[10, 10, 10], [150, 150, 150]]),
-    )
+    slow = TimedRow(int, 8, 1e9, turns=[[10, 20, 30], [200, 200, 900]])
+    fast = TimedRow(int, 8, 5e8, turns=[[10, 10, 10], [150, 150, 150]])
     found = harness.summarise(fast, slow, peak=1e11)
     assert found["time / first"] == (0.5 + 0.75) / 2 and found["lowest, highest"] == [0.5, 0.75]
     assert found["ms"] == 80 and found["images/s"] == 100 and found["quartiles"] == [10, 150]
@@ -101,9 +98,8 @@ SMALL = ["train.precision=fp32", "train.batch_size=2", "train.cpu_threads=1", "d
 
 
 def test_a_step_is_timed_dense_and_routed_with_machine_and_command(run):
-    text, (dense, routed) = run(
-        "step", "variants=[model=dit, model=tread train.grad_accum_steps=2]", "rounds=2", "steps=1", *SMALL
-    )
+    variants = "variants=[model=dit, model=tread train.grad_accum_steps=2]"
+    text, (dense, routed) = run("step", variants, "rounds=2", "steps=1", *SMALL)
     assert (dense["variant"], routed["variant"]) == ("model=dit", "model=tread train.grad_accum_steps=2")
     assert float(routed["GFLOP/image"]) < 0.75 * float(dense["GFLOP/image"]) and float(routed["time / first"]) > 0
     assert all(f"\n- {key}: " in text for key in ("time", "command", "commit", "device", "torch"))
@@ -120,19 +116,16 @@ def test_batches_samples_and_metrics_are_timed(run):
     assert metrics["variant"] == "50 samples" and float(metrics["ms"]) > 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_a_wrong_argument_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for arguments, message in (
         (["step", "train.lrr=1"], "train.lrr"),
         (["step", "rounds=0"], "rounds=.*0"),
         (["step", "variants=[train.precision=fp32, train.precision=bf16]"], "train.precision.*measure their values apart"),
         (["gpu"], "no CUDA GPU"),
-    ],
-)
-def test_a_wrong_argument_is_refused(monkeypatch, arguments, message):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match=message):
-        benchmarks.main(arguments)
+    ):
+        with pytest.raises(ValueError, match=message):
+            benchmarks.main(arguments)
 
 
 def test_the_commands_of_the_verification_on_a_gpu_are_accepted(monkeypatch):

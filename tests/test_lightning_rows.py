@@ -65,13 +65,8 @@ def lightning(tmp_path_factory):
 
 def test_a_lightning_row_trains_draws_a_grid_and_samples_with_published_guidance(lightning, train, tmp_path):
     latents, autoencoder = lightning
-    tiny = [
-        "model.backbone=LightningDiT-XS/2",
-        "train.precision=fp32",
-        "train.num_steps=2",
-        "sample.every=2",
-        "sample.num_samples=2",
-    ]
+    tiny = ["model.backbone=LightningDiT-XS/2", "train.precision=fp32", "train.num_steps=2", "sample.every=2"]
+    tiny += ["sample.num_samples=2"]
     run = train("run", "experiment=lightning/xl1_tread", f"data.path={latents}", *tiny, "diffusion.sampler.num_steps=3")
     # A squared error of about 2 for a velocity of 0, of which the cosine with anything is 0: 1 more.
     assert metrics(run)[0]["loss"] == pytest.approx(3, abs=0.15)

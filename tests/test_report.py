@@ -3,7 +3,6 @@
 import functools
 import json
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -28,12 +27,7 @@ def resolved(*overrides):
 
 
 def make_run(root, *overrides, name=None, fid=(), num_samples=50_000, speed=10.0, steps=400_000, metric="fid", **config):
-    """A run's folder as training leaves it, of a row of Table 2 and with lines every 50,000 steps; returns it.
-
-    Args:
-        fid: {step: FID of unguided samples}.
-        speed: steps per second.
-    """
+    """A run's folder as training leaves it, with lines every 50,000 steps; `fid`: {step: FID}, `speed`: steps per second."""
     stored = resolved(*overrides) | {"output_dir": str(root)} | config
     folder = root / (name or stored["name"] + "".join(overrides[1:]).replace("/", "-"))
     (folder / "samples").mkdir(parents=True)
@@ -79,10 +73,6 @@ def rows(make_table, root):
 
 def notes(make_table, root):
     return " ".join(make_table(grouped(root)).notes)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Seeds, the paper, and dense runs.
 
 
 def test_seeds_are_one_experiment_with_mean_spread_and_the_papers_figure(runs):
@@ -134,16 +124,13 @@ def test_the_mean_and_the_hours_are_of_the_seeds_that_got_furthest_and_the_machi
     assert f"{TREAD}: hours on 4 × B and 8 × Example GPU against hours on 8 × Example GPU" in notes(speedup_table, runs)
 
 
-def test_a_paper_figure_of_another_sample_count_is_shown_and_not_compared(tmp_path):
-    make_run(tmp_path, f"experiment={TREAD}", fid={400_000: 30.0}, num_samples=5_000)
-    row = rows(results_table, tmp_path)[TREAD]
+def test_papers_figures_stand_beside_those_of_as_many_samples_guided_or_not(tmp_path):
+    make_run(tmp_path / "few", f"experiment={TREAD}", fid={400_000: 30.0}, num_samples=5_000)
+    row = rows(results_table, tmp_path / "few")[TREAD]
     assert (row["Measured"], row["Paper"]) == ("30.00", "21.34, of 50,000 samples")
-
-
-def test_guided_figures_stand_beside_the_papers_guided_ones(tmp_path):
-    folder = make_run(tmp_path, "experiment=final/xl2_dit", fid={7_000_000: 9.0})
+    folder = make_run(tmp_path / "guided", "experiment=final/xl2_dit", fid={7_000_000: 9.0})
     write(folder / "metrics.jsonl", {"step": 7_000_000, "num_samples": 50_000, "cfg_scale": 1.5, "metrics": {"fid": 2.0}})
-    cells = {row["Guidance"]: row["fid"] for row in figures_table(grouped(tmp_path)).rows}
+    cells = {row["Guidance"]: row["fid"] for row in figures_table(grouped(tmp_path / "guided")).rows}
     assert cells == {"none": "9.00 (paper: 9.62)", "cfg_scale 1.5": "2.00 (paper: 2.27)"}
 
 
@@ -163,10 +150,6 @@ def test_runs_without_a_row_are_compared_with_the_dense_run_of_the_same_settings
     make_run(tmp_path, "model=tread", "data=imagenet256", "train.batch_size=8", name="s", fid={400_000: 10.0})
     found = rows(results_table, tmp_path)
     assert found["r"]["Against dense"] == "−15.00 (−50%)" and "Against dense" not in found["s"]
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# What is not the paper's row.
 
 
 @pytest.mark.parametrize(
@@ -232,10 +215,6 @@ def test_without_evaluations_and_from_other_weights_there_is_no_speedup(tmp_path
     assert "started from " in notes(results_table, tmp_path) and "whose training is not in" in notes(results_table, tmp_path)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Reading.
-
-
 def test_results_of_fid_count_for_the_run_whose_checkpoint_they_name(tmp_path):
     make_run(tmp_path, f"experiment={TREAD}", name="a", fid={400_000: 50.0})
     point = {"checkpoint": "elsewhere/a/checkpoints/step_0400000", "weights": "ema", "num_steps": 40, "num_samples": 50_000}
@@ -278,38 +257,13 @@ def test_what_cannot_be_read_is_listed_and_the_rest_is_shown(runs):
     assert said["torn"].startswith("cannot be read") and "not a configuration of train.py" in said["foreign"]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The page.
-
-
-class Page(HTMLParser):
-    """Checks that tags are balanced; collects them with their attributes."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.open, self.tags = [], []
-        self.feed(text)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.append((tag, dict(attributes)))
-        if tag not in ("meta", "img", "br"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open and self.open.pop() == tag
-
-
 def test_the_page_holds_tables_charts_commands_and_links_to_grids(runs, tmp_path, capsys):
     main([str(runs), f"output={tmp_path / 'page.html'}"])
     assert capsys.readouterr().out == f"4 runs in {tmp_path / 'page.html'}\n"
     text = (tmp_path / "page.html").read_text()
-    page = Page(text)
-    links = [value for tag, attributes in page.tags for value in (attributes.get("href"), attributes.get("src")) if value]
-    grids = [link for link in links if not link.startswith(("data:image/svg+xml", "#"))]
+    grids = [link for link in re.findall('(?:href|src)="(.*?)"', text) if not link.startswith(("data:image/svg+xml", "#"))]
     assert len(grids) == 4 and all((tmp_path / unquote(link)).is_file() for link in grids)
-    assert all(attributes["alt"] for tag, attributes in page.tags if tag == "img") and "script" not in dict(page.tags)
+    assert "data:image/svg+xml" in text and "<script" not in text
     assert "40.00 ± 1.41" in text and "2.67×" in text and "TREAD, Table 2" in text
     assert "python train.py" in text and "commit 0123abcd with local changes" in text and "8 × Example GPU" in text
 
@@ -321,7 +275,6 @@ def test_names_and_settings_of_others_stay_text(tmp_path):
     main([str(tmp_path)])
     text = (tmp_path / "report.html").read_text()
     assert not re.search("<(b|u|s)>", text) and "&lt;b&gt;" in text and "&lt;s&gt;" in text
-    Page(text)
 
 
 def test_arguments_that_cannot_work_are_refused(tmp_path):

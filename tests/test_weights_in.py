@@ -37,14 +37,9 @@ def dit_weights(learn_sigma=False, width=WIDTH, depth=DEPTH, seed=0):
         "final_layer.linear": (out, width),
         "final_layer.adaLN_modulation.1": (2 * width, width),
     }
-    for i in range(depth):
-        layers |= {
-            f"blocks.{i}.attn.qkv": (3 * width, width),
-            f"blocks.{i}.attn.proj": (width, width),
-            f"blocks.{i}.mlp.fc1": (4 * width, width),
-            f"blocks.{i}.mlp.fc2": (width, 4 * width),
-            f"blocks.{i}.adaLN_modulation.1": (6 * width, width),
-        }
+    block = {"attn.qkv": (3 * width, width), "attn.proj": (width, width), "adaLN_modulation.1": (6 * width, width)}
+    block |= {"mlp.fc1": (4 * width, width), "mlp.fc2": (width, 4 * width)}
+    layers |= {f"blocks.{i}.{name}": shape for i in range(depth) for name, shape in block.items()}
     shapes = {
         "pos_embed": (1, (SIZE // PATCH) ** 2, width),
         "x_embedder.proj.weight": (width, CHANNELS, PATCH, PATCH),
@@ -116,10 +111,6 @@ def network(cfg, folder, weights="ema"):
     return load.load_network(folder, cfg, weights, torch.device("cpu"))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Each layout: outputs of the published network, and denoised estimates of its own formula.
-
-
 @torch.no_grad()
 def test_dit_keeps_its_outputs_and_predicts_noise(import_file):
     w = dit_weights(learn_sigma=True)
@@ -182,6 +173,8 @@ def test_tread_brings_model_and_ema_and_its_step(import_file):
         expected = 0.25 / (s**2 + 0.25) * x + s * 0.5 / (s**2 + 0.25).sqrt() * F_x
         assert_same(EDM().denoise(network(cfg, folder, weights), x, sigma, y), expected)
     assert checkpoints.step_of(folder) == 400
+    with pytest.raises(UserError, match="output=.*imported exists"):  # nothing is overwritten
+        import_file(stored, "tread", **PIXELS)
 
 
 @torch.no_grad()
@@ -203,10 +196,6 @@ def test_lightningdit_is_turned_as_sit_and_normalises_each_channel(import_file, 
     assert_same(network(cfg, folder)(x, t, y), -published(x, 1 - t, y))
     with pytest.raises(UserError, match="latents_stats= is missing"):
         import_file(content, "lightningdit", output="other")
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The commands on an imported run.
 
 
 def run_sample(checkpoint, output, *overrides):
@@ -235,18 +224,6 @@ def test_images_of_imported_dit_weights_do_not_depend_on_the_batch(import_file, 
         assert np.abs(together[name] - apart[name]).max() <= 1
 
 
-def test_fid_reads_an_imported_run(import_file, tmp_path):
-    import fid as script
-
-    import_file(dit_weights(learn_sigma=True), "dit", **PIXELS)
-    forget_accelerate()
-    settings = [f"checkpoint={tmp_path / 'imported'}", "num_samples=8", "batch_size=8", "evaluation.detector=digits"]
-    reference = "reference=evaluations/digits_reference.npz"
-    script.main(checked([*settings, reference, "num_steps=10", "cpu_threads=1"], "fid"))
-    (results,) = (tmp_path / "imported").glob("evaluations/**/results.jsonl")
-    assert "fd_digits" in results.read_text()
-
-
 def test_training_starts_from_imported_weights_and_their_ema_has_no_warm_up(import_file, train):
     _, folder = import_file(dit_weights(learn_sigma=True), "sit", **PIXELS)
     run = train("tuned", "diffusion=sit", f"init_from={folder}", "train.num_steps=1", "train.lr=1e-2")
@@ -257,21 +234,14 @@ def test_training_starts_from_imported_weights_and_their_ema_has_no_warm_up(impo
     assert torch.allclose(ema - before, 1e-4 * (raw - before), atol=1e-7) and (raw - before).abs().max() > 1e-3
 
 
-def test_training_does_not_go_on_from_an_imported_checkpoint(import_file, train, tmp_path):
+def test_training_does_not_go_on_from_an_imported_checkpoint_nor_with_ddpm(import_file, train, tmp_path):
     import_file(dit_weights(), "repa", output="run", **PIXELS)
     with pytest.raises(UserError, match=rf"was imported from .*weights.pt \(kind=repa\).* init_from={tmp_path / 'run'}"):
         train("run", "diffusion=sit")
     with pytest.raises(UserError, match="init_state=all"):
         train("other", "diffusion=sit", f"init_from={tmp_path / 'run'}", "init_state=all")
-
-
-def test_ddpm_is_not_trained(train):
     with pytest.raises(UserError, match="diffusion=ddpm"):
-        train("run", "diffusion=ddpm")
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# What cannot be imported: one line, and nothing is written.
+        train("third", "diffusion=ddpm")
 
 
 class Evil:
@@ -289,7 +259,7 @@ class Evil:
         (dit_weights() | {"projectors.0.bias": torch.ones(3)}, "projectors.0.bias"),
         (dit_weights() | {"x_embedder.proj.bias": torch.ones(7)}, r"x_embedder.proj.bias is \[7\]"),
         (dit_weights() | {"pos_embed": torch.ones(1, 15, WIDTH)}, r"pos_embed is \[1, 15, 96\]"),
-        (dit_weights(width=100), "12 blocks of width 100 and patches of 2; .* 12 x 96 / 2"),
+        (dit_weights(width=100), "12 x 100 / 2; .* 12 x 96 / 2"),
         (dit_weights() | {"y_embedder.embedding_table.weight": torch.ones(1, WIDTH)}, "num_classes=0"),
         (dit_weights(learn_sigma=True), "twice as many channels out as in"),
         ({"a": torch.ones(2)}, r"is no DiT .*x_embedder.proj.weight.* it holds a, "),
@@ -304,24 +274,16 @@ def test_other_contents_are_refused_in_one_line(import_file, tmp_path, content, 
 
 
 def test_a_pickle_with_code_is_refused_and_nothing_runs(import_file, tmp_path):
-    with pytest.raises(UserError, match="evil.pt .*mkdir"):
+    with pytest.raises(UserError, match="evil.pt cannot be read as tensors"):
         import_file({"model": dit_weights(), "extra": Evil(tmp_path / "pwned")}, "dit", file="evil.pt")
     assert not (tmp_path / "pwned").exists() and not (tmp_path / "imported").exists()
 
 
 def test_a_safetensors_file_that_was_cut_off_is_refused(tmp_path):
-    save_file(dit_weights(), tmp_path / "weights.safetensors")
-    whole = (tmp_path / "weights.safetensors").read_bytes()
-    (tmp_path / "cut.safetensors").write_bytes(whole[: len(whole) // 2])
+    save_file(dit_weights(), tmp_path / "cut.safetensors")
+    os.truncate(tmp_path / "cut.safetensors", 10_000)
     with pytest.raises(UserError, match="cut.safetensors is truncated"):
         importing.import_weights(str(tmp_path / "cut.safetensors"), "dit", str(tmp_path / "run"))
-
-
-def test_nothing_is_overwritten(import_file, tmp_path):
-    _, folder = import_file(dit_weights(), "repa", **PIXELS)
-    with pytest.raises(UserError, match="output=.*imported exists"):
-        import_file(dit_weights(seed=3), "repa", **PIXELS)
-    checkpoints.verify(folder)
 
 
 def test_the_scale_of_an_unknown_autoencoder_is_asked_for(import_file):

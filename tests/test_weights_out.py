@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 import dit
 from common.errors import UserError
 from configs import schema
-from extras.weights.export import export_checkpoint
+from extras.weights import export
+from extras.weights.export import export_checkpoint, join_source
 from extras.weights.importing import import_weights
-from extras.weights.source import join_source
 from training import checkpoint as checkpoints
 
 # Loads what sys.argv[1] lists, one after the other, and writes an .npy file of images (uint8) for each call.
@@ -40,18 +40,16 @@ for folder, call, file in json.loads(sys.argv[1]):
 CASES = {  # run, keys of the pipeline's call, settings of sample.py
     "edm_default": ("edm", {}, ["guidance=cfg", "cfg_scale=1.5"]),  # the run's own guidance and steps
     "edm_churn": (
-        "edm",
-        {"guidance_scale": 3, "num_inference_steps": 4, "sampler": {"S_churn": 2.0}},
+        "edm", {"guidance_scale": 3, "num_inference_steps": 4, "sampler": {"S_churn": 2.0}},
         ["guidance=cfg", "cfg_scale=3", "num_steps=4", "S_churn=2"],
     ),
     "ddpm": ("ddpm", {"guidance_scale": 1.5, "num_inference_steps": 4}, ["guidance=cfg", "cfg_scale=1.5", "num_steps=4"]),
     "sit_default": ("sit", {}, []),
     "sit_interval": (
-        "sit",
-        {"guidance_scale": 40.0, "guidance_interval": [0.4, 0.9], "guidance_channels": 3},
+        "sit", {"guidance_scale": 40.0, "guidance_interval": [0.4, 0.9], "guidance_channels": 3},
         ["guidance=interval", "cfg_scale=40", "guidance.level_lo=0.4", "guidance.level_hi=0.9", "guidance.channels=3"],
     ),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +190,7 @@ def test_an_export_holds_the_ema_or_the_raw_weights_and_no_private_paths(runs, e
         assert exported.keys() == stored.keys() and all(torch.equal(exported[name], stored[name]) for name in stored)
     names = {file.relative_to(exports["sit"]).as_posix() for file in exports["sit"].rglob("*") if file.is_file()}
     code = {name for name in names if name.endswith(".py")}
-    assert {name.partition("_")[0] for name in code} == {"pipeline", "transformer/network"} and names - code == {
+    assert {name.partition("_")[0] for name in code} == {"pipeline", "transformer/pipeline"} and names - code == {
         "README.md", "model_index.json", "training.yaml", "transformer/config.json",
         "transformer/diffusion_pytorch_model.safetensors", "vae/config.json", "vae/diffusion_pytorch_model.safetensors",
     }  # fmt: skip
@@ -209,16 +207,15 @@ def test_the_settings_of_training_are_told_but_not_those_that_an_import_made_up(
 
 
 def test_every_diffusion_and_network_of_the_configuration_can_be_exported():
-    from extras.weights import network, pipeline
+    from extras.weights import pipeline
 
     assert {file.stem for file in (REPOSITORY / "configs" / "diffusion").glob("*.yaml")} == pipeline.DIFFUSIONS.keys()
     backbones = [name for module in schema.NETWORKS.values() for name in module.BACKBONES]
-    assert all(hasattr(network, f"{name.partition('-')[0]}Model") for name in backbones)
+    assert all(hasattr(pipeline, f"{name.partition('-')[0]}Model") for name in backbones)
 
 
-@pytest.mark.parametrize("module", ["pipeline", "network"])
-def test_joined_files_import_nothing_of_the_project_and_define_no_name_twice(module):
-    _, text = join_source(f"extras.weights.{module}")
+def test_the_joined_file_imports_nothing_of_the_project_and_defines_no_name_twice():
+    _, text = join_source("extras.weights.pipeline")
     imported, defined = set(), Counter()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -231,36 +228,26 @@ def test_joined_files_import_nothing_of_the_project_and_define_no_name_twice(mod
     assert {name for name, count in defined.items() if count > 1} <= {"build", "BACKBONES"}
 
 
-def test_the_name_of_joined_files_says_their_content(tmp_path, monkeypatch):
-    from extras.weights import source
-
+def test_the_name_of_a_joined_file_says_its_content(tmp_path, monkeypatch):
     for name in ("LICENSE", "b.py"):
         (tmp_path / name).write_text("x = 2\n")
     (tmp_path / "a.py").write_text("from b import (\n    x,\n)\n\ny = x\n")
-    monkeypatch.setattr(source, "REPOSITORY", tmp_path)
+    monkeypatch.setattr(export, "REPOSITORY", tmp_path)
     first, text = join_source("a")
     assert text.index("x = 2") < text.index("y = x") and "import (" not in text
     (tmp_path / "b.py").write_text("x = 3\n")
     assert first.startswith("a_") and join_source("a")[0] not in (first, "a_")
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"checkpoint": "nowhere"}, "checkpoint: nowhere is not a folder"),
-        ({"autoencoder": "none"}, "autoencoder=none: nothing is known that decodes these latents"),
-        ({"autoencoder": "sd-vae:VAE"}, "has 4 channels, and the latents 1"),
-    ],
-)
-def test_wrong_settings_end_in_one_line_and_leave_nothing(runs, vae, tmp_path, settings, message):
-    settings = {"checkpoint": str(runs["edm"])} | {key: value.replace("VAE", str(vae)) for key, value in settings.items()}
-    with pytest.raises(UserError, match=message):
-        export_checkpoint(output=str(tmp_path / "out"), **settings)
+def test_export_leaves_nothing_if_a_setting_is_wrong_and_overwrites_nothing(runs, vae, tmp_path):
+    for checkpoint, autoencoder, message in (
+        ("nowhere", None, "checkpoint: nowhere is not a folder"),
+        (str(runs["edm"]), f"sd-vae:{vae}", "has 4 channels, and the latents 1"),
+    ):
+        with pytest.raises(UserError, match=message):
+            export_checkpoint(checkpoint, str(tmp_path / "out"), autoencoder=autoencoder)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_export_overwrites_nothing_and_takes_an_empty_folder(runs, tmp_path):
-    export_checkpoint(str(runs["edm"]), str(tmp_path))
+    export_checkpoint(str(runs["edm"]), str(tmp_path))  # an empty folder
     assert (tmp_path / "model_index.json").exists()
     for output in (tmp_path, tmp_path / "README.md"):
         with pytest.raises(UserError, match=f"output={output} is not empty; export overwrites nothing"):

@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 
 from extras.attach.adapters import Adapter, ImageTokens, find_adapter
 from extras.attach.hooks import BlockHooks, Plan, argument_names, memory_of
-from extras.attach.presets import as_routes
 from routing_module import SELECTIONS, Route, SelectionRule, TokenRouter, apply_rule, num_kept_tokens, uniform_scores
 
 # Wrappers by the names of their classes, and the attribute that holds what they wrap.
@@ -30,6 +29,31 @@ WRAPPED = {
     "PeftModel": "base_model",
     "BaseTuner": "model",  # of PEFT
 }
+
+# `paper` is TREAD's own (section 4); the others are the settings that SimpleTuner's documentation recommends.
+PRESETS = {
+    "paper": Route(0.5, 2, -4),
+    "balanced": Route(0.5, 2, -2),
+    "fastest": Route(0.7, 1, -1),
+    "high_resolution": Route(0.6, 2, -3),
+    "lora": Route(0.4, 3, -4),
+    "masked": Route(0.7, 2, -2),
+}
+
+
+def as_routes(routes: str | Mapping | Sequence[Route | Mapping]) -> tuple[Route, ...]:
+    """Routes from the name of a preset; a `tread_config` of SimpleTuner, `{"routes": [...]}`, also inside
+    `{"tread_config": ...}`; or a list of `Route` or of mappings with the keys of `Route`. Errors are those of `attach`.
+    """
+    if isinstance(routes, str):
+        if routes not in PRESETS:
+            raise ValueError(f"routes={routes!r} is no preset; use {', '.join(PRESETS)}")
+        return (PRESETS[routes],)
+    if isinstance(routes, Mapping):
+        routes = routes.get("tread_config", routes)["routes"]
+    if not routes:
+        raise ValueError(f"routes={routes!r} holds no route")
+    return tuple(route if isinstance(route, Route) else Route(**route) for route in routes)
 
 
 def runs_in_backward() -> bool:
@@ -203,11 +227,8 @@ class Attachment:
     def find_plan(self, layer: int, tokens: Tensor) -> Plan:
         """The plan of the forward pass that a block runs in, also when a backward pass computes the block again.
 
-        `checkpoint` binds it. Under other checkpointing the block's input, which the checkpoint holds, identifies the pass.
-
-        Raises:
-            RuntimeError: the embedding did not run before the block; or the block is computed again, and its input was moved
-                (as by offloading), was the input of several passes, or belongs to a pass too long ago.
+        `checkpoint` binds it. Under other checkpointing the block's input, which the checkpoint holds, identifies the pass. It
+        cannot if it was moved (as by offloading), was the input of several passes, or belongs to a pass too long ago.
         """
         compiling = torch.compiler.is_compiling()
         if self.bound is not None and not compiling:
@@ -215,16 +236,12 @@ class Attachment:
         if runs_in_backward():
             found = [plan for plan in self.recent if plan.inputs.get(layer) == memory_of(tokens)]
             if len(found) != 1:
-                raise RuntimeError(
-                    f"block {layer} is computed again in the backward pass, and its forward pass is not known; "
-                    "checkpoint the blocks with attachment.checkpoint, whose docstring says what torch.compile needs"
-                )
+                why = f"block {layer} is computed again in the backward pass, and its forward pass is not known"
+                raise RuntimeError(f"{why}; checkpoint the blocks with attachment.checkpoint (see its docstring)")
             return found[0]
         if self.plan is None:
-            raise RuntimeError(
-                f"block {layer} runs, but {self.adapter.tokens_from!r} did not run before it; "
-                "if it was replaced after attach(), detach() and attach() again"
-            )
+            why = f"block {layer} runs, but {self.adapter.tokens_from!r} did not run before it"
+            raise RuntimeError(f"{why}; if it was replaced after attach(), detach() and attach() again")
         if not compiling:
             self.plan.inputs[layer] = memory_of(tokens)
         return self.plan
@@ -277,8 +294,8 @@ def attach(
     Differs from TREAD, section 4: the block right after a route runs in the precision of all others under autocast.
 
     Raises:
-        ValueError: no routes, routes that do not fit the network's depth, or a network that cannot be routed.
-        KeyError, TypeError: an unknown selection; a wrong or missing key of a route.
+        ValueError: an unknown preset, no routes, routes that do not fit the network's depth, or a network that cannot be routed.
+        KeyError, TypeError: an unknown selection; a mapping without `routes`; a wrong or missing key of a route.
     """
     network = inner_module(network)
     if attached(network):

@@ -1,9 +1,8 @@
 """What `attach` does to the blocks of a network: hooks that shorten the tokens before a block and restore them after it.
 
-Before every block of a route the hooks gather the tokens that stay, with their positions and masks; after the block they put
-them back among those that skip. One subset serves the whole route, so this equals gathering once before the route and
-putting back once after it, but nothing between the blocks (residuals of a ControlNet, long skips, skipped layers, gradient
-checkpointing) ever sees a shortened sequence.
+Positions and masks are shortened with the tokens. One subset serves the whole route, so this equals gathering once before the
+route and putting back once after it, but nothing between the blocks (residuals of a ControlNet, long skips, skipped layers,
+gradient checkpointing) ever sees a shortened sequence.
 
 Shapes: B batch, N image tokens, K kept of them, L tokens of a block's sequence (with text), D width.
 """

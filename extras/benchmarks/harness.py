@@ -70,8 +70,7 @@ def measure(
     """Time variants in turns (A B A B), so that whatever else the machine does slows all of them; returns a record of each.
 
     Args:
-        openers: by the variants' names; each makes its row, which stays on the device. One that does not fit there has a record
-            that says so, and the others go on.
+        openers: by the variants' names; each makes its row, which stays on the device. One that does not fit there is recorded.
         steps: timed calls in each of `rounds` turns.
         warmup: calls before a variant's first turn; each turn begins with one that does not count.
     """

@@ -17,7 +17,6 @@ from configs.settings import flatten
 from extras.report.runs import LOSS, UNGUIDED, Measure, Run
 
 ROUTING = ("model.name", "model.routes", "model.selection")  # what a dense run and a routed one may differ in
-LENGTH = "train.num_steps"
 
 
 @dataclass(frozen=True)
@@ -34,19 +33,13 @@ class Figure:
 
 @dataclass(eq=False)
 class Experiment:
-    """Runs that differ only in the seed, in where they are and in how they were logged.
-
-    Attributes:
-        identity: the values of the keys that make runs different experiments.
-        changes: (the row's value, the runs' value) of each key that differs from the row's.
-        baseline: the dense experiment that it is compared with.
-    """
+    """Runs that differ only in the seed, in where they are and in how they were logged."""
 
     runs: list[Run]
-    identity: dict[str, object]
-    changes: dict[str, tuple[object, object]]
+    identity: dict[str, object]  # the values of the keys that make runs different experiments
+    changes: dict[str, tuple[object, object]]  # (the row's value, the runs' value) of each key that differs from the row's
     label: str = ""
-    baseline: Experiment | None = None
+    baseline: Experiment | None = None  # the dense experiment that it is compared with
 
     @property
     def row(self) -> dict:
@@ -83,10 +76,6 @@ class Experiment:
         return self.paper(measure) is not None and self.row["num_samples"] == measure.num_samples
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# What a table is about.
-
-
 def leading_measure(experiments: Sequence[Experiment]) -> Measure | None:
     """Where possible what the paper reports, then unguided before guided figures, then what most experiments have."""
     counts = Counter(measure for one in experiments for measure in one.measures())
@@ -101,13 +90,9 @@ def curve_measure(experiments: Sequence[Experiment]) -> Measure:
     """
     if (leading := leading_measure(experiments)) is None:
         return LOSS
-    measures = dict.fromkeys(measure for one in experiments for measure in one.measures())
+    measures = (measure for one in experiments for measure in one.measures())
     alike = [measure for measure in measures if (measure.metric, measure.guidance) == (leading.metric, leading.guidance)]
     return max(alike, key=lambda measure: sum(len(one.curve(measure)) for one in experiments))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Grouping.
 
 
 def group(runs: Sequence[Run]) -> dict[str, list[Experiment]]:
@@ -192,7 +177,7 @@ def find_baseline(experiment: Experiment, experiments: Sequence[Experiment]) -> 
     nearest = min(dense, key=lambda other: len(differences_from(experiment, other)), default=None)
     if nearest is None:
         return None
-    unlike = differences_from(experiment, nearest, (*ROUTING, LENGTH)).keys()
+    unlike = differences_from(experiment, nearest, (*ROUTING, "train.num_steps")).keys()
     if experiment.row:
         unlike &= experiment.changes.keys() | nearest.changes.keys()
     return None if unlike else nearest

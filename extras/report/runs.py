@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -19,6 +19,7 @@ from yaml import YAMLError
 from common.errors import UserError
 from common.files import read_lines
 from configs.settings import flatten
+from sampling.results import in_words
 
 UNGUIDED = "none"
 NEEDED = {"experiment", "seed", "output_dir", "data.name", "model.routes", "train.num_steps", "train.batch_size"}
@@ -26,18 +27,12 @@ NOT_HOW = ("checkpoint", "content", "num_samples", "detector")  # of a point of 
 
 
 class Measure(NamedTuple):
-    """What a figure is. Two figures can be compared only if all of this is the same.
+    """What a figure is. Two figures can be compared only if all of this is the same."""
 
-    Attributes:
-        metric: a name in the table of metrics, or `training loss`.
-        guidance: in words; UNGUIDED for none.
-        how: settings of the sampler and of the detector, and the reference, in words. Training names the reference's file and
-            fid.py its hash, so that figures of the two stay apart.
-    """
-
-    metric: str
+    metric: str  # a name in the table of metrics, or `training loss`
     num_samples: int
-    guidance: str
+    guidance: str  # in words; UNGUIDED for none
+    # Sampler, detector and reference, in words. Training names the reference's file and fid.py its hash: these stay apart.
     how: str
 
     def in_words(self) -> str:
@@ -50,24 +45,15 @@ LOSS = Measure("training loss", 0, UNGUIDED, "")
 
 @dataclass
 class Run:
-    """What a run's folder holds.
-
-    Attributes:
-        config: values by dotted key.
-        row: experiment.* of the configuration; empty without a row.
-        starts: the lines of starts.jsonl.
-        speeds: steps per second by step, of the lines of training.
-        figures: values by measure and step, LOSS among them.
-        grid: the last sample grid.
-    """
+    """What a run's folder holds."""
 
     path: Path
-    config: dict
-    row: dict
-    starts: list[dict]
-    speeds: dict[int, float] = field(default_factory=dict)
-    figures: dict[Measure, dict[int, float]] = field(default_factory=dict)
-    grid: Path | None = None
+    config: dict  # values by dotted key
+    row: dict  # experiment.* of the configuration; empty without a row
+    starts: list[dict]  # the lines of starts.jsonl
+    speeds: dict[int, float] = field(default_factory=dict)  # steps per second by step, of the lines of training
+    figures: dict[Measure, dict[int, float]] = field(default_factory=dict)  # by measure and step, LOSS among them
+    grid: Path | None = None  # the last sample grid
 
     @property
     def step(self) -> int:
@@ -95,26 +81,13 @@ class Run:
         return float(np.interp(step, *self.clock, left=np.nan, right=np.nan))
 
     def add(self, step: int, metrics: dict[str, float], num_samples: int, point: dict) -> None:
-        """Keep the figures of one evaluation.
-
-        Args:
-            point: guidance (cfg_scale, guidance, guidance.*), and how it was evaluated.
-        """
+        """Keep the figures of one evaluation; `point` holds its guidance (cfg_scale, guidance.*) and how it was made."""
         guidance = {key: value for key, value in point.items() if key.partition(".")[0] in ("cfg_scale", "guidance")}
         how = {key: value for key, value in point.items() if key not in (*guidance, *NOT_HOW) and value is not None}
-        words = UNGUIDED if guidance == {"cfg_scale": 1.0} else settings_in_words(guidance)
+        words = UNGUIDED if guidance == {"cfg_scale": 1.0} else in_words(guidance)
         for metric, value in metrics.items():
             if math.isfinite(value):
-                self.figures.setdefault(Measure(metric, num_samples, words, settings_in_words(how)), {})[step] = value
-
-
-def settings_in_words(settings: dict) -> str:
-    """cfg_scale 1.5, guidance.level_lo 0.28."""
-    return ", ".join(f"{key} {value}" for key, value in settings.items())
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# From disk.
+                self.figures.setdefault(Measure(metric, num_samples, words, in_words(how)), {})[step] = value
 
 
 def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:
@@ -123,22 +96,22 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:
     Results of fid.py, wherever they are below the folders, count for the run whose checkpoint they name.
     """
     runs, problems = [], {}
-    for file in find(folders, "config.yaml"):
+    for file in find_files(folders, "config.yaml"):
         try:
             if file.parent.parent.name != "checkpoints":
                 runs.append(read_run(file.parent))
         except UserError as e:
             problems[str(file)] = str(e)
-    for file in find(folders, "results.jsonl"):
+    for file in find_files(folders, "results.jsonl"):
         if orphans := add_results(file, runs):
             problems[str(file)] = f"results of {', '.join(sorted(orphans))}, which is no run here"
     problems |= {str(run.path): "no figures yet" for run in runs if not run.figures}
     return [run for run in runs if run.figures], problems
 
 
-def find(folders: Sequence[Path], name: str) -> Iterator[Path]:
+def find_files(folders: Sequence[Path], name: str) -> list[Path]:
     """The files of this name below the folders, each once."""
-    yield from sorted({file.resolve() for folder in folders for file in folder.rglob(name)})
+    return sorted({file.resolve() for folder in folders for file in folder.rglob(name)})
 
 
 def read_run(path: Path) -> Run:
@@ -151,8 +124,8 @@ def read_run(path: Path) -> Run:
     if missing := NEEDED - config.keys():
         raise UserError(f"not a configuration of train.py: without {', '.join(sorted(missing))}")
     run = Run(path, config, config.pop("experiment") or {}, [start for _, start in read_lines(path / "starts.jsonl") if start])
-    how = {"weights": "ema", **{key: config.get(f"diffusion.sampler.{key}") for key in ("num_steps", "S_churn", "solver")}}
-    how["num_steps"] = config.get("eval.num_steps") or how["num_steps"]
+    how = {"weights": "ema", "num_steps": config.get("eval.num_steps") or config.get("diffusion.sampler.num_steps")}
+    how |= {key: config.get(f"diffusion.sampler.{key}") for key in ("S_churn", "solver")}
     how |= {"precision": config.get("eval.precision"), "detector_precision": config.get("evaluation.precision")}
     how["reference"] = Path(config.get("evaluation.reference") or "").name
     for _, line in read_lines(path / "metrics.jsonl"):

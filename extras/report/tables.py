@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, stdev
 
 from evaluations.suite import find_metric, format_metric
-from extras.report.experiments import LENGTH, Experiment, Figure, curve_measure, differences_from, leading_measure
+from extras.report.experiments import Experiment, Figure, change_words, curve_measure, differences_from, leading_measure
 from extras.report.runs import LOSS, Measure
 
 INTERPOLATED = (
@@ -27,10 +27,6 @@ class Table:
     notes: list[str] = field(default_factory=list)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Numbers as text.
-
-
 def figure_text(measure: Measure, figure: Figure) -> str:
     """40.00 ± 1.41, with the digits that the table of metrics gives."""
     spread = [stdev(figure.values)] if len(figure.values) > 1 else []
@@ -48,10 +44,6 @@ def machine_of(start: dict) -> str:
     return f"{start['num_processes']} × {start['device']}"
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Tables.
-
-
 def results_table(experiments: Sequence[Experiment]) -> Table:
     """Of each experiment the leading figure, beside the paper's and the dense runs', and what it cost."""
     leading = leading_measure(experiments)
@@ -59,7 +51,7 @@ def results_table(experiments: Sequence[Experiment]) -> Table:
     table = Table(f"Results, {leading.in_words()}" if leading else "Results", columns)
     for one in experiments:
         runs, measures = one.runs, one.measures()
-        last, planned = max(run.step for run in runs), one.identity[LENGTH]
+        last, planned = max(run.step for run in runs), one.identity["train.num_steps"]
         row = {"Experiment": one.label, "Seeds": ", ".join(sorted(str(run.config["seed"]) for run in runs))}
         row["Steps"] = f"{last:,} of {planned:,}" if last < planned else f"{last:,}"
         row["Images seen"] = f"{last * one.identity['train.batch_size']:,}"
@@ -99,8 +91,7 @@ def figure_notes(one: Experiment, figure: Figure) -> list[str]:
     if source := one.identity.get("init_from"):
         notes.append(f"started from {source}, whose training is not in the steps and hours")
     if one.baseline is not None and (different := differences_from(one, one.baseline)):
-        words = ", ".join(f"{key}={dense} instead of {own}" for key, (own, dense) in different.items())
-        notes.append(f"its dense runs differ in more than routes: {words}")
+        notes.append(f"its dense runs differ in more than routes: {change_words(different)}")
     return notes
 
 
@@ -139,11 +130,9 @@ def speedup_table(experiments: Sequence[Experiment]) -> Table:
 
 
 def first_reached(curve: Sequence[Figure], target: float, sign: int) -> tuple[float, bool]:
-    """(step at which a curve first reaches a figure, whether its first evaluation is already better).
+    """(step at which a curve first reaches a figure that it does reach, whether its first evaluation is already better).
 
-    Args:
-        target: the curve reaches it.
-        sign: 1: lower is better; -1: higher is.
+    `sign` is 1 where lower is better, and -1 where higher is.
     """
     i = next(i for i, figure in enumerate(curve) if sign * figure.mean <= sign * target)
     after, before = curve[i], curve[i - 1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import hashlib
 import json
 import logging
 import math
@@ -11,17 +13,23 @@ import torch
 from omegaconf import OmegaConf
 
 from common.errors import UserError
+from common.files import REPOSITORY, read_json, write_file
 from configs import schema
 from configs.schema import Autoencoder, Checkpoint, Weights
 from configs.settings import Text
 from dit import sizes_of
-from extras.weights.source import join_source
 from latents import autoencoders
 from training import checkpoint as checkpoints
 from training import load
 
 log = logging.getLogger(__name__)
 
+HEADER = '''"""{module} of a trainer for token-routed diffusion transformers, and all that it imports of that project.
+
+{license}"""
+
+from __future__ import annotations
+'''
 CARD = """---
 library_name: diffusers
 tags: [class-conditional-image-generation, diffusion-transformer]
@@ -48,8 +56,7 @@ def export_checkpoint(
     Args:
         checkpoint: a run's folder (its newest good checkpoint) or a checkpoint's folder.
         output: a folder that does not exist yet, or is empty.
-        weights: ema | raw.
-        autoencoder: None keeps the run's. It is saved with the network.
+        autoencoder: is saved with the network; None keeps the run's.
 
     Raises:
         UserError: the folder is not empty; there is no such checkpoint; the autoencoder cannot be loaded.
@@ -59,13 +66,12 @@ def export_checkpoint(
         raise UserError(f"output={output} is not empty; export overwrites nothing: give another folder, or remove it")
     found = checkpoints.find_checkpoint(Path(checkpoint), "checkpoint")
     cfg = load.load_config(found)
-    name = autoencoder or cfg.data.autoencoder
-    vae = getattr(autoencoders.build(name, torch.device("cpu"), cfg.data.in_channels), "vae", None)
+    decoder = autoencoders.build(autoencoder or cfg.data.autoencoder, torch.device("cpu"), cfg.data.in_channels)
+    vae = getattr(decoder, "vae", None)
     # diffusers takes seconds to import, and `import` does without.
-    from extras.weights import network
-    from extras.weights.pipeline import ClassToImagePipeline
+    from extras.weights import pipeline
 
-    network_class = {"DiT": network.DiTModel, "LightningDiT": network.LightningDiTModel}[cfg.model.backbone.partition("-")[0]]
+    network_class = {"DiT": pipeline.DiTModel, "LightningDiT": pipeline.LightningDiTModel}[cfg.model.backbone.partition("-")[0]]
     sizes = {key: getattr(cfg.data, key) for key in ("input_size", "in_channels", "num_classes")}
     with torch.device("meta"):
         own = sizes_of(cfg.model.backbone, schema.NETWORKS[cfg.model.name].BACKBONES)
@@ -73,14 +79,12 @@ def export_checkpoint(
     net.load_state_dict(checkpoints.load_weights(found, weights), assign=True)
     if vae is not None:
         vae.register_to_config(_name_or_path="")  # which is a path on this machine
-    ClassToImagePipeline(net, vae, **describe_sampling(cfg)).save_pretrained(folder)
+    pipeline.ClassToImagePipeline(net, vae, **describe_sampling(cfg)).save_pretrained(folder)
     _add_code(folder, network_class.__name__)
 
     groups = {"model", "diffusion"} if checkpoints.imported_from(found) else {"model", "diffusion", "alignment", "train"}
-    settings = OmegaConf.to_yaml(OmegaConf.create(cfg.model_dump(include=groups)))
-    (folder / "training.yaml").write_text(settings, encoding="utf-8")
-    card = CARD.format(cfg=cfg, weights=weights, step=checkpoints.step_of(found))
-    (folder / "README.md").write_text(card, encoding="utf-8")
+    write_file(folder / "training.yaml", OmegaConf.to_yaml(OmegaConf.create(cfg.model_dump(include=groups))))
+    write_file(folder / "README.md", CARD.format(cfg=cfg, weights=weights, step=checkpoints.step_of(found)))
     log.info("exported %s to %s", found, folder)
 
 
@@ -99,13 +103,42 @@ def describe_sampling(cfg: schema.TrainConfig) -> dict[str, object]:
 
 
 def _add_code(folder: Path, network_class: str) -> None:
-    """Write the code of pipeline and network into a saved pipeline, and name the files in model_index.json."""
-    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
-    for key, module, class_name, place in (
-        ("_class_name", "extras.weights.pipeline", "ClassToImagePipeline", folder),
-        ("transformer", "extras.weights.network", network_class, folder / "transformer"),
-    ):
-        name, code = join_source(module)
-        (place / f"{name}.py").write_text(code, encoding="utf-8")
-        index[key] = [name, class_name]
-    (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    """Write the code of pipeline and network into a saved pipeline, and name the file in model_index.json."""
+    name, code = join_source("extras.weights.pipeline")
+    for place in (folder, folder / "transformer"):  # diffusers looks for a component's code in its own folder
+        write_file(place / f"{name}.py", code)
+    index = read_json(folder / "model_index.json")
+    index |= {"_class_name": [name, "ClassToImagePipeline"], "transformer": [name, network_class]}
+    write_file(folder / "model_index.json", json.dumps(index, indent=2) + "\n")
+
+
+def join_source(module: str) -> tuple[str, str]:
+    """(name, text) of one Python file that holds `module` and all that it imports of the project by `from ... import`.
+
+    diffusers copies the files that a pipeline's file imports, but not the files that those import, so it gets one file. The name
+    holds a hash of the text: diffusers imports all code from one folder by name, where other code could have the same name.
+    All modules share one namespace: tests/test_weights_out.py checks that no two define the same name.
+    """
+    text = HEADER.format(module=module, license=(REPOSITORY / "LICENSE").read_text(encoding="utf-8"))
+    for name in _in_order(module, []):
+        source = _file_of(name).read_text(encoding="utf-8")
+        lines = source.splitlines()
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.ImportFrom) and (node.module == "__future__" or _file_of(node.module)):
+                lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
+        text += f"\n\n# {'-' * 116}\n# {name}\n\n" + "\n".join(lines).strip() + "\n"
+    return f"{module.rpartition('.')[2]}_{hashlib.sha256(text.encode()).hexdigest()[:8]}", text
+
+
+def _file_of(module: str) -> Path | None:
+    """The file of a module of the project; None for a library's."""
+    path = REPOSITORY / module.replace(".", "/")
+    return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.exists()), None)
+
+
+def _in_order(module: str, before: list[str]) -> list[str]:
+    """`before`, then what a module imports of the project and is not among it, then the module."""
+    for node in ast.parse(_file_of(module).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ImportFrom) and _file_of(node.module) and node.module not in before:
+            before = _in_order(node.module, before)
+    return [*before, module]

@@ -61,7 +61,7 @@ def import_weights(
         autoencoder: decodes its latents; None: the SD-VAE, and for lightningdit none, which each command can name.
         scale_factor: what its latents are multiplied by; None: that of the autoencoder.
         resolution: of its images, in pixels; None: that of the autoencoder.
-        latents_stats: of lightningdit, its latents_stats.pt, or none for weights trained without normalisation of channels.
+        latents_stats: of lightningdit, its latents_stats.pt, published beside the VA-VAE; or none: channels as they are.
 
     Raises:
         UserError: the folder exists; the file cannot be had or read, or is of another network; a key is missing.
@@ -77,13 +77,9 @@ def import_weights(
     data = sizes["data"]
     if sizes["model"]["learn_sigma"] and kind not in ("dit", "sit"):
         raise UserError(f"{file} has twice as many channels out as in, which only kind=dit and kind=sit publish, not kind={kind}")
-    latents = {"autoencoder": autoencoder, "scale_factor": scale_factor, "resolution": resolution}
-    data |= fill_in_latents(kind, latents, data["input_size"])
+    data |= fill_in_latents(kind, autoencoder, scale_factor, resolution, data["input_size"])
     if kind == "lightningdit" and latents_stats is None:
-        raise UserError(
-            "latents_stats= is missing: LightningDiT normalises each channel of the latents; give latents_stats.pt, which is "
-            "published beside the VA-VAE, or latents_stats=none for weights that were trained without"
-        )
+        raise UserError("latents_stats= is missing: give LightningDiT's latents_stats.pt, or none for channels as they are")
     if latents_stats not in (None, "none"):
         data["latents_mean"], data["latents_std"] = read_channel_statistics(Path(latents_stats), data["in_channels"])
     step = known_step if step is None else step
@@ -106,11 +102,7 @@ def import_weights(
 
 
 def find_published(source: str) -> Path:
-    """The file that `source` names; one of the hub is downloaded, unless its cache has it.
-
-    Raises:
-        UserError: there is no such file, or it cannot be downloaded.
-    """
+    """The file that `source` names; one of the hub is downloaded, unless its cache has it. Raises UserError without one."""
     if Path(source).is_file():
         return Path(source)
     owner, name, file = (*source.split("/", 2), "", "")[:3]
@@ -121,16 +113,17 @@ def find_published(source: str) -> Path:
         raise UserError(f"source={source} is no file, nor <owner>/<name>/<file> of the Hugging Face hub: {first_line(e)}") from e
 
 
-def fill_in_latents(kind: str, latents: dict, input_size: int) -> dict[str, object]:
-    """autoencoder, scale_factor and resolution, where they are None as the kind and the autoencoder have them."""
+def fill_in_latents(
+    kind: str, autoencoder: str | None, scale_factor: float | None, resolution: int | None, input_size: int
+) -> dict[str, object]:
+    """data.autoencoder, scale_factor and resolution; what is None is as the kind and the autoencoder have it."""
     # VA-VAE is a file of the user's: until a command names it, nothing decodes the latents of LightningDiT.
-    autoencoder = latents["autoencoder"] or ("none" if kind == "lightningdit" else f"sd-vae:{SD_VAES[0]}")
+    autoencoder = autoencoder or ("none" if kind == "lightningdit" else f"sd-vae:{SD_VAES[0]}")
     scale, factor = ((1.0, 16) if kind == "lightningdit" else known_scale_and_factor(autoencoder)) or (None, None)
-    usual = {"autoencoder": autoencoder, "scale_factor": scale, "resolution": factor and factor * input_size}
-    filled = {key: usual[key] if value is None else value for key, value in latents.items()}
-    if missing := [f"{key}=" for key, value in filled.items() if value is None]:
+    found = {"scale_factor": scale_factor or scale, "resolution": resolution or (factor and factor * input_size)}
+    if missing := [f"{key}=" for key, value in found.items() if value is None]:
         raise UserError(f"{' and '.join(missing)} missing: autoencoder={autoencoder} does not say it before it is loaded")
-    return filled
+    return found | {"autoencoder": autoencoder}
 
 
 def build_config(kind: str, changed: dict) -> schema.TrainConfig:

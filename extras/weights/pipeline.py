@@ -1,6 +1,6 @@
 """Class labels in, images out: what `DiffusionPipeline.from_pretrained(folder, trust_remote_code=True)` makes of an export.
 
-`extras.weights.source` makes one file of this module and of what it imports of the project.
+`join_source` of export.py makes one file of this module and of what it imports of the project.
 """
 
 from __future__ import annotations
@@ -9,17 +9,35 @@ import operator
 from dataclasses import replace
 
 import torch
-from diffusers import AutoencoderKL, DiffusionPipeline, ImagePipelineOutput, ModelMixin
+from diffusers import AutoencoderKL, ConfigMixin, DiffusionPipeline, ImagePipelineOutput, ModelMixin
+from diffusers.configuration_utils import register_to_config
 from diffusers.image_processor import VaeImageProcessor
 from torch import Tensor
 
 from common.randomness import SeedRandom
+from dit import DiT
 from edm.diffusion import EDM
-from extras.ddpm.diffusion import DDPM
+from extras.ddpm import DDPM
+from extras.lightningdit import LightningDiT
 from guidance import GuidanceInputs, cfg
 from sit.diffusion import SiT
 
 DIFFUSIONS = {"edm": EDM, "sit": SiT, "ddpm": DDPM}  # by diffusion["name"]
+
+
+class DiTModel(DiT, ModelMixin, ConfigMixin):
+    """`dit.DiT` without routes, which sampling does not use. transformer/config.json holds the arguments."""
+
+    @register_to_config
+    def __init__(self, input_size, patch_size, in_channels, num_classes, depth, width, num_heads, learn_sigma=False):
+        super().__init__(
+            input_size=input_size, patch_size=patch_size, in_channels=in_channels, num_classes=num_classes,
+            depth=depth, width=width, num_heads=num_heads, learn_sigma=learn_sigma,
+        )  # fmt: skip
+
+
+class LightningDiTModel(DiTModel, LightningDiT):
+    """`lightningdit.LightningDiT`, with the same arguments."""
 
 
 class ClassToImagePipeline(DiffusionPipeline):
@@ -86,8 +104,7 @@ class ClassToImagePipeline(DiffusionPipeline):
         seeds = [operator.index(seed) for seed in (seeds if hasattr(seeds, "__iter__") else [seeds])]
 
         asked = {"cfg_scale": guidance_scale, "channels": guidance_channels}
-        guidance = {"level_lo": None, "level_hi": None} | defaults.guidance
-        guidance |= {key: value for key, value in asked.items() if value is not None}
+        guidance = defaults.guidance | {key: value for key, value in asked.items() if value is not None}
         if guidance_interval is not None:
             guidance["level_lo"], guidance["level_hi"] = guidance_interval
         if null_class is None and guidance["cfg_scale"] != 1:

@@ -61,11 +61,7 @@ def _plain_names(file: Path, state: object) -> dict[str, Tensor]:
 def read_sizes(file: Path, state: dict[str, Tensor], backbones: Mapping[str, tuple[int, int, int, int]]) -> dict[str, dict]:
     """What the shapes say of model.* and data.*. Whether all tensors fit these is for the caller to compare.
 
-    Args:
-        backbones: (depth, width, heads, patch size) by name.
-
-    Raises:
-        UserError: it is none of these networks, with what its tensors say.
+    `backbones` holds (depth, width, heads, patch size) by name. Raises UserError for a network that is none of them.
     """
     try:
         width, in_channels, patch_size, _ = state["x_embedder.proj.weight"].shape
@@ -76,10 +72,8 @@ def read_sizes(file: Path, state: dict[str, Tensor], backbones: Mapping[str, tup
     depth = len({name.split(".")[1] for name in state if name.startswith("blocks.")})
     names = {(d, w, p): name for name, (d, w, _, p) in backbones.items()}
     if (depth, width, patch_size) not in names:
-        raise UserError(
-            f"{file} has {depth} blocks of width {width} and patches of {patch_size}; the backbones of this kind= have (blocks x "
-            f"width / patch) {', '.join(f'{d} x {w} / {p}' for d, w, p in names)}"
-        )
+        known = ", ".join(f"{d} x {w} / {p}" for d, w, p in names)
+        raise UserError(f"{file} has blocks x width / patch {depth} x {width} / {patch_size}; this kind= has {known}")
     size = {"input_size": math.isqrt(num_tokens) * patch_size, "in_channels": in_channels}
     return {
         "model": {"backbone": names[depth, width, patch_size], "learn_sigma": num_outputs == 2 * in_channels * patch_size**2},
@@ -88,7 +82,7 @@ def read_sizes(file: Path, state: dict[str, Tensor], backbones: Mapping[str, tup
 
 
 def without_projectors(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict of REPA without its projectors, which align hidden states with an encoder in training alone.
+    """A state dict of REPA without its projectors, which only training uses.
 
     Its first checkpoints call the blocks after the aligned ones decoder_blocks.0, ...: here they are counted on.
     """
