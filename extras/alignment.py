@@ -114,7 +114,7 @@ def alignment_loss(projected: Tensor, patches: Tensor, ids_keep: Tensor | None =
     return -F.cosine_similarity(projected.float(), patches.float(), dim=-1).mean()
 
 
-def build_alignment(cfg: TrainConfig, dataset: LatentDataset, accelerator: Accelerator) -> Alignment:
+def build(cfg: TrainConfig, dataset: LatentDataset, accelerator: Accelerator) -> Alignment:
     """alignment=repa, with its encoder on this process's device.
 
     Raises:

@@ -60,7 +60,7 @@ def build_alignment(cfg: schema.TrainConfig, dataset: LatentDataset, accelerator
         return None
     from extras import alignment  # the registry's line; its encoder needs timm, which is slow to import
 
-    return alignment.build_alignment(cfg, dataset, accelerator)
+    return alignment.build(cfg, dataset, accelerator)
 
 
 def check_initial(stored: schema.TrainConfig, step: int, cfg: schema.TrainConfig, imported_from: str | None = None) -> None:

@@ -112,7 +112,7 @@ def resume(trainer: Trainer, folder: Path) -> None:
             f"resume: {folder} was trained on other latents or labels, of {checkpoint.config['data']['path']}, than data.path="
             f"{trainer.cfg.data.path}. Restore the data, or start another run with name=..."
         )
-    _load(trainer, folder, checkpoint, with_optimizer=True)
+    _copy_values(trainer, folder, checkpoint, with_optimizer=True)
     trainer.loss_sums.copy_(torch.tensor(checkpoint.state["loss_sums"]))
     trainer.loss_count = checkpoint.state["loss_count"]
     log.info("resumed from %s", folder)
@@ -120,12 +120,12 @@ def resume(trainer: Trainer, folder: Path) -> None:
 
 def init_from(trainer: Trainer, folder: Path, init_state: str) -> None:
     """Start from another run's weights and EMA (a verified checkpoint), with init_state=all also its optimizer and step."""
-    _load(trainer, folder, checkpoints.load(folder), with_optimizer=init_state == "all")
+    _copy_values(trainer, folder, checkpoints.load(folder), with_optimizer=init_state == "all")
     log.info("weights and EMA from %s%s", folder, f", with optimizer and step {trainer.step}" if init_state == "all" else "")
 
 
 @torch.no_grad()
-def _load(trainer: Trainer, folder: Path, checkpoint: checkpoints.Checkpoint, *, with_optimizer: bool) -> None:
+def _copy_values(trainer: Trainer, folder: Path, checkpoint: checkpoints.Checkpoint, *, with_optimizer: bool) -> None:
     """Copy the values of a checkpoint, tensor by tensor: a process never holds more than its own part in its memory."""
     own, stored = trainer.net.state_dict(), checkpoint.model
     checkpoints.check_tensors(folder / checkpoints.WEIGHTS["raw"], stored, own)
