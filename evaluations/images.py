@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
@@ -13,12 +14,33 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from common.errors import UserError
-from common.files import hash_bytes, list_images
+from common.files import hash_bytes
 from evaluations.npz import NpzImages
 
 SUFFIXES = (".png", ".jpg", ".jpeg")
 CONVERTIBLE_MODES = ("1", "L", "LA", "P", "PA", "RGBA", "CMYK", "YCbCr")  # 8 bits or fewer: converting loses no range
 DECODE_ERRORS = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error)  # what Pillow raises on damaged files
+
+
+def list_images(folder: Path, suffixes: Sequence[str]) -> list[str]:
+    """Paths of the images below a folder, relative to it, sorted, with forward slashes. Links to folders are followed.
+
+    Hidden files and folders, and what macOS adds to a .zip, are left out. UserError for a link to a folder that holds it.
+    """
+    names = []
+    for root, folders, files in os.walk(folder, followlinks=True):
+        here = Path(root)
+        if here.resolve() in map(Path.resolve, here.parents):
+            raise UserError(f"{here} is a link to a folder that holds it; remove it")
+        folders[:] = [name for name in folders if not is_hidden(name)]
+        found = [name for name in files if not is_hidden(name) and name.lower().endswith(tuple(suffixes))]
+        names += [(here / name).relative_to(folder).as_posix() for name in found]
+    return sorted(names)
+
+
+def is_hidden(name: str) -> bool:
+    """Whether `list_images` leaves out a file or folder of this name."""
+    return name.startswith(".") or name == "__MACOSX"
 
 
 def adm_center_crop(image: Image.Image, resolution: int) -> np.ndarray:

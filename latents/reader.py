@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import threading
 from collections.abc import Sequence
 from io import FileIO
 from pathlib import Path
@@ -14,7 +13,6 @@ import numpy as np
 from common.errors import UserError
 
 MAX_OPEN_FILES = 512  # of the 1,024 that a process may have open by default; what is beyond is opened anew at every read
-_seek_lock = threading.Lock()
 
 
 class FileReader:
@@ -37,19 +35,10 @@ class FileReader:
         path = self.files[number]
         try:
             file = self._open(path)
-            num_read = count = _read_at(file, part, offset)
+            num_read = count = os.preadv(file.fileno(), (part,), offset)
             while num_read < len(part) and count:  # some file systems give less than was asked for
-                num_read += (count := _read_at(file, part[num_read:], offset + num_read))
+                num_read += (count := os.preadv(file.fileno(), (part[num_read:],), offset + num_read))
         except OSError as e:
             raise UserError(f"cannot read {path}: {e.strerror}") from e
         if num_read < len(part):
             raise UserError(f"{path} is truncated: it ends before byte {offset + len(part)}; restore it and start again")
-
-
-def _read_at(file: FileIO, part: np.ndarray, offset: int) -> int:
-    """The number of bytes read into `part`: fewer than asked for where the file ends."""
-    if hasattr(os, "preadv"):
-        return os.preadv(file.fileno(), (part,), offset)
-    with _seek_lock:  # Windows
-        file.seek(offset)
-        return file.readinto(part)

@@ -116,7 +116,7 @@ def test_what_cannot_be_stored_or_known_is_refused_before_anything_is_written(tm
     assert not out.exists()
     moments[5, 0, 0, 0] = 1e6
     write_tar(tmp_path / "large" / "a.tar", npy_members(moments, LABELS))
-    with pytest.raises(UserError, match=r"latents up to 1e\+06 do not fit float16; give dtype=float32"):
+    with pytest.raises(UserError, match="latents of item 5 are not finite as torch.float16"):
         convert(tmp_path / "large", out, "kind=moments")
 
 
@@ -183,15 +183,6 @@ def test_lightningdits_latents_are_normalised_by_its_own_statistics(tmp_path, ca
         expected = ((latents.flip(-1) if flip else latents) - mean) / std
         assert torch.allclose(seen_by_network(dataset, flip), expected, atol=1e-6)
     assert "the network sees a standard deviation of 1.000 over all channels, 2.00 times sigma_data=0.5" in caplog.text
-
-
-def test_statistics_of_other_latents_are_found_by_inspect(tmp_path):
-    _, mean, std = lightningdit_with_statistics(tmp_path / "theirs")
-    for name, wrong in (("a", {"mean": mean, "std": std * 1.5}), ("b", {"mean": mean + std, "std": std})):
-        torch.save(wrong, tmp_path / "theirs" / "latents_stats.pt")
-        convert(tmp_path / "theirs", tmp_path / name, "autoencoder=none", "resolution=64")
-        with pytest.raises(UserError, match="latents_mean and latents_std are not of these latents: after them, 4 channels"):
-            prepare_latents.main(["inspect", f"path={tmp_path / name}"])
 
 
 def test_convert_measures_statistics_itself_or_leaves_them_out(tmp_path):

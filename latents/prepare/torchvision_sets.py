@@ -70,7 +70,4 @@ def _open(name: str, root: Path, split: str):
         except RuntimeError:  # what all sets raise where files are missing
             return of(str(root), **choice, download=True)
     except (ImportError, ValueError, OSError, RuntimeError, pickle.UnpicklingError, EOFError) as e:
-        raise UserError(
-            f"{key} split={split} can be neither read from root={root} nor downloaded to it ({first_line(e)}); where there is no "
-            f"network, put its unpacked files where torchvision.datasets.{name} has them"
-        ) from e
+        raise UserError(f"{key} split={split} can be neither read from root={root} nor downloaded to it: {first_line(e)}") from e

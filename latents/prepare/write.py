@@ -6,10 +6,10 @@ record in .unfinished/; when all have one, the records become manifest.json and 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -52,11 +52,11 @@ class ShardWriter:
         output: the folder.
         settings: everything but the source that the latents depend on, of JSON's types: continuing a folder requires
             identical settings.
-        hash_items: (start, stop) -> a hash of these items of the source. Where it differs for a finished shard, that shard is
-            made again; where it differs for all of them, the folder holds another data set.
+        hash_items: (start, stop) -> a hash of these items of the source. If it differs for a finished shard, that shard is made
+            again. If it differs for all of them, the folder holds another data set.
         num_items: of the source.
         shard_size: items of the source that make one shard.
-        dtype: `float16` or `float32`, in which latents are stored.
+        dtype: in which latents are stored.
 
     Raises:
         UserError: the folder holds another data set, or shards that nothing is known about.
@@ -69,7 +69,7 @@ class ShardWriter:
         hash_items: Callable[[int, int], str],
         num_items: int,
         shard_size: int,
-        dtype: str = "float16",
+        dtype: Dtype = "float16",
     ):
         self.output = Path(output)
         self.dtype = DTYPES[dtype]
@@ -82,8 +82,6 @@ class ShardWriter:
 
     def _check_folder(self) -> None:
         """Raises UserError where the folder holds anything but shards of these settings and items."""
-        if self.output.is_file():
-            raise UserError(f"output={self.output} is a file; give a folder")
         settings, records = {}, self._records()
         if manifest := read_manifest(self.output):
             settings, records = manifest["settings"], manifest["shards"]
@@ -94,8 +92,7 @@ class ShardWriter:
             for key in sorted({*settings, *self.settings})
             if settings.get(key) != self.settings.get(key)
         ]
-        sources = {(shard.number, shard.source) for shard in self.shards}
-        if records and sources.isdisjoint((record["number"], record["source"]) for record in records):
+        if {(shard.number, shard.source) for shard in self.shards}.isdisjoint((r["number"], r["source"]) for r in records):
             changed.append("made of other items")
         if changed and records:  # without a finished shard, nothing is lost under other settings
             raise UserError(
@@ -121,7 +118,6 @@ class ShardWriter:
         Raises:
             UserError: the folder cannot be written to, or another process is writing to it.
         """
-        manifest = read_manifest(self.output)
         try:
             busy = f"another process is writing to output={self.output}"
             self._lock = lock_file(self._unfinished / "lock", busy, "wait for it, or choose another folder")
@@ -129,8 +125,9 @@ class ShardWriter:
             raise UserError(f"output={self.output} cannot be written to: {why_not_written(self.output, e)}") from e
         for folder in (self.output, self._unfinished):
             remove_leftovers(folder)
+        manifest = read_manifest(self.output)  # under the lock: who held it before may just have written it
         for record in manifest["shards"] if manifest else []:
-            write_file(self._record_file(record["number"]), json.dumps(record))
+            self._write_record(record)
         write_file(self._settings_file, json.dumps(self.settings, indent=1))
         record_of = {record["number"]: record for record in self._records()}
         source_of = {shard.number: shard.source for shard in self.shards}
@@ -156,7 +153,7 @@ class ShardWriter:
     def write(
         self, shard: PlannedShard, labels: Tensor, info: ShardInfo, tensors: dict[str, Tensor], left_out: Sequence[dict] = ()
     ) -> None:
-        """Write one shard and its record. Raises UserError as `write_shard` does, and for values that the type cannot hold.
+        """Write one shard and its record. Raises UserError as `write_shard` does.
 
         Args:
             labels: [b] int64.
@@ -165,22 +162,24 @@ class ShardWriter:
             left_out: what is missing and why, {"name", "problem"} each.
         """
         record = {"number": shard.number, "source": shard.source, "file": None, "left_out": list(left_out)}
-        file, record_file = self._file(shard.number), self._record_file(shard.number)
         if not len(labels):
-            write_file(record_file, json.dumps(record))
+            self._write_record(record)
             return
-        stored = dict(tensors)
-        for name in ("latents", "latents_flip")[: 1 + ("latents_flip" in tensors)]:
-            stored[name] = tensors[name].to(self.dtype)
-            if tensors[name].isfinite().all() and not stored[name].isfinite().all():
-                raise UserError(f"latents up to {tensors[name].abs().max():.3g} do not fit float16; give dtype=float32")
-        blob = serialize_shard(file, info, labels=labels, **stored)
+        stored = {name: x.to(self.dtype) if x.is_floating_point() else x for name, x in tensors.items()}
         statistics = ChannelStatistics()
         statistics.add(stored["latents"], info.kind)
-        record |= {"file": file.name, "bytes": len(blob), "hash": hash_bytes(blob), "statistics": asdict(statistics)}
-        # The record first: a shard under its final name always has one.
-        write_file(record_file, json.dumps(record))
+        record |= {"file": self._file(shard.number).name, "statistics": asdict(statistics)}
+        self._write_shard(record, info, {"labels": labels, **stored})
+
+    def _write_shard(self, record: dict, info: ShardInfo, tensors: dict[str, Tensor]) -> None:
+        file = self.output / record["file"]
+        blob = serialize_shard(file, info, **tensors)
+        record |= {"bytes": len(blob), "hash": hash_bytes(blob)}
+        self._write_record(record)  # first: a shard under its final name always has one
         write_file(file, blob)
+
+    def _write_record(self, record: dict) -> None:
+        write_file(self._record_file(record["number"]), json.dumps(record))
 
     def finish(
         self, class_names: list[str] | None = None, normalize: bool = False, sigma_data: float | None = None, **about: object
@@ -225,23 +224,24 @@ class ShardWriter:
             "shards": records,
         }
         write_file(self.output / MANIFEST, json.dumps(manifest, indent=1))
-        self._lock.close()  # an open file cannot be deleted on Windows, and keeps its folder on NFS
-        shutil.rmtree(self._unfinished)
+        self._close()
         log.info("%d latents %s are in %d shards in %s", len(dataset), shape, len(shards), self.output)
         if left_out:
             log.warning("left out %d, listed in %s; the first: %s", len(left_out), MANIFEST, left_out[0])
-        mean, std = (", ".join(f"{value:.3f}" for value in values) for values in (statistics.mean, statistics.std))
-        log.info("mean per channel %s, std %s", mean, std)
+
+    def _close(self) -> None:
+        """Remove .unfinished/, the lock last. From then on another process may lock the folder anew; it finds the manifest."""
+        files = sorted(self._unfinished.iterdir(), key=lambda file: file.name == "lock")
+        for file in files:
+            file.unlink()
+        self._lock.close()  # an open file keeps its folder on NFS
+        with contextlib.suppress(OSError):  # another process has locked it
+            self._unfinished.rmdir()
 
     def _change_headers(self, records: list[dict], **measured: object) -> None:
         """Write the shards again with other entries in their headers. Interrupted, it is done again from its start."""
         for record in progress_bar(records, unit="shards", desc="headers"):
             file = self.output / record["file"]
             old = LatentDataset(file).info
-            info = replace(old, **measured)
-            if info == old:
-                continue
-            blob = serialize_shard(file, info, **load_file(file))
-            record |= {"bytes": len(blob), "hash": hash_bytes(blob)}
-            write_file(self._record_file(record["number"]), json.dumps(record))  # before the shard, as in `write`
-            write_file(file, blob)
+            if (info := replace(old, **measured)) != old:
+                self._write_shard(record, info, load_file(file))
