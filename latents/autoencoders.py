@@ -110,8 +110,8 @@ def find(spec: str) -> Path | None:
         return download_from_hub(source, lambda names: HUB_FILES)[0].parent
     except NotDownloaded as e:
         raise UserError(
-            f"autoencoder={spec} is neither a folder nor in the cache of the Hugging Face hub, and {e}; run `python "
-            f"prepare_latents.py fetch autoencoder={spec}` once where there is a network, or give sd-vae:<folder>"
+            f"autoencoder={spec} is neither a folder nor in the cache of the Hugging Face hub, and {e}; give sd-vae:<folder>, or "
+            f"run `python prepare_latents.py fetch autoencoder={spec}` where there is a network"
         ) from e
 
 

@@ -29,7 +29,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from common.errors import UserError
-from common.files import read_file, write_file
+from common.files import write_file
 from latents.autoencoders import to_uint8
 from latents.manifest import MANIFEST, UNFINISHED, check_files, read_manifest
 from latents.reader import FileReader
@@ -95,11 +95,10 @@ def serialize_shard(path: Path, info: ShardInfo, **tensors: Tensor | None) -> by
     """The bytes of the file that `write_shard` writes: equal data give equal bytes. Raises as `write_shard` does."""
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
     _check_tensors(path, info, tensors)
-    for name in _STORED:
-        finite = tensors.get(name, tensors["latents"]).flatten(1).isfinite().all(dim=1)
-        if not finite.all():
-            item, dtype = finite.tolist().index(False), tensors[name].dtype
-            raise UserError(f"{path}: {name} of item {item} are not finite as {dtype}; nothing was written")
+    for name in {*_STORED} & tensors.keys():
+        finite = tensors[name].flatten(1).isfinite().all(dim=1).tolist()
+        if not all(finite):
+            raise UserError(f"{path}: {name} of item {finite.index(False)} are not finite as {tensors[name].dtype}")
     blob = save(tensors, metadata=info.to_metadata())
     # safetensors orders the keys of its header anew in every run.
     size = int.from_bytes(blob[:8], "little")
@@ -122,12 +121,11 @@ def _check_tensors(file: Path, info: ShardInfo, shard: dict[str, Tensor]) -> Non
     flips = shard.get("latents_flip", latents)
     need((flips.shape, flips.dtype) == (latents.shape, latents.dtype), "latents_flip like latents")
     need(info.kind == "sample" or latents.shape[1] % 2 == 0, "an even number of channels for kind=moments")
-    channels = latents.shape[1] // (2 if info.kind == "moments" else 1)
-    need(info.latents_mean is None or len(info.latents_mean) == channels, f"latents_mean and latents_std of {channels} channels")
+    channels = latents.shape[1] // (1 + (info.kind == "moments"))
+    need(len(info.latents_mean or range(channels)) == channels, f"latents_mean and latents_std of {channels} channels")
     need(labels.dtype == torch.int64 and labels.shape == latents.shape[:1], "labels [M] of int64")
     need(labels.min() >= 0 and labels.max() < info.num_classes, f"labels from 0 to {info.num_classes - 1}, as num_classes says")
-    fits = "images" not in shard or len(shard.get("image_offsets", ())) == len(labels) + 1
-    need(fits, "image_offsets [M + 1] of images")
+    need("images" not in shard or len(shard.get("image_offsets", ())) == len(labels) + 1, "image_offsets [M + 1] of images")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -174,13 +172,13 @@ class LatentDataset:
         if check_folder and manifest is not None:
             check_files(self.path, self.files, manifest)
         infos, shards, offsets = zip(*map(_open_shard, self.files))
-        first = shards[0]["latents"][0].numpy()
         layouts = [(i, sorted(shard), shard["latents"].dtype, shard["latents"].shape[1:]) for i, shard in zip(infos, shards)]
         for file, layout in zip(self.files, layouts):
             if layout != layouts[0]:
                 raise UserError(f"{file} does not belong with {self.files[0]}: {layout} against {layouts[0]}")
         self.info: ShardInfo = infos[0]
         self.labels: np.ndarray = np.concatenate([shard["labels"].numpy() for shard in shards])
+        first = shards[0]["latents"][0].numpy()
         self._shape, self._dtype, self._item_bytes = first.shape, first.dtype, first.nbytes
         self.has_flips, self.stores_images = "latents_flip" in shards[0], "images" in shards[0]
         self.has_images = self.stores_images or self.info.autoencoder == "identity"
@@ -190,8 +188,8 @@ class LatentDataset:
         self._first_item = np.cumsum([0] + [len(shard["labels"]) for shard in shards])
         self._reader = FileReader(self.files)
         channels, self.height, self.width = self._shape
-        self.channels = channels // 2 if self.info.kind == "moments" else channels
-        self.class_names: list[str] | None = manifest.get("class_names") if manifest else None
+        self.channels = channels // (1 + (self.info.kind == "moments"))
+        self.class_names: list[str] | None = (manifest or {}).get("class_names")
         if check_folder and manifest is not None and manifest["fingerprint"] != self.fingerprint():
             raise UserError(f"{self.path}: the shards have changed since {MANIFEST} was written; inspect says which")
 
@@ -264,16 +262,16 @@ def _open_shard(file: Path) -> tuple[ShardInfo, dict[str, Tensor], dict[str, int
     """The header, the tensors (mapped, and not read until used), and where in the file each begins."""
     try:
         with safe_open(file, framework="pt") as f:
-            metadata, shard = f.metadata() or {}, {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 (not a dict)
-        size = int.from_bytes(read_file(file, 8), "little")
-        header = json.loads(read_file(file, 8 + size)[8:])  # safe_open has checked it, and does not say where tensors lie
+            shard = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 (not a dict)
+        with open(file, "rb") as f:  # safe_open has checked the header, and does not say where tensors lie
+            header = json.loads(f.read(size := int.from_bytes(f.read(8), "little")))
     except (SafetensorError, OSError) as e:
         raise UserError(f"{file} is truncated or not a safetensors file: {e}") from e
     try:
-        info = ShardInfo(**metadata)
+        info = ShardInfo(**header.get("__metadata__", {}))
     except pydantic.ValidationError as e:
-        wrong = "; ".join(f"{'.'.join(map(str, error['loc']))}: {error['msg']}" for error in e.errors())
-        raise UserError(f"{file} is not a latent shard: in its header, {wrong}") from e
+        key, message = ".".join(map(str, e.errors()[0]["loc"])), e.errors()[0]["msg"]
+        raise UserError(f"{file} is not a latent shard: in its header, {key}: {message}") from e
     _check_tensors(file, info, shard)
     return info, shard, {name: 8 + size + header[name]["data_offsets"][0] for name in shard}
 

@@ -272,7 +272,7 @@ def test_what_a_format_does_not_say_is_asked_for_by_its_key(tmp_path):
         ("give autoencoder=, scale_factor=, resolution=, ", tars, {"kind": "sample", "scale": 1.0}),  # 8 channels
         ("give autoencoder=, ", samples, {"kind": "moments"}),  # 2 channels
         ("give scale_factor=, resolution=, ", tars, {"kind": "moments", "autoencoder": "none"}),
-        ("moments hold mean and log-variance of each channel, unscaled", tars, {"kind": "moments", "scale": 0.5}),
+        ("scale=0.5: they must be square, and moments unscaled", tars, {"kind": "moments", "scale": 0.5}),
         ("num_classes=1, but there are labels up to 1", tars, {"kind": "moments", "num_classes": 1}),
     ):
         with pytest.raises(UserError, match=message):

@@ -14,6 +14,8 @@ import pytest
 import torch
 from conftest import forget_accelerate, make_shard
 from PIL import Image
+from safetensors.torch import save_file
+from test_webdataset import write_tar
 
 import prepare_latents
 from common.errors import UserError
@@ -120,16 +122,14 @@ def test_encode_measures_and_stores_mean_and_deviation_of_each_channel(images, v
 def test_the_manifest_states_what_was_made_and_how(images, vae, tmp_path):
     folder = encode(images, tmp_path / "out", vae)
     manifest = json.loads((folder / "manifest.json").read_text())
-    assert (manifest["num_items"], manifest["kind"], manifest["autoencoder"]) == (40, "moments", vae)
-    assert manifest["class_names"] == ["ant", "bee", "cow"] and manifest["class_counts"] == [14, 13, 13]
-    assert manifest["source"] == str(images) and manifest["shape"] == [4, 16, 16] and manifest["settings"]["resolution"] == 32
-    dataset = LatentDataset(folder)
-    stored = dataset.fetch(np.arange(40), np.zeros(40, dtype=bool))[0].double()
+    expected = {"num_items": 40, "kind": "moments", "autoencoder": vae, "shape": [4, 16, 16], "source": str(images)}
+    expected |= {"class_names": ["ant", "bee", "cow"], "class_counts": [14, 13, 13]}
+    assert {key: manifest[key] for key in expected} == expected
+    stored = LatentDataset(folder).fetch(np.arange(40), np.zeros(40, dtype=bool))[0].double()
     mean, log_variance = stored.chunk(2, dim=1)
     samples = mean + (log_variance / 2).exp() * torch.randn(200, *mean.shape, generator=torch.Generator().manual_seed(0))
     assert np.allclose(manifest["mean"], mean.mean(dim=(0, 2, 3)), atol=1e-6)
     assert np.allclose(manifest["std"], samples.std(dim=(0, 1, 3, 4)), rtol=0.01)
-    assert not (folder / ".unfinished").exists()
 
 
 def test_samples_are_drawn_once_from_the_seed_and_the_image(images, vae, tmp_path):
@@ -174,6 +174,8 @@ class Process:
 
 def test_two_processes_write_the_same_shards_as_one(images, vae, tmp_path, monkeypatch):
     one, barrier = encode(images, tmp_path / "one", vae, "kind=sample"), Barrier(2)
+    net = autoencoders.build(vae, torch.device("cpu"))
+    monkeypatch.setattr(autoencoders, "build", lambda *args, **settings: net)  # diffusers cannot build two at a time
     processes = iter([Process(0, barrier), Process(1, barrier)])
     monkeypatch.setattr(machine, "start_accelerator", lambda *args, **settings: next(processes))
     keys = dict(resolution=RESOLUTION, autoencoder=vae, num_workers=0, shard_size=8, batch_size=3, kind="sample")
@@ -263,7 +265,7 @@ def test_a_mended_image_costs_no_more_than_its_shard(images, vae, tmp_path, capl
     assert all((tmp_path / "out" / name).stat().st_mtime_ns == at for name, at in finished.items())
 
 
-def test_other_images_or_weights_are_another_data_set(images, vae, tmp_path):
+def test_other_images_or_weights_are_another_data_set(images, vae, tmp_path, monkeypatch):
     out = encode(images, tmp_path / "out", vae)
     before = contents(out)
     others = copy_of(images, tmp_path / "others")
@@ -273,45 +275,30 @@ def test_other_images_or_weights_are_another_data_set(images, vae, tmp_path):
         file.write_bytes(blob)
     with pytest.raises(UserError, match="already holds another data set .made of other items.; choose another folder"):
         encode(others, out, vae)
-    from diffusers import AutoencoderKL
-
-    folder = vae.removeprefix("sd-vae:")
-    net = AutoencoderKL.from_pretrained(folder)
-    original = {name: weight.clone() for name, weight in net.state_dict().items()}
-    with torch.no_grad():
-        net.quant_conv.bias.add_(1.0)
-    net.save_pretrained(folder)
+    net = autoencoders.build(vae, torch.device("cpu"))
+    original = net.fingerprint()
+    net.vae.quant_conv.bias.add_(1.0)
+    assert net.fingerprint() != original
+    monkeypatch.setattr(autoencoders, "build", lambda *args, **settings: net)
     with pytest.raises(UserError, match="already holds another data set .weights: "):
         encode(images, out, vae)
-    net.load_state_dict(original)
-    net.save_pretrained(folder)
-    assert contents(encode(images, out, vae)) == before
+    assert contents(out) == before
 
 
-@pytest.fixture
-def bad_images(images, tmp_path):
-    """The same images with four that cannot be used."""
-    folder = copy_of(images, tmp_path / "bad")
-    rng = np.random.default_rng(1)
+def test_unreadable_images_can_be_skipped_and_are_counted(images, vae, tmp_path, caplog):
+    folder, rng, whole = copy_of(images, tmp_path / "bad"), np.random.default_rng(1), io.BytesIO()
     random_image(rng, width=1, height=50).save(folder / "ant" / "narrow.png")
-    whole = io.BytesIO()
     random_image(rng, width=90, height=90).save(whole, "jpeg")
     (folder / "bee" / "cut.jpg").write_bytes(whole.getvalue()[:-2000])
     Image.fromarray(rng.integers(0, 60000, (40, 40), dtype=np.uint16)).save(folder / "bee" / "deep.png")
     (folder / "cow" / "text.png").write_text("not an image")
-    return folder
-
-
-def test_unreadable_images_can_be_skipped_and_are_counted(bad_images, images, vae, tmp_path, caplog):
-    with caplog.at_level(logging.INFO):
-        folder = encode(bad_images, tmp_path / "out", vae, "on_error=skip")
-    manifest = json.loads((folder / "manifest.json").read_text())
+    encode(folder, tmp_path / "out", vae, "on_error=skip")
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert [entry["name"] for entry in manifest["left_out"]] == ["ant/narrow.png", "bee/cut.jpg", "bee/deep.png", "cow/text.png"]
     assert "left out 4, listed in manifest.json; the first: {'name': 'ant/narrow.png'" in caplog.text
-    assert manifest["num_items"] == 40
-    good = LatentDataset(encode(images, tmp_path / "good", vae))
-    every = np.arange(40), np.zeros(40, dtype=bool)
-    assert torch.allclose(LatentDataset(folder).fetch(*every)[0].float(), good.fetch(*every)[0].float(), atol=2e-3)
+    good, every = LatentDataset(encode(images, tmp_path / "good", vae)), (np.arange(40), np.zeros(40, dtype=bool))
+    found = LatentDataset(tmp_path / "out").fetch(*every)[0].float()
+    assert torch.allclose(found, good.fetch(*every)[0].float(), atol=2e-3)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -354,16 +341,13 @@ def test_labels_come_from_edms_dataset_json_or_all_images_are_of_one_class(tmp_p
 
 
 def in_tars(folder, rng):
-    folder.mkdir()
     for t in range(2):
-        with tarfile.open(folder / f"{t}.tar", "w") as tar:
-            for i in range(3):
-                buffer = io.BytesIO()
-                random_image(rng, width=40, height=40).save(buffer, "png")
-                for suffix, payload in (("png", buffer.getvalue()), ("cls", str((t + i) % 3).encode()), ("json", b"{}")):
-                    member = tarfile.TarInfo(f"{t}{i:06}.{suffix}")
-                    member.size = len(payload)
-                    tar.addfile(member, io.BytesIO(payload))
+        members = []
+        for i in range(3):
+            random_image(rng, width=40, height=40).save(buffer := io.BytesIO(), "png")
+            payloads = {"png": buffer.getvalue(), "cls": str((t + i) % 3).encode(), "json": b"{}"}
+            members += [(f"{t}{i:06}.{extension}", payload) for extension, payload in payloads.items()]
+        write_tar(folder / f"{t}.tar", members)
     return folder
 
 
@@ -387,16 +371,7 @@ def test_tars_that_would_be_left_out_are_named(tmp_path):
         open_labelled_images(folder)
 
 
-def test_a_class_folder_without_images_is_refused_for_it_would_shift_the_labels(images, tmp_path):
-    folder = copy_of(images, tmp_path / "copy")
-    (folder / "__MACOSX").mkdir()
-    (folder / "axolotl").mkdir()
-    (folder / "axolotl" / "a.gif").write_text("")
-    with pytest.raises(UserError, match="axolotl/ holds no images, and without it later classes get other labels"):
-        open_labelled_images(folder)
-
-
-def test_images_without_classes_are_refused(tmp_path):
+def test_images_without_classes_are_refused_and_class_folders_without_images(tmp_path):
     with pytest.raises(UserError, match="holds no images .*, nor tars of them"):
         open_labelled_images(tmp_path)
     (tmp_path / "train").mkdir()
@@ -404,6 +379,12 @@ def test_images_without_classes_are_refused(tmp_path):
         random_image(np.random.default_rng(0)).save(tmp_path / name)
         with pytest.raises(UserError, match=f"must hold a folder per class, and holds {held}; .*labels=none"):
             open_labelled_images(tmp_path)
+    for folder in ("__MACOSX", "val", "axolotl"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "a.png").rename(tmp_path / "val" / "a.png")
+    (tmp_path / "axolotl" / "a.gif").write_text("")
+    with pytest.raises(UserError, match="axolotl/ holds no images, and without it later classes get other labels"):
+        open_labelled_images(tmp_path)
 
 
 def test_what_encode_does_not_accept_is_refused(images, vae, tmp_path):
@@ -461,14 +442,10 @@ def problems_of(path, *settings):
 
 
 def test_inspection_finds_what_is_wrong(tmp_path):
-    from safetensors.torch import save_file
-
     latents, labels = make_shard(tmp_path / "a.safetensors", num_items=30)
     labels[:] = torch.arange(30) % 2  # nothing of class 2
     latents[4, 0, 1, 1] = float("nan")
-    with open(tmp_path / "a.safetensors", "rb") as f:
-        metadata = json.loads(f.read(int.from_bytes(f.read(8), "little")))["__metadata__"]
-    save_file({"latents": latents * 20, "labels": labels}, tmp_path / "a.safetensors", metadata=metadata)
+    save_file({"latents": latents * 20, "labels": labels}, tmp_path / "a.safetensors", metadata=INFO.to_metadata())
     found = problems_of(tmp_path)
     assert "3 problems" in found and "1 items hold NaN or Inf, 4 first" in found
     assert "1 of 3 classes have no item: 2 0" in found

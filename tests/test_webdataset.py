@@ -76,10 +76,8 @@ def test_every_item_and_label_is_read(tmp_path, members, settings):
 def test_pickles_of_an_older_numpy_and_half_precision_are_read(tmp_path):
     latents, labels = sd_moments(3).astype(np.float16), [2, 0, 1]
     for core in (b"numpy.core", b"numpy._core"):
-        members = [
-            (name, payload.replace(b"numpy._core", core).replace(b"numpy.core", core))
-            for name, payload in pickle_members(latents, labels, protocol=2)
-        ]
+        members = pickle_members(latents, labels, protocol=2)
+        members = [(name, p.replace(b"numpy._core", core).replace(b"numpy.core", core)) for name, p in members]
         write_tar(tmp_path / "a.tar", members)
         check_items(Tars(tmp_path), latents.astype(np.float32), labels)
 

@@ -154,10 +154,11 @@ class FastDiTFolder(LatentSource):
         found = [self.path] if self.path.match("*_features") else list(self.path.glob("*_features"))
         if len(found) != 1:
             raise UserError(f"{self.path} holds {len(found)} folders <name>_features; give the path of one of them")
-        labels = found[0].with_name(f"{found[0].name.removesuffix('_features')}_labels")
-        names = {file.name for folder in (found[0], labels) for file in folder.glob("*.npy")}
+        (features,) = found
+        labels = features.with_name(f"{features.name.removesuffix('_features')}_labels")
+        names = {file.name for folder in (features, labels) for file in folder.glob("*.npy")}
         names = sorted(names, key=lambda name: int(Path(name).stem))  # 2 comes before 10
-        parts = [(found[0] / name, np.load(labels / name)) for name in names]
+        parts = [(features / name, np.load(labels / name)) for name in names]
         self.where = [(file, row) for file, values in parts for row in range(len(values))]
         self.labels = np.concatenate([values for _, values in parts]).astype(np.int64, casting="safe")
 
@@ -281,8 +282,8 @@ def settle_header(
     kind = kind or source.kind
     scale = scale or source.scale or (1.0 if kind == "moments" else None)
     channels, height, width = source.shape
-    num_channels = channels // 2 if kind == "moments" else channels
-    autoencoder = autoencoder or (SD_VAE if num_channels == 4 else None)
+    is_sd = channels == (8 if kind == "moments" else 4)
+    autoencoder = autoencoder or (SD_VAE if is_sd else None)
     factor, pixels = known_scale_and_factor(autoencoder or "none") or (None, None)
     statistics = source.channel_statistics if normalize is None else None
     found = {
@@ -294,10 +295,8 @@ def settle_header(
     }
     if missing := [f"{key}=" for key, value in {**found, "scale": scale}.items() if value is None]:
         raise UserError(f"{source.path}: give {', '.join(missing)}, which latents {list(source.shape)} of this format do not say")
-    if height != width or (kind == "moments" and (scale != 1 or channels % 2)):
-        raise UserError(
-            f"{source.path}: latents {list(source.shape)}, kind={kind}, scale={scale:g}: they must be square; moments hold mean "
-            "and log-variance of each channel, unscaled"
-        )
+    if height != width or (kind == "moments" and scale != 1):
+        words = f"{source.path}: latents {list(source.shape)}, kind={kind}, scale={scale:g}"
+        raise UserError(f"{words}: they must be square, and moments unscaled")
     mean, std = (tuple(value / scale for value in values) for values in statistics) if statistics else (None, None)
     return ShardInfo(**found, latents_mean=mean, latents_std=std), scale

@@ -13,7 +13,7 @@ from common.files import hash_file
 from common.progress import progress_bar
 from latents.channel_statistics import ChannelStatistics, overall_std
 from latents.manifest import MANIFEST, UNFINISHED, check_files, read_manifest
-from latents.shards import LatentDataset, mean_and_log_variance, spread_items
+from latents.shards import LatentDataset, mean_and_log_variance, normalize_latents, spread_items
 
 # Outside of these, the network's input is far from what EDM's preconditioning assumes: SD-VAE latents at their scale come to
 # 1.5 to 2 times sigma_data = 0.5; unscaled ones to 10, those that were scaled twice to 0.3.
@@ -61,9 +61,9 @@ def inspect_latents(dataset: LatentDataset, sigma_data: float = 0.5) -> Findings
 def _inspect_files(dataset: LatentDataset, found: Findings) -> None:
     manifest = read_manifest(dataset.path)
     if manifest is None:
+        found.lines.append(f"no {MANIFEST}: nothing says how these latents were made, or whether they are all there")
         if (dataset.path / UNFINISHED).exists():
             found.problems.append("not finished: run the command that makes it again")
-        found.lines.append(f"no {MANIFEST}: nothing says how these latents were made, or whether they are all there")
         return
     try:
         check_files(dataset.path, dataset.files, manifest)
@@ -88,7 +88,7 @@ def _inspect_classes(dataset: LatentDataset, found: Findings) -> None:
 
 def _inspect_values(dataset: LatentDataset, sigma_data: float, found: Findings) -> None:
     """NaN; and what the network sees, against what the diffusion assumes."""
-    info, scale, stored, not_finite = dataset.info, dataset.info.scale_factor, ChannelStatistics(), []
+    info, stored, not_finite = dataset.info, ChannelStatistics(), []
     for start in progress_bar(range(0, len(dataset), CHUNK), unit=f"x {CHUNK} latents", desc="reading"):
         indices = np.arange(start, min(start + CHUNK, len(dataset)))
         both = _fetch(dataset, indices)
@@ -99,9 +99,8 @@ def _inspect_values(dataset: LatentDataset, sigma_data: float, found: Findings) 
         found.problems.append(f"{len(not_finite)} items hold NaN or Inf, {not_finite[0]} first")
     if not stored.count:
         return
-    own_mean, own_std = info.latents_mean or [0.0] * dataset.channels, info.latents_std or [1.0] * dataset.channels
-    mean = [(value - own) / std * scale for value, own, std in zip(stored.mean, own_mean, own_std)]
-    std = [value / own * scale for value, own in zip(stored.std, own_std)]
+    mean = normalize_latents(torch.tensor(stored.mean).reshape(-1, 1, 1), info).flatten().tolist()
+    std = [value * info.scale_factor / own for value, own in zip(stored.std, info.latents_std or [1.0] * dataset.channels)]
     found.lines.append(" " * 20 + "".join(f"{f'channel {c}':>12}" for c in range(dataset.channels)))
     rows = {"stored mean": stored.mean, "stored std": stored.std, "network mean": mean, "network std": std}
     found.lines += [f"{title:20}" + "".join(f"{value:12.4f}" for value in values) for title, values in rows.items()]
@@ -109,7 +108,8 @@ def _inspect_values(dataset: LatentDataset, sigma_data: float, found: Findings) 
     words = f"a standard deviation of {overall:.3f} over all channels, {overall / sigma_data:.2f} times sigma_data={sigma_data:g}"
     found.lines.append(f"the network sees {words}")
     if not USUAL_STD[0] <= overall / sigma_data <= USUAL_STD[1]:
-        found.problems.append(f"{words}, cannot be: a wrong scale factor ({scale:g}) or kind ({info.kind}), or scale= of convert")
+        reasons = f"a wrong scale factor ({info.scale_factor:g}) or kind ({info.kind}), or scale= of convert"
+        found.problems.append(f"{words}, cannot be: {reasons}")
 
 
 def _fetch(dataset: LatentDataset, indices: np.ndarray) -> list[Tensor]:

@@ -87,18 +87,12 @@ class ShardWriter:
             settings, records = manifest["settings"], manifest["shards"]
         elif self._settings_file.exists():
             settings = read_json(self._settings_file)
-        changed = [
-            f"{key}: {settings.get(key)!r} -> {self.settings.get(key)!r}"
-            for key in sorted({*settings, *self.settings})
-            if settings.get(key) != self.settings.get(key)
-        ]
+        pairs = {key: (settings.get(key), self.settings.get(key)) for key in sorted({*settings, *self.settings})}
+        changed = [f"{key}: {theirs!r} -> {ours!r}" for key, (theirs, ours) in pairs.items() if theirs != ours]
         if {(shard.number, shard.source) for shard in self.shards}.isdisjoint((r["number"], r["source"]) for r in records):
             changed.append("made of other items")
         if changed and records:  # without a finished shard, nothing is lost under other settings
-            raise UserError(
-                f"output={self.output} already holds another data set ({'; '.join(changed)}); choose another folder, "
-                "or restore these settings to continue that one"
-            )
+            raise UserError(f"output={self.output} already holds another data set ({'; '.join(changed)}); choose another folder")
         known = {record["file"] for record in records} | ({self._file(s.number).name for s in self.shards} if settings else set())
         if strange := [file.name for file in shard_files(self.output) if file.name not in known]:
             raise UserError(f"output={self.output} holds {strange[0]}, which this command did not write; choose another folder")
@@ -169,9 +163,9 @@ class ShardWriter:
         statistics = ChannelStatistics()
         statistics.add(stored["latents"], info.kind)
         record |= {"file": self._file(shard.number).name, "statistics": asdict(statistics)}
-        self._write_shard(record, info, {"labels": labels, **stored})
+        self._write_shard(record, info, labels=labels, **stored)
 
-    def _write_shard(self, record: dict, info: ShardInfo, tensors: dict[str, Tensor]) -> None:
+    def _write_shard(self, record: dict, info: ShardInfo, **tensors: Tensor) -> None:
         file = self.output / record["file"]
         blob = serialize_shard(file, info, **tensors)
         record |= {"bytes": len(blob), "hash": hash_bytes(blob)}
@@ -207,13 +201,11 @@ class ShardWriter:
         if sigma_data is not None:
             self._change_headers(shards, scale_factor=round(sigma_data / overall, 4))
         dataset = LatentDataset(self.output, check_folder=False)  # all shards agree, or this says which does not
-        shape = [dataset.channels, dataset.height, dataset.width]
         manifest = {
             "num_items": len(dataset),
             "fingerprint": dataset.fingerprint(),
             **asdict(dataset.info),
-            "shape": shape,
-            "has_flips": dataset.has_flips,
+            "shape": [dataset.channels, dataset.height, dataset.width],
             "mean": statistics.mean,
             "std": statistics.std,
             "class_names": class_names,
@@ -225,14 +217,13 @@ class ShardWriter:
         }
         write_file(self.output / MANIFEST, json.dumps(manifest, indent=1))
         self._close()
-        log.info("%d latents %s are in %d shards in %s", len(dataset), shape, len(shards), self.output)
+        log.info("%d latents %s are in %d shards in %s", len(dataset), manifest["shape"], len(shards), self.output)
         if left_out:
             log.warning("left out %d, listed in %s; the first: %s", len(left_out), MANIFEST, left_out[0])
 
     def _close(self) -> None:
         """Remove .unfinished/, the lock last. From then on another process may lock the folder anew; it finds the manifest."""
-        files = sorted(self._unfinished.iterdir(), key=lambda file: file.name == "lock")
-        for file in files:
+        for file in sorted(self._unfinished.iterdir(), key=lambda file: file.name == "lock"):
             file.unlink()
         self._lock.close()  # an open file keeps its folder on NFS
         with contextlib.suppress(OSError):  # another process has locked it
@@ -244,4 +235,4 @@ class ShardWriter:
             file = self.output / record["file"]
             old = LatentDataset(file).info
             if (info := replace(old, **measured)) != old:
-                self._write_shard(record, info, load_file(file))
+                self._write_shard(record, info, **load_file(file))
