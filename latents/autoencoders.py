@@ -134,7 +134,7 @@ def build(spec: str, device: torch.device, channels: int | None = None, precisio
     """The autoencoder that shards and data.autoencoder name: identity, sd-vae:<hub id or folder> or va-vae:<file or folder>.
 
     Args:
-        channels: of the latents to decode; None: whatever it makes.
+        channels: of the latents to decode; None: any.
         precision: of encoding, fp32 | bf16.
 
     Raises:

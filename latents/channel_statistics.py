@@ -42,9 +42,5 @@ class ChannelStatistics:
 
 
 def overall_std(mean: Sequence[float], std: Sequence[float]) -> float:
-    """Standard deviation of all values together, from the mean and the standard deviation of each channel.
-
-    So EDM's sigma_data (section 5) and SD-VAE's 0.18215 are meant. Within channels the deviation is less where the channels'
-    means differ, and the network sees these differences.
-    """
+    """Standard deviation of all values together, from those of each channel: what EDM's sigma_data (section 5) means."""
     return (np.mean(np.square(mean) + np.square(std)) - np.mean(mean) ** 2).item() ** 0.5

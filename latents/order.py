@@ -81,8 +81,7 @@ def read_batches(
 ) -> Iterator[tuple[Tensor, ...]]:
     """Micro-batches (latents, labels) in the given order; the same for any number of workers.
 
-    Threads and not processes: a read does not keep other threads waiting, and handing a batch from one process to another costs
-    several times what reading it does.
+    Threads, not processes: reads release the lock, and handing a batch to another process costs several times its read.
 
     Args:
         num_workers: threads that read ahead; 0 reads a batch when it is asked for.

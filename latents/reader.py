@@ -18,8 +18,7 @@ MAX_OPEN_FILES = 512  # of the 1,024 that a process may have open by default; wh
 class FileReader:
     """Reads parts of files by number, from any number of threads.
 
-    Files are read and not mapped. In a mapped file, what was cut off and errors of the disk kill the process with SIGBUS, and
-    each first touch of a page reads up to a megabyte around it.
+    Files are not mapped: what was cut off of a mapped file kills the process (SIGBUS), and a first touch reads up to a megabyte.
     """
 
     def __init__(self, files: Sequence[Path]):
@@ -27,11 +26,7 @@ class FileReader:
         self._open = functools.lru_cache(maxsize=MAX_OPEN_FILES)(FileIO)  # closes what is dropped when nobody reads it any more
 
     def read_into(self, part: np.ndarray, number: int, offset: int) -> None:
-        """Fill `part`, uint8 [n], with the bytes of file `number` from `offset` on.
-
-        Raises:
-            UserError: the file ends before, or cannot be read.
-        """
+        """Fill `part`, uint8 [n], with the bytes of file `number` from `offset` on. UserError: it ends before, or is not read."""
         path = self.files[number]
         try:
             file = self._open(path)

@@ -202,7 +202,7 @@ class LatentDataset:
         Raises:
             ValueError: flips and indices of different lengths, or flips where there are none.
             IndexError: an item that does not exist; negative numbers do not count from the end.
-            UserError: a shard was cut off since it was opened, or cannot be read.
+            UserError: a shard that cannot be read, or was cut off.
         """
         if len(indices) != len(flips) or (not self.has_flips and flips.any()):
             raise ValueError(f"{len(indices)} items with {len(flips)} flips; mirrored latents are there: {self.has_flips}")
@@ -220,8 +220,7 @@ class LatentDataset:
     def fetch_with_images(self, indices: np.ndarray, flips: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
         """`fetch`, and the images, uint8 [b, R, R, 3], mirrored where the latents are; only where `has_images`.
 
-        Raises:
-            UserError: also an image that is no JPEG of this size.
+        Raises UserError also for an image that is no JPEG of this size.
         """
         latents, labels = self.fetch(indices, flips)
         if not self.stores_images:

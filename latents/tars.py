@@ -33,9 +33,8 @@ class TarItem:
 def index_tars(path: Path, extensions: tuple[str, ...]) -> list[TarItem]:
     """Every member with one of `extensions`, and the label of its key, <key>.cls. Of one tar, or of all below a folder, sorted.
 
-    Raises:
-        UserError: a tar that is compressed, truncated, damaged or followed by another; a key with a dot in it, or that lacks one
-            of its two members; a label that is no whole number.
+    UserError for a tar that is compressed, truncated, damaged or followed by another; a key with a dot in it, or that lacks
+    one of its two members; a label that is no whole number.
     """
     files = [path] if path.is_file() else sorted(path.rglob("*"))
     tars = [f for f in files if TAR_NAME.search(f.name) and not f.name.startswith(".")]

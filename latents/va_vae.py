@@ -42,11 +42,7 @@ def find_va_vae(source: str) -> Path:
 
 
 def load_va_vae(file: Path):
-    """diffusers' AutoencoderKL of a checkpoint of latent diffusion's; its sizes are read off the weights.
-
-    Raises:
-        UserError: the file is refused, or its weights are not those of such an autoencoder.
-    """
+    """diffusers' AutoencoderKL of a checkpoint of latent diffusion's, sized by its weights. UserError for other files."""
     from diffusers import AutoencoderKL  # slow to import
 
     try:

@@ -188,7 +188,7 @@ def test_two_processes_write_the_same_shards_as_one(images, vae, tmp_path, monke
 
 def test_a_folder_is_locked_until_it_has_its_manifest_and_may_be_locked_again_at_once(tmp_path, monkeypatch):
     def writer():
-        return ShardWriter(tmp_path, {}, lambda start, stop: "hash", num_items=4, shard_size=2)
+        return ShardWriter(tmp_path, {}, lambda start, stop: "hash", num_items=4, shard_size=2, dtype="float32")
 
     first, second, third = writer(), writer(), writer()
     first.open()
@@ -215,16 +215,11 @@ def test_a_folder_is_locked_until_it_has_its_manifest_and_may_be_locked_again_at
 
 def test_a_changed_shard_is_set_aside_and_made_again(images, vae, tmp_path, caplog):
     folder = encode(images, tmp_path / "out", vae)
-    before = contents(folder)
-    file = folder / "latents_00001.safetensors"
-    file.write_bytes(file.read_bytes()[:-1] + b"\x00")
-    damaged = file.read_bytes()
-    assert damaged != before[file.name]
-    with caplog.at_level(logging.WARNING):
-        encode(images, folder, vae)
+    before, file = contents(folder), folder / "latents_00001.safetensors"
+    file.write_bytes(damaged := file.read_bytes()[:-1] + b"\x00")
+    encode(images, folder, vae)
     assert "latents_00001.safetensors is not as it was written" in caplog.text
-    assert (folder / ".changed_latents_00001.safetensors").read_bytes() == damaged
-    (folder / ".changed_latents_00001.safetensors").unlink()
+    assert (folder / ".changed_latents_00001.safetensors").read_bytes() == damaged != before[file.name]
     assert contents(folder) == before and (folder / "manifest.json").exists()
 
 
@@ -260,7 +255,7 @@ def test_a_mended_image_costs_no_more_than_its_shard(images, vae, tmp_path, capl
     assert all((tmp_path / "out" / name).stat().st_mtime_ns == at for name, at in finished.items())
     file.unlink()  # and an image that is removed: those before it stay
     encode(folder, tmp_path / "out", vae)
-    assert "latents_00004.safetensors was made of other items than the source holds now; set aside" in caplog.text
+    assert "latents_00004.safetensors is of other items than the source holds now; set aside" in caplog.text
     assert len(LatentDataset(tmp_path / "out")) == 39
     assert all((tmp_path / "out" / name).stat().st_mtime_ns == at for name, at in finished.items())
 
@@ -392,15 +387,12 @@ def test_what_encode_does_not_accept_is_refused(images, vae, tmp_path):
     for settings, message in (
         (["num_classes=2"], "num_classes=2, but there are labels up to 2"),
         (["resolution=33"], "resolution=33 is not a multiple of 2"),
-        (["kind=mean"], "kind"),
-        (["autoencoder=vqgan"], "autoencoder"),
         (["autoencoder=identity"], "kind=moments: pixels have no log-variance"),
         (["grey=true"], "grey=true: autoencoder=.* encodes RGB"),
         (["normalize=true", "sigma_data=0.5"], "normalize=true and sigma_data=0.5 are two ways to scale"),
         (["split=test"], "split=test is for images=torchvision:<name>"),
         ([f"images={tmp_path / 'nowhere'}"], "nowhere holds no images"),
         ([f"output={images / 'latents'}"], "lies in images="),
-        (["flip=true"], "flip"),
     ):
         with pytest.raises(UserError, match=message):
             encode(images, out, vae, *settings)
@@ -466,18 +458,19 @@ def test_shards_that_are_not_those_of_the_manifest_are_named(images, tmp_path):
     encode(images, tmp_path, "identity", "kind=sample", "resolution=8")
     file = tmp_path / "latents_00002.safetensors"
     blob = file.read_bytes()
-    file.write_bytes(blob[:-1] + bytes([blob[-1] ^ 1]))
-    with pytest.raises(UserError, match="the shards have changed since manifest.json was written; inspect says which"):
-        LatentDataset(tmp_path)
-    assert "latents_00002.safetensors is not the file that manifest.json describes" in problems_of(tmp_path)
-    file.write_bytes(blob + b" ")
-    with pytest.raises(UserError, match=rf"latents_00002.safetensors has {len(blob) + 1} bytes, and .* lists {len(blob)}"):
-        LatentDataset(tmp_path)
-    file.unlink()
+    for content, message in (
+        (blob[:-1] + bytes([blob[-1] ^ 1]), "the shards have changed since manifest.json was written; inspect says which"),
+        (blob + b" ", f"latents_00002.safetensors has {len(blob) + 1} bytes, and manifest.json lists {len(blob)}"),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(UserError, match=message):
+            LatentDataset(tmp_path)
+        if len(content) == len(blob):
+            assert "latents_00002.safetensors is not the file that manifest.json describes" in problems_of(tmp_path)
+    file.rename(tmp_path / "mine.safetensors")
     with pytest.raises(UserError, match="latents_00002.safetensors has no bytes, and manifest.json lists"):
         LatentDataset(tmp_path)
     file.write_bytes(blob)
-    make_shard(tmp_path / "mine.safetensors")
     with pytest.raises(UserError, match="mine.safetensors has .* bytes, and manifest.json lists no"):
         LatentDataset(tmp_path)
     (tmp_path / "mine.safetensors").unlink()

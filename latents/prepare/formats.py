@@ -64,7 +64,7 @@ class LatentSource:
     def read(self, start: int, stop: int) -> dict[str, Tensor]:
         """`latents` of the items start .. stop - 1 as stored, float32 [b, *shape], and `latents_flip` where has_flips.
 
-        Raises UserError for an item that is missing or damaged, has another shape, or is not finite.
+        Raises UserError for an item that is missing, damaged, of another shape, or not finite.
         """
         latents = np.empty((1 + self.has_flips, stop - start, *self.shape), dtype=np.float32)
         for item in range(start, stop):
@@ -227,11 +227,10 @@ class LightningDiTFolder(LatentSource):
             self.where += [(file, row) for row in range(len(labels[-1]))]
         self.labels = np.concatenate(labels).astype(np.int64, casting="safe")
         statistics = self.where[0][0].with_name("latents_stats.pt")
+        self.statement = f"warning: no {statistics}, by which LightningDiT normalises; normalize=true measures it"
         if statistics.exists():
             self.channel_statistics = read_channel_statistics(statistics, len(self._load(0)[0]))
             self.statement = f"latents_mean and latents_std: those of {statistics.name}"
-        else:
-            self.statement = f"warning: no {statistics}, by which LightningDiT normalises; normalize=true measures it"
 
     def _load(self, item: int) -> list[np.ndarray]:
         file, row = self.where[item]
@@ -249,11 +248,7 @@ FORMATS = {
 
 
 def open_latents(path: str | Path, format: str = "auto") -> LatentSource:
-    """Open latents of another project.
-
-    Args:
-        path: as the class of the format says.
-        format: one of FORMATS, or `auto`: the one whose signs the path shows.
+    """Open latents of another project, of `format`, one of FORMATS, or `auto`: the one whose signs the path shows.
 
     Raises:
         UserError: no format or several fit; files that are missing, damaged or of another format.

@@ -115,8 +115,7 @@ def open_labelled_images(path: str | Path, labels: str = "auto") -> LabelledImag
     path = Path(path)
     names = list_images(path, IMAGE_SUFFIXES) if path.is_dir() else []
     if not names:
-        images = TarImages(path)
-        if not len(images):
+        if not len(images := TarImages(path)):
             raise UserError(f"images={path} holds no images ({', '.join(IMAGE_SUFFIXES)}), nor tars of them")
         return images
     if any(TAR_NAME.search(f.name) for f in path.iterdir()):
@@ -135,14 +134,11 @@ def open_labelled_images(path: str | Path, labels: str = "auto") -> LabelledImag
 def _label_by_folder(path: Path, names: list[str]) -> LabelledImages:
     """The first folder below `path` is the class; classes are numbered in the order of their names, as everywhere."""
     loose = [name for name in names if "/" not in name]
-    classes = sorted({name.partition("/")[0] for name in names})
+    class_of = [name.partition("/")[0] for name in names]
+    classes = sorted(set(class_of))
     if loose or len(classes) == 1:
-        raise UserError(
-            f"images={path} must hold a folder per class, and holds {loose[0] if loose else f'{classes[0]}/ alone'}; if all "
-            "images are of one class, give labels=none"
-        )
-    empty = sorted({f.name for f in path.iterdir() if f.is_dir() and not is_hidden(f.name)} - set(classes))
-    if empty:
+        held = loose[0] if loose else f"{classes[0]}/ alone"
+        raise UserError(f"images={path} must hold a folder per class, and holds {held}; give labels=none if all are of one class")
+    if empty := sorted({f.name for f in path.iterdir() if f.is_dir() and not is_hidden(f.name)} - set(classes)):
         raise UserError(f"images={path}: {empty[0]}/ holds no images, and without it later classes get other labels; remove it")
-    number = {name: i for i, name in enumerate(classes)}
-    return LabelledImages(path, names, [number[name.partition("/")[0]] for name in names], classes)
+    return LabelledImages(path, names, np.searchsorted(classes, class_of), classes)

@@ -15,9 +15,8 @@ from latents.channel_statistics import ChannelStatistics, overall_std
 from latents.manifest import MANIFEST, UNFINISHED, check_files, read_manifest
 from latents.shards import LatentDataset, mean_and_log_variance, normalize_latents, spread_items
 
-# Outside of these, the network's input is far from what EDM's preconditioning assumes: SD-VAE latents at their scale come to
-# 1.5 to 2 times sigma_data = 0.5; unscaled ones to 10, those that were scaled twice to 0.3.
-USUAL_STD = (0.5, 4.0)  # times sigma_data
+# Times sigma_data. SD-VAE latents at their scale come to 1.5 to 2 times 0.5; unscaled ones to 10, scaled twice to 0.3.
+USUAL_STD = (0.5, 4.0)
 CHUNK = 1024
 
 
@@ -30,11 +29,7 @@ class Findings:
 
 
 def inspect_latents(dataset: LatentDataset, sigma_data: float = 0.5) -> Findings:
-    """Read everything once, and say what is there and what is wrong.
-
-    Args:
-        sigma_data: standard deviation that the diffusion assumes of the network's input.
-    """
+    """Read everything once. `sigma_data` is the standard deviation that the diffusion assumes of the network's input."""
     info, found = dataset.info, Findings()
     found.lines += [
         f"{dataset.path}: {len(dataset)} latents in {len(dataset.files)} files",
@@ -69,12 +64,11 @@ def _inspect_files(dataset: LatentDataset, found: Findings) -> None:
         check_files(dataset.path, dataset.files, manifest)
     except UserError as e:
         found.problems.append(str(e))
-    hashes = {record["file"]: record["hash"] for record in manifest["shards"] if record["file"]}
-    changed = [file for file in dataset.files if hash_file(file) != hashes.get(file.name)]
+    hashes = {record.get("hash") for record in manifest["shards"]}
+    changed = [file for file in dataset.files if hash_file(file) not in hashes]
     found.problems += [f"{file} is not the file that {MANIFEST} describes: its checksum differs" for file in changed]
     found.lines.append(f"{len(dataset.files) - len(changed)} checksums agree with {MANIFEST}")
-    if left_out := manifest["left_out"]:
-        found.lines.append(f"{len(left_out)} items were left out when it was made, {left_out[0]['name']} first")
+    found.lines.append(f"{len(manifest['left_out'])} items were left out when it was made")
 
 
 def _inspect_classes(dataset: LatentDataset, found: Findings) -> None:
@@ -90,11 +84,10 @@ def _inspect_values(dataset: LatentDataset, sigma_data: float, found: Findings) 
     """NaN; and what the network sees, against what the diffusion assumes."""
     info, stored, not_finite = dataset.info, ChannelStatistics(), []
     for start in progress_bar(range(0, len(dataset), CHUNK), unit=f"x {CHUNK} latents", desc="reading"):
-        indices = np.arange(start, min(start + CHUNK, len(dataset)))
-        both = _fetch(dataset, indices)
-        finite = torch.stack([values.flatten(1).isfinite().all(dim=1) for values in both]).all(dim=0)
-        not_finite += indices[~finite.numpy()].tolist()
-        stored.add(both[0][finite], info.kind)
+        latents, *flipped = _fetch(dataset, np.arange(start, min(start + CHUNK, len(dataset))))
+        finite = torch.cat([latents, *flipped], dim=1).flatten(1).isfinite().all(dim=1)
+        not_finite += (start + (~finite).nonzero()[:, 0]).tolist()
+        stored.add(latents[finite], info.kind)
     if not_finite:
         found.problems.append(f"{len(not_finite)} items hold NaN or Inf, {not_finite[0]} first")
     if not stored.count:
@@ -102,8 +95,8 @@ def _inspect_values(dataset: LatentDataset, sigma_data: float, found: Findings) 
     mean = normalize_latents(torch.tensor(stored.mean).reshape(-1, 1, 1), info).flatten().tolist()
     std = [value * info.scale_factor / own for value, own in zip(stored.std, info.latents_std or [1.0] * dataset.channels)]
     found.lines.append(" " * 20 + "".join(f"{f'channel {c}':>12}" for c in range(dataset.channels)))
-    rows = {"stored mean": stored.mean, "stored std": stored.std, "network mean": mean, "network std": std}
-    found.lines += [f"{title:20}" + "".join(f"{value:12.4f}" for value in values) for title, values in rows.items()]
+    for title, values in {"stored mean": stored.mean, "stored std": stored.std, "network mean": mean, "network std": std}.items():
+        found.lines.append(f"{title:20}" + "".join(f"{value:12.4f}" for value in values))
     overall = overall_std(mean, std)
     words = f"a standard deviation of {overall:.3f} over all channels, {overall / sigma_data:.2f} times sigma_data={sigma_data:g}"
     found.lines.append(f"the network sees {words}")
@@ -117,9 +110,9 @@ def _fetch(dataset: LatentDataset, indices: np.ndarray) -> list[Tensor]:
     return [dataset.fetch(indices, np.full(len(indices), flip))[0] for flip in (False, True)[: 1 + dataset.has_flips]]
 
 
-def fetch_spread(dataset: LatentDataset, num_items: int = 16) -> tuple[Tensor, list[int]]:
-    """Latents [n, C, h, w] float32 (the means, of `moments`; 0 for NaN) and labels, of items spread over the data."""
-    indices = spread_items(len(dataset), num_items)
+def fetch_spread(dataset: LatentDataset) -> tuple[Tensor, list[int]]:
+    """Latents [16, C, h, w] float32 (the means, of `moments`; 0 for NaN) and labels, of items spread over the data."""
+    indices = spread_items(len(dataset), 16)
     stored, labels = dataset.fetch(indices, np.zeros(len(indices), dtype=bool))
     return torch.nan_to_num(mean_and_log_variance(stored.float(), dataset.info.kind)[0]), labels.tolist()
 

@@ -50,8 +50,7 @@ class ShardWriter:
 
     Args:
         output: the folder.
-        settings: everything but the source that the latents depend on, of JSON's types: continuing a folder requires
-            identical settings.
+        settings: all but the source that the latents depend on, of JSON's types. Continuing a folder requires identical ones.
         hash_items: (start, stop) -> a hash of these items of the source. If it differs for a finished shard, that shard is made
             again. If it differs for all of them, the folder holds another data set.
         num_items: of the source.
@@ -63,13 +62,7 @@ class ShardWriter:
     """
 
     def __init__(
-        self,
-        output: str | Path,
-        settings: dict,
-        hash_items: Callable[[int, int], str],
-        num_items: int,
-        shard_size: int,
-        dtype: Dtype = "float16",
+        self, output: str, settings: dict, hash_items: Callable[[int, int], str], num_items: int, shard_size: int, dtype: Dtype
     ):
         self.output = Path(output)
         self.dtype = DTYPES[dtype]
@@ -107,10 +100,9 @@ class ShardWriter:
         return [read_json(file) for file in sorted(self._unfinished.glob("[0-9]*.json"))]
 
     def open(self) -> None:
-        """Prepare the folder: verify finished shards, and set changed ones aside. One process does, before any calls `missing`.
+        """Verify finished shards, and set changed ones aside. One process does, before any calls `missing`.
 
-        Raises:
-            UserError: the folder cannot be written to, or another process is writing to it.
+        Raises UserError where the folder cannot be written to, or another process is writing to it.
         """
         try:
             busy = f"another process is writing to output={self.output}"
@@ -127,15 +119,14 @@ class ShardWriter:
         source_of = {shard.number: shard.source for shard in self.shards}
         for number in sorted(record_of.keys() | source_of.keys()):  # without a record, a shard is made again
             record, file = record_of.get(number), self._file(number)
-            reason = "was made of other items than the source holds now"
-            if record is not None and record["source"] == source_of.get(number):
-                if record["file"] is None or (file.exists() and hash_file(file) == record["hash"]):
-                    continue
-                reason = "is not as it was written"
+            is_current = record is not None and record["source"] == source_of.get(number)
+            if is_current and (record["file"] is None or (file.exists() and hash_file(file) == record["hash"])):
+                continue
             self._record_file(number).unlink(missing_ok=True)
             if file.exists():
                 aside = file.with_name(f".changed_{file.name}")
-                log.warning("%s %s; set aside as %s", file, reason, aside.name)
+                reason = "not as it was written" if is_current else "of other items than the source holds now"
+                log.warning("%s is %s; set aside as %s", file, reason, aside.name)
                 os.replace(file, aside)
         if manifest is not None and self.missing():
             (self.output / MANIFEST).unlink()  # it is no longer true; the records hold what is
@@ -151,8 +142,7 @@ class ShardWriter:
 
         Args:
             labels: [b] int64.
-            tensors: `latents` and perhaps `latents_flip`, [b, C or 2C, H, W] float32, as they come from the autoencoder; and
-                perhaps the images, of `pack_images`.
+            tensors: `latents` and perhaps `latents_flip`, [b, C or 2C, H, W] float32; perhaps the images, of `pack_images`.
             left_out: what is missing and why, {"name", "problem"} each.
         """
         record = {"number": shard.number, "source": shard.source, "file": None, "left_out": list(left_out)}
@@ -178,11 +168,10 @@ class ShardWriter:
     def finish(
         self, class_names: list[str] | None = None, normalize: bool = False, sigma_data: float | None = None, **about: object
     ) -> None:
-        """Write manifest.json, by one process after all have written their shards, and log a summary.
+        """Write manifest.json, by one process after all have written their shards. Raises UserError if nothing was left.
 
         With `normalize`, the headers first get the mean and the standard deviation of each channel, over all latents; with
-        `sigma_data`, the scale factor that gives all values together this standard deviation.
-        `about` are more entries of the manifest (where the source was, how it was made). Raises UserError if nothing was left.
+        `sigma_data`, the scale factor that gives all values together this standard deviation. `about` goes into the manifest.
         """
         self._check_folder()  # nobody may have put shards of their own between ours
         records = [read_json(self._record_file(shard.number)) for shard in self.shards]
