@@ -125,13 +125,11 @@ def convert(
         dtype: of the stored latents.
     """
     source = open_latents(path, format)
-    log.info("%s: %d items, %s", path, len(source.labels), source.name)
-    for line in source.statements:
-        log.info("%s", line)
+    log.info("%s: %d items, %s. %s", path, len(source.labels), type(source).__name__, source.statement)
     given = {"scale_factor": scale_factor, "resolution": resolution, "num_classes": num_classes}
     info, scale = settle_header(source, kind, scale, autoencoder, normalize, **given)
     log.info("%s, stored values divided by %g; `inspect` shows whether they are so", info, scale)
-    settings = {"command": "convert", "format": source.name, **asdict(info), "scale": scale}
+    settings = {"command": "convert", "format": type(source).__name__, **asdict(info), "scale": scale}
     settings |= {"normalize": normalize, "keep_images": keep_images}
     read_image = source.find_images(info.resolution) if keep_images == "jpeg" else None
     fingerprint = source.fingerprint()

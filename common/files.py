@@ -13,7 +13,7 @@ import secrets
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
@@ -168,13 +168,6 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path} is not JSON: {e}") from e
 
 
-def with_sorted_header(blob: bytes) -> bytes:
-    """The bytes of a safetensors file with the keys of its JSON header sorted: safetensors orders them anew in every run."""
-    size = int.from_bytes(blob[:8], "little")
-    header = json.dumps(json.loads(blob[8 : 8 + size]), sort_keys=True, separators=(",", ":"))
-    return blob[:8] + header.encode().ljust(size) + blob[8 + size :]
-
-
 def hash_bytes(blob: bytes) -> str:
     """32 hexadecimal digits (blake2b)."""
     return hashlib.blake2b(blob, digest_size=16).hexdigest()
@@ -189,22 +182,3 @@ def hash_file(path: Path) -> str:
     return digest.hexdigest()
 
 
-def list_images(folder: Path, suffixes: Sequence[str]) -> list[str]:
-    """Paths of the images below a folder, relative to it, sorted, with forward slashes. Links to folders are followed.
-
-    Hidden files and folders, and what macOS adds to a .zip, are left out. UserError for a link to a folder that holds it.
-    """
-    names = []
-    for root, folders, files in os.walk(folder, followlinks=True):
-        here = Path(root)
-        if here.resolve() in map(Path.resolve, here.parents):
-            raise UserError(f"{here} is a link to a folder that holds it; remove it")
-        folders[:] = [name for name in folders if not is_hidden(name)]
-        found = [name for name in files if not is_hidden(name) and name.lower().endswith(tuple(suffixes))]
-        names += [(here / name).relative_to(folder).as_posix() for name in found]
-    return sorted(names)
-
-
-def is_hidden(name: str) -> bool:
-    """Whether `list_images` leaves out a file or folder of this name."""
-    return name.startswith(".") or name == "__MACOSX"

@@ -8,10 +8,11 @@ Inception's pooled features, `mu_s` [2023] and `sigma_s` of its spatial ones. Ou
 from __future__ import annotations
 
 import contextlib
+import os
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
@@ -21,7 +22,7 @@ import torch
 from PIL import Image, ImageOps
 
 from common.errors import UserError
-from common.files import hash_bytes, hash_file, list_images, whole_file
+from common.files import hash_bytes, hash_file, whole_file
 from evaluations.metrics import Statistics
 
 SUFFIXES = (".png", ".jpg", ".jpeg")
@@ -34,6 +35,27 @@ STATISTICS_KEYS = {
     ("inception", "spatial"): ("mu_s", "sigma_s", 2023),
     ("dinov2", "pool"): ("mu_dinov2", "sigma_dinov2", 1024),
 }
+
+
+def list_images(folder: Path, suffixes: Sequence[str]) -> list[str]:
+    """Paths of the images below a folder, relative to it, sorted, with forward slashes. Links to folders are followed.
+
+    Hidden files and folders, and what macOS adds to a .zip, are left out. UserError for a link to a folder that holds it.
+    """
+    names = []
+    for root, folders, files in os.walk(folder, followlinks=True):
+        here = Path(root)
+        if here.resolve() in map(Path.resolve, here.parents):
+            raise UserError(f"{here} is a link to a folder that holds it; remove it")
+        folders[:] = [name for name in folders if not is_hidden(name)]
+        found = [name for name in files if not is_hidden(name) and name.lower().endswith(tuple(suffixes))]
+        names += [(here / name).relative_to(folder).as_posix() for name in found]
+    return sorted(names)
+
+
+def is_hidden(name: str) -> bool:
+    """Whether `list_images` leaves out a file or folder of this name."""
+    return name.startswith(".") or name == "__MACOSX"
 
 
 def adm_center_crop(image: Image.Image, resolution: int) -> np.ndarray:

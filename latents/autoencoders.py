@@ -23,8 +23,7 @@ SD_SCALE = 0.18215  # brings SD-VAE latents, whose standard deviation is about 5
 # An SD-VAE decodes this many pixels at once: 16 images of 256x256. Its largest activations, 256 channels, take 1 GiB each.
 DECODED_PIXELS = 2**20
 ENCODED_PIXELS = 2**22  # 2 GiB for each activation of 128 channels
-CONFIG_NAME = "config.json"
-WEIGHTS_NAMES = ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin")  # the first one that is there
+HUB_FILES = ("config.json", "diffusion_pytorch_model.safetensors")
 
 
 class Identity:
@@ -50,18 +49,15 @@ class KLAutoencoder:
     """A diffusers AutoencoderKL, with the methods of Identity. The arguments are those of `build`."""
 
     def __init__(self, spec: str, device: torch.device, channels: int | None, precision: str = "fp32"):
-        file = find(spec)
+        file, self.precision = find(spec), precision
         try:
             with say_if_slow(log, "loading the autoencoder %s", spec):
                 from diffusers import AutoencoderKL  # slow to import; data of pixels does not need it
 
                 vae = load_va_vae(file) if spec.startswith("va-vae:") else AutoencoderKL.from_pretrained(file)
-                self.vae = vae.to(device).eval().requires_grad_(False)
-        except UserError:
-            raise
-        except (OSError, ValueError) as e:
+        except (OSError, ValueError) as e:  # and load_va_vae's UserError
             raise UserError(f"autoencoder={spec} cannot be loaded: {first_line(e)}") from e
-        self.precision = precision
+        self.vae = vae.to(device).eval().requires_grad_(False)
         if channels not in (None, self.vae.config.latent_channels):
             raise UserError(f"autoencoder={spec} has {self.vae.config.latent_channels} channels, and the latents {channels}")
         if getattr(self.vae.config, "shift_factor", None):
@@ -76,15 +72,14 @@ class KLAutoencoder:
 
     @torch.no_grad()
     def encode_moments(self, images: Tensor) -> Tensor:
-        slices = images.split(max(ENCODED_PIXELS // (images.shape[2] * images.shape[3]), 1))
+        slices = images.split(max(ENCODED_PIXELS // images[0, 0].numel(), 1))
         with torch.autocast(images.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
             posteriors = [self.vae.encode(part).latent_dist for part in slices]
         return torch.cat([torch.cat([p.mean, p.logvar], dim=1) for p in posteriors]).float()
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        num_pixels = latents.shape[2] * latents.shape[3] * self.factor**2
-        slices = latents.split(max(DECODED_PIXELS // num_pixels, 1))
+        slices = latents.split(max(DECODED_PIXELS // (latents[0, 0].numel() * self.factor**2), 1))
         return torch.cat([self.vae.decode(part).sample.float() for part in slices])
 
 
@@ -94,45 +89,30 @@ Autoencoder = Identity | KLAutoencoder
 def find(spec: str) -> Path | None:
     """The file or folder that `build` loads, downloaded where the hub's cache lacks it. None: there is nothing to load.
 
-    Of several processes one downloads; the hub's locks have the others wait.
-
     Raises:
-        UserError: there is no such file, folder or model, or it cannot be downloaded; within ANSWER_SEC where nothing answers.
+        UserError: there is no such file, folder or model, or it cannot be downloaded.
     """
     kind, _, source = spec.partition(":")
-    if kind not in ("sd-vae", "va-vae"):
-        return None
     if kind == "va-vae":
         return find_va_vae(source)
+    if kind != "sd-vae":
+        return None
     if Path(source).is_dir():
         return Path(source)
     if not is_hub_id(source):
         raise UserError(f"autoencoder={spec}: there is no such folder, and it cannot be an id of the Hugging Face hub")
-    if (folder := _find_cached(source)) is not None:
-        return folder
-
-    def choose(names: list[str]) -> tuple[str, str]:
-        weights = next((name for name in WEIGHTS_NAMES if name in names), None)
-        if CONFIG_NAME not in names or weights is None:
-            raise UserError(f"autoencoder={spec}: this model of the hub lacks {CONFIG_NAME} or {WEIGHTS_NAMES[0]} of diffusers")
-        return CONFIG_NAME, weights
-
-    try:
-        return download_from_hub(source, choose)[0].parent
-    except NotDownloaded as e:
-        raise UserError(
-            f"autoencoder={spec} is neither a folder nor in the cache of the Hugging Face hub, and {e}; run `python "
-            f"prepare_latents.py fetch autoencoder={spec}` once where there is a network, or give sd-vae:<folder>"
-        ) from e
-
-
-def _find_cached(source: str) -> Path | None:
-    """The folder of a model in the hub's cache; None where a file is missing."""
     from huggingface_hub import try_to_load_from_cache
 
-    config, *weights = (try_to_load_from_cache(source, name) for name in (CONFIG_NAME, *WEIGHTS_NAMES))
-    is_whole = isinstance(config, str) and any(isinstance(file, str) for file in weights)
-    return Path(config).parent if is_whole else None
+    cached = [try_to_load_from_cache(source, name) for name in HUB_FILES]
+    if all(isinstance(file, str) for file in cached):
+        return Path(cached[0]).parent
+    try:
+        return download_from_hub(source, lambda names: HUB_FILES)[0].parent
+    except NotDownloaded as e:
+        raise UserError(
+            f"autoencoder={spec} is neither a folder nor in the cache of the Hugging Face hub, and {e}; give sd-vae:<folder>, or "
+            f"run `python prepare_latents.py fetch autoencoder={spec}` where there is a network"
+        ) from e
 
 
 def _scale_and_factor(config: dict) -> tuple[float, int]:
@@ -140,39 +120,28 @@ def _scale_and_factor(config: dict) -> tuple[float, int]:
 
 
 def known_scale_and_factor(spec: str) -> tuple[float, int] | None:
-    """(scale factor, pixels along one side of a latent) of an autoencoder that need not be loaded for that; None: not known.
-
-    Raises:
-        UserError: a local folder without a proper config.json.
-    """
+    """(scale factor, pixels along one side of a latent) of an autoencoder that need not be loaded for that; None: not known."""
     kind, _, source = spec.partition(":")
-    if spec == "identity":
-        return Identity.scale_factor, Identity.factor
-    if kind == "sd-vae" and source in SD_VAES:
+    known = {"identity": (Identity.scale_factor, Identity.factor), "va-vae": (1.0, 16)}
+    if source in SD_VAES:
         return SD_SCALE, 8
-    if kind == "va-vae":
-        return 1.0, 16
     if kind == "sd-vae" and Path(source).is_dir():
-        file = Path(source) / CONFIG_NAME
-        try:
-            return _scale_and_factor(read_json(file))
-        except KeyError as e:
-            raise UserError(f"autoencoder={spec}: {file} is not that of an AutoencoderKL: {e} is missing") from e
-    return None
+        return _scale_and_factor(read_json(Path(source) / HUB_FILES[0]))
+    return known.get(kind)
 
 
 def build(spec: str, device: torch.device, channels: int | None = None, precision: str = "fp32") -> Autoencoder:
     """The autoencoder that shards and data.autoencoder name: identity, sd-vae:<hub id or folder> or va-vae:<file or folder>.
 
     Args:
-        channels: of the latents to decode; None: whatever it makes.
+        channels: of the latents to decode; None: any.
         precision: of encoding, fp32 | bf16.
 
     Raises:
         UserError: it is `none`, cannot be loaded, or decodes other latents.
     """
     if spec == "none":
-        raise UserError("autoencoder=none: nothing is known that decodes these latents; if there is, give autoencoder=sd-vae:...")
+        raise UserError("autoencoder=none: nothing is known that decodes these latents; give autoencoder= if there is")
     if spec != "identity":
         return KLAutoencoder(spec, device, channels, precision)
     if channels not in (None, 1, 3):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import zip_longest
 
 import numpy as np
 from torch import Tensor
@@ -16,8 +17,8 @@ class ChannelStatistics:
     """Mean and standard deviation of each latent channel, in the units of the stored latents; of `moments`, of their samples."""
 
     count: int = 0  # values seen of each channel
-    sums: list[float] = field(default_factory=list)  # [C], of these values
-    square_sums: list[float] = field(default_factory=list)
+    sums: Sequence[float] = ()  # [C], of these values
+    square_sums: Sequence[float] = ()
 
     def add(self, latents: Tensor, kind: str) -> None:
         """Take in latents [b, C or 2C, H, W]."""
@@ -27,11 +28,9 @@ class ChannelStatistics:
         self.merge(ChannelStatistics(count, x.sum(dim=(0, 2, 3)).tolist(), squares.sum(dim=(0, 2, 3)).tolist()))
 
     def merge(self, other: ChannelStatistics) -> None:
-        if other.count:
-            zeros = [0.0] * len(other.sums)
-            self.sums = [a + b for a, b in zip(self.sums or zeros, other.sums)]
-            self.square_sums = [a + b for a, b in zip(self.square_sums or zeros, other.square_sums)]
-            self.count += other.count
+        self.count += other.count
+        self.sums = [a + b for a, b in zip_longest(self.sums, other.sums, fillvalue=0.0)]
+        self.square_sums = [a + b for a, b in zip_longest(self.square_sums, other.square_sums, fillvalue=0.0)]
 
     @property
     def mean(self) -> list[float]:
@@ -43,13 +42,5 @@ class ChannelStatistics:
 
 
 def overall_std(mean: Sequence[float], std: Sequence[float]) -> float:
-    """Standard deviation of all values of all channels together, as EDM's sigma_data and SD-VAE's 0.18215 mean it.
-
-    EDM (section 5) scales the network's input by the standard deviation of the training data, one number for all its
-    values. Latent diffusion's scale factor is 1 / std of all values of a batch of drawn latents (its `scale_by_std`).
-    Within channels it would be less where the means of the channels differ, and the network sees these differences.
-
-    Args:
-        mean, std: of each channel.
-    """
+    """Standard deviation of all values together, from those of each channel: what EDM's sigma_data (section 5) means."""
     return (np.mean(np.square(mean) + np.square(std)) - np.mean(mean) ** 2).item() ** 0.5

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from common.errors import UserError
-from common.files import hash_file, read_json
+from common.files import read_json
 
 MANIFEST = "manifest.json"
 UNFINISHED = ".unfinished"  # a folder beside the shards, as long as some of them are missing
@@ -24,18 +24,10 @@ def read_manifest(folder: Path) -> dict | None:
 
 def check_files(folder: Path, files: list[Path], manifest: dict) -> None:
     """Raises UserError where names or sizes of the shards are not those of the manifest. Reads no data."""
-    expected = {record["file"]: record["bytes"] for record in manifest["shards"] if record["file"]}
+    listed = {record["file"]: record["bytes"] for record in manifest["shards"] if record["file"]}
     found = {file.name: file.stat().st_size for file in files}
-    differing = [name for name in sorted(expected.keys() | found.keys()) if expected.get(name) != found.get(name)]
-    if differing:
-        name = differing[0]
-        raise UserError(
-            f"{folder / name} has {found.get(name, 'no')} bytes, and {MANIFEST} lists {expected.get(name, 'no')}: restore the "
-            "folder, or make it again"
-        )
-
-
-def find_changed_files(folder: Path, manifest: dict) -> list[Path]:
-    """The shards whose contents are no longer those of the manifest; reads them all."""
-    hashes = {folder / record["file"]: record["hash"] for record in manifest["shards"] if record["file"]}
-    return [file for file, expected in hashes.items() if not file.exists() or hash_file(file) != expected]
+    for name in sorted(listed.keys() | found.keys()):
+        if (there := found.get(name, "no")) != (needed := listed.get(name, "no")):
+            raise UserError(
+                f"{folder / name} has {there} bytes, and {MANIFEST} lists {needed}: restore the folder, or make it again"
+            )

@@ -28,15 +28,12 @@ class BatchOrder:
         slices: the parts of each global batch that this process reads, one per micro-batch.
         with_flips: flip every item of every epoch with probability 1/2; otherwise never.
 
-    Raises:
-        ValueError: no items or an empty batch; slices beyond the batch.
+    Raises ValueError for slices beyond the batch.
     """
 
     def __init__(
         self, num_items: int, batch_size: int, seed: int, start_step: int, num_steps: int, slices: list[slice], with_flips: bool
     ):
-        if num_items < 1 or batch_size < 1:
-            raise ValueError(f"num_items={num_items} and batch_size={batch_size} must be at least 1")
         for part in slices:
             check_rows(part, batch_size)
         self.num_items, self.batch_size, self.seed = num_items, batch_size, seed
@@ -84,19 +81,13 @@ def read_batches(
 ) -> Iterator[tuple[Tensor, ...]]:
     """Micro-batches (latents, labels) in the given order; the same for any number of workers.
 
-    Threads and not processes: a read does not keep other threads waiting, and handing a batch from one process to another costs
-    several times what reading it does.
+    Threads, not processes: reads release the lock, and handing a batch to another process costs several times its read.
 
     Args:
         num_workers: threads that read ahead; 0 reads a batch when it is asked for.
         pin_memory: have batches in pinned memory, from where a GPU copies without waiting.
         fetch: what reads a batch; None: the data set's `fetch`.
-
-    Raises:
-        ValueError: the order is of another number of items.
     """
-    if order.num_items != len(dataset):
-        raise ValueError(f"the order is of {order.num_items} items, the data set holds {len(dataset)}")
 
     def read(batch: tuple[np.ndarray, np.ndarray]) -> tuple[Tensor, ...]:
         tensors = (fetch or dataset.fetch)(*batch)

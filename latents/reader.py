@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import threading
 from collections.abc import Sequence
 from io import FileIO
 from pathlib import Path
@@ -14,14 +13,12 @@ import numpy as np
 from common.errors import UserError
 
 MAX_OPEN_FILES = 512  # of the 1,024 that a process may have open by default; what is beyond is opened anew at every read
-_seek_lock = threading.Lock()
 
 
 class FileReader:
     """Reads parts of files by number, from any number of threads.
 
-    Files are read and not mapped. In a mapped file, what was cut off and errors of the disk kill the process with SIGBUS, and
-    each first touch of a page reads up to a megabyte around it.
+    Files are not mapped: what was cut off of a mapped file kills the process (SIGBUS), and a first touch reads up to a megabyte.
     """
 
     def __init__(self, files: Sequence[Path]):
@@ -29,27 +26,14 @@ class FileReader:
         self._open = functools.lru_cache(maxsize=MAX_OPEN_FILES)(FileIO)  # closes what is dropped when nobody reads it any more
 
     def read_into(self, part: np.ndarray, number: int, offset: int) -> None:
-        """Fill `part`, uint8 [n], with the bytes of file `number` from `offset` on.
-
-        Raises:
-            UserError: the file ends before, or cannot be read.
-        """
+        """Fill `part`, uint8 [n], with the bytes of file `number` from `offset` on. UserError: it ends before, or is not read."""
         path = self.files[number]
         try:
             file = self._open(path)
-            num_read = count = _read_at(file, part, offset)
+            num_read = count = os.preadv(file.fileno(), (part,), offset)
             while num_read < len(part) and count:  # some file systems give less than was asked for
-                num_read += (count := _read_at(file, part[num_read:], offset + num_read))
+                num_read += (count := os.preadv(file.fileno(), (part[num_read:],), offset + num_read))
         except OSError as e:
             raise UserError(f"cannot read {path}: {e.strerror}") from e
         if num_read < len(part):
             raise UserError(f"{path} is truncated: it ends before byte {offset + len(part)}; restore it and start again")
-
-
-def _read_at(file: FileIO, part: np.ndarray, offset: int) -> int:
-    """The number of bytes read into `part`: fewer than asked for where the file ends."""
-    if hasattr(os, "preadv"):
-        return os.preadv(file.fileno(), (part,), offset)
-    with _seek_lock:  # Windows
-        file.seek(offset)
-        return file.readinto(part)

@@ -4,9 +4,8 @@ A shard holds `latents` [M, C, H, W] (float16 or float32), `labels` [M] (int64),
 mirrored images, same shape), and in its header the strings of `ShardInfo`. Latents are stored as the autoencoder makes them; the
 network sees (latents - latents_mean) / latents_std * scale_factor.
 
-For alignment it can also hold the images that the encoder is shown: `images` [bytes] (uint8), JPEG files of the cropped images
-one after the other, and `image_offsets` [M + 1] (int64): image i is images[image_offsets[i] : image_offsets[i + 1]]. Mirrored
-images are mirrored when they are read.
+For alignment it can also hold the cropped images: `images` [bytes] (uint8), JPEG files one after the other, and `image_offsets`
+[M + 1] (int64): image i is images[image_offsets[i] : image_offsets[i + 1]]. They are mirrored when they are read.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Literal
 
 import numpy as np
 import pydantic
@@ -30,7 +29,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from common.errors import UserError
-from common.files import read_file, with_sorted_header, write_file
+from common.files import write_file
 from latents.autoencoders import to_uint8
 from latents.manifest import MANIFEST, UNFINISHED, check_files, read_manifest
 from latents.reader import FileReader
@@ -76,7 +75,7 @@ def pack_images(files: Sequence[bytes]) -> dict[str, Tensor]:
 
 
 def write_shard(path: str | Path, latents: Tensor, labels: Tensor, info: ShardInfo, **more: Tensor | None) -> None:
-    """Write one shard; it appears under its name only when it is complete.
+    """Write one shard, whole or not at all.
 
     Args:
         latents: [M, C, H, W] (2C channels for kind `moments`), float16 or float32.
@@ -96,11 +95,15 @@ def serialize_shard(path: Path, info: ShardInfo, **tensors: Tensor | None) -> by
     """The bytes of the file that `write_shard` writes: equal data give equal bytes. Raises as `write_shard` does."""
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
     _check_tensors(path, info, tensors)
-    for name in _STORED:
-        bad = (~tensors.get(name, tensors["latents"]).flatten(1).isfinite().all(dim=1)).nonzero()
-        if len(bad):
-            raise UserError(f"{path}: {name} of item {bad[0].item()} are not finite; nothing was written")
-    return with_sorted_header(save(tensors, metadata=info.to_metadata()))
+    for name in {*_STORED} & tensors.keys():
+        finite = tensors[name].flatten(1).isfinite().all(dim=1).tolist()
+        if not all(finite):
+            raise UserError(f"{path}: {name} of item {finite.index(False)} are not finite as {tensors[name].dtype}")
+    blob = save(tensors, metadata=info.to_metadata())
+    # safetensors orders the keys of its header anew in every run.
+    size = int.from_bytes(blob[:8], "little")
+    header = json.dumps(json.loads(blob[8 : 8 + size]), sort_keys=True, separators=(",", ":"))
+    return blob[:8] + header.encode().ljust(size) + blob[8 + size :]
 
 
 def _check_tensors(file: Path, info: ShardInfo, shard: dict[str, Tensor]) -> None:
@@ -112,19 +115,17 @@ def _check_tensors(file: Path, info: ShardInfo, shard: dict[str, Tensor]) -> Non
             raise UserError(f"{file} holds {held}; a latent shard needs {what}")
 
     need({"latents", "labels"} <= shard.keys() <= {*_STORED, "labels", "images", "image_offsets"}, "latents and labels")
-    latents, labels, offsets = shard["latents"], shard["labels"], shard.get("image_offsets")
-    floats = (torch.float16, torch.float32)
-    need(latents.ndim == 4 and latents.dtype in floats and len(latents) > 0, "latents [M, C, H, W] of float16 or float32")
+    latents, labels = shard["latents"], shard["labels"]
+    is_float = latents.dtype in (torch.float16, torch.float32)
+    need(latents.ndim == 4 and is_float and len(latents) > 0, "latents [M, C, H, W] of float16 or float32")
     flips = shard.get("latents_flip", latents)
     need((flips.shape, flips.dtype) == (latents.shape, latents.dtype), "latents_flip like latents")
     need(info.kind == "sample" or latents.shape[1] % 2 == 0, "an even number of channels for kind=moments")
-    channels = latents.shape[1] // (2 if info.kind == "moments" else 1)
-    need(info.latents_mean is None or len(info.latents_mean) == channels, f"latents_mean and latents_std of {channels} channels")
+    channels = latents.shape[1] // (1 + (info.kind == "moments"))
+    need(len(info.latents_mean or range(channels)) == channels, f"latents_mean and latents_std of {channels} channels")
     need(labels.dtype == torch.int64 and labels.shape == latents.shape[:1], "labels [M] of int64")
     need(labels.min() >= 0 and labels.max() < info.num_classes, f"labels from 0 to {info.num_classes - 1}, as num_classes says")
-    if offsets is not None or "images" in shard:
-        fits = offsets is not None and "images" in shard and len(offsets) == len(latents) + 1
-        need(fits and offsets[-1] == len(shard["images"]) and (offsets.diff() > 0).all(), "images, cut by image_offsets [M + 1]")
+    need("images" not in shard or len(shard.get("image_offsets", ())) == len(labels) + 1, "image_offsets [M + 1] of images")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -147,9 +148,9 @@ class LatentDataset:
     Attributes:
         labels: [N] int64.
         channels, height, width: of the latents that the network sees (half the stored channels for `moments`).
-        has_flips: whether there are latents of the mirrored images.
-        stores_images, has_images: whether there are images; whether there are images, or latents that are pixels.
-        class_names: from the manifest, where there is one that knows them.
+        has_flips: there are latents of the mirrored images.
+        stores_images, has_images: there are JPEG files; or the latents are the pixels.
+        class_names: from the manifest, or None.
 
     Args:
         path: a folder of shards, or one shard.
@@ -157,7 +158,7 @@ class LatentDataset:
 
     Raises:
         UserError: no shards; a shard that is truncated, is none, or disagrees with the first one; a folder that is not
-            finished, or whose shards are not those of its manifest. The message names the file.
+            finished, or whose shards are not those of its manifest.
     """
 
     def __init__(self, path: str | Path, check_folder: bool = True):
@@ -167,37 +168,30 @@ class LatentDataset:
         if check_folder and manifest is None and (self.path / UNFINISHED).exists():
             raise UserError(f"{self.path} is not finished: run the prepare_latents.py command that makes it again; it continues")
         if not self.files:
-            raise UserError(
-                f"{self.path} holds no latent shards (*.safetensors); `prepare_latents.py encode` makes them of images, and "
-                "`prepare_latents.py convert` of other projects' latents"
-            )
+            raise UserError(f"{self.path} holds no latent shards (*.safetensors), which encode and convert make")
         if check_folder and manifest is not None:
             check_files(self.path, self.files, manifest)
         infos, shards, offsets = zip(*map(_open_shard, self.files))
-        first = shards[0]["latents"][0].numpy()
         layouts = [(i, sorted(shard), shard["latents"].dtype, shard["latents"].shape[1:]) for i, shard in zip(infos, shards)]
         for file, layout in zip(self.files, layouts):
             if layout != layouts[0]:
                 raise UserError(f"{file} does not belong with {self.files[0]}: {layout} against {layouts[0]}")
         self.info: ShardInfo = infos[0]
         self.labels: np.ndarray = np.concatenate([shard["labels"].numpy() for shard in shards])
+        first = shards[0]["latents"][0].numpy()
         self._shape, self._dtype, self._item_bytes = first.shape, first.dtype, first.nbytes
         self.has_flips, self.stores_images = "latents_flip" in shards[0], "images" in shards[0]
         self.has_images = self.stores_images or self.info.autoencoder == "identity"
         self._offsets = [[starts[name] for starts in offsets] for name in _STORED[: 1 + self.has_flips]]  # by flip, shard
-        # Of each shard, [M + 1]: where in the file an image starts, and the last one ends.
-        images = zip(shards, offsets) if self.stores_images else ()
-        self._images = [shard["image_offsets"].numpy() + starts["images"] for shard, starts in images]
+        if self.stores_images:  # of each shard, [M + 1]: where in the file an image starts, and the last one ends
+            self._images = [shard["image_offsets"].numpy() + starts["images"] for shard, starts in zip(shards, offsets)]
         self._first_item = np.cumsum([0] + [len(shard["labels"]) for shard in shards])
         self._reader = FileReader(self.files)
         channels, self.height, self.width = self._shape
-        self.channels = channels // 2 if self.info.kind == "moments" else channels
-        self.class_names: list[str] | None = manifest.get("class_names") if manifest else None
+        self.channels = channels // (1 + (self.info.kind == "moments"))
+        self.class_names: list[str] | None = (manifest or {}).get("class_names")
         if check_folder and manifest is not None and manifest["fingerprint"] != self.fingerprint():
-            raise UserError(
-                f"{self.path}: the shards have changed since {MANIFEST} was written; "
-                f"`prepare_latents.py inspect path={self.path}` names the file"
-            )
+            raise UserError(f"{self.path}: the shards have changed since {MANIFEST} was written; inspect says which")
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -208,7 +202,7 @@ class LatentDataset:
         Raises:
             ValueError: flips and indices of different lengths, or flips where there are none.
             IndexError: an item that does not exist; negative numbers do not count from the end.
-            UserError: a shard was cut off since it was opened, or cannot be read.
+            UserError: a shard that cannot be read, or was cut off.
         """
         if len(indices) != len(flips) or (not self.has_flips and flips.any()):
             raise ValueError(f"{len(indices)} items with {len(flips)} flips; mirrored latents are there: {self.has_flips}")
@@ -224,22 +218,24 @@ class LatentDataset:
         return torch.from_numpy(values), torch.from_numpy(self.labels[indices])
 
     def fetch_with_images(self, indices: np.ndarray, flips: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
-        """`fetch`, and the images, uint8 [b, R, R, 3], mirrored where the latents are.
+        """`fetch`, and the images, uint8 [b, R, R, 3], mirrored where the latents are; only where `has_images`.
 
-        Raises:
-            ValueError: there are no images: see `has_images`.
-            UserError: also an image that is no JPEG of this size.
+        Raises UserError also for an image that is no JPEG of this size.
         """
         latents, labels = self.fetch(indices, flips)
         if not self.stores_images:
-            if not self.has_images:
-                raise ValueError(f"{self.path} holds no images")
             return latents, labels, to_uint8(mean_and_log_variance(latents.float(), self.info.kind)[0])
-        images = torch.empty(len(indices), self.info.resolution, self.info.resolution, 3, dtype=torch.uint8)
-        for image, index, flip in zip(images, indices.tolist(), flips.tolist()):
-            pixels = self._decode_image(index)
-            image.copy_(pixels.flip(1) if flip else pixels)
-        return latents, labels, images
+        size = self.info.resolution
+        images = np.empty((len(indices), size, size, 3), dtype=np.uint8)
+        for pixels, index, flip in zip(images, indices.tolist(), flips.tolist()):
+            try:  # Pillow decodes without holding up other threads; torchvision's decoder is deprecated
+                with Image.open(io.BytesIO(self._read_image(index)), formats=["JPEG"]) as image:
+                    if image.size != (size, size):
+                        raise ValueError(f"{image.width}x{image.height} pixels")
+                    pixels[:] = np.array(image.convert("RGB"))[:, :: -1 if flip else 1]
+            except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as e:
+                raise UserError(f"{self.path}: image {index} is no JPEG file of {size}x{size} pixels: {e}") from e
+        return latents, labels, torch.from_numpy(images)
 
     def _read_image(self, index: int) -> np.ndarray:
         """uint8 [bytes], the JPEG file of an item."""
@@ -248,18 +244,6 @@ class LatentDataset:
         file = np.empty(stop - start, dtype=np.uint8)
         self._reader.read_into(file, shard_idx, start)
         return file
-
-    def _decode_image(self, index: int) -> Tensor:
-        """uint8 [R, R, 3]. Pillow decodes without holding up other threads; torchvision's decoder is deprecated."""
-        size = self.info.resolution
-        try:
-            with Image.open(io.BytesIO(self._read_image(index)), formats=["JPEG"]) as image:
-                pixels = torch.from_numpy(np.array(image.convert("RGB")))
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as e:
-            raise UserError(f"{self.path}: image {index} is no JPEG file that can be read; make the shards again") from e
-        if pixels.shape != (size, size, 3):
-            raise UserError(f"{self.path}: image {index} is {list(pixels.shape)}, not [{size}, {size}, 3]; make the shards again")
-        return pixels
 
     def fingerprint(self) -> str:
         """A hash of the headers, sizes, labels and 64 latents spread over the data: other data, another value."""
@@ -277,16 +261,16 @@ def _open_shard(file: Path) -> tuple[ShardInfo, dict[str, Tensor], dict[str, int
     """The header, the tensors (mapped, and not read until used), and where in the file each begins."""
     try:
         with safe_open(file, framework="pt") as f:
-            metadata, shard = f.metadata() or {}, {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 (not a dict)
-        size = int.from_bytes(read_file(file, 8), "little")
-        header = json.loads(read_file(file, 8 + size)[8:])  # safe_open has checked it, and does not say where tensors lie
+            shard = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 (not a dict)
+        with open(file, "rb") as f:  # safe_open has checked the header, and does not say where tensors lie
+            header = json.loads(f.read(size := int.from_bytes(f.read(8), "little")))
     except (SafetensorError, OSError) as e:
         raise UserError(f"{file} is truncated or not a safetensors file: {e}") from e
     try:
-        info = ShardInfo(**metadata)
+        info = ShardInfo(**header.get("__metadata__", {}))
     except pydantic.ValidationError as e:
-        wrong = "; ".join(f"{'.'.join(map(str, error['loc']))}: {error['msg']}" for error in e.errors())
-        raise UserError(f"{file} is not a latent shard, which `prepare_latents.py convert` makes; in its header, {wrong}") from e
+        key, message = ".".join(map(str, e.errors()[0]["loc"])), e.errors()[0]["msg"]
+        raise UserError(f"{file} is not a latent shard: in its header, {key}: {message}") from e
     _check_tensors(file, info, shard)
     return info, shard, {name: 8 + size + header[name]["data_offsets"][0] for name in shard}
 
@@ -306,11 +290,7 @@ def mean_and_log_variance(stored: Tensor, kind: str) -> tuple[Tensor, Tensor | N
 
 
 def draw_latents(stored: Tensor, kind: str, random=None) -> Tensor:
-    """[b, C or 2C, H, W] -> [b, C, H, W]: stored samples as they are, `moments` sampled.
-
-    Args:
-        random: source of the noise with which `moments` are sampled, `random.randn(C, H, W)` -> [b, C, H, W].
-    """
+    """[b, C or 2C, H, W] -> [b, C, H, W]: samples as stored, `moments` with the noise of `random.randn(C, H, W)` [b, C, H, W]."""
     mean, log_variance = mean_and_log_variance(stored, kind)
     if log_variance is not None and random is None:
         raise ValueError("moments are sampled: pass random, or take the mean with mean_and_log_variance")
@@ -318,35 +298,32 @@ def draw_latents(stored: Tensor, kind: str, random=None) -> Tensor:
 
 
 def latents_for_network(stored: Tensor, info: ShardInfo, random=None) -> Tensor:
-    """Stored latents [b, C or 2C, H, W] -> float32 [b, C, H, W] as the network sees them; `random` as for `draw_latents`."""
+    """Stored latents [b, C or 2C, H, W] -> float32 [b, C, H, W] as the network sees them. Arguments as of `draw_latents`."""
     return normalize_latents(draw_latents(stored.float(), info.kind, random), info)
 
 
-class Normalized(Protocol):
-    """What says how the network sees latents: a header, data.* of a configuration, a sampler."""
+def normalize_latents(latents: Tensor, how: ShardInfo) -> Tensor:
+    """[b, C, H, W] of the autoencoder -> as the network sees them, (x - latents_mean) / latents_std * scale_factor.
 
-    scale_factor: float
-    latents_mean: Sequence[float] | None
-    latents_std: Sequence[float] | None
-
-
-def normalize_latents(latents: Tensor, how: Normalized) -> Tensor:
-    """[b, C, H, W] of the autoencoder -> as the network sees them, (x - latents_mean) / latents_std * scale_factor."""
+    `how` is anything with these three fields: a header, data.* of a configuration, a sampler.
+    """
     if how.latents_mean is not None:
-        mean, std = (_per_channel(tuple(values), latents.device) for values in (how.latents_mean, how.latents_std))
-        latents = (latents - mean) / std
+        latents = (latents - _per_channel(how.latents_mean, latents)) / _per_channel(how.latents_std, latents)
     return latents * how.scale_factor
 
 
-def restore_latents(latents: Tensor, how: Normalized) -> Tensor:
+def restore_latents(latents: Tensor, how: ShardInfo) -> Tensor:
     """The inverse of `normalize_latents`, for the autoencoder that decodes them."""
     latents = latents / how.scale_factor
-    if how.latents_mean is None:
-        return latents
-    mean, std = (_per_channel(tuple(values), latents.device) for values in (how.latents_mean, how.latents_std))
-    return latents * std + mean
+    if how.latents_mean is not None:
+        latents = latents * _per_channel(how.latents_std, latents) + _per_channel(how.latents_mean, latents)
+    return latents
+
+
+def _per_channel(values: Sequence[float], latents: Tensor) -> Tensor:
+    return _on_device(tuple(values), latents.device)
 
 
 @functools.lru_cache(maxsize=16)  # a new one for every batch would have the device wait
-def _per_channel(values: tuple[float, ...], device: torch.device) -> Tensor:
+def _on_device(values: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device=device).reshape(-1, 1, 1)

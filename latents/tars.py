@@ -30,21 +30,16 @@ class TarItem:
             return f.read(self.size)
 
 
-def find_tars(path: Path) -> list[Path]:
-    """The tars in a folder and in those below it, sorted, or the one that `path` is."""
-    files = [path] if path.is_file() else sorted(path.rglob("*"))
-    return [f for f in files if TAR_NAME.search(f.name) and not f.name.startswith(".")]
-
-
 def index_tars(path: Path, extensions: tuple[str, ...]) -> list[TarItem]:
-    """Every member with one of `extensions`, in the order of the tars, with the label of its key, <key>.cls.
+    """Every member with one of `extensions`, and the label of its key, <key>.cls. Of one tar, or of all below a folder, sorted.
 
-    Raises:
-        UserError: a tar that is compressed, truncated, damaged or followed by another; a key with a dot in it, that lacks one of
-            its two members, or has two of a kind; a label that is no whole number.
+    UserError for a tar that is compressed, truncated, damaged or followed by another; a key with a dot in it, or that lacks
+    one of its two members; a label that is no whole number.
     """
-    tars = progress_bar(find_tars(path), desc="indexing", unit="tars", delay=1, leave=False)
-    return [item for tar in tars for item in _index(tar, extensions)]
+    files = [path] if path.is_file() else sorted(path.rglob("*"))
+    tars = [f for f in files if TAR_NAME.search(f.name) and not f.name.startswith(".")]
+    bar = progress_bar(tars, desc="indexing", unit="tars", delay=1, leave=False)
+    return [item for tar in bar for item in _index(tar, extensions)]
 
 
 def _index(file: Path, extensions: tuple[str, ...]) -> list[TarItem]:
@@ -58,20 +53,17 @@ def _index(file: Path, extensions: tuple[str, ...]) -> list[TarItem]:
                 folder, slash, name = member.name.rpartition("/")
                 stem, _, extension = name.partition(".")
                 key, extension = folder + slash + stem, extension.lower()
-                found = labels if extension in LABEL_EXTENSIONS else members
                 if extension not in known and extension.endswith(tuple(f".{e}" for e in known)):
                     raise UserError(f"{file}: member {member.name} has a dot in its key, which ends at the first dot; rename it")
-                if extension not in known or not member.isreg() or not stem:
-                    continue
-                if key in found:
-                    raise UserError(f"{file}: the key {key} has two {extension} members")
-                content = (member.name, member.offset_data, member.size)
-                found[key] = int(tar.extractfile(member).read()) if found is labels else content
+                if extension in LABEL_EXTENSIONS:
+                    labels[key] = int(tar.extractfile(member).read())
+                elif extension in extensions:
+                    members[key] = member.name, member.offset_data, member.size
             tar.fileobj.seek(tar.offset)
             rest = tar.fileobj.read(2 * tarfile.RECORDSIZE)
     except UserError:
         raise
-    except (tarfile.TarError, OSError, EOFError, ValueError) as e:
+    except (tarfile.TarError, OSError, EOFError, ValueError, AttributeError) as e:
         raise UserError(f"{file} cannot be read as an uncompressed tar with whole numbers in .cls: {e}") from e
     # tarfile takes a damaged header for the end. The end of a whole tar is a block of zeros, and nothing comes after.
     if len(rest) < tarfile.BLOCKSIZE or any(rest):

@@ -37,19 +37,12 @@ def find_va_vae(source: str) -> Path:
     files = [path] if path.is_file() else [f for f in path.glob("*") if f.suffix in (".pt", ".ckpt", ".safetensors")]
     files = [file for file in files if file.name != "latents_stats.pt"]  # published beside the weights
     if len(files) != 1:
-        raise UserError(
-            f"autoencoder=va-vae:{source} holds {len(files)} files of weights; give one, such as "
-            "vavae-imagenet256-f16d32-dinov2.pt of hustvl/vavae-imagenet256-f16d32-dinov2 on the Hugging Face hub"
-        )
+        raise UserError(f"autoencoder=va-vae:{source} holds {len(files)} files of weights; give one")
     return files[0]
 
 
 def load_va_vae(file: Path):
-    """diffusers' AutoencoderKL of a checkpoint of latent diffusion's; its sizes are read off the weights.
-
-    Raises:
-        UserError: the file is refused, or its weights are not those of such an autoencoder.
-    """
+    """diffusers' AutoencoderKL of a checkpoint of latent diffusion's, sized by its weights. UserError for other files."""
     from diffusers import AutoencoderKL  # slow to import
 
     try:
@@ -77,7 +70,7 @@ def load_va_vae(file: Path):
         vae.load_state_dict({_diffusers_name(name, num_levels): _as_linear(name, value) for name, value in weights.items()})
     except (AttributeError, KeyError, IndexError, ValueError, RuntimeError) as e:
         reason = " ".join(str(e).split())[:200]
-        raise UserError(f"{file} does not hold the weights of latent diffusion's AutoencoderKL, as VA-VAE is: {reason}") from e
+        raise UserError(f"{file} does not hold the weights of latent diffusion's AutoencoderKL: {reason}") from e
     return vae
 
 

@@ -92,7 +92,7 @@ def test_a_second_half_with_the_same_labels_becomes_the_flips(tmp_path):
     write_lmdb(tmp_path / "a", np.concatenate([latents, mirrored]), labels * 2)
     source = open_latents(tmp_path / "a")
     check(source, latents, labels, mirrored)
-    assert "latents_flip: the second 9 items" in source.statements[0]
+    assert "latents_flip: the second 9 items" in source.statement
     other = [2, 1, 0] * 3
     write_lmdb(tmp_path / "b", np.concatenate([latents, mirrored]), labels + other)
     check(open_latents(tmp_path / "b"), np.concatenate([latents, mirrored]), labels + other)
@@ -124,10 +124,8 @@ def features(folder, number, part="features"):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda p: features(p, 2, "labels").unlink(), "2.npy is not in both of .*imagenet256_features and .*imagenet256_labels"),
-        (lambda p: features(p, 1).rename(features(p, 9)), "1.npy is not in both"),
+        (lambda p: features(p, 2, "labels").unlink(), "No such file.*imagenet256_labels/2.npy"),
         (lambda p: np.save(features(p, 2), np.zeros((1, 4, 8, 8), "f4")), r"item 2 .*2.npy.*\[4, 8, 8\].*need .*\[4, 4, 4\]"),
-        (lambda p: np.save(features(p, 2), np.full((1, 4, 4, 4), np.nan, "f4")), "item 2 .*not finite"),
         (lambda p: np.save(features(p, 2), np.array([{}])), "item 2 .*cannot be read: .*object"),
         (lambda p: np.save(features(p, 2, "labels"), np.zeros(1)), "TypeError: Cannot cast .*float64.* to .*int64"),
         (lambda p: features(p, 2).write_bytes(features(p, 2).read_bytes()[:-9]), "item 2 .*cannot be read"),
@@ -169,13 +167,9 @@ def listing(text):
     [
         (listing('{"labels": null}'), "dataset.json is not .*labels"),
         (listing('{"labels": [["a.npy", 0.5]]}'), "dataset.json is not .*whole number"),
-        (listing('{"labels": [["a.npy", true]]}'), "dataset.json is not .*whole number"),
         (listing('{"labels": [["a.npy", 0]]}'), "No such file.*a.npy"),
         (listing('{"labels": []}'), "dataset.json lists nothing"),
-        (listing("{"), "dataset.json is not .*labels"),
-        (lambda f: (f / "dataset.json").unlink(), "No such file.*dataset.json"),
         (put(1, np.ones((8, 5, 5), "f4")), r"item 1 .*00000001.npy.*\[8, 5, 5\].*need .*\[8, 4, 4\]"),
-        (put(1, np.full((8, 4, 4), np.nan, "f4")), "item 1 .*00000001.npy.*not finite"),
         (put(1, np.full((8, 4, 4), -1, "f4")), "item 1 .*00000001.npy.*negative standard deviations"),
     ],
 )
@@ -196,7 +190,7 @@ def test_lightningdit_latents_flips_and_labels_are_read(tmp_path, dtype):
         write_lightningdit(file, latents[part].clone(), flips[part].clone(), labels[part])
     source = open_latents(tmp_path)
     check(source, latents.float(), labels, flips.float())
-    assert source.channel_statistics is None and "latents_stats.pt, by which LightningDiT normalises" in source.statements[0]
+    assert source.channel_statistics is None and "latents_stats.pt, by which LightningDiT normalises" in source.statement
 
 
 GOOD = {"latents": torch.zeros(2, 4, 4, 4), "latents_flip": torch.zeros(2, 4, 4, 4), "labels": torch.tensor([0, 1])}
@@ -207,9 +201,7 @@ GOOD = {"latents": torch.zeros(2, 4, 4, 4), "latents_flip": torch.zeros(2, 4, 4,
     [
         ({"labels": None}, "b.safetensors cannot be read: .*labels"),
         ({"labels": torch.zeros(3, dtype=torch.int64)}, "item 4 .*b.safetensors"),
-        ({"labels": torch.zeros(2)}, "Cannot cast .*float.* to .*int64"),
-        ({"latents_flip": None}, "some of the files hold latents_flip, and others do not"),
-        ({n: torch.zeros(2, 4, 8, 8) for n in ("latents", "latents_flip")}, r"item 2 .*b.safetensors.*\[4, 8, 8\]"),
+        ({"latents_flip": None}, "item 2 .*b.safetensors.*latents_flip"),
         ({"latents_flip": torch.full((2, 4, 4, 4), torch.nan)}, "item 2 .*b.safetensors.*not finite"),
     ],
 )
@@ -226,7 +218,6 @@ def test_bad_lightningdit_files_are_refused_by_name(tmp_path, tensors, message):
     [
         ({"mean": torch.zeros(1, 3, 1, 1), "std": torch.ones(1, 3, 1, 1)}, "is of 3 channels, and the latents have 4"),
         ({"mean": torch.zeros(1, 4, 1, 1)}, "does not hold the tensors mean and std"),
-        ([1.0], "does not hold the tensors mean and std"),
         ({"mean": open}, "cannot be read as tensors"),
     ],
 )
@@ -237,21 +228,18 @@ def test_bad_statistics_of_lightningdit_are_refused_by_name(tmp_path, statistics
         open_latents(tmp_path)
 
 
-def test_native_shards_are_not_converted(tmp_path):
-    make_shard(tmp_path / "a.safetensors")
+def test_what_fits_no_format_or_several_needs_the_key_and_native_shards_are_not_converted(tmp_path):
+    make_shard(tmp_path / "native" / "a.safetensors")
     with pytest.raises(UserError, match="a.safetensors is a native shard, which training reads as it is"):
-        open_latents(tmp_path)
-
-
-def test_what_fits_no_format_or_several_needs_the_key(tmp_path):
+        open_latents(tmp_path / "native")
     for path in (tmp_path / "nowhere", tmp_path):
-        with pytest.raises(UserError, match=rf"path={path} holds none of the known formats; format= takes maskdit_lmdb .\*.mdb"):
+        with pytest.raises(UserError, match=f"path={path} fits no format; give format=, one of maskdit_lmdb, webdataset"):
             open_latents(path)
     save_file(GOOD, tmp_path / "a.safetensors")
     write_tar(tmp_path / "a.tar", npy_members(sd_moments(1), [0]))
-    with pytest.raises(UserError, match="holds webdataset and lightningdit of the known formats; format="):
+    with pytest.raises(UserError, match="fits webdataset and lightningdit; give format="):
         open_latents(tmp_path)
-    assert open_latents(tmp_path, format="lightningdit").name == "LightningDiT safetensors"
+    assert open_latents(tmp_path, format="lightningdit").kind == "sample"
 
 
 def test_what_a_format_does_not_say_is_asked_for_by_its_key(tmp_path):
@@ -262,8 +250,6 @@ def test_what_a_format_does_not_say_is_asked_for_by_its_key(tmp_path):
     write_tar(tmp_path / "a.tar", npy_members(sd_moments(2), [0, 1]))
     write_tar(tmp_path / "samples" / "a.tar", npy_members(sd_moments(2)[:, :4], [0, 1]))
     tars, samples = open_latents(tmp_path / "a.tar"), open_latents(tmp_path / "samples")
-    info, scale = describe(tars, "moments")
-    assert (info.kind, info.scale_factor, info.resolution, info.num_classes, scale) == ("moments", SD_SCALE, 32, 2, 1.0)
     info, scale = describe(samples, "sample", 0.5, "none", scale_factor=2.0, resolution=4)
     assert (info.kind, info.autoencoder, info.scale_factor, info.resolution, scale) == ("sample", "none", 2.0, 4, 0.5)
     for message, source, given in (
@@ -272,7 +258,7 @@ def test_what_a_format_does_not_say_is_asked_for_by_its_key(tmp_path):
         ("give autoencoder=, scale_factor=, resolution=, ", tars, {"kind": "sample", "scale": 1.0}),  # 8 channels
         ("give autoencoder=, ", samples, {"kind": "moments"}),  # 2 channels
         ("give scale_factor=, resolution=, ", tars, {"kind": "moments", "autoencoder": "none"}),
-        ("moments hold mean and log-variance of each channel, unscaled", tars, {"kind": "moments", "scale": 0.5}),
+        ("scale=0.5: they must be square, and moments unscaled", tars, {"kind": "moments", "scale": 0.5}),
         ("num_classes=1, but there are labels up to 1", tars, {"kind": "moments", "num_classes": 1}),
     ):
         with pytest.raises(UserError, match=message):

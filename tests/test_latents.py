@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_shard
-from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from common.errors import UserError
@@ -16,10 +15,7 @@ from latents.order import BatchOrder, read_batches
 from latents.shards import LatentDataset, ShardInfo, latents_for_network, restore_latents, write_shard
 
 INFO = ShardInfo(kind="sample", scale_factor=0.5, autoencoder="identity", resolution=4, num_classes=3)
-
-
-def no_flips(indices):
-    return np.zeros(len(indices), dtype=bool)
+CPU = torch.device("cpu")
 
 
 def test_a_shard_uses_the_documented_keys_and_header(tmp_path):
@@ -34,22 +30,16 @@ def test_a_shard_uses_the_documented_keys_and_header(tmp_path):
 
 
 def test_items_are_fetched_by_index_across_shards_in_the_order_asked_for(tmp_path):
-    first, first_labels = make_shard(tmp_path / "a.safetensors", num_items=5, seed=1)
-    second, second_labels = make_shard(tmp_path / "b.safetensors", num_items=3, seed=2)
+    first, first_labels = make_shard(tmp_path / "a.safetensors", num_items=5, seed=1, flips=True)
+    second, second_labels = make_shard(tmp_path / "b.safetensors", num_items=3, seed=2, flips=True)
+    (tmp_path / ".tmp_c.safetensors").write_bytes(b"half written")  # is no data
     dataset = LatentDataset(tmp_path)
-    assert len(dataset) == 8 and (dataset.channels, dataset.height, dataset.width) == (2, 4, 4)
-    indices = np.array([7, 0, 5, 4, 0])
-    latents, labels = dataset.fetch(indices, no_flips(indices))
+    assert len(dataset) == 8 and (dataset.channels, dataset.height, dataset.width) == (2, 4, 4) and dataset.has_flips
+    indices, flips = np.array([7, 0, 5, 4, 0]), np.array([False, True, True, False, False])
+    latents, labels = dataset.fetch(indices, flips)
     both, both_labels = torch.cat([first, second]), torch.cat([first_labels, second_labels])
-    assert torch.equal(latents, both[indices]) and torch.equal(labels, both_labels[indices])
-
-
-def test_flipped_latents_are_taken_where_asked_for(tmp_path):
-    latents, _ = make_shard(tmp_path / "a.safetensors", flips=True)
-    dataset = LatentDataset(tmp_path)
-    assert dataset.has_flips
-    fetched, _ = dataset.fetch(np.array([3, 3, 9]), np.array([False, True, True]))
-    assert torch.equal(fetched, torch.stack([latents[3], latents[3].flip(-1), latents[9].flip(-1)]))
+    expected = [both[i].flip(-1) if flip else both[i] for i, flip in zip(indices, flips)]
+    assert torch.equal(latents, torch.stack(expected)) and torch.equal(labels, both_labels[indices])
 
 
 class FixedNoise:
@@ -60,49 +50,36 @@ class FixedNoise:
         return torch.full((1, *shape), self.value)
 
 
-def test_moments_are_sampled_and_scaled():
+def test_moments_are_sampled_then_normalised_and_scaled(tmp_path):
     stored = torch.tensor([2.0, math.log(9.0)]).reshape(1, 2, 1, 1)  # mean 2, variance 9
     info = ShardInfo(kind="moments", scale_factor=0.5, autoencoder="identity", resolution=1, num_classes=1)
     assert latents_for_network(stored, info, FixedNoise(1.0)).item() == pytest.approx((2 + 3 * 1.0) * 0.5)
     assert latents_for_network(stored, info, FixedNoise(-2.0)).item() == pytest.approx((2 - 3 * 2.0) * 0.5)
-
-
-def test_samples_are_scaled_only_and_become_float32():
-    stored = torch.tensor([[[[3.0]]]], dtype=torch.float16)
-    out = latents_for_network(stored, INFO)
-    assert out.item() == 1.5 and out.dtype == torch.float32
-
-
-NORMALIZED = dict(latents_mean=(1.5, -20.0), latents_std=(0.25, 40.0))
+    info = ShardInfo("moments", 0.5, "identity", 1, 1, latents_mean=(4.0,), latents_std=(10.0,))
+    assert latents_for_network(stored, info, FixedNoise(1.0)).item() == pytest.approx((2 + 3 - 4) / 10 * 0.5)
+    make_shard(tmp_path / "a.safetensors", channels=2, kind="moments")
+    assert LatentDataset(tmp_path).channels == 2  # half of those stored
 
 
 def test_what_the_network_sees_of_a_channel_is_brought_to_mean_0_and_deviation_1_and_restored_for_the_autoencoder():
-    info = ShardInfo("sample", 0.5, "none", 4, 3, **NORMALIZED)
-    stored = torch.tensor([1.25, 1.5, -20.0, 60.0]).reshape(1, 2, 1, 2)
+    info = ShardInfo("sample", 0.5, "none", 4, 3, latents_mean=(1.5, -20.0), latents_std=(0.25, 40.0))
+    stored = torch.tensor([1.25, 1.5, -20.0, 60.0], dtype=torch.float16).reshape(1, 2, 1, 2)
     seen = latents_for_network(stored, info)
-    assert seen.flatten().tolist() == [-0.5, 0.0, 0.0, 1.0]
-    assert torch.allclose(restore_latents(seen, info), stored)
+    assert seen.flatten().tolist() == [-0.5, 0.0, 0.0, 1.0] and seen.dtype == torch.float32
+    assert torch.allclose(restore_latents(seen, info), stored.float())
     plain = ShardInfo("sample", 0.3, "none", 4, 3)
     x = torch.randn(2, 2, 3, 3)
     assert torch.equal(latents_for_network(x, plain), x * 0.3) and torch.equal(restore_latents(x, plain), x / 0.3)
 
 
-def test_moments_are_sampled_before_they_are_normalised():
-    stored = torch.tensor([2.0, math.log(9.0)]).reshape(1, 2, 1, 1)  # mean 2, variance 9
-    info = ShardInfo("moments", 0.5, "identity", 1, 1, latents_mean=(4.0,), latents_std=(10.0,))
-    assert latents_for_network(stored, info, FixedNoise(1.0)).item() == pytest.approx((2 + 3 - 4) / 10 * 0.5)
-
-
 def test_a_header_holds_mean_and_deviation_of_each_channel_exactly(tmp_path):
     values = dict(latents_mean=(0.1, -1 / 3), latents_std=(1e-7, 123456.789))
-    make_shard(tmp_path / "a" / "a.safetensors", **values)
-    make_shard(tmp_path / "b" / "a.safetensors")
-    (a, b), other = (LatentDataset(tmp_path / name) for name in "ab"), dict(values, latents_mean=(0.1, 0.0))
-    assert (a.info.latents_mean, a.info.latents_std) == tuple(values.values()) and b.info.latents_mean is None
-    assert a.fingerprint() != b.fingerprint()
-    make_shard(tmp_path / "a" / "b.safetensors", **other)
+    make_shard(tmp_path / "a.safetensors", **values)
+    info = LatentDataset(tmp_path).info
+    assert (info.latents_mean, info.latents_std) == tuple(values.values())
+    make_shard(tmp_path / "b.safetensors", **dict(values, latents_mean=(0.1, 0.0)))
     with pytest.raises(UserError, match="b.safetensors does not belong with .*a.safetensors: .*latents_mean"):
-        LatentDataset(tmp_path / "a")
+        LatentDataset(tmp_path)
 
 
 def test_training_sees_normalised_latents_and_its_checkpoint_says_how(train, tmp_path):
@@ -110,106 +87,71 @@ def test_training_sees_normalised_latents_and_its_checkpoint_says_how(train, tmp
     settings = ["data=custom", f"data.path={tmp_path}", "model.backbone=DiT-XS/8", "train.precision=fp32", "train.num_steps=1"]
     stored = (train("run", *settings) / "config.yaml").read_text()
     assert "latents_mean:\n  - 3.0\n  latents_std:\n  - 2.0" in stored
-    with pytest.raises(UserError, match=r"data.latents_std=\[9.0\], but the latents of .* say"):
-        train("other", *settings, "data.latents_std=[9.0]")
-
-
-def test_moments_count_as_half_their_channels(tmp_path):
-    make_shard(tmp_path / "a.safetensors", channels=2, kind="moments")
-    assert LatentDataset(tmp_path).channels == 2
-
-
-def test_an_existing_shard_is_not_overwritten(tmp_path):
-    latents, labels = make_shard(tmp_path / "a.safetensors")
-    before = (tmp_path / "a.safetensors").read_bytes()
-    with pytest.raises(UserError, match="a.safetensors exists; nothing was written"):
-        write_shard(tmp_path / "a.safetensors", latents * 2, labels, INFO)
-    assert (tmp_path / "a.safetensors").read_bytes() == before
 
 
 def test_a_fingerprint_changes_with_the_data(tmp_path):
-    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        make_shard(tmp_path / name / "x.safetensors", seed=seed)
-    a, b, c = (LatentDataset(tmp_path / name).fingerprint() for name in "abc")
-    make_shard(tmp_path / "d" / "x.safetensors", flips=True)
-    assert a == b != c and LatentDataset(tmp_path / "d").fingerprint() != a
+    others = dict(b={}, c=dict(seed=1), d=dict(flips=True), e=dict(latents_mean=(0.1, 0.0), latents_std=(1.0, 1.0)))
+    for name, settings in {"a": {}, **others}.items():
+        make_shard(tmp_path / name / "x.safetensors", **settings)
+    a, b, *differing = (LatentDataset(tmp_path / name).fingerprint() for name in "abcde")
+    assert a == b and a not in differing
 
 
-def truncate(file):
-    file.write_bytes(file.read_bytes()[:-10])
+def changed(info=None, **tensors):
+    """A shard with other metadata or tensors than a good one."""
 
-
-def scribble(file):
-    file.write_bytes(b"not a shard at all")
-
-
-def without_metadata(file):
-    save_file({"latents": torch.zeros(2, 2, 4, 4), "labels": torch.zeros(2, dtype=torch.int64)}, file)
-
-
-def with_tensors(**tensors):
     def write(file):
         good = {"latents": torch.zeros(2, 2, 4, 4), "labels": torch.zeros(2, dtype=torch.int64)}
-        save_file({k: v for k, v in (good | tensors).items() if v is not None}, file, metadata=INFO.to_metadata())
+        metadata = INFO.to_metadata() | (info or {})
+        save_file({k: v for k, v in (good | tensors).items() if v is not None}, file, metadata=metadata)
 
     return write
 
 
-def with_metadata(**metadata):
-    def write(file):
-        good = {"latents": torch.zeros(2, 2, 4, 4), "labels": torch.zeros(2, dtype=torch.int64)}
-        save_file(good, file, metadata=INFO.to_metadata() | metadata)
-
-    return write
-
-
+# Others are in test_damaged_inputs.py.
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("write", "message"),
     [
-        (truncate, "b.safetensors is truncated or not a safetensors file"),
-        (scribble, "b.safetensors is truncated or not a safetensors file"),
-        (without_metadata, "b.safetensors is not a latent shard, .*convert.*; in its header, kind: "),
-        (with_metadata(kind="mean"), "in its header, kind: .*'sample' or 'moments'"),
-        (with_metadata(scale_factor="-1"), "in its header, scale_factor: "),
-        (with_metadata(latents_mean="[0, 0]"), "latents_mean and latents_std need a number for each channel"),
-        (with_metadata(latents_mean="[0, 0]", latents_std="[1, 0]"), "in its header, latents_std.1: "),
-        (with_metadata(latents_mean="[0, NaN]", latents_std="[1, 1]"), "in its header, latents_mean.1: "),
-        (with_metadata(latents_mean="[0]", latents_std="[1]"), "needs latents_mean and latents_std of 2 channels"),
-        (with_metadata(latents_mean="zero", latents_std="[1]"), "in its header, latents_mean: "),
-        (with_tensors(labels=torch.tensor([0, 3])), "b.safetensors .*needs labels from 0 to 2"),
-        (with_tensors(labels=torch.tensor([-1, 1])), "needs labels from 0 to 2"),
-        (with_tensors(labels=torch.zeros(3, dtype=torch.int64)), r"labels torch.int64 \[3\].*; .*needs labels \[M\] of int64"),
-        (with_tensors(labels=torch.zeros(2)), r"needs labels \[M\] of int64"),
-        (with_tensors(labels=None), "b.safetensors holds .*; a latent shard needs latents and labels"),
-        (with_tensors(latents=torch.zeros(2, 4, 4)), r"latents torch.float32 \[2, 4, 4\].*needs latents \[M, C, H, W\]"),
-        (with_tensors(latents=torch.zeros(2, 2, 4, 4, dtype=torch.int8)), "needs latents .* of float16 or float32"),
-        (with_tensors(latents_flip=torch.zeros(1, 2, 4, 4)), "needs latents_flip like latents"),
-        (with_tensors(latents=torch.zeros(2, 2, 4, 4).half()), "b.safetensors does not belong with .*a.safetensors"),
-        (with_tensors(latents=torch.zeros(2, 2, 5, 5)), "b.safetensors does not belong with .*a.safetensors"),
-        (with_metadata(scale_factor="0.25"), "b.safetensors does not belong with .*a.safetensors"),
-        (with_tensors(images=torch.zeros(9, dtype=torch.uint8)), "needs images, cut by image_offsets"),
+        (changed({"kind": "mean"}), "in its header, kind: .*'sample' or 'moments'"),
+        (changed({"latents_mean": "[0, 0]"}), "latents_mean and latents_std need a number for each channel"),
+        (changed({"latents_mean": "[0, 0]", "latents_std": "[1, 0]"}), "in its header, latents_std.1: "),
+        (changed({"latents_mean": "[0, NaN]", "latents_std": "[1, 1]"}), "in its header, latents_mean.1: "),
+        (changed({"latents_mean": "[0]", "latents_std": "[1]"}), "needs latents_mean and latents_std of 2 channels"),
+        (changed(labels=torch.tensor([0, 3])), "needs labels from 0 to 2"),
+        (changed(labels=None), "needs latents and labels"),
+        (changed(latents=torch.zeros(2, 4, 4)), r"latents torch.float32 \[2, 4, 4\].*needs latents \[M, C, H, W\]"),
+        (changed(latents_flip=torch.zeros(1, 2, 4, 4)), "needs latents_flip like latents"),
+        (changed(images=torch.zeros(9, dtype=torch.uint8)), r"needs image_offsets \[M \+ 1\]"),
+        (changed(latents=torch.zeros(2, 2, 4, 4).half()), "does not belong with .*a.safetensors"),
+        (changed(latents=torch.zeros(2, 2, 5, 5)), "does not belong with .*a.safetensors"),
+        (changed({"scale_factor": "0.25"}), "does not belong with .*a.safetensors"),
     ],
 )
-def test_a_bad_shard_is_refused_by_name(tmp_path, damage, message):
+def test_a_bad_shard_is_refused_by_name(tmp_path, write, message):
     make_shard(tmp_path / "a.safetensors")
-    make_shard(tmp_path / "b.safetensors")
-    damage(tmp_path / "b.safetensors")
-    with pytest.raises(UserError, match=message):
+    write(tmp_path / "b.safetensors")
+    with pytest.raises(UserError, match=f"b.safetensors .*{message}"):
         LatentDataset(tmp_path)
 
 
-def test_a_folder_without_shards_is_answered_with_the_commands_that_make_them(tmp_path):
-    for path in (tmp_path / "nowhere", tmp_path):
-        with pytest.raises(UserError, match=f"{path} holds no latent shards .*encode.*convert"):
-            LatentDataset(path)
-
-
-def test_a_shard_that_is_cut_off_while_it_is_read_is_named(tmp_path):
-    make_shard(tmp_path / "a.safetensors")
-    dataset = LatentDataset(tmp_path)
-    truncate(tmp_path / "a.safetensors")
-    with pytest.raises(UserError, match="a.safetensors is truncated: it ends before byte"):
-        dataset.fetch(np.arange(24), np.zeros(24, dtype=bool))
+def test_what_is_no_shard_is_not_written_and_an_existing_one_not_overwritten(tmp_path):
+    latents, labels = torch.zeros(3, 2, 4, 4), torch.tensor([0, 1, 2])
+    bad = latents.clone()
+    bad[1, 0, 2, 2] = float("nan")
+    for arguments, message in (
+        ((latents, labels + 1), "needs labels from 0 to 2"),
+        ((latents, labels.int()), "labels torch.int32"),
+        ((latents.bfloat16(), labels), "latents torch.bfloat16"),
+        ((bad, labels), "latents of item 1 are not finite"),
+    ):
+        with pytest.raises(UserError, match=message):
+            write_shard(tmp_path / "a.safetensors", *arguments, INFO)
+    with pytest.raises(UserError, match=f"{tmp_path} holds no latent shards"):
+        LatentDataset(tmp_path)
+    write_shard(tmp_path / "a.safetensors", latents, labels, INFO)
+    with pytest.raises(UserError, match="a.safetensors exists; nothing was written"):
+        write_shard(tmp_path / "a.safetensors", latents + 1, labels, INFO)
+    assert torch.equal(load_file(tmp_path / "a.safetensors")["latents"], latents)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -226,24 +168,17 @@ def test_every_epoch_is_a_permutation_also_where_a_batch_spans_two():
     assert list(stream[:10]) != list(stream[10:])
     assert list(stream) == list(np.concatenate([indices for indices, _ in order()]))
     assert list(stream) != list(np.concatenate([indices for indices, _ in order(seed=1)]))
-
-
-def test_a_batch_may_be_larger_than_the_data():
     indices, _ = order(num_items=3, batch_size=8, slices=[slice(0, 8)]).global_batch(0)
     assert sorted(np.bincount(indices, minlength=3)) == [2, 3, 3]  # two epochs and a part of the third
 
 
-def test_the_order_goes_on_from_any_step():
+def test_the_order_goes_on_from_any_step_and_slices_make_up_the_global_batch():
     whole = [indices.tolist() for indices, _ in order()]
     assert [indices.tolist() for indices, _ in order(start_step=3)] == whole[3:]
     assert len(order(start_step=3)) == 2
-
-
-def test_slices_of_processes_and_micro_batches_make_up_the_global_batch():
-    whole = [indices.tolist() for indices, _ in order()]
-    halves = [[i.tolist() for i, _ in order(slices=[part])] for part in (slice(0, 2), slice(2, 4))]
+    halves = [[i.tolist() for i, _ in order(slices=[part])] for part in (slice(0, 2), slice(2, 4))]  # two processes
     assert [a + b for a, b in zip(*halves)] == whole
-    micro = [i.tolist() for i, _ in order(slices=[slice(0, 2), slice(2, 4)])]
+    micro = [i.tolist() for i, _ in order(slices=[slice(0, 2), slice(2, 4)])]  # two micro-batches
     assert [a + b for a, b in zip(micro[::2], micro[1::2])] == whole
 
 
@@ -269,52 +204,33 @@ def test_loader_workers_do_not_change_the_batches(tmp_path):
 # Autoencoders.
 
 
-def test_identity_latents_become_the_pixels_of_the_images():
+def test_identity_latents_become_the_pixels_of_the_images_and_are_clamped():
     pixels = torch.tensor([[0, 128], [255, 3]], dtype=torch.float32)
-    images = autoencoders.to_uint8(
-        autoencoders.build("identity", torch.device("cpu"), 1).decode((pixels / 127.5 - 1)[None, None])
-    )
-    assert images.shape == (1, 2, 2, 3)
+    images = autoencoders.to_uint8(autoencoders.build("identity", CPU, 1).decode((pixels / 127.5 - 1)[None, None]))
+    assert images.shape == (1, 2, 2, 3) and images.dtype == torch.uint8
     assert images[0, :, :, 0].tolist() == pixels.tolist() and torch.equal(images[..., 0], images[..., 2])
-    assert Image.fromarray(images[0].numpy()).mode == "RGB"
-
-
-def test_values_beyond_the_range_are_clamped():
     assert autoencoders.to_uint8(torch.tensor([[[[-3.0, 3.0]]]]))[0, 0, :, 0].tolist() == [0, 255]
 
 
-def test_an_sd_vae_decodes_from_a_local_folder(tmp_path):
+def test_an_sd_vae_decodes_from_a_local_folder_large_batches_in_slices(tmp_path, monkeypatch):
     from diffusers import AutoencoderKL
 
     torch.manual_seed(0)
-    vae = AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
-        block_out_channels=(8, 8), latent_channels=4, norm_num_groups=4, layers_per_block=1,
-    ).eval()  # fmt: skip
-    vae.save_pretrained(tmp_path / "vae")
-    latents = torch.randn(2, 4, 4, 4)
-    decoded = autoencoders.build(f"sd-vae:{tmp_path / 'vae'}", torch.device("cpu"), 4).decode(latents)
-    assert decoded.shape == (2, 3, 8, 8)
-    assert torch.allclose(decoded, vae.decode(latents).sample, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("method", "name", "limit", "channels"),
-    [("decode", "decode", "DECODED_PIXELS", 4), ("encode_moments", "encode", "ENCODED_PIXELS", 3)],
-)
-def test_an_sd_vae_takes_a_large_batch_in_slices(tmp_path, monkeypatch, method, name, limit, channels):
-    from diffusers import AutoencoderKL
-
-    AutoencoderKL(block_out_channels=(8,), latent_channels=4, norm_num_groups=4).save_pretrained(tmp_path / "vae")
-    vae = autoencoders.build(f"sd-vae:{tmp_path / 'vae'}", torch.device("cpu"), 4)
-    batch = torch.randn(5, channels, 4, 4)
-    run, sizes, run_part = getattr(vae, method), [], getattr(vae.vae, name)
-    whole = run(batch)
-    monkeypatch.setattr(vae.vae, name, lambda part: sizes.append(len(part)) or run_part(part))
-    for num_pixels, expected in ((32, [2, 2, 1]), (1, [1] * 5)):
-        sizes.clear()
-        monkeypatch.setattr(autoencoders, limit, num_pixels)
-        assert torch.allclose(run(batch), whole, atol=1e-6) and sizes == expected
+    kl = AutoencoderKL(block_out_channels=(8,), latent_channels=4, norm_num_groups=4).eval()
+    kl.save_pretrained(tmp_path / "vae")
+    vae = autoencoders.build(f"sd-vae:{tmp_path / 'vae'}", CPU, 4)
+    latents, images = torch.randn(5, 4, 4, 4), torch.randn(5, 3, 4, 4)
+    assert torch.allclose(vae.decode(latents), kl.decode(latents).sample, atol=1e-6)
+    for method, name, limit, batch in (
+        (vae.decode, "decode", "DECODED_PIXELS", latents),
+        (vae.encode_moments, "encode", "ENCODED_PIXELS", images),
+    ):
+        whole, sizes, run_part = method(batch), [], getattr(vae.vae, name)
+        monkeypatch.setattr(vae.vae, name, lambda part, s=sizes, run=run_part: s.append(len(part)) or run(part))
+        for num_pixels, expected in ((32, [2, 2, 1]), (1, [1] * 5)):
+            sizes.clear()
+            monkeypatch.setattr(autoencoders, limit, num_pixels)
+            assert torch.allclose(method(batch), whole, atol=1e-6) and sizes == expected
 
 
 def test_an_autoencoder_that_is_not_there_or_does_not_fit_is_refused(tmp_path):
@@ -324,25 +240,4 @@ def test_an_autoencoder_that_is_not_there_or_does_not_fit_is_refused(tmp_path):
         ("none", "autoencoder=none: nothing is known that decodes these latents"),
     ):
         with pytest.raises(UserError, match=message):
-            autoencoders.build(spec, torch.device("cpu"), 4)
-
-
-def test_what_is_no_shard_is_not_written(tmp_path):
-    latents, labels = torch.zeros(3, 2, 4, 4), torch.tensor([0, 1, 2])
-    bad = latents.clone()
-    bad[1, 0, 2, 2] = float("nan")
-    for arguments, message in (
-        ((latents, labels + 1), "needs labels from 0 to 2"),
-        ((latents, labels.int()), "labels torch.int32"),
-        ((latents.bfloat16(), labels), "latents torch.bfloat16"),
-        ((bad, labels), "latents of item 1 are not finite; nothing was written"),
-    ):
-        with pytest.raises(UserError, match=message):
-            write_shard(tmp_path / "a.safetensors", *arguments, INFO)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_half_written_shards_are_not_data(tmp_path):
-    make_shard(tmp_path / "a.safetensors", num_items=5)
-    (tmp_path / ".tmp_b.safetensors").write_bytes((tmp_path / "a.safetensors").read_bytes())
-    assert len(LatentDataset(tmp_path)) == 5
+            autoencoders.build(spec, CPU, 4)

@@ -5,12 +5,17 @@ import json
 import logging
 import re
 import tarfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier
 
 import numpy as np
 import pytest
 import torch
-from conftest import LAUNCH_2, finish, forget_accelerate, make_shard, start
+from conftest import forget_accelerate, make_shard
 from PIL import Image
+from safetensors.torch import save_file
+from test_webdataset import write_tar
 
 import prepare_latents
 from common.errors import UserError
@@ -20,8 +25,10 @@ from latents import autoencoders
 from latents.prepare.images import open_labelled_images
 from latents.prepare.write import ShardWriter
 from latents.shards import LatentDataset, ShardInfo, latents_for_network, write_shard
+from training import machine
 
 RESOLUTION = 32
+INFO = ShardInfo(kind="sample", scale_factor=0.5, autoencoder="identity", resolution=4, num_classes=3)
 
 
 @pytest.fixture(scope="module")
@@ -115,16 +122,14 @@ def test_encode_measures_and_stores_mean_and_deviation_of_each_channel(images, v
 def test_the_manifest_states_what_was_made_and_how(images, vae, tmp_path):
     folder = encode(images, tmp_path / "out", vae)
     manifest = json.loads((folder / "manifest.json").read_text())
-    assert (manifest["num_items"], manifest["kind"], manifest["autoencoder"]) == (40, "moments", vae)
-    assert manifest["class_names"] == ["ant", "bee", "cow"] and manifest["class_counts"] == [14, 13, 13]
-    assert manifest["source"] == str(images) and manifest["shape"] == [4, 16, 16] and manifest["settings"]["resolution"] == 32
-    dataset = LatentDataset(folder)
-    stored = dataset.fetch(np.arange(40), np.zeros(40, dtype=bool))[0].double()
+    expected = {"num_items": 40, "kind": "moments", "autoencoder": vae, "shape": [4, 16, 16], "source": str(images)}
+    expected |= {"class_names": ["ant", "bee", "cow"], "class_counts": [14, 13, 13]}
+    assert {key: manifest[key] for key in expected} == expected
+    stored = LatentDataset(folder).fetch(np.arange(40), np.zeros(40, dtype=bool))[0].double()
     mean, log_variance = stored.chunk(2, dim=1)
     samples = mean + (log_variance / 2).exp() * torch.randn(200, *mean.shape, generator=torch.Generator().manual_seed(0))
     assert np.allclose(manifest["mean"], mean.mean(dim=(0, 2, 3)), atol=1e-6)
     assert np.allclose(manifest["std"], samples.std(dim=(0, 1, 3, 4)), rtol=0.01)
-    assert not (folder / ".unfinished").exists()
 
 
 def test_samples_are_drawn_once_from_the_seed_and_the_image(images, vae, tmp_path):
@@ -158,28 +163,63 @@ def test_an_interrupted_encoding_continues_and_ends_in_the_same_files(images, va
     assert not list(output.glob(".*"))
 
 
-def test_two_processes_write_the_same_shards_as_one(images, vae, tmp_path):
-    settings = [f"images={images}", f"resolution={RESOLUTION}", f"autoencoder={vae}", "cpu_threads=1", "num_workers=0"]
-    command = ["prepare_latents.py", "encode", *settings, f"output={tmp_path / 'two'}", "shard_size=8", "batch_size=3"]
-    code, text = finish(start(*command, launcher=LAUNCH_2))
-    assert code == 0, text
-    one = encode(images, tmp_path / "one", vae)
+class Process:
+    """What `encode` uses of an Accelerator, for two processes that are threads."""
+
+    device, num_processes, end_training = torch.device("cpu"), 2, lambda self: None
+
+    def __init__(self, index, barrier):
+        self.process_index, self.is_main_process, self.wait_for_everyone = index, index == 0, barrier.wait
+
+
+def test_two_processes_write_the_same_shards_as_one(images, vae, tmp_path, monkeypatch):
+    one, barrier = encode(images, tmp_path / "one", vae, "kind=sample"), Barrier(2)
+    net = autoencoders.build(vae, torch.device("cpu"))
+    monkeypatch.setattr(autoencoders, "build", lambda *args, **settings: net)  # diffusers cannot build two at a time
+    processes = iter([Process(0, barrier), Process(1, barrier)])
+    monkeypatch.setattr(machine, "start_accelerator", lambda *args, **settings: next(processes))
+    keys = dict(resolution=RESOLUTION, autoencoder=vae, num_workers=0, shard_size=8, batch_size=3, kind="sample")
+    with ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(prepare_latents.encode, images=str(images), output=str(tmp_path / "two"), **keys) for _ in range(2)]
+        assert [future.result(timeout=60) for future in both] == [None, None]
     assert contents(tmp_path / "two") == contents(one)
     assert (tmp_path / "two" / "manifest.json").read_text() == (one / "manifest.json").read_text()
 
 
+def test_a_folder_is_locked_until_it_has_its_manifest_and_may_be_locked_again_at_once(tmp_path, monkeypatch):
+    def writer():
+        return ShardWriter(tmp_path, {}, lambda start, stop: "hash", num_items=4, shard_size=2, dtype="float32")
+
+    first, second, third = writer(), writer(), writer()
+    first.open()
+    for shard in first.missing():
+        first.write(shard, torch.tensor([0, 1]), INFO, {"latents": torch.randn(2, 1, 4, 4)})
+    before = contents(tmp_path)
+    with pytest.raises(UserError, match="another process is writing to output="):
+        second.open()
+    remove = Path.rmdir
+
+    def open_another_before(folder):
+        monkeypatch.undo()
+        second.open()
+        remove(folder)
+
+    monkeypatch.setattr(Path, "rmdir", open_another_before)
+    first.finish()
+    assert second.missing() == []
+    with pytest.raises(UserError, match="another process is writing to output="):
+        third.open()
+    second.finish()
+    assert contents(tmp_path) == before and not list(tmp_path.glob(".*")) and len(LatentDataset(tmp_path)) == 4
+
+
 def test_a_changed_shard_is_set_aside_and_made_again(images, vae, tmp_path, caplog):
     folder = encode(images, tmp_path / "out", vae)
-    before = contents(folder)
-    file = folder / "latents_00001.safetensors"
-    file.write_bytes(file.read_bytes()[:-1] + b"\x00")
-    damaged = file.read_bytes()
-    assert damaged != before[file.name]
-    with caplog.at_level(logging.WARNING):
-        encode(images, folder, vae)
+    before, file = contents(folder), folder / "latents_00001.safetensors"
+    file.write_bytes(damaged := file.read_bytes()[:-1] + b"\x00")
+    encode(images, folder, vae)
     assert "latents_00001.safetensors is not as it was written" in caplog.text
-    assert (folder / ".changed_latents_00001.safetensors").read_bytes() == damaged
-    (folder / ".changed_latents_00001.safetensors").unlink()
+    assert (folder / ".changed_latents_00001.safetensors").read_bytes() == damaged != before[file.name]
     assert contents(folder) == before and (folder / "manifest.json").exists()
 
 
@@ -191,9 +231,6 @@ def test_a_folder_with_other_latents_is_refused(images, vae, tmp_path):
     make_shard(tmp_path / "mine" / "a.safetensors")
     with pytest.raises(UserError, match="holds a.safetensors, which this command did not write; choose another folder"):
         encode(images, tmp_path / "mine", vae)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="file is a file; give a folder"):
-        encode(images, tmp_path / "file", vae)
     assert (contents(folder), (folder / "manifest.json").read_bytes()) == before
 
 
@@ -218,12 +255,12 @@ def test_a_mended_image_costs_no_more_than_its_shard(images, vae, tmp_path, capl
     assert all((tmp_path / "out" / name).stat().st_mtime_ns == at for name, at in finished.items())
     file.unlink()  # and an image that is removed: those before it stay
     encode(folder, tmp_path / "out", vae)
-    assert "latents_00004.safetensors was made of other items than the source holds now; set aside" in caplog.text
+    assert "latents_00004.safetensors is of other items than the source holds now; set aside" in caplog.text
     assert len(LatentDataset(tmp_path / "out")) == 39
     assert all((tmp_path / "out" / name).stat().st_mtime_ns == at for name, at in finished.items())
 
 
-def test_other_images_or_weights_are_another_data_set(images, vae, tmp_path):
+def test_other_images_or_weights_are_another_data_set(images, vae, tmp_path, monkeypatch):
     out = encode(images, tmp_path / "out", vae)
     before = contents(out)
     others = copy_of(images, tmp_path / "others")
@@ -233,45 +270,30 @@ def test_other_images_or_weights_are_another_data_set(images, vae, tmp_path):
         file.write_bytes(blob)
     with pytest.raises(UserError, match="already holds another data set .made of other items.; choose another folder"):
         encode(others, out, vae)
-    from diffusers import AutoencoderKL
-
-    folder = vae.removeprefix("sd-vae:")
-    net = AutoencoderKL.from_pretrained(folder)
-    original = {name: weight.clone() for name, weight in net.state_dict().items()}
-    with torch.no_grad():
-        net.quant_conv.bias.add_(1.0)
-    net.save_pretrained(folder)
+    net = autoencoders.build(vae, torch.device("cpu"))
+    original = net.fingerprint()
+    net.vae.quant_conv.bias.add_(1.0)
+    assert net.fingerprint() != original
+    monkeypatch.setattr(autoencoders, "build", lambda *args, **settings: net)
     with pytest.raises(UserError, match="already holds another data set .weights: "):
         encode(images, out, vae)
-    net.load_state_dict(original)
-    net.save_pretrained(folder)
-    assert contents(encode(images, out, vae)) == before
+    assert contents(out) == before
 
 
-@pytest.fixture
-def bad_images(images, tmp_path):
-    """The same images with four that cannot be used."""
-    folder = copy_of(images, tmp_path / "bad")
-    rng = np.random.default_rng(1)
+def test_unreadable_images_can_be_skipped_and_are_counted(images, vae, tmp_path, caplog):
+    folder, rng, whole = copy_of(images, tmp_path / "bad"), np.random.default_rng(1), io.BytesIO()
     random_image(rng, width=1, height=50).save(folder / "ant" / "narrow.png")
-    whole = io.BytesIO()
     random_image(rng, width=90, height=90).save(whole, "jpeg")
     (folder / "bee" / "cut.jpg").write_bytes(whole.getvalue()[:-2000])
     Image.fromarray(rng.integers(0, 60000, (40, 40), dtype=np.uint16)).save(folder / "bee" / "deep.png")
     (folder / "cow" / "text.png").write_text("not an image")
-    return folder
-
-
-def test_unreadable_images_can_be_skipped_and_are_counted(bad_images, images, vae, tmp_path, caplog):
-    with caplog.at_level(logging.INFO):
-        folder = encode(bad_images, tmp_path / "out", vae, "on_error=skip")
-    manifest = json.loads((folder / "manifest.json").read_text())
+    encode(folder, tmp_path / "out", vae, "on_error=skip")
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert [entry["name"] for entry in manifest["left_out"]] == ["ant/narrow.png", "bee/cut.jpg", "bee/deep.png", "cow/text.png"]
     assert "left out 4, listed in manifest.json; the first: {'name': 'ant/narrow.png'" in caplog.text
-    assert manifest["num_items"] == 40
-    good = LatentDataset(encode(images, tmp_path / "good", vae))
-    every = np.arange(40), np.zeros(40, dtype=bool)
-    assert torch.allclose(LatentDataset(folder).fetch(*every)[0].float(), good.fetch(*every)[0].float(), atol=2e-3)
+    good, every = LatentDataset(encode(images, tmp_path / "good", vae)), (np.arange(40), np.zeros(40, dtype=bool))
+    found = LatentDataset(tmp_path / "out").fetch(*every)[0].float()
+    assert torch.allclose(found, good.fetch(*every)[0].float(), atol=2e-3)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -314,16 +336,13 @@ def test_labels_come_from_edms_dataset_json_or_all_images_are_of_one_class(tmp_p
 
 
 def in_tars(folder, rng):
-    folder.mkdir()
     for t in range(2):
-        with tarfile.open(folder / f"{t}.tar", "w") as tar:
-            for i in range(3):
-                buffer = io.BytesIO()
-                random_image(rng, width=40, height=40).save(buffer, "png")
-                for suffix, payload in (("png", buffer.getvalue()), ("cls", str((t + i) % 3).encode()), ("json", b"{}")):
-                    member = tarfile.TarInfo(f"{t}{i:06}.{suffix}")
-                    member.size = len(payload)
-                    tar.addfile(member, io.BytesIO(payload))
+        members = []
+        for i in range(3):
+            random_image(rng, width=40, height=40).save(buffer := io.BytesIO(), "png")
+            payloads = {"png": buffer.getvalue(), "cls": str((t + i) % 3).encode(), "json": b"{}"}
+            members += [(f"{t}{i:06}.{extension}", payload) for extension, payload in payloads.items()]
+        write_tar(folder / f"{t}.tar", members)
     return folder
 
 
@@ -347,30 +366,7 @@ def test_tars_that_would_be_left_out_are_named(tmp_path):
         open_labelled_images(folder)
 
 
-def test_a_link_that_leads_back_is_refused_and_others_are_followed(tmp_path):
-    one = tmp_path / "one"
-    (one / "a").mkdir(parents=True)
-    random_image(np.random.default_rng(0)).save(tmp_path / "b.png")
-    (one / "a" / "0.png").symlink_to(tmp_path / "b.png")
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "1.png").symlink_to(tmp_path / "b.png")
-    (one / "b").symlink_to(tmp_path / "elsewhere")
-    assert open_labelled_images(one).names == ["a/0.png", "b/1.png"]
-    (one / "a" / "all").symlink_to("..")
-    with pytest.raises(UserError, match="one/a/all is a link to a folder that holds it"):
-        open_labelled_images(one)
-
-
-def test_a_class_folder_without_images_is_refused_for_it_would_shift_the_labels(images, tmp_path):
-    folder = copy_of(images, tmp_path / "copy")
-    (folder / "__MACOSX").mkdir()
-    (folder / "axolotl").mkdir()
-    (folder / "axolotl" / "a.gif").write_text("")
-    with pytest.raises(UserError, match="axolotl/ holds no images, and without it later classes get other labels"):
-        open_labelled_images(folder)
-
-
-def test_images_without_classes_are_refused(tmp_path):
+def test_images_without_classes_are_refused_and_class_folders_without_images(tmp_path):
     with pytest.raises(UserError, match="holds no images .*, nor tars of them"):
         open_labelled_images(tmp_path)
     (tmp_path / "train").mkdir()
@@ -378,6 +374,12 @@ def test_images_without_classes_are_refused(tmp_path):
         random_image(np.random.default_rng(0)).save(tmp_path / name)
         with pytest.raises(UserError, match=f"must hold a folder per class, and holds {held}; .*labels=none"):
             open_labelled_images(tmp_path)
+    for folder in ("__MACOSX", "val", "axolotl"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "a.png").rename(tmp_path / "val" / "a.png")
+    (tmp_path / "axolotl" / "a.gif").write_text("")
+    with pytest.raises(UserError, match="axolotl/ holds no images, and without it later classes get other labels"):
+        open_labelled_images(tmp_path)
 
 
 def test_what_encode_does_not_accept_is_refused(images, vae, tmp_path):
@@ -385,15 +387,12 @@ def test_what_encode_does_not_accept_is_refused(images, vae, tmp_path):
     for settings, message in (
         (["num_classes=2"], "num_classes=2, but there are labels up to 2"),
         (["resolution=33"], "resolution=33 is not a multiple of 2"),
-        (["kind=mean"], "kind"),
-        (["autoencoder=vqgan"], "autoencoder"),
         (["autoencoder=identity"], "kind=moments: pixels have no log-variance"),
         (["grey=true"], "grey=true: autoencoder=.* encodes RGB"),
         (["normalize=true", "sigma_data=0.5"], "normalize=true and sigma_data=0.5 are two ways to scale"),
         (["split=test"], "split=test is for images=torchvision:<name>"),
         ([f"images={tmp_path / 'nowhere'}"], "nowhere holds no images"),
         ([f"output={images / 'latents'}"], "lies in images="),
-        (["flip=true"], "flip"),
     ):
         with pytest.raises(UserError, match=message):
             encode(images, out, vae, *settings)
@@ -435,18 +434,12 @@ def problems_of(path, *settings):
 
 
 def test_inspection_finds_what_is_wrong(tmp_path):
-    from safetensors.torch import save_file
-
     latents, labels = make_shard(tmp_path / "a.safetensors", num_items=30)
     labels[:] = torch.arange(30) % 2  # nothing of class 2
     latents[4, 0, 1, 1] = float("nan")
-    latents[9] = latents[3]
-    with open(tmp_path / "a.safetensors", "rb") as f:
-        metadata = json.loads(f.read(int.from_bytes(f.read(8), "little")))["__metadata__"]
-    save_file({"latents": latents * 20, "labels": labels}, tmp_path / "a.safetensors", metadata=metadata)
+    save_file({"latents": latents * 20, "labels": labels}, tmp_path / "a.safetensors", metadata=INFO.to_metadata())
     found = problems_of(tmp_path)
-    assert "4 problems" in found
-    assert "1 items hold NaN or Inf: 4" in found and "1 items repeat an earlier one, bit for bit: 9 = 3" in found
+    assert "3 problems" in found and "1 items hold NaN or Inf, 4 first" in found
     assert "1 of 3 classes have no item: 2 0" in found
     assert re.search(
         r"a standard deviation of (9|10)\.\d+ over all channels, (19|20)\.\d+ times sigma_data=0.5, cannot be: .*\(0.5\)",
@@ -457,27 +450,27 @@ def test_inspection_finds_what_is_wrong(tmp_path):
 def test_inspection_tells_flips_from_copies(tmp_path):
     latents, labels = make_shard(tmp_path / "good" / "a.safetensors", num_items=30, flips=True)
     inspect(tmp_path / "good", "grid=none")
-    info = ShardInfo(kind="sample", scale_factor=0.5, autoencoder="identity", resolution=4, num_classes=3)
-    write_shard(tmp_path / "bad" / "a.safetensors", latents, labels, info, latents_flip=latents.clone())
-    assert "latents_flip are not those of the mirrored images" in problems_of(tmp_path / "bad")
+    write_shard(tmp_path / "bad" / "a.safetensors", latents, labels, INFO, latents_flip=latents.clone())
+    assert "latents_flip resemble the latents more than the mirrored latents" in problems_of(tmp_path / "bad")
 
 
 def test_shards_that_are_not_those_of_the_manifest_are_named(images, tmp_path):
     encode(images, tmp_path, "identity", "kind=sample", "resolution=8")
     file = tmp_path / "latents_00002.safetensors"
     blob = file.read_bytes()
-    file.write_bytes(blob[:-1] + bytes([blob[-1] ^ 1]))
-    with pytest.raises(UserError, match="the shards have changed since manifest.json was written; `prepare_latents.py inspect"):
-        LatentDataset(tmp_path)
-    assert "latents_00002.safetensors is not the file that manifest.json describes" in problems_of(tmp_path)
-    file.write_bytes(blob + b" ")
-    with pytest.raises(UserError, match=rf"latents_00002.safetensors has {len(blob) + 1} bytes, and .* lists {len(blob)}"):
-        LatentDataset(tmp_path)
-    file.unlink()
+    for content, message in (
+        (blob[:-1] + bytes([blob[-1] ^ 1]), "the shards have changed since manifest.json was written; inspect says which"),
+        (blob + b" ", f"latents_00002.safetensors has {len(blob) + 1} bytes, and manifest.json lists {len(blob)}"),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(UserError, match=message):
+            LatentDataset(tmp_path)
+        if len(content) == len(blob):
+            assert "latents_00002.safetensors is not the file that manifest.json describes" in problems_of(tmp_path)
+    file.rename(tmp_path / "mine.safetensors")
     with pytest.raises(UserError, match="latents_00002.safetensors has no bytes, and manifest.json lists"):
         LatentDataset(tmp_path)
     file.write_bytes(blob)
-    make_shard(tmp_path / "mine.safetensors")
     with pytest.raises(UserError, match="mine.safetensors has .* bytes, and manifest.json lists no"):
         LatentDataset(tmp_path)
     (tmp_path / "mine.safetensors").unlink()

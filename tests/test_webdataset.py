@@ -65,7 +65,7 @@ def check_items(source, latents, labels):
 
 @pytest.mark.parametrize(
     ("members", "settings"),
-    [(npy_members, {})] + [(pickle_members, {"protocol": protocol}) for protocol in (0, 2, 3, 4, 5)],
+    [(npy_members, {})] + [(pickle_members, {"protocol": protocol}) for protocol in (0, 2, 5)],
 )
 def test_every_item_and_label_is_read(tmp_path, members, settings):
     latents, labels = two_tars(tmp_path, members, **settings)
@@ -76,10 +76,8 @@ def test_every_item_and_label_is_read(tmp_path, members, settings):
 def test_pickles_of_an_older_numpy_and_half_precision_are_read(tmp_path):
     latents, labels = sd_moments(3).astype(np.float16), [2, 0, 1]
     for core in (b"numpy.core", b"numpy._core"):
-        members = [
-            (name, payload.replace(b"numpy._core", core).replace(b"numpy.core", core))
-            for name, payload in pickle_members(latents, labels, protocol=2)
-        ]
+        members = pickle_members(latents, labels, protocol=2)
+        members = [(name, p.replace(b"numpy._core", core).replace(b"numpy.core", core)) for name, p in members]
         write_tar(tmp_path / "a.tar", members)
         check_items(Tars(tmp_path), latents.astype(np.float32), labels)
 
@@ -103,7 +101,7 @@ class Malicious:
         return self.call
 
 
-@pytest.mark.parametrize("protocol", [0, 2, 4, 5])
+@pytest.mark.parametrize("protocol", [0, 4])
 def test_a_malicious_pickle_is_refused_and_not_run(tmp_path, protocol):
     victim = tmp_path / "victim"
     inside = np.array([Malicious(os.system, f"touch {victim}"), None], dtype=object)
@@ -114,19 +112,12 @@ def test_a_malicious_pickle_is_refused_and_not_run(tmp_path, protocol):
         assert not victim.exists()
 
 
-@pytest.mark.parametrize(
-    "payload",
-    [pickle.dumps(value) for value in ({"latent": np.zeros(3)}, np.dtype("f4"), np.array([None, 1]), torch.zeros(2))]
-    + [b"", b"not a pickle", pickle.dumps(sd_moments(1)[0])[:-20]],
-)
-def test_what_is_no_pickle_of_an_array_is_named(tmp_path, payload):
-    write_tar(tmp_path / "a.tar", [*pickle_members(sd_moments(1), [0]), ("0000001.latent", payload), ("0000001.cls", b"0")])
-    with pytest.raises(UserError, match=r"item 1 .*a\.tar.*0000001\.latent"):
-        Tars(tmp_path).read(0, 2)
-
-
 def good_members():
     return list(npy_members(sd_moments(3), [0, 1, 2]))
+
+
+def pickled(payload):
+    return good_members() + [("0000003.latent", payload), ("0000003.cls", b"0")]
 
 
 def replaced(name, payload):
@@ -138,8 +129,6 @@ def replaced(name, payload):
     [
         (good_members()[:-1], "a.tar: the key 0000002 lacks"),
         (good_members()[1:], "a.tar: the key 0000000 lacks its .cls"),
-        (good_members() + good_members()[1:2], "a.tar: the key 0000000 has two latent.npy members"),
-        (good_members() + [("0000001.cls.txt", b"1")], "a.tar: the key 0000001 has two cls.txt"),
         (good_members() + [("1.5.latent", b"")], "member 1.5.latent has a dot in its key"),
         (replaced("0000001.cls", b"cat"), "a.tar cannot be read .*whole numbers in .cls.*'cat'"),
         (replaced("0000001.latent.npy", npy(sd_moments(1)[0])[:-4]), "item 1 .*0000001.latent.npy"),
@@ -148,12 +137,15 @@ def replaced(name, payload):
         (replaced("0000001.latent.npy", npy(sd_moments(1, size=8)[0])), r"0000001.latent.npy.*\[8, 8, 8\].*need .*\[8, 4, 4\]"),
         (replaced("0000002.latent.npy", npy(np.full((8, 4, 4), np.nan))), "item 2 .*0000002.latent.npy.*not finite"),
         ([("0.jpg", b"image"), ("0.json", b"{}")], "cannot be read"),
+        (pickled(pickle.dumps({"latent": np.zeros(3)})), "item 3 .*0000003.latent"),
+        (pickled(pickle.dumps(torch.zeros(2))), "item 3 .*0000003.latent.*only NumPy arrays are admitted"),
+        (pickled(pickle.dumps(sd_moments(1)[0])[:-20]), "item 3 .*0000003.latent"),
     ],
 )
 def test_bad_members_are_named(tmp_path, members, message):
     write_tar(tmp_path / "a.tar", members)
     with pytest.raises(UserError, match=message):
-        Tars(tmp_path).read(0, 3)
+        Tars(tmp_path).read(0, len(members) // 2)
 
 
 def test_tars_that_are_cut_off_damaged_or_joined_are_refused_wherever(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
@@ -105,12 +104,7 @@ def encode_images(
     """Encode the images of the shards that are missing and write these, each process its share.
 
     Batches end where a shard ends, and noise is drawn per image: a shard is the same whichever process makes it.
-
-    Args:
-        how: its num_workers must be set.
-
-    Raises:
-        UserError: an image that cannot be read, under on_error=stop, by name.
+    `how` must have its num_workers set. Raises UserError for an image that cannot be read, under on_error=stop.
     """
     rank, num_processes, batch_size = accelerator.process_index, accelerator.num_processes, how.batch_size
     accelerator.wait_for_everyone()  # all have checked the folder before one changes it
@@ -121,22 +115,18 @@ def encode_images(
     accelerator.wait_for_everyone()  # all have listed what is missing before one writes
     log.info("%d images in %d classes; %d of %d shards to make", len(source), info.num_classes, num_missing, len(writer.shards))
     order = [range(i, min(i + batch_size, s.stop)) for s in shards for i in range(s.start, s.stop, batch_size)]
-    reading = {"num_workers": how.num_workers, "pin_memory": accelerator.device.type == "cuda"}
-    batches = iter(DataLoader(_CroppedImages(source, how), batch_size=None, sampler=order, **reading))
-    waited_sec, start_sec = 0.0, time.perf_counter()
+    reading = {"sampler": order, "num_workers": how.num_workers, "pin_memory": accelerator.device.type == "cuda"}
+    batches = iter(DataLoader(_CroppedImages(source, how), batch_size=None, **reading))
     bar = progress_bar(total=sum(s.stop - s.start for s in shards), unit="images", desc=f"process {rank + 1} of {num_processes}")
     with bar, ThreadPoolExecutor(1) as pool:
         written = pool.submit(int)  # the shard before: none yet
         for shard in shards:
             kept, left_out, encoded, jpegs = [], [], [], []
             for _ in range(shard.start, shard.stop, batch_size):
-                wait_sec = time.perf_counter()
                 batch = next(batches)
-                waited_sec += time.perf_counter() - wait_sec
                 if batch.left_out and how.on_error == "stop":
-                    raise UserError(
-                        "{name} cannot be read ({problem}); mend or remove it, or give on_error=skip".format(**batch.left_out[0])
-                    )
+                    words = "{name} cannot be read ({problem}); mend or remove it, or give on_error=skip"
+                    raise UserError(words.format(**batch.left_out[0]))
                 kept, left_out, jpegs = kept + batch.kept, left_out + batch.left_out, jpegs + batch.jpegs
                 if batch.kept:
                     encoded.append(_encode(batch, vae, how, accelerator.device))
@@ -148,8 +138,6 @@ def encode_images(
             written.result()  # at most one shard waits to be written
             written = pool.submit(writer.write, shard, torch.from_numpy(source.labels[kept]), info, tensors, left_out)
         written.result()
-    if shards and accelerator.is_main_process:
-        log.info("waiting for images took %.0f%% of the time", 100 * waited_sec / max(time.perf_counter() - start_sec, 1e-9))
 
 
 def _encode(batch: _Batch, vae: Autoencoder, how: Encoding, device: torch.device) -> dict[str, Tensor]:

@@ -1,13 +1,4 @@
-"""Latents as other projects store them, read in order for conversion to native shards.
-
-| format | made by | holds |
-|---|---|---|
-| `maskdit_lmdb` | MaskDiT, extract_latent.py | `z-<i>` float32 moments, `y-<i>`, `length`; perhaps mirrored copies at the end |
-| `webdataset` | MaskDiT's lmdb2wds.py, for the official TREAD trainer | tars of `<key>.latent` (pickles) or `.npy`, and `.cls` |
-| `fast_dit` | fast-DiT, extract_features.py | `<name>_features/<i>.npy`, samples x 0.18215, and `<name>_labels/<i>.npy` |
-| `repa` | REPA and EDM2, dataset_tools.py encode | dataset.json, .npy files of mean and standard deviation; or a .zip of these |
-| `lightningdit` | LightningDiT, extract_features.py | safetensors with `latents`, `latents_flip`, `labels`; latents_stats.pt |
-"""
+"""Latents as other projects store them, read in order for conversion to native shards. One class per format."""
 
 from __future__ import annotations
 
@@ -46,13 +37,12 @@ def _reading(path: object) -> Iterator[None]:
 
 
 class LatentSource:
-    """Latents of another project, opened by `open_latents`; a subclass for each format.
+    """Latents of another project, opened by `open_latents`.
 
-    A subclass gives `_open()`, which sets labels, shape and where, and `_load(item)`: its array, and that of the mirrored image
-    where has_flips. Both may raise anything.
+    A subclass gives `_open()`, which sets labels and where, and `_load(item)`: its array, and that of the mirrored image where
+    has_flips. Both may raise anything.
     """
 
-    name: str  # of the format
     signs: tuple[str, ...]  # patterns of names: what such a folder is called or holds
     labels: np.ndarray  # [N] int64
     shape: tuple[int, ...]  # (C, h, w) of an item as `read` gives it; 2C channels where items are moments
@@ -61,7 +51,7 @@ class LatentSource:
     kind: str | None = None  # moments | sample, where the format says so
     scale: float | None = None  # what the stored values were multiplied by, where the format says so
     channel_statistics: tuple[list[float], list[float]] | None = None  # mean and deviation of each stored channel, if known
-    statements: tuple[str, ...] = ()  # what was found on opening, for the log
+    statement = ""  # what was found on opening, for the log
 
     def __init__(self, path: Path):
         self.path = path
@@ -69,12 +59,12 @@ class LatentSource:
             self._open()
             if not len(self.labels):
                 raise ValueError("there are no items")
+            self.shape = self._load(0)[0].shape
 
     def read(self, start: int, stop: int) -> dict[str, Tensor]:
         """`latents` of the items start .. stop - 1 as stored, float32 [b, *shape], and `latents_flip` where has_flips.
 
-        Raises:
-            UserError: an item that is missing or damaged, has another shape, or is not finite.
+        Raises UserError for an item that is missing, damaged, of another shape, or not finite.
         """
         latents = np.empty((1 + self.has_flips, stop - start, *self.shape), dtype=np.float32)
         for item in range(start, stop):
@@ -87,12 +77,12 @@ class LatentSource:
 
     def find_images(self, resolution: int) -> Callable[[int], bytes]:
         """What gives the image of an item, of `resolution` pixels, as a JPEG file. Raises UserError without images."""
-        raise UserError(f"keep_images=jpeg needs the images beside the latents, as REPA keeps them, and {self.name} has none")
+        raise UserError(f"keep_images=jpeg needs the images beside the latents, as REPA keeps them; {self.path} has none")
 
     def fingerprint(self) -> str:
         """A hash of the labels and of items spread over the data: cheap, and another one for other data."""
         spread = [self.read(i, i + 1)["latents"].numpy().tobytes() for i in spread_items(len(self.labels), 256).tolist()]
-        return hash_bytes(b"".join([f"{self.name} {self.shape} {self.has_flips}".encode(), self.labels.tobytes(), *spread]))
+        return hash_bytes(b"".join([f"{self.shape} {self.has_flips}".encode(), self.labels.tobytes(), *spread]))
 
 
 class MaskDiTLMDB(LatentSource):
@@ -104,7 +94,7 @@ class MaskDiTLMDB(LatentSource):
     LMDB maps its file into memory: where a copy lacks pages at its end, reading them ends the process (SIGBUS). Copy it again.
     """
 
-    name, kind, scale = "MaskDiT LMDB", "moments", 1.0
+    kind, scale = "moments", 1.0
     signs = ("*.mdb",)
 
     def _open(self) -> None:
@@ -116,15 +106,14 @@ class MaskDiTLMDB(LatentSource):
         length = int(self.transaction.get(b"length"))
         self.where = range(length)
         self.labels = np.array([int(self.transaction.get(f"y-{i}".encode())) for i in range(length)], dtype=np.int64)
-        size = math.isqrt(len(self.transaction.get(b"z-0")) // (4 * 8))
-        self.shape, half = (8, size, size), length // 2
+        half = length // 2
         if length % 2 == 0 and np.array_equal(self.labels[:half], self.labels[half:]):
             self.has_flips, self.labels = True, self.labels[:half]
-            self.statements = (f"latents_flip: the second {half} items, whose labels are those of the first, as after --xflip",)
+            self.statement = f"latents_flip: the second {half} items, whose labels are those of the first, as after --xflip"
 
     def _load(self, item: int) -> list[np.ndarray]:
         values = [self.transaction.get(f"z-{i}".encode()) for i in (item, len(self.labels) + item)[: 1 + self.has_flips]]
-        return [np.frombuffer(value, dtype="<f4").reshape(self.shape) for value in values]
+        return [np.frombuffer(value, dtype="<f4").reshape(8, size := math.isqrt(len(value) // 32), size) for value in values]
 
 
 class _ArrayUnpickler(pickle.Unpickler):
@@ -139,14 +128,16 @@ class _ArrayUnpickler(pickle.Unpickler):
 
 
 class Tars(LatentSource):
-    """Uncompressed WebDataset tars, a folder or one: `<key>.latent` (a pickled array), `.latent.npy` or `.npy`, and `.cls`."""
+    """Uncompressed WebDataset tars, a folder or one: `<key>.latent` (a pickled array), `.latent.npy` or `.npy`, and `.cls`.
 
-    name, signs = "WebDataset tars", ("[!.]*.tar",)
+    MaskDiT's lmdb2wds.py makes them for the official TREAD trainer.
+    """
+
+    signs = ("[!.]*.tar",)
 
     def _open(self) -> None:
         self.where = index_tars(self.path, ("latent", "latent.npy", "npy"))
         self.labels = np.array([item.label for item in self.where], dtype=np.int64)
-        self.shape = self._load(0)[0].shape
 
     def _load(self, item: int) -> list[np.ndarray]:
         content = io.BytesIO(self.where[item].read())
@@ -156,21 +147,20 @@ class Tars(LatentSource):
 class FastDiTFolder(LatentSource):
     """fast-DiT's `<name>_features/<i>.npy`, float32 [B, 4, h, w] times 0.18215, and `<name>_labels/<i>.npy`, int64 [B]."""
 
-    name, kind, scale = "fast-DiT features", "sample", SD_SCALE
+    kind, scale = "sample", SD_SCALE
     signs = ("*_features",)
 
     def _open(self) -> None:
         found = [self.path] if self.path.match("*_features") else list(self.path.glob("*_features"))
         if len(found) != 1:
             raise UserError(f"{self.path} holds {len(found)} folders <name>_features; give the path of one of them")
-        labels = found[0].with_name(f"{found[0].name.removesuffix('_features')}_labels")
-        files, of_labels = ({int(file.stem): file for file in folder.glob("*.npy")} for folder in (found[0], labels))
-        if unpaired := sorted(files.keys() ^ of_labels.keys()):
-            raise UserError(f"{unpaired[0]}.npy is not in both of {found[0]} and {labels}")
-        parts = [(files[i], np.load(of_labels[i])) for i in sorted(files)]  # 2 comes before 10
+        (features,) = found
+        labels = features.with_name(f"{features.name.removesuffix('_features')}_labels")
+        names = {file.name for folder in (features, labels) for file in folder.glob("*.npy")}
+        names = sorted(names, key=lambda name: int(Path(name).stem))  # 2 comes before 10
+        parts = [(features / name, np.load(labels / name)) for name in names]
         self.where = [(file, row) for file, values in parts for row in range(len(values))]
         self.labels = np.concatenate([values for _, values in parts]).astype(np.int64, casting="safe")
-        self.shape = self._load(0)[0].shape
 
     def _load(self, item: int) -> list[np.ndarray]:
         file, row = self.where[item]
@@ -184,14 +174,13 @@ class REPAFolder(LatentSource):
     mean and log-variance.
     """
 
-    name, kind, scale = "REPA / EDM2 mean and std", "moments", 1.0
+    kind, scale = "moments", 1.0
     signs = ("dataset.json", "vae-sd/dataset.json", "*.zip")
 
     def _open(self) -> None:
         root = zipfile.Path(self.path) if self.path.is_file() else self.path  # read alike
         self.root = root if (root / "dataset.json").exists() else root / "vae-sd"
         self.where, self.labels = read_dataset_json(self.root)
-        self.shape = self._load(0)[0].shape
 
     def _load(self, item: int) -> list[np.ndarray]:
         mean, std = np.split(np.load(io.BytesIO((self.root / self.where[item]).read_bytes())), 2)
@@ -210,8 +199,7 @@ class REPAFolder(LatentSource):
         image_of = dict(zip(order.tolist(), of_images.tolist()))
 
         def read_image(item: int) -> bytes:
-            with _reading(file := folder / names[image_of[item]]):
-                image = read_rgb(file)
+            image = read_rgb(file := folder / names[image_of[item]])
             if image.size != (resolution, resolution):
                 raise UserError(f"{file} has {image.width}x{image.height} pixels instead of {resolution}x{resolution}")
             return to_jpeg(np.asarray(image))
@@ -225,33 +213,29 @@ class LightningDiTFolder(LatentSource):
     latents_stats.pt beside them holds `mean` and `std` [1, C, 1, 1] of each channel, by which LightningDiT normalises.
     """
 
-    name, kind, scale = "LightningDiT safetensors", "sample", 1.0
+    kind, scale = "sample", 1.0
     signs = ("[!.]*.safetensors",)
 
     def _open(self) -> None:
-        self.where, labels, names = [], [], set()
+        self.where, labels = [], []
         for file in [self.path] if self.path.is_file() else shard_files(self.path):
             with _reading(file), safe_open(file, framework="pt") as f:
                 if "kind" in (f.metadata() or {}):
                     raise UserError(f"{file} is a native shard, which training reads as it is")
                 labels.append(f.get_tensor("labels").numpy())
-                names.add(tuple(sorted({"latents", "latents_flip"} & set(f.keys()))))
+                self.has_flips |= "latents_flip" in f.keys()  # noqa: SIM118 (not a dict)
             self.where += [(file, row) for row in range(len(labels[-1]))]
-        if len(names) != 1:
-            raise UserError(f"{self.path}: some of the files hold latents_flip, and others do not")
-        (self.names,) = names
-        self.has_flips, self.labels = len(self.names) == 2, np.concatenate(labels).astype(np.int64, casting="safe")
-        self.shape = self._load(0)[0].shape
+        self.labels = np.concatenate(labels).astype(np.int64, casting="safe")
         statistics = self.where[0][0].with_name("latents_stats.pt")
-        self.statements = (f"warning: no {statistics}, by which LightningDiT normalises; normalize=true measures it",)
+        self.statement = f"warning: no {statistics}, by which LightningDiT normalises; normalize=true measures it"
         if statistics.exists():
-            self.channel_statistics = read_channel_statistics(statistics, self.shape[0])
-            self.statements = (f"latents_mean and latents_std: those of {statistics.name}",)
+            self.channel_statistics = read_channel_statistics(statistics, len(self._load(0)[0]))
+            self.statement = f"latents_mean and latents_std: those of {statistics.name}"
 
     def _load(self, item: int) -> list[np.ndarray]:
         file, row = self.where[item]
         with safe_open(file, framework="pt") as f:
-            return [f.get_slice(name)[row].float().numpy() for name in self.names]
+            return [f.get_slice(name)[row].float().numpy() for name in ("latents", "latents_flip")[: 1 + self.has_flips]]
 
 
 FORMATS = {
@@ -264,21 +248,16 @@ FORMATS = {
 
 
 def open_latents(path: str | Path, format: str = "auto") -> LatentSource:
-    """Open latents of another project.
-
-    Args:
-        path: as the class of the format says.
-        format: one of FORMATS, or `auto`: the one whose signs the path shows.
+    """Open latents of another project, of `format`, one of FORMATS, or `auto`: the one whose signs the path shows.
 
     Raises:
-        UserError: no format or several fit; files that are missing, damaged or of another format. The message names the file.
+        UserError: no format or several fit; files that are missing, damaged or of another format.
     """
     path = Path(path)
     if format == "auto":
         fitting = [name for name, of in FORMATS.items() if any(path.match(sign) or any(path.glob(sign)) for sign in of.signs)]
         if len(fitting) != 1:
-            known = ", ".join(f"{name} ({' or '.join(of.signs)})" for name, of in FORMATS.items())
-            raise UserError(f"path={path} holds {' and '.join(fitting) or 'none'} of the known formats; format= takes {known}")
+            raise UserError(f"path={path} fits {' and '.join(fitting) or 'no format'}; give format=, one of {', '.join(FORMATS)}")
         format = fitting[0]
     return FORMATS[format](path)
 
@@ -293,13 +272,13 @@ def settle_header(
         given: scale_factor, resolution and num_classes, of ShardInfo, or None.
 
     Raises:
-        UserError: neither says it (the message names the key), or what they say does not fit the latents.
+        UserError: neither says it, or what they say does not fit the latents.
     """
     kind = kind or source.kind
     scale = scale or source.scale or (1.0 if kind == "moments" else None)
     channels, height, width = source.shape
-    num_channels = channels // 2 if kind == "moments" else channels
-    autoencoder = autoencoder or (SD_VAE if num_channels == 4 else None)
+    is_sd = channels == (8 if kind == "moments" else 4)
+    autoencoder = autoencoder or (SD_VAE if is_sd else None)
     factor, pixels = known_scale_and_factor(autoencoder or "none") or (None, None)
     statistics = source.channel_statistics if normalize is None else None
     found = {
@@ -310,11 +289,9 @@ def settle_header(
         "num_classes": count_classes(source.labels, given["num_classes"]),
     }
     if missing := [f"{key}=" for key, value in {**found, "scale": scale}.items() if value is None]:
-        raise UserError(f"{source.path}: give {', '.join(missing)}, which {source.name} of {list(source.shape)} do not say")
-    if height != width or (kind == "moments" and (scale != 1 or channels % 2)):
-        raise UserError(
-            f"{source.path}: latents {list(source.shape)}, kind={kind}, scale={scale:g}: they must be square; moments hold mean "
-            "and log-variance of each channel, unscaled"
-        )
+        raise UserError(f"{source.path}: give {', '.join(missing)}, which latents {list(source.shape)} of this format do not say")
+    if height != width or (kind == "moments" and scale != 1):
+        words = f"{source.path}: latents {list(source.shape)}, kind={kind}, scale={scale:g}"
+        raise UserError(f"{words}: they must be square, and moments unscaled")
     mean, std = (tuple(value / scale for value in values) for values in statistics) if statistics else (None, None)
     return ShardInfo(**found, latents_mean=mean, latents_std=std), scale

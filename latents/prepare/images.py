@@ -13,7 +13,7 @@ from PIL import Image
 from pydantic import BaseModel, ValidationError
 
 from common.errors import UserError
-from common.files import is_hidden, list_images
+from evaluations.images import is_hidden, list_images
 from latents.shards import spread_items
 from latents.tars import TAR_NAME, index_tars
 
@@ -28,7 +28,7 @@ def to_jpeg(pixels: np.ndarray) -> bytes:
 
 
 def count_classes(labels: np.ndarray, num_classes: int | None, class_names: list[str] | None = None) -> int:
-    """`num_classes`, or as many as the class names or the labels need. Raises UserError where it is too small for them."""
+    """`num_classes`, or as many as the class names or the labels need. Raises UserError where it is too small."""
     needed = len(class_names) if class_names else int(labels.max()) + 1
     if num_classes is not None and num_classes < needed:
         raise UserError(f"num_classes={num_classes}, but there are labels up to {needed - 1}")
@@ -69,11 +69,8 @@ class LabelledImages:
         return self.path / self.names[index]
 
     def size(self, index: int) -> int:
-        """In bytes; -1 for a file that cannot be opened, which encoding then names."""
-        try:
-            return (self.path / self.names[index]).stat().st_size
-        except OSError:
-            return -1
+        """In bytes."""
+        return (self.path / self.names[index]).stat().st_size
 
     def fingerprint(self, start: int, stop: int) -> str:
         """A hash of names, sizes in bytes and labels of images start .. stop - 1, and of the bytes of a few of them.
@@ -81,12 +78,13 @@ class LabelledImages:
         Reading them all would take as long as encoding them.
         """
         digest = hashlib.blake2b(self.labels[start:stop].tobytes(), digest_size=16)
+        spread = set((start + spread_items(stop - start, 4)).tolist())
         for index in range(start, stop):
-            digest.update(f"{self.names[index]}\0{self.size(index)}\0".encode(errors="surrogateescape"))
-        for index in (start + spread_items(stop - start, 4)).tolist():
             with contextlib.suppress(OSError):  # encoding names what cannot be read
-                image = self.open(index)
-                digest.update(image.read_bytes() if isinstance(image, Path) else image.read())
+                digest.update(f"{self.names[index]}\0{self.size(index)}\0".encode(errors="surrogateescape"))
+                if index in spread:
+                    image = self.open(index)
+                    digest.update(image.read_bytes() if isinstance(image, Path) else image.read())
         return digest.hexdigest()
 
 
@@ -117,8 +115,7 @@ def open_labelled_images(path: str | Path, labels: str = "auto") -> LabelledImag
     path = Path(path)
     names = list_images(path, IMAGE_SUFFIXES) if path.is_dir() else []
     if not names:
-        images = TarImages(path)
-        if not len(images):
+        if not len(images := TarImages(path)):
             raise UserError(f"images={path} holds no images ({', '.join(IMAGE_SUFFIXES)}), nor tars of them")
         return images
     if any(TAR_NAME.search(f.name) for f in path.iterdir()):
@@ -137,14 +134,11 @@ def open_labelled_images(path: str | Path, labels: str = "auto") -> LabelledImag
 def _label_by_folder(path: Path, names: list[str]) -> LabelledImages:
     """The first folder below `path` is the class; classes are numbered in the order of their names, as everywhere."""
     loose = [name for name in names if "/" not in name]
-    classes = sorted({name.partition("/")[0] for name in names})
+    class_of = [name.partition("/")[0] for name in names]
+    classes = sorted(set(class_of))
     if loose or len(classes) == 1:
-        raise UserError(
-            f"images={path} must hold a folder per class, and holds {loose[0] if loose else f'{classes[0]}/ alone'}; if all "
-            "images are of one class, give labels=none"
-        )
-    empty = sorted({f.name for f in path.iterdir() if f.is_dir() and not is_hidden(f.name)} - set(classes))
-    if empty:
+        held = loose[0] if loose else f"{classes[0]}/ alone"
+        raise UserError(f"images={path} must hold a folder per class, and holds {held}; give labels=none if all are of one class")
+    if empty := sorted({f.name for f in path.iterdir() if f.is_dir() and not is_hidden(f.name)} - set(classes)):
         raise UserError(f"images={path}: {empty[0]}/ holds no images, and without it later classes get other labels; remove it")
-    number = {name: i for i, name in enumerate(classes)}
-    return LabelledImages(path, names, [number[name.partition("/")[0]] for name in names], classes)
+    return LabelledImages(path, names, np.searchsorted(classes, class_of), classes)

@@ -9,18 +9,14 @@ import torch
 from torch import Tensor
 
 from common.errors import UserError
-from common.files import hash_bytes
+from common.files import hash_file
 from common.progress import progress_bar
 from latents.channel_statistics import ChannelStatistics, overall_std
-from latents.manifest import MANIFEST, UNFINISHED, check_files, find_changed_files, read_manifest
-from latents.shards import LatentDataset, mean_and_log_variance, spread_items
+from latents.manifest import MANIFEST, UNFINISHED, check_files, read_manifest
+from latents.shards import LatentDataset, mean_and_log_variance, normalize_latents, spread_items
 
-# Outside of these, the network's input is far from what EDM's preconditioning assumes: SD-VAE latents at their scale come to
-# 1.5 to 2 times sigma_data = 0.5; unscaled ones to 10, those that were scaled twice to 0.3.
-USUAL_STD = (0.5, 4.0)  # times sigma_data
-# Of each channel, where the header has a mean and a deviation for each: other latents than these are normalised otherwise.
-NORMALIZED_MEAN, NORMALIZED_STD = 0.2, (0.8, 1.25)  # times the scale factor
-MANY_DUPLICATES = 0.01  # of all items; large collections of photographs hold some twice
+# Times sigma_data. SD-VAE latents at their scale come to 1.5 to 2 times 0.5; unscaled ones to 10, scaled twice to 0.3.
+USUAL_STD = (0.5, 4.0)
 CHUNK = 1024
 
 
@@ -33,11 +29,7 @@ class Findings:
 
 
 def inspect_latents(dataset: LatentDataset, sigma_data: float = 0.5) -> Findings:
-    """Read everything once, and say what is there and what is wrong.
-
-    Args:
-        sigma_data: standard deviation that the diffusion assumes of the network's input.
-    """
+    """Read everything once. `sigma_data` is the standard deviation that the diffusion assumes of the network's input."""
     info, found = dataset.info, Findings()
     found.lines += [
         f"{dataset.path}: {len(dataset)} latents in {len(dataset.files)} files",
@@ -53,31 +45,30 @@ def inspect_latents(dataset: LatentDataset, sigma_data: float = 0.5) -> Findings
         except UserError as e:
             found.problems.append(str(e))
     _inspect_classes(dataset, found)
-    statistics = _inspect_values(dataset, found)
-    if statistics.count:
-        _inspect_statistics(dataset, statistics, sigma_data, found)
+    _inspect_values(dataset, sigma_data, found)
     if dataset.has_flips:
-        _inspect_flips(dataset, found)
+        latents, flipped = (x[:, : dataset.channels].float() for x in _fetch(dataset, spread_items(len(dataset), 256)))
+        if (flipped - latents.flip(-1)).square().sum() > (flipped - latents).square().sum():
+            found.problems.append("latents_flip resemble the latents more than the mirrored latents: not of the mirrored images")
     return found
 
 
 def _inspect_files(dataset: LatentDataset, found: Findings) -> None:
     manifest = read_manifest(dataset.path)
     if manifest is None:
+        found.lines.append(f"no {MANIFEST}: nothing says how these latents were made, or whether they are all there")
         if (dataset.path / UNFINISHED).exists():
             found.problems.append("not finished: run the command that makes it again")
-        found.lines.append(f"no {MANIFEST}: nothing says how these latents were made, or whether they are all there")
         return
     try:
         check_files(dataset.path, dataset.files, manifest)
     except UserError as e:
         found.problems.append(str(e))
-    changed = find_changed_files(dataset.path, manifest)
+    hashes = {record.get("hash") for record in manifest["shards"]}
+    changed = [file for file in dataset.files if hash_file(file) not in hashes]
     found.problems += [f"{file} is not the file that {MANIFEST} describes: its checksum differs" for file in changed]
-    if not changed:
-        found.lines.append(f"{len(dataset.files)} checksums agree with {MANIFEST}")
-    if left_out := manifest["left_out"]:
-        found.lines.append(f"{len(left_out)} items were left out when it was made, {left_out[0]['name']} first")
+    found.lines.append(f"{len(dataset.files) - len(changed)} checksums agree with {MANIFEST}")
+    found.lines.append(f"{len(manifest['left_out'])} items were left out when it was made")
 
 
 def _inspect_classes(dataset: LatentDataset, found: Findings) -> None:
@@ -86,71 +77,32 @@ def _inspect_classes(dataset: LatentDataset, found: Findings) -> None:
     smallest = [f"{label}{names[label]} {counts[label]}" for label in np.argsort(counts, kind="stable")]
     found.lines.append(f"{len(counts)} classes of {counts.min()} to {counts.max()} items; smallest: {', '.join(smallest[:3])}")
     if num_empty := int((counts == 0).sum()):
-        found.problems.append(f"{num_empty} of {len(counts)} classes have no item: {_first(smallest[:num_empty])}")
+        found.problems.append(f"{num_empty} of {len(counts)} classes have no item: {', '.join(smallest[: min(num_empty, 5)])}")
 
 
-def _inspect_values(dataset: LatentDataset, found: Findings) -> ChannelStatistics:
-    """NaN and repeated items; returns the statistics of the stored latents that are finite."""
-    statistics = ChannelStatistics()
-    first_with: dict[str, int] = {}  # hash of a latent -> its first item
-    not_finite, duplicates = [], []
-    with progress_bar(total=len(dataset), unit="latents", desc="reading") as bar:
-        for start in range(0, len(dataset), CHUNK):
-            indices = np.arange(start, min(start + CHUNK, len(dataset)))
-            latents, *flipped = _fetch(dataset, indices)
-            finite = torch.stack([values.flatten(1).isfinite().all(dim=1) for values in (latents, *flipped)]).all(dim=0)
-            not_finite += indices[~finite.numpy()].tolist()
-            if finite.any():
-                statistics.add(latents[finite], dataset.info.kind)
-            for index, latent in zip(indices.tolist(), latents.numpy()):
-                first = first_with.setdefault(hash_bytes(latent.tobytes()), index)
-                if first != index:
-                    duplicates.append(f"{index} = {first}")
-            bar.update(len(indices))
+def _inspect_values(dataset: LatentDataset, sigma_data: float, found: Findings) -> None:
+    """NaN; and what the network sees, against what the diffusion assumes."""
+    info, stored, not_finite = dataset.info, ChannelStatistics(), []
+    for start in progress_bar(range(0, len(dataset), CHUNK), unit=f"x {CHUNK} latents", desc="reading"):
+        latents, *flipped = _fetch(dataset, np.arange(start, min(start + CHUNK, len(dataset))))
+        finite = torch.cat([latents, *flipped], dim=1).flatten(1).isfinite().all(dim=1)
+        not_finite += (start + (~finite).nonzero()[:, 0]).tolist()
+        stored.add(latents[finite], info.kind)
     if not_finite:
-        found.problems.append(f"{len(not_finite)} items hold NaN or Inf: {_first(not_finite)}")
-    if duplicates:
-        line = f"{len(duplicates)} items repeat an earlier one, bit for bit: {_first(duplicates)}"
-        (found.problems if len(duplicates) > MANY_DUPLICATES * len(dataset) else found.lines).append(line)
-    return statistics
-
-
-def _inspect_statistics(dataset: LatentDataset, stored: ChannelStatistics, sigma_data: float, found: Findings) -> None:
-    """What the network sees, against what the diffusion assumes."""
-    info, scale = dataset.info, dataset.info.scale_factor
-    own_mean, own_std = info.latents_mean or [0.0] * dataset.channels, info.latents_std or [1.0] * dataset.channels
-    mean = [(value - own) / std * scale for value, own, std in zip(stored.mean, own_mean, own_std)]
-    std = [value / own * scale for value, own in zip(stored.std, own_std)]
+        found.problems.append(f"{len(not_finite)} items hold NaN or Inf, {not_finite[0]} first")
+    if not stored.count:
+        return
+    mean = normalize_latents(torch.tensor(stored.mean).reshape(-1, 1, 1), info).flatten().tolist()
+    std = [value * info.scale_factor / own for value, own in zip(stored.std, info.latents_std or [1.0] * dataset.channels)]
     found.lines.append(" " * 20 + "".join(f"{f'channel {c}':>12}" for c in range(dataset.channels)))
-    rows = {"stored mean": stored.mean, "stored std": stored.std, "network mean": mean, "network std": std}
-    found.lines += [f"{title:20}" + "".join(f"{value:12.4f}" for value in values) for title, values in rows.items()]
-    if info.latents_mean is not None:
-        low, high = (bound * scale for bound in NORMALIZED_STD)
-        seen = enumerate(zip(mean, std))
-        wrong = [f"{c} ({m:.2f}, {s:.2f})" for c, (m, s) in seen if abs(m) > NORMALIZED_MEAN * scale or not low <= s <= high]
-        if wrong:
-            found.problems.append(
-                f"latents_mean and latents_std are not of these latents: after them, {len(wrong)} channels have "
-                f"no mean near 0 or no standard deviation near {scale:g}: {_first(wrong)}; make the shards again"
-            )
+    for title, values in {"stored mean": stored.mean, "stored std": stored.std, "network mean": mean, "network std": std}.items():
+        found.lines.append(f"{title:20}" + "".join(f"{value:12.4f}" for value in values))
     overall = overall_std(mean, std)
     words = f"a standard deviation of {overall:.3f} over all channels, {overall / sigma_data:.2f} times sigma_data={sigma_data:g}"
     found.lines.append(f"the network sees {words}")
     if not USUAL_STD[0] <= overall / sigma_data <= USUAL_STD[1]:
-        found.problems.append(f"{words}, cannot be: a wrong scale factor ({scale:g}) or kind ({info.kind}), or scale= of convert")
-
-
-def _inspect_flips(dataset: LatentDataset, found: Findings) -> None:
-    """Latents of mirrored images resemble the mirrored latents more than the latents themselves."""
-    indices = spread_items(len(dataset), 256)
-    both = (torch.nan_to_num(values.double()) for values in _fetch(dataset, indices))
-    latents, flipped = (values[:, : dataset.channels].flatten(1, 2) for values in both)
-    as_mirrored, as_same = (flipped - latents.flip(-1)).square().mean(), (flipped - latents).square().mean()
-    if as_mirrored > as_same or torch.equal(flipped, latents):
-        found.problems.append(
-            "latents_flip are not those of the mirrored images: they are nearer to the latents than to the mirrored latents "
-            f"(mean square {as_same:.3g} against {as_mirrored:.3g})"
-        )
+        reasons = f"a wrong scale factor ({info.scale_factor:g}) or kind ({info.kind}), or scale= of convert"
+        found.problems.append(f"{words}, cannot be: {reasons}")
 
 
 def _fetch(dataset: LatentDataset, indices: np.ndarray) -> list[Tensor]:
@@ -158,13 +110,9 @@ def _fetch(dataset: LatentDataset, indices: np.ndarray) -> list[Tensor]:
     return [dataset.fetch(indices, np.full(len(indices), flip))[0] for flip in (False, True)[: 1 + dataset.has_flips]]
 
 
-def _first(items: list) -> str:
-    return ", ".join(map(str, items[:5])) + (", ..." if len(items) > 5 else "")
-
-
-def fetch_spread(dataset: LatentDataset, num_items: int = 16) -> tuple[Tensor, list[int]]:
-    """Latents [n, C, h, w] float32 (the means, of `moments`; 0 for NaN) and labels, of items spread over the data."""
-    indices = spread_items(len(dataset), num_items)
+def fetch_spread(dataset: LatentDataset) -> tuple[Tensor, list[int]]:
+    """Latents [16, C, h, w] float32 (the means, of `moments`; 0 for NaN) and labels, of items spread over the data."""
+    indices = spread_items(len(dataset), 16)
     stored, labels = dataset.fetch(indices, np.zeros(len(indices), dtype=bool))
     return torch.nan_to_num(mean_and_log_variance(stored.float(), dataset.info.kind)[0]), labels.tolist()
 

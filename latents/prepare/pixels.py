@@ -24,26 +24,19 @@ class PixelShards:
     """
 
     def __init__(self, path: str | Path):
-        self.path, self.statistics = Path(path), {}
-        self.dataset = LatentDataset(path)
+        self.path, self.dataset, self.statistics = Path(path), LatentDataset(path), {}
         if self.dataset.info.autoencoder != "identity":
-            raise UserError(
-                f"images={path} holds latents of {self.dataset.info.autoencoder}; give the images that they were made of, or "
-                "shards of pixels (encode autoencoder=identity kind=sample)"
-            )
+            raise UserError(f"images={path} holds latents of {self.dataset.info.autoencoder}; give the images they were made of")
         self.shape = (len(self.dataset), self.dataset.height, self.dataset.width, 3)
-        self.labels = self.dataset.labels
+        self.labels, self.fingerprint = self.dataset.labels, self.dataset.fingerprint
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def batches(self, batch_size: int, start: int = 0, stop: int | None = None) -> Iterator[np.ndarray]:
         """As `NpzImages.batches`."""
-        stop = len(self) if stop is None else stop
-        for i in range(start, stop, batch_size):
-            numbers = np.arange(i, min(i + batch_size, stop))
-            stored, _ = self.dataset.fetch(numbers, np.zeros(len(numbers), dtype=bool))
+        numbers = np.arange(len(self))[start:stop]
+        for i in range(0, len(numbers), batch_size):
+            batch = numbers[i : i + batch_size]
+            stored, _ = self.dataset.fetch(batch, np.zeros(len(batch), dtype=bool))
             yield to_uint8(mean_and_log_variance(stored.float(), self.dataset.info.kind)[0]).numpy()
-
-    def fingerprint(self) -> str:
-        return self.dataset.fingerprint()

@@ -17,30 +17,22 @@ TORCHVISION = "torchvision:"
 
 
 class TorchvisionImages(LabelledImages):
-    """A set of torchvision.datasets, in its own order.
-
-    Args:
-        name: of its class, `CIFAR10`.
-        root: folder of all sets, in which torchvision looks for the files of this one, or downloads them to.
-        split: train | test, or another one that the class has.
+    """A set of torchvision.datasets, in its own order: that of the class `name`, `split` train | test or another that it has.
 
     Raises:
-        UserError: there is no such set or split; it is neither in `root` nor can it be downloaded; its items have no single whole
-            number as label.
+        UserError: no such set or split; neither in `root` nor downloaded; labels that are not a whole number per item.
     """
 
     def __init__(self, name: str, root: str | Path, split: str):
         self.dataset = _open(name, Path(root), split)
-        labels = next((getattr(self.dataset, x) for x in ("targets", "labels", "_labels") if hasattr(self.dataset, x)), None)
-        if labels is None:  # decodes every image
-            labels = [self.dataset[i][1] for i in range(len(self.dataset))]
-        labels = np.asarray(labels)
+        known = [getattr(self.dataset, name) for name in ("targets", "labels", "_labels") if hasattr(self.dataset, name)]
+        labels = np.asarray(known[0] if known else [label for _, label in self.dataset])  # the latter decodes every image
         if labels.shape != (len(self.dataset),) or not np.issubdtype(labels.dtype, np.integer):
             raise UserError(f"images={TORCHVISION}{name} has labels {labels.dtype} {list(labels.shape)}, not a class per image")
-        classes = getattr(self.dataset, "classes", None)
-        are_names = classes is not None and len(classes) > labels.max() and all(isinstance(one, str) for one in classes)
+        classes = list(getattr(self.dataset, "classes", ()))
+        are_names = len(classes) > labels.max() and all(isinstance(one, str) for one in classes)
         names = [f"{name}/{split}/{i}" for i in range(len(labels))]
-        super().__init__(Path(root), names, labels, list(classes) if are_names else None)
+        super().__init__(Path(root), names, labels, classes if are_names else None)
 
     def open(self, index: int) -> BinaryIO:
         file = io.BytesIO()
@@ -70,7 +62,4 @@ def _open(name: str, root: Path, split: str):
         except RuntimeError:  # what all sets raise where files are missing
             return of(str(root), **choice, download=True)
     except (ImportError, ValueError, OSError, RuntimeError, pickle.UnpicklingError, EOFError) as e:
-        raise UserError(
-            f"{key} split={split} can be neither read from root={root} nor downloaded to it ({first_line(e)}); where there is no "
-            f"network, put its unpacked files where torchvision.datasets.{name} has them"
-        ) from e
+        raise UserError(f"{key} split={split} can be neither read from root={root} nor downloaded to it: {first_line(e)}") from e

@@ -6,10 +6,10 @@ record in .unfinished/; when all have one, the records become manifest.json and 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -50,26 +50,19 @@ class ShardWriter:
 
     Args:
         output: the folder.
-        settings: everything but the source that the latents depend on, of JSON's types: continuing a folder requires
-            identical settings.
-        hash_items: (start, stop) -> a hash of these items of the source. Where it differs for a finished shard, that shard is
-            made again; where it differs for all of them, the folder holds another data set.
+        settings: all but the source that the latents depend on, of JSON's types. Continuing a folder requires identical ones.
+        hash_items: (start, stop) -> a hash of these items of the source. If it differs for a finished shard, that shard is made
+            again. If it differs for all of them, the folder holds another data set.
         num_items: of the source.
         shard_size: items of the source that make one shard.
-        dtype: `float16` or `float32`, in which latents are stored.
+        dtype: in which latents are stored.
 
     Raises:
         UserError: the folder holds another data set, or shards that nothing is known about.
     """
 
     def __init__(
-        self,
-        output: str | Path,
-        settings: dict,
-        hash_items: Callable[[int, int], str],
-        num_items: int,
-        shard_size: int,
-        dtype: str = "float16",
+        self, output: str, settings: dict, hash_items: Callable[[int, int], str], num_items: int, shard_size: int, dtype: Dtype
     ):
         self.output = Path(output)
         self.dtype = DTYPES[dtype]
@@ -82,26 +75,17 @@ class ShardWriter:
 
     def _check_folder(self) -> None:
         """Raises UserError where the folder holds anything but shards of these settings and items."""
-        if self.output.is_file():
-            raise UserError(f"output={self.output} is a file; give a folder")
         settings, records = {}, self._records()
         if manifest := read_manifest(self.output):
             settings, records = manifest["settings"], manifest["shards"]
         elif self._settings_file.exists():
             settings = read_json(self._settings_file)
-        changed = [
-            f"{key}: {settings.get(key)!r} -> {self.settings.get(key)!r}"
-            for key in sorted({*settings, *self.settings})
-            if settings.get(key) != self.settings.get(key)
-        ]
-        sources = {(shard.number, shard.source) for shard in self.shards}
-        if records and sources.isdisjoint((record["number"], record["source"]) for record in records):
+        pairs = {key: (settings.get(key), self.settings.get(key)) for key in sorted({*settings, *self.settings})}
+        changed = [f"{key}: {theirs!r} -> {ours!r}" for key, (theirs, ours) in pairs.items() if theirs != ours]
+        if {(shard.number, shard.source) for shard in self.shards}.isdisjoint((r["number"], r["source"]) for r in records):
             changed.append("made of other items")
         if changed and records:  # without a finished shard, nothing is lost under other settings
-            raise UserError(
-                f"output={self.output} already holds another data set ({'; '.join(changed)}); choose another folder, "
-                "or restore these settings to continue that one"
-            )
+            raise UserError(f"output={self.output} already holds another data set ({'; '.join(changed)}); choose another folder")
         known = {record["file"] for record in records} | ({self._file(s.number).name for s in self.shards} if settings else set())
         if strange := [file.name for file in shard_files(self.output) if file.name not in known]:
             raise UserError(f"output={self.output} holds {strange[0]}, which this command did not write; choose another folder")
@@ -116,12 +100,10 @@ class ShardWriter:
         return [read_json(file) for file in sorted(self._unfinished.glob("[0-9]*.json"))]
 
     def open(self) -> None:
-        """Prepare the folder: verify finished shards, and set changed ones aside. One process does, before any calls `missing`.
+        """Verify finished shards, and set changed ones aside. One process does, before any calls `missing`.
 
-        Raises:
-            UserError: the folder cannot be written to, or another process is writing to it.
+        Raises UserError where the folder cannot be written to, or another process is writing to it.
         """
-        manifest = read_manifest(self.output)
         try:
             busy = f"another process is writing to output={self.output}"
             self._lock = lock_file(self._unfinished / "lock", busy, "wait for it, or choose another folder")
@@ -129,22 +111,22 @@ class ShardWriter:
             raise UserError(f"output={self.output} cannot be written to: {why_not_written(self.output, e)}") from e
         for folder in (self.output, self._unfinished):
             remove_leftovers(folder)
+        manifest = read_manifest(self.output)  # under the lock: who held it before may just have written it
         for record in manifest["shards"] if manifest else []:
-            write_file(self._record_file(record["number"]), json.dumps(record))
+            self._write_record(record)
         write_file(self._settings_file, json.dumps(self.settings, indent=1))
         record_of = {record["number"]: record for record in self._records()}
         source_of = {shard.number: shard.source for shard in self.shards}
         for number in sorted(record_of.keys() | source_of.keys()):  # without a record, a shard is made again
             record, file = record_of.get(number), self._file(number)
-            reason = "was made of other items than the source holds now"
-            if record is not None and record["source"] == source_of.get(number):
-                if record["file"] is None or (file.exists() and hash_file(file) == record["hash"]):
-                    continue
-                reason = "is not as it was written"
+            is_current = record is not None and record["source"] == source_of.get(number)
+            if is_current and (record["file"] is None or (file.exists() and hash_file(file) == record["hash"])):
+                continue
             self._record_file(number).unlink(missing_ok=True)
             if file.exists():
                 aside = file.with_name(f".changed_{file.name}")
-                log.warning("%s %s; set aside as %s", file, reason, aside.name)
+                reason = "not as it was written" if is_current else "of other items than the source holds now"
+                log.warning("%s is %s; set aside as %s", file, reason, aside.name)
                 os.replace(file, aside)
         if manifest is not None and self.missing():
             (self.output / MANIFEST).unlink()  # it is no longer true; the records hold what is
@@ -156,40 +138,40 @@ class ShardWriter:
     def write(
         self, shard: PlannedShard, labels: Tensor, info: ShardInfo, tensors: dict[str, Tensor], left_out: Sequence[dict] = ()
     ) -> None:
-        """Write one shard and its record. Raises UserError as `write_shard` does, and for values that the type cannot hold.
+        """Write one shard and its record. Raises UserError as `write_shard` does.
 
         Args:
             labels: [b] int64.
-            tensors: `latents` and perhaps `latents_flip`, [b, C or 2C, H, W] float32, as they come from the autoencoder; and
-                perhaps the images, of `pack_images`.
+            tensors: `latents` and perhaps `latents_flip`, [b, C or 2C, H, W] float32; perhaps the images, of `pack_images`.
             left_out: what is missing and why, {"name", "problem"} each.
         """
         record = {"number": shard.number, "source": shard.source, "file": None, "left_out": list(left_out)}
-        file, record_file = self._file(shard.number), self._record_file(shard.number)
         if not len(labels):
-            write_file(record_file, json.dumps(record))
+            self._write_record(record)
             return
-        stored = dict(tensors)
-        for name in ("latents", "latents_flip")[: 1 + ("latents_flip" in tensors)]:
-            stored[name] = tensors[name].to(self.dtype)
-            if tensors[name].isfinite().all() and not stored[name].isfinite().all():
-                raise UserError(f"latents up to {tensors[name].abs().max():.3g} do not fit float16; give dtype=float32")
-        blob = serialize_shard(file, info, labels=labels, **stored)
+        stored = {name: x.to(self.dtype) if x.is_floating_point() else x for name, x in tensors.items()}
         statistics = ChannelStatistics()
         statistics.add(stored["latents"], info.kind)
-        record |= {"file": file.name, "bytes": len(blob), "hash": hash_bytes(blob), "statistics": asdict(statistics)}
-        # The record first: a shard under its final name always has one.
-        write_file(record_file, json.dumps(record))
+        record |= {"file": self._file(shard.number).name, "statistics": asdict(statistics)}
+        self._write_shard(record, info, labels=labels, **stored)
+
+    def _write_shard(self, record: dict, info: ShardInfo, **tensors: Tensor) -> None:
+        file = self.output / record["file"]
+        blob = serialize_shard(file, info, **tensors)
+        record |= {"bytes": len(blob), "hash": hash_bytes(blob)}
+        self._write_record(record)  # first: a shard under its final name always has one
         write_file(file, blob)
+
+    def _write_record(self, record: dict) -> None:
+        write_file(self._record_file(record["number"]), json.dumps(record))
 
     def finish(
         self, class_names: list[str] | None = None, normalize: bool = False, sigma_data: float | None = None, **about: object
     ) -> None:
-        """Write manifest.json, by one process after all have written their shards, and log a summary.
+        """Write manifest.json, by one process after all have written their shards. Raises UserError if nothing was left.
 
         With `normalize`, the headers first get the mean and the standard deviation of each channel, over all latents; with
-        `sigma_data`, the scale factor that gives all values together this standard deviation.
-        `about` are more entries of the manifest (where the source was, how it was made). Raises UserError if nothing was left.
+        `sigma_data`, the scale factor that gives all values together this standard deviation. `about` goes into the manifest.
         """
         self._check_folder()  # nobody may have put shards of their own between ours
         records = [read_json(self._record_file(shard.number)) for shard in self.shards]
@@ -208,13 +190,11 @@ class ShardWriter:
         if sigma_data is not None:
             self._change_headers(shards, scale_factor=round(sigma_data / overall, 4))
         dataset = LatentDataset(self.output, check_folder=False)  # all shards agree, or this says which does not
-        shape = [dataset.channels, dataset.height, dataset.width]
         manifest = {
             "num_items": len(dataset),
             "fingerprint": dataset.fingerprint(),
             **asdict(dataset.info),
-            "shape": shape,
-            "has_flips": dataset.has_flips,
+            "shape": [dataset.channels, dataset.height, dataset.width],
             "mean": statistics.mean,
             "std": statistics.std,
             "class_names": class_names,
@@ -225,23 +205,23 @@ class ShardWriter:
             "shards": records,
         }
         write_file(self.output / MANIFEST, json.dumps(manifest, indent=1))
-        self._lock.close()  # an open file cannot be deleted on Windows, and keeps its folder on NFS
-        shutil.rmtree(self._unfinished)
-        log.info("%d latents %s are in %d shards in %s", len(dataset), shape, len(shards), self.output)
+        self._close()
+        log.info("%d latents %s are in %d shards in %s", len(dataset), manifest["shape"], len(shards), self.output)
         if left_out:
             log.warning("left out %d, listed in %s; the first: %s", len(left_out), MANIFEST, left_out[0])
-        mean, std = (", ".join(f"{value:.3f}" for value in values) for values in (statistics.mean, statistics.std))
-        log.info("mean per channel %s, std %s", mean, std)
+
+    def _close(self) -> None:
+        """Remove .unfinished/, the lock last. From then on another process may lock the folder anew; it finds the manifest."""
+        for file in sorted(self._unfinished.iterdir(), key=lambda file: file.name == "lock"):
+            file.unlink()
+        self._lock.close()  # an open file keeps its folder on NFS
+        with contextlib.suppress(OSError):  # another process has locked it
+            self._unfinished.rmdir()
 
     def _change_headers(self, records: list[dict], **measured: object) -> None:
         """Write the shards again with other entries in their headers. Interrupted, it is done again from its start."""
         for record in progress_bar(records, unit="shards", desc="headers"):
             file = self.output / record["file"]
             old = LatentDataset(file).info
-            info = replace(old, **measured)
-            if info == old:
-                continue
-            blob = serialize_shard(file, info, **load_file(file))
-            record |= {"bytes": len(blob), "hash": hash_bytes(blob)}
-            write_file(self._record_file(record["number"]), json.dumps(record))  # before the shard, as in `write`
-            write_file(file, blob)
+            if (info := replace(old, **measured)) != old:
+                self._write_shard(record, info, **load_file(file))
