@@ -31,8 +31,8 @@ def dinov2_file(tmp_path_factory):
         return scale * torch.randn(*shape, generator=g)
 
     with torch.device("meta"):
-        shapes = {name: x.shape for name, x in timm.create_model(DINOV2_S, num_classes=0).state_dict().items()}
-    weights = {name: normal(*shape, scale=1 if name == "pos_embed" else 0.05) for name, shape in shapes.items()}
+        net = timm.create_model(DINOV2_S, num_classes=0).state_dict()
+    weights = {name: normal(*x.shape, scale=1 if name == "pos_embed" else 0.05) for name, x in net.items()}
     for name, x in weights.items():
         x += 1 if "norm" in name and x.ndim == 1 and name.endswith("weight") else 0.3 * name.endswith("gamma")
     weights["mask_token"] = normal(1, 384)

@@ -45,13 +45,9 @@ def test_features_are_those_of_torch_fidelity_in_any_batches(inception_weights, 
     assert pool.std() > 0.1
     torch.testing.assert_close(features.pool, pool, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(features.logits, logits, rtol=1e-5, atol=1e-5)
-    spatial = kept[0].relu()  # [N, 192, 17, 17]
-    assert features.spatial.shape == (3, 2023) and spatial[:, :7].count_nonzero() > 0
-    for index in ((0, 0, 0, 0), (1, 3, 16, 2), (2, 6, 5, 11), (0, 2, 0, 16)):
-        n, channel, row, column = index
-        flat = (row * 17 + column) * 7 + channel  # NHWC, 7 channels
-        assert features.spatial[n, flat].item() == pytest.approx(spatial[index].item(), abs=1e-5)
-    assert features.spatial.double().sum().item() == pytest.approx(spatial[:, :7].double().sum().item(), rel=1e-5)
+    first = [kept[0].relu()[:, channel] for channel in range(7)]  # of [N, 192, 17, 17], flattened as NHWC
+    torch.testing.assert_close(features.spatial, torch.stack(first, dim=-1).flatten(1), rtol=1e-5, atol=1e-5)
+    assert features.spatial.shape == (3, 2023) and features.spatial.std() > 0.1
     (parts,) = extract([detector], (images[i : i + 2] for i in (0, 2)))
     for name, x in parts.tensors().items():
         torch.testing.assert_close(x, features.tensors()[name], rtol=1e-4, atol=1e-5)

@@ -51,7 +51,6 @@ BAD_ARRAYS = {
     "float": ({"arr_0": IMAGES / np.float32(255)}, r"arr_0 is float32 .*need uint8 \[N, H, W, 3\]"),
     "rgba": ({"arr_0": np.concatenate([IMAGES, IMAGES[..., :1]], axis=3)}, "arr_0 is uint8 .7, 5, 6, 4.; need"),
     "fortran order": ({"arr_0": np.asfortranarray(IMAGES)}, "in C order"),
-    "objects": ({"arr_0": np.array([IMAGES[0], "x"], dtype=object)}, "arr_0 is object"),
     "labels of other length": ({"arr_0": IMAGES, "labels": np.arange(3)}, r"labels is \[3\]; need \[7\]"),
     "labels of objects": ({"arr_0": IMAGES, "labels": np.array([None] * 7)}, "allow_pickle"),
     "mu alone": ({"arr_0": IMAGES, "mu_dinov2": MU}, "sigma_dinov2 is not a file"),

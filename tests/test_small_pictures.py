@@ -27,21 +27,13 @@ def encode(name, root, output, *settings):
     return output
 
 
-def draw_pictures(num_images, size, num_classes=10):
-    """(uint8 [N, size, size], labels): a bar of noise whose height is the class."""
-    random = np.random.default_rng(0)
-    labels = np.arange(num_images) % num_classes
-    images = np.zeros((num_images, size, size), np.uint8)
-    for image, label in zip(images, labels):
-        image[2 * label : 2 * label + 4] = random.integers(100, 256, (4, size))
-    return images, labels
-
-
 @pytest.fixture(scope="module")
 def fashion(tmp_path_factory):
-    """(root, images, labels): made pictures in the files of Fashion-MNIST."""
-    root = tmp_path_factory.mktemp("sets")
-    images, labels = draw_pictures(1200, 28)
+    """(root, images, labels): a bar of noise whose height is the class, in the files of Fashion-MNIST."""
+    root, random = tmp_path_factory.mktemp("sets"), np.random.default_rng(0)
+    images, labels = np.zeros((1200, 28, 28), np.uint8), np.arange(1200) % 10
+    for image, label in zip(images, labels):
+        image[2 * label : 2 * label + 4] = random.integers(100, 256, (4, 28))
     raw = root / "FashionMNIST" / "raw"
     raw.mkdir(parents=True)
     for part in ("train", "t10k"):
