@@ -180,5 +180,3 @@ def hash_file(path: Path) -> str:
         while chunk := f.read(CHUNK_BYTES):
             digest.update(chunk)
     return digest.hexdigest()
-
-
