@@ -38,7 +38,7 @@ OneOrMany = Union[T, Annotated[list[T], Field(min_length=1)]]  # noqa: UP007 (a 
 
 def validate(raw: dict, settings: type[S]) -> S:
     """`raw` as checked settings. Raises UserError with a line for every wrong key: its value and what pydantic says."""
-    with explained(raw, known=flatten(raw)):
+    with explained(raw, known={**flatten(raw), **settings.model_fields}):
         return settings.model_validate(raw)
 
 

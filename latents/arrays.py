@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ def load_torch_file(file: Path) -> Any:
     """
     try:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except pickle.UnpicklingError as e:  # torch's own words advise to run the code
+        raise UserError(f"{file} cannot be read as tensors of torch.save: it holds other objects, or is damaged") from e
     except Exception as e:  # a damaged file may raise anything
         raise UserError(f"{file} cannot be read as tensors of torch.save: {first_line(e)}") from e
 

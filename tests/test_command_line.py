@@ -39,10 +39,11 @@ def test_errors_and_ctrl_c_end_a_command_with_one_line(monkeypatch, capsys):
     def fail(error):
         raise error
 
-    for error, code, words in ((UserError("no luck"), 1, "error: no luck"), (KeyboardInterrupt(), 130, "stopped")):
-        with pytest.raises(SystemExit) as left:
-            guard(lambda error=error: fail(error))
-        assert left.value.code == code and words in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="^error: no luck"):  # Python prints a text and exits with 1
+        guard(lambda: fail(UserError("no luck")))
+    with pytest.raises(SystemExit) as left:
+        guard(lambda: fail(KeyboardInterrupt()))
+    assert left.value.code == 130 and "stopped" in capsys.readouterr().err
     monkeypatch.setenv(command_line.FULL_ERRORS, "1")
     with pytest.raises(UserError):
         guard(lambda: fail(UserError("no")))
@@ -88,7 +89,7 @@ def test_commands_without_a_configuration_take_their_functions_parameters(capsys
         (["count", "path=x", "nunber=4"], "nunber is not a key; nearest: number"),
         (["count", "path=x", "number=four"], "number='four'"),
         (["count", "x"], "'x' is not of the form key=value; the keys are path, number"),
-        (["count", "path=[x"], ""),
+        (["count", "path=[x"], "expected ',' or ']'"),
     ):
         with pytest.raises(UserError, match=words):
             run_command(commands, "", arguments)
