@@ -29,8 +29,7 @@ from configs import command_line, schema
 from evaluations.images import open_images
 from evaluations.suite import format_metrics, metrics_of
 from latents import autoencoders
-from sampling.detectors import build_detectors, open_reference
-from sampling.evaluator import Evaluator
+from sampling.evaluator import Evaluator, build_detectors, open_reference
 from sampling.results import Point, Results, in_words
 from sampling.sampler import ImageSampler, sampler_with
 from training import checkpoint as checkpoints

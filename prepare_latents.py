@@ -28,9 +28,9 @@ import torch
 from common.errors import UserError
 from common.files import whole_file
 from common.progress import progress_bar
+from common.types import Count, Positive, Text
 from configs.command_line import guard, run_command
 from configs.schema import Autoencoder
-from configs.settings import Count, Positive, Text
 from evaluations.classifiers import train_detector
 from evaluations.features import write_reference
 from evaluations.images import open_images

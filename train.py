@@ -19,12 +19,12 @@ from dataclasses import replace
 
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from hydra.core.hydra_config import HydraConfig
 
 from common.errors import UserError
 from common.progress import say_if_slow
 from configs import command_line, schema
-from sampling.detectors import build_detectors, open_reference
-from sampling.evaluator import Evaluator
+from sampling.evaluator import Evaluator, build_detectors, open_reference
 from sampling.sampler import sampler_with
 from training import build, load, machine, saving, speed
 from training import checkpoint as checkpoints
@@ -32,7 +32,7 @@ from training.ema import EMA
 from training.hooks import Evaluations, Grids, Metrics
 from training.provenance import describe_start
 from training.resume import decide_together, find_initial, find_resume
-from training.run import RunFolder
+from training.run import RunFolder, name_run
 from training.sharding import check_processes
 from training.trainer import Hook, Trainer
 
@@ -156,6 +156,11 @@ def describe(trainer: Trainer, run: RunFolder) -> None:
         log.info("this run is complete at step %d; raise train.num_steps=%d to go on", trainer.step, cfg.train.num_steps)
 
 
+def main_named(cfg: schema.TrainConfig) -> None:
+    """`main`, with the run named after what was typed."""
+    main(cfg.model_copy(update={"name": name_run(cfg.name, HydraConfig.get().overrides.task)}))
+
+
 if __name__ == "__main__":
-    command_line.run(main, "config", schema.TrainConfig)
+    command_line.run(main_named, "config", schema.TrainConfig)
     machine.leave_process_group()  # after the last run of a sweep: a process cannot enter another group

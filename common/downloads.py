@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -13,11 +12,6 @@ TIMEOUT_SEC = 10.0  # until a server answers, and without a byte during a downlo
 
 class NotDownloaded(UserError):
     """The reason why a file could not be downloaded. The caller adds what helps."""
-
-
-def is_hub_id(name: str) -> bool:
-    """Whether `name` can be that of a model of the Hugging Face hub: owner/name, or a name alone."""
-    return re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is not None
 
 
 def download_from_hub(repository: str, choose: Callable[[list[str]], Iterable[str]]) -> list[Path]:

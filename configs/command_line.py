@@ -9,7 +9,6 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from hashlib import blake2b
 from typing import Any
 
 import hydra
@@ -25,12 +24,11 @@ from common.errors import UserError
 from common.files import REPOSITORY
 from common.progress import log_to_stderr
 from configs import experiments
-from configs.schema import NETWORKS, SAME_RUN, Role, TrainConfig, role_of
+from configs.schema import NETWORKS
 from configs.settings import S, Settings, flatten, nearest, validate
 
 FULL_ERRORS = "HYDRA_FULL_ERROR"  # Hydra's own switch, for all of our commands
 CONFIGS = REPOSITORY / "configs"
-MAX_NAME_LENGTH = 60
 
 
 def _backbone(size: str, _root_: DictConfig) -> str:
@@ -59,21 +57,16 @@ def guard(action: Callable[[], None]) -> None:
         sys.exit(f"error{'' if rank is None else f' (process {rank})'}: {error} [{FULL_ERRORS}=1 shows where]")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Commands with a configuration.
-
-
 def run(main: Callable[[Any], None], config_name: str, settings: type[Settings]) -> None:
     """Compose configs/<config_name>.yaml with the command line, check it by `settings`, and call `main` with it, guarded."""
     failures: list[UserError] = []
 
     @functools.wraps(main)
     def checked(cfg: DictConfig) -> None:
-        hydra_config = HydraConfig.get()
         try:
-            main(check(cfg, settings, hydra_config.overrides.task))
+            main(check(cfg, settings))
         except UserError as e:
-            if hydra_config.mode is RunMode.MULTIRUN:  # perhaps in another process
+            if HydraConfig.get().mode is RunMode.MULTIRUN:  # perhaps in another process
                 raise
             failures.append(e)  # Hydra prints a line of its own for what leaves this function
 
@@ -99,47 +92,13 @@ def explain(error: HydraException, config_name: str) -> str:
     return text
 
 
-def check(cfg: DictConfig, settings: type[S], overrides: Sequence[str] = ()) -> S:
-    """The composed configuration as checked settings, with its interpolations resolved.
-
-    Args:
-        overrides: what was typed. A run of train.py is named after it, unless that says `name=`.
-
-    Raises:
-        UserError: naming the key, the value and what is accepted.
-    """
+def check(cfg: DictConfig, settings: type[S]) -> S:
+    """The composed configuration as checked settings, with its interpolations resolved. Raises UserError."""
     try:
         raw = OmegaConf.to_container(cfg, resolve=True)
     except OmegaConfBaseException as e:
         raise UserError(f"{e.full_key}: {str(e).splitlines()[0]}") from e
-    if settings is TrainConfig:
-        raw["name"] = name_run(raw["name"], overrides)
     return validate(raw, settings)
-
-
-def name_run(default: str, overrides: Sequence[str]) -> str:
-    """The default name, and after it the last part and the value of every changed key that makes a run another one.
-
-    Keys that may change when a run goes on, such as train.num_steps, are not named, and neither is what the default says
-    already (data, model, experiment and its seed). A name of more than MAX_NAME_LENGTH characters ends with a hash.
-    """
-    changes = dict(override.lstrip("+~").partition("=")[::2] for override in overrides)
-    if "name" in changes:
-        return default
-    in_default = {"data", "model", "experiment"} | ({"seed"} if "experiment" in changes else set())
-    words = [
-        f"{key.rpartition('.')[2]}-{re.sub(r'[^0-9A-Za-z.+-]+', '-', value).strip('-')}"
-        for key, value in changes.items()
-        if role_of(key) in (*SAME_RUN, Role.NOTED) and key not in in_default
-    ]
-    name = "_".join([default, *words])
-    if len(name) <= MAX_NAME_LENGTH:
-        return name
-    return f"{name[: MAX_NAME_LENGTH - 9]}_{blake2b(name.encode(), digest_size=4).hexdigest()}"
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Commands without one.
 
 
 def run_command(commands: dict[str, Callable[..., None]], description: str, arguments: Sequence[str]) -> None:

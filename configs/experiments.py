@@ -87,9 +87,7 @@ def compose_overrides(overrides: Sequence[str], config_name: str = "config") -> 
         return hydra.compose(config_name, overrides=list(overrides))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # What rows share.
-
 IMAGENET_256 = {
     "data": "imagenet256", "data.path": "latents/imagenet256",
     "evaluation.reference": "references/VIRTUAL_imagenet256_labeled.npz",
@@ -161,9 +159,7 @@ def row_name(table: str, network: str, size: str) -> str:
     return f"{table}/{network}_{size.replace('/', '').lower()}"
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # The paper's tables. FID is of 50,000 unguided samples after 400,000 steps, unless a table says otherwise.
-
 TABLE_2 = {
     #       DiT    +TREAD SiT    +TREAD
     "S/2": (68.40, 47.04, 57.60, 38.08),

@@ -12,13 +12,12 @@ from dataclasses import fields
 from enum import Enum
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, create_model, model_validator
-from pydantic.dataclasses import dataclass
+from pydantic import BeforeValidator, Field, create_model, model_validator
 
 import dit
 import guidance
-from configs import settings
-from configs.settings import Count, Fraction, NotNegative, Number, OneOrMany, Positive, Seed, Settings, Text, Whole
+from common.types import Count, Fraction, NotNegative, Number, Positive, Seed, Text, Whole, settings
+from configs.settings import OneOrMany, Settings, flatten, nearest
 from edm import EDM
 from edm.sampler import HeunSampler
 from extras import ddpm, lightningdit
@@ -54,14 +53,8 @@ Weights = Literal["ema", "raw"]
 Precision = Literal["fp32", "bf16"]
 Compile = Literal["auto", "none", "blocks"]  # training.speed.compile_network
 
-# ----------------------------------------------------------------------------------------------------------------------
 # The groups.
-
-# The objects that are settings. They are not strict: only so does pydantic make them of dictionaries.
-_OBJECT = {"frozen": True, "config": ConfigDict(extra="forbid", defer_build=True)}
-RouteSettings, HeunSettings, FlowSettings, AncestralSettings = (
-    dataclass(kind, **_OBJECT) for kind in (Route, HeunSampler, FlowSampler, ddpm.AncestralSampler)
-)
+RouteSettings = settings(Route)  # routing_module.py needs torch alone
 
 
 class Model(Settings):
@@ -78,7 +71,7 @@ class Model(Settings):
     def _known_backbone(self) -> Model:
         known = NETWORKS[self.name].BACKBONES
         if self.backbone not in known:
-            near = settings.nearest(self.backbone, known)
+            near = nearest(self.backbone, known)
             raise ValueError(f"model.backbone={self.backbone} is not one of model={self.name}{near}")
         return self
 
@@ -99,22 +92,19 @@ class Data(Settings):
     resolution: Count | None = None
 
 
-@dataclass(**_OBJECT)
+@settings
 class EDMSettings(EDM):
     name: Literal["edm"] = "edm"
-    sampler: HeunSettings = HeunSettings()
 
 
-@dataclass(**_OBJECT)
+@settings
 class SiTSettings(SiT):
     name: Literal["sit"] = "sit"
-    sampler: FlowSettings = FlowSettings()
 
 
-@dataclass(**_OBJECT)
+@settings
 class DDPMSettings(ddpm.DDPM):
     name: Literal["ddpm"] = "ddpm"
-    sampler: AncestralSettings = AncestralSettings()
 
 
 Diffusion = Annotated[EDMSettings | SiTSettings | DDPMSettings, Field(discriminator="name")]
@@ -217,7 +207,7 @@ class Eval(Settings):
 
 
 class DetectorSettings(Settings):
-    detector: OneOrMany[Detector]
+    detector: OneOrMany[Detector] | None
     weights: Text | None
     dinov2_weights: Text | None
     precision: Precision
@@ -225,20 +215,17 @@ class DetectorSettings(Settings):
 
     @property
     def all_detectors(self) -> list[str]:
-        return self.detector if isinstance(self.detector, list) else [self.detector]
+        return [] if self.detector is None else self.detector if isinstance(self.detector, list) else [self.detector]
 
 
 class EvaluationSettings(DetectorSettings):
+    detector: OneOrMany[Detector]
     reference: Text | None
 
 
 class Wandb(Settings):
     mode: Literal["disabled", "offline", "online"]
     project: Text
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The commands.
 
 
 class TrainConfig(Settings):
@@ -262,20 +249,23 @@ class TrainConfig(Settings):
     wandb: Wandb
 
 
-class _SampleConfig(Settings):
-    checkpoint: Checkpoint
+class _Sampling(Settings):
     output: Text | None
-    weights: Weights
     autoencoder: Autoencoder | None
-    seeds: Numbers
-    classes: Numbers | None
-    guidance: Guidance
-    cfg_scale: Number | None
     batch_size: Count
     precision: Precision
     tf32: bool
     compile: Compile
     cpu_threads: Count | None
+
+
+class _SampleConfig(_Sampling):
+    checkpoint: Checkpoint
+    weights: Weights
+    seeds: Numbers
+    classes: Numbers | None
+    guidance: Guidance
+    cfg_scale: Number | None
     npz: bool
 
 
@@ -285,48 +275,31 @@ SAMPLER_KEYS = tuple({field.name: None for sampler in _SAMPLERS for field in fie
 SampleConfig = create_model("SampleConfig", __base__=_SampleConfig, **{key: (Any, ...) for key in SAMPLER_KEYS})
 
 
-class FidDetector(DetectorSettings):
-    detector: OneOrMany[Detector] | None
-
-    all_detectors = property(lambda self: [] if self.detector is None else super().all_detectors)
-
-
 def combinations(chosen_from: dict) -> list[dict]:
     """{a: [1, 2], b: 3} -> [{a: 1, b: 3}, {a: 2, b: 3}]: every choice of one entry from each list."""
     entries = [value if isinstance(value, list) else [value] for value in chosen_from.values()]
     return [dict(zip(chosen_from, chosen)) for chosen in itertools.product(*entries)]
 
 
-class FidConfig(Settings):
+class FidConfig(_Sampling):
     checkpoint: OneOrMany[Text] | None
     checkpoints: Text | None
     images: Text | None
     reference: Text | None
-    output: Text | None
     num_samples: Count | None
     weights: OneOrMany[Weights]
-    autoencoder: Autoencoder | None
     guidance: list[Guidance]  # one for every combination of the values that the command lists
     cfg_scale: OneOrMany[Number] | None
     num_steps: OneOrMany[Any]
     S_churn: OneOrMany[Any]
     solver: OneOrMany[Any]
-    batch_size: Count
-    precision: Precision
-    tf32: bool
-    compile: Compile
-    cpu_threads: Count | None
     convert_to_rgb: bool
-    evaluation: FidDetector
+    evaluation: DetectorSettings
 
     @model_validator(mode="before")
     @classmethod
     def _combine(cls, raw: dict) -> dict:
         return raw | {"guidance": combinations(raw["guidance"])} if isinstance(raw.get("guidance"), dict) else raw
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# What another value of a key means for a run.
 
 
 class Role(Enum):
@@ -361,7 +334,7 @@ def role_of(key: str) -> Role | None:
 
 def differences(stored: Settings | dict, current: Settings | dict, roles: Sequence[Role] | None = None) -> list[str]:
     """`key: stored -> current` for every key that differs; with `roles`, for the keys of these roles alone."""
-    old, new = (settings.flatten(one.model_dump() if isinstance(one, Settings) else one) for one in (stored, current))
+    old, new = (flatten(one.model_dump() if isinstance(one, Settings) else one) for one in (stored, current))
     return [
         f"{key}: {old.get(key, 'absent')!r} -> {new.get(key, 'absent')!r}"
         for key in sorted(old.keys() | new.keys())

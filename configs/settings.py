@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import math
 from collections.abc import Iterable, Iterator
 from typing import Annotated, TypeVar, Union
 
@@ -23,15 +22,6 @@ class Settings(BaseModel):
 
 S = TypeVar("S", bound=Settings)
 
-# Upper bounds far above all that is sensible: a slip of the keyboard is an error, not a hang.
-Whole = Annotated[int, Field(ge=0, le=10**9)]
-Count = Annotated[int, Field(ge=1, le=10**9)]
-Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # NumPy's global generator takes no other
-Number = Annotated[float, Field(allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0, lt=math.inf)]
-NotNegative = Annotated[float, Field(ge=0, lt=math.inf)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-Text = Annotated[str, Field(min_length=1)]
 _MISSING = ("missing", "missing_argument")
 OneOrMany = Union[T, Annotated[list[T], Field(min_length=1)]]  # noqa: UP007 (a generic alias)
 

@@ -6,17 +6,16 @@ Shapes: B batch, C H W latents. sigma is the noise level, in the units of the la
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from common.checks import check_settings
 from common.randomness import SampleRandom
+from common.types import Number, Positive, settings
 from edm.sampler import HeunSampler
 
 
-@dataclass(frozen=True)
+@settings
 class EDM:
     """EDM's preconditioning, loss and sampler. It owns no parameters: a network is any callable net(x, c_noise, y, **kwargs).
 
@@ -26,13 +25,10 @@ class EDM:
         sampler: the settings of the Heun sampler.
     """
 
-    sigma_data: float = 0.5
-    P_mean: float = -1.2
-    P_std: float = 1.2
+    sigma_data: Positive = 0.5
+    P_mean: Number = -1.2
+    P_std: Positive = 1.2
     sampler: HeunSampler = HeunSampler()
-
-    def __post_init__(self):
-        check_settings(self, positive=["sigma_data", "P_std"])
 
     def coefficients(self, sigma: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """c_skip, c_out, c_in, c_noise (Table 1, column "Ours"), each of sigma's shape."""

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import pairwise
+from typing import Annotated
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from common.checks import MAX_NUM_STEPS, check_settings
 from common.randomness import SampleRandom
+from common.types import NotNegative, Positive, Steps, settings
 
 
-@dataclass(frozen=True)
+@settings
 class HeunSampler:
     """Heun's method along dx/dsigma = (x - D(x; sigma)) / sigma.
 
@@ -27,24 +28,18 @@ class HeunSampler:
         S_noise: standard deviation of the added noise.
     """
 
-    num_steps: int = 40
-    sigma_min: float = 0.002
-    sigma_max: float = 80.0
-    rho: float = 7.0
-    S_churn: float = 0.0
-    S_min: float = 0.0
-    S_max: float = math.inf
-    S_noise: float = 1.0
+    num_steps: Steps = 40
+    sigma_min: Positive = 0.002
+    sigma_max: Positive = 80.0
+    rho: Positive = 7.0
+    S_churn: NotNegative = 0.0
+    S_min: NotNegative = 0.0
+    S_max: Annotated[float, Field(ge=0)] = math.inf
+    S_noise: NotNegative = 1.0
 
     def __post_init__(self):
-        check_settings(
-            self,
-            positive=["sigma_max", "rho"],
-            not_negative=["S_churn", "S_min", "S_noise"],
-            num_steps=(1 <= self.num_steps <= MAX_NUM_STEPS, f"1 to {MAX_NUM_STEPS}"),
-            sigma_min=(0 < self.sigma_min < self.sigma_max, f"a number above 0 and below sigma_max={self.sigma_max}"),
-            S_max=(self.S_max >= 0, "0 or above, infinity for no bound"),
-        )
+        if self.sigma_min >= self.sigma_max:
+            raise ValueError(f"sigma_min={self.sigma_min} is not below sigma_max={self.sigma_max}")
 
     def noise_levels(self) -> list[float]:
         """num_steps levels from sigma_max to sigma_min, then 0 (Eq. 5)."""

@@ -109,10 +109,6 @@ def features_of_images(
     return extract(detectors, progress_bar(read_ahead(images.batches(batch_size, start, stop)), total=total, **how))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# References.
-
-
 def stored_statistics(images: ImageSet, detector: str) -> dict[str, Statistics]:
     """The statistics of this detector that the file holds, by layer. ADM's evaluator uses Inception's so."""
     return {layer: known for (name, layer), known in images.statistics.items() if name == detector}

@@ -139,10 +139,6 @@ class ImageFolder:
             raise UserError(f"{file} cannot be used ({e})") from e
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# ADM's .npz.
-
-
 def write_npz(
     path: Path,
     images: Iterable[np.ndarray],
@@ -239,10 +235,7 @@ def _errors_of(path: Path):
         raise UserError(f"{path}: {e}") from e
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Either of them.
-
-
 ImageSet = NpzImages | ImageFolder
 
 

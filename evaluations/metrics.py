@@ -15,9 +15,6 @@ from torch import Tensor
 
 from common.errors import UserError
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Mean and covariance.
-
 
 @dataclass(frozen=True)
 class Statistics:
@@ -53,13 +50,10 @@ def statistics_of(features: Tensor, chunk_size: int = 4096) -> Statistics:
     return Statistics(mean, _symmetric(scatter / (count - 1)))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Frechet distance (Heusel et al. 2017, eq. 6): |mu1 - mu2|^2 + tr sigma1 + tr sigma2 - 2 tr (sigma1 sigma2)^(1/2).
-
-
 def frechet_distance(first: Statistics | Tensor, second: Statistics | Tensor) -> float:
     """Distance between two Gaussians, each given by its statistics or by the samples [N, D], N > 1, that it is fitted to.
 
+    It is |mu1 - mu2|^2 + tr sigma1 + tr sigma2 - 2 tr (sigma1 sigma2)^(1/2) (Heusel et al. 2017, eq. 6).
     The trace of the root needs no root of a non-symmetric matrix and no complex numbers:
 
     - With sigma1 = A A^T, sigma1 sigma2 has the eigenvalues of the symmetric A^T sigma2 A.
@@ -102,13 +96,10 @@ def _centred(features: Tensor) -> tuple[Tensor, Tensor]:
     return mu, (x - mu) / (len(x) - 1) ** 0.5
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Inception Score (Salimans et al. 2016), as ADM's evaluator computes it.
-
-
 def inception_score(logits: Tensor, split_size: int = 5000) -> float:
     """exp(mean over samples of KL(p(y|x) || p(y))), averaged over consecutive splits, of which a short last one counts fully.
 
+    It is Salimans et al.'s (2016), as ADM's evaluator computes it.
     logits: [N, C], in the order of the samples; for Inception without the bias of the last layer.
     """
     scores = []
@@ -133,10 +124,7 @@ def class_agreement(logits: Tensor, labels: Tensor) -> float:
     return (logits.argmax(dim=1) == labels.to(logits.device)).sum().item() / len(labels)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Improved precision and recall (Kynkaanniemi et al. 2019).
-
-NUM_NEIGHBOURS = 3
+NUM_NEIGHBOURS = 3  # of improved precision and recall (Kynkaanniemi et al. 2019)
 
 
 def precision_recall(reference: Tensor, samples: Tensor, tile_size: int = 2048) -> tuple[float, float]:

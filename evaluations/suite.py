@@ -101,10 +101,6 @@ def evaluate(
     return {name: value for name, value in values.items() if value is not None}
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# For people. Files keep metric, number of samples and guidance scale as fields.
-
-
 def display_name(metric: str, num_samples: int, cfg_scale: float | None = None) -> str:
     """`fid50k/cfg1.5` is FID of 50,000 samples under guidance scale 1.5 (1 is none). `fd_dinov2_5k` after a digit."""
     count = f"{num_samples // 1000}k" if num_samples % 1000 == 0 else str(num_samples)

@@ -14,15 +14,15 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from common.checks import check_settings
 from common.randomness import SampleRandom
+from common.types import settings
 
 NUM_TIMESTEPS, BETA_FIRST, BETA_LAST = 1000, 1e-4, 0.02  # arXiv 2006.11239, section 4; DiT keeps them
 
@@ -33,7 +33,7 @@ def alpha_bars() -> np.ndarray:
     return np.cumprod(1 - np.linspace(BETA_FIRST, BETA_LAST, NUM_TIMESTEPS))
 
 
-@dataclass(frozen=True)
+@settings
 class AncestralSampler:
     """Go down the chain x_999 .. x_0, or a part of its timesteps.
 
@@ -42,11 +42,8 @@ class AncestralSampler:
         solver: `ancestral` draws from p(x_prev | x_t); `ddim` is deterministic (arXiv 2010.02502, Eq. 12 with sigma = 0).
     """
 
-    num_steps: int = 250
+    num_steps: Annotated[int, Field(ge=1, le=NUM_TIMESTEPS)] = 250
     solver: Literal["ancestral", "ddim"] = "ancestral"
-
-    def __post_init__(self):
-        check_settings(self, num_steps=(1 <= self.num_steps <= NUM_TIMESTEPS, f"1 to {NUM_TIMESTEPS}"))
 
     def timesteps(self) -> list[int]:
         """The timesteps to visit, lowest first: 0, 999 / (num_steps - 1), ..., rounded as improved DDPM's code does."""
@@ -109,7 +106,7 @@ def log_variance_bounds(alpha_bars: list[float]) -> list[tuple[float, float]]:
     return [(math.log(low), math.log(high)) for low, high in zip(posterior, betas)]
 
 
-@dataclass(frozen=True)
+@settings
 class DDPM:
     """Denoiser and sampler, with the interface of `edm.EDM` but without a loss. A network is any net(x_t, t, y, **kwargs)."""
 

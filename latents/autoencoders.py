@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from common.downloads import NotDownloaded, download_from_hub, is_hub_id
+from common.downloads import NotDownloaded, download_from_hub
 from common.errors import UserError, first_line
 from common.files import read_json
 from common.progress import say_if_slow
@@ -99,7 +100,7 @@ def find(spec: str) -> Path | None:
         return None
     if Path(source).is_dir():
         return Path(source)
-    if not is_hub_id(source):
+    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", source):  # owner/name, or a name alone
         raise UserError(f"autoencoder={spec}: there is no such folder, and it cannot be an id of the Hugging Face hub")
     from huggingface_hub import try_to_load_from_cache
 

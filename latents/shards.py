@@ -64,10 +64,6 @@ class ShardInfo:
         return {name: json.dumps(value) if isinstance(value, tuple) else str(value) for name, value in given.items()}
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Writing.
-
-
 def pack_images(files: Sequence[bytes]) -> dict[str, Tensor]:
     """`images` and `image_offsets` of a shard, from the JPEG file of every item."""
     offsets = torch.tensor([0, *(len(file) for file in files)], dtype=torch.int64).cumsum(0)
@@ -126,10 +122,6 @@ def _check_tensors(file: Path, info: ShardInfo, shard: dict[str, Tensor]) -> Non
     need(labels.dtype == torch.int64 and labels.shape == latents.shape[:1], "labels [M] of int64")
     need(labels.min() >= 0 and labels.max() < info.num_classes, f"labels from 0 to {info.num_classes - 1}, as num_classes says")
     need("images" not in shard or len(shard.get("image_offsets", ())) == len(labels) + 1, "image_offsets [M + 1] of images")
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Reading.
 
 
 def spread_items(num_items: int, at_most: int) -> np.ndarray:
@@ -273,10 +265,6 @@ def _open_shard(file: Path) -> tuple[ShardInfo, dict[str, Tensor], dict[str, int
         raise UserError(f"{file} is not a latent shard: in its header, {key}: {message}") from e
     _check_tensors(file, info, shard)
     return info, shard, {name: 8 + size + header[name]["data_offsets"][0] for name in shard}
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# From what is stored to latents.
 
 
 def mean_and_log_variance(stored: Tensor, kind: str) -> tuple[Tensor, Tensor | None]:

@@ -12,19 +12,18 @@ networks become ours as net(x, t, y) = -published(x, 1 - t, y). REPA's code uses
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.checks import check_settings
 from common.randomness import SampleRandom
+from common.types import NotNegative, Number, Positive, settings
 from sit.sampler import FlowSampler
 
 
-@dataclass(frozen=True)
+@settings
 class SiT:
     """SiT's path, loss and sampler, with the interface of `edm.EDM`: a network is any callable net(x_t, t, y, **kwargs).
 
@@ -37,13 +36,10 @@ class SiT:
     """
 
     timestep: Literal["uniform", "logit_normal"] = "uniform"
-    logit_mean: float = 0.0
-    logit_std: float = 1.0
-    cosine_weight: float = 0.0
+    logit_mean: Number = 0.0
+    logit_std: Positive = 1.0
+    cosine_weight: NotNegative = 0.0
     sampler: FlowSampler = FlowSampler()
-
-    def __post_init__(self):
-        check_settings(self, positive=["logit_std"], not_negative=["cosine_weight"])
 
     def velocity(self, net: Callable[..., Tensor], x: Tensor, t: Tensor, y: Tensor, **net_kwargs) -> Tensor:
         """(B, C, H, W) float32, the network's estimate of v = E[eps - x | x_t].

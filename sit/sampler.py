@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from common.checks import MAX_NUM_STEPS, check_settings
 from common.randomness import SampleRandom
+from common.types import NotNegative, Positive, Steps, settings
 
 # Half of SiT's diffusion coefficient w(t), before diffusion_norm: the forms of the published code with its time reversed.
 DIFFUSION_FORMS: dict[str, Callable[[float], float]] = {
@@ -31,7 +31,7 @@ DIFFUSION_FORMS: dict[str, Callable[[float], float]] = {
 }
 
 
-@dataclass(frozen=True)
+@settings
 class FlowSampler:
     """ODE: dx/dt = v. SDE, backwards in t: dx = (v - w/2 score) dt + sqrt(w) dW, with the same marginals for every w(t) >= 0.
 
@@ -48,22 +48,13 @@ class FlowSampler:
         last_step: `mean` is a step without its noise, `tweedie` returns D_x (the same as a last step of the ODE).
     """
 
-    num_steps: int = 40
+    num_steps: Steps = 40
     solver: Literal["euler", "heun", "euler_maruyama"] = "heun"
-    timestep_shift: float = 1.0
+    timestep_shift: Positive = 1.0
     diffusion_form: Literal[tuple(DIFFUSION_FORMS)] = "sigma"
-    diffusion_norm: float = 1.0
-    last_step_size: float = 0.04
+    diffusion_norm: NotNegative = 1.0
+    last_step_size: Annotated[float, Field(gt=0, lt=1)] = 0.04
     last_step: Literal["mean", "tweedie"] = "mean"
-
-    def __post_init__(self):
-        check_settings(
-            self,
-            positive=["timestep_shift"],
-            not_negative=["diffusion_norm"],
-            num_steps=(1 <= self.num_steps <= MAX_NUM_STEPS, f"1 to {MAX_NUM_STEPS}"),
-            last_step_size=(0 < self.last_step_size < 1, "a number above 0 and below 1"),
-        )
 
     def noise_levels(self) -> list[float]:
         """The num_steps values of t at which steps begin, from 1 downwards, then 0."""

@@ -9,9 +9,10 @@ import pytest
 from conftest import LAUNCH_2, REPOSITORY, TINY, finish, forget_accelerate, metrics, start
 
 from common.errors import UserError
+from common.types import Count, Text
 from configs import command_line
 from configs.command_line import guard, parse_arguments, run_command
-from configs.settings import Count, Settings, Text
+from configs.settings import Settings
 from training import machine
 
 

@@ -6,12 +6,12 @@ from conftest import REPOSITORY, checked, composed, make_shard
 
 from common.errors import UserError
 from configs import schema
-from configs.command_line import name_run
 from configs.settings import flatten
 from guidance import GUIDANCES, GuidanceInputs
 from routing_module import DEFAULT_ROUTE
 from sampling.sampler import sampler_with
 from training import build, load
+from training.run import name_run
 
 SD = dict(channels=4, kind="moments", num_classes=1000, scale_factor=0.18215, autoencoder="sd-vae:some/vae")
 
@@ -153,7 +153,7 @@ def test_every_key_with_a_role_exists():
         ("evaluation.detector=[inception,vgg]", r"evaluation.detector\[1\]='vgg'"),
         ("name=a/b", "name='a/b'"),
         ("seed=-1", "seed=-1"),
-        ("diffusion.sampler.S_churn=-1", "diffusion.sampler: .*S_churn=-1"),
+        ("diffusion.sampler.S_churn=-1", "diffusion.sampler.S_churn=-1: .*0"),
         ("diffusion.sampler.sigma_min=90.0", "diffusion.sampler: .*sigma_min=90"),
         ("alignment.name=repo", "alignment=.*'none', 'repa'"),
     ],

@@ -33,7 +33,7 @@ CPU, X, T = torch.device("cpu"), torch.randn(3, 4, 8, 8), torch.zeros(3)
 )
 def test_settings_of_diffusions_and_samplers_are_checked_by_name(settings, wrong):
     for name, value in wrong.items():
-        with pytest.raises(ValueError, match=f"{name}={value!r} is not accepted; use "):
+        with pytest.raises(ValueError, match=name):
             settings(**{name: value})
 
 

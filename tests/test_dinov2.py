@@ -16,7 +16,7 @@ from evaluations.images import STATISTICS_KEYS, open_images, write_npz
 from evaluations.metrics import frechet_distance
 from evaluations.suite import evaluate
 from evaluations.vit import DINOv2Detector
-from sampling.detectors import open_reference
+from sampling.evaluator import open_reference
 
 PUBLISHED = vit.DINOV2_L  # before a tiny one takes its place
 

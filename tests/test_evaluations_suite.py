@@ -19,7 +19,7 @@ from evaluations.images import NpzImages, open_images, write_npz
 from evaluations.metrics import statistics_of
 from evaluations.suite import METRICS, display_name, evaluate, find_metric, format_metrics, metrics_of, set_of
 from sampling import evaluator
-from sampling.detectors import open_reference
+from sampling.evaluator import open_reference
 
 
 @pytest.fixture(scope="module")

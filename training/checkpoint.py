@@ -82,10 +82,6 @@ def reading(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path} is not readable: {kind}{first_line(e)}") from e
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Writing.
-
-
 def save(root: Path, checkpoint: Checkpoint, keep_last: int, keep_every: int) -> Path:
     """Write `checkpoint` below `root`, then delete old ones: all but the newest keep_last and the multiples of keep_every.
 
@@ -141,10 +137,6 @@ def _flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Reading. All but `verify` and the searches need a checkpoint that was verified.
 
 
 def verify(folder: Path) -> None:

@@ -51,10 +51,6 @@ def load_network(
     return net
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Guidance.
-
-
 def with_scale(settings: schema.Guidance, cfg_scale: float | None) -> schema.Guidance:
     """cfg_scale is guidance.cfg_scale by its short name."""
     if cfg_scale is None:
@@ -121,10 +117,6 @@ def find_second_checkpoint(settings: schema.Guidance, run_cfg: schema.TrainConfi
     if changed := [line for line in changed if line.startswith(("data.", "diffusion.name"))]:
         raise UserError(f"guidance.checkpoint={settings.checkpoint} denoises other latents than the run: {'; '.join(changed)}")
     return settings.model_copy(update={"checkpoint": str(folder)})
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Samplers.
 
 
 def build_sampler(

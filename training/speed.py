@@ -74,10 +74,6 @@ def sigmoid_gelu(x: Tensor) -> Tensor:
     return x * torch.sigmoid(math.sqrt(8 / math.pi) * x * (1 + 0.044715 * x * x))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# What the machine can do.
-
-
 def check_machine(train, device: torch.device) -> None:
     """Check train.precision and train.compile before any slow work. Raises UserError if the machine lacks what a key asks for."""
     check_compile("train.compile", train.compile, device)

@@ -15,10 +15,10 @@ from accelerate.utils import set_seed
 from hydra.errors import HydraException
 
 from common.errors import UserError
+from common.types import Count, Whole
 from configs import schema
 from configs.command_line import check
 from configs.experiments import compose_overrides
-from configs.settings import Count, Whole
 from evaluations.features import Features
 from evaluations.suite import evaluate
 from extras.benchmarks.harness import TimedRow, measure, report

@@ -14,9 +14,9 @@ from omegaconf import OmegaConf
 
 from common.errors import UserError
 from common.files import REPOSITORY, read_json, write_file
+from common.types import Text
 from configs import schema
 from configs.schema import Autoencoder, Checkpoint, Weights
-from configs.settings import Text
 from dit import sizes_of
 from latents import autoencoders
 from training import checkpoint as checkpoints

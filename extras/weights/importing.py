@@ -14,11 +14,11 @@ import dit
 from common.downloads import download_from_hub
 from common.errors import UserError, first_line
 from common.files import write_file
+from common.types import Count, Positive, Text, Whole
 from configs import schema
 from configs.command_line import check
 from configs.experiments import LIGHTNING_DIFFUSION, SIT_SAMPLER, compose_overrides
 from configs.schema import Autoencoder
-from configs.settings import Count, Positive, Text, Whole
 from extras import lightningdit
 from extras.weights.published import read_published, read_sizes, turn_clock_and_sign, without_projectors
 from latents.arrays import read_channel_statistics
