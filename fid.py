@@ -24,7 +24,7 @@ from accelerate import Accelerator
 
 import evaluations
 from common.errors import UserError
-from common.files import lock_output
+from common.files import lock_file
 from configs import command_line, schema
 from evaluations.images import open_images
 from evaluations.suite import format_metrics, metrics_of
@@ -78,7 +78,7 @@ def main(cfg: schema.FidConfig) -> None:
         "reference": reference.fingerprint(),
     }
     output = Path(cfg.output) if cfg.output else default_folder(cfg, folders)
-    lock = lock_output(output, "evaluating into") if accelerator.is_main_process else None
+    lock = lock_file(output / ".lock", "evaluating into", "output") if accelerator.is_main_process else None
     results = Results(output, conditions)
     missing = decide_together(lambda: [i for i, (point, _) in enumerate(points) if not results.find(point)], accelerator)
     log.info("%d of %d evaluations to do, in %s", len(missing), len(points), output)

@@ -22,12 +22,11 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 from common.errors import UserError
-from common.files import lock_output, whole_file, write_file
+from common.files import lock_file, whole_file, write_file
 from common.progress import progress_bar
-from common.randomness import class_of_seed
 from configs import command_line, schema
 from evaluations.images import DECODE_ERRORS, write_npz
-from sampling.sampler import ImageSampler, labelled_grid, sampler_with
+from sampling.sampler import ImageSampler, class_of_seed, labelled_grid, sampler_with
 from training import checkpoint as checkpoints
 from training import load, machine
 from training.resume import check_shared, decide_together, find_checkpoint_together
@@ -105,7 +104,7 @@ def open_output(output: Path, settings: dict) -> IO[bytes]:
     held = {path.name for path in output.iterdir()} if output.is_dir() else set()
     if file.name not in held and not all(name == ".lock" or name.startswith(".tmp_") for name in held):
         raise UserError(f"output={output} is not empty and not made by sample.py; choose another folder")
-    lock = lock_output(output, "sampling into")
+    lock = lock_file(output / ".lock", "sampling into", "output")
     if not file.exists():
         write_file(file, OmegaConf.to_yaml(OmegaConf.create(settings)))
     elif changed := schema.differences(OmegaConf.to_container(OmegaConf.load(file)), settings):

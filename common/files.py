@@ -25,7 +25,6 @@ from common.errors import UserError, first_line
 log = logging.getLogger(__name__)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-CHUNK_BYTES = 1 << 22
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -80,26 +79,27 @@ def remove_leftovers(folder: Path) -> None:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def read_file(path: Path, size: int = -1) -> bytes:
-    """The content of a file, or its first `size` bytes. Raises UserError where it cannot be read."""
+def read_file(path: Path) -> bytes:
+    """The content of a file. Raises UserError where it cannot be read."""
     try:
-        with open(path, "rb") as f:
-            return f.read(size)
+        return path.read_bytes()
     except OSError as e:
         raise UserError(f"cannot read {path}: {e.strerror}") from e
 
 
-def lock_file(path: Path, busy: str, remedy: str) -> IO[bytes]:
+def lock_file(path: Path, doing: str, key: str) -> IO[bytes]:
     """Create the file, with its folder, and lock it until it is closed or this process ends, killed or not.
 
-    On a file system without locks (some NFS and Lustre mounts) it warns and goes on.
-
-    Raises:
-        UserError: `busy`, the process that holds the lock, and `remedy`.
-        OSError: the file cannot be opened.
+    What an interrupted process left in the folder is removed. On a file system without locks (some NFS and Lustre mounts) it
+    warns and goes on.
+    Raises UserError: another process is `doing` ("sampling into") the folder, and another `key` helps; or it is not writable.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = open(path, "a+b")
+    folder = path.parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = open(path, "a+b")
+    except OSError as e:
+        raise UserError(f"cannot write to {folder}: {why_not_written(path, e)}") from e
     try:
         is_ours = lock_descriptor(file.fileno(), blocking=False)
     except OSError as e:
@@ -108,28 +108,15 @@ def lock_file(path: Path, busy: str, remedy: str) -> IO[bytes]:
     if not is_ours:
         with file:
             file.seek(1)
-            raise UserError(f"{busy} ({file.read().decode(errors='replace').strip()}); {remedy}")
-    since = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
-    holder = f"process {os.getpid()} on {platform.node()}, since {since}: {shlex.join(sys.argv)}"
+            holder = file.read().decode(errors="replace").strip()
+            raise UserError(f"another process is {doing} {folder} ({holder}); wait for it, or choose another {key}=...")
+    holder = f"process {os.getpid()} on {platform.node()}, since {datetime.now():%Y-%m-%d %H:%M:%S}: {shlex.join(sys.argv)}"
     with contextlib.suppress(OSError):  # a full disk: the lock holds without a name
         file.truncate(0)
         file.write(b"\n" + holder[:400].encode())  # Windows locks the first byte, also for readers
         file.flush()
-    return file
-
-
-def lock_output(folder: Path, doing: str) -> IO[bytes]:
-    """Create and lock the folder that a command's output= names, and remove what an interrupted one left; returns the lock.
-
-    Raises:
-        UserError: another process is `doing` ("sampling into") the folder, or it cannot be written to.
-    """
-    try:
-        lock = lock_file(folder / ".lock", f"another process is {doing} {folder}", "wait for it, or choose another output=...")
-    except OSError as e:
-        raise UserError(f"output: cannot write to {folder}: {why_not_written(folder, e)}") from e
     remove_leftovers(folder)
-    return lock
+    return file
 
 
 def append_line(path: Path, record: dict) -> None:
@@ -146,18 +133,12 @@ def append_line(path: Path, record: dict) -> None:
         raise UserError(f"cannot write {path}: {why_not_written(path, e)}") from e
 
 
-def read_lines(path: Path) -> Iterator[tuple[int, dict | None]]:
-    """(line number, object) of a file of JSON lines; None for a line that is cut off or no object.
-
-    A file that does not exist has no lines. Raises UserError where it cannot be read.
-    """
-    lines = read_file(path).decode(errors="replace").splitlines() if path.exists() else []
-    for number, line in enumerate(lines, start=1):
-        try:
-            value = json.loads(line)
-        except ValueError:
-            value = None
-        yield number, value if isinstance(value, dict) else None
+def read_lines(path: Path) -> Iterator[dict]:
+    """The objects of a file of JSON lines, without lines that were cut off. UserError: it exists and cannot be read."""
+    for line in read_file(path).decode(errors="replace").splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError):
+            if isinstance(value := json.loads(line), dict):
+                yield value
 
 
 def read_json(path: Path) -> Any:
@@ -177,6 +158,6 @@ def hash_file(path: Path) -> str:
     """`hash_bytes` of a file's content, read in chunks."""
     digest = hashlib.blake2b(digest_size=16)
     with open(path, "rb") as f:
-        while chunk := f.read(CHUNK_BYTES):
+        while chunk := f.read(1 << 22):
             digest.update(chunk)
     return digest.hexdigest()

@@ -7,7 +7,6 @@ import operator
 from collections.abc import Sequence
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,7 +22,7 @@ class SampleRandom(Protocol):
     def rand(self, *shape: int) -> Tensor: ...  # (B, *shape), in [0, 1)
 
 
-def _key(*parts: int | str | tuple) -> int:
+def key_of(*parts: int | str | tuple) -> int:
     """A 63-bit seed for a generator, from everything that the numbers depend on. Raises TypeError for a float."""
     digest = hashlib.blake2b(repr(tuple(map(_plain, parts))).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
@@ -62,7 +61,7 @@ class StepRandom:
     def __init__(self, seed: int, step: int, stream: str, batch_size: int, part: slice, device: torch.device):
         check_rows(part, batch_size)
         self.batch_size, self.part, self.device = batch_size, part, device
-        self.generator = torch.Generator(device).manual_seed(_key(seed, step, stream))
+        self.generator = torch.Generator(device).manual_seed(key_of(seed, step, stream))
 
     def randn(self, *shape: int) -> Tensor:
         return torch.randn(self.batch_size, *shape, generator=self.generator, device=self.device)[self.part]
@@ -80,7 +79,7 @@ class SeedRandom:
     """
 
     def __init__(self, seeds: Sequence[int | tuple[int, ...]], device: torch.device, stream: str = "sample"):
-        self.generators = [torch.Generator().manual_seed(_key(stream, seed)) for seed in seeds]
+        self.generators = [torch.Generator().manual_seed(key_of(stream, seed)) for seed in seeds]
         self.device = device
 
     def randn(self, *shape: int) -> Tensor:
@@ -88,8 +87,3 @@ class SeedRandom:
 
     def rand(self, *shape: int) -> Tensor:
         return torch.stack([torch.rand(shape, generator=g) for g in self.generators]).to(self.device)
-
-
-def class_of_seed(seed: int, num_classes: int) -> int:
-    """A uniformly random class, a function of the seed alone."""
-    return int(np.random.default_rng(_key("class", seed)).integers(num_classes))

@@ -16,9 +16,7 @@ settings = functools.partial(dataclass, frozen=True, config=ConfigDict(extra="fo
 Whole = Annotated[int, Field(ge=0, le=10**9)]
 Count = Annotated[int, Field(ge=1, le=10**9)]
 Steps = Annotated[int, Field(ge=1, le=10**5)]  # of a sampler
-Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # NumPy's global generator takes no other
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, lt=math.inf)]
 NotNegative = Annotated[float, Field(ge=0, lt=math.inf)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1)]

@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, Field, create_model, model_validator
 
 import dit
 import guidance
-from common.types import Count, Fraction, NotNegative, Number, Positive, Seed, Text, Whole, settings
+from common.types import Count, NotNegative, Number, Positive, Text, Whole, settings
 from configs.settings import OneOrMany, Settings, flatten, nearest
 from edm import EDM
 from edm.sampler import HeunSampler
@@ -44,6 +44,7 @@ def parse_numbers(spec: str | int | list) -> list[int]:
     return numbers
 
 
+Fraction = Annotated[float, Field(ge=0, lt=1)]
 FolderName = Annotated[str, Field(pattern=r"^[^/\\]*[^./\\][^/\\]*$")]
 Checkpoint = Text  # the folder of a checkpoint, or of a run for its newest
 Autoencoder = Annotated[str, Field(pattern=r"^(identity|none|(sd-vae|va-vae):.+)$")]
@@ -232,7 +233,7 @@ class TrainConfig(Settings):
     name: FolderName
     output_dir: Text
     experiment: dict[str, Any] | None  # configs.experiments.Row
-    seed: Seed
+    seed: Annotated[int, Field(ge=0, le=2**32 - 1)]  # NumPy's global generator takes no other
     resume: Text
     init_from: Text | None
     init_state: Literal["weights", "all"]

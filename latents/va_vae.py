@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from common.errors import UserError
-from latents.arrays import load_torch_file
+from latents.torch_files import load_torch_file
 
 # Names in latent diffusion's state dict, and in that of diffusers, which also counts the decoder's levels the other way.
 # diffusers' own converter leaves out the attention inside levels, which VA-VAE has where its features are 16x16.

@@ -16,7 +16,6 @@ from accelerate.utils import broadcast_object_list
 
 from common.errors import UserError
 from common.progress import progress_bar, say_if_slow
-from common.randomness import class_of_seed
 from configs import schema
 from evaluations.classifiers import DIGITS_WEIGHTS, ClassifierDetector
 from evaluations.features import Detector, Features, extract, features_of_images, read_cache, stored_statistics, write_cache
@@ -24,7 +23,7 @@ from evaluations.images import ImageSet, open_images
 from evaluations.inception import InceptionDetector, fetch_weights
 from evaluations.suite import evaluate, set_of
 from evaluations.vit import DINOV2_L, DINOv2Detector, find_encoder_weights
-from sampling.sampler import ImageSampler
+from sampling.sampler import ImageSampler, class_of_seed
 
 log = logging.getLogger(__name__)
 

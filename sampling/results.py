@@ -40,7 +40,7 @@ class Results:
 
     def __init__(self, folder: Path, conditions: dict):
         self.folder, self.conditions, self.file = folder, conditions, folder / "results.jsonl"
-        self.lines = [line for _, line in read_lines(self.file) if line and "point" in line and "metrics" in line]
+        self.lines = [line for line in read_lines(self.file) if "point" in line and "metrics" in line]
 
     def _key(self, point: Point) -> dict:
         return json.loads(json.dumps({**point.settings, **self.conditions, "content": point.content}))

@@ -10,7 +10,7 @@ import torch
 from PIL import Image, ImageDraw
 from torch import Tensor, nn
 
-from common.randomness import SeedRandom
+from common.randomness import SeedRandom, key_of
 from configs.schema import Data, Diffusion
 from configs.settings import explained
 from guidance import Guidance, GuidanceInputs
@@ -86,6 +86,11 @@ class ImageSampler:
         noise = random.randn(data.in_channels, data.input_size, data.input_size)
         latents = self.diffusion.sample(self.guidance(inputs), noise, y, random)
         return to_uint8(self.autoencoder.decode(restore_latents(latents[:num_images], data))).cpu().numpy()
+
+
+def class_of_seed(seed: int, num_classes: int) -> int:
+    """A uniformly random class, a function of the seed alone."""
+    return int(np.random.default_rng(key_of("class", seed)).integers(num_classes))
 
 
 def sampler_with(diffusion: Diffusion, **overrides: object) -> Diffusion:

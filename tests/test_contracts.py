@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from common.errors import UserError
-from common.randomness import SeedRandom, StepRandom, class_of_seed
+from common.randomness import SeedRandom, StepRandom
 from edm import EDM
 from edm.sampler import HeunSampler
 from extras.ddpm import DDPM, AncestralSampler
 from latents.autoencoders import from_uint8, to_uint8
 from latents.order import BatchOrder
 from latents.shards import draw_latents, mean_and_log_variance
+from sampling.sampler import class_of_seed
 from sit import SiT
 from sit.sampler import FlowSampler
 

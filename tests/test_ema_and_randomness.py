@@ -1,7 +1,8 @@
 import numpy as np
 import torch
 
-from common.randomness import SeedRandom, StepRandom, class_of_seed
+from common.randomness import SeedRandom, StepRandom
+from sampling.sampler import class_of_seed
 from training.ema import EMA
 
 CPU = torch.device("cpu")

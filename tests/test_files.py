@@ -63,7 +63,7 @@ def test_a_folder_that_cannot_be_written_is_named_without_the_free_space(tmp_pat
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=f"^cannot write {tmp_path}/file/a: File exists$"):
         files.write_file(tmp_path / "file" / "a", "text")
-    with pytest.raises(UserError, match=f"^output_dir: cannot write to {tmp_path}/file/run: Not a directory$"):
+    with pytest.raises(UserError, match=f"^cannot write to {tmp_path}/file/run: Not a directory$"):
         open_run(tmp_path / "file" / "run")
 
 
@@ -71,7 +71,7 @@ def test_a_torn_line_is_not_joined_to_the_next_one(tmp_path):
     file = tmp_path / "starts.jsonl"
     file.write_text(json.dumps({"step": 0}) + '\n{"step": 1, "ti')
     files.append_line(file, {"step": 2})
-    assert [line for _, line in files.read_lines(file)] == [{"step": 0}, None, {"step": 2}]
+    assert list(files.read_lines(file)) == [{"step": 0}, {"step": 2}]
 
 
 def test_a_run_removes_what_an_interrupted_save_left(tmp_path):
@@ -115,7 +115,7 @@ def test_a_second_process_is_told_who_is_there_until_the_first_is_killed(tmp_pat
     with pytest.raises(
         UserError, match=rf"^another process is sampling into {tmp_path}/run \(process {os.getpid()} on .* output="
     ):
-        files.lock_output(run.path, "sampling into")
+        files.lock_file(run.path / ".lock", "sampling into", "output")
 
 
 def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch, caplog):
@@ -134,7 +134,7 @@ def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch, caplog)
 
 def test_lines_that_are_no_objects_are_none(tmp_path):
     (tmp_path / "a").write_bytes(b'[1]\n{"step": 1}\n\xff\n{"st\n')
-    assert list(files.read_lines(tmp_path / "a")) == [(1, None), (2, {"step": 1}), (3, None), (4, None)]
+    assert list(files.read_lines(tmp_path / "a")) == [{"step": 1}]
     assert list(files.read_lines(tmp_path / "none")) == []
     with pytest.raises(UserError, match=f"^{tmp_path / 'a'} is not JSON"):
         files.read_json(tmp_path / "a")

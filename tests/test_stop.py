@@ -105,7 +105,7 @@ except UserError as e:
 
 def is_free(lock):
     try:
-        lock_file(lock, "it is held", "wait").close()
+        lock_file(lock, "waiting in", "folder").close()
     except UserError:
         return False
     return True

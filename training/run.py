@@ -53,15 +53,14 @@ class RunFolder:
 
     def open(self) -> None:
         """Create the folders and lock them. Raises UserError without permission to write, and if another process trains here."""
+        self._lock = lock_file(self.path / ".lock", "training in", "name")
         try:
-            busy = f"another process is training in {self.path}"
-            self._lock = lock_file(self.path / ".lock", busy, "wait for it, or choose another name=...")
-            for folder in (self.path, self.checkpoints, self.samples):
+            for folder in (self.checkpoints, self.samples):
                 folder.mkdir(exist_ok=True)
                 remove_leftovers(folder)
             self.metrics.touch()
         except OSError as e:
-            raise UserError(f"output_dir: cannot write to {self.path}: {why_not_written(self.path, e)}") from e
+            raise UserError(f"cannot write to {self.path}: {why_not_written(self.path, e)}") from e
 
     def write_config(self, config: dict) -> None:
         """Write config.yaml: the resolved configuration of the run, of plain values."""
@@ -90,11 +89,11 @@ class RunFolder:
 
     def has_evaluation(self, about: dict) -> bool:
         """Whether metrics.jsonl holds the evaluation of this step, num_samples and cfg_scale."""
-        return any(line and "metrics" in line and about.items() <= line.items() for _, line in read_lines(self.metrics))
+        return any("metrics" in line and about.items() <= line.items() for line in read_lines(self.metrics))
 
     def keep_metrics_until(self, step: int) -> None:
         """Drop the lines after `step`, which the run writes again, and incomplete ones."""
-        kept = [line for _, line in read_lines(self.metrics) if line and line["step"] <= step]
+        kept = [line for line in read_lines(self.metrics) if line["step"] <= step]
         write_file(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
 
     def close(self) -> None:

@@ -123,15 +123,15 @@ def read_run(path: Path) -> Run:
     config = flatten(stored) if isinstance(stored, dict) else {}
     if missing := NEEDED - config.keys():
         raise UserError(f"not a configuration of train.py: without {', '.join(sorted(missing))}")
-    run = Run(path, config, config.pop("experiment") or {}, [start for _, start in read_lines(path / "starts.jsonl") if start])
+    run = Run(path, config, config.pop("experiment") or {}, list(read_lines(path / "starts.jsonl")))
     how = {"weights": "ema", "num_steps": config.get("eval.num_steps") or config.get("diffusion.sampler.num_steps")}
     how |= {key: config.get(f"diffusion.sampler.{key}") for key in ("S_churn", "solver")}
     how |= {"precision": config.get("eval.precision"), "detector_precision": config.get("evaluation.precision")}
     how["reference"] = Path(config.get("evaluation.reference") or "").name
-    for _, line in read_lines(path / "metrics.jsonl"):
-        if line and "metrics" in line:
+    for line in read_lines(path / "metrics.jsonl"):
+        if "metrics" in line:
             run.add(line["step"], line["metrics"], line["num_samples"], {"cfg_scale": line["cfg_scale"], **how})
-        elif line and "loss" in line:
+        elif "loss" in line:
             run.figures.setdefault(LOSS, {})[line["step"]] = line["loss"]
             run.speeds[line["step"]] = line["steps_per_sec"]
     run.grid = max((path / "samples").glob("step_*.png"), default=None)
@@ -141,7 +141,7 @@ def read_run(path: Path) -> Run:
 def add_results(file: Path, runs: Sequence[Run]) -> set[str]:
     """Add the results of fid.py in a file to their runs; returns the folders of checkpoints that belong to no run."""
     orphans = set()
-    for point, metrics in ((line["point"], line["metrics"]) for _, line in read_lines(file) if line):
+    for point, metrics in ((line["point"], line["metrics"]) for line in read_lines(file)):
         if "checkpoint" not in point:  # images on disk
             continue
         checkpoint = Path(point["checkpoint"]).resolve()

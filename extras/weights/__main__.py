@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import sys
 
-from common.progress import log_to_stderr
 from configs import command_line
 from extras.weights.export import export_checkpoint
 from extras.weights.importing import import_weights
@@ -19,5 +18,4 @@ from extras.weights.importing import import_weights
 COMMANDS = {"import": import_weights, "export": export_checkpoint}
 
 if __name__ == "__main__":
-    log_to_stderr()
     command_line.guard(lambda: command_line.run_command(COMMANDS, __doc__, sys.argv[1:]))

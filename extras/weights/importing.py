@@ -21,8 +21,8 @@ from configs.experiments import LIGHTNING_DIFFUSION, SIT_SAMPLER, compose_overri
 from configs.schema import Autoencoder
 from extras import lightningdit
 from extras.weights.published import read_published, read_sizes, turn_clock_and_sign, without_projectors
-from latents.arrays import read_channel_statistics
 from latents.autoencoders import SD_VAES, known_scale_and_factor
+from latents.torch_files import read_channel_statistics
 from training import checkpoint as checkpoints
 from training.build import build_network
 

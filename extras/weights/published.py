@@ -18,7 +18,7 @@ from torch import Tensor
 
 from common.errors import UserError
 from dit import TimestepEmbedder
-from latents.arrays import load_torch_file
+from latents.torch_files import load_torch_file
 
 # As training codes call the weights, their EMA and the count of steps in one file.
 MODEL_NAMES, EMA_NAMES = ("model", "model_state_dict"), ("ema", "ema_state_dict")

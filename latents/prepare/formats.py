@@ -18,11 +18,11 @@ from torch import Tensor
 from common.errors import UserError, first_line
 from common.files import hash_bytes
 from evaluations.images import read_rgb
-from latents.arrays import read_channel_statistics
 from latents.autoencoders import SD_SCALE, SD_VAE, known_scale_and_factor
 from latents.prepare.images import count_classes, read_dataset_json, to_jpeg
 from latents.shards import ShardInfo, shard_files, spread_items
 from latents.tars import index_tars
+from latents.torch_files import read_channel_statistics
 
 
 @contextlib.contextmanager

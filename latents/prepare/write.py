@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from common.errors import UserError
-from common.files import hash_bytes, hash_file, lock_file, read_json, remove_leftovers, why_not_written, write_file
+from common.files import hash_bytes, hash_file, lock_file, read_json, remove_leftovers, write_file
 from common.progress import progress_bar
 from latents.channel_statistics import ChannelStatistics, overall_std
 from latents.manifest import MANIFEST, UNFINISHED, read_manifest
@@ -104,13 +104,8 @@ class ShardWriter:
 
         Raises UserError where the folder cannot be written to, or another process is writing to it.
         """
-        try:
-            busy = f"another process is writing to output={self.output}"
-            self._lock = lock_file(self._unfinished / "lock", busy, "wait for it, or choose another folder")
-        except OSError as e:
-            raise UserError(f"output={self.output} cannot be written to: {why_not_written(self.output, e)}") from e
-        for folder in (self.output, self._unfinished):
-            remove_leftovers(folder)
+        self._lock = lock_file(self._unfinished / "lock", "writing to", "output")
+        remove_leftovers(self.output)
         manifest = read_manifest(self.output)  # under the lock: who held it before may just have written it
         for record in manifest["shards"] if manifest else []:
             self._write_record(record)
