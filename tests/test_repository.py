@@ -2,6 +2,7 @@
 
 import ast
 import hashlib
+import re
 from pathlib import Path
 
 import numpy as np
@@ -53,6 +54,17 @@ def test_no_helper_is_defined_twice():
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name not in entry_points:
                 assert node.name not in seen, f"{node.name} in {seen[node.name]} and {file}"
                 seen[node.name] = file
+
+
+def test_links_between_pages_lead_somewhere():
+    pages = [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")]
+    headings = {page: re.findall(r"^#+ (.*)", page.read_text(), re.MULTILINE) for page in pages}
+    anchors = {page: {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in headings[page]} for page in pages}
+    for page in pages:
+        for link in re.findall(r"\]\((?!http)([^)]+)\)", page.read_text()):
+            path, _, anchor = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            assert target.exists() and (not anchor or anchor in anchors[target]), f"{page}: {link}"
 
 
 def test_the_digits_are_made_bit_for_bit_as_shipped(tmp_path):
