@@ -54,7 +54,6 @@ Weights = Literal["ema", "raw"]
 Precision = Literal["fp32", "bf16"]
 Compile = Literal["auto", "none", "blocks"]  # training.speed.compile_network
 
-# The groups.
 RouteSettings = settings(Route)  # routing_module.py needs torch alone
 
 

@@ -1,4 +1,4 @@
-"""Metrics as pure functions of features: Frechet distance, Inception Score, precision and recall.
+"""Metrics as pure functions of features.
 
 N samples, D features, C classes. Distances between distributions and scores are computed in float64, the neighbour search in
 the precision of its features. Features must be finite; `extract` checks it.

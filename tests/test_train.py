@@ -269,7 +269,7 @@ def test_what_cannot_run_is_refused_before_anything_is_written(train, tmp_path):
             train("run", *change)
     assert not (tmp_path / "run").exists()
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="output_dir: .*file"):
+    with pytest.raises(UserError, match="cannot write to .*file"):
         train("run", f"output_dir={tmp_path / 'file'}")
 
 

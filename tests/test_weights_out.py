@@ -165,7 +165,7 @@ def test_a_call_takes_a_generator_labels_of_any_form_and_bfloat16(pipeline):
         ({"class_labels": [1, 2], "seeds": [1]}, ValueError, "shape"),
         ({"class_labels": [1, 2], "seeds": "12"}, TypeError, "integer"),
         ({"class_labels": 1, "seeds": [0.5]}, TypeError, "integer"),
-        ({"class_labels": 1, "sampler": {"solver": "heun"}}, TypeError, "solver"),
+        ({"class_labels": 1, "sampler": {"solver": "heun"}}, ValueError, "solver"),
         ({"class_labels": 1, "guidance_interval": (2.0, 1.0)}, ValueError, "level_lo=2.0 must be below level_hi=1.0"),
     ],
 )

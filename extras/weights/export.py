@@ -38,6 +38,7 @@ tags: [class-conditional-image-generation, diffusion-transformer]
 
 {cfg.model.backbone} (`diffusion={cfg.diffusion.name}`) for class-conditional image generation, {cfg.data.num_classes} classes:
 {weights} weights after {step:,} steps. `training.yaml` holds the settings. The code has the MIT licence that its files state.
+It needs diffusers, pydantic and torch.
 
 ```python
 from diffusers import DiffusionPipeline
