@@ -36,18 +36,17 @@ def validate(raw: dict, settings: type[S]) -> S:
 def explained(raw: dict, known: Iterable[str]) -> Iterator[None]:
     """A context in which pydantic's ValidationError becomes a UserError with a line for every wrong key.
 
-    Args:
-        raw: what is validated.
-        known: keys to offer for an unknown one.
+    `raw` is what is validated, and `known` are the keys to offer for an unknown one.
     """
     try:
         yield
     except ValidationError as e:
-        lines: dict[str, dict[str, None]] = {}  # a key's branches (a number, or a list of them) on one line
+        lines: dict[str, str] = {}  # a key's branches (a number, or a list of them) on one line
         for error in e.errors():
             key = _dotted_key(error, raw)
-            lines.setdefault(key, {})[_explain(error, key, known)] = None
-        raise UserError(*((key + " or".join(words)).removeprefix(": ") for key, words in lines.items())) from e
+            text = (key + _explain(error, key, known)).removeprefix(": ")
+            lines[key] = f"{lines[key]} or {text.partition(': ')[2]}" if key in lines else text
+        raise UserError(*lines.values()) from e
 
 
 def _dotted_key(error: dict, raw: dict) -> str:
@@ -76,12 +75,11 @@ def _explain(error: dict, key: str, known: Iterable[str]) -> str:
 
 
 def nearest(key: str, known: Iterable[str]) -> str:
-    """`; nearest: train.lr`: known keys that end alike or look alike, else those of the same group."""
-    known, (group, _, name) = [other for other in known if other != key], key.rpartition(".")
-    near = [other for other in known if other.rpartition(".")[2] == name]
-    near = near or difflib.get_close_matches(key, known, n=3, cutoff=0.75)
-    near = near or [other for other in known if other.rpartition(".")[0] == group]
-    return f"; nearest: {', '.join(near)}" if near else ""
+    """`; nearest: train.lr`: known keys whose last parts look alike, else those of the same group if they are few."""
+    parts, (group, _, name) = {other: other.rpartition(".") for other in known if other != key}, key.rpartition(".")
+    alike = difflib.get_close_matches(name, {part[2] for part in parts.values()}, n=3, cutoff=0.75)
+    near = [other for other in parts if parts[other][2] in alike] or [other for other in parts if parts[other][0] == group]
+    return f"; nearest: {', '.join(near)}" if 0 < len(near) <= 20 else ""
 
 
 def flatten(config: dict, prefix: str = "") -> dict[str, object]:
