@@ -26,6 +26,7 @@ import evaluations
 from common.errors import UserError
 from common.files import lock_file
 from configs import command_line, schema
+from configs.settings import as_list
 from evaluations.images import open_images
 from evaluations.suite import format_metrics, metrics_of
 from latents import autoencoders
@@ -115,10 +116,6 @@ def find_checkpoints(cfg: schema.FidConfig) -> list[Path]:
     for folder in folders:
         checkpoints.verify(folder)
     return folders
-
-
-def as_list(value) -> list:
-    return value if isinstance(value, list) else [value]
 
 
 def with_settings_of_run(cfg: schema.FidConfig, run_cfg: schema.TrainConfig | None) -> schema.FidConfig:

@@ -17,7 +17,7 @@ from pydantic import BeforeValidator, Field, create_model, model_validator
 import dit
 import guidance
 from common.types import Count, NotNegative, Number, Positive, Text, Whole, settings
-from configs.settings import OneOrMany, Settings, flatten, nearest
+from configs.settings import OneOrMany, Settings, as_list, flatten, nearest
 from edm import EDM
 from edm.sampler import HeunSampler
 from extras import ddpm, lightningdit
@@ -34,7 +34,7 @@ NETWORKS = {"dit": dit, "tread": dit, "lightningdit": lightningdit, "lightningdi
 def parse_numbers(spec: str | int | list) -> list[int]:
     """`0-3`, `[0-3,7]` -> [0, 1, 2, 3, 7]. Raises ValueError for anything else, and for a number that is named twice."""
     numbers: list[int] = []
-    for part in ",".join(map(str, spec if isinstance(spec, list) else [spec])).split(","):
+    for part in ",".join(map(str, as_list(spec))).split(","):
         ends = [end.strip() for end in part.split("-")]
         if len(ends) > 2 or not all(end.isdecimal() for end in ends) or int(ends[-1]) - int(ends[0]) >= MAX_NUMBERS:
             raise ValueError(f"{spec!r:.60} is no list of numbers and ranges such as [0-3,7], with at most {MAX_NUMBERS} numbers")
@@ -215,7 +215,7 @@ class DetectorSettings(Settings):
 
     @property
     def all_detectors(self) -> list[str]:
-        return [] if self.detector is None else self.detector if isinstance(self.detector, list) else [self.detector]
+        return [] if self.detector is None else as_list(self.detector)
 
 
 class EvaluationSettings(DetectorSettings):
@@ -277,8 +277,7 @@ SampleConfig = create_model("SampleConfig", __base__=_SampleConfig, **{key: (Any
 
 def combinations(chosen_from: dict) -> list[dict]:
     """{a: [1, 2], b: 3} -> [{a: 1, b: 3}, {a: 2, b: 3}]: every choice of one entry from each list."""
-    entries = [value if isinstance(value, list) else [value] for value in chosen_from.values()]
-    return [dict(zip(chosen_from, chosen)) for chosen in itertools.product(*entries)]
+    return [dict(zip(chosen_from, chosen)) for chosen in itertools.product(*map(as_list, chosen_from.values()))]
 
 
 class FidConfig(_Sampling):

@@ -26,6 +26,11 @@ _MISSING = ("missing", "missing_argument")
 OneOrMany = Union[T, Annotated[list[T], Field(min_length=1)]]  # noqa: UP007 (a generic alias)
 
 
+def as_list(value: T | list[T]) -> list[T]:
+    """What OneOrMany accepts, as a list."""
+    return value if isinstance(value, list) else [value]
+
+
 def validate(raw: dict, settings: type[S]) -> S:
     """`raw` as checked settings. Raises UserError with a line for every wrong key: its value and what pydantic says."""
     with explained(raw, known={**flatten(raw), **settings.model_fields}):
