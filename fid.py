@@ -28,14 +28,14 @@ from common.files import lock_file
 from configs import command_line, schema
 from configs.settings import as_list
 from evaluations.images import open_images
+from evaluations.results import Point, Results, in_words
 from evaluations.suite import format_metrics, metrics_of
 from latents import autoencoders
 from sampling.evaluator import Evaluator, build_detectors, open_reference
-from sampling.results import Point, Results, in_words
+from sampling.processes import check_shared, leave, on_main
 from sampling.sampler import ImageSampler, sampler_with
 from training import checkpoint as checkpoints
 from training import load, machine
-from training.resume import check_shared, decide_together
 from training.speed import check_compile
 
 log = logging.getLogger("fid")
@@ -53,9 +53,9 @@ def main(cfg: schema.FidConfig) -> None:
     accelerator = machine.start_accelerator(cfg.cpu_threads, tf32=cfg.tf32)
     check_compile("compile", cfg.compile, accelerator.device)
     # One process chooses: while a run trains, another could find a newer checkpoint.
-    folders = decide_together(lambda: find_checkpoints(cfg), accelerator)
+    folders = on_main(lambda: find_checkpoints(cfg))
     for folder in folders:
-        check_shared(folder / checkpoints.MANIFEST, "checkpoints" if cfg.checkpoints else "checkpoint", accelerator)
+        check_shared(folder / checkpoints.MANIFEST, "checkpoints" if cfg.checkpoints else "checkpoint")
     runs = {folder: load.load_config(folder) for folder in folders}
     cfg = with_settings_of_run(cfg, runs[folders[0]] if folders else None)
     reference = open_reference(cfg.reference, "reference", cfg.evaluation.all_detectors)
@@ -70,7 +70,6 @@ def main(cfg: schema.FidConfig) -> None:
 
     conditions = {
         "num_samples": num_samples,
-        "precision": cfg.precision,
         "autoencoder": cfg.autoencoder,
         "detector": "+".join(cfg.evaluation.all_detectors),
         "detector_weights": cfg.evaluation.weights,
@@ -81,7 +80,7 @@ def main(cfg: schema.FidConfig) -> None:
     output = Path(cfg.output) if cfg.output else default_folder(cfg, folders)
     lock = lock_file(output / ".lock", "evaluating into", "output") if accelerator.is_main_process else None
     results = Results(output, conditions)
-    missing = decide_together(lambda: [i for i, (point, _) in enumerate(points) if not results.find(point)], accelerator)
+    missing = on_main(lambda: [i for i, (point, _) in enumerate(points) if not results.find(point)])
     log.info("%d of %d evaluations to do, in %s", len(missing), len(points), output)
     if missing:
         for run_cfg in runs.values():  # before a detector and a reference that take minutes
@@ -103,7 +102,7 @@ def main(cfg: schema.FidConfig) -> None:
     if accelerator.is_main_process:
         sys.stdout.write(results.write([point for point, _ in points], metrics_of(cfg.evaluation.all_detectors[0])[0].name))
         lock.close()
-    accelerator.end_training()
+    leave()
 
 
 def find_checkpoints(cfg: schema.FidConfig) -> list[Path]:
@@ -146,7 +145,7 @@ def sweep(
         for weights, guidance, overrides in itertools.product(as_list(cfg.weights), guidances, choices):
             if guidance.name == "autoguidance":
                 if guidance.checkpoint not in found:
-                    found[guidance.checkpoint] = load.find_second_checkpoint(guidance, run_cfg, accelerator).checkpoint
+                    found[guidance.checkpoint] = load.find_second_checkpoint(guidance, run_cfg).checkpoint
                 guidance = guidance.model_copy(update={"checkpoint": found[guidance.checkpoint]})
             diffusion = sampler_with(run_cfg.diffusion, **overrides)
             load.check_guidance(guidance, run_cfg, diffusion)
@@ -157,9 +156,10 @@ def sweep(
                 content += checkpoints.identity(Path(guidance.checkpoint))
             run = checkpoints.run_of(folder) or folder.resolve().parent
             shown = {"run": run.name, "step": checkpoints.step_of(folder), **settings}
-            options = {"weights": weights, "diffusion": diffusion, "command": cfg}
+            precision = cfg.precision or run_cfg.eval.precision
+            options = {"weights": weights, "diffusion": diffusion, "precision": precision, "command": cfg}
             loader = partial(load.load_sampler, folder, run_cfg, guidance, accelerator.device, **options)
-            points.append((Point({"checkpoint": str(folder), **settings}, content, shown), loader))
+            points.append((Point({"checkpoint": str(folder), **settings, "precision": precision}, content, shown), loader))
     return points
 
 

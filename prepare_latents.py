@@ -45,6 +45,7 @@ from latents.prepare.pixels import PixelShards
 from latents.prepare.torchvision_sets import TORCHVISION, TorchvisionImages
 from latents.prepare.write import SHARD_SIZE, Dtype, Kind, ShardWriter
 from latents.shards import LatentDataset, ShardInfo, pack_images, shard_files, write_shard
+from sampling.processes import leave
 from sampling.sampler import labelled_grid
 from training import machine
 
@@ -56,7 +57,7 @@ def encode(**keys) -> None:
     how = Encoding(**keys)
     how = replace(how, num_workers=machine.cores_per_process() if how.num_workers is None else how.num_workers)
     # A process that is done waits for the slowest one, however long that takes.
-    accelerator = machine.start_accelerator(how.cpu_threads, tf32=how.tf32, patience=timedelta(days=7))
+    accelerator = machine.start_accelerator(how.cpu_threads, tf32=how.tf32, timeout=timedelta(days=7))
     if how.autoencoder == "identity" and how.kind == "moments":
         raise UserError("kind=moments: pixels have no log-variance; use kind=sample with autoencoder=identity")
     if how.grey and how.autoencoder != "identity":
@@ -84,7 +85,7 @@ def encode(**keys) -> None:
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         writer.finish(source.class_names, how.normalize, how.sigma_data, source=how.images)
-    accelerator.end_training()
+    leave()
 
 
 encode.__signature__ = python_inspect.signature(Encoding, eval_str=True)  # its fields are the keys of the command

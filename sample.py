@@ -26,10 +26,11 @@ from common.files import lock_file, whole_file, write_file
 from common.progress import progress_bar
 from configs import command_line, schema
 from evaluations.images import DECODE_ERRORS, write_npz
+from sampling.processes import check_shared, leave, on_main, wait_for_all
 from sampling.sampler import ImageSampler, class_of_seed, labelled_grid, sampler_with
 from training import checkpoint as checkpoints
 from training import load, machine
-from training.resume import check_shared, decide_together, find_checkpoint_together
+from training.resume import find_checkpoint_together
 from training.speed import check_compile
 
 log = logging.getLogger("sample")
@@ -40,12 +41,12 @@ MAX_GRID_IMAGES = 100
 def main(cfg: schema.SampleConfig) -> None:
     accelerator = machine.start_accelerator(cfg.cpu_threads, tf32=cfg.tf32)
     check_compile("compile", cfg.compile, accelerator.device)
-    checkpoint = find_checkpoint_together(cfg.checkpoint, "checkpoint", accelerator)
+    checkpoint = find_checkpoint_together(cfg.checkpoint, "checkpoint")
     run_cfg = load.load_config(checkpoint)
     guidance = load.with_scale(cfg.guidance, cfg.cfg_scale)
     diffusion = sampler_with(run_cfg.diffusion, **{key: getattr(cfg, key) for key in schema.SAMPLER_KEYS})
     load.check_guidance(guidance, run_cfg, diffusion)
-    guidance = load.find_second_checkpoint(guidance, run_cfg, accelerator)
+    guidance = load.find_second_checkpoint(guidance, run_cfg)
     labels = labels_of_seeds(cfg, run_cfg.data.num_classes)
     settings = {  # what an image depends on, beside its seed
         "checkpoint": checkpoints.identity(checkpoint),
@@ -54,29 +55,29 @@ def main(cfg: schema.SampleConfig) -> None:
         "autoencoder": cfg.autoencoder or run_cfg.data.autoencoder,
         "guidance": guidance.model_dump(),
         "sampler": vars(diffusion.sampler),
-        "precision": cfg.precision,
+        "precision": cfg.precision or run_cfg.sample.precision,
     }
     if guidance.name == "autoguidance":
         settings["guidance"]["checkpoint"] = checkpoints.identity(Path(guidance.checkpoint))
     output = Path(cfg.output) if cfg.output else default_output(checkpoint, settings)
     locks: list[IO] = []  # of the main process
-    decide_together(lambda: locks.append(open_output(output, settings)), accelerator)
-    check_shared(output / "settings.yaml", "output", accelerator)
+    on_main(lambda: locks.append(open_output(output, settings)))
+    check_shared(output / "settings.yaml", "output")
     files = {seed: output / f"seed_{seed:06d}_class_{label:03d}.png" for seed, label in labels.items()}
-    missing = decide_together(lambda: [seed for seed, file in files.items() if not file.exists()], accelerator)
+    missing = on_main(lambda: [seed for seed, file in files.items() if not file.exists()])
     log.info("%s: %d of %d images to make, in %s", checkpoint, len(missing), len(files), output)
     if missing:
-        options = {"weights": cfg.weights, "diffusion": diffusion, "command": cfg}
+        options = {"weights": cfg.weights, "diffusion": diffusion, "precision": settings["precision"], "command": cfg}
         sampler = load.load_sampler(checkpoint, run_cfg, guidance, accelerator.device, **options)
         mine = missing[accelerator.process_index :: accelerator.num_processes]
         make_images(sampler, {seed: labels[seed] for seed in mine}, files, cfg.batch_size, accelerator.is_main_process)
         cost = sampler.evaluations_per_image, sampler.flops_per_image / 1e9
         log.info("cost     %g network evaluations and %.4g GFLOPs per image", *cost)
-    accelerator.wait_for_everyone()
+    wait_for_all()
     if accelerator.is_main_process:
         write_grid_and_npz(output, cfg.npz, files, labels)
         locks[0].close()
-    accelerator.end_training()
+    leave()
 
 
 def labels_of_seeds(cfg: schema.SampleConfig, num_classes: int) -> dict[int, int]:

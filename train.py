@@ -25,13 +25,14 @@ from common.errors import UserError
 from common.progress import say_if_slow
 from configs import command_line, schema
 from sampling.evaluator import Evaluator, build_detectors, open_reference
+from sampling.processes import leave, on_main
 from sampling.sampler import sampler_with
 from training import build, load, machine, saving, speed
 from training import checkpoint as checkpoints
 from training.ema import EMA
 from training.hooks import Evaluations, Grids, Metrics
 from training.provenance import describe_start
-from training.resume import decide_together, find_initial, find_resume
+from training.resume import find_initial, find_resume
 from training.run import RunFolder, name_run
 from training.sharding import check_processes
 from training.trainer import Hook, Trainer
@@ -61,11 +62,11 @@ def main(cfg: schema.TrainConfig) -> None:
     run = RunFolder(cfg.output_dir, cfg.name)
     hooks = build_hooks(cfg, ema, run, accelerator)
 
-    initial = find_initial(run, cfg.init_from, cfg.resume, accelerator)
+    initial = find_initial(run, cfg.init_from, cfg.resume)
     if initial is not None:
         build.check_initial(load.load_config(initial), checkpoints.step_of(initial), cfg, checkpoints.imported_from(initial))
-    decide_together(run.open, accelerator)
-    newest = find_resume(run, cfg.resume, accelerator)
+    on_main(run.open)
+    newest = find_resume(run, cfg.resume)
     if newest is not None:
         build.check_resume(load.load_config(newest), cfg, newest)
 
@@ -88,7 +89,7 @@ def main(cfg: schema.TrainConfig) -> None:
         tracker.finish()
     if not is_complete:
         log.warning("stopped after step %d, as asked; the same command goes on from there", trainer.step)
-        machine.leave_process_group()
+        leave()
         sys.exit(0)  # also out of a sweep
 
 
@@ -105,7 +106,7 @@ def build_hooks(cfg: schema.TrainConfig, ema: EMA, run: RunFolder, accelerator: 
     autoencoder = build.build_autoencoder(cfg, accelerator.device)
     compile_mode = speed.resolve_compile(cfg.train.compile, accelerator.device)
     speed.compile_network(ema.net, compile_mode)
-    guidance = load.find_second_checkpoint(guidance, cfg, accelerator)
+    guidance = load.find_second_checkpoint(guidance, cfg)
     options = {"diffusion": cfg.diffusion, "compile_mode": compile_mode, "precision": cfg.sample.precision}
     sampler = load.build_sampler(ema.net, cfg, guidance, autoencoder, accelerator.device, **options)
     if cfg.sample.every:
@@ -163,4 +164,4 @@ def main_named(cfg: schema.TrainConfig) -> None:
 
 if __name__ == "__main__":
     command_line.run(main_named, "config", schema.TrainConfig)
-    machine.leave_process_group()  # after the last run of a sweep: a process cannot enter another group
+    leave()  # after the last run of a sweep: a process cannot enter another group

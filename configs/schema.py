@@ -253,7 +253,7 @@ class _Sampling(Settings):
     output: Text | None
     autoencoder: Autoencoder | None
     batch_size: Count
-    precision: Precision
+    precision: Precision | None
     tf32: bool
     compile: Compile
     cpu_threads: Count | None

@@ -12,7 +12,6 @@ from typing import TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 
 from common.errors import UserError
 from common.progress import progress_bar, say_if_slow
@@ -23,7 +22,8 @@ from evaluations.images import ImageSet, open_images
 from evaluations.inception import InceptionDetector, fetch_weights
 from evaluations.suite import evaluate, set_of
 from evaluations.vit import DINOV2_L, DINOv2Detector, find_encoder_weights
-from sampling.sampler import ImageSampler, class_of_seed
+from sampling.processes import gather_on_main, on_main, one_per_node_first
+from sampling.sampler import ImageSampler, class_of_seed, fits_into_memory
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def _build_detector(name: str, settings: schema.DetectorSettings, accelerator: A
             raise UserError(f"evaluation.detector={name} needs evaluation.weights=<the file of prepare_latents.py detector>")
         return ClassifierDetector(name, settings.weights, accelerator.device)
     how = (accelerator.device, settings.precision, settings.compile)
-    with accelerator.local_main_process_first():  # one process of a machine downloads, the others find the file
+    with one_per_node_first():
         if name == "dinov2":
             weights = settings.dinov2_weights or find_encoder_weights(DINOV2_L)
         else:
@@ -109,7 +109,8 @@ class Evaluator:
             is_other = not self.accelerator.is_main_process
             bar = progress_bar(batches, desc="evaluation", unit="batch", leave=False, disable=is_other)
             images = (sampler(list(seeds), [labels[seed] for seed in seeds]) for seeds in until_stopped(bar, stop))
-            return extract(self.detectors, images)
+            with fits_into_memory(self.batch_size):
+                return extract(self.detectors, images)
 
         return self._metrics(shared_features(self.accelerator, num_samples, compute), torch.tensor(labels))
 
@@ -125,42 +126,48 @@ class Evaluator:
         return self._metrics(features, labels)
 
     def _metrics(self, samples: Sequence[Features], labels: torch.Tensor | None) -> dict[str, float]:
-        values = {}
-        with say_if_slow(log, "computing the metrics of %d images", len(samples[0])):
-            if self.accelerator.is_main_process:
+        def compute() -> dict[str, float]:
+            values = {}
+            with say_if_slow(log, "computing the metrics of %d images", len(samples[0])):
                 for pair in zip(self.references, samples):
                     values |= evaluate(*pair, labels, self.accelerator.device)
-            return broadcast_object_list([values])[0]
+            return values
+
+        return on_main(compute)
 
     def _load_reference(self, images: ImageSet, detector: Detector) -> Features | None:
         is_main = self.accelerator.is_main_process
         features = read_cache(images, detector) if is_main else None
-        if broadcast_object_list([features is None])[0]:  # on other nodes the folder may be another one
-            (features,) = self._features_of(images, [detector], len(images))
-            if is_main and len(images):
-                features = write_cache(images, detector, features)
+        if on_main(lambda: features is None):  # on other nodes the folder may be another one
+            computed = self._features_of(images, [detector], len(images))
+            if is_main:
+                features = write_cache(images, detector, computed[0]) if len(images) else computed[0]
         return replace(features, statistics=features.statistics | stored_statistics(images, detector.name)) if is_main else None
 
     def _features_of(self, images: ImageSet, detectors: Sequence[Detector], count: int) -> list[Features]:
-        """Features of the first `count` images on disk, on every process."""
+        """Features of the first `count` images on disk; [] but on the main process."""
         is_main = self.accelerator.is_main_process
         compute = partial(features_of_images, images, detectors, self.batch_size, show_progress=is_main)
-        return shared_features(self.accelerator, count, compute)
+        with fits_into_memory(self.batch_size):
+            return shared_features(self.accelerator, count, compute)
 
 
 def shared_features(accelerator: Accelerator, count: int, compute: Callable[[int, int], list[Features]]) -> list[Features]:
-    """Features of items 0 .. count - 1 in order, on every process. Each computes one stretch of them: compute(start, stop)."""
+    """Features of items 0 .. count - 1 in order; [] but on the main process. Each computes a stretch: compute(start, stop)."""
     num_processes = accelerator.num_processes
     if num_processes == 1 or count < num_processes:
-        return compute(0, count)
+        return compute(0, count) if accelerator.is_main_process else []
     # Gathering needs stretches of one length: the last ones start earlier, and each keeps what lies before the next one.
     length = -(-count // num_processes)
     starts = [min(rank * length, count - length) for rank in range(num_processes)]
     kept = [end - start for start, end in pairwise([*starts, count])]
     own = compute(starts[accelerator.process_index], starts[accelerator.process_index] + length)
 
-    def gather(x: torch.Tensor) -> torch.Tensor:
-        stretches = accelerator.gather(x.to(accelerator.device)).cpu().split(length)
+    gathered = [{name: gather_on_main(x) for name, x in one.tensors().items()} for one in own]
+    if not accelerator.is_main_process:
+        return []
+
+    def join(stretches: list[torch.Tensor]) -> torch.Tensor:
         return torch.cat([stretch[:num] for stretch, num in zip(stretches, kept)])
 
-    return [Features(one.detector, **{name: gather(x) for name, x in one.tensors().items()}) for one in own]
+    return [Features(one.detector, **{name: join(x) for name, x in parts.items()}) for one, parts in zip(own, gathered)]

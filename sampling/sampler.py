@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -10,6 +13,7 @@ import torch
 from PIL import Image, ImageDraw
 from torch import Tensor, nn
 
+from common.errors import UserError
 from common.randomness import SeedRandom, key_of
 from configs.schema import Data, Diffusion
 from configs.settings import explained
@@ -49,13 +53,20 @@ class ImageSampler:
     flops_per_image: float = field(default=0.0, init=False)
     _largest_batch: int = field(default=0, init=False)
 
-    @torch.no_grad()
     def __call__(self, seeds: list[int], labels: list[int]) -> np.ndarray:
         """uint8 [B, H, W, 3]; image i depends on seeds[i] and labels[i] alone.
 
         Args:
             labels: one per seed, 0 to num_classes, which is the null class.
+
+        Raises:
+            UserError: they do not fit into the memory of the device, or are not finite.
         """
+        with fits_into_memory(len(seeds)):
+            return self._sample(seeds, labels)
+
+    @torch.no_grad()
+    def _sample(self, seeds: list[int], labels: list[int]) -> np.ndarray:
         data, num_images = self.data, len(seeds)
         if self.is_compiled:
             self._largest_batch = max(self._largest_batch, num_images)
@@ -64,14 +75,12 @@ class ImageSampler:
         random = SeedRandom(seeds, self.device)
         random_routes = SeedRandom(seeds, self.device, stream="routes")
         y = torch.tensor(labels, dtype=torch.int64, device=self.device)
-        self.evaluations_per_image = self.flops_per_image = 0.0
+        calls: Counter[tuple] = Counter()  # of networks, per image
 
         def denoise(net: nn.Module, diffusion: Diffusion, x: Tensor, level: Tensor, y: Tensor, **routing) -> Tensor:
             if routing:
                 routing["router"] = self.router
-            evaluations = len(x) / len(seeds)
-            self.evaluations_per_image += evaluations
-            self.flops_per_image += evaluations * forward_flops(net, routing.get("selection_ratios", 0.0), routing.get("router"))
+            calls[net, routing.get("selection_ratios", 0.0), routing.get("router")] += len(x) / len(seeds)
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
                 return diffusion.denoise(net, x, level, y, **routing)
 
@@ -85,7 +94,19 @@ class ImageSampler:
         )
         noise = random.randn(data.in_channels, data.input_size, data.input_size)
         latents = self.diffusion.sample(self.guidance(inputs), noise, y, random)
+        self.evaluations_per_image = sum(calls.values())
+        self.flops_per_image = sum(number * forward_flops(*what) for what, number in calls.items())
         return to_uint8(self.autoencoder.decode(restore_latents(latents[:num_images], data))).cpu().numpy()
+
+
+@contextlib.contextmanager
+def fits_into_memory(num_images: int) -> Iterator[None]:
+    """A block that handles this many images at once. Raises UserError where the memory of the device is not enough."""
+    try:
+        yield
+    except torch.OutOfMemoryError as e:
+        keys = "batch_size, which in training is sample.batch_size or eval.batch_size"
+        raise UserError(f"out of memory with {num_images} images at once: lower {keys}") from e
 
 
 def class_of_seed(seed: int, num_classes: int) -> int:

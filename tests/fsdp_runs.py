@@ -12,9 +12,9 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from accelerate import Accelerator
 from conftest import run_train
 
+from sampling import processes
 from training import checkpoint as checkpoints
 from training import speed
 from training.hooks import TrainingDiverged
@@ -41,7 +41,7 @@ def main(folder: Path) -> None:
     """In each process; `folder` holds the runs of one process."""
     records = {}
     make, name = (make_runs, "two") if os.environ["WORLD_SIZE"] == "2" else (make_runs_of_two_nodes, "four")
-    with mock.patch.object(Accelerator, "end_training", lambda self: None):  # no second process group in one launch
+    with mock.patch.object(processes, "leave", lambda: None):  # no second process group in one launch
         make(folder, records)
     (folder / f"records_{name}_{torch.distributed.get_rank()}.json").write_text(json.dumps(records))
     torch.distributed.destroy_process_group()
@@ -80,6 +80,9 @@ def make_runs_of_two_nodes(folder: Path, records: dict) -> None:
     run = functools.partial(run_train, folder)
     with recorded_bytes(records, "node"):
         run("node", *FSDP, *TREAD)
+    # Of the groups of 2 and of all 4 processes.
+    groups, cpu = torch.distributed.distributed_c10d._world.pg_map, torch.device("cpu")
+    records["timeouts"] = sorted((g.size(), g._get_backend(cpu).options._timeout.total_seconds()) for g in groups)
     run("node_dense", *FSDP, *DENSE, "train.grad_accum_steps=1")
     if torch.distributed.get_rank() == 0:
         copy_until_step_3(folder / "node", folder / "ddp_after_node")

@@ -14,6 +14,7 @@ from extras import lightningdit
 from extras.benchmarks import __main__ as benchmarks
 from extras.benchmarks import gpu, harness, rows
 from extras.benchmarks.harness import TimedRow, measure
+from extras.benchmarks.roofline import peaks_of, step_parts
 from routing_module import Route
 from sampling import flops
 
@@ -66,18 +67,58 @@ def test_a_variant_that_runs_out_of_memory_is_a_row_and_the_others_go_on(when):
 def test_ratios_are_paired_by_rounds_and_mfu_is_of_the_published_peak():
     slow = TimedRow(int, 8, 1e9, turns=[[10, 20, 30], [200, 200, 900]])
     fast = TimedRow(int, 8, 5e8, turns=[[10, 10, 10], [150, 150, 150]])
-    found = harness.summarise(fast, slow, peak=1e11)
+    fast.host_ms = [7, 9]
+    found = harness.summarise(fast, slow, peaks=(1e11, 1e9))
     assert found["time / first"] == (0.5 + 0.75) / 2 and found["lowest, highest"] == [0.5, 0.75]
-    assert found["ms"] == 80 and found["images/s"] == 100 and found["quartiles"] == [10, 150]
+    assert found["ms"] == 80 and found["host ms"] == 8 and found["images/s"] == 100 and found["quartiles"] == [10, 150]
     assert (found["GFLOP/image"], found["TFLOP/s"], found["MFU"]) == (0.5, 0.05, 0.5)
 
 
 def test_the_published_peak_is_that_of_the_whole_name_or_unknown(monkeypatch):
     peaks = {"A100-SXM4-80GB": 312, "H100 80GB HBM3": 989.4, "H200": 989.4, "H100 PCIe": 756, "L40S": 362}
-    peaks |= {"H100 80GB HBM3 MIG 1g.10gb": None, "GeForce RTX 4090 Laptop GPU": None}  # a seventh of the GPU, and another chip
     for name, tflops in peaks.items():
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: f"NVIDIA {name}")
-        assert harness.published_flops(torch.device("cuda")) == (tflops and 1e12 * tflops)
+        assert harness.published_peaks(torch.device("cuda"))[0] == 1e12 * tflops
+    for name in ("H100 80GB HBM3 MIG 1g.10gb", "GeForce RTX 4090 Laptop GPU"):  # a seventh of the GPU, and another chip
+        assert peaks_of(name) is None
+
+
+def test_the_parts_of_a_step_are_counted_as_their_formulas_say():
+    def parts(routes, num_images=4, **how):
+        with torch.device("meta"):
+            net = dit.build("DiT-XL/2", input_size=32, in_channels=4, num_classes=1000, routes=routes)
+        return net, step_parts(net, num_images, (1e12, 1e12), **how)
+
+    net, dense = parts([])
+    _, routed = parts([Route(0.5, 2, -4)])
+    N, D, depth, ms = 256, 1152, 28, 1000 / 1e12
+    attention = depth * 4 * N**2 * D
+    assert dense["attention"] == pytest.approx(4 * 3.5 * attention * ms)
+    assert dense["products"] + dense["attention"] * 3 / 3.5 == pytest.approx(4 * flops.step_flops(net) * ms)
+    # Forward: norm, residual and norm, residual, activation. Backward: gate, norm and gate, norm, activation, biases.
+    bytes_per_element = (6 + 12 + 10 + 2 * (4 + 4)) + (8 + 18 + 14 + 2 * (8 + 4) + 2 * (3 + 1 + 4 + 1))
+    assert dense["elementwise"] == pytest.approx(4 * depth * N * D * bytes_per_element * ms)
+    assert dense["AdamW, EMA"] == pytest.approx(40 * 674_816_272 * ms) and dense["float32"] == 0
+    assert dense["sum"] == pytest.approx(sum(value for name, value in dense.items() if name != "sum"))
+    # 23 blocks see half of the tokens, 4 all, and the one after the route all in float32: products take twice the time there.
+    assert routed["elementwise"] / dense["elementwise"] == pytest.approx((23 / 2 + 4) / 28)
+    assert routed["float32"] > 2 * (dense["products"] + dense["elementwise"] + dense["attention"]) / 28 * 0.98
+    assert routed["AdamW, EMA"] == dense["AdamW, EMA"] and 0.5 < routed["sum"] / dense["sum"] < 1
+    assert parts([], num_shards=8)[1]["AdamW, EMA"] == dense["AdamW, EMA"] / 8
+    _, exact = parts([], precision="fp32")
+    assert exact["casts"] == exact["elementwise"] == 0 and exact["float32"] > 1.9 * dense["products"]
+
+
+def test_the_residual_stream_is_float32_and_the_rest_is_not():
+    """What roofline.py says of the bytes."""
+    net = dit.build("DiT-XS/4", input_size=16, in_channels=4, num_classes=10)
+    seen = {}
+    block = net.blocks[1]
+    for name, layer in (("block", block), ("qkv", block.attn.qkv), ("fc1", block.mlp.fc1)):
+        layer.register_forward_hook(lambda layer, inputs, out, name=name: seen.update({name: out.dtype}))
+    with torch.autocast("cpu", torch.bfloat16):
+        net(torch.randn(1, 4, 16, 16), torch.zeros(1), torch.zeros(1, dtype=torch.int64))
+    assert seen == {"block": torch.float32, "qkv": torch.bfloat16, "fc1": torch.bfloat16}
 
 
 @pytest.fixture
@@ -105,6 +146,14 @@ def test_a_step_is_timed_dense_and_routed_with_machine_and_command(run):
     assert all(f"\n- {key}: " in text for key in ("time", "command", "commit", "device", "torch"))
 
 
+def test_the_parts_of_a_step_are_printed_for_a_gpu_that_is_not_here(run):
+    variants = "variants=[model=dit, model=tread]"
+    text, lines = run("roofline", "device=H100 80GB HBM3", variants, "model.backbone=DiT-B/2", "train.batch_size=32")
+    assert [line["at the device's peaks, ms"] for line in lines][-2:] == ["casts", "sum"] and len(lines) == 7
+    assert lines[3]["model=dit"] == "" and float(lines[3]["model=tread"]) > 0  # float32
+    assert float(lines[-1]["model=tread"]) < float(lines[-1]["model=dit"])
+
+
 def test_batches_samples_and_metrics_are_timed(run):
     _, batches = run("loader", "variants=[data.num_workers=0, data.num_workers=2]", "rounds=1", "steps=2", *SMALL)
     assert len(batches) == 2 and all(float(row["images/s"]) > 0 for row in batches)
@@ -123,6 +172,7 @@ def test_a_wrong_argument_is_refused(monkeypatch):
         (["step", "rounds=0"], "rounds=.*0"),
         (["step", "variants=[train.precision=fp32, train.precision=bf16]"], "train.precision.*measure their values apart"),
         (["gpu"], "no CUDA GPU"),
+        (["roofline", "device=H100"], "device=H100 has no known peaks"),
     ):
         with pytest.raises(ValueError, match=message):
             benchmarks.main(arguments)

@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,14 +15,6 @@ from common.errors import UserError
 from training import checkpoint as checkpoints
 from training.resume import find_initial, find_resume
 from training.run import RunFolder
-
-MAIN = SimpleNamespace(is_main_process=True)
-
-
-@pytest.fixture(autouse=True)
-def one_process(monkeypatch):
-    """`check_shared` has nobody to compare with."""
-    monkeypatch.setattr("training.resume.gather_object", lambda values: values)
 
 
 def make(step, **state):
@@ -123,7 +114,7 @@ def test_a_damaged_checkpoint_is_noticed_and_set_aside_and_the_previous_one_foun
     change(bad)
     with pytest.raises(checkpoints.CheckpointError, match=message):
         checkpoints.verify(bad)
-    assert find_resume(run, "auto", MAIN) == run.checkpoints / "step_0000010"
+    assert find_resume(run, "auto") == run.checkpoints / "step_0000010"
     assert names(run.checkpoints) == ["bad_step_0000020", "step_0000010"]
 
 
@@ -138,14 +129,14 @@ def test_a_bad_checkpoint_that_cannot_be_renamed_ends_the_start(tmp_path, monkey
     DAMAGES["truncated"][0](save(run.checkpoints, 20))
     monkeypatch.setattr(Path, "rename", lambda *args: raise_os_error())
     with pytest.raises(UserError, match="step_0000020 is damaged, and cannot be renamed to bad_step_0000020: Permission denied"):
-        find_resume(run, "auto", MAIN)
+        find_resume(run, "auto")
 
 
 def test_training_does_not_start_over_when_only_bad_checkpoints_remain(tmp_path):
     run = RunFolder(tmp_path, "run")
     DAMAGES["truncated"][0](save(run.checkpoints, 10))
     with pytest.raises(checkpoints.CheckpointError, match="does not silently start over.*name="):
-        find_resume(run, "auto", MAIN)
+        find_resume(run, "auto")
     assert names(run.checkpoints) == ["step_0000010"]
 
 
@@ -154,7 +145,7 @@ def test_checkpoints_that_cannot_be_listed_are_not_taken_for_none(tmp_path, monk
     save(run.checkpoints, 10)
     monkeypatch.setattr(Path, "iterdir", lambda path: raise_os_error())
     with pytest.raises(checkpoints.CheckpointError, match=f"{run.checkpoints} is not readable: .*Permission denied"):
-        find_resume(run, "auto", MAIN)
+        find_resume(run, "auto")
 
 
 def test_loading_runs_no_code_from_the_file(tmp_path):
@@ -214,26 +205,26 @@ def test_a_run_or_a_checkpoint_can_be_named_and_nothing_else(tmp_path):
 def test_resume_overwrites_no_later_step_and_goes_on_from_no_import(tmp_path):
     theirs, run = RunFolder(tmp_path, "theirs"), RunFolder(tmp_path, "mine")
     save(theirs.checkpoints, 10, 20)
-    assert find_resume(run, "auto", MAIN) is find_resume(run, "never", MAIN) is None
-    assert find_resume(run, str(theirs.path), MAIN) == find_resume(theirs, "auto", MAIN) == theirs.checkpoints / "step_0000020"
+    assert find_resume(run, "auto") is find_resume(run, "never") is None
+    assert find_resume(run, str(theirs.path)) == find_resume(theirs, "auto") == theirs.checkpoints / "step_0000020"
     save(run.checkpoints, 20)
-    assert find_resume(run, str(theirs.path), MAIN).parent == theirs.checkpoints
+    assert find_resume(run, str(theirs.path)).parent == theirs.checkpoints
     with pytest.raises(UserError, match="resume=.*step_0000010, but .*mine/checkpoints already holds step 20"):
-        find_resume(run, str(theirs.checkpoints / "step_0000010"), MAIN)
+        find_resume(run, str(theirs.checkpoints / "step_0000010"))
     with pytest.raises(UserError, match="resume=never, but .*mine/checkpoints holds checkpoints"):
-        find_resume(run, "never", MAIN)
+        find_resume(run, "never")
     checkpoints.save(run.checkpoints, make(30, imported_from="DiT-XL-2-256x256.pt"), 1, 0)
     with pytest.raises(UserError, match=f"imported from DiT-XL-2-256x256.pt: it has no optimizer .*init_from={run.path}"):
-        find_resume(run, "auto", MAIN)
+        find_resume(run, "auto")
 
 
 def test_init_from_is_read_only_by_a_run_without_checkpoints(tmp_path):
     theirs, run = RunFolder(tmp_path, "theirs"), RunFolder(tmp_path, "mine")
     save(theirs.checkpoints, 10)
-    assert find_initial(run, None, "auto", MAIN) is None
-    assert find_initial(run, str(theirs.path), "auto", MAIN) == theirs.checkpoints / "step_0000010"
+    assert find_initial(run, None, "auto") is None
+    assert find_initial(run, str(theirs.path), "auto") == theirs.checkpoints / "step_0000010"
     save(run.checkpoints, 5)
-    assert find_initial(run, str(theirs.path), "auto", MAIN) is None
+    assert find_initial(run, str(theirs.path), "auto") is None
 
 
 # ----------------------------------------------------------------------------------------------------------------------

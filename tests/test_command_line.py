@@ -6,6 +6,7 @@ import sys
 from datetime import timedelta
 
 import pytest
+import torch
 from conftest import LAUNCH_2, REPOSITORY, TINY, finish, forget_accelerate, metrics, start
 
 from common.errors import UserError
@@ -115,9 +116,16 @@ def test_help_and_configurations_are_printed_on_request():
 # Starting.
 
 
-def test_processes_wait_longer_for_each_other_than_nccls_ten_minutes():
+def test_an_exchange_has_more_than_nccls_ten_minutes_and_a_hang_does_not_last_hours():
     forget_accelerate()
-    assert machine.start_accelerator(1, cpu=True).init_handler.timeout == timedelta(hours=2)
+    assert machine.start_accelerator(1, cpu=True).init_handler.timeout == timedelta(minutes=20)
+
+
+def test_what_accelerate_is_configured_to_compile_is_not_compiled_twice(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
+    forget_accelerate()
+    net = torch.nn.Linear(2, 2)
+    assert machine.start_accelerator(1, cpu=True).prepare(net) is net
 
 
 def test_a_gpu_that_torch_cannot_use_or_that_two_processes_would_share_is_an_error(monkeypatch, tmp_path):

@@ -12,8 +12,8 @@ from PIL import Image
 import fid as script
 import sample
 from common.errors import UserError
+from evaluations.results import Point, Results
 from evaluations.suite import metrics_of
-from sampling.results import Point, Results
 
 NAMES = [metric.name for metric in metrics_of("digits")]
 EVAL = ["eval.every=2", "eval.num_samples=70", "eval.num_steps=2", "eval.batch_size=35", "train.num_steps=4", "train.lr=1e-2"]

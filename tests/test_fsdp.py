@@ -124,12 +124,17 @@ def test_each_process_of_a_node_holds_its_share(runs):
     assert node == pytest.approx(two[0]["ddp"] / 2, rel=0.01)
 
 
+def test_only_the_group_for_long_waits_waits_for_long(runs):
+    timeouts = json.loads((runs / "records_four_0.json").read_text())["timeouts"]
+    # Two of the mesh, the default one, the stop signal's, and that of sampling/processes.py.
+    assert timeouts == [[2, 20 * 60], [2, 20 * 60], [4, 20 * 60], [4, 30 * 60], [4, 2 * 60 * 60]]
+
+
 def test_what_goes_wrong_on_one_process_stops_all(runs):
     main, other = (json.loads((runs / f"records_two_{rank}.json").read_text()) for rank in (0, 1))
     assert "not finite after step 2" in main["spoiled"] and "not finite after step 2" in other["spoiled"]
     assert list(checkpoints.list_steps(runs / "spoiled" / "checkpoints")) == [1]
-    assert main["unwritten"] == "no room for step 1"
-    assert other["unwritten"] == "the main process could not write the checkpoint"
+    assert main["unwritten"] == other["unwritten"] == "no room for step 1"
 
 
 def test_processes_that_do_not_fit_are_refused(monkeypatch):

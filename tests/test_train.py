@@ -253,6 +253,27 @@ def test_out_of_memory_says_how_large_the_step_was_and_what_lowers_it(train, mon
         train("run", "train.grad_accum_steps=2")
 
 
+@pytest.mark.parametrize(
+    ("where", "keys", "size"),
+    [
+        ("sampling.sampler.restore_latents", ["sample.every=2", "sample.num_samples=4"], "sample.batch_size"),
+        ("sampling.evaluator.extract", ["eval.every=2", "eval.num_samples=4"], "eval.batch_size"),
+    ],
+)
+def test_out_of_memory_in_a_grid_or_an_evaluation_names_its_batch_size_and_a_smaller_one_goes_on(
+    train, monkeypatch, where, keys, size
+):
+    def fill(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    keys = ["train.num_steps=2", "diffusion.sampler.num_steps=2", "eval.num_steps=2", *keys]
+    with monkeypatch.context() as patch, pytest.raises(UserError, match=f"out of memory with 4 images at once: .*{size}"):
+        patch.setattr(where, fill)
+        train("run", *keys, f"{size}=4")  # its checkpoint is there: the next start begins with what failed
+    run = train("run", *keys, f"{size}=2")
+    assert (run / "samples" / "step_0000002.png").exists() or "fd_digits" in (run / "metrics.jsonl").read_text()
+
+
 def test_what_cannot_run_is_refused_before_anything_is_written(train, tmp_path):
     for change, words in (
         (["guidance=autoguidance", "guidance.checkpoint=nowhere", *GRIDS], "guidance.checkpoint"),
@@ -350,11 +371,10 @@ class RecordingSampler:
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_each_process_makes_its_share_of_a_grid(monkeypatch, tmp_path, rank):
-    monkeypatch.setattr(hooks_module, "broadcast_object_list", lambda values: values)
+    monkeypatch.setattr(hooks_module, "gather_on_main", lambda own: [own] * 3)
     accelerator = SimpleNamespace(num_processes=3, process_index=rank, is_main_process=rank == 0, trackers=[])
-    accelerator.gather, accelerator.wait_for_everyone = lambda own: own.repeat(3, 1, 1, 1), lambda: None
     trainer = SimpleNamespace(accelerator=accelerator, cfg=checked(["sample.num_samples=7", "sample.batch_size=2"]), step=1)
-    trainer.device, trainer.stop = torch.device("cpu"), SimpleNamespace(requested_now=lambda: False)
+    trainer.stop = SimpleNamespace(requested_now=lambda: False)
     trainer.ema, sampler = SimpleNamespace(full_weights=contextlib.nullcontext), RecordingSampler()
     Grids(RunFolder(str(tmp_path), "run"), sampler, every=1)(trainer)
     assert sampler.made == [[[0, 1], [2]], [[3, 4], [5]], [[6, 6], [6]]][rank]

@@ -6,16 +6,17 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
-from accelerate.utils import broadcast_object_list
 
 from common.errors import UserError
 from common.files import whole_file
 from common.progress import progress_bar
 from evaluations.suite import display_name, format_metrics
 from sampling.evaluator import Evaluator, until_stopped
+from sampling.processes import gather_on_main, on_main
 from sampling.sampler import ImageSampler, labelled_grid
 from training import checkpoint as checkpoints
 from training.run import RunFolder
@@ -86,7 +87,7 @@ class Grids(Hook):
     def __call__(self, trainer: Trainer) -> None:
         file = self.run.samples / f"{checkpoints.folder_name(trainer.step)}.png"
         accelerator, is_main = trainer.accelerator, trainer.accelerator.is_main_process
-        if broadcast_object_list([is_main and file.exists()])[0]:
+        if on_main(file.exists):
             return
         num_samples, size = trainer.cfg.sample.num_samples, trainer.cfg.sample.batch_size
         labels = [seed % self.sampler.data.num_classes for seed in range(num_samples)]
@@ -98,15 +99,14 @@ class Grids(Hook):
             bar = progress_bar(parts, desc="grid", unit="batch", leave=False, disable=not is_main)
             batches = until_stopped(bar, trainer.stop.requested_now)
             own = np.concatenate([self.sampler(part, [labels[seed] for seed in part]) for part in batches])
-        images = accelerator.gather(torch.from_numpy(own).to(trainer.device))[:num_samples].cpu().numpy()
+        images = [image.numpy() for part in gather_on_main(torch.from_numpy(own)) for image in part]
         if is_main:
-            grid = labelled_grid(list(images), labels)
+            grid = labelled_grid(images[:num_samples], labels)
             with whole_file(file) as f:
                 grid.save(f, format="PNG")
             for tracker in accelerator.trackers:
                 tracker.log_images({"samples": [grid]}, commit=False)
                 tracker.log({"step": trainer.step})
-        accelerator.wait_for_everyone()
 
 
 @dataclass
@@ -128,7 +128,7 @@ class Evaluations(Hook):
         num_samples = cfg.final_num_samples if is_last and cfg.final_num_samples else cfg.num_samples
         for cfg_scale, sampler in self.samplers.items():
             about = {"step": step, "num_samples": num_samples, "cfg_scale": cfg_scale}
-            if broadcast_object_list([accelerator.is_main_process and self.run.has_evaluation(about)])[0]:
+            if on_main(partial(self.run.has_evaluation, about)):
                 continue
             start_sec = time.perf_counter()
             with trainer.ema.full_weights():

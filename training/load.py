@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
 from torch import nn
 
 import guidance
@@ -101,7 +100,7 @@ def check_guidance(settings: schema.Guidance, run_cfg: schema.TrainConfig, diffu
         )
 
 
-def find_second_checkpoint(settings: schema.Guidance, run_cfg: schema.TrainConfig, accelerator: Accelerator) -> schema.Guidance:
+def find_second_checkpoint(settings: schema.Guidance, run_cfg: schema.TrainConfig) -> schema.Guidance:
     """guidance.* with the verified checkpoint of autoguidance's second network. Other guidance is returned as it is.
 
     Args:
@@ -112,7 +111,7 @@ def find_second_checkpoint(settings: schema.Guidance, run_cfg: schema.TrainConfi
     """
     if settings.name != "autoguidance":
         return settings
-    folder = find_checkpoint_together(settings.checkpoint, "guidance.checkpoint", accelerator)
+    folder = find_checkpoint_together(settings.checkpoint, "guidance.checkpoint")
     changed = schema.differences(load_config(folder), run_cfg, [schema.Role.ARCHITECTURE])
     if changed := [line for line in changed if line.startswith(("data.", "diffusion.name"))]:
         raise UserError(f"guidance.checkpoint={settings.checkpoint} denoises other latents than the run: {'; '.join(changed)}")
@@ -164,6 +163,7 @@ def load_sampler(
     *,
     weights: str,
     diffusion: schema.Diffusion,
+    precision: str,
     command: schema.SampleConfig | schema.FidConfig,
 ) -> ImageSampler:
     """The sampler of a verified checkpoint.
@@ -172,10 +172,11 @@ def load_sampler(
         settings: guidance.*, with the second checkpoint found.
         weights: `ema` or `raw`.
         diffusion: with the sampler to use.
-        command: its autoencoder (null keeps the run's), compile and precision.
+        precision: `fp32` or `bf16`.
+        command: its autoencoder (null keeps the run's) and compile.
     """
     net = load_network(folder, run_cfg, weights, device, command.compile)
     name = command.autoencoder or run_cfg.data.autoencoder
     decoder = autoencoders.build(name, device, run_cfg.data.in_channels)
-    options = {"compile_mode": command.compile, "precision": command.precision}
+    options = {"compile_mode": command.compile, "precision": precision}
     return build_sampler(net, run_cfg, settings, decoder, device, diffusion=diffusion, **options)

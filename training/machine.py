@@ -12,25 +12,26 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env
 
 from common.errors import UserError
 from common.progress import log_to_stderr
+from sampling import processes
 
-# How long a process waits for the others. NCCL's own 10 minutes are too short for what one of them does alone (saving or hashing
-# checkpoints on a slow file system), and for how far they drift apart over 50,000 samples.
-PROCESS_PATIENCE = timedelta(hours=2)
+# How long an exchange between processes may take. Where one of them works alone, the others wait in sampling/processes.py.
+# It is long enough for a process that compiles or loads more slowly, and short enough for GPUs that idle when NCCL hangs.
+EXCHANGE_TIMEOUT = timedelta(minutes=20)
 NVIDIA_DEVICE = Path("/dev/nvidiactl")  # on Linux, wherever the driver is loaded
 
 
 def start_accelerator(
-    cpu_threads: int | None, *, tf32: bool = True, patience: timedelta = PROCESS_PATIENCE, **settings
+    cpu_threads: int | None, *, tf32: bool = True, timeout: timedelta = EXCHANGE_TIMEOUT, **settings
 ) -> Accelerator:
     """accelerate, with its settings; this process's share of the cores; TF32; messages from the main process only.
 
     Args:
-        patience: a process that waits this long for another one ends with an error.
+        timeout: a process that waits this long in an exchange ends with an error.
     """
     if torch.distributed.is_available():
         # AdamW would import it later, and its functions keep the process group of that moment as a default argument: the group
@@ -41,18 +42,16 @@ def start_accelerator(
     # Of the run before, in a sweep; the processes stay connected.
     AcceleratorState._reset_state()
     GradientState._reset_state()
-    accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=patience)], **settings)
+    handlers = [InitProcessGroupKwargs(timeout=timeout)]
+    # Whatever accelerate is configured to compile, `compile` has compiled already.
+    accelerator = Accelerator(kwargs_handlers=handlers, dynamo_backend="no", **settings)
+    processes.connect()
     log_to_stderr()
     if not accelerator.is_main_process:
         logging.getLogger().setLevel(logging.ERROR)
     use_cores(accelerator.device, cpu_threads)
     allow_tf32(accelerator.device, tf32)
     return accelerator
-
-
-def leave_process_group() -> None:
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        PartialState().destroy_process_group()
 
 
 def check_gpus() -> None:

@@ -3,57 +3,18 @@
 from __future__ import annotations
 
 import logging
-import os
-import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
-
-from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object
 
 from common.errors import UserError
-from common.files import hash_file
+from sampling.processes import check_shared, on_main
 from training import checkpoint as checkpoints
 from training.run import RunFolder
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 
-
-def decide_together(decide: Callable[[], T], accelerator: Accelerator) -> T:
-    """What `decide` returns in the main process, on every process. A UserError of it is raised on every process."""
-    result: list = [None, None]
-    if accelerator.is_main_process:
-        try:
-            result[0] = decide()
-        except UserError as e:
-            result[1] = e
-    value, error = broadcast_object_list(result)
-    if error is not None:
-        raise error
-    return value
-
-
-def check_shared(file: Path, key: str, accelerator: Accelerator) -> None:
-    """Make sure that every process reads `file` as the main process does. A small file stands for the folder it lies in.
-
-    Raises:
-        UserError: on every process, if one has no such file or another one. It names the key, the host and the folder.
-    """
-    content = hash_file(file) if file.is_file() else "missing"
-    processes = gather_object([(content, socket.gethostname(), os.path.abspath(file.parent))])
-    main_content, main_host, main_folder = processes[0]
-    for rank, (content, host, folder) in enumerate(processes):
-        if content != main_content:
-            raise UserError(
-                f"{key}: process {rank} on {host} does not see in {folder} what process 0 on {main_host} sees in {main_folder}; "
-                f"give {key} as an absolute path on a file system that all nodes share"
-            )
-
-
-def find_resume(run: RunFolder, where: str, accelerator: Accelerator) -> Path | None:
+def find_resume(run: RunFolder, where: str) -> Path | None:
     """The verified checkpoint that `resume=` names; None: the run starts at step 0.
 
     Args:
@@ -86,7 +47,7 @@ def find_resume(run: RunFolder, where: str, accelerator: Accelerator) -> Path | 
             )
         return found
 
-    return _see_together(decide, "output_dir" if where == "auto" else "resume", accelerator)
+    return _see_together(decide, "output_dir" if where == "auto" else "resume")
 
 
 def find_own(run: RunFolder) -> Path | None:
@@ -102,7 +63,7 @@ def find_own(run: RunFolder) -> Path | None:
     return found
 
 
-def find_initial(run: RunFolder, init_from: str | None, resume: str, accelerator: Accelerator) -> Path | None:
+def find_initial(run: RunFolder, init_from: str | None, resume: str) -> Path | None:
     """The verified checkpoint that `init_from=` names; None without that key, and for a run with checkpoints of its own."""
 
     def decide() -> Path | None:
@@ -111,16 +72,16 @@ def find_initial(run: RunFolder, init_from: str | None, resume: str, accelerator
             return None
         return checkpoints.find_checkpoint(Path(init_from), "init_from")
 
-    return None if init_from is None else _see_together(decide, "init_from", accelerator)
+    return None if init_from is None else _see_together(decide, "init_from")
 
 
-def find_checkpoint_together(path: str, key: str, accelerator: Accelerator) -> Path:
+def find_checkpoint_together(path: str, key: str) -> Path:
     """`training.checkpoint.find_checkpoint` by one process for all: while a run trains, another could find a newer checkpoint."""
-    return _see_together(lambda: checkpoints.find_checkpoint(Path(path), key), key, accelerator)
+    return _see_together(lambda: checkpoints.find_checkpoint(Path(path), key), key)
 
 
-def _see_together(decide: Callable[[], Path | None], key: str, accelerator: Accelerator) -> Path | None:
-    folder = decide_together(decide, accelerator)
+def _see_together(decide: Callable[[], Path | None], key: str) -> Path | None:
+    folder = on_main(decide)
     if folder is not None:
-        check_shared(folder / checkpoints.MANIFEST, key, accelerator)
+        check_shared(folder / checkpoints.MANIFEST, key)
     return folder

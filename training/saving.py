@@ -11,6 +11,7 @@ import torch
 
 from common.errors import UserError
 from common.progress import say_if_slow
+from sampling.processes import on_main
 from training import checkpoint as checkpoints
 from training.hooks import TrainingDiverged, mean_losses
 from training.run import RunFolder
@@ -39,7 +40,7 @@ class Saving(Hook):
     def __call__(self, trainer: Trainer) -> None:
         if trainer.step in (self.saved_step, trainer.first_step):
             return
-        self.check(trainer, wait=True)
+        self.check(wait=True)
         mean_losses(trainer)
         shards = [local_shard(p.detach()) for p in trainer.parameters]
         # The least and the greatest value; both are NaN where one is. Several times as fast as isfinite() of all of them.
@@ -71,23 +72,23 @@ class Saving(Hook):
         self.run.flush_metrics()  # a resume does not write the lines up to this step again
         checkpoints.save(self.run.checkpoints, checkpoint, *self.keep)
 
-    def check(self, trainer: Trainer, wait: bool) -> None:
+    def check(self, wait: bool) -> None:
         """Every process raises if a checkpoint could not be written. Every process must call it.
 
         Args:
             wait: for the checkpoint that is being written; otherwise its error is raised by a later call.
         """
-        error = None
-        if self._writing is not None and (wait or self._writing.done()):
-            with say_if_slow(log, "waiting until the checkpoint is written"):
-                error = self._writing.exception()
-        failed = trainer.accelerator.reduce(torch.tensor(float(error is not None), device=trainer.device)).item()
-        if failed:
-            raise error or checkpoints.SaveError("the main process could not write the checkpoint")
+
+        def result() -> None:
+            if self._writing is not None and (wait or self._writing.done()):
+                with say_if_slow(log, "waiting until the checkpoint is written"):
+                    self._writing.result()
+
+        on_main(result)
 
     def finish(self, trainer: Trainer) -> None:
         self(trainer)
-        self.check(trainer, wait=True)
+        self.check(wait=True)
 
     def close(self) -> None:
         self._thread.shutdown()
@@ -101,7 +102,7 @@ class Watch(Hook):
     every: int
 
     def __call__(self, trainer: Trainer) -> None:
-        self.saving.check(trainer, wait=False)
+        self.saving.check(wait=False)
 
 
 def resume(trainer: Trainer, folder: Path) -> None:

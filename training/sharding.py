@@ -14,12 +14,14 @@ import os
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from torch import Tensor, nn
 
 from common.errors import UserError
 from configs.schema import Train
+from training.machine import EXCHANGE_TIMEOUT
 from training.speed import checkpoint_activations, compile_network, resolve_compile
 
 
@@ -87,13 +89,16 @@ def shard_network(modules: Sequence[nn.Module], device: torch.device, num_proces
             gives the same numbers. (The gains of LightningDiT's norms are rounded here only.) Blocks after a route
             (net.fp32_layers) and everything outside the blocks are gathered in float32.
     """
-    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     net, *others = modules
     size = processes_per_node(num_processes)
     if 1 < size < num_processes:  # fully_shard shards over the second dimension, and averages gradients over both
-        mesh = init_device_mesh(device.type, (num_processes // size, size), mesh_dim_names=("nodes", "processes"))
+        ranks = torch.arange(num_processes).reshape(-1, size)
+        # By hand: the groups of init_device_mesh would have torch's own timeout.
+        groups = [dist.new_subgroups_by_enumeration(part.tolist(), EXCHANGE_TIMEOUT)[0] for part in (ranks.T, ranks)]
+        mesh = DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=("nodes", "processes"))
     else:
         mesh = init_device_mesh(device.type, (num_processes,))
     in_fp32 = MixedPrecisionPolicy(reduce_dtype=torch.float32)

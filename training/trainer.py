@@ -218,9 +218,8 @@ def out_of_memory(trainer: Trainer) -> str:
     return (
         f"out of memory after step {trainer.step}: {trainer.cfg.model.backbone} on {num_images} images of "
         f"{trainer.net.num_tokens} tokens at once in each process (train.batch_size={train.batch_size} / {num_processes} "
-        f"processes / train.grad_accum_steps={train.grad_accum_steps}), {train.precision}. A step needs less with a higher "
-        "train.grad_accum_steps, train.activation_checkpointing=blocks, or with several processes train.parallel=fsdp; a grid "
-        "or an evaluation with a lower sample.batch_size or eval.batch_size"
+        f"processes / train.grad_accum_steps={train.grad_accum_steps}), {train.precision}. Raise "
+        "train.grad_accum_steps, or set train.activation_checkpointing=blocks, or with several processes train.parallel=fsdp"
     )
 
 

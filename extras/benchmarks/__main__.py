@@ -6,6 +6,7 @@
     python -m extras.benchmarks loader 'variants=[data.num_workers=0,data.num_workers=4]' data.path=latents/in256 steps=200
     python -m extras.benchmarks sampling 'variants=[guidance=none,guidance=cfg]' model.backbone=DiT-S/2 sample.batch_size=4
     python -m extras.benchmarks evaluation num_samples=5000
+    python -m extras.benchmarks roofline 'device=H100 80GB HBM3' 'variants=[model=dit,model=tread]' model.backbone=DiT-XL/2
     python -m extras.benchmarks gpu                      # `make gpu`: tests/gpu and all of these, with one file of results
 
 `variants`, `rounds`, `steps` and `warmup` are the benchmark's own keys; all others are train.py's. A variant is one or more
@@ -23,16 +24,16 @@ from configs import command_line as cli
 from extras.benchmarks import rows
 from extras.benchmarks.gpu import gpu
 
-OWN_KEYS = ("variants", "rounds", "steps", "warmup")
+OWN_KEYS = ("variants", "rounds", "steps", "warmup", "device", "num_processes")
 
 
 def main(arguments: Sequence[str]) -> None:
     name, *settings = ["--help"] if not arguments or "--help" in arguments else arguments
-    commands = dict.fromkeys(rows.OPENERS, rows.compare) | {"evaluation": rows.evaluation, "gpu": gpu}
-    if name in rows.OPENERS:
+    commands = dict.fromkeys(rows.OPENERS, rows.compare) | {"evaluation": rows.evaluation, "roofline": rows.roofline, "gpu": gpu}
+    if name in (*rows.OPENERS, "roofline"):
         own = [argument for argument in settings if argument.partition("=")[0] in OWN_KEYS]
         others = [argument for argument in settings if argument not in own]
-        settings = [f"what={name}", *own, f"overrides={json.dumps(others)}"]
+        settings = [*([f"what={name}"] if name in rows.OPENERS else []), *own, f"overrides={json.dumps(others)}"]
     cli.run_command(commands, __doc__, [name, *settings])
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,23 +13,20 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
-from sampling.results import markdown_table
+from common.errors import UserError
+from evaluations.results import markdown_table
+from extras.benchmarks.roofline import peaks_of
 from training.provenance import describe_start
 
-# TFLOP/s of dense bfloat16 products, from the vendors' data sheets. The whole name must match: a part of a GPU (MIG) has no peak.
-PUBLISHED_TFLOPS = {
-    r"A(100|800)[- ].*": 312, r"H100 \d+GB HBM3|H800|H200|GH200 .*": 989.4, r"H100 PCIe": 756, r"H(10|20)0 NVL": 835,
-    r"B200": 2250, r"L4": 121, r"L40S": 362, r"GeForce RTX 3090": 71, r"GeForce RTX 4090": 165.2, r"GeForce RTX 5090": 209.5,
-}  # fmt: skip
-NOTES = """`ms`: median of all timed calls. `images/s`, `TFLOP/s`: of one process. `MFU`: of the bfloat16 peak that the vendor
-publishes. `time / first`: in each round, the variant's median over the first variant's; then the median over rounds.
+NOTES = """`ms`: median of all timed calls. `host ms`: until the host has started all work of one; near `ms` it is the limit.
+`images/s`, `TFLOP/s`: of one process. `MFU`: of the bfloat16 peak that the vendor publishes. `time / first`: in each round, the
+variant's median over the first variant's; then the median over rounds.
 """
 
 
-def published_flops(device: torch.device) -> float | None:
-    """The vendor's bfloat16 peak in FLOP/s; None where it is not in the table."""
-    name = torch.cuda.get_device_name(device).removeprefix("NVIDIA ") if device.type == "cuda" else ""
-    return next((1e12 * peak for pattern, peak in PUBLISHED_TFLOPS.items() if re.fullmatch(pattern, name)), None)
+def published_peaks(device: torch.device) -> tuple[float, float] | None:
+    """(bfloat16 FLOP/s, bytes/s) as the vendor publishes them; None for a CPU, and for a GPU that is not in the table."""
+    return peaks_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def time_ms(action: Callable[[], object], repeats: int, device: torch.device, warmup: int = 0) -> list[float]:
@@ -62,6 +58,7 @@ class TimedRow:
     flops_per_image: float = 0.0  # of matrix products, a multiply-add counted twice; 0 where they are not counted
     found: dict[str, object] = field(default_factory=dict)  # other columns of its record
     turns: list[list[float]] = field(default_factory=list)  # for every turn, the milliseconds of each call
+    host_ms: list[float] = field(default_factory=list)  # for every turn, until the host had started all work of a call
 
 
 def measure(
@@ -90,13 +87,20 @@ def measure(
         rows[name] = row
 
     def take_turn(name: str) -> None:
-        rows[name].turns.append(time_ms(rows[name].action, steps, device, warmup=min(warmup, 1)))
+        if is_cuda:
+            torch.cuda.synchronize(device)  # nothing is queued: the host waits for nobody
+            start_sec = time.perf_counter()
+            rows[name].action()
+            rows[name].host_ms.append(1000 * (time.perf_counter() - start_sec))
+        rows[name].turns.append(time_ms(rows[name].action, steps, device, warmup=0 if is_cuda else min(warmup, 1)))
 
     for action, name in itertools.product((open_row, *[take_turn] * rounds), openers):
         if "problem" not in records[name]:
             try:
                 action(name)
-            except torch.OutOfMemoryError:
+            except (torch.OutOfMemoryError, UserError) as e:
+                if not isinstance(e.__cause__ or e, torch.OutOfMemoryError):
+                    raise
                 records[name]["problem"] = "out of memory"
             if "problem" in records[name]:  # here the error has let go of its tensors
                 rows.pop(name, None)
@@ -104,19 +108,20 @@ def measure(
                 torch.cuda.empty_cache()
     first = rows.get(next(iter(openers)))
     for name, row in rows.items():
-        records[name] |= summarise(row, first, published_flops(device))
+        records[name] |= summarise(row, first, published_peaks(device))
     return list(records.values())
 
 
-def summarise(row: TimedRow, first: TimedRow | None, peak: float | None) -> dict[str, object]:
-    """The columns of a row; `first` is the first variant's row (None: given up), `peak` the FLOP/s that MFU is a fraction of."""
+def summarise(row: TimedRow, first: TimedRow | None, peaks: tuple[float, float] | None) -> dict[str, object]:
+    """The columns of a row; `first` is the first variant's row (None: given up), `peaks` are those of `published_peaks`."""
     low, middle, high = np.percentile(row.turns, (25, 50, 75))
     images_per_sec = 1000 * row.num_images / middle
-    found = {"ms": middle, "quartiles": [low, high], "images/s": images_per_sec}
+    found = {"ms": middle, "quartiles": [low, high]} | ({"host ms": np.median(row.host_ms)} if row.host_ms else {})
+    found["images/s"] = images_per_sec
     if row.flops_per_image:
         flops_per_sec = row.flops_per_image * images_per_sec
         found |= {"GFLOP/image": row.flops_per_image / 1e9, "TFLOP/s": flops_per_sec / 1e12}
-        found["MFU"] = flops_per_sec / peak if peak else None
+        found["MFU"] = flops_per_sec / peaks[0] if peaks else None
     if first is not None:
         ratios = np.median(row.turns, axis=1) / np.median(first.turns, axis=1)
         found |= {"time / first": np.median(ratios), "lowest, highest": [ratios.min(), ratios.max()]}

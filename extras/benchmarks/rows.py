@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -15,18 +16,21 @@ from accelerate.utils import set_seed
 from hydra.errors import HydraException
 
 from common.errors import UserError
-from common.types import Count, Whole
+from common.types import Count, Text, Whole
 from configs import schema
 from configs.command_line import check
 from configs.experiments import compose_overrides
 from evaluations.features import Features
 from evaluations.suite import evaluate
-from extras.benchmarks.harness import TimedRow, measure, report
+from extras.benchmarks.harness import TimedRow, measure, published_peaks, report
+from extras.benchmarks.roofline import peaks_of, roofline_table, step_parts
 from latents import autoencoders
 from latents.shards import ShardInfo, write_shard
 from sampling.flops import step_flops
+from sampling.processes import leave
 from training import build, load, machine, speed
 from training.ema import EMA
+from training.sharding import processes_per_node
 from training.trainer import Trainer
 
 
@@ -128,8 +132,31 @@ def compare(
         openers = {variant or "as given": partial(OPENERS[what], accelerator, cfg) for variant, cfg in cfgs.items()}
         records = measure(openers, accelerator.device, rounds, steps, warmup)
     report(what.capitalize(), accelerator, records)
-    accelerator.end_training()
+    if what == "step" and accelerator.is_main_process and (peaks := published_peaks(accelerator.device)):
+        sys.stdout.write(f"\n{table_of_parts(cfgs, peaks, accelerator.num_processes)}")
+    leave()
     return records
+
+
+def roofline(device: Text, variants: list[str] = ("",), overrides: list[str] = (), num_processes: Count = 1) -> None:
+    """Print what the parts of a step cost at the peaks of `device`, which is named as torch names it: H100 80GB HBM3, say."""
+    if (peaks := peaks_of(device)) is None:
+        raise UserError(f"device={device} has no known peaks; extras/benchmarks/roofline.py lists them: H100 80GB HBM3, say")
+    with TemporaryDirectory() as folder:
+        cfgs = {variant: compose_config([*overrides, *shlex.split(variant)], Path(folder)) for variant in variants}
+        sys.stdout.write(table_of_parts(cfgs, peaks, num_processes))
+
+
+def table_of_parts(cfgs: dict[str, schema.TrainConfig], peaks: tuple[float, float], num_processes: int) -> str:
+    """What the parts of a step of each configuration cost, by roofline.py."""
+    columns = {}
+    for variant, cfg in cfgs.items():
+        with torch.device("meta"):
+            net = build.build_network(build.open_data(cfg)[0])
+        num_shards = processes_per_node(num_processes) if cfg.train.parallel == "fsdp" else 1
+        num_images = cfg.train.batch_size // num_processes
+        columns[variant or "as given"] = step_parts(net, num_images, peaks, cfg.train.precision, num_shards)
+    return roofline_table(columns)
 
 
 def evaluation(num_samples: Count = 50000, num_references: Count = 10000) -> list[dict[str, object]]:

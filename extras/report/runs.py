@@ -19,7 +19,7 @@ from yaml import YAMLError
 from common.errors import UserError
 from common.files import read_lines
 from configs.settings import flatten
-from sampling.results import in_words
+from evaluations.results import in_words
 
 UNGUIDED = "none"
 NEEDED = {"experiment", "seed", "output_dir", "data.name", "model.routes", "train.num_steps", "train.batch_size"}

@@ -1,0 +1,108 @@
+"""What several processes do together: one of them decides or computes alone, and the others wait for it.
+
+They wait over gloo, and not over NCCL, whose watchdog has to end a process soon: an exchange that hangs keeps all GPUs idle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from common.errors import UserError
+from common.files import hash_file
+
+# For what one process does alone (hashing or saving checkpoints on a slow file system, metrics, downloads), and for how far
+# processes drift apart over 50,000 samples.
+PATIENCE = timedelta(hours=2)
+
+T = TypeVar("T")
+_group: dist.ProcessGroup | None = None  # of all processes; None: there is one
+
+
+def connect() -> None:
+    """Let the processes find each other. `start_accelerator` does it; in a sweep they stay connected."""
+    global _group
+    if _group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        _group = dist.new_group(backend="gloo", timeout=PATIENCE)
+
+
+def leave() -> None:
+    """The end of a command: the processes part. They cannot meet again."""
+    global _group
+    _group = None
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def on_main(action: Callable[[], T]) -> T:
+    """What `action` returns in the main process, on every process. A UserError of it is raised on every process."""
+    if _group is None:
+        return action()
+    value, error = None, None
+    if dist.get_rank() == 0:
+        try:
+            value = action()
+        except UserError as e:
+            error = e
+    result = [(value, error)]
+    dist.broadcast_object_list(result, src=0, group=_group)
+    value, error = result[0]
+    if error is not None:
+        raise error
+    return value
+
+
+def wait_for_all() -> None:
+    """Return once every process is here. An error names those that do not come."""
+    if _group is not None:
+        dist.monitored_barrier(_group, PATIENCE)
+
+
+@contextlib.contextmanager
+def one_per_node_first() -> Iterator[None]:
+    """One process of each node goes through the block first: it downloads, and the others find the file."""
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    if not is_first:
+        wait_for_all()
+    yield
+    if is_first:
+        wait_for_all()
+
+
+def gather_on_main(tensor: Tensor) -> list[Tensor]:
+    """The tensors of all processes, all of one shape, in the main process's memory; [] in the others."""
+    tensor = tensor.cpu().contiguous()
+    if _group is None:
+        return [tensor]
+    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
+    dist.gather(tensor, gathered, dst=0, group=_group)
+    return gathered or []
+
+
+def check_shared(file: Path, key: str) -> None:
+    """Make sure that every process reads `file` as the main process does. A small file stands for the folder it lies in.
+
+    Raises:
+        UserError: on every process, if one has no such file or another one. It names the key, the host and the folder.
+    """
+    if _group is None:
+        return
+    content = hash_file(file) if file.is_file() else "missing"
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (content, socket.gethostname(), os.path.abspath(file.parent)), group=_group)
+    main_content, main_host, main_folder = found[0]
+    for rank, (content, host, folder) in enumerate(found):
+        if content != main_content:
+            raise UserError(
+                f"{key}: process {rank} on {host} does not see in {folder} what process 0 on {main_host} sees in {main_folder}; "
+                f"give {key} as an absolute path on a file system that all nodes share"
+            )

@@ -1,0 +1,77 @@
+"""Two processes: the others wait for what one does alone for longer than an exchange may take, but not for ever."""
+
+import json
+
+import pytest
+from conftest import finish, start
+
+SCRIPT = """
+import json, os, sys, time
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from common.errors import UserError
+from sampling import processes
+rank, folder, what = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+os.environ["LOCAL_RANK"] = str(rank)
+store = f"file://{folder}/store"
+dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=2))
+processes.PATIENCE = timedelta(seconds=60 if what == "wait" else 2)
+processes.connect()
+
+def slow(is_here):
+    if is_here:
+        time.sleep(3)
+
+def fail():
+    raise UserError("refused")
+
+found = []
+if what == "wait":
+    found.append(processes.on_main(lambda: slow(True) or rank))
+    slow(rank == 1)
+    found.append([part.tolist() for part in processes.gather_on_main(torch.tensor([rank, 7]))])
+    with processes.one_per_node_first():
+        slow(rank == 0)
+        found.append(time.monotonic())
+    slow(rank == 0)
+    processes.wait_for_all()
+    try:
+        processes.on_main(fail)
+    except UserError as e:
+        found.append(str(e))
+    processes.leave()
+elif rank == 0:
+    try:
+        processes.wait_for_all()
+    except RuntimeError as e:
+        found.append(str(e))
+with open(f"{folder}/{rank}.json", "w") as f:
+    json.dump(found, f)
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    """run(what) -> what each process found."""
+
+    def both(what):
+        processes = [start("-c", SCRIPT, str(rank), str(tmp_path), what, start_new_session=True) for rank in (0, 1)]
+        for process in processes:
+            code, output = finish(process)
+            assert code == 0, output
+        return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
+
+    return both
+
+
+def test_others_wait_for_one_that_works_alone_for_longer_than_an_exchange_may_take(run):
+    main, other = run("wait")
+    assert main[0] == other[0] == 0 and main[3] == other[3] == "refused"
+    assert (main[1], other[1]) == ([[0, 7], [1, 7]], [])
+    assert other[2] > main[2]  # it entered the block after the first of its node had left it
+
+
+def test_a_process_that_does_not_come_is_named(run):
+    main, _ = run("hang")
+    assert "Rank 1 failed to pass monitoredBarrier in 2000 ms" in main[0]
