@@ -45,6 +45,7 @@ from latents.prepare.pixels import PixelShards
 from latents.prepare.torchvision_sets import TORCHVISION, TorchvisionImages
 from latents.prepare.write import SHARD_SIZE, Dtype, Kind, ShardWriter
 from latents.shards import LatentDataset, ShardInfo, pack_images, shard_files, write_shard
+from latents.torch_files import read_channel_statistics
 from sampling.processes import leave
 from sampling.sampler import labelled_grid
 from training import machine
@@ -62,8 +63,8 @@ def encode(**keys) -> None:
         raise UserError("kind=moments: pixels have no log-variance; use kind=sample with autoencoder=identity")
     if how.grey and how.autoencoder != "identity":
         raise UserError(f"grey=true: autoencoder={how.autoencoder} encodes RGB; use autoencoder=identity")
-    if how.normalize and how.sigma_data is not None:
-        raise UserError(f"normalize=true and sigma_data={how.sigma_data:g} are two ways to scale; give one of them")
+    if len(ways := [key for key in ("normalize", "sigma_data", "latents_stats") if getattr(how, key)]) > 1:
+        raise UserError(f"{'= and '.join(ways)}= scale the latents each in its way; give one of them")
     if how.images.startswith(TORCHVISION):
         with accelerator.local_main_process_first():  # one process of a machine downloads, the others find the files
             source = TorchvisionImages(how.images.removeprefix(TORCHVISION), how.root, how.split)
@@ -77,7 +78,9 @@ def encode(**keys) -> None:
     if how.resolution % vae.factor:
         raise UserError(f"resolution={how.resolution} is not a multiple of {vae.factor}, the pixels along one side of a latent")
     num_classes = count_classes(source.labels, how.num_classes, source.class_names)
-    info = ShardInfo(how.kind, 1.0 if how.normalize else vae.scale_factor, how.autoencoder, how.resolution, num_classes)
+    statistics = read_channel_statistics(Path(how.latents_stats), vae.channels) if how.latents_stats else ()
+    scale_factor = 1.0 if how.normalize or statistics else vae.scale_factor
+    info = ShardInfo(how.kind, scale_factor, how.autoencoder, how.resolution, num_classes, *statistics)
     settings = {name: value for name, value in asdict(how).items() if name not in NOT_OF_THE_LATENTS}
     settings |= {"command": "encode", **asdict(info), "weights": vae.fingerprint(), "crop": "adm_center_crop"}
     writer = ShardWriter(how.output, settings, source.fingerprint, len(source), how.shard_size, how.dtype)

@@ -194,6 +194,7 @@ class Sample(Settings):
     num_samples: Annotated[int, Field(ge=1, le=10**4)]  # one picture
     batch_size: Count
     precision: Precision
+    rounding: Literal["round", "truncate"]
 
 
 class Eval(Settings):
@@ -317,8 +318,8 @@ _ROLES = {  # a group stands for those of its keys that are not listed
     Role.FIXED: "seed init_from model diffusion alignment train.batch_size",
     Role.NOTED: "alignment.stop_step train.lr train.betas train.weight_decay train.grad_clip_norm train.ema_decay "
     "train.precision train.tf32",
-    Role.COMPARED: "init_state data.name data.resolution data.autoencoder diffusion.sampler train.num_steps eval.num_steps "
-    "eval.precision evaluation.detector evaluation.precision",
+    Role.COMPARED: "init_state data.name data.resolution data.autoencoder diffusion.sampler sample.rounding train.num_steps "
+    "eval.num_steps eval.precision evaluation.detector evaluation.precision",
     None: "alignment.weights",
 }
 _ROLE_OF = {key: role for role, listed in _ROLES.items() for key in listed.split()}
@@ -335,7 +336,7 @@ def differences(stored: Settings | dict, current: Settings | dict, roles: Sequen
     """`key: stored -> current` for every key that differs; with `roles`, for the keys of these roles alone."""
     old, new = (flatten(one.model_dump() if isinstance(one, Settings) else one) for one in (stored, current))
     return [
-        f"{key}: {old.get(key, 'absent')!r} -> {new.get(key, 'absent')!r}"
+        f"{key}: {old.get(key, 'absent')!r:.100} -> {new.get(key, 'absent')!r:.100}"
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key) and (roles is None or role_of(key) in roles)
     ]

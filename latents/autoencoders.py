@@ -32,6 +32,7 @@ class Identity:
 
     scale_factor = 1.0  # what latents are multiplied by for the network
     factor = 1  # pixels of an image along one side of a latent
+    channels = 3  # of a latent
 
     def fingerprint(self) -> str:
         """A hash of the weights."""
@@ -59,8 +60,9 @@ class KLAutoencoder:
         except (OSError, ValueError) as e:  # and load_va_vae's UserError
             raise UserError(f"autoencoder={spec} cannot be loaded: {first_line(e)}") from e
         self.vae = vae.to(device).eval().requires_grad_(False)
-        if channels not in (None, self.vae.config.latent_channels):
-            raise UserError(f"autoencoder={spec} has {self.vae.config.latent_channels} channels, and the latents {channels}")
+        self.channels = self.vae.config.latent_channels
+        if channels not in (None, self.channels):
+            raise UserError(f"autoencoder={spec} has {self.channels} channels, and the latents {channels}")
         if getattr(self.vae.config, "shift_factor", None):
             raise UserError(f"autoencoder={spec} shifts its latents (shift_factor), which shards have no place for")
         self.scale_factor, self.factor = _scale_and_factor(self.vae.config)
@@ -157,8 +159,11 @@ def from_uint8(images: Tensor) -> Tensor:
     return images.permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
-def to_uint8(images: Tensor) -> Tensor:
+def to_uint8(images: Tensor, rounding: str = "round") -> Tensor:
     """[B, 1 or 3, H, W], -1 to 1 -> uint8 [B, H, W, 3]; grey becomes RGB.
+
+    Args:
+        rounding: of levels from 0 to 255: `round` to the nearest, or `truncate` to the one below.
 
     Raises:
         ValueError: integers, which are pixels already.
@@ -168,5 +173,6 @@ def to_uint8(images: Tensor) -> Tensor:
         raise ValueError(f"images are {images.dtype}; need floats, -1 to 1")
     if not images.isfinite().all():
         raise UserError("decoded images hold NaN or infinity: the network or the autoencoder overflows; if it is bf16, try fp32")
-    pixels = (images * 127.5 + 127.5).round().clamp(0, 255).to(torch.uint8)
+    levels = images * 127.5 + 127.5
+    pixels = (levels.round() if rounding == "round" else levels).clamp(0, 255).to(torch.uint8)
     return pixels.expand(-1, 3, -1, -1).permute(0, 2, 3, 1).contiguous()

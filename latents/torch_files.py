@@ -19,7 +19,13 @@ def load_torch_file(file: Path) -> Any:
         UserError: it names anything else (other pickles can run code), is damaged, or cannot be read.
     """
     try:
+        with open(file, "rb") as f:
+            start = f.read(40)
+        if not start.startswith((b"PK", b"\x80")):  # a page of an error, a pointer to a large file
+            raise UserError(f"{file} is not a file of torch.save, an archive or a pickle: it begins with {start!r}")
         return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except UserError:
+        raise
     except pickle.UnpicklingError as e:  # torch's own words advise to run the code
         raise UserError(f"{file} cannot be read as tensors of torch.save: it holds other objects, or is damaged") from e
     except Exception as e:  # a damaged file may raise anything

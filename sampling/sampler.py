@@ -34,6 +34,7 @@ class ImageSampler:
         autoencoder: decodes latents as `restore_latents` makes them of `data`.
         data: shape, classes and scale of the latents.
         precision: of the networks, fp32 | bf16.
+        rounding: of `latents.autoencoders.to_uint8`.
         is_compiled: the networks are compiled for each size of batch: fill up a batch to the largest one so far.
         weak: the second network of autoguidance and its diffusion.
         evaluations_per_image, flops_per_image: of both networks, counted in the last call.
@@ -47,6 +48,7 @@ class ImageSampler:
     data: Data
     device: torch.device
     precision: str = "fp32"
+    rounding: str = "round"
     is_compiled: bool = False
     weak: tuple[nn.Module, Diffusion] | None = None
     evaluations_per_image: float = field(default=0.0, init=False)
@@ -96,7 +98,8 @@ class ImageSampler:
         latents = self.diffusion.sample(self.guidance(inputs), noise, y, random)
         self.evaluations_per_image = sum(calls.values())
         self.flops_per_image = sum(number * forward_flops(*what) for what, number in calls.items())
-        return to_uint8(self.autoencoder.decode(restore_latents(latents[:num_images], data))).cpu().numpy()
+        images = self.autoencoder.decode(restore_latents(latents[:num_images], data))
+        return to_uint8(images, self.rounding).cpu().numpy()
 
 
 @contextlib.contextmanager

@@ -185,3 +185,14 @@ def test_wrong_settings_are_refused_before_any_work(fid, tmp_path, monkeypatch, 
     with pytest.raises(UserError, match=words):
         fid("out", *overrides)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_run_is_sampled_and_evaluated_in_the_precision_of_its_training_unless_another_is_asked_for(train, fid, tmp_path):
+    assert checked(["train.precision=bf16", "eval.precision=fp32"]).sample.precision == "bf16"
+    run = train("run", "train.num_steps=2", "train.lr=1e-2", "train.precision=bf16")
+    points = [fid(name, f"checkpoint={run}", *given)[0] for name, given in (("own", []), ("asked", ["precision=fp32"]))]
+    assert [point["point"]["precision"] for point in points] == ["bf16", "fp32"]
+    assert points[0]["metrics"] != points[1]["metrics"]
+    forget_accelerate()
+    sample.main(checked([f"checkpoint={run}", f"output={tmp_path / 'images'}", "seeds=0", *FID[1:2], "cpu_threads=1"], "sample"))
+    assert "precision: bf16" in (tmp_path / "images" / "settings.yaml").read_text()

@@ -210,6 +210,9 @@ def test_identity_latents_become_the_pixels_of_the_images_and_are_clamped():
     assert images.shape == (1, 2, 2, 3) and images.dtype == torch.uint8
     assert images[0, :, :, 0].tolist() == pixels.tolist() and torch.equal(images[..., 0], images[..., 2])
     assert autoencoders.to_uint8(torch.tensor([[[[-3.0, 3.0]]]]))[0, 0, :, 0].tolist() == [0, 255]
+    between = torch.tensor([[[[-3.0, 9.6 / 127.5 - 1, 3.0]]]])
+    assert [autoencoders.to_uint8(between, how)[0, 0, 1, 0].item() for how in ("round", "truncate")] == [10, 9]
+    assert autoencoders.to_uint8(between, "truncate")[0, 0, :, 0].tolist() == [0, 9, 255]
 
 
 def test_an_sd_vae_decodes_from_a_local_folder_large_batches_in_slices(tmp_path, monkeypatch):

@@ -119,6 +119,23 @@ def test_encode_measures_and_stores_mean_and_deviation_of_each_channel(images, v
     inspect(tmp_path / "true", "grid=none", "sigma_data=1")
 
 
+def write_statistics(folder, num_channels):
+    """LightningDiT's latents_stats.pt."""
+    mean, std = torch.arange(float(num_channels)), torch.arange(1, num_channels + 1) / 2
+    torch.save({"mean": mean.reshape(1, -1, 1, 1), "std": std.reshape(1, -1, 1, 1)}, file := folder / "stats.pt")
+    return file
+
+
+def test_encode_takes_mean_and_deviation_of_each_channel_from_lightningdits_file(images, vae, tmp_path):
+    dataset = LatentDataset(encode(images, tmp_path / "out", vae, f"latents_stats={write_statistics(tmp_path, 4)}"))
+    info = dataset.info
+    assert (info.scale_factor, info.latents_mean, info.latents_std) == (1, (0, 1, 2, 3), (0.5, 1, 1.5, 2))
+    plain = encode(images, tmp_path / "plain", vae)
+    indices = np.arange(40)
+    stored = [one.fetch(indices, indices < 0)[0] for one in (dataset, LatentDataset(plain))]
+    assert torch.equal(*stored)  # what is stored is the same, and the network sees it otherwise
+
+
 def test_the_manifest_states_what_was_made_and_how(images, vae, tmp_path):
     folder = encode(images, tmp_path / "out", vae)
     manifest = json.loads((folder / "manifest.json").read_text())
@@ -389,7 +406,9 @@ def test_what_encode_does_not_accept_is_refused(images, vae, tmp_path):
         (["resolution=33"], "resolution=33 is not a multiple of 2"),
         (["autoencoder=identity"], "kind=moments: pixels have no log-variance"),
         (["grey=true"], "grey=true: autoencoder=.* encodes RGB"),
-        (["normalize=true", "sigma_data=0.5"], "normalize=true and sigma_data=0.5 are two ways to scale"),
+        (["normalize=true", "sigma_data=0.5"], "normalize= and sigma_data= scale the latents each in its way"),
+        (["sigma_data=0.5", "latents_stats=stats.pt"], "sigma_data= and latents_stats= scale the latents each in its way"),
+        ([f"latents_stats={write_statistics(tmp_path, 3)}"], "stats.pt is of 3 channels, and the latents have 4"),
         (["split=test"], "split=test is for images=torchvision:<name>"),
         ([f"images={tmp_path / 'nowhere'}"], "nowhere holds no images"),
         ([f"output={images / 'latents'}"], "lies in images="),

@@ -125,16 +125,23 @@ def test_the_sde_reproduces_mean_and_variance_for_every_diffusion_coefficient_an
     assert out.mean().item() == pytest.approx(MEAN, abs=0.015)
     assert out.std().item() == pytest.approx(STD, rel=0.03)
     assert (out - (MEAN + STD * noise)).abs().mean() > 0.1  # noise was exchanged on the way
+    if form == "decreasing":  # which diffusion_norm=0 does not switch off
+        return
     sampler = FlowSampler(num_steps=10, last_step_size=0.1, diffusion_norm=0.0, **settings)
     sde = sampler(gaussian_posterior_mean, noise[:4], LABELS, GeneratorRandom(4, 0))
     assert torch.allclose(sde, FlowSampler(num_steps=10, solver="euler")(gaussian_posterior_mean, noise[:4], LABELS))
 
 
 def test_diffusion_forms_are_those_of_the_published_code_with_its_time_reversed():
-    values = {name: form(0.25) for name, form in DIFFUSION_FORMS.items()}
+    values = {name: form(0.25, 3.0) for name, form in DIFFUSION_FORMS.items()}
     root = math.sqrt(0.5)  # cos and sin of pi / 4
-    expected = dict(sigma=0.25, linear=0.25, constant=1.0, decreasing=(1 - root) ** 2 / 4, sbdm=0.25 / 0.75)
-    assert values == pytest.approx(expected | {"increasing-decreasing": root**2})
+    expected = dict(sigma=0.75, linear=0.75, constant=3.0, decreasing=(1 - 3 * root) ** 2 / 4, sbdm=3 * 0.25 / 0.75)
+    assert values == pytest.approx(expected | {"increasing-decreasing": 3 * root**2})
+
+
+def test_a_shift_of_the_odes_steps_is_not_ignored_by_the_sde():
+    with pytest.raises(ValueError, match="timestep_shift=0.3 .*euler_maruyama needs 1"):
+        FlowSampler(solver="euler_maruyama", timestep_shift=0.3)
 
 
 def test_one_step_of_the_sde_by_hand():

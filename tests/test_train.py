@@ -469,6 +469,13 @@ def test_weights_that_do_not_fit_are_refused(change):
     with pytest.raises(UserError, match=key):
         build.check_initial(stored, 1, checked([*TINY, "init_from=x", change]))
     build.check_initial(stored, 1, checked([*TINY, "init_from=x", "model=dit", "seed=3", "train.batch_size=2"]))
+    cfg = checked([*TINY, "init_from=x"])
+    scaled = cfg.model_copy(
+        update={"data": cfg.data.model_copy(update={"latents_mean": [0.1] * 128, "latents_std": [1.0] * 128})}
+    )
+    with pytest.raises(UserError, match="saw latents that were scaled otherwise .*latents_stats=") as refused:
+        build.check_initial(scaled, 1, cfg)
+    assert len(str(refused.value)) < 500
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -161,24 +161,28 @@ def test_repa_keeps_its_clock_and_its_projectors_are_set_aside(import_file):
 
 @torch.no_grad()
 def test_tread_brings_model_and_ema_and_its_step(import_file):
-    model, ema = ({f"module.{name}": value for name, value in dit_weights(seed=seed).items()} for seed in (1, 2))
+    # As its trainer saves them: the network lies in the preconditioning, which is wrapped for several processes or compiled.
+    first, second = "module._orig_mod.model.", "model."
+    model = {f"{first}{name}": value for name, value in dit_weights(seed=1).items()}
+    ema = {f"{second}{name}": value for name, value in dit_weights(seed=2).items()}
     stored = {"model_state_dict": model, "ema_state_dict": ema, "optimizer_state_dict": {"state": {}}, "step": 400}
     cfg, folder = import_file(stored, "tread", **PIXELS)
     assert cfg.model.name == "tread" and len(cfg.model.routes) == 1 and cfg.diffusion.name == "edm"
     x, sigma, y = inputs(0.01, 0.7, 30.0)
     s = sigma.reshape(-1, 1, 1, 1)
-    for weights, stored_as in (("raw", model), ("ema", ema)):
-        w = {name.removeprefix("module."): value for name, value in stored_as.items()}
+    for weights, seed in (("raw", 1), ("ema", 2)):
+        w = dit_weights(seed=seed)
         F_x = published_output(w, x / (s**2 + 0.25).sqrt(), sigma.log() / 4, y)
         expected = 0.25 / (s**2 + 0.25) * x + s * 0.5 / (s**2 + 0.25).sqrt() * F_x
         assert_same(EDM().denoise(network(cfg, folder, weights), x, sigma, y), expected)
-    assert checkpoints.step_of(folder) == 400
+    assert checkpoints.step_of(folder) == 400 and cfg.sample.rounding == "truncate"
     with pytest.raises(UserError, match="output=.*imported exists"):  # nothing is overwritten
         import_file(stored, "tread", **PIXELS)
 
 
 @torch.no_grad()
-def test_lightningdit_is_turned_as_sit_and_normalises_each_channel(import_file, tmp_path):
+def test_lightningdit_is_turned_as_sit_and_normalises_each_channel(import_file, tmp_path, caplog):
+    caplog.set_level("INFO")
     torch.manual_seed(0)
     published = lightningdit.build("LightningDiT-XS/1", input_size=4, in_channels=3, num_classes=5).eval()
     for p in published.parameters():
@@ -191,6 +195,8 @@ def test_lightningdit_is_turned_as_sit_and_normalises_each_channel(import_file, 
     assert cfg.model.backbone == "LightningDiT-XS/1" and cfg.data.autoencoder == "none"
     assert (cfg.data.scale_factor, cfg.data.resolution) == (1.0, 64)
     assert (cfg.data.latents_mean, cfg.data.latents_std) == ([1.0, 2.0, 3.0], [2.0] * 3)
+    assert (cfg.sample.precision, cfg.eval.precision, cfg.sample.rounding) == ("fp32", "fp32", "round")
+    assert f"sample.py checkpoint={tmp_path / 'imported'} seeds=0-7 autoencoder=va-vae:<file>" in caplog.text
     assert (cfg.diffusion.sampler.solver, cfg.diffusion.sampler.timestep_shift) == ("euler", 0.3)
     x, t, y = torch.randn(3, 3, 4, 4), torch.tensor([0.05, 0.4, 0.9]), torch.tensor([0, 2, 5])
     assert_same(network(cfg, folder)(x, t, y), -published(x, 1 - t, y))
@@ -207,7 +213,7 @@ def run_sample(checkpoint, output, *overrides):
 
 
 def test_an_imported_and_a_native_checkpoint_of_equal_weights_give_the_same_images(import_file, train, tmp_path):
-    native = train("native", "diffusion=sit", "train.num_steps=2", "train.lr=1e-2")
+    native = train("native", "diffusion=sit", "sample.rounding=truncate", "train.num_steps=2", "train.lr=1e-2")
     weights = checkpoints.load_weights(checkpoints.find_checkpoint(native, "checkpoint"), "ema")
     _, imported = import_file({name: value.clone() for name, value in weights.items()}, "repa", **PIXELS)
     same = ["seeds=0-4", "batch_size=3", "solver=heun"]
@@ -265,6 +271,8 @@ class Evil:
         ({"a": torch.ones(2)}, r"is no DiT .*x_embedder.proj.weight.* it holds a, "),
         ([torch.ones(2)], "holds no state dict"),
         ({"model": 3}, "holds no state dict"),
+        ({"model": dit_weights(), "ema": 3}, "holds no state dict"),
+        (dit_weights() | {"x_embedder.proj.bias": torch.full((WIDTH,), math.nan)}, "weights.pt: x_embedder.proj.bias holds NaN"),
     ],
 )
 def test_other_contents_are_refused_in_one_line(import_file, tmp_path, content, message):
@@ -277,6 +285,14 @@ def test_a_pickle_with_code_is_refused_and_nothing_runs(import_file, tmp_path):
     with pytest.raises(UserError, match="evil.pt cannot be read as tensors of torch.save: it holds other objects"):
         import_file({"model": dit_weights(), "extra": Evil(tmp_path / "pwned")}, "dit", file="evil.pt")
     assert not (tmp_path / "pwned").exists() and not (tmp_path / "imported").exists()
+
+
+@pytest.mark.parametrize("content", [b"<!DOCTYPE html>", b"version https://git-lfs.github.com/spec/v1", b"\x89PNG\r\n"])
+def test_a_page_a_pointer_or_a_picture_is_said_to_be_no_checkpoint(tmp_path, content):
+    (tmp_path / "weights.pt").write_bytes(content)
+    with pytest.raises(UserError, match="weights.pt is not a file of torch.save, .* it begins with ") as refused:
+        importing.import_weights(str(tmp_path / "weights.pt"), "dit", str(tmp_path / "run"))
+    assert repr(content)[:35] in str(refused.value)
 
 
 def test_a_safetensors_file_that_was_cut_off_is_refused(tmp_path):

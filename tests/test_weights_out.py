@@ -76,7 +76,15 @@ def runs(tmp_path_factory, vae):
     info |= {"latents_mean": (0.5, -1.0, 0.0, 2.0), "latents_std": (1.0, 2.0, 0.5, 1.5)}
     make_shard(shards / "a.safetensors", channels=4, size=8, **info)
     few = ["train.num_steps=2", "train.lr=1e-2", "diffusion.sampler.num_steps=3"]
-    sit = ["model=lightningdit", "diffusion=sit", "data=custom", f"data.path={shards}", "guidance=none", "sample.every=0"]
+    sit = [
+        "model=lightningdit",
+        "diffusion=sit",
+        "data=custom",
+        f"data.path={shards}",
+        "guidance=none",
+        "sample.every=0",
+        "train.precision=fp32",
+    ]
     torch.manual_seed(0)
     sizes = {"input_size": 8, "in_channels": 1, "num_classes": 10, "learn_sigma": True}
     torch.save(dit.build("DiT-XS/2", **sizes, init="official_tread").state_dict(), folder / "published.pt")
@@ -203,7 +211,12 @@ def test_an_export_holds_the_ema_or_the_raw_weights_and_no_private_paths(runs, e
 def test_the_settings_of_training_are_told_but_not_those_that_an_import_made_up(exports):
     trained, imported = (yaml.safe_load((exports[name] / "training.yaml").read_text()) for name in ("edm", "ddpm"))
     assert trained["train"]["lr"] == 0.01 and trained["diffusion"]["sampler"]["num_steps"] == 3
-    assert imported.keys() == {"model", "diffusion"} and imported["diffusion"]["name"] == "ddpm"
+    sit = yaml.safe_load((exports["sit"] / "training.yaml").read_text())
+    assert trained["autoencoder"] == imported["autoencoder"] == "identity" and sit["autoencoder"].startswith("sd-vae:vae")
+    assert imported.keys() == {"model", "diffusion", "autoencoder"} and imported["diffusion"]["name"] == "ddpm"
+    assert imported["model"] == {"backbone": "DiT-XS/2", "learn_sigma": True}
+    cards = [(exports[name] / "README.md").read_text() for name in ("edm", "ddpm")]
+    assert "ema weights after 2 steps" in cards[0] and "ema weights of " in cards[1] and "(kind=dit)" in cards[1]
 
 
 def test_every_diffusion_and_network_of_the_configuration_can_be_exported():

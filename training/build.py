@@ -75,6 +75,11 @@ def check_initial(stored: schema.TrainConfig, step: int, cfg: schema.TrainConfig
     changed = schema.differences(stored, cfg, [schema.Role.ARCHITECTURE])
     if cfg.init_state == "all":  # the optimizer of the projector goes on
         changed += [line for line in schema.differences(stored, cfg, [schema.Role.FIXED]) if line.startswith("alignment.")]
+    if scaled := [line for line in changed if line.startswith(("data.latents_", "data.scale_factor"))]:
+        raise UserError(
+            f"init_from={cfg.init_from} saw latents that were scaled otherwise ({'; '.join(scaled)}): make them again as it has "
+            "them, LightningDiT's by `prepare_latents.py encode ... latents_stats=<file>`"
+        )
     if changed:
         raise UserError(f"init_from={cfg.init_from} does not fit this configuration: {'; '.join(changed)}")
 

@@ -150,6 +150,7 @@ def build_sampler(
         data=cfg.data,
         device=device,
         precision=precision,
+        rounding=cfg.sample.rounding,
         is_compiled=resolve_compile(compile_mode, device) != "none",
         weak=weak,
     )

@@ -37,7 +37,7 @@ tags: [class-conditional-image-generation, diffusion-transformer]
 # {cfg.name}
 
 {cfg.model.backbone} (`diffusion={cfg.diffusion.name}`) for class-conditional image generation, {cfg.data.num_classes} classes:
-{weights} weights after {step:,} steps. `training.yaml` holds the settings. The code has the MIT licence that its files state.
+{weights} weights {origin}. `training.yaml` holds the settings. The code has the MIT licence that its files state.
 It needs diffusers, pydantic and torch.
 
 ```python
@@ -67,7 +67,8 @@ def export_checkpoint(
         raise UserError(f"output={output} is not empty; export overwrites nothing: give another folder, or remove it")
     found = checkpoints.find_checkpoint(Path(checkpoint), "checkpoint")
     cfg = load.load_config(found)
-    decoder = autoencoders.build(autoencoder or cfg.data.autoencoder, torch.device("cpu"), cfg.data.in_channels)
+    spec = autoencoder or cfg.data.autoencoder
+    decoder = autoencoders.build(spec, torch.device("cpu"), cfg.data.in_channels)
     vae = getattr(decoder, "vae", None)
     # diffusers takes seconds to import, and `import` does without.
     from extras.weights import pipeline
@@ -83,9 +84,14 @@ def export_checkpoint(
     pipeline.ClassToImagePipeline(net, vae, **describe_sampling(cfg)).save_pretrained(folder)
     _add_code(folder, network_class.__name__)
 
-    groups = {"model", "diffusion"} if checkpoints.imported_from(found) else {"model", "diffusion", "alignment", "train"}
-    write_file(folder / "training.yaml", OmegaConf.to_yaml(OmegaConf.create(cfg.model_dump(include=groups))))
-    write_file(folder / "README.md", CARD.format(cfg=cfg, weights=weights, step=checkpoints.step_of(found)))
+    origin, told = f"after {checkpoints.step_of(found):,} steps", {"model": True, "alignment": True, "train": True}
+    if source := checkpoints.imported_from(found):  # no file says more of its training
+        origin, told = f"of {Path(source).name}", {"model": {"backbone", "learn_sigma"}}
+    kind, _, where = spec.partition(":")
+    about = cfg.model_dump(include=told | {"diffusion": True})
+    about["autoencoder"] = f"{kind}:{Path(where).name}" if where and Path(where).exists() else spec
+    write_file(folder / "training.yaml", OmegaConf.to_yaml(OmegaConf.create(about)))
+    write_file(folder / "README.md", CARD.format(cfg=cfg, weights=weights, origin=origin))
     log.info("exported %s to %s", found, folder)
 
 

@@ -28,12 +28,13 @@ from training.build import build_network
 
 log = logging.getLogger(__name__)
 
+TRUNCATED = {"sample.rounding": "truncate"}
 # Of each kind of weights: model, diffusion, and the diffusion's settings for the published scores that are not our defaults.
 KINDS_OF_WEIGHTS = {
     "dit": ("dit", "ddpm", {}),
     "sit": ("dit", "sit", SIT_SAMPLER),
-    "repa": ("dit", "sit", SIT_SAMPLER),
-    "tread": ("tread", "edm", {}),
+    "repa": ("dit", "sit", SIT_SAMPLER | TRUNCATED),
+    "tread": ("tread", "edm", TRUNCATED),
     "lightningdit": ("lightningdit", "sit", LIGHTNING_DIFFUSION),
 }
 TURNED = ("sit", "lightningdit")  # their clock runs from noise at 0 to data at 1, and they predict data - noise
@@ -83,12 +84,15 @@ def import_weights(
     if latents_stats not in (None, "none"):
         data["latents_mean"], data["latents_std"] = read_channel_statistics(Path(latents_stats), data["in_channels"])
     step = known_step if step is None else step
-    run = {"name": folder.name, "output_dir": str(folder.parent), "train": {"num_steps": max(step, 1)}}
+    # In float32, as published scores were sampled.
+    run = {"name": folder.name, "output_dir": str(folder.parent), "train": {"num_steps": max(step, 1), "precision": "fp32"}}
     cfg = build_config(kind, sizes | run)
     with torch.device("meta"):
         like = build_network(cfg).state_dict()
     for state in (model, ema):
         checkpoints.check_tensors(file, state, like)
+        if wrong := [name for name, value in state.items() if not value.isfinite().all()]:
+            raise UserError(f"{file}: {wrong[0]} holds NaN or infinity")
     config = cfg.model_dump()
     if kind in TURNED:
         model, ema = turn_clock_and_sign(model), turn_clock_and_sign(ema)
@@ -99,6 +103,8 @@ def import_weights(
     written = checkpoints.save(folder / "checkpoints", checkpoint, keep_last=1, keep_every=0)
     shape = "{in_channels}x{input_size}x{input_size}, {num_classes} classes".format(**data)
     log.info("%s: %s for latents of %s, in %s", file, cfg.model.backbone, shape, written)
+    decoder = " autoencoder=va-vae:<file>" if data["autoencoder"] == "none" else ""
+    log.info("look at its samples: python sample.py checkpoint=%s seeds=0-7%s", folder, decoder)
 
 
 def find_published(source: str) -> Path:

@@ -49,12 +49,12 @@ def read_published(file: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], in
 
 
 def _plain_names(file: Path, state: object) -> dict[str, Tensor]:
-    """The state dict in float32, without the prefixes of DDP and torch.compile. Raises UserError if it is none."""
+    """The state dict in float32, without the prefixes of wrappers. Raises UserError if it is none."""
     if not isinstance(state, dict) or not state or not all(isinstance(value, Tensor) for value in state.values()):
         raise UserError(f"{file} holds no state dict, which is names and tensors alone; give a file of weights by name")
-    for prefix in ("module.", "_orig_mod."):
-        if all(name.startswith(prefix) for name in state):
-            state = {name.removeprefix(prefix): value for name, value in state.items()}
+    # Of DDP, torch.compile and TREAD's preconditioning, in any order.
+    while len(first := {name.partition(".")[0] for name in state}) == 1 and first < {"module", "_orig_mod", "model"}:
+        state = {name.partition(".")[2]: value for name, value in state.items()}
     return {name: value.float() for name, value in state.items()}
 
 

@@ -48,6 +48,7 @@ class Encoding:
     flips: bool = False  # encode the mirrored images as well
     keep_images: Literal["none", "jpeg"] = "none"  # jpeg: put the cropped images beside the latents, for alignment
     normalize: bool = False  # the network sees each channel with mean 0 and standard deviation 1, measured over all latents
+    latents_stats: str | None = None  # file of LightningDiT: the network sees each channel by its mean and standard deviation
     sigma_data: Annotated[float, Field(gt=0)] | None = None  # the network sees all values with this deviation: 0.5 for EDM
     num_classes: Annotated[int, Field(ge=1, le=MAX_CLASSES)] | None = None  # null: as the class names or the labels have it
     precision: Literal["fp32", "bf16"] = "fp32"  # of the autoencoder; bf16 is for GPUs
@@ -63,7 +64,7 @@ class Encoding:
 
 # What another machine or a moved folder may change: the latents do not depend on it.
 NOT_OF_THE_LATENTS = {
-    "images", "output", "labels", "root", "split", "on_error", "batch_size", "num_workers", "cpu_threads", "tf32"
+    "images", "output", "labels", "root", "split", "latents_stats", "on_error", "batch_size", "num_workers", "cpu_threads", "tf32"
 }  # fmt: skip
 
 
