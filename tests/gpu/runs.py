@@ -4,10 +4,14 @@ from dataclasses import dataclass
 from functools import partial
 from unittest import mock
 
+import numpy as np
 import torch
 from conftest import forget_accelerate
+from safetensors.torch import save_file
 
 from extras.benchmarks.rows import compose_config, open_accelerator, open_trainer
+from latents.prepare.images import to_jpeg
+from latents.shards import ShardInfo, pack_images, write_shard
 from training import speed
 
 
@@ -33,6 +37,23 @@ def trainer_for(device, size, folder, *overrides):
         own += ["model=tread", f"model.backbone=DiT-{size.backbone}"]
     cfg = compose_config([size.data, *own, *overrides], folder)
     return open_trainer(open_accelerator(cfg), cfg)
+
+
+def keys_of_repa(size, folder):
+    """alignment=repa with an encoder of random weights, on images of noise."""
+    import timm  # slow
+
+    is_small = size.data == "data=digits"
+    channels, side, classes, pixels = (1, 8, 10, 8) if is_small else (4, 32, 1000, 256)
+    torch.manual_seed(0)
+    encoder = "vit_tiny_patch16_224.augreg_in21k"
+    save_file(timm.create_model(encoder).state_dict(), weights := folder / "encoder.safetensors")
+    noise = np.random.default_rng(0).integers(0, 256, (size.batch_size, pixels, pixels, 3), dtype=np.uint8)
+    info = ShardInfo("sample", 0.5, "none", resolution=pixels, num_classes=classes)
+    latents, labels = torch.randn(len(noise), channels, side, side), torch.arange(len(noise)) % classes
+    write_shard(folder / "data" / "a.safetensors", latents, labels, info, **pack_images([to_jpeg(image) for image in noise]))
+    data = [f"data.path={folder / 'data'}", "data.autoencoder=none"]
+    return [*data, "alignment=repa", f"alignment.encoder={encoder}", f"alignment.weights={weights}", "alignment.block=4"]
 
 
 def compiler_for(device):

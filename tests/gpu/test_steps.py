@@ -13,7 +13,7 @@ from conftest import forget_accelerate
 import dit
 from extras.benchmarks.harness import time_ms
 from extras.benchmarks.rows import compare
-from gpu.runs import compiler_for, trainer_for
+from gpu.runs import compiler_for, keys_of_repa, trainer_for
 from routing_module import Route
 from training import machine
 
@@ -69,6 +69,13 @@ def test_nothing_waits_in_the_loop_between_two_log_lines(device, size, tmp_path,
     assert trainer.step == 20
 
 
+def test_batches_that_threads_read_ahead_are_pinned_and_are_those_of_the_main_thread(device, size, tmp_path):
+    batches = (trainer_for(device, size, tmp_path, f"data.num_workers={number}").batches() for number in (2, 0))
+    ahead, plain = (list(itertools.islice(some, 5)) for some in batches)
+    for (a,), (b,) in zip(ahead, plain):
+        assert all(torch.equal(x, y) and x.is_pinned() == (device.type == "cuda") for x, y in zip(a, b))
+
+
 # All but LightningDiT compile the same blocks, which inductor finds in its cache.
 KINDS = {
     "tread": [],
@@ -76,14 +83,15 @@ KINDS = {
     "sit": ["diffusion=sit"],
     "importance": ["model.selection=importance"],
     "checkpointing": ["train.activation_checkpointing=blocks"],
+    "repa": [],
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_compiled_steps_learn_what_plain_ones_do_and_are_compiled_once(device, size, tmp_path, kind):
-    if device.type == "cpu" and kind != "tread":
+    if device.type == "cpu" and kind not in ("tread", "repa"):
         pytest.skip("tests/test_speed.py compares them on the CPU, without a trainer")
-    keys = [key.format(backbone=size.backbone) for key in KINDS[kind]]
+    keys = [key.format(backbone=size.backbone) for key in KINDS[kind]] + (keys_of_repa(size, tmp_path) if kind == "repa" else [])
     losses = {}
     for mode in ("none", "blocks"):
         with compiler_for(device):
