@@ -10,8 +10,10 @@ import torch
 from conftest import checked, finish, forget_accelerate, start
 from PIL import Image
 from safetensors.torch import save_file
+from stand_ins import untrained_va_vae
 from torch.nn import functional as F
 
+import prepare_latents
 from common.downloads import NotDownloaded
 from common.errors import UserError
 from edm import EDM
@@ -202,6 +204,29 @@ def test_lightningdit_is_turned_as_sit_and_normalises_each_channel(import_file, 
     assert_same(network(cfg, folder)(x, t, y), -published(x, 1 - t, y))
     with pytest.raises(UserError, match="latents_stats= is missing"):
         import_file(content, "lightningdit", output="other")
+
+
+def test_lightningdits_weights_are_tuned_on_ones_own_images_that_were_encoded_by_its_statistics(import_file, train, tmp_path):
+    untrained_va_vae(tmp_path / "vavae.pt")
+    published = lightningdit.build("LightningDiT-XS/1", input_size=8, in_channels=4, num_classes=2)
+    stats = {"mean": torch.arange(4.0).reshape(1, 4, 1, 1), "std": torch.full((1, 4, 1, 1), 2.0)}
+    torch.save(stats, file := tmp_path / "stats.pt")
+    cfg, _ = import_file({"ema": published.state_dict()}, "lightningdit", latents_stats=str(file))
+    for i in range(4):
+        image = tmp_path / "images" / "ab"[i % 2] / f"{i}.png"
+        image.parent.mkdir(parents=True, exist_ok=True)
+        Image.effect_noise((32, 32), 50 + i).convert("RGB").save(image)
+    own = [f"images={tmp_path / 'images'}", f"autoencoder=va-vae:{tmp_path / 'vavae.pt'}", "resolution=32", "kind=sample"]
+    for name, how in (("good", f"latents_stats={file}"), ("other", "normalize=true")):
+        forget_accelerate()
+        prepare_latents.main(["encode", *own, f"output={tmp_path / name}", how, "num_workers=0", "cpu_threads=1"])
+    keys = ["model=lightningdit", "model.backbone=LightningDiT-XS/1", "diffusion=sit", "data=custom", "train.precision=fp32"]
+    keys += ["train.num_steps=1", "guidance=none", f"init_from={tmp_path / 'imported'}"]
+    assert (
+        checkpoints.find_checkpoint(train("tuned", *keys, f"data.path={tmp_path / 'good'}"), "checkpoint").name == "step_0000001"
+    )
+    with pytest.raises(UserError, match="init_from=.*imported saw latents that were scaled otherwise"):
+        train("refused", *keys, f"data.path={tmp_path / 'other'}")
 
 
 def run_sample(checkpoint, output, *overrides):
