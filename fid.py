@@ -12,6 +12,11 @@ again computes those that are missing.
 
 from __future__ import annotations
 
+from configs import command_line
+
+if __name__ == "__main__":  # before torch, whose import takes seconds that --help and a wrong key need not wait for
+    command_line.run("fid:main", "fid", "configs.schema:FidConfig", __doc__)
+
 import gc
 import itertools
 import logging
@@ -25,7 +30,7 @@ from accelerate import Accelerator
 import evaluations
 from common.errors import UserError
 from common.files import lock_file
-from configs import command_line, schema
+from configs import schema
 from configs.settings import as_list
 from evaluations.images import open_images
 from evaluations.results import Point, Results, in_words
@@ -58,8 +63,9 @@ def main(cfg: schema.FidConfig) -> None:
         check_shared(folder / checkpoints.MANIFEST, "checkpoints" if cfg.checkpoints else "checkpoint")
     runs = {folder: load.load_config(folder) for folder in folders}
     cfg = with_settings_of_run(cfg, runs[folders[0]] if folders else None)
-    reference = open_reference(cfg.reference, "reference", cfg.evaluation.all_detectors)
     images = open_images(cfg.images, cfg.convert_to_rgb) if cfg.images else None
+    resolution = images.shape[1] if images else runs[folders[0]].data.resolution
+    reference = open_reference(cfg.reference, "reference", cfg.evaluation.all_detectors, resolution)
     num_samples = cfg.num_samples or (PAPER_NUM_SAMPLES if images is None else len(images))
     if images and num_samples > len(images):
         raise UserError(f"num_samples={num_samples}, but {cfg.images} holds {len(images)} images; make more or lower it")
@@ -86,13 +92,13 @@ def main(cfg: schema.FidConfig) -> None:
         for run_cfg in runs.values():  # before a detector and a reference that take minutes
             autoencoders.find(cfg.autoencoder or run_cfg.data.autoencoder)
         evaluator = Evaluator(accelerator, build_detectors(cfg.evaluation, accelerator), reference, cfg.batch_size)
-    for point, load_sampler in (points[i] for i in missing):
+    for number, (point, load_sampler) in enumerate((points[i] for i in missing), start=1):
         cost = {}
         if images:
             metrics = evaluator.of_images(images, num_samples)
         else:
             sampler = load_sampler()
-            metrics = evaluator.of_samples(sampler, num_samples)
+            metrics = evaluator.of_samples(sampler, num_samples, name=f"point {number} of {len(missing)}")
             cost = {"network_evaluations": sampler.evaluations_per_image, "gflops_per_image": sampler.flops_per_image / 1e9}
             del sampler
             gc.collect()  # a compiled network is a cycle: Python would keep it on the device beside the next ones
@@ -182,7 +188,3 @@ def default_folder(cfg: schema.FidConfig, folders: list[Path]) -> Path:
     if folder == Path(evaluations.__file__).parent:  # a checkpoint in the repository's own folder: never among the source files
         return checkpoint.with_name(f"{checkpoint.name}_evaluations")
     return folder
-
-
-if __name__ == "__main__":
-    command_line.run(main, "fid", schema.FidConfig)

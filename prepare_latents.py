@@ -1,9 +1,9 @@
 """Make latent shards, from images or from other people's latents, and look at them.
 
-    python prepare_latents.py encode images=imagenet/train output=latents/in256
-    accelerate launch --multi_gpu --num_processes 8 prepare_latents.py encode images=imagenet/train output=latents/in256
-    python prepare_latents.py convert path=imagenet256_latent_lmdb/train output=latents/in256
-    python prepare_latents.py inspect path=latents/in256
+    python prepare_latents.py encode images=imagenet/train output=data/in256
+    accelerate launch --multi_gpu --num_processes 8 prepare_latents.py encode images=imagenet/train output=data/in256
+    python prepare_latents.py convert path=imagenet256_latent_lmdb/train output=data/in256
+    python prepare_latents.py inspect path=data/in256
     python prepare_latents.py digits output=<folder>     # the embedded digits, bit for bit as the repository ships them
     python prepare_latents.py reference images=<folder> output=<file.npz>       # for fid.py
     python prepare_latents.py detector reference=<file.npz> output=detectors/<set>.safetensors  # for small pictures
@@ -14,10 +14,20 @@
 
 from __future__ import annotations
 
+import sys
+
+from configs import command_line
+
+NAMES = ("encode", "convert", "inspect", "digits", "reference", "detector", "fetch")
+COMMANDS = {name: f"prepare_latents:{name}" for name in NAMES}
+KEYS_OF = {"encode": "latents.prepare.encode:Encoding"}
+if __name__ == "__main__":  # before torch, whose import takes seconds that --help need not wait for
+    command_line.guard(lambda: command_line.run_command(COMMANDS, __doc__, sys.argv[1:], KEYS_OF))
+    sys.exit()
+
 import contextlib
 import inspect as python_inspect
 import logging
-import sys
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
@@ -29,7 +39,6 @@ from common.errors import UserError
 from common.files import whole_file
 from common.progress import progress_bar
 from common.types import Count, Positive, Text
-from configs.command_line import guard, run_command
 from configs.schema import Autoencoder
 from evaluations.classifiers import train_detector
 from evaluations.features import write_reference
@@ -262,12 +271,5 @@ def fetch(autoencoder: Autoencoder = autoencoders.SD_VAE, encoder: Text | None =
         log.info("%s is complete: %s", encoder, find_encoder_weights(encoder))
 
 
-COMMANDS = {command.__name__: command for command in (encode, convert, inspect, digits, reference, detector, fetch)}
-
-
 def main(arguments: list[str]) -> None:
-    run_command(COMMANDS, __doc__, arguments)
-
-
-if __name__ == "__main__":
-    guard(lambda: main(sys.argv[1:]))
+    command_line.run_command(COMMANDS, __doc__, arguments, KEYS_OF)

@@ -10,6 +10,11 @@ again makes the images that are missing. Output: a PNG per seed, a labelled grid
 
 from __future__ import annotations
 
+from configs import command_line
+
+if __name__ == "__main__":  # before torch, whose import takes seconds that --help and a wrong key need not wait for
+    command_line.run("sample:main", "sample", "configs.schema:SampleConfig", __doc__)
+
 import hashlib
 import json
 import logging
@@ -24,7 +29,7 @@ from PIL import Image
 from common.errors import UserError
 from common.files import lock_file, whole_file, write_file
 from common.progress import progress_bar
-from configs import command_line, schema
+from configs import schema
 from evaluations.images import DECODE_ERRORS, write_npz
 from sampling.processes import check_shared, leave, on_main, wait_for_all
 from sampling.sampler import ImageSampler, class_of_seed, labelled_grid, sampler_with
@@ -155,7 +160,3 @@ def write_grid_and_npz(output: Path, npz: bool, files: dict[int, Path], labels: 
         npz_file = output / f"samples_{spec}.npz"
         write_npz(npz_file, map(read, files), (len(files), *read(shown[0]).shape), np.array(list(labels.values())))
         log.info("npz      %s", npz_file)
-
-
-if __name__ == "__main__":
-    command_line.run(main, "sample", schema.SampleConfig)

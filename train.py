@@ -3,7 +3,7 @@
     python train.py model=tread                                  # the embedded digits, minutes on a laptop
     accelerate launch train.py model=tread                       # the same, with a process for each GPU
     python train.py model=dit                                    # the same network without routes
-    python train.py model=tread data=imagenet256 data.path=latents/in256 model.backbone=DiT-XL/2
+    python train.py model=tread data=imagenet256 data.path=data/in256 model.backbone=DiT-XL/2
     python train.py model=tread name=mine train.num_steps=2000   # any key of configs/ can be set
     python train.py model=dit name=tuned init_from=runs/mine     # from the weights of another run, without routes
     python train.py -m model=dit,tread seed=0,1,2                # six runs, one after another
@@ -13,7 +13,13 @@ The run lives in runs/<name>/. The same command again goes on where it stopped.
 
 from __future__ import annotations
 
+from configs import command_line
+
+if __name__ == "__main__":  # before torch, whose import takes seconds that --help and a wrong key need not wait for
+    command_line.run("train:main_named", "config", "configs.schema:TrainConfig", __doc__, at_end="train:leave")
+
 import logging
+import signal
 import sys
 from dataclasses import replace
 
@@ -23,7 +29,7 @@ from hydra.core.hydra_config import HydraConfig
 
 from common.errors import UserError
 from common.progress import say_if_slow
-from configs import command_line, schema
+from configs import schema
 from sampling.evaluator import Evaluator, build_detectors, open_reference
 from sampling.processes import leave, on_main
 from sampling.sampler import sampler_with
@@ -90,7 +96,8 @@ def main(cfg: schema.TrainConfig) -> None:
     if not is_complete:
         log.warning("stopped after step %d, as asked; the same command goes on from there", trainer.step)
         leave()
-        sys.exit(0)  # also out of a sweep
+        # Also out of a sweep. Ctrl-C ends a shell's loop around it too; a cluster's signals are no error.
+        sys.exit(128 + signal.SIGINT if trainer.stopped_by == signal.SIGINT else 0)
 
 
 def build_hooks(cfg: schema.TrainConfig, ema: EMA, run: RunFolder, accelerator: Accelerator) -> list[Hook]:
@@ -102,7 +109,8 @@ def build_hooks(cfg: schema.TrainConfig, ema: EMA, run: RunFolder, accelerator: 
     guidance = cfg.guidance if cfg.sample.every else schema.NoChoice(name="none")  # guidance.* is for the grids
     load.check_guidance(guidance, cfg, cfg.diffusion)
     if cfg.eval.every:
-        reference = open_reference(cfg.evaluation.reference, "evaluation.reference", cfg.evaluation.all_detectors)
+        judged = cfg.evaluation.all_detectors, cfg.data.resolution
+        reference = open_reference(cfg.evaluation.reference, "evaluation.reference", *judged)
     autoencoder = build.build_autoencoder(cfg, accelerator.device)
     compile_mode = speed.resolve_compile(cfg.train.compile, accelerator.device)
     speed.compile_network(ema.net, compile_mode)
@@ -160,8 +168,3 @@ def describe(trainer: Trainer, run: RunFolder) -> None:
 def main_named(cfg: schema.TrainConfig) -> None:
     """`main`, with the run named after what was typed."""
     main(cfg.model_copy(update={"name": name_run(cfg.name, HydraConfig.get().overrides.task)}))
-
-
-if __name__ == "__main__":
-    command_line.run(main_named, "config", schema.TrainConfig)
-    leave()  # after the last run of a sweep: a process cannot enter another group

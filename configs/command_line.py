@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import functools
+import ast
 import inspect
 import os
 import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from pkgutil import resolve_name
+from typing import NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -24,7 +25,6 @@ from common.errors import UserError
 from common.files import REPOSITORY
 from common.progress import log_to_stderr
 from configs import experiments
-from configs.schema import NETWORKS
 from configs.settings import S, Settings, flatten, nearest, validate
 
 FULL_ERRORS = "HYDRA_FULL_ERROR"  # Hydra's own switch, for all of our commands
@@ -33,6 +33,8 @@ CONFIGS = REPOSITORY / "configs"
 
 def _backbone(size: str, _root_: DictConfig) -> str:
     """The backbone of this size ("XS/2") for model=<name>, in the configuration of the digits."""
+    from configs.schema import NETWORKS  # torch takes seconds
+
     return next(backbone for backbone in NETWORKS[_root_.model.name].BACKBONES if backbone.endswith(f"-{size}"))
 
 
@@ -51,24 +53,29 @@ def guard(action: Callable[[], None]) -> None:
         if wants_traceback:
             raise
         if isinstance(error, KeyboardInterrupt):
-            sys.stderr.write("stopped; the same command goes on where it was\n")
+            sys.stderr.write("stopped; the same command goes on after what is finished\n")
             sys.exit(128 + signal.SIGINT)
         rank = os.environ.get("RANK")
-        sys.exit(f"error{'' if rank is None else f' (process {rank})'}: {error} [{FULL_ERRORS}=1 shows where]")
+        sys.exit(f"error{'' if rank is None else f' (process {rank})'}: {error}")
 
 
-def run(main: Callable[[Any], None], config_name: str, settings: type[Settings]) -> None:
-    """Compose configs/<config_name>.yaml with the command line, check it by `settings`, and call `main` with it, guarded."""
+def run(main: str, config_name: str, settings: str, description: str, at_end: str | None = None) -> NoReturn:
+    """Compose configs/<config_name>.yaml with the command line, check it by `settings`, and call `main` with it, guarded.
+
+    `main`, `settings` and `at_end`, which is called after the last run of a sweep, are "module:name" and imported when they are
+    needed: --help and an unknown key do not wait for torch. `description` stands above the help.
+    """
     failures: list[UserError] = []
 
-    @functools.wraps(main)
     def checked(cfg: DictConfig) -> None:
         try:
-            main(check(cfg, settings))
+            resolve_name(main)(check(cfg, resolve_name(settings)))
         except UserError as e:
             if HydraConfig.get().mode is RunMode.MULTIRUN:  # perhaps in another process
                 raise
             failures.append(e)  # Hydra prints a line of its own for what leaves this function
+
+    checked.__module__ = main.partition(":")[0]  # Hydra names the jobs of a cluster after it
 
     def start() -> None:
         experiments.register(sys.argv[1:])
@@ -79,8 +86,29 @@ def run(main: Callable[[Any], None], config_name: str, settings: type[Settings])
             raise UserError(explain(e, config_name)) from e
         if failures:
             raise failures[0]
+        if at_end is not None:
+            resolve_name(at_end)()
 
-    guard(start)
+    if asks_for_help(sys.argv[1:]):
+        sys.stdout.write(f"{description}\n{explain_keys(config_name, sys.argv[1:])}")
+    else:
+        guard(start)
+    sys.exit()
+
+
+def asks_for_help(arguments: Sequence[str]) -> bool:
+    return "--help" in arguments or "-h" in arguments
+
+
+def explain_keys(config_name: str, arguments: Sequence[str]) -> str:
+    """The files that say what every key means and its default: configs/<config_name>.yaml and the chosen file of every group."""
+    files = [CONFIGS / f"{config_name}.yaml"]
+    chosen = dict(argument.partition("=")[::2] for argument in arguments)
+    for entry in OmegaConf.load(files[0]).defaults:
+        for group, default in entry.items() if isinstance(entry, DictConfig) else ():
+            files.append(CONFIGS / group / f"{chosen.get(group, default)}.yaml")
+    found = [file for file in files if file.exists()]
+    return "\n".join(f"{'-' * 20} {file.relative_to(REPOSITORY)}\n{file.read_text(encoding='utf-8')}" for file in found)
 
 
 def explain(error: HydraException, config_name: str) -> str:
@@ -101,25 +129,36 @@ def check(cfg: DictConfig, settings: type[S]) -> S:
     return validate(raw, settings)
 
 
-def run_command(commands: dict[str, Callable[..., None]], description: str, arguments: Sequence[str]) -> None:
+def run_command(commands: dict[str, str], description: str, arguments: Sequence[str], keys_of: dict[str, str] = {}) -> None:  # noqa: B006
     """Call the one of several functions that the first argument names; the others are its parameters, as `key=value`.
 
     Args:
+        commands: "module:function", which is imported when it is called.
         description: what `--help` prints.
+        keys_of: the class whose fields are a command's keys, where they are not the function's own parameters.
     """
     name, *given = arguments or ["--help"]
-    if name in ("--help", "-h"):
+    if asks_for_help([name]):
         sys.stdout.write(description)
         return
     if name not in commands:
         raise UserError(f"unknown command {name!r}; use one of {', '.join(commands)}")
-    function = commands[name]
-    if "--help" in given or "-h" in given:
-        sys.stdout.write(f"{name} {' '.join(map(str, inspect.signature(function).parameters))}\n\n{inspect.getdoc(function)}\n")
+    if asks_for_help(given):
+        sys.stdout.write(source_of(keys_of.get(name, commands[name])))
         return
+    function = resolve_name(commands[name])
     parameters = inspect.signature(function, eval_str=True).parameters.values()
     types = {p.name: (p.annotation, ... if p.default is p.empty else p.default) for p in parameters}
     function(**dict(parse_arguments(given, create_model(function.__name__, __base__=Settings, **types))))
+
+
+def source_of(name: str) -> str:
+    """Signature and docstring of "module:function", or the whole of "module:class", from the file: importing takes seconds."""
+    module, _, name = name.partition(":")
+    source = (REPOSITORY / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
+    node = next(node for node in ast.parse(source).body if getattr(node, "name", None) == name)
+    end = node.end_lineno if isinstance(node, ast.ClassDef) else node.body[0].end_lineno
+    return "\n".join(source.splitlines()[node.lineno - 1 : end]) + "\n"
 
 
 def parse_arguments(arguments: Sequence[str], settings: type[S]) -> S:

@@ -89,14 +89,14 @@ def compose_overrides(overrides: Sequence[str], config_name: str = "config") -> 
 
 # What rows share.
 IMAGENET_256 = {
-    "data": "imagenet256", "data.path": "latents/imagenet256",
+    "data": "imagenet256", "data.path": "data/imagenet256",
     "evaluation.reference": "references/VIRTUAL_imagenet256_labeled.npz",
     "train.num_steps": 400_000, "train.batch_size": 256, "train.lr": 1e-4, "train.ema_decay": 0.9999, "train.precision": "bf16",
     "eval.every": 50_000, "eval.num_samples": 5_000,  # for the curve: when is a routed run as good as the dense one?
     "eval.final_num_samples": 50_000, "eval.cfg_scales": [1.0],  # for the paper's figure
 }  # fmt: skip
 IMAGENET_512 = IMAGENET_256 | {
-    "data": "imagenet512", "data.path": "latents/imagenet512", "evaluation.reference": "references/VIRTUAL_imagenet512.npz",
+    "data": "imagenet512", "data.path": "data/imagenet512", "evaluation.reference": "references/VIRTUAL_imagenet512.npz",
     "eval.final_num_samples": 10_000,
 }  # fmt: skip
 LIGHTNING_DIFFUSION = {  # LightningDiT's loss and sampler; its 250 points are the ends of 249 steps
@@ -105,7 +105,7 @@ LIGHTNING_DIFFUSION = {  # LightningDiT's loss and sampler; its 250 points are t
 }  # fmt: skip
 LIGHTNING = IMAGENET_256 | LIGHTNING_DIFFUSION | {  # its configs/lightningdit_xl_vavae_f16d32.yaml, which clips no gradients
     "model.backbone": "LightningDiT-XL/1", "diffusion": "sit",
-    "data": "custom", "data.name": "vavae_imagenet256", "data.path": "latents/vavae_imagenet256",
+    "data": "custom", "data.name": "vavae_imagenet256", "data.path": "data/vavae_imagenet256",
     "data.in_channels": 32, "data.input_size": 16, "data.num_classes": 1000,
     "train.num_steps": 80_000, "train.batch_size": 1024, "train.lr": 2e-4, "train.betas": [0.9, 0.95], "eval.every": 10_000,
 }  # fmt: skip
@@ -125,7 +125,7 @@ DIGITS_DIFFER = (
     "the digits' detector instead of Inception, 16 tokens instead of 256, ${train.num_steps} steps of ${train.batch_size} images"
 )
 FASHION = {  # Fashion-MNIST, padded to 32x32; docs/data.md makes data, reference and detector
-    "data": "custom", "data.name": "fashion_mnist", "data.path": "latents/fashion",
+    "data": "custom", "data.name": "fashion_mnist", "data.path": "data/fashion",
     "data.in_channels": 1, "data.input_size": 32, "data.num_classes": 10, "data.num_workers": 0,
     "train.num_steps": 6_000, "train.batch_size": 64, "train.lr": 1e-3, "train.ema_decay": 0.9995, "train.precision": "fp32",
     "train.compile": "blocks", "checkpoint.every": 1_000, "checkpoint.keep_last": 1, "checkpoint.keep_every": 0,
@@ -134,7 +134,7 @@ FASHION = {  # Fashion-MNIST, padded to 32x32; docs/data.md makes data, referenc
     "evaluation.weights": "detectors/fashion.safetensors", "evaluation.reference": "references/fashion.npz",
 }  # fmt: skip
 CIFAR10 = FASHION | {
-    "data.name": "cifar10", "data.path": "latents/cifar10", "data.in_channels": 3,
+    "data.name": "cifar10", "data.path": "data/cifar10", "data.in_channels": 3,
     "train.num_steps": 100_000, "train.batch_size": 128, "train.lr": 2e-4, "train.ema_decay": 0.9999, "train.precision": "bf16",
     "train.compile": "auto", "checkpoint.every": 5_000, "sample.every": 10_000,
     "eval.every": 10_000, "eval.num_samples": 5_000, "eval.final_num_samples": 50_000, "eval.num_steps": 18,  # EDM's

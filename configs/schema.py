@@ -263,11 +263,17 @@ class _Sampling(Settings):
 class _SampleConfig(_Sampling):
     checkpoint: Checkpoint
     weights: Weights
+    num_samples: Count | None
     seeds: Numbers
     classes: Numbers | None
     guidance: Guidance
     cfg_scale: Number | None
     npz: bool
+
+    @model_validator(mode="before")
+    @classmethod
+    def _count_seeds(cls, raw: dict) -> dict:
+        return raw | {"seeds": f"0-{raw['num_samples'] - 1}"} if isinstance(raw.get("num_samples"), int) else raw
 
 
 # Every setting of every sampler; `sampling.sampler.sampler_with` knows which of them the run's diffusion has.

@@ -105,6 +105,8 @@ class ImageFolder:
     def __init__(self, path: str | Path, convert_to_rgb: bool = False, crop: int | None = None):
         self.path, self.convert_to_rgb, self.crop, self.shape = Path(path), convert_to_rgb, crop, ()
         self.files = [self.path / name for name in list_images(self.path, SUFFIXES)]
+        if (self.path / "settings.yaml").exists():  # of sample.py, whose grids lie beside its images
+            self.files = [file for file in self.files if not file.name.startswith("grid_")]
         if not self.files:
             raise UserError(f"{self.path} holds no images ({', '.join(SUFFIXES)})")
         self.shape = (len(self.files), *self._read(self.files[0]).shape)
@@ -123,7 +125,8 @@ class ImageFolder:
     def fingerprint(self) -> str:
         """Number of files and a hash of their names, sizes and times of change; reading them would take as long as their use."""
         stats = [(file.relative_to(self.path).as_posix(), file.stat()) for file in self.files]
-        return f"{len(self)}-{hash_bytes(repr([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]).encode())}"
+        digest = hash_bytes(repr([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]).encode())
+        return f"{len(self)}-{digest}{'' if self.crop is None else f'-crop{self.crop}'}"
 
     def _read(self, file: Path) -> np.ndarray:
         try:
@@ -133,7 +136,8 @@ class ImageFolder:
                 if image.mode not in (CONVERTIBLE_MODES if self.convert_to_rgb else ("RGB",)):
                     raise ValueError(f"mode {image.mode}, not 8-bit RGB")
                 if self.shape and (image.height, image.width) != self.shape[1:3]:
-                    raise ValueError(f"{image.width}x{image.height} pixels; all must be of one size")
+                    how = "all must be of one size; `prepare_latents.py reference resolution=...` crops them"
+                    raise ValueError(f"{image.width}x{image.height} pixels; {how}")
                 return np.array(image.convert("RGB"))
         except DECODE_ERRORS as e:  # and read_rgb's UserError
             raise UserError(f"{file} cannot be used ({e})") from e

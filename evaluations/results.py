@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +41,7 @@ class Results:
 
     def __init__(self, folder: Path, conditions: dict):
         self.folder, self.conditions, self.file = folder, conditions, folder / "results.jsonl"
-        self.lines = [line for line in read_lines(self.file) if "point" in line and "metrics" in line]
+        self.lines = [line for line in read_lines(self.file) if "shown" in line and "metrics" in line]
 
     def _key(self, point: Point) -> dict:
         return json.loads(json.dumps({**point.settings, **self.conditions, "content": point.content}))
@@ -51,29 +52,39 @@ class Results:
         return next((line for line in self.lines if line["point"] == key), None)
 
     def add(self, point: Point, metrics: dict[str, float], cost: dict[str, float]) -> None:
-        line = {"point": self._key(point), "metrics": metrics, "cost": cost}
+        line = {"point": self._key(point), "shown": point.shown, "metrics": metrics, "cost": cost}
         append_line(self.file, line)
         self.lines.append(line)
 
     def write(self, points: Sequence[Point], plotted: str) -> str:
-        """Write results.csv, results.md and, for a sweep, results.png of finished points; returns the Markdown.
+        """Write results.csv and results.md of all finished points of the folder, and results.png of these, if they are a sweep.
 
         Args:
-            plotted: the metric of the plot.
+            plotted: the metric of the plot. The lowest among points of the same conditions is marked as the best.
+
+        Returns:
+            The Markdown.
         """
-        lines, num_samples = list(map(self.find, points)), self.conditions["num_samples"]
-        rows = [p.shown | {"num_samples": num_samples} | line["metrics"] | line["cost"] for p, line in zip(points, lines)]
+
+        def conditions(line: dict) -> list:
+            return [line["point"].get(key) for key in self.conditions]
+
+        rows = []
+        for line in self.lines:
+            alike = [other["metrics"].get(plotted, math.inf) for other in self.lines if conditions(other) == conditions(line)]
+            is_best = len(alike) > 1 and line["metrics"].get(plotted) == min(alike)
+            about = {"num_samples": line["point"]["num_samples"], "best": "*" if is_best else ""}
+            rows.append(line["shown"] | about | line["metrics"] | line["cost"])
         names = list(dict.fromkeys(name for row in rows for name in row))
         text = io.StringIO()
         writer = csv.DictWriter(text, names)
         writer.writeheader()
         writer.writerows(rows)
         write_file(self.folder / "results.csv", text.getvalue())
-        cells = [[_format(name, row.get(name, "")) for name in names] for row in rows]
-        table = markdown_table(names, cells)
+        table = markdown_table(names, [[_format(name, row.get(name, "")) for name in names] for row in rows])
         write_file(self.folder / "results.md", table)
         if len(points) > 1:
-            values = [line["metrics"][plotted] for line in lines]
+            values, num_samples = [self.find(point)["metrics"][plotted] for point in points], self.conditions["num_samples"]
             write_file(self.folder / "results.png", plot([p.shown for p in points], values, display_name(plotted, num_samples)))
         return table
 

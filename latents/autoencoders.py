@@ -14,7 +14,7 @@ from common.downloads import NotDownloaded, download_from_hub
 from common.errors import UserError, first_line
 from common.files import read_json
 from common.progress import say_if_slow
-from latents.va_vae import find_va_vae, load_va_vae
+from latents.va_vae import autoencoder_kl, find_va_vae, load_va_vae
 
 log = logging.getLogger(__name__)
 
@@ -54,9 +54,7 @@ class KLAutoencoder:
         file, self.precision = find(spec), precision
         try:
             with say_if_slow(log, "loading the autoencoder %s", spec):
-                from diffusers import AutoencoderKL  # slow to import; data of pixels does not need it
-
-                vae = load_va_vae(file) if spec.startswith("va-vae:") else AutoencoderKL.from_pretrained(file)
+                vae = load_va_vae(file) if spec.startswith("va-vae:") else autoencoder_kl().from_pretrained(file)
         except (OSError, ValueError) as e:  # and load_va_vae's UserError
             raise UserError(f"autoencoder={spec} cannot be loaded: {first_line(e)}") from e
         self.vae = vae.to(device).eval().requires_grad_(False)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import re
+import warnings
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -41,10 +43,20 @@ def find_va_vae(source: str) -> Path:
     return files[0]
 
 
+def autoencoder_kl() -> type:
+    """diffusers' AutoencoderKL, which is slow to import, without what libraries warn of meanwhile."""
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from diffusers import AutoencoderKL
+    finally:
+        logging.disable(logging.NOTSET)
+    return AutoencoderKL
+
+
 def load_va_vae(file: Path):
     """diffusers' AutoencoderKL of a checkpoint of latent diffusion's, sized by its weights. UserError for other files."""
-    from diffusers import AutoencoderKL  # slow to import
-
     try:
         stored = load_file(file) if file.suffix == ".safetensors" else load_torch_file(file)
     except SafetensorError as e:
@@ -59,7 +71,7 @@ def load_va_vae(file: Path):
         num_levels = count(r"encoder\.down\.\d+\.")
         widths = [len(weights[f"encoder.down.{i}.block.0.conv1.weight"]) for i in range(num_levels)]
         has_attention = [f"encoder.down.{i}.attn.0.q.weight" in weights for i in range(num_levels)]
-        vae = AutoencoderKL(
+        vae = autoencoder_kl()(
             block_out_channels=widths,
             layers_per_block=count(r"encoder\.down\.0\.block\.\d+\."),
             latent_channels=weights["post_quant_conv.weight"].shape[1],

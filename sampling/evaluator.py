@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 
@@ -51,8 +52,8 @@ def _build_detector(name: str, settings: schema.DetectorSettings, accelerator: A
     return (DINOv2Detector if name == "dinov2" else InceptionDetector)(weights, *how)
 
 
-def open_reference(path: str | None, key: str, detectors: Sequence[str]) -> ImageSet:
-    """The reference that `key` names, for detectors by name.
+def open_reference(path: str | None, key: str, detectors: Sequence[str], resolution: int | None) -> ImageSet:
+    """The reference that `key` names, for detectors by name. Images of a folder are cropped to the resolution, as in encode.
 
     Raises:
         UserError: it cannot be used, or holds neither images nor statistics of a detector.
@@ -62,7 +63,7 @@ def open_reference(path: str | None, key: str, detectors: Sequence[str]) -> Imag
             f"{key}={path} does not exist; give a folder of images or a reference batch (ADM's are at "
             "https://github.com/openai/guided-diffusion/tree/main/evaluations, `prepare_latents.py reference` makes one)"
         )
-    images = open_images(path)
+    images = open_images(path, crop=resolution if Path(path).is_dir() else None)
     for name in detectors:  # before their weights are downloaded
         if len(images) == 0 and not stored_statistics(images, name):
             raise UserError(f"{key}={path} holds no images and no statistics of the {name} detector")
@@ -93,10 +94,13 @@ class Evaluator:
         self.accelerator, self.detectors, self.batch_size = accelerator, detectors, batch_size
         self.references = [self._load_reference(reference, detector) for detector in detectors]
 
-    def of_samples(self, sampler: ImageSampler, num_samples: int, stop: Callable[[], bool] = lambda: False) -> dict[str, float]:
+    def of_samples(
+        self, sampler: ImageSampler, num_samples: int, stop: Callable[[], bool] = lambda: False, name: str = "evaluation"
+    ) -> dict[str, float]:
         """Metrics of the images of seeds 0 .. num_samples - 1, each of a random class drawn from its seed.
 
         Args:
+            name: of the progress bar, which counts the images of this process.
             stop: asked before every batch, equally often on every process, which all must get the same answer.
 
         Raises:
@@ -107,10 +111,15 @@ class Evaluator:
         def compute(start: int, end: int) -> list[Features]:
             batches = [range(i, min(i + self.batch_size, end)) for i in range(start, end, self.batch_size)]
             is_other = not self.accelerator.is_main_process
-            bar = progress_bar(batches, desc="evaluation", unit="batch", leave=False, disable=is_other)
-            images = (sampler(list(seeds), [labels[seed] for seed in seeds]) for seeds in until_stopped(bar, stop))
-            with fits_into_memory(self.batch_size):
-                return extract(self.detectors, images)
+            bar = progress_bar(total=end - start, desc=name, unit="image", leave=False, disable=is_other)
+
+            def images() -> Iterator[np.ndarray]:
+                for seeds in until_stopped(batches, stop):
+                    yield sampler(list(seeds), [labels[seed] for seed in seeds])
+                    bar.update(len(seeds))
+
+            with bar, fits_into_memory(self.batch_size):
+                return extract(self.detectors, images())
 
         return self._metrics(shared_features(self.accelerator, num_samples, compute), torch.tensor(labels))
 

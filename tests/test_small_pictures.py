@@ -78,7 +78,7 @@ def test_the_test_split_and_colour_can_be_chosen_and_the_own_scale_is_kept(fashi
     [
         ("Cifar", [], "images=torchvision:Cifar: .* no such set"),
         ("FashionMNIST", ["split=val"], "split=val: images=torchvision:FashionMNIST has the splits train and test"),
-        ("FashionMNIST", ["normalize=true", "sigma_data=0.5"], "normalize=true and sigma_data=0.5 are two ways to scale"),
+        ("FashionMNIST", ["normalize=true", "sigma_data=0.5"], "normalize= and sigma_data= scale the latents each in its way"),
         ("FashionMNIST", ["grey=true", "autoencoder=sd-vae:x", "kind=moments"], "grey=true: autoencoder=sd-vae:x encodes RGB"),
     ],
 )

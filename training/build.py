@@ -31,7 +31,8 @@ def open_data(cfg: schema.TrainConfig) -> tuple[schema.TrainConfig, LatentDatase
         found[key] = None if values is None else list(values)
     for key, value in found.items():
         if getattr(data, key) not in (None, value):
-            raise UserError(f"data.{key}={getattr(data, key)}, but the latents of {dataset.path} say {value}")
+            found_there = f"the latents of {dataset.path} say {value}; data=custom takes it from them"
+            raise UserError(f"data.{key}={getattr(data, key)}, but {found_there}")
     found["autoencoder"] = data.autoencoder or dataset.info.autoencoder
     return cfg.model_copy(update={"data": data.model_copy(update=found)}), dataset
 

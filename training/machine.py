@@ -18,6 +18,7 @@ from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env
 from common.errors import UserError
 from common.progress import log_to_stderr
 from sampling import processes
+from training.stop import LAUNCHERS
 
 # How long an exchange between processes may take. Where one of them works alone, the others wait in sampling/processes.py.
 # It is long enough for a process that compiles or loads more slowly, and short enough for GPUs that idle when NCCL hangs.
@@ -101,6 +102,9 @@ def use_cores(device: torch.device, cpu_threads: int | None) -> None:
 
 
 def cores_per_process() -> int:
-    """The machine's cores divided by the processes that accelerate started on it, at least 1."""
+    """OMP_NUM_THREADS, unless a launcher has set it; else the machine's cores divided by the processes on it, at least 1."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    if given.isdecimal() and int(given) > 0 and not any(name in os.environ for name in LAUNCHERS):
+        return int(given)
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, num_cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

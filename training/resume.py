@@ -19,11 +19,11 @@ def find_resume(run: RunFolder, where: str) -> Path | None:
 
     Args:
         where: auto (the newest good checkpoint of the run; damaged newer ones are renamed) | never | the folder of a
-            checkpoint, or of a run for its newest.
+            checkpoint, or of a run for its newest; of another run it is read until this one has checkpoints of its own.
 
     Raises:
         UserError: all checkpoints are damaged; resume=never in a run with checkpoints; the named checkpoint is missing,
-            damaged or older than the run's newest; it was imported; a node does not have it.
+            damaged or older than the newest of its run; it was imported; a node does not have it.
     """
 
     def decide() -> Path | None:
@@ -32,10 +32,14 @@ def find_resume(run: RunFolder, where: str) -> Path | None:
             if newest_step >= 0:
                 raise UserError(f"resume=never, but {run.checkpoints} holds checkpoints; choose another name=..., or resume=auto")
             return None
-        found = find_own(run) if where == "auto" else checkpoints.find_checkpoint(Path(where), "resume")
+        goes_on = where == "auto"
+        if not goes_on and newest_step >= 0 and run.path.resolve() not in (Path(where).resolve(), *Path(where).resolve().parents):
+            log.info("resume=%s is not read again: the run goes on from a checkpoint of its own", where)
+            goes_on = True
+        found = find_own(run) if goes_on else checkpoints.find_checkpoint(Path(where), "resume")
         if found is None:
             return None
-        if where != "auto" and newest_step > checkpoints.step_of(found):
+        if not goes_on and newest_step > checkpoints.step_of(found):
             raise UserError(
                 f"resume={where}, but {run.checkpoints} already holds step {newest_step}, which would be overwritten; choose "
                 "another name=..."

@@ -48,6 +48,7 @@ class StopSignal:
 
     def __init__(self, patience: timedelta = PATIENCE):
         self._asked = False
+        self.signum: int | None = None  # that this process was first asked to stop by
         self._patience = patience
         self._num_calls = 0
         self._group = self._store = None
@@ -81,6 +82,7 @@ class StopSignal:
                 break
             if received[0] not in self._signals:
                 continue
+            self.signum = self.signum or received[0]
             self._ask(signal.Signals(received[0]).name)
             if received[0] in URGENT:
                 now_sec = time.monotonic()

@@ -62,6 +62,7 @@ class Trainer:
         loss_sums: of the diffusion's loss, and with alignment of its own, over the last `loss_count` steps. They and
             `first_bad_step`, the first step whose loss was not finite, stay on the device, so that no step waits for it.
         stop: answers whether the run was asked to stop, while it trains.
+        stopped_by: the number of the signal that stopped it; None: none did in this process.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Trainer:
         self.grad_norm: Tensor | None = None
         self.clock = Clock(self.device)
         self.stop: StopSignal | None = None
+        self.stopped_by: int | None = None
 
     def batches(self) -> Iterator[tuple[tuple[Tensor, ...], ...]]:
         """This process's share of every global batch from self.step to the end of the run, as `train_step` takes it."""
@@ -177,8 +179,8 @@ class Trainer:
             UserError: of a hook; a step or a batch of samples does not fit into the memory of the device.
         """
         batches, num_steps = self.batches(), self.cfg.train.num_steps
-        is_main = self.accelerator.is_main_process
-        self.bar = progress_bar(total=num_steps, initial=self.step, unit="step", disable=not is_main, mininterval=0.5)
+        is_silent = self.step == num_steps or not self.accelerator.is_main_process
+        self.bar = progress_bar(total=num_steps, initial=self.step, unit="step", disable=is_silent, mininterval=0.5)
         is_complete = False
         with contextlib.closing(StopSignal()) as self.stop, self.bar, contextlib.ExitStack() as stack:
             for hook in self.hooks:
@@ -200,6 +202,7 @@ class Trainer:
             for hook in self.hooks:
                 hook.finish(self)
             self.stop.finish()
+            self.stopped_by = self.stop.signum
         self.stop = None  # its process group is freed here, and not by the collector in some thread
         return is_complete
 

@@ -3,7 +3,7 @@
     python -m extras.benchmarks step 'variants=[model=dit,model=tread]' model.backbone=DiT-S/2 train.batch_size=8
     python -m extras.benchmarks step 'variants=[model=dit,model=tread train.compile=blocks]' train.precision=fp32
     accelerate launch --multi_gpu --num_processes 8 -m extras.benchmarks step 'variants=[train.parallel=ddp,train.parallel=fsdp]'
-    python -m extras.benchmarks loader 'variants=[data.num_workers=0,data.num_workers=4]' data.path=latents/in256 steps=200
+    python -m extras.benchmarks loader 'variants=[data.num_workers=0,data.num_workers=4]' data.path=data/in256 steps=200
     python -m extras.benchmarks sampling 'variants=[guidance=none,guidance=cfg]' model.backbone=DiT-S/2 sample.batch_size=4
     python -m extras.benchmarks evaluation num_samples=5000
     python -m extras.benchmarks roofline 'device=H100 80GB HBM3' 'variants=[model=dit,model=tread]' model.backbone=DiT-XL/2
@@ -21,20 +21,23 @@ import sys
 from collections.abc import Sequence
 
 from configs import command_line as cli
-from extras.benchmarks import rows
-from extras.benchmarks.gpu import gpu
 
+MEASURED = ("step", "loader", "sampling")
+COMMANDS = dict.fromkeys(MEASURED, "extras.benchmarks.rows:compare") | {
+    "evaluation": "extras.benchmarks.rows:evaluation",
+    "roofline": "extras.benchmarks.rows:roofline",
+    "gpu": "extras.benchmarks.gpu:gpu",
+}
 OWN_KEYS = ("variants", "rounds", "steps", "warmup", "device", "num_processes")
 
 
 def main(arguments: Sequence[str]) -> None:
     name, *settings = ["--help"] if not arguments or "--help" in arguments else arguments
-    commands = dict.fromkeys(rows.OPENERS, rows.compare) | {"evaluation": rows.evaluation, "roofline": rows.roofline, "gpu": gpu}
-    if name in (*rows.OPENERS, "roofline"):
+    if name in (*MEASURED, "roofline"):
         own = [argument for argument in settings if argument.partition("=")[0] in OWN_KEYS]
         others = [argument for argument in settings if argument not in own]
-        settings = [*([f"what={name}"] if name in rows.OPENERS else []), *own, f"overrides={json.dumps(others)}"]
-    cli.run_command(commands, __doc__, [name, *settings])
+        settings = [*([f"what={name}"] if name in MEASURED else []), *own, f"overrides={json.dumps(others)}"]
+    cli.run_command(COMMANDS, __doc__, [name, *settings])
 
 
 if __name__ == "__main__":

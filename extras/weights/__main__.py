@@ -12,10 +12,8 @@ from __future__ import annotations
 import sys
 
 from configs import command_line
-from extras.weights.export import export_checkpoint
-from extras.weights.importing import import_weights
 
-COMMANDS = {"import": import_weights, "export": export_checkpoint}
+COMMANDS = {"import": "extras.weights.importing:import_weights", "export": "extras.weights.export:export_checkpoint"}
 
 if __name__ == "__main__":
     command_line.guard(lambda: command_line.run_command(COMMANDS, __doc__, sys.argv[1:]))
