@@ -4,7 +4,6 @@
     accelerate launch --multi_gpu --num_processes 8 prepare_latents.py encode images=imagenet/train output=data/in256
     python prepare_latents.py convert path=imagenet256_latent_lmdb/train output=data/in256
     python prepare_latents.py inspect path=data/in256
-    python prepare_latents.py digits output=<folder>     # the embedded digits, bit for bit as the repository ships them
     python prepare_latents.py reference images=<folder> output=<file.npz>       # for fid.py
     python prepare_latents.py detector reference=<file.npz> output=detectors/<set>.safetensors  # for small pictures
     python prepare_latents.py fetch                      # the SD-VAE and Inception, once where there is a network
@@ -18,7 +17,7 @@ import sys
 
 from configs import command_line
 
-NAMES = ("encode", "convert", "inspect", "digits", "reference", "detector", "fetch")
+NAMES = ("encode", "convert", "inspect", "reference", "detector", "fetch")
 COMMANDS = {name: f"prepare_latents:{name}" for name in NAMES}
 KEYS_OF = {"encode": "latents.prepare.encode:Encoding"}
 if __name__ == "__main__":  # before torch, whose import takes seconds that --help need not wait for
@@ -53,7 +52,7 @@ from latents.prepare.inspect import fetch_images, fetch_spread, inspect_latents
 from latents.prepare.pixels import PixelShards
 from latents.prepare.torchvision_sets import TORCHVISION, TorchvisionImages
 from latents.prepare.write import SHARD_SIZE, Dtype, Kind, ShardWriter
-from latents.shards import LatentDataset, ShardInfo, pack_images, shard_files, write_shard
+from latents.shards import LatentDataset, ShardInfo, pack_images, shard_files
 from latents.torch_files import read_channel_statistics
 from sampling.processes import leave
 from sampling.sampler import labelled_grid
@@ -201,20 +200,6 @@ def inspect(
     if found.problems:
         raise UserError(f"{path}: {len(found.problems)} problems", *(f"- {problem}" for problem in found.problems))
     log.info("nothing wrong was found")
-
-
-def digits(output: Text) -> None:
-    """Write the handwritten digits of scikit-learn (UCI, CC BY 4.0; 1,797 images of 8x8 pixels) to <output>/digits.safetensors.
-
-    Latents are the pixels, mapped to [-1, 1]; a scale factor of 2/3 brings their standard deviation (0.75) to EDM's 0.5.
-    """
-    from sklearn.datasets import load_digits  # nothing else needs it
-
-    data = load_digits()
-    latents = torch.from_numpy(data.images / 8 - 1).to(torch.float16)[:, None]  # [1797, 1, 8, 8], exact in float16
-    info = ShardInfo(kind="sample", scale_factor=2 / 3, autoencoder="identity", resolution=8, num_classes=10)
-    write_shard(file := Path(output) / "digits.safetensors", latents, torch.from_numpy(data.target).to(torch.int64), info)
-    log.info("wrote %s", file)
 
 
 def reference(

@@ -87,11 +87,12 @@ def main(cfg: schema.SampleConfig) -> None:
 
 def labels_of_seeds(cfg: schema.SampleConfig, num_classes: int) -> dict[int, int]:
     """The class of every seed: classes in turn, or a random class drawn from the seed."""
+    seeds = cfg.seeds if cfg.num_samples is None else range(cfg.num_samples)
     if cfg.classes is None:
-        return {seed: class_of_seed(seed, num_classes) for seed in cfg.seeds}
+        return {seed: class_of_seed(seed, num_classes) for seed in seeds}
     if max(cfg.classes) >= num_classes:
         raise UserError(f"classes: class {max(cfg.classes)} does not exist; the model knows 0 to {num_classes - 1}")
-    return {seed: cfg.classes[seed % len(cfg.classes)] for seed in cfg.seeds}
+    return {seed: cfg.classes[seed % len(cfg.classes)] for seed in seeds}
 
 
 def default_output(checkpoint: Path, settings: dict) -> Path:

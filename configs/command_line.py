@@ -29,6 +29,7 @@ from configs.settings import S, Settings, flatten, nearest, validate
 
 FULL_ERRORS = "HYDRA_FULL_ERROR"  # Hydra's own switch, for all of our commands
 CONFIGS = REPOSITORY / "configs"
+HELP = {"--help", "-h"}
 
 
 def _backbone(size: str, _root_: DictConfig) -> str:
@@ -89,26 +90,18 @@ def run(main: str, config_name: str, settings: str, description: str, at_end: st
         if at_end is not None:
             resolve_name(at_end)()
 
-    if asks_for_help(sys.argv[1:]):
-        sys.stdout.write(f"{description}\n{explain_keys(config_name, sys.argv[1:])}")
+    if HELP & set(sys.argv):
+        sys.stdout.write(f"{description}\n{explain_keys(config_name)}")
     else:
         guard(start)
     sys.exit()
 
 
-def asks_for_help(arguments: Sequence[str]) -> bool:
-    return "--help" in arguments or "-h" in arguments
-
-
-def explain_keys(config_name: str, arguments: Sequence[str]) -> str:
-    """The files that say what every key means and its default: configs/<config_name>.yaml and the chosen file of every group."""
-    files = [CONFIGS / f"{config_name}.yaml"]
-    chosen = dict(argument.partition("=")[::2] for argument in arguments)
-    for entry in OmegaConf.load(files[0]).defaults:
-        for group, default in entry.items() if isinstance(entry, DictConfig) else ():
-            files.append(CONFIGS / group / f"{chosen.get(group, default)}.yaml")
-    found = [file for file in files if file.exists()]
-    return "\n".join(f"{'-' * 20} {file.relative_to(REPOSITORY)}\n{file.read_text(encoding='utf-8')}" for file in found)
+def explain_keys(config_name: str) -> str:
+    """The files that say what every key means, and its default: the command's own, and those of its groups."""
+    groups = "guidance/*.yaml" if config_name != "config" else "*/*.yaml"
+    files = [CONFIGS / f"{config_name}.yaml", *sorted(CONFIGS.glob(groups))]
+    return "\n".join(f"--- {file.relative_to(REPOSITORY)}\n{file.read_text(encoding='utf-8')}" for file in files)
 
 
 def explain(error: HydraException, config_name: str) -> str:
@@ -138,12 +131,12 @@ def run_command(commands: dict[str, str], description: str, arguments: Sequence[
         keys_of: the class whose fields are a command's keys, where they are not the function's own parameters.
     """
     name, *given = arguments or ["--help"]
-    if asks_for_help([name]):
+    if name in HELP:
         sys.stdout.write(description)
         return
     if name not in commands:
         raise UserError(f"unknown command {name!r}; use one of {', '.join(commands)}")
-    if asks_for_help(given):
+    if HELP & set(given):
         sys.stdout.write(source_of(keys_of.get(name, commands[name])))
         return
     function = resolve_name(commands[name])

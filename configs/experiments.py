@@ -1,7 +1,7 @@
 """The paper's tables as runs of train.py: `experiment=table2/dit_b2_tread` sets all of a row, and any key can be set on top.
 
-A row holds what the paper (TREAD, arXiv 2501.04765) reports, and the overrides that train it, as one would type them. The same
-tables follow at the size of the embedded digits. `--cfg job` prints the whole configuration of a row.
+A row holds what the paper (TREAD, arXiv 2501.04765) reports, and the overrides that train it, as one would type them. `--cfg
+job` prints the whole configuration of a row.
 
 To add a row: yield it from the function of its table, or write a function and add it to TABLES.
 """
@@ -62,10 +62,7 @@ class Row:
 def register(overrides: Sequence[str]) -> None:
     """Make the rows that `experiment=` names, with commas for a multirun, the only choices of Hydra's group `experiment`.
 
-    Hydra copies what is registered at every step: all rows together would make a start 0.4 s longer, and --help 20 s.
-
-    Raises:
-        UserError: there is no such row.
+    Hydra copies what is registered at every step: all rows would make a start 0.4 s longer. UserError for an unknown row.
     """
     ConfigStore.instance().repo.pop("experiment", None)
     for override in overrides:
@@ -78,10 +75,7 @@ def register(overrides: Sequence[str]) -> None:
 
 
 def compose_overrides(overrides: Sequence[str], config_name: str = "config") -> DictConfig:
-    """The configuration in configs/<config_name>.yaml with these overrides, unresolved and unchecked, outside of hydra.main.
-
-    Raises UserError as `register` does.
-    """
+    """configs/<config_name>.yaml with these overrides, unresolved and unchecked. Raises UserError as `register` does."""
     register(overrides)
     with hydra.initialize_config_dir(str(Path(__file__).parent), version_base="1.3"):
         return hydra.compose(config_name, overrides=list(overrides))
@@ -108,22 +102,13 @@ LIGHTNING = IMAGENET_256 | LIGHTNING_DIFFUSION | {  # its configs/lightningdit_x
     "data": "custom", "data.name": "vavae_imagenet256", "data.path": "data/vavae_imagenet256",
     "data.in_channels": 32, "data.input_size": 16, "data.num_classes": 1000,
     "train.num_steps": 80_000, "train.batch_size": 1024, "train.lr": 2e-4, "train.betas": [0.9, 0.95], "eval.every": 10_000,
+    "checkpoint.every": 10_000, "sample.every": 10_000,
 }  # fmt: skip
 SIT_SAMPLER = {"diffusion.sampler.solver": "euler_maruyama", "diffusion.sampler.num_steps": 250}  # as SiT and REPA publish it
 REPA = IMAGENET_256 | SIT_SAMPLER | {  # REPA's published training script and README; `block` differs with the size
     "diffusion": "sit", "train.grad_clip_norm": 1.0,
     "alignment": "repa", "alignment.encoder": "vit_base_patch14_dinov2.lvd142m", "alignment.weight": 0.5,
 }  # fmt: skip
-DIGITS = {  # minutes on two CPU cores
-    "data": "digits", "guidance": "none", "model.backbone": "DiT-XS/2", "train.num_steps": 300,
-    "checkpoint.every": 300, "checkpoint.keep_last": 1, "sample.every": 300,
-    "eval.every": 120,  # 120, 240, 300: a routed step takes about 0.8 of a dense one, so that 300 take as long as 240 dense ones
-    "eval.num_samples": 500, "eval.cfg_scales": [1.0],
-    "eval.num_steps": 10,  # half of the default: the tables compare rows, and there are many
-}  # fmt: skip
-DIGITS_DIFFER = (
-    "the digits' detector instead of Inception, 16 tokens instead of 256, ${train.num_steps} steps of ${train.batch_size} images"
-)
 FASHION = {  # Fashion-MNIST, padded to 32x32; docs/data.md makes data, reference and detector
     "data": "custom", "data.name": "fashion_mnist", "data.path": "data/fashion",
     "data.in_channels": 1, "data.input_size": 32, "data.num_classes": 10, "data.num_workers": 0,
@@ -132,13 +117,6 @@ FASHION = {  # Fashion-MNIST, padded to 32x32; docs/data.md makes data, referenc
     "eval.every": 1_000, "eval.num_samples": 1_000, "eval.num_steps": 12, "eval.cfg_scales": [1.0], "eval.batch_size": 100,
     "sample.every": 2_000, "evaluation.detector": "small-fashion",
     "evaluation.weights": "detectors/fashion.safetensors", "evaluation.reference": "references/fashion.npz",
-}  # fmt: skip
-CIFAR10 = FASHION | {
-    "data.name": "cifar10", "data.path": "data/cifar10", "data.in_channels": 3,
-    "train.num_steps": 100_000, "train.batch_size": 128, "train.lr": 2e-4, "train.ema_decay": 0.9999, "train.precision": "bf16",
-    "train.compile": "auto", "checkpoint.every": 5_000, "sample.every": 10_000,
-    "eval.every": 10_000, "eval.num_samples": 5_000, "eval.final_num_samples": 50_000, "eval.num_steps": 18,  # EDM's
-    "evaluation.detector": "inception", "evaluation.weights": None, "evaluation.reference": "references/cifar10.npz",
 }  # fmt: skip
 DENSE = {"model": "dit"}
 TREAD = {"model": "tread"}  # half of the tokens skip blocks 2 to depth - 4
@@ -285,31 +263,15 @@ def repa() -> Iterator[Row]:
         yield Row(f"{name}_tread", table, "after REPA and TREAD", base | TREAD, {}, routed, name)
 
 
-def digits_tables() -> Iterator[Row]:
-    """Table 2, the selection rates and the placements at the size of the embedded digits."""
-    for network, diffusion in (("dit", "edm"), ("sit", "sit")):
-        base, name = DIGITS | {"diffusion": diffusion}, f"digits/table2/{network}_xs2"
-        yield from pair(name, "Digits: objectives", "after TREAD, Table 2", base, differs=DIGITS_DIFFER)
-    about = ("Digits: selection rate", "after TREAD, ablation of the selection rate")
-    for rate in SELECTION_RATES:
-        overrides, baseline = (DIGITS | route(rate / 100, 2, -4), "digits/selection_rate/0") if rate else (DIGITS | DENSE, None)
-        yield Row(f"digits/selection_rate/{rate}", *about, overrides, {}, DIGITS_DIFFER, baseline)
-    about, name = ("Digits: route placement", "after TREAD, ablation of the route's placement"), "digits/placement"
-    yield Row(f"{name}/baseline", *about, DIGITS | DENSE, {}, DIGITS_DIFFER)
-    for start, end in PLACEMENTS:
-        yield Row(f"{name}/{start}_{end}", *about, DIGITS | route(0.5, start, end), {}, DIGITS_DIFFER, f"{name}/baseline")
-
-
 def small_pictures() -> Iterator[Row]:
     """Real pictures of 32x32 pixels, without an autoencoder: patches of 2 pixels give the paper's 256 tokens, of 4 pixels 64."""
-    settings = "pixels of 32x32 instead of latents, ${train.num_steps} steps of ${train.batch_size} images; the settings are ours"
-    differs = f"a small classifier instead of Inception; {settings}"
+    differs = "a small classifier instead of Inception; pixels of 32x32 instead of latents, ${train.num_steps} steps of "
+    differs += "${train.batch_size} images; the settings are ours"
     for size in ("XS/2", "XS/4"):
         for network, diffusion in (("dit", "edm"), ("sit", "sit")):
             base = FASHION | backbone(size) | {"diffusion": diffusion}
             yield from pair(row_name("fashion", network, size), "Fashion-MNIST", "after TREAD, Table 2", base, differs=differs)
-    yield from pair("cifar10/dit_s2", "CIFAR-10", "after TREAD, Table 2", CIFAR10 | backbone("S/2"), differs=settings)
 
 
-TABLES = (table_2, selection_rate, location, placement, imagenet_512, lightning, final, repa, small_pictures, digits_tables)
+TABLES = (table_2, selection_rate, location, placement, imagenet_512, lightning, final, repa, small_pictures)
 ROWS = {row.name: row for table in TABLES for row in table()}

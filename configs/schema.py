@@ -166,14 +166,16 @@ Guidance = Annotated[NoChoice | CFG | Interval | Sparse | Autoguidance, Field(di
 
 
 class Train(Settings):
-    num_steps: Count
+    num_steps: Count | None  # here and below, `training.build.fill_in_lengths` fills in what is None
     batch_size: Count
     grad_accum_steps: Count
     lr: Positive
+    warmup_steps: Whole
+    schedule: Literal["constant", "cosine", "inverse_sqrt"]
     betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)]
     weight_decay: NotNegative
     grad_clip_norm: Positive | None
-    ema_decay: Fraction
+    ema_decay: Fraction | None
     precision: Precision
     tf32: bool
     parallel: Literal["ddp", "fsdp"]
@@ -184,13 +186,13 @@ class Train(Settings):
 
 
 class CheckpointSettings(Settings):
-    every: Count
+    every: Count | None
     keep_last: Count
     keep_every: Whole
 
 
 class Sample(Settings):
-    every: Whole
+    every: Whole | None
     num_samples: Annotated[int, Field(ge=1, le=10**4)]  # one picture
     batch_size: Count
     precision: Precision
@@ -198,7 +200,7 @@ class Sample(Settings):
 
 
 class Eval(Settings):
-    every: Whole
+    every: Whole | None
     num_samples: Count
     final_num_samples: Count | None
     cfg_scales: Annotated[list[Number], Field(min_length=1)]
@@ -270,11 +272,6 @@ class _SampleConfig(_Sampling):
     cfg_scale: Number | None
     npz: bool
 
-    @model_validator(mode="before")
-    @classmethod
-    def _count_seeds(cls, raw: dict) -> dict:
-        return raw | {"seeds": f"0-{raw['num_samples'] - 1}"} if isinstance(raw.get("num_samples"), int) else raw
-
 
 # Every setting of every sampler; `sampling.sampler.sampler_with` knows which of them the run's diffusion has.
 _SAMPLERS = (HeunSampler, FlowSampler, ddpm.AncestralSampler)
@@ -322,8 +319,8 @@ _ROLES = {  # a group stands for those of its keys that are not listed
     Role.ARCHITECTURE: "model.backbone model.learn_sigma diffusion.name diffusion.sigma_data data.scale_factor data.latents_mean "
     "data.latents_std data.in_channels data.input_size data.num_classes",
     Role.FIXED: "seed init_from model diffusion alignment train.batch_size",
-    Role.NOTED: "alignment.stop_step train.lr train.betas train.weight_decay train.grad_clip_norm train.ema_decay "
-    "train.precision train.tf32",
+    Role.NOTED: "alignment.stop_step train.lr train.warmup_steps train.schedule train.betas train.weight_decay "
+    "train.grad_clip_norm train.ema_decay train.precision train.tf32",
     Role.COMPARED: "init_state data.name data.resolution data.autoencoder diffusion.sampler sample.rounding train.num_steps "
     "eval.num_steps eval.precision evaluation.detector evaluation.precision",
     None: "alignment.weights",

@@ -84,7 +84,8 @@ def nearest(key: str, known: Iterable[str]) -> str:
     parts, (group, _, name) = {other: other.rpartition(".") for other in known if other != key}, key.rpartition(".")
     alike = difflib.get_close_matches(name, {part[2] for part in parts.values()}, n=3, cutoff=0.75)
     near = difflib.get_close_matches(key, parts, n=3, cutoff=0.75) or [other for other in parts if parts[other][2] in alike]
-    near = near or [other for other in parts if group and parts[other][0] == group]
+    same = [other for other in parts if parts[other][0] == group]
+    near = near or (same if group or len(same) == len(parts) else [])  # top-level keys are no group
     return f"; nearest: {', '.join(near)}" if 0 < len(near) <= 20 else ""
 
 

@@ -98,8 +98,9 @@ def names_used(tree: ast.AST) -> Counter:
             used[node.attr] += 1
         elif isinstance(node, ast.ImportFrom):
             used.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
-            used[node.value] += 1  # annotations in quotes, getattr
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            name = node.value.rpartition(":")[2]  # of "module:name"
+            used[name] += name.isidentifier()  # annotations in quotes, getattr
     return used
 
 

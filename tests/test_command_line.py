@@ -70,21 +70,26 @@ def test_a_sweep_with_several_processes(tmp_path):
     assert [len(metrics(tmp_path / f"digits_{model}_batch_size-4")) for model in ("tread", "dit")] == [2, 2]
 
 
+called = []
+
+
+def count(path: Text, number: Count = 3) -> None:
+    """Count things."""
+    called.append((path, number))
+
+
 def test_commands_without_a_configuration_take_their_functions_parameters(capsys):
-    called = []
-
-    def count(path: Text, number: Count = 3) -> None:
-        """Count things."""
-        called.append((path, number))
-
-    commands = {"count": count}
+    commands = {"count": "test_command_line:count"}
+    called.clear()
     run_command(commands, "what it does\n", ["count", "path=x", "number=4"])
     assert called == [("x", 4)]
     for arguments in ([], ["--help"]):
         run_command(commands, "what it does\n", arguments)
         assert capsys.readouterr().out == "what it does\n"
-    run_command(commands, "", ["count", "--help"])
-    assert "Count things." in capsys.readouterr().out
+    run_command({"inspect": "prepare_latents:inspect"}, "", ["inspect", "--help"])
+    assert "sigma_data: Positive = 0.5" in (shown := capsys.readouterr().out) and "Read all latents once" in shown
+    run_command({"encode": "nowhere:encode"}, "", ["encode", "--help"], {"encode": "latents.prepare.encode:Encoding"})
+    assert "flips: bool = False  # encode the mirrored images as well" in capsys.readouterr().out
     for arguments, words in (
         (["mount"], "mount.*count"),
         (["count"], "path= is missing"),
@@ -106,8 +111,17 @@ def test_a_value_is_what_yaml_reads():
 
 
 def test_help_and_configurations_are_printed_on_request():
-    code, output = finish(start("train.py", "--help"))
-    assert code == 0 and "batch_size: 64" in output
+    for script, words in (
+        ("train.py", ["python train.py model=tread", "lr: 1e-4              # AdamW's learning rate", "r_weak: 0.5"]),
+        ("sample.py", ["weights: ema            # ema | raw"]),
+        ("fid.py", ["S_churn: null", "cfg_scale: 1.5"]),
+        ("prepare_latents.py", ["prepare_latents.py encode images="]),
+    ):
+        code, output = finish(start("-X", "importtime", script, "--help"))
+        assert code == 0 and all(word in output for word in words), output
+        assert " torch\n" not in output  # its import takes seconds
+    code, output = finish(start("-X", "importtime", "train.py", "train.lrr=1"))
+    assert code == 1 and "error: train.lrr is not a key; nearest: train.lr\n" in output and " torch\n" not in output
     code, output = finish(start("train.py", "--cfg=job", "experiment=table2/dit_b2_tread"))
     assert code == 0 and "name: table2_dit_b2_tread_seed${seed}" in output
 

@@ -180,7 +180,7 @@ def test_training_that_is_signalled_again_and_again_saves_each_time_and_ends_as_
     ]
     for signum, call, number in moments:
         outcome = disturb(tmp_path / "out", arguments, reference, partial(at_call, partial(send, signum), call, number))
-        outcome.expect_code(0)
+        outcome.expect_code(128 + signum if signum == signal.SIGINT and "stopped after" in outcome.output else 0)
         stopped = re.search(r"stopped after step (\d+)", outcome.output)
         assert int(stopped[1]) == newest_step(tmp_path / "out") if stopped else "100%" in outcome.output, outcome.output
     finish_alike(tmp_path / "out", arguments, reference)

@@ -10,8 +10,9 @@ import torch
 from PIL import Image
 
 from common.errors import UserError
-from evaluations.images import ImageFolder, NpzImages, open_images, read_ahead, write_npz
+from evaluations.images import ImageFolder, NpzImages, adm_center_crop, open_images, read_ahead, write_npz
 from evaluations.metrics import Statistics
+from sampling.evaluator import open_reference
 
 
 def make_images(num: int = 7, height: int = 5, width: int = 6, seed: int = 0) -> np.ndarray:
@@ -119,6 +120,25 @@ def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path):
     assert ImageFolder(tmp_path).fingerprint() == before
     Image.fromarray(make_images(1, seed=9)[0]).save(tmp_path / "f.png")
     assert ImageFolder(tmp_path).fingerprint() != before
+
+
+def test_the_grids_of_sample_py_are_no_samples(tmp_path):
+    for name in ("seed_000000_class_000.png", "grid_0-0.png"):
+        Image.fromarray(make_images(1)[0]).save(tmp_path / name)
+    assert len(ImageFolder(tmp_path)) == 2  # somebody's images, by whatever names
+    (tmp_path / "settings.yaml").touch()
+    assert [file.name for file in ImageFolder(tmp_path).files] == ["seed_000000_class_000.png"]
+
+
+def test_a_folder_of_references_is_cropped_to_the_resolution_of_the_run_as_encode_does(tmp_path):
+    write_folder(tmp_path, make_images(2, 40, 30))
+    reference = open_reference(str(tmp_path), "reference", ["inception"], resolution=16)
+    assert reference.shape == (2, 16, 16, 3)
+    assert np.array_equal(read(reference, 2)[0], adm_center_crop(Image.open(tmp_path / "a.png"), 16))
+    assert reference.fingerprint() != open_images(tmp_path).fingerprint()  # by which features are cached
+    write_folder(tmp_path / "square", make_images(1, 16, 16))
+    same = [open_images(tmp_path / "square", crop=crop) for crop in (None, 16)]
+    assert np.array_equal(*(read(images, 1) for images in same))
 
 
 @pytest.mark.parametrize("mode", ["L", "RGBA", "P"])

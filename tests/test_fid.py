@@ -91,8 +91,13 @@ def test_fid_gives_the_figures_of_training_and_sweeps_keep_what_is_done(edm, fid
     with open(tmp_path / "out" / "results.csv") as f:
         rows = list(csv.DictReader(f))
     swept = [(row["run"], row["step"], row["cfg_scale"]) for row in rows]
-    assert swept == [("run", "2", "1.0"), ("run", "2", "1.5"), ("run", "4", "1.0"), ("run", "4", "1.5")]
-    assert (tmp_path / "out" / "results.md").read_text().count("\n") == 6
+    assert swept == [("run", "2", "1.5"), ("run", "4", "1.5"), ("run", "2", "1.0"), ("run", "4", "1.0")]  # as they were finished
+    best = min(rows, key=lambda row: float(row["fd_digits"]))
+    assert [row["best"] for row in rows] == ["*" if row is best else "" for row in rows]
+    fid("out", f"checkpoint={edm}", "num_samples=35")  # another number of samples does not compete
+    assert len((tmp_path / "out" / "results.csv").read_text().splitlines()) == 6
+    fid("out", *sweep, "cfg_scale=[1.0,1.5]")
+    assert (tmp_path / "out" / "results.md").read_text().count("\n") == 7
     assert Image.open(tmp_path / "out" / "results.png").size[0] > 300
 
 
@@ -173,7 +178,7 @@ def test_two_processes_give_the_figures_of_one(edm, fid, tmp_path):
         ([], "one of checkpoint=, checkpoints= and images="),
         (["images=a.npz", "checkpoint=b"], "checkpoint and images"),
         (["checkpoints=nowhere"], "checkpoints=nowhere"),
-        (["images=a.npz"], "reference"),
+        (["images=evaluations/digits_reference.npz"], "reference"),
         (["images=/nonexistent.npz", REFERENCE], "/nonexistent.npz"),
         (["images=evaluations/digits_reference.npz", REFERENCE, "num_samples=1798"], "num_samples=1798.*1797"),
         (["images=a.npz", "cfg_scale=2"], "cfg_scale=2"),

@@ -18,6 +18,7 @@ from routing_module import Route
 from training import machine, speed
 from training.machine import allow_tf32
 from training.speed import check_compile, check_machine, checkpoint_activations, compile_network, resolve_compile
+from training.stop import LAUNCHERS
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -217,3 +218,17 @@ def test_a_process_with_a_gpu_uses_its_share_of_the_cores_too(monkeypatch):
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+def test_omp_num_threads_counts_unless_a_launcher_has_set_it(monkeypatch):
+    for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE", *LAUNCHERS):
+        monkeypatch.delenv(name, raising=False)
+    share = machine.cores_per_process()
+    for given, expected in (("3", 3), ("0", share), ("1,2", share)):
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+        assert machine.cores_per_process() == expected
+    for launcher in LAUNCHERS:
+        with monkeypatch.context() as patch:
+            patch.setenv("OMP_NUM_THREADS", "999")
+            patch.setenv(launcher, "x")
+            assert machine.cores_per_process() == share

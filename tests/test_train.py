@@ -30,7 +30,7 @@ from training.load import load_config
 from training.run import RunFolder
 from training.sharding import copy_state_dict
 from training.stop import StopSignal
-from training.trainer import Clock, Trainer
+from training.trainer import Clock, Trainer, learning_rate
 
 GRIDS = ["sample.every=2", "sample.num_samples=3", "diffusion.sampler.num_steps=2"]
 EVALUATION = ["eval.every=2", "eval.num_samples=6", "eval.batch_size=2", "eval.num_steps=1", "eval.cfg_scales=[1.0]"]
@@ -226,9 +226,12 @@ def test_resume_never_and_from_a_folder_overwrite_nothing(whole, cut_at, train):
     cut_at(6)
     with pytest.raises(UserError, match="resume=never"):
         train("cut", "resume=never")
-    with pytest.raises(UserError, match="step 6"):
-        train("cut", f"resume={folder_of(whole, 4)}")
-    branch = train("branch", f"resume={folder_of(whole, 4)}")
+    own = train.args[0] / "cut"
+    with pytest.raises(UserError, match="already holds step 6, which would be overwritten"):
+        train("cut", f"resume={folder_of(own, 4)}")
+    branch = train("branch", f"resume={folder_of(whole, 4)}", "train.num_steps=5")
+    assert losses(branch) == {5: losses(whole)[5]}
+    train("branch", f"resume={folder_of(whole, 4)}")  # as a job that is started again: it has checkpoints of its own
     assert losses(branch) == {5: losses(whole)[5], 6: losses(whole)[6]}
 
 
@@ -244,12 +247,67 @@ def test_a_loss_that_overflows_stops_the_run_and_keeps_the_checkpoints_before_it
     assert max(checkpoints.list_steps(tmp_path / "run" / "checkpoints")) == 3
 
 
+@pytest.mark.parametrize("schedule", ["constant", "cosine", "inverse_sqrt"])
+def test_the_learning_rate_is_that_of_torchs_own_schedulers(schedule):
+    train = checked([*TINY, "train.lr=0.1", "train.num_steps=30", "train.warmup_steps=10", f"train.schedule={schedule}"]).train
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    scheduler = torch.optim.lr_scheduler
+    after = {
+        "constant": lambda: scheduler.ConstantLR(optimizer, factor=1),
+        "cosine": lambda: scheduler.CosineAnnealingLR(optimizer, T_max=20),
+        "inverse_sqrt": lambda: scheduler.LambdaLR(optimizer, lambda step: (10 / (step + 11)) ** 0.5),
+    }[schedule]()
+    rises = scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=9)
+    both, expected = scheduler.SequentialLR(optimizer, [rises, after], milestones=[10]), []
+    for _ in range(30):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        both.step()
+    assert [learning_rate(train, step) for step in range(30)] == pytest.approx(expected)
+    assert learning_rate(checked(TINY).train, 10**6) == checked(TINY).train.lr  # the paper's: constant from the first step
+
+
+def test_a_resumed_run_goes_on_with_its_schedule(train):
+    keys = ["train.schedule=cosine", "train.warmup_steps=2", "checkpoint.every=1", "checkpoint.keep_last=9"]
+    whole, parts = train("whole", *keys), train("parts", *keys)
+    for step in (4, 5, 6):
+        shutil.rmtree(folder_of(parts, step))
+    train("parts", *keys)
+    rates = {record["step"]: record["lr"] for record in metrics(whole)}
+    assert rates[1] == 1e-3 and rates[2] == rates[3] == 2e-3 and 0 < rates[6] < rates[4]
+    assert rates == {record["step"]: record["lr"] for record in metrics(parts)} and losses(whole) == losses(parts)
+
+
+@pytest.mark.parametrize(
+    ("num_images", "num_steps", "ema_decay"), [(100, 10_000, 0.999), (10_000, 78_125, 0.999872), (10**7, 400_000, 0.9999)]
+)
+def test_the_length_of_a_run_on_own_data_follows_from_the_number_of_images(num_images, num_steps, ema_decay):
+    cfg = build.fill_in_lengths(checked(["data=custom"]), num_images)
+    assert (cfg.train.num_steps, cfg.train.ema_decay, cfg.eval.every) == (num_steps, ema_decay, 0)
+    assert cfg.checkpoint.every == cfg.sample.every == num_steps // 20
+    own = ["data=custom", "train.num_steps=50", "train.ema_decay=0.5", "evaluation.reference=x", "sample.every=7"]
+    cfg = build.fill_in_lengths(checked(own), num_images)
+    assert (cfg.train.num_steps, cfg.train.ema_decay) == (50, 0.5)
+    assert (cfg.sample.every, cfg.checkpoint.every, cfg.eval.every) == (7, 2, 4)
+    untouched = checked(TINY)
+    assert build.fill_in_lengths(untouched, num_images) == untouched
+
+
+def test_a_full_disk_is_warned_of_before_it_is_full(train, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    usage = SimpleNamespace(free=1e6)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+    train("run", "train.num_steps=1", "checkpoint.keep_last=2")
+    (line,) = [record for record in caplog.records if record.message.startswith("disk ")]
+    assert line.levelname == "WARNING" and line.message.endswith(" GB of checkpoints, 0.001 GB free")
+
+
 def test_out_of_memory_says_how_large_the_step_was_and_what_lowers_it(train, monkeypatch):
     def fail(*args):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(Trainer, "losses", fail)
-    with pytest.raises(UserError, match="DiT-XS/2 on 2 images of 16 tokens .*train.batch_size=4 .*train.grad_accum"):
+    with pytest.raises(UserError, match="in step 1, with 2 images of 16 tokens .*train.grad_accum_steps"):
         train("run", "train.grad_accum_steps=2")
 
 

@@ -34,7 +34,28 @@ def open_data(cfg: schema.TrainConfig) -> tuple[schema.TrainConfig, LatentDatase
             found_there = f"the latents of {dataset.path} say {value}; data=custom takes it from them"
             raise UserError(f"data.{key}={getattr(data, key)}, but {found_there}")
     found["autoencoder"] = data.autoencoder or dataset.info.autoencoder
-    return cfg.model_copy(update={"data": data.model_copy(update=found)}), dataset
+    cfg = cfg.model_copy(update={"data": data.model_copy(update=found)})
+    return fill_in_lengths(cfg, len(dataset)), dataset
+
+
+def fill_in_lengths(cfg: schema.TrainConfig, num_images: int) -> schema.TrainConfig:
+    """The configuration with what it leaves to the number of images, by the rule in configs/data/custom.yaml."""
+    num_steps = cfg.train.num_steps or min(max(2000 * num_images, 2_560_000), 102_400_000) // cfg.train.batch_size
+    every = max(num_steps // 20, 1)
+    rule = {
+        "train": {"num_steps": num_steps, "ema_decay": round(min(max(1 - 10 / num_steps, 0.9), 0.9999), 6)},
+        "checkpoint": {"every": every},
+        "sample": {"every": every},
+        "eval": {"every": 2 * every if cfg.evaluation.reference else 0},
+    }
+    filled, words = {}, []
+    for group, values in rule.items():
+        values = {key: value for key, value in values.items() if getattr(getattr(cfg, group), key) is None}
+        filled[group] = getattr(cfg, group).model_copy(update=values)
+        words += [f"{group}.{key}={value}" for key, value in values.items()]
+    if words:
+        log.info("for %d images: %s", num_images, ", ".join(words))
+    return cfg.model_copy(update=filled)
 
 
 def build_network(cfg: schema.TrainConfig) -> dit.DiT:
@@ -77,10 +98,8 @@ def check_initial(stored: schema.TrainConfig, step: int, cfg: schema.TrainConfig
     if cfg.init_state == "all":  # the optimizer of the projector goes on
         changed += [line for line in schema.differences(stored, cfg, [schema.Role.FIXED]) if line.startswith("alignment.")]
     if scaled := [line for line in changed if line.startswith(("data.latents_", "data.scale_factor"))]:
-        raise UserError(
-            f"init_from={cfg.init_from} saw latents that were scaled otherwise ({'; '.join(scaled)}): make them again as it has "
-            "them, LightningDiT's by `prepare_latents.py encode ... latents_stats=<file>`"
-        )
+        how = f"({'; '.join(scaled)}): encode yours as its were, those of LightningDiT with latents_stats=<file>"
+        raise UserError(f"init_from={cfg.init_from} saw latents that were scaled otherwise {how}")
     if changed:
         raise UserError(f"init_from={cfg.init_from} does not fit this configuration: {'; '.join(changed)}")
 

@@ -57,7 +57,7 @@ class Metrics(Hook):
         record = {
             "step": trainer.step,
             **dict(zip(("loss", "alignment_loss"), losses)),
-            "lr": train.lr,
+            "lr": trainer.optimizer.param_groups[0]["lr"],
             "steps_per_sec": steps_per_sec,
             "images_per_sec": steps_per_sec * train.batch_size,
             "images_seen": images,

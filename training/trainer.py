@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from common.errors import UserError
 from common.progress import progress_bar
 from common.randomness import StepRandom
-from configs.schema import TrainConfig
+from configs.schema import Train, TrainConfig
 from latents.order import BatchOrder, Fetch, read_batches
 from latents.shards import LatentDataset, latents_for_network
 from sampling.evaluator import Interrupted
@@ -134,6 +135,8 @@ class Trainer:
             losses_of_step[: len(losses)] += torch.stack(losses).detach() / len(self.parts)
         if self.cfg.train.grad_clip_norm is not None:
             self.grad_norm = full_tensor(self.accelerator.clip_grad_norm_(self.parameters, self.cfg.train.grad_clip_norm))
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self.cfg.train, self.step)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.ema.update(self.step)
@@ -198,7 +201,10 @@ class Trainer:
             except Interrupted:
                 pass
             except torch.OutOfMemoryError as e:
-                raise UserError(out_of_memory(self)) from e
+                num_images = self.parts[0].stop - self.parts[0].start
+                size = f"{num_images} images of {self.net.num_tokens} tokens at once in each process"
+                lower = "train.grad_accum_steps, or set train.activation_checkpointing=blocks, or train.parallel=fsdp"
+                raise UserError(f"out of memory in step {self.step + 1}, with {size}: raise {lower}") from e
             for hook in self.hooks:
                 hook.finish(self)
             self.stop.finish()
@@ -214,16 +220,14 @@ class Trainer:
                     hook(self)
 
 
-def out_of_memory(trainer: Trainer) -> str:
-    """The size of the step, and what lowers it."""
-    train, num_processes = trainer.cfg.train, trainer.accelerator.num_processes
-    num_images = train.batch_size // num_processes // train.grad_accum_steps
-    return (
-        f"out of memory after step {trainer.step}: {trainer.cfg.model.backbone} on {num_images} images of "
-        f"{trainer.net.num_tokens} tokens at once in each process (train.batch_size={train.batch_size} / {num_processes} "
-        f"processes / train.grad_accum_steps={train.grad_accum_steps}), {train.precision}. Raise "
-        "train.grad_accum_steps, or set train.activation_checkpointing=blocks, or with several processes train.parallel=fsdp"
-    )
+def learning_rate(train: Train, step: int) -> float:
+    """Of step `step`, counted from 0: a function of the step, so that a resume goes on with it."""
+    warmup = train.warmup_steps
+    if step < warmup:
+        return train.lr * (step + 1) / warmup
+    if train.schedule == "cosine":
+        return train.lr * (1 + math.cos(math.pi * (step - warmup) / max(train.num_steps - warmup, 1))) / 2
+    return train.lr * (math.sqrt(max(warmup, 1) / (step + 1)) if train.schedule == "inverse_sqrt" else 1)
 
 
 class Clock:
