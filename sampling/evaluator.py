@@ -52,7 +52,7 @@ def _build_detector(name: str, settings: schema.DetectorSettings, accelerator: A
     return (DINOv2Detector if name == "dinov2" else InceptionDetector)(weights, *how)
 
 
-def open_reference(path: str | None, key: str, detectors: Sequence[str], resolution: int | None) -> ImageSet:
+def open_reference(path: str | None, key: str, detectors: Sequence[str], resolution: int | None = None) -> ImageSet:
     """The reference that `key` names, for detectors by name. Images of a folder are cropped to the resolution, as in encode.
 
     Raises:

@@ -207,10 +207,12 @@ def test_resume_overwrites_no_later_step_and_goes_on_from_no_import(tmp_path):
     save(theirs.checkpoints, 10, 20)
     assert find_resume(run, "auto") is find_resume(run, "never") is None
     assert find_resume(run, str(theirs.path)) == find_resume(theirs, "auto") == theirs.checkpoints / "step_0000020"
-    save(run.checkpoints, 20)
-    assert find_resume(run, str(theirs.path)).parent == theirs.checkpoints
+    save(run.checkpoints, 10, 20)
+    for folder in (theirs.path, theirs.checkpoints / "step_0000010"):  # it has checkpoints of its own by now
+        assert find_resume(run, str(folder)) == run.checkpoints / "step_0000020"
+    assert find_resume(run, str(run.path)) == run.checkpoints / "step_0000020"
     with pytest.raises(UserError, match="resume=.*step_0000010, but .*mine/checkpoints already holds step 20"):
-        find_resume(run, str(theirs.checkpoints / "step_0000010"))
+        find_resume(run, str(run.checkpoints / "step_0000010"))
     with pytest.raises(UserError, match="resume=never, but .*mine/checkpoints holds checkpoints"):
         find_resume(run, "never")
     checkpoints.save(run.checkpoints, make(30, imported_from="DiT-XL-2-256x256.pt"), 1, 0)
