@@ -160,9 +160,7 @@ def describe(trainer: Trainer, run: RunFolder) -> None:
     log.info("data   %s: %d latents %s, %d classes", data.path, len(data), shape, data.info.num_classes)
     if trainer.alignment is not None:
         log.info("align  block %d to %s, weight %g", cfg.alignment.block, cfg.alignment.encoder, cfg.alignment.weight)
-    num_kept = cfg.checkpoint.keep_last + 1  # one is written before another is removed
-    num_kept += cfg.train.num_steps // cfg.checkpoint.keep_every if cfg.checkpoint.keep_every else 0
-    needed, free = num_kept * 16 * num_parameters / 1e9, shutil.disk_usage(run.path).free / 1e9
+    needed, free = cfg.checkpoints_gb(num_parameters), shutil.disk_usage(run.path).free / 1e9
     log.log(logging.WARNING if needed > free else logging.INFO, "disk   up to %.3g GB of checkpoints, %.3g GB free", needed, free)
     if trainer.step < cfg.train.num_steps:
         log.info("train  steps %d to %d, %s", trainer.step, cfg.train.num_steps, ", ".join(how))

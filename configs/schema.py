@@ -251,6 +251,11 @@ class TrainConfig(Settings):
     evaluation: EvaluationSettings
     wandb: Wandb
 
+    def checkpoints_gb(self, num_parameters: int) -> float:
+        """What the checkpoints of a run take at most: of each parameter weight, average and two moments, 4 bytes each."""
+        keep, every = self.checkpoint.keep_last + 1, self.checkpoint.keep_every  # one is written before another is removed
+        return (keep + (self.train.num_steps // every if every else 0)) * 16 * num_parameters / 1e9
+
 
 class _Sampling(Settings):
     output: Text | None

@@ -149,9 +149,12 @@ def test_a_step_is_timed_dense_and_routed_with_machine_and_command(run):
 def test_the_parts_of_a_step_are_printed_for_a_gpu_that_is_not_here(run):
     variants = "variants=[model=dit, model=tread]"
     text, lines = run("roofline", "device=H100 80GB HBM3", variants, "model.backbone=DiT-B/2", "train.batch_size=32")
-    assert [line["at the device's peaks, ms"] for line in lines][-2:] == ["casts", "sum"] and len(lines) == 7
+    names = [line["at the device's peaks, ms"] for line in lines]
+    assert names[-4:] == ["casts", "sum", "GPU hours of the run", "GB of checkpoints"] and len(lines) == 9
     assert lines[3]["model=dit"] == "" and float(lines[3]["model=tread"]) > 0  # float32
-    assert float(lines[-1]["model=tread"]) < float(lines[-1]["model=dit"])
+    assert float(lines[6]["model=tread"]) < float(lines[6]["model=dit"])
+    assert float(lines[7]["model=dit"]) == pytest.approx(float(lines[6]["model=dit"]) * 400_000 / 3.6e6, rel=0.01)
+    assert float(lines[8]["model=dit"]) == pytest.approx((4 + 8) * 16 * 0.1303, rel=0.01)  # the last 4, and every 50,000 steps
 
 
 def test_batches_samples_and_metrics_are_timed(run):

@@ -33,13 +33,15 @@ from training.ema import EMA
 from training.sharding import processes_per_node
 from training.trainer import Trainer
 
+ENDLESS = f"train.num_steps={10**9}"
+
 
 def compose_config(overrides: Sequence[str], folder: Path) -> schema.TrainConfig:
     """The configuration of train.py with these arguments, without looks at samples; data=imagenet256 unless they say otherwise.
 
     Without data.path, random latents are made in `folder`. Raises UserError for an argument that is not accepted.
     """
-    own = ["name=benchmark", f"output_dir={folder}", "sample.every=0", "eval.every=0", f"train.num_steps={10**9}"]
+    own = ["name=benchmark", f"output_dir={folder}", "sample.every=0", "eval.every=0"]
     if not any(override.startswith(("data=", "experiment=")) for override in overrides):
         own.append("data=imagenet256")
     try:
@@ -125,7 +127,7 @@ def compare(
 ) -> list[dict[str, object]]:
     """Measure and report a row for each variant, which is arguments of train.py separated by spaces; `overrides` hold for all."""
     with TemporaryDirectory() as folder:
-        cfgs = {variant: compose_config([*overrides, *shlex.split(variant)], Path(folder)) for variant in variants}
+        cfgs = {variant: compose_config([*overrides, *shlex.split(variant), ENDLESS], Path(folder)) for variant in variants}
         if len({(cfg.train.precision, cfg.train.tf32, cfg.train.cpu_threads) for cfg in cfgs.values()}) > 1:
             raise UserError("variants: train.precision, tf32 and cpu_threads are of the process; measure their values apart")
         accelerator = open_accelerator(cfgs[variants[0]])
@@ -151,11 +153,15 @@ def table_of_parts(cfgs: dict[str, schema.TrainConfig], peaks: tuple[float, floa
     """What the parts of a step of each configuration cost, by roofline.py."""
     columns = {}
     for variant, cfg in cfgs.items():
+        cfg, _ = build.open_data(cfg)
         with torch.device("meta"):
-            net = build.build_network(build.open_data(cfg)[0])
+            net = build.build_network(cfg)
         num_shards = processes_per_node(num_processes) if cfg.train.parallel == "fsdp" else 1
         num_images = cfg.train.batch_size // num_processes
-        columns[variant or "as given"] = step_parts(net, num_images, peaks, cfg.train.precision, num_shards)
+        parts = step_parts(net, num_images, peaks, cfg.train.precision, num_shards)
+        parts["GPU hours of the run"] = parts["sum"] * cfg.train.num_steps * num_processes / 3.6e6
+        parts["GB of checkpoints"] = cfg.checkpoints_gb(sum(p.numel() for p in net.parameters() if p.requires_grad))
+        columns[variant or "as given"] = parts
     return roofline_table(columns)
 
 
