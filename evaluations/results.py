@@ -69,13 +69,14 @@ class Results:
         def conditions(line: dict) -> list:
             return [line["point"].get(key) for key in self.conditions]
 
-        rows = []
+        shown, measured = [line["shown"] for line in self.lines], []
         for line in self.lines:
             alike = [other["metrics"].get(plotted, math.inf) for other in self.lines if conditions(other) == conditions(line)]
             is_best = len(alike) > 1 and line["metrics"].get(plotted) == min(alike)
             about = {"num_samples": line["point"]["num_samples"], "best": "*" if is_best else ""}
-            rows.append(line["shown"] | about | line["metrics"] | line["cost"])
-        names = list(dict.fromkeys(name for row in rows for name in row))
+            measured.append(about | line["metrics"] | line["cost"])
+        names = list(dict.fromkeys(name for row in shown + measured for name in row))
+        rows = [one | other for one, other in zip(shown, measured)]
         text = io.StringIO()
         writer = csv.DictWriter(text, names)
         writer.writeheader()

@@ -1,9 +1,13 @@
 """Routing of networks that are not ours, against full-length blocks in which skipping tokens are barred and restored."""
 
+import os
+import subprocess
+import sys
 from functools import partial
 
 import pytest
 import torch
+from conftest import REPOSITORY
 from networks import NETWORKS, B, N, blocks_of, build, cached, call, difference, generator, normal, reference_error, run, skipped
 
 from extras.attach import Adapter, BlockList, TokenAxis, attach, latent_mask, mask_to_tokens, masked_mse
@@ -229,3 +233,11 @@ def test_the_masked_loss_is_the_mean_over_the_inside():
     for wrong in ((target, mask[:, 0]), (target[:1], mask), (target[:, :1], mask)):  # some would broadcast
         with pytest.raises(ValueError, match=r"shapes \[\(3, 2, 1, 2\)"):
             masked_mse(prediction, *wrong)
+
+
+def test_it_works_from_another_folder_with_torch_alone(tmp_path):
+    heavy = "{'hydra', 'diffusers', 'timm', 'accelerate', 'pydantic'}"
+    code = f"import sys; from extras.attach import attach; print({heavy} & {{*sys.modules}})"
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"

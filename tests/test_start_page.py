@@ -1,10 +1,11 @@
-"""docs/start.md: its commands run, in its order, in a folder that holds nothing else."""
+"""Commands of the documentation: those of docs/start.md run, in a folder that holds nothing else; the others are accepted."""
 
 import re
 import shlex
 from importlib import import_module
 
 import huggingface_hub
+import pytest
 from conftest import REPOSITORY, checked, forget_accelerate
 from stand_ins import cache_untrained_autoencoder, untrained_inception
 
@@ -20,6 +21,37 @@ SHORTER = {
 }
 
 
+def blocks_of(page):
+    return re.findall(r"^```sh\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def commands_of(page):
+    """(script, arguments) of each line of a page that starts one of ours; of a sweep, the first run."""
+    for block in blocks_of(page):
+        for line in re.sub(r"\\\n", "", block).splitlines():
+            words = shlex.split(line, comments=True)
+            if (scripts := [i for i, word in enumerate(words) if word in SETTINGS]) and "$" not in line:
+                arguments = [word for word in words[scripts[0] + 1 :] if not word.startswith("-")]
+                if "-m" in words[scripts[0] :]:
+                    arguments = [word if "[" in word else word.partition(",")[0] for word in arguments]
+                yield words[scripts[0]], arguments
+
+
+SETTINGS = {"train.py": "config", "sample.py": "sample", "fid.py": "fid"}
+# In extending.md the reader adds the keys.
+PAGES = sorted({REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")} - {REPOSITORY / "docs" / "extending.md"})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_of_a_page_is_accepted(page):
+    for script, arguments in commands_of(page):
+        checked(arguments, SETTINGS[script])
+
+
+def test_there_are_commands_to_look_at():
+    assert sum(len(list(commands_of(page))) for page in PAGES) > 30
+
+
 def run_line(line):
     """A line `python <script> <arguments>`, in this process."""
     _, script, *arguments = shlex.split(line)
@@ -28,7 +60,7 @@ def run_line(line):
     if script == "prepare_latents.py":
         module.main(arguments)
     else:
-        module.main(checked(arguments, {"train.py": "config"}.get(script, script.removesuffix(".py"))))
+        module.main(checked(arguments, SETTINGS[script]))
 
 
 def test_the_commands_of_the_page_run(tmp_path, monkeypatch):
@@ -36,8 +68,7 @@ def test_the_commands_of_the_page_run(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     cache_untrained_autoencoder(tmp_path / "hub")
     untrained_inception(tmp_path / "inception.pth")
-    blocks = re.findall(r"^```sh\n(.*?)^```", (REPOSITORY / "docs" / "start.md").read_text(), flags=re.MULTILINE | re.DOTALL)
-    for block in blocks:
+    for block in blocks_of(REPOSITORY / "docs" / "start.md"):
         for long, short in SHORTER.items():
             block = block.replace(long, short)
         if block.startswith("python - <<'END'\n"):
