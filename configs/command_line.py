@@ -122,7 +122,9 @@ def check(cfg: DictConfig, settings: type[S]) -> S:
     return validate(raw, settings)
 
 
-def run_command(commands: dict[str, str], description: str, arguments: Sequence[str], keys_of: dict[str, str] = {}) -> None:  # noqa: B006
+def run_command(
+    commands: dict[str, str], description: str, arguments: Sequence[str], keys_of: dict[str, str] | None = None
+) -> None:
     """Call the one of several functions that the first argument names; the others are its parameters, as `key=value`.
 
     Args:
@@ -137,7 +139,7 @@ def run_command(commands: dict[str, str], description: str, arguments: Sequence[
     if name not in commands:
         raise UserError(f"unknown command {name!r}; use one of {', '.join(commands)}")
     if HELP & set(given):
-        sys.stdout.write(source_of(keys_of.get(name, commands[name])))
+        sys.stdout.write(source_of((keys_of or commands).get(name, commands[name])))
         return
     function = resolve_name(commands[name])
     parameters = inspect.signature(function, eval_str=True).parameters.values()
