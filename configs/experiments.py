@@ -9,7 +9,7 @@ To add a row: yield it from the function of its table, or write a function and a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +145,10 @@ TABLE_2 = {
     "L/2": (23.33, 9.10, 18.80, 5.91),
     "XL/2": (19.47, 7.38, 17.20, 4.89),
 }
+DENSE_PROTOCOLS = {  # of the dense figures, which are other papers' own
+    "dit": "the figure is DiT's: DDPM with learned variance; here EDM, sampled by Heun",
+    "sit": "the figure is SiT's, sampled by the SDE; here by Heun's ODE",
+}
 SELECTION_RATES = {0: 43.47, 25: 26.50, 50: 21.34, 75: 49.29}  # DiT-B/2: percent of the tokens that skip the route: FID
 PLACEMENTS_DENSE = 49.89  # DiT-B/2, half of the tokens, shorter training
 PLACEMENTS = {  # (first, last block of the route): change of FID from the dense network's
@@ -177,14 +181,16 @@ def table_2() -> Iterator[Row]:
     for size, figures in TABLE_2.items():
         for network, diffusion, fids in (("dit", "edm", figures[:2]), ("sit", "sit", figures[2:])):
             base = IMAGENET_256 | backbone(size) | {"diffusion": diffusion}
-            yield from pair(row_name("table2", network, size), "Table 2: backbones", "TREAD, Table 2", base, fids)
+            for row in pair(row_name("table2", network, size), "Table 2: backbones", "TREAD, Table 2", base, fids):
+                yield row if row.baseline else replace(row, differs=DENSE_PROTOCOLS[network])
 
 
 def selection_rate() -> Iterator[Row]:
     about = ("Selection rate", "TREAD, ablation of the selection rate")
     for rate, fid in SELECTION_RATES.items():
         overrides = IMAGENET_256 | backbone("B/2") | (route(rate / 100, 2, -4) if rate else DENSE)
-        yield Row(f"selection_rate/{rate}", *about, overrides, {"fid": fid}, baseline="selection_rate/0" if rate else None)
+        differs, baseline = (None, "selection_rate/0") if rate else (DENSE_PROTOCOLS["dit"], None)
+        yield Row(f"selection_rate/{rate}", *about, overrides, {"fid": fid}, differs, baseline)
 
 
 def location() -> Iterator[Row]:
@@ -256,7 +262,7 @@ def repa() -> Iterator[Row]:
     """SiT with alignment to DINOv2-B; REPA's own runs have no routes."""
     table, source = "REPA", "REPA (arXiv 2410.06940), 400K iterations, 250 steps of the SDE"
     differs = "trained in bf16 (REPA: fp16), with an EMA that is warmed up"
-    routed = f"{differs}; nobody has published this row: alignment inside the route, on the tokens that do not skip"
+    routed = f"{differs}; TREAD's project page says that both stack, without figures; tokens that skip are not aligned"
     for size, block, paper in (("B/2", 4, {}), ("XL/2", 8, {"fid": 7.9})):  # of B/2, neither block nor figure could be checked
         base, name = REPA | backbone(size) | {"alignment.block": block}, row_name("repa", "sit", size)
         yield Row(name, table, source, base | DENSE, paper, differs)
