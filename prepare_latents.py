@@ -48,7 +48,7 @@ from latents import autoencoders
 from latents.prepare.encode import NOT_OF_THE_LATENTS, Encoding, encode_images
 from latents.prepare.formats import FORMATS, open_latents, settle_header
 from latents.prepare.images import count_classes, open_labelled_images
-from latents.prepare.inspect import fetch_images, fetch_spread, inspect_latents
+from latents.prepare.inspect import fetch_images, fetch_originals, fetch_spread, inspect_latents
 from latents.prepare.pixels import PixelShards
 from latents.prepare.torchvision_sets import TORCHVISION, TorchvisionImages
 from latents.prepare.write import SHARD_SIZE, Dtype, Kind, ShardWriter
@@ -156,6 +156,7 @@ def convert(
 
 def inspect(
     path: Text,
+    images: Text | None = None,
     autoencoder: Autoencoder | None = None,
     grid: Text = "auto",
     sigma_data: Positive = 0.5,
@@ -165,6 +166,7 @@ def inspect(
 
     Args:
         path: a folder of shards, or a shard.
+        images: the folder that was encoded: its images are drawn beside what their latents decode to.
         autoencoder: decodes the grid; null: the one that the shards name.
         grid: auto (<path>/inspect_<data>.png), a file to write, or none.
         sigma_data: standard deviation that the diffusion assumes.
@@ -186,14 +188,18 @@ def inspect(
         log.info("%s", line)
     if is_drawn:
         latents, labels = fetch_spread(dataset)
-        images, num_columns = list(autoencoders.to_uint8(decoder.decode(latents.to(device)).cpu()).numpy()), 4
-        if dataset.stores_images:
+        decoded, num_columns, originals = list(autoencoders.to_uint8(decoder.decode(latents.to(device)).cpu()).numpy()), 4, None
+        if images is not None:
+            originals = fetch_originals(dataset, images)
+        elif dataset.stores_images:
             with contextlib.suppress(UserError):  # an image that cannot be read is among the problems
-                pairs = list(zip(images, fetch_images(dataset)))  # beside what their latents decode to
-                images, labels, num_columns = sum(pairs, ()), [label for label in labels for _ in range(2)], 8
+                originals = fetch_images(dataset)
+        if originals is not None:  # beside what their latents decode to
+            decoded, labels = sum(zip(decoded, originals), ()), [label for label in labels for _ in range(2)]
+            num_columns = 8
         try:
             with whole_file(file) as f:
-                labelled_grid(list(images), labels, num_columns).save(f)
+                labelled_grid(list(decoded), labels, num_columns).save(f)
             log.info("drew %d of them in %s", len(latents), file)
         except UserError as e:
             log.warning("%s; grid=<file> draws elsewhere", e)

@@ -446,6 +446,22 @@ def test_good_latents_pass_inspection_and_are_drawn(images, vae, tmp_path, caplo
         inspect(folder, f"grid={next(folder.glob('inspect_*.png'))}")
 
 
+def test_the_originals_are_drawn_beside_what_their_latents_decode_to(images, tmp_path):
+    pixels = encode(images, tmp_path / "pixels", "identity", "kind=sample")
+    inspect(pixels, f"images={images}", f"grid={tmp_path / 'pairs.png'}")
+    pairs = np.asarray(Image.open(tmp_path / "pairs.png")).astype(int)
+    assert pairs.shape[:2] == (4 * (64 + 14 + 4) + 4, 8 * (64 + 4) + 4)
+    for row, column in ((0, 0), (3, 6)):  # identity decodes to the original, up to float16's rounding
+        y, x = 4 + row * 82 + 14, 4 + column * 68
+        decoded, original = pairs[y : y + 64, x : x + 64], pairs[y : y + 64, x + 68 : x + 132]
+        assert np.abs(decoded - original).max() <= 2 and original.std() > 10
+    Image.open(next(images.rglob("*.png"))).save(tmp_path / "one.png")
+    with pytest.raises(UserError, match="holds 1 images, and .*pixels 40 latents"):
+        (tmp_path / "few" / "a").mkdir(parents=True)
+        (tmp_path / "one.png").rename(tmp_path / "few" / "a" / "one.png")
+        inspect(pixels, f"images={tmp_path / 'few'}")
+
+
 def problems_of(path, *settings):
     with pytest.raises(ValueError) as error:
         inspect(path, "grid=none", *settings)

@@ -11,8 +11,10 @@ from torch import Tensor
 from common.errors import UserError
 from common.files import hash_file
 from common.progress import progress_bar
+from evaluations.images import adm_center_crop, read_rgb
 from latents.channel_statistics import ChannelStatistics, overall_std
 from latents.manifest import MANIFEST, UNFINISHED, check_files, read_manifest
+from latents.prepare.images import open_labelled_images
 from latents.shards import LatentDataset, mean_and_log_variance, normalize_latents, spread_items
 
 # Times sigma_data. SD-VAE latents at their scale come to 1.5 to 2 times 0.5; unscaled ones to 10, scaled twice to 0.3.
@@ -121,3 +123,12 @@ def fetch_images(dataset: LatentDataset, num_items: int = 16) -> np.ndarray:
     """uint8 [n, R, R, 3], the images of items spread over the data, those of `fetch_spread`."""
     indices = spread_items(len(dataset), num_items)
     return dataset.fetch_with_images(indices, np.zeros(len(indices), dtype=bool))[2].numpy()
+
+
+def fetch_originals(dataset: LatentDataset, folder: str) -> np.ndarray:
+    """As `fetch_images`, of the folder that was encoded. Raises UserError if it holds another number of images."""
+    source = open_labelled_images(folder)
+    if len(source) != len(dataset):
+        raise UserError(f"images={folder} holds {len(source)} images, and {dataset.path} {len(dataset)} latents")
+    crops = (adm_center_crop(read_rgb(source.open(i)), dataset.info.resolution) for i in spread_items(len(dataset), 16))
+    return np.stack(list(crops))
