@@ -4,6 +4,7 @@ import io
 import json
 import logging
 import re
+import shutil
 import tarfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -456,9 +457,10 @@ def test_the_originals_are_drawn_beside_what_their_latents_decode_to(images, tmp
         decoded, original = pairs[y : y + 64, x : x + 64], pairs[y : y + 64, x + 68 : x + 132]
         assert np.abs(decoded - original).max() <= 2 and original.std() > 10
     Image.open(next(images.rglob("*.png"))).save(tmp_path / "one.png")
-    with pytest.raises(UserError, match="holds 1 images, and .*pixels 40 latents"):
-        (tmp_path / "few" / "a").mkdir(parents=True)
-        (tmp_path / "one.png").rename(tmp_path / "few" / "a" / "one.png")
+    with pytest.raises(UserError, match="holds 2 images, and .*pixels 40 latents"):
+        for name in ("a/one.png", "b/one.png"):
+            (tmp_path / "few" / name).parent.mkdir(parents=True)
+            shutil.copy(tmp_path / "one.png", tmp_path / "few" / name)
         inspect(pixels, f"images={tmp_path / 'few'}")
 
 

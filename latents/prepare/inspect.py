@@ -127,7 +127,7 @@ def fetch_images(dataset: LatentDataset, num_items: int = 16) -> np.ndarray:
 
 def fetch_originals(dataset: LatentDataset, folder: str) -> np.ndarray:
     """As `fetch_images`, of the folder that was encoded. Raises UserError if it holds another number of images."""
-    source = open_labelled_images(folder)
+    source = open_labelled_images(folder, "none" if dataset.info.num_classes == 1 else "auto")
     if len(source) != len(dataset):
         raise UserError(f"images={folder} holds {len(source)} images, and {dataset.path} {len(dataset)} latents")
     crops = (adm_center_crop(read_rgb(source.open(i)), dataset.info.resolution) for i in spread_items(len(dataset), 16))
