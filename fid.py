@@ -85,7 +85,8 @@ def main(cfg: schema.FidConfig) -> None:
     }
     output = Path(cfg.output) if cfg.output else default_folder(cfg, folders)
     lock = lock_file(output / ".lock", "evaluating into", "output") if accelerator.is_main_process else None
-    results = Results(output, conditions)
+    about = {"reference": Path(cfg.reference).name, **{key: conditions[key] for key in ("detector", "num_samples")}}
+    results = Results(output, conditions, about)
     missing = on_main(lambda: [i for i, (point, _) in enumerate(points) if not results.find(point)])
     log.info("%d of %d evaluations to do, in %s", len(missing), len(points), output)
     if missing:

@@ -87,7 +87,9 @@ def main(cfg: schema.SampleConfig) -> None:
 
 def labels_of_seeds(cfg: schema.SampleConfig, num_classes: int) -> dict[int, int]:
     """The class of every seed: classes in turn, or a random class drawn from the seed."""
-    seeds = cfg.seeds if cfg.num_samples is None else range(cfg.num_samples)
+    if cfg.seeds and cfg.num_samples:
+        raise UserError(f"seeds= and num_samples={cfg.num_samples} both say which images: give one of them")
+    seeds = cfg.seeds or range(cfg.num_samples or 50)
     if cfg.classes is None:
         return {seed: class_of_seed(seed, num_classes) for seed in seeds}
     if max(cfg.classes) >= num_classes:

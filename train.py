@@ -165,7 +165,7 @@ def describe(trainer: Trainer, run: RunFolder) -> None:
     if trainer.step < cfg.train.num_steps:
         log.info("train  steps %d to %d, %s", trainer.step, cfg.train.num_steps, ", ".join(how))
     else:
-        log.info("this run is complete at step %d; raise train.num_steps=%d to go on", trainer.step, cfg.train.num_steps)
+        log.info("this run is complete at step %d: train.num_steps=%d", trainer.step, cfg.train.num_steps)
 
 
 def main_named(cfg: schema.TrainConfig) -> None:

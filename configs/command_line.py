@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import NoReturn
 
@@ -40,6 +41,7 @@ def _backbone(size: str, _root_: DictConfig) -> str:
 
 
 OmegaConf.register_new_resolver("backbone", _backbone, replace=True)
+OmegaConf.register_new_resolver("name_of", lambda path: Path(path).name if path else "custom", replace=True)
 OmegaConf.register_new_resolver("repository", lambda path: str(REPOSITORY / path), replace=True)
 
 
@@ -109,7 +111,7 @@ def explain(error: HydraException, config_name: str) -> str:
     text = " ".join(str(error).partition("Config search path")[0].split())
     if unknown := re.search(r"Could not override '([^']+)'", text):
         known = flatten(OmegaConf.to_container(experiments.compose_overrides([], config_name)))
-        return f"{unknown[1]} is not a key{nearest(unknown[1], known)}"
+        return f"{unknown[1]} is not a key{nearest(unknown[1], [*known, *(key.partition('.')[0] for key in known)])}"
     return text
 
 

@@ -2,7 +2,6 @@
 
 A row holds what the paper (TREAD, arXiv 2501.04765) reports, and the overrides that train it, as one would type them. `--cfg
 job` prints the whole configuration of a row.
-
 To add a row: yield it from the function of its table, or write a function and add it to TABLES.
 """
 
@@ -224,10 +223,7 @@ def lightning() -> Iterator[Row]:
     """80,000 steps of 1,024 images on VA-VAE's latents. The code of the routed row, published by an author of TREAD
     (stefan-baumann/LightningDiT_TREAD), has the default route and no block in float32 after it."""
     about = ("LightningDiT", "TREAD, LightningDiT rows")
-    differs = (
-        "the paper does not say how these rows are sampled; LightningDiT's own sampler is taken, without guidance: Euler "
-        "through 250 points, timestep shift 0.3"
-    )
+    differs = "the paper does not say how these rows are sampled; here by LightningDiT's sampler (Euler, shift 0.3), unguided"
     dense, routed = {"model": "lightningdit"}, {"model": "lightningdit_tread", "model.fp32_after_route": False}
     yield Row("lightning/xl1", *about, LIGHTNING | dense, {"fid": 5.14}, differs)
     yield Row("lightning/xl1_tread", *about, LIGHTNING | routed, {"fid": 3.71}, differs, "lightning/xl1")

@@ -271,7 +271,7 @@ class _SampleConfig(_Sampling):
     checkpoint: Checkpoint
     weights: Weights
     num_samples: Count | None
-    seeds: Numbers
+    seeds: Numbers | None
     classes: Numbers | None
     guidance: Guidance
     cfg_scale: Number | None

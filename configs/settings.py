@@ -76,14 +76,16 @@ def _explain(error: dict, key: str, known: Iterable[str]) -> str:
         return f" is not a key{nearest(key, known)}"
     if error["type"] == "value_error":  # raised by a function of ours
         return f": {error['ctx']['error']}"
-    return f"={error['input']!r:.100}: {error['msg']}"
+    return " is not set" if error["input"] is None else f"={error['input']!r:.100}: {error['msg']}"
 
 
 def nearest(key: str, known: Iterable[str]) -> str:
     """`; nearest: train.lr`: known keys that look alike, or whose last parts do, else those of the same group if it has few."""
     parts, (group, _, name) = {other: other.rpartition(".") for other in known if other != key}, key.rpartition(".")
     alike = difflib.get_close_matches(name, {part[2] for part in parts.values()}, n=3, cutoff=0.75)
-    near = difflib.get_close_matches(key, parts, n=3, cutoff=0.75) or [other for other in parts if parts[other][2] in alike]
+    lowered = {other.lower(): other for other in parts}
+    near = [lowered[found] for found in difflib.get_close_matches(key.lower(), lowered, n=3, cutoff=0.75)]
+    near = near or [other for other in parts if parts[other][2] in alike]
     same = [other for other in parts if parts[other][0] == group]
     near = near or (same if group or len(same) == len(parts) else [])  # top-level keys are no group
     return f"; nearest: {', '.join(near)}" if 0 < len(near) <= 20 else ""

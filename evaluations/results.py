@@ -37,10 +37,11 @@ class Results:
 
     Args:
         conditions: what all points share: the number of samples, the detector, the reference and so on.
+        about: what tables show of the conditions.
     """
 
-    def __init__(self, folder: Path, conditions: dict):
-        self.folder, self.conditions, self.file = folder, conditions, folder / "results.jsonl"
+    def __init__(self, folder: Path, conditions: dict, about: dict | None = None):
+        self.folder, self.conditions, self.about, self.file = folder, conditions, about or {}, folder / "results.jsonl"
         self.lines = [line for line in read_lines(self.file) if "shown" in line and "metrics" in line]
 
     def _key(self, point: Point) -> dict:
@@ -52,7 +53,7 @@ class Results:
         return next((line for line in self.lines if line["point"] == key), None)
 
     def add(self, point: Point, metrics: dict[str, float], cost: dict[str, float]) -> None:
-        line = {"point": self._key(point), "shown": point.shown, "metrics": metrics, "cost": cost}
+        line = {"point": self._key(point), "shown": point.shown, "about": self.about, "metrics": metrics, "cost": cost}
         append_line(self.file, line)
         self.lines.append(line)
 
@@ -73,8 +74,7 @@ class Results:
         for line in self.lines:
             alike = [other["metrics"].get(plotted, math.inf) for other in self.lines if conditions(other) == conditions(line)]
             is_best = len(alike) > 1 and line["metrics"].get(plotted) == min(alike)
-            about = {"num_samples": line["point"]["num_samples"], "best": "*" if is_best else ""}
-            measured.append(about | line["metrics"] | line["cost"])
+            measured.append(line["about"] | {"best": "*" if is_best else ""} | line["metrics"] | line["cost"])
         names = list(dict.fromkeys(name for row in shown + measured for name in row))
         rows = [one | other for one, other in zip(shown, measured)]
         text = io.StringIO()

@@ -59,8 +59,9 @@ def open_reference(path: str | None, key: str, detectors: Sequence[str], resolut
         UserError: it cannot be used, or holds neither images nor statistics of a detector.
     """
     if path is None or not Path(path).exists():
+        problem = "is not set" if path is None else f"{path} does not exist"
         raise UserError(
-            f"{key}={path} does not exist; give a folder of images or a reference batch (ADM's are at "
+            f"{key}: {problem}; give a folder of images or a reference batch (ADM's are at "
             "https://github.com/openai/guided-diffusion/tree/main/evaluations, `prepare_latents.py reference` makes one)"
         )
     images = open_images(path, crop=resolution if Path(path).is_dir() else None)

@@ -20,6 +20,7 @@ from training import machine
 def test_a_users_error_is_one_line_and_exit_code_1_and_nothing_is_written(tmp_path):
     for arguments, words in (
         (["train.py", "train.lrr=1"], "error: train.lrr is not a key; nearest: train.lr"),
+        (["train.py", "mdel=tread"], "error: mdel is not a key; nearest: model"),
         (["train.py", "model=vit"], "dit lightningdit lightningdit_tread tread"),
         (["train.py", "experiment=table2/dit_b2_treat"], "nearest: table2/dit_b2_tread"),
         (["sample.py", "checkpoint=nowhere"], "error: checkpoint"),

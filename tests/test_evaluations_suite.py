@@ -167,5 +167,5 @@ def test_stored_statistics_are_of_their_detector_alone(tmp_path, npz, detector):
     assert not list(tmp_path.glob("alone.npz.*"))
     with pytest.raises(UserError, match=r"reference=.*alone.npz holds no images and no statistics of the digits detector"):
         load(tmp_path / "alone.npz", detector)
-    with pytest.raises(UserError, match="evaluation.reference=None does not exist"):
+    with pytest.raises(UserError, match="evaluation.reference: is not set"):
         open_reference(None, "evaluation.reference", [])

@@ -93,6 +93,7 @@ def test_fid_gives_the_figures_of_training_and_sweeps_keep_what_is_done(edm, fid
     swept = [(row["run"], row["step"], row["cfg_scale"]) for row in rows]
     assert swept == [("run", "2", "1.5"), ("run", "4", "1.5"), ("run", "2", "1.0"), ("run", "4", "1.0")]  # as they were finished
     best = min(rows, key=lambda row: float(row["fd_digits"]))
+    assert {(row["reference"], row["detector"]) for row in rows} == {("digits_reference.npz", "digits")}
     assert [row["best"] for row in rows] == ["*" if row is best else "" for row in rows]
     fid("out", f"checkpoint={edm}", "num_samples=35")  # another number of samples does not compete
     assert len((tmp_path / "out" / "results.csv").read_text().splitlines()) == 6

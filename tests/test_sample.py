@@ -207,7 +207,8 @@ def test_a_checkpoint_folder_alone_is_enough(runs, sample, tmp_path):
         (["classes=[3,10]"], "class 10 .*0 to 9"),
         (["seeds=5-"], "seeds: '5-'"),
         (["weights=best"], "weights='best'"),
-        (["checkpoint=null"], "checkpoint=None"),
+        (["checkpoint=null"], "checkpoint is not set"),
+        (["seeds=0-3", "num_samples=4"], "seeds= and num_samples=4"),
         (["checkpoint=nowhere"], "checkpoint"),
     ],
 )

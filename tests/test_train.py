@@ -288,7 +288,7 @@ def test_the_length_of_a_run_on_own_data_follows_from_the_number_of_images(num_i
     own = ["data=custom", "train.num_steps=50", "train.ema_decay=0.5", "evaluation.reference=x", "sample.every=7"]
     cfg = build.fill_in_lengths(checked(own), num_images)
     assert (cfg.train.num_steps, cfg.train.ema_decay) == (50, 0.5)
-    assert (cfg.sample.every, cfg.checkpoint.every, cfg.eval.every) == (7, 2, 4)
+    assert (cfg.sample.every, cfg.checkpoint.every, cfg.eval.every) == (7, 50, 100)
     untouched = checked(TINY)
     assert build.fill_in_lengths(untouched, num_images) == untouched
 

@@ -327,6 +327,11 @@ def test_a_safetensors_file_that_was_cut_off_is_refused(tmp_path):
         importing.import_weights(str(tmp_path / "cut.safetensors"), "dit", str(tmp_path / "run"))
 
 
+def test_pixels_are_not_taken_for_latents_of_an_sd_vae(import_file):
+    with pytest.raises(UserError, match="autoencoder= is missing: .*latents of 1 channels, SD-VAE's have 4"):
+        import_file(dit_weights(), "repa")
+
+
 def test_the_scale_of_an_unknown_autoencoder_is_asked_for(import_file):
     with pytest.raises(UserError, match="scale_factor= and resolution= missing: autoencoder=sd-vae:somebody/vae"):
         import_file(dit_weights(), "repa", autoencoder="sd-vae:somebody/vae")

@@ -41,7 +41,7 @@ def open_data(cfg: schema.TrainConfig) -> tuple[schema.TrainConfig, LatentDatase
 def fill_in_lengths(cfg: schema.TrainConfig, num_images: int) -> schema.TrainConfig:
     """The configuration with what it leaves to the number of images, by the rule in configs/data/custom.yaml."""
     num_steps = cfg.train.num_steps or min(max(2000 * num_images, 2_560_000), 102_400_000) // cfg.train.batch_size
-    every = max(num_steps // 20, 1)
+    every = max(num_steps // 20, min(num_steps, 500))
     rule = {
         "train": {"num_steps": num_steps, "ema_decay": round(min(max(1 - 10 / num_steps, 0.9), 0.9999), 6)},
         "checkpoint": {"every": every},

@@ -71,8 +71,9 @@ def find_initial(run: RunFolder, init_from: str | None, resume: str) -> Path | N
     """The verified checkpoint that `init_from=` names; None without that key, and for a run with checkpoints of its own."""
 
     def decide() -> Path | None:
-        if checkpoints.list_steps(run.checkpoints) or resume not in ("auto", "never"):
+        if checkpoints.list_steps(run.checkpoints):
             log.info("init_from=%s is not read again: the run goes on from a checkpoint of its own", init_from)
+        if checkpoints.list_steps(run.checkpoints) or resume not in ("auto", "never"):
             return None
         return checkpoints.find_checkpoint(Path(init_from), "init_from")
 

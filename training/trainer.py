@@ -182,7 +182,7 @@ class Trainer:
             UserError: of a hook; a step or a batch of samples does not fit into the memory of the device.
         """
         batches, num_steps = self.batches(), self.cfg.train.num_steps
-        is_silent = self.step == num_steps or not self.accelerator.is_main_process
+        is_silent = self.step >= num_steps or not self.accelerator.is_main_process
         self.bar = progress_bar(total=num_steps, initial=self.step, unit="step", disable=is_silent, mininterval=0.5)
         is_complete = False
         with contextlib.closing(StopSignal()) as self.stop, self.bar, contextlib.ExitStack() as stack:

@@ -35,6 +35,9 @@ LOG_FROM = 8  # ratio of the largest to the smallest value from which the vertic
 
 
 def main(arguments: Sequence[str]) -> None:
+    if cli.HELP & {*arguments}:
+        sys.stdout.write(__doc__)
+        return
     folders = [Path(argument) for argument in arguments if not argument.startswith("output=")]
     outputs = [Path(argument.removeprefix("output=")) for argument in arguments if argument.startswith("output=")]
     if wrong := [one for one in folders if not one.is_dir()] + [one for one in outputs if one.suffix != ".html"]:

@@ -78,6 +78,8 @@ def import_weights(
     data = sizes["data"]
     if sizes["model"]["learn_sigma"] and kind not in ("dit", "sit"):
         raise UserError(f"{file} has twice as many channels out as in, which only kind=dit and kind=sit publish, not kind={kind}")
+    if autoencoder is None and kind != "lightningdit" and data["in_channels"] != 4:
+        raise UserError(f"autoencoder= is missing: {file} is for latents of {data['in_channels']} channels, SD-VAE's have 4")
     data |= fill_in_latents(kind, autoencoder, scale_factor, resolution, data["input_size"])
     if kind == "lightningdit" and latents_stats is None:
         raise UserError("latents_stats= is missing: give LightningDiT's latents_stats.pt, or none for channels as they are")
