@@ -9,7 +9,6 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from pkgutil import resolve_name
 from typing import NoReturn
 
@@ -41,7 +40,7 @@ def _backbone(size: str, _root_: DictConfig) -> str:
 
 
 OmegaConf.register_new_resolver("backbone", _backbone, replace=True)
-OmegaConf.register_new_resolver("name_of", lambda path: Path(path).name if path else "custom", replace=True)
+OmegaConf.register_new_resolver("name_of", lambda path: os.path.basename(os.path.abspath(path or "custom")), replace=True)
 OmegaConf.register_new_resolver("repository", lambda path: str(REPOSITORY / path), replace=True)
 
 
