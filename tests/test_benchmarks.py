@@ -157,6 +157,14 @@ def test_the_parts_of_a_step_are_printed_for_a_gpu_that_is_not_here(run):
     assert float(lines[8]["model=dit"]) == pytest.approx((4 + 8) * 16 * 0.1303, rel=0.01)  # the last 4, and every 50,000 steps
 
 
+def test_a_measured_step_stands_beside_its_parts_at_the_peaks_of_the_device(run, monkeypatch):
+    monkeypatch.setattr(rows, "published_peaks", lambda device: (1e12, 1e12))  # as if this CPU were in the table
+    text, _ = run("step", "rounds=1", "steps=1", "warmup=0", *SMALL)
+    lines = [line for line in text.splitlines() if line.startswith("| GPU hours of the run")]
+    milliseconds = float(next(line for line in text.splitlines() if line.startswith("| sum")).split("|")[2])
+    assert float(lines[0].split("|")[2]) == pytest.approx(milliseconds * 400_000 / 3.6e6, rel=0.01)
+
+
 def test_batches_samples_and_metrics_are_timed(run):
     _, batches = run("loader", "variants=[data.num_workers=0, data.num_workers=2]", "rounds=1", "steps=2", *SMALL)
     assert len(batches) == 2 and all(float(row["images/s"]) > 0 for row in batches)

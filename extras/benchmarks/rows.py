@@ -33,8 +33,6 @@ from training.ema import EMA
 from training.sharding import processes_per_node
 from training.trainer import Trainer
 
-ENDLESS = f"train.num_steps={10**9}"
-
 
 def compose_config(overrides: Sequence[str], folder: Path) -> schema.TrainConfig:
     """The configuration of train.py with these arguments, without looks at samples; data=imagenet256 unless they say otherwise.
@@ -73,8 +71,9 @@ def open_accelerator(cfg: schema.TrainConfig) -> Accelerator:
 
 
 def open_trainer(accelerator: Accelerator, cfg: schema.TrainConfig) -> Trainer:
-    """A trainer as train.py makes it, without hooks."""
+    """A trainer as train.py makes it, without hooks and without an end."""
     cfg, dataset = build.open_data(cfg)
+    cfg = cfg.model_copy(update={"train": cfg.train.model_copy(update={"num_steps": 10**9})})
     set_seed(cfg.seed)
     speed.check_machine(cfg.train, accelerator.device)
     net, alignment = build.build_network(cfg), build.build_alignment(cfg, dataset, accelerator)
@@ -127,15 +126,15 @@ def compare(
 ) -> list[dict[str, object]]:
     """Measure and report a row for each variant, which is arguments of train.py separated by spaces; `overrides` hold for all."""
     with TemporaryDirectory() as folder:
-        cfgs = {variant: compose_config([*overrides, *shlex.split(variant), ENDLESS], Path(folder)) for variant in variants}
+        cfgs = {variant: compose_config([*overrides, *shlex.split(variant)], Path(folder)) for variant in variants}
         if len({(cfg.train.precision, cfg.train.tf32, cfg.train.cpu_threads) for cfg in cfgs.values()}) > 1:
             raise UserError("variants: train.precision, tf32 and cpu_threads are of the process; measure their values apart")
         accelerator = open_accelerator(cfgs[variants[0]])
         openers = {variant or "as given": partial(OPENERS[what], accelerator, cfg) for variant, cfg in cfgs.items()}
         records = measure(openers, accelerator.device, rounds, steps, warmup)
-    report(what.capitalize(), accelerator, records)
-    if what == "step" and accelerator.is_main_process and (peaks := published_peaks(accelerator.device)):
-        sys.stdout.write(f"\n{table_of_parts(cfgs, peaks, accelerator.num_processes)}")
+        report(what.capitalize(), accelerator, records)
+        if what == "step" and accelerator.is_main_process and (peaks := published_peaks(accelerator.device)):
+            sys.stdout.write(f"\n{table_of_parts(cfgs, peaks, accelerator.num_processes)}")
     leave()
     return records
 

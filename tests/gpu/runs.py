@@ -9,7 +9,7 @@ import torch
 from conftest import forget_accelerate
 from safetensors.torch import save_file
 
-from extras.benchmarks.rows import ENDLESS, compose_config, open_accelerator, open_trainer
+from extras.benchmarks.rows import compose_config, open_accelerator, open_trainer
 from latents.prepare.images import to_jpeg
 from latents.shards import ShardInfo, pack_images, write_shard
 from training import speed
@@ -35,7 +35,7 @@ def trainer_for(device, size, folder, *overrides):
     own = ["train.precision=bf16", "train.cpu_threads=1", f"train.batch_size={size.batch_size}", "data.num_workers=0"]
     if not any(override.startswith("model=") for override in overrides):
         own += ["model=tread", f"model.backbone=DiT-{size.backbone}"]
-    cfg = compose_config([size.data, *own, *overrides, ENDLESS], folder)
+    cfg = compose_config([size.data, *own, *overrides], folder)
     return open_trainer(open_accelerator(cfg), cfg)
 
 
