@@ -32,7 +32,7 @@ from common.progress import progress_bar
 from configs import schema
 from evaluations.images import DECODE_ERRORS, write_npz
 from sampling.processes import check_shared, leave, on_main, wait_for_all
-from sampling.sampler import ImageSampler, class_of_seed, labelled_grid, sampler_with
+from sampling.sampler import ImageSampler, class_of_seed, fits_into_memory, labelled_grid, sampler_with
 from training import checkpoint as checkpoints
 from training import load, machine
 from training.resume import find_checkpoint_together
@@ -131,7 +131,8 @@ def make_images(
             Image.fromarray(image).save(f, format="PNG")
 
     seeds, writing = list(labels), iter(())
-    with progress_bar(total=len(seeds), unit="image", disable=not show_progress) as bar, ThreadPoolExecutor() as threads:
+    bar = progress_bar(total=len(seeds), unit="image", disable=not show_progress)
+    with bar, ThreadPoolExecutor() as threads, fits_into_memory(batch_size):
         for start in range(0, len(seeds), batch_size):
             batch = seeds[start : start + batch_size]
             images = sampler(batch, [labels[seed] for seed in batch])

@@ -55,20 +55,13 @@ class ImageSampler:
     flops_per_image: float = field(default=0.0, init=False)
     _largest_batch: int = field(default=0, init=False)
 
+    @torch.no_grad()
     def __call__(self, seeds: list[int], labels: list[int]) -> np.ndarray:
         """uint8 [B, H, W, 3]; image i depends on seeds[i] and labels[i] alone.
 
         Args:
             labels: one per seed, 0 to num_classes, which is the null class.
-
-        Raises:
-            UserError: they do not fit into the memory of the device, or are not finite.
         """
-        with fits_into_memory(len(seeds)):
-            return self._sample(seeds, labels)
-
-    @torch.no_grad()
-    def _sample(self, seeds: list[int], labels: list[int]) -> np.ndarray:
         data, num_images = self.data, len(seeds)
         if self.is_compiled:
             self._largest_batch = max(self._largest_batch, num_images)

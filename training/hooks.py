@@ -17,7 +17,7 @@ from common.progress import progress_bar
 from evaluations.suite import display_name, format_metrics
 from sampling.evaluator import Evaluator, until_stopped
 from sampling.processes import gather_on_main, on_main
-from sampling.sampler import ImageSampler, labelled_grid
+from sampling.sampler import ImageSampler, fits_into_memory, labelled_grid
 from training import checkpoint as checkpoints
 from training.run import RunFolder
 from training.trainer import NEVER, Hook, Trainer
@@ -94,7 +94,7 @@ class Grids(Hook):
         length = -(-num_samples // accelerator.num_processes)  # equal shares can be gathered; the last repeat an image
         start = accelerator.process_index * length
         seeds = [min(seed, num_samples - 1) for seed in range(start, start + length)]
-        with trainer.ema.full_weights():
+        with trainer.ema.full_weights(), fits_into_memory(size):
             parts = [seeds[i : i + size] for i in range(0, length, size)]
             bar = progress_bar(parts, desc="grid", unit="batch", leave=False, disable=not is_main)
             batches = until_stopped(bar, trainer.stop.requested_now)

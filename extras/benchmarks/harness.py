@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
-from common.errors import UserError
 from evaluations.results import markdown_table
 from extras.benchmarks.roofline import peaks_of
 from training.provenance import describe_start
@@ -98,9 +97,7 @@ def measure(
         if "problem" not in records[name]:
             try:
                 action(name)
-            except (torch.OutOfMemoryError, UserError) as e:
-                if not isinstance(e.__cause__ or e, torch.OutOfMemoryError):
-                    raise
+            except torch.OutOfMemoryError:
                 records[name]["problem"] = "out of memory"
             if "problem" in records[name]:  # here the error has let go of its tensors
                 rows.pop(name, None)
