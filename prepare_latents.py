@@ -183,15 +183,14 @@ def inspect(
     if is_drawn:
         device = machine.start_accelerator(cpu_threads).device
         decoder = autoencoders.build(autoencoder, device, dataset.channels)
+        originals = None if images is None else fetch_originals(dataset, images)
     found = inspect_latents(dataset, sigma_data)
     for line in found.lines:
         log.info("%s", line)
     if is_drawn:
         latents, labels = fetch_spread(dataset)
-        decoded, num_columns, originals = list(autoencoders.to_uint8(decoder.decode(latents.to(device)).cpu()).numpy()), 4, None
-        if images is not None:
-            originals = fetch_originals(dataset, images)
-        elif dataset.stores_images:
+        decoded, num_columns = list(autoencoders.to_uint8(decoder.decode(latents.to(device)).cpu()).numpy()), 4
+        if originals is None and dataset.stores_images:
             with contextlib.suppress(UserError):  # an image that cannot be read is among the problems
                 originals = fetch_images(dataset)
         if originals is not None:  # beside what their latents decode to
