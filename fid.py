@@ -5,9 +5,10 @@
     python fid.py checkpoints=runs/x num_samples=5000 guidance=cfg cfg_scale=[1.0,1.25,1.5]     # a sweep
     python fid.py images=samples.npz reference=VIRTUAL_imagenet256_labeled.npz
 
-A list of checkpoints, weights, cfg_scale, num_steps, S_churn, solver or of a setting of the guidance (guidance.w=[1.2,1.5]) makes
-a sweep over all combinations: a table (CSV and Markdown) and a plot. Finished points are kept in results.jsonl; the same command
-again computes those that are missing.
+A list of checkpoints, weights, cfg_scale, ema_length, num_steps, S_churn, solver or of a setting of the guidance
+(guidance.w=[1.2,1.5]) makes a sweep over all combinations: a table (CSV and Markdown) with standard errors, and a plot.
+search=[cfg_scale:1:3] looks for the best value instead. Finished points are kept in results.jsonl; the same command again
+computes those that are missing.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from configs import command_line
 if __name__ == "__main__":  # before torch, whose import takes seconds that --help and a wrong key need not wait for
     command_line.run("fid:main", "fid", "configs.schema:FidConfig", __doc__)
 
-import gc
 import itertools
 import logging
 import sys
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -32,13 +33,13 @@ from common.errors import UserError
 from common.files import lock_file
 from configs import schema
 from configs.settings import as_list
-from evaluations.images import open_images
+from evaluations.images import ImageSet, open_images
 from evaluations.results import Point, Results, in_words
 from evaluations.suite import format_metrics, metrics_of
 from latents import autoencoders
 from sampling.evaluator import Evaluator, build_detectors, open_reference
 from sampling.processes import check_shared, leave, on_main
-from sampling.sampler import ImageSampler, sampler_with
+from sampling.sampler import ImageSampler, labels_of, sampler_with
 from training import checkpoint as checkpoints
 from training import load, machine
 from training.speed import check_compile
@@ -48,13 +49,13 @@ log = logging.getLogger("fid")
 # The settings of the sampler that a sweep can go over, if the checkpoint's diffusion has them.
 SWEPT_OF_SAMPLER = ("num_steps", "S_churn", "solver")
 PAPER_NUM_SAMPLES = 50_000
+NUM_GROUPS = 10  # of samples, for standard errors
 
 
 def main(cfg: schema.FidConfig) -> None:
     given = [key for key in ("checkpoint", "checkpoints", "images") if getattr(cfg, key) is not None]
     if len(given) != 1:
         raise UserError(f"give one of checkpoint=, checkpoints= and images=, not {' and '.join(given) or 'none of them'}")
-    guidances = [load.with_scale(guidance, scale) for guidance in cfg.guidance for scale in as_list(cfg.cfg_scale)]
     accelerator = machine.start_accelerator(cfg.cpu_threads, tf32=cfg.tf32)
     check_compile("compile", cfg.compile, accelerator.device)
     # One process chooses: while a run trains, another could find a newer checkpoint.
@@ -69,47 +70,131 @@ def main(cfg: schema.FidConfig) -> None:
     num_samples = cfg.num_samples or (PAPER_NUM_SAMPLES if images is None else len(images))
     if images and num_samples > len(images):
         raise UserError(f"num_samples={num_samples}, but {cfg.images} holds {len(images)} images; make more or lower it")
+    output = Path(cfg.output) if cfg.output else default_folder(cfg, folders)
+    judge = Judge(cfg, accelerator, runs, images, reference, output)
     if images:
         points = [(Point({"images": cfg.images}, images.fingerprint(), {"images": Path(cfg.images).name}), None)]
     else:
-        points = sweep(cfg, runs, guidances, accelerator)
+        points = judge.sweep(cfg) if not cfg.search else []
+    metric, axes = metrics_of(cfg.evaluation.all_detectors[0])[0].name, []
+    if cfg.search:
+        from extras import search  # the registry's line
 
-    conditions = {
-        "num_samples": num_samples,
-        "autoencoder": cfg.autoencoder,
-        "detector": "+".join(cfg.evaluation.all_detectors),
-        "detector_weights": cfg.evaluation.weights,
-        "dinov2_weights": cfg.evaluation.dinov2_weights,
-        "detector_precision": cfg.evaluation.precision,
-        "reference": reference.fingerprint(),
-    }
-    output = Path(cfg.output) if cfg.output else default_folder(cfg, folders)
+        axes = search.open_axes(judge)
     lock = lock_file(output / ".lock", "evaluating into", "output") if accelerator.is_main_process else None
-    about = {"reference": Path(cfg.reference).name, **{key: conditions[key] for key in ("detector", "num_samples")}}
-    results = Results(output, conditions, about)
-    missing = on_main(lambda: [i for i, (point, _) in enumerate(points) if not results.find(point)])
-    log.info("%d of %d evaluations to do, in %s", len(missing), len(points), output)
-    if missing:
-        for run_cfg in runs.values():  # before a detector and a reference that take minutes
-            autoencoders.find(cfg.autoencoder or run_cfg.data.autoencoder)
-        evaluator = Evaluator(accelerator, build_detectors(cfg.evaluation, accelerator), reference, cfg.batch_size)
-    for number, (point, load_sampler) in enumerate((points[i] for i in missing), start=1):
-        cost = {}
-        if images:
-            metrics = evaluator.of_images(images, num_samples)
-        else:
-            sampler = load_sampler()
-            metrics = evaluator.of_samples(sampler, num_samples, name=f"point {number} of {len(missing)}")
-            cost = {"network_evaluations": sampler.evaluations_per_image, "gflops_per_image": sampler.flops_per_image / 1e9}
-            del sampler
-            gc.collect()  # a compiled network is a cycle: Python would keep it on the device beside the next ones
-        if accelerator.is_main_process:
-            results.add(point, metrics, cost)
-            log.info("%s: %s", in_words(point.shown), format_metrics(metrics))
+    if axes:
+        points, num_samples = search.search(judge, axes, metric, num_samples)
+    results = judge(points, num_samples)
     if accelerator.is_main_process:
-        sys.stdout.write(results.write([point for point, _ in points], metrics_of(cfg.evaluation.all_detectors[0])[0].name))
+        sys.stdout.write(results.write([point for point, _ in points], metric, [axis.name for axis in axes]))
         lock.close()
     leave()
+
+
+@dataclass
+class Judge:
+    """Evaluates points. They share detectors, features of the reference and networks."""
+
+    cfg: schema.FidConfig
+    accelerator: Accelerator
+    runs: dict[Path, schema.TrainConfig]
+    images: ImageSet | None
+    reference: ImageSet
+    output: Path
+    _seconds: dict = field(default_factory=dict)  # checkpoints of autoguidance: to verify one reads the whole file
+
+    @cached_property
+    def evaluator(self) -> Evaluator:
+        for run_cfg in self.runs.values():  # before a detector and a reference that take minutes
+            autoencoders.find(self.cfg.autoencoder or run_cfg.data.autoencoder)
+        detectors = build_detectors(self.cfg.evaluation, self.accelerator)
+        return Evaluator(self.accelerator, detectors, self.reference, self.cfg.batch_size, NUM_GROUPS)
+
+    def results(self, num_samples: int) -> Results:
+        """The finished points of this number of samples."""
+        conditions = {"num_samples": num_samples, "first_seed": self.cfg.first_seed, **self.same_for_all()}
+        about = {key: conditions[key] for key in ("detector", "num_samples", "first_seed", "labels")}
+        conditions["reference"] = self.reference.fingerprint()
+        return Results(self.output, conditions, {"reference": Path(self.cfg.reference).name, **about})
+
+    def same_for_all(self) -> dict:
+        """What features depend on, beside their point and their seed."""
+        cfg, detectors = self.cfg, self.cfg.evaluation
+        return {
+            "autoencoder": cfg.autoencoder,
+            "labels": cfg.labels,
+            "detector": "+".join(detectors.all_detectors),
+            "detector_weights": detectors.weights,
+            "dinov2_weights": detectors.dinov2_weights,
+            "detector_precision": detectors.precision,
+        }
+
+    def __call__(self, points: Sequence[tuple[Point, Callable | None]], num_samples: int) -> Results:
+        """Evaluate those points that are not finished."""
+        results = self.results(num_samples)
+        missing = on_main(lambda: [i for i, (point, _) in enumerate(points) if not results.find(point)])
+        log.info("%d of %d evaluations to do, in %s", len(missing), len(points), self.output)
+        for number, (point, load_sampler) in enumerate((points[i] for i in missing), start=1):
+            if self.images:
+                found = self.evaluator.of_images(self.images, num_samples)
+            else:
+                num_classes = self.runs[Path(point.settings["checkpoint"])].data.num_classes
+                seeds = range(self.cfg.first_seed, self.cfg.first_seed + num_samples)
+                labels, name = labels_of(seeds, num_classes, self.cfg.labels), f"point {number} of {len(missing)}"
+                if self.cfg.keep_features:
+                    from extras import kept_features  # the registry's line
+
+                    kept = self.output / "features", [point.settings, point.content, self.same_for_all()]
+                    found = kept_features.evaluate_samples(self.evaluator, load_sampler, labels, name, *kept)
+                else:
+                    sampler = load_sampler()
+                    features = self.evaluator.features_of_samples(sampler, labels, name=name)
+                    found = self.evaluator.evaluate(features, list(labels.values()), sampler.cost)
+            if self.accelerator.is_main_process:
+                results.add(point, found.metrics, found.jackknife, found.cost)
+                log.info("%s: %s", in_words(point.shown), format_metrics(found.metrics))
+        return results
+
+    def sweep(self, cfg: schema.FidConfig) -> list[tuple[Point, Callable[[], ImageSampler]]]:
+        """The points: all combinations of what `cfg` lists, each checked against its checkpoint.
+
+        Returns:
+            Each point, and what loads its sampler.
+
+        Raises:
+            UserError: a setting that the checkpoint's diffusion does not have, or a guidance that it cannot have.
+        """
+        points = []
+        choices = schema.combinations({key: getattr(cfg, key) for key in SWEPT_OF_SAMPLER})
+        guidances = [load.with_scale(guidance, scale) for guidance in cfg.guidance for scale in as_list(cfg.cfg_scale)]
+        for folder, run_cfg in self.runs.items():
+            for weights, ema_length, guidance, overrides in itertools.product(
+                as_list(cfg.weights), as_list(cfg.ema_length), guidances, choices
+            ):
+                if guidance.name == "autoguidance":
+                    key = folder, guidance.checkpoint
+                    if key not in self._seconds:
+                        self._seconds[key] = load.find_second_checkpoint(guidance, run_cfg).checkpoint
+                    guidance = guidance.model_copy(update={"checkpoint": self._seconds[key]})
+                diffusion = sampler_with(run_cfg.diffusion, **overrides)
+                load.check_guidance(guidance, run_cfg, diffusion)
+                sampler = {key: getattr(diffusion.sampler, key) for key in SWEPT_OF_SAMPLER if hasattr(diffusion.sampler, key)}
+                settings = {"weights": weights, **guidance_settings(guidance), **sampler}
+                content = checkpoints.identity(folder)
+                if ema_length is not None:
+                    from extras import posthoc_ema  # the registry's line
+
+                    settings["ema_length"] = ema_length
+                    content += posthoc_ema.check(folder, weights, ema_length)
+                if guidance.name == "autoguidance":
+                    content += checkpoints.identity(Path(guidance.checkpoint))
+                run = checkpoints.run_of(folder) or folder.resolve().parent
+                shown = {"run": run.name, "step": checkpoints.step_of(folder), **settings}
+                precision = cfg.precision or run_cfg.eval.precision
+                options = {"weights": weights, "ema_length": ema_length, "diffusion": diffusion, "precision": precision}
+                loader = partial(load.load_sampler, folder, run_cfg, guidance, self.accelerator.device, command=cfg, **options)
+                points.append((Point({"checkpoint": str(folder), **settings, "precision": precision}, content, shown), loader))
+        return points
 
 
 def find_checkpoints(cfg: schema.FidConfig) -> list[Path]:
@@ -132,42 +217,6 @@ def with_settings_of_run(cfg: schema.FidConfig, run_cfg: schema.TrainConfig | No
     given = {key: getattr(own, key) or stored.get(key) for key in ("detector", "weights", "dinov2_weights")}
     evaluation = own.model_copy(update=given)
     return cfg.model_copy(update={"evaluation": evaluation, "reference": cfg.reference or stored.get("reference")})
-
-
-def sweep(
-    cfg: schema.FidConfig, runs: dict[Path, schema.TrainConfig], guidances: list[schema.Guidance], accelerator: Accelerator
-) -> list[tuple[Point, Callable[[], ImageSampler]]]:
-    """The points: all combinations of what the command lists, each checked against its checkpoint.
-
-    Returns:
-        Each point, and what loads its sampler.
-
-    Raises:
-        UserError: a setting that the checkpoint's diffusion does not have, or a guidance that it cannot have.
-    """
-    points = []
-    choices = schema.combinations({key: getattr(cfg, key) for key in SWEPT_OF_SAMPLER})
-    for folder, run_cfg in runs.items():
-        found = {}  # each second checkpoint once: to verify it reads the whole file
-        for weights, guidance, overrides in itertools.product(as_list(cfg.weights), guidances, choices):
-            if guidance.name == "autoguidance":
-                if guidance.checkpoint not in found:
-                    found[guidance.checkpoint] = load.find_second_checkpoint(guidance, run_cfg).checkpoint
-                guidance = guidance.model_copy(update={"checkpoint": found[guidance.checkpoint]})
-            diffusion = sampler_with(run_cfg.diffusion, **overrides)
-            load.check_guidance(guidance, run_cfg, diffusion)
-            sampler = {key: getattr(diffusion.sampler, key) for key in SWEPT_OF_SAMPLER if hasattr(diffusion.sampler, key)}
-            settings = {"weights": weights, **guidance_settings(guidance), **sampler}
-            content = checkpoints.identity(folder)
-            if guidance.name == "autoguidance":
-                content += checkpoints.identity(Path(guidance.checkpoint))
-            run = checkpoints.run_of(folder) or folder.resolve().parent
-            shown = {"run": run.name, "step": checkpoints.step_of(folder), **settings}
-            precision = cfg.precision or run_cfg.eval.precision
-            options = {"weights": weights, "diffusion": diffusion, "precision": precision, "command": cfg}
-            loader = partial(load.load_sampler, folder, run_cfg, guidance, accelerator.device, **options)
-            points.append((Point({"checkpoint": str(folder), **settings, "precision": precision}, content, shown), loader))
-    return points
 
 
 def guidance_settings(guidance: schema.Guidance) -> dict:

@@ -18,7 +18,7 @@ import sys
 from configs import command_line
 
 NAMES = ("encode", "convert", "inspect", "reference", "detector", "fetch")
-COMMANDS = {name: f"prepare_latents:{name}" for name in NAMES}
+COMMANDS = {name: f"prepare_latents:{name}" for name in NAMES} | {"convert": "latents.prepare.convert:convert"}
 KEYS_OF = {"encode": "latents.prepare.encode:Encoding"}
 if __name__ == "__main__":  # before torch, whose import takes seconds that --help need not wait for
     command_line.guard(lambda: command_line.run_command(COMMANDS, __doc__, sys.argv[1:], KEYS_OF))
@@ -36,26 +36,22 @@ import torch
 
 from common.errors import UserError
 from common.files import whole_file
-from common.progress import progress_bar
-from common.types import Count, Positive, Text
-from configs.schema import Autoencoder
+from common.types import Autoencoder, Count, Positive, Text
 from evaluations.classifiers import train_detector
 from evaluations.features import write_reference
-from evaluations.images import open_images
+from evaluations.images import labelled_grid, open_images
 from evaluations.inception import InceptionDetector, fetch_weights
 from evaluations.vit import DINOv2Detector, find_encoder_weights
 from latents import autoencoders
 from latents.prepare.encode import NOT_OF_THE_LATENTS, Encoding, encode_images
-from latents.prepare.formats import FORMATS, open_latents, settle_header
 from latents.prepare.images import count_classes, open_labelled_images
 from latents.prepare.inspect import fetch_images, fetch_originals, fetch_spread, inspect_latents
 from latents.prepare.pixels import PixelShards
 from latents.prepare.torchvision_sets import TORCHVISION, TorchvisionImages
-from latents.prepare.write import SHARD_SIZE, Dtype, Kind, ShardWriter
-from latents.shards import LatentDataset, ShardInfo, pack_images, shard_files
+from latents.prepare.write import ShardWriter
+from latents.shards import LatentDataset, ShardInfo, shard_files
 from latents.torch_files import read_channel_statistics
 from sampling.processes import leave
-from sampling.sampler import labelled_grid
 from training import machine
 
 log = logging.getLogger("prepare_latents")
@@ -100,58 +96,6 @@ def encode(**keys) -> None:
 
 
 encode.__signature__ = python_inspect.signature(Encoding, eval_str=True)  # its fields are the keys of the command
-
-
-def convert(
-    path: Text,
-    output: Text,
-    format: Literal[("auto", *FORMATS)] = "auto",
-    kind: Kind | None = None,
-    scale: Positive | None = None,
-    scale_factor: Positive | None = None,
-    autoencoder: Autoencoder | None = None,
-    resolution: Count | None = None,
-    num_classes: Count | None = None,
-    normalize: bool | None = None,
-    keep_images: Literal["none", "jpeg"] = "none",
-    dtype: Dtype = "float16",
-    shard_size: Count = SHARD_SIZE,
-) -> None:
-    """Rewrite the latents of another project as shards.
-
-    Args:
-        path: where they are.
-        format: auto | maskdit_lmdb | webdataset | fast_dit | repa | lightningdit.
-        kind: moments | sample, where the format does not say it (webdataset).
-        scale: what samples were multiplied by before they were stored (1, or 0.18215), where the format does not say it; shards
-            hold them without.
-        scale_factor: what the network's input is multiplied by; null: as the autoencoder has it.
-        autoencoder: sd-vae:<hub id or folder>, va-vae:<file or folder>, identity, or none where nothing decodes them; null:
-            SD-VAE, for latents of 4 channels.
-        resolution: of the images, in pixels; null: as the autoencoder has it.
-        num_classes: null: the largest label + 1.
-        normalize: true: the network sees each channel with a mean of 0 and a standard deviation of 1, measured over all
-            latents; null: so by LightningDiT's latents_stats.pt, where there is one; false: never.
-        keep_images: none | jpeg: put the images that lie beside REPA's latents into the shards, for alignment.
-        dtype: of the stored latents.
-    """
-    source = open_latents(path, format)
-    log.info("%s: %d items, %s. %s", path, len(source.labels), type(source).__name__, source.statement)
-    given = {"scale_factor": scale_factor, "resolution": resolution, "num_classes": num_classes}
-    info, scale = settle_header(source, kind, scale, autoencoder, normalize, **given)
-    log.info("%s, stored values divided by %g; `inspect` shows whether they are so", info, scale)
-    settings = {"command": "convert", "format": type(source).__name__, **asdict(info), "scale": scale}
-    settings |= {"normalize": normalize, "keep_images": keep_images}
-    read_image = source.find_images(info.resolution) if keep_images == "jpeg" else None
-    fingerprint = source.fingerprint()
-    writer = ShardWriter(output, settings, lambda start, stop: fingerprint, len(source.labels), shard_size, dtype)
-    writer.open()
-    for shard in progress_bar(writer.missing(), unit="shards"):
-        tensors = {name: latents / scale for name, latents in source.read(shard.start, shard.stop).items()}
-        if read_image is not None:
-            tensors |= pack_images([read_image(item) for item in range(shard.start, shard.stop)])
-        writer.write(shard, torch.from_numpy(source.labels[shard.start : shard.stop]), info, tensors)
-    writer.finish(normalize=bool(normalize), source=path)
 
 
 def inspect(

@@ -30,9 +30,9 @@ from common.errors import UserError
 from common.files import lock_file, whole_file, write_file
 from common.progress import progress_bar
 from configs import schema
-from evaluations.images import DECODE_ERRORS, write_npz
+from evaluations.images import DECODE_ERRORS, labelled_grid, write_npz
 from sampling.processes import check_shared, leave, on_main, wait_for_all
-from sampling.sampler import ImageSampler, class_of_seed, fits_into_memory, labelled_grid, sampler_with
+from sampling.sampler import ImageSampler, fits_into_memory, labels_of, sampler_with
 from training import checkpoint as checkpoints
 from training import load, machine
 from training.resume import find_checkpoint_together
@@ -56,12 +56,18 @@ def main(cfg: schema.SampleConfig) -> None:
     settings = {  # what an image depends on, beside its seed
         "checkpoint": checkpoints.identity(checkpoint),
         "weights": cfg.weights,
+        "ema_length": cfg.ema_length,
+        "labels": cfg.labels,
         "classes": cfg.classes,
         "autoencoder": cfg.autoencoder or run_cfg.data.autoencoder,
         "guidance": guidance.model_dump(),
         "sampler": vars(diffusion.sampler),
         "precision": cfg.precision or run_cfg.sample.precision,
     }
+    if cfg.ema_length is not None:
+        from extras import posthoc_ema  # the registry's line
+
+        settings["checkpoint"] += posthoc_ema.check(checkpoint, cfg.weights, cfg.ema_length)
     if guidance.name == "autoguidance":
         settings["guidance"]["checkpoint"] = checkpoints.identity(Path(guidance.checkpoint))
     output = Path(cfg.output) if cfg.output else default_output(checkpoint, settings)
@@ -72,12 +78,11 @@ def main(cfg: schema.SampleConfig) -> None:
     missing = on_main(lambda: [seed for seed, file in files.items() if not file.exists()])
     log.info("%s: %d of %d images to make, in %s", checkpoint, len(missing), len(files), output)
     if missing:
-        options = {"weights": cfg.weights, "diffusion": diffusion, "precision": settings["precision"], "command": cfg}
-        sampler = load.load_sampler(checkpoint, run_cfg, guidance, accelerator.device, **options)
+        options = {key: settings[key] for key in ("weights", "ema_length", "precision")} | {"diffusion": diffusion}
+        sampler = load.load_sampler(checkpoint, run_cfg, guidance, accelerator.device, command=cfg, **options)
         mine = missing[accelerator.process_index :: accelerator.num_processes]
         make_images(sampler, {seed: labels[seed] for seed in mine}, files, cfg.batch_size, accelerator.is_main_process)
-        cost = sampler.evaluations_per_image, sampler.flops_per_image / 1e9
-        log.info("cost     %g network evaluations and %.4g GFLOPs per image", *cost)
+        log.info("cost     %(network_evaluations)g network evaluations and %(gflops_per_image).4g GFLOPs per image", sampler.cost)
     wait_for_all()
     if accelerator.is_main_process:
         write_grid_and_npz(output, cfg.npz, files, labels)
@@ -86,12 +91,12 @@ def main(cfg: schema.SampleConfig) -> None:
 
 
 def labels_of_seeds(cfg: schema.SampleConfig, num_classes: int) -> dict[int, int]:
-    """The class of every seed: classes in turn, or a random class drawn from the seed."""
+    """The class of every seed: of `classes` in turn, or as `labels` says."""
     if cfg.seeds and cfg.num_samples:
         raise UserError(f"seeds= and num_samples={cfg.num_samples} both say which images: give one of them")
     seeds = cfg.seeds or range(cfg.num_samples or 50)
     if cfg.classes is None:
-        return {seed: class_of_seed(seed, num_classes) for seed in seeds}
+        return labels_of(seeds, num_classes, cfg.labels)
     if max(cfg.classes) >= num_classes:
         raise UserError(f"classes: class {max(cfg.classes)} does not exist; the model knows 0 to {num_classes - 1}")
     return {seed: cfg.classes[seed % len(cfg.classes)] for seed in seeds}

@@ -23,6 +23,7 @@ import shutil
 import signal
 import sys
 from dataclasses import replace
+from functools import partial
 
 from accelerate import Accelerator
 from accelerate.utils import set_seed
@@ -65,7 +66,7 @@ def main(cfg: schema.TrainConfig) -> None:
     set_seed(cfg.seed)
     with say_if_slow(log, "building %s", cfg.model.backbone):
         net = build.build_network(cfg)
-    ema = EMA(net, cfg.train.ema_decay)
+    ema = build.build_ema(cfg.train, net)
     run = RunFolder(cfg.output_dir, cfg.name)
     hooks = build_hooks(cfg, ema, run, accelerator)
 
@@ -104,7 +105,11 @@ def main(cfg: schema.TrainConfig) -> None:
 def build_hooks(cfg: schema.TrainConfig, ema: EMA, run: RunFolder, accelerator: Accelerator) -> list[Hook]:
     """What happens between steps. Grids and evaluations sample from the EMA's network."""
     checkpoint = saving.Saving(run, cfg.checkpoint.every, cfg.checkpoint.keep_last, cfg.checkpoint.keep_every)
-    hooks = [Metrics(run, cfg.train.log_every), checkpoint, saving.Watch(checkpoint, cfg.train.log_every)]
+    hooks = [Metrics(run, cfg.train.log_every, partial(checkpoint.check, wait=False)), checkpoint]
+    if cfg.train.ema_lengths:
+        from extras import posthoc_ema  # the registry's line
+
+        hooks.append(posthoc_ema.Snapshots(run, cfg.train.ema_snapshot_every))
     if not (cfg.sample.every or cfg.eval.every):
         return hooks
     guidance = cfg.guidance if cfg.sample.every else schema.NoChoice(name="none")  # guidance.* is for the grids

@@ -24,27 +24,17 @@ GROUPS = ("data", "model", "diffusion", "alignment", "guidance")
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a table. Its run is named after it and the seed: table2_dit_b2_tread_seed0.
-
-    Attributes:
-        table: the heading that reports put it under.
-        source: where the figures stand.
-        overrides: choices of groups ("model": "tread") and values of keys ("train.num_steps": 400_000).
-        paper, paper_guided: the paper's figure for each metric, of unguided and of guided samples; empty where it has none.
-        num_samples: how many samples the paper's figures are of.
-        differs: what is not as in the paper.
-        baseline: name of the dense row that it is compared with.
-    """
+    """A row of a table. Its run is named after it and the seed: table2_dit_b2_tread_seed0."""
 
     name: str
-    table: str
-    source: str
-    overrides: dict[str, Any]
-    paper: dict[str, float] = field(default_factory=dict)
-    differs: str | None = None
-    baseline: str | None = None
-    paper_guided: dict[str, float] = field(default_factory=dict)
-    num_samples: int = 50_000
+    table: str  # the heading that reports put it under
+    source: str  # where the figures stand
+    overrides: dict[str, Any]  # choices of groups ("model": "tread") and values of keys ("train.num_steps": 400_000)
+    paper: dict[str, float] = field(default_factory=dict)  # the paper's figure for each metric, of unguided samples
+    differs: str | None = None  # what is not as in the paper
+    baseline: str | None = None  # name of the dense row that it is compared with
+    paper_guided: dict[str, float] = field(default_factory=dict)  # the same of guided samples
+    num_samples: int = 50_000  # that the paper's figures are of
 
     def to_config(self) -> DictConfig:
         """The row as Hydra would read it from a file."""

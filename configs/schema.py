@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, Field, create_model, model_validator
 
 import dit
 import guidance
-from common.types import Count, NotNegative, Number, Positive, Text, Whole, settings
+from common.types import Autoencoder, Count, NotNegative, Number, Positive, Text, Whole, settings
 from configs.settings import OneOrMany, Settings, as_list, flatten, nearest
 from edm import EDM
 from edm.sampler import HeunSampler
@@ -47,12 +47,13 @@ def parse_numbers(spec: str | int | list) -> list[int]:
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 FolderName = Annotated[str, Field(pattern=r"^[^/\\]*[^./\\][^/\\]*$")]
 Checkpoint = Text  # the folder of a checkpoint, or of a run for its newest
-Autoencoder = Annotated[str, Field(pattern=r"^(identity|none|(sd-vae|va-vae):.+)$")]
 Detector = Annotated[str, Field(pattern=r"^(inception|dinov2|digits|small-\w+)$")]
 Numbers = Annotated[list[int], BeforeValidator(parse_numbers)]
 Weights = Literal["ema", "raw"]
 Precision = Literal["fp32", "bf16"]
 Compile = Literal["auto", "none", "blocks"]  # training.speed.compile_network
+Labels = Literal["random", "balanced"]  # sampling.sampler.labels_of
+EMALength = Annotated[float, Field(gt=0, le=0.28)]  # extras.posthoc_ema
 
 RouteSettings = settings(Route)  # routing_module.py needs torch alone
 
@@ -111,14 +112,10 @@ Diffusion = Annotated[EDMSettings | SiTSettings | DDPMSettings, Field(discrimina
 
 
 class NoChoice(Settings):
-    """alignment=none, guidance=none."""
-
     name: Literal["none"]
 
 
 class REPASettings(Settings):
-    """Of `extras.alignment`."""
-
     name: Literal["repa"]
     encoder: Text
     weights: Text | None
@@ -176,6 +173,8 @@ class Train(Settings):
     weight_decay: NotNegative
     grad_clip_norm: Positive | None
     ema_decay: Fraction | None
+    ema_lengths: list[EMALength]
+    ema_snapshot_every: Count | None
     precision: Precision
     tf32: bool
     parallel: Literal["ddp", "fsdp"]
@@ -203,6 +202,7 @@ class Eval(Settings):
     every: Whole | None
     num_samples: Count
     final_num_samples: Count | None
+    labels: Labels
     cfg_scales: Annotated[list[Number], Field(min_length=1)]
     num_steps: Count | None
     batch_size: Count
@@ -252,13 +252,16 @@ class TrainConfig(Settings):
     wandb: Wandb
 
     def checkpoints_gb(self, num_parameters: int) -> float:
-        """What the checkpoints of a run take at most: of each parameter weight, average and two moments, 4 bytes each."""
-        keep, every = self.checkpoint.keep_last + 1, self.checkpoint.keep_every  # one is written before another is removed
-        return (keep + (self.train.num_steps // every if every else 0)) * 16 * num_parameters / 1e9
+        """What checkpoints (weight, EMA, two moments, tracked averages, in float32) and snapshots (float16) take at most."""
+        keep, every, lengths = self.checkpoint.keep_last + 1, self.checkpoint.keep_every, len(self.train.ema_lengths)
+        num_checkpoints = keep + (self.train.num_steps // every if every else 0)  # one is written before another is removed
+        num_snapshots = self.train.num_steps // self.train.ema_snapshot_every
+        return (num_checkpoints * 4 * (4 + lengths) + num_snapshots * 2 * lengths) * num_parameters / 1e9
 
 
 class _Sampling(Settings):
     output: Text | None
+    labels: Labels
     autoencoder: Autoencoder | None
     batch_size: Count
     precision: Precision | None
@@ -270,6 +273,7 @@ class _Sampling(Settings):
 class _SampleConfig(_Sampling):
     checkpoint: Checkpoint
     weights: Weights
+    ema_length: EMALength | None
     num_samples: Count | None
     seeds: Numbers | None
     classes: Numbers | None
@@ -295,7 +299,12 @@ class FidConfig(_Sampling):
     images: Text | None
     reference: Text | None
     num_samples: Count | None
+    first_seed: Whole
+    keep_features: bool
+    search: list[Text] | None
+    search_num_samples: Count | None
     weights: OneOrMany[Weights]
+    ema_length: OneOrMany[EMALength] | None
     guidance: list[Guidance]  # one for every combination of the values that the command lists
     cfg_scale: OneOrMany[Number] | None
     num_steps: OneOrMany[Any]
@@ -315,19 +324,21 @@ class Role(Enum):
 
     ARCHITECTURE = "weights of another value do not fit: init_from and autoguidance refuse them, and so does a resume"
     FIXED = "another value is another run: a resume refuses it"
+    STARTED = "is of a run from its start: a resume refuses another value; figures do not depend on it"
     NOTED = "may change on a resume, which logs it; figures of another value are another experiment's"
     COMPARED = "may change on a resume; figures of another value are another experiment's"
 
 
-SAME_RUN = (Role.ARCHITECTURE, Role.FIXED)
+SAME_RUN = (Role.ARCHITECTURE, Role.FIXED, Role.STARTED)
 _ROLES = {  # a group stands for those of its keys that are not listed
     Role.ARCHITECTURE: "model.backbone model.learn_sigma diffusion.name diffusion.sigma_data data.scale_factor data.latents_mean "
     "data.latents_std data.in_channels data.input_size data.num_classes",
     Role.FIXED: "seed init_from model diffusion alignment train.batch_size",
+    Role.STARTED: "train.ema_lengths",
     Role.NOTED: "alignment.stop_step train.lr train.warmup_steps train.schedule train.betas train.weight_decay "
     "train.grad_clip_norm train.ema_decay train.precision train.tf32",
     Role.COMPARED: "init_state data.name data.resolution data.autoencoder diffusion.sampler sample.rounding train.num_steps "
-    "eval.num_steps eval.precision evaluation.detector evaluation.precision",
+    "eval.num_steps eval.labels eval.precision evaluation.detector evaluation.precision",
     None: "alignment.weights",
 }
 _ROLE_OF = {key: role for role, listed in _ROLES.items() for key in listed.split()}

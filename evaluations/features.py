@@ -79,19 +79,23 @@ def extract(detectors: Sequence[Detector], batches: Iterable[np.ndarray]) -> lis
 
     Raises UserError for features that are not finite.
     """
-    parts: list[list[dict[str, Tensor]]] = [[] for _ in detectors]
+    parts = []
     computed = ([detector.features(batch) for detector in detectors] for batch in batches)
     # Copying to the CPU waits for the device, so the device gets the next batch before one is copied.
     for computing, _ in pairwise(chain(computed, [None])):
-        for done, features in zip(parts, computing):
-            part = {name: x.cpu() for name, x in features.tensors().items()}
-            for name, x in part.items():
+        parts.append([Features(one.detector, **{name: x.cpu() for name, x in one.tensors().items()}) for one in computing])
+        for features in parts[-1]:
+            for name, x in features.tensors().items():
                 if not x.isfinite().all():
                     raise UserError(f"the {features.detector} detector gives NaN or infinite {name} features")
-            done.append(part)
+    return join_features(parts)
+
+
+def join_features(parts: Iterable[Sequence[Features]]) -> list[Features]:
+    """Features of all images by each detector, from those of stretches of the images."""
     return [
-        Features(detector.name, **{name: torch.cat([part[name] for part in done]) for name in done[0]})
-        for detector, done in zip(detectors, parts)
+        Features(same[0].detector, **{name: torch.cat([getattr(one, name) for one in same]) for name in same[0].tensors()})
+        for same in zip(*parts)
     ]
 
 

@@ -19,7 +19,7 @@ from typing import BinaryIO
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageDraw, ImageOps
 
 from common.errors import UserError
 from common.files import hash_bytes, hash_file, whole_file
@@ -263,3 +263,19 @@ def read_ahead(batches: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
         while (current := following.result()) is not None:
             following = pool.submit(next, batches, None)
             yield current
+
+
+def labelled_grid(images: list[np.ndarray], labels: list[int], num_columns: int = 10, min_pixels: int = 64) -> Image.Image:
+    """Images (uint8 [H, W, 3], all of one size) side by side, each below its label, with sides of at least min_pixels."""
+    height, width = images[0].shape[:2]
+    factor = -(-min_pixels // min(height, width))
+    height, width, gap, caption = height * factor, width * factor, 4, 14
+    num_columns = min(num_columns, len(images))
+    num_rows = -(-len(images) // num_columns)
+    grid = Image.new("RGB", (num_columns * (width + gap) + gap, num_rows * (height + caption + gap) + gap), "white")
+    draw = ImageDraw.Draw(grid)
+    for i, (image, label) in enumerate(zip(images, labels)):
+        x, y = gap + i % num_columns * (width + gap), gap + i // num_columns * (height + caption + gap)
+        draw.text((x + 1, y), str(label), fill="black")
+        grid.paste(Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC), (x, y + caption))
+    return grid

@@ -7,6 +7,9 @@ the precision of its features. Features must be finite; `extract` checks it.
 from __future__ import annotations
 
 import contextlib
+import functools
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations_with_replacement
 
@@ -27,6 +30,12 @@ class Statistics:
 
     mu: Tensor
     sigma: Tensor
+
+    @functools.cached_property
+    def root(self) -> Tensor:
+        """A [D, D] with sigma = A A^T; of a reference, computed once for all that is compared with it."""
+        values, vectors = torch.linalg.eigh(_symmetric(self.sigma))
+        return vectors * values.clamp(min=0).sqrt()  # a covariance has no negative eigenvalues but by rounding
 
 
 def statistics_of(features: Tensor, chunk_size: int = 4096) -> Statistics:
@@ -70,9 +79,7 @@ def frechet_distance(first: Statistics | Tensor, second: Statistics | Tensor) ->
         mu, x = _centred(samples)
         roots = _roots_of_eigenvalues(x @ gaussian.sigma @ x.T)[1:]  # centring makes the smallest one zero
         return _combine(mu, x.square().sum(), gaussian.mu, gaussian.sigma.trace(), roots.sum())
-    values, vectors = torch.linalg.eigh(_symmetric(first.sigma))
-    a = vectors * values.clamp(min=0).sqrt()  # a covariance has no negative eigenvalues but by rounding
-    roots = _roots_of_eigenvalues(a.T @ second.sigma @ a)
+    roots = _roots_of_eigenvalues(first.root.T @ second.sigma @ first.root)
     return _combine(first.mu, first.sigma.trace(), second.mu, second.sigma.trace(), roots.sum())
 
 
@@ -122,6 +129,11 @@ def class_agreement(logits: Tensor, labels: Tensor) -> float:
     if low < 0 or high >= logits.shape[1]:
         raise UserError(f"labels run from {low} to {high}, outside the detector's {logits.shape[1]} classes")
     return (logits.argmax(dim=1) == labels.to(logits.device)).sum().item() / len(labels)
+
+
+def standard_error(jackknife: Sequence[float]) -> float:
+    """Of a metric, from its values without each one of several groups of equal size (the delete-a-group jackknife)."""
+    return statistics.pstdev(jackknife) * (len(jackknife) - 1) ** 0.5
 
 
 NUM_NEIGHBOURS = 3  # of improved precision and recall (Kynkaanniemi et al. 2019)

@@ -6,12 +6,14 @@ import csv
 import io
 import json
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from scipy.special import stdtrit
+
 from common.files import append_line, read_lines, write_file
+from evaluations.metrics import standard_error
 from evaluations.suite import display_name, format_metric
 
 
@@ -52,16 +54,19 @@ class Results:
         key = self._key(point)
         return next((line for line in self.lines if line["point"] == key), None)
 
-    def add(self, point: Point, metrics: dict[str, float], cost: dict[str, float]) -> None:
-        line = {"point": self._key(point), "shown": point.shown, "about": self.about, "metrics": metrics, "cost": cost}
+    def add(self, point: Point, metrics: dict[str, float], jackknife: dict[str, list[float]], cost: dict[str, float]) -> None:
+        values = {"metrics": metrics, "jackknife": jackknife, "cost": cost}
+        line = {"point": self._key(point), "shown": point.shown, "about": self.about, **values}
         append_line(self.file, line)
         self.lines.append(line)
 
-    def write(self, points: Sequence[Point], plotted: str) -> str:
+    def write(self, points: Sequence[Point], plotted: str, axes: Sequence[str] = ()) -> str:
         """Write results.csv and results.md of all finished points of the folder, and results.png of these, if they are a sweep.
 
         Args:
-            plotted: the metric of the plot. The lowest among points of the same conditions is marked as the best.
+            plotted: the metric of the plot. Among points of the same conditions, `*` marks the lowest and `~` those that
+                cannot be told from it.
+            axes: of the plot, for the points of a search.
 
         Returns:
             The Markdown.
@@ -70,28 +75,49 @@ class Results:
         def conditions(line: dict) -> list:
             return [line["point"].get(key) for key in self.conditions]
 
-        shown, measured = [line["shown"] for line in self.lines], []
+        rows, cells = [], []
         for line in self.lines:
-            alike = [other["metrics"].get(plotted, math.inf) for other in self.lines if conditions(other) == conditions(line)]
-            is_best = len(alike) > 1 and line["metrics"].get(plotted) == min(alike)
-            measured.append(line["about"] | {"best": "*" if is_best else ""} | line["metrics"] | line["cost"])
-        names = list(dict.fromkeys(name for row in shown + measured for name in row))
-        rows = [one | other for one, other in zip(shown, measured)]
+            alike = [other for other in self.lines if plotted in other["metrics"] and conditions(other) == conditions(line)]
+            best = min(alike, key=lambda other: other["metrics"][plotted], default=line)
+            mark = "" if len(alike) < 2 else "*" if line is best else "~" if not differ(line, best, plotted) else ""
+            errors = {name: standard_error(values) for name, values in line["jackknife"].items()}
+            row = line["shown"] | line["about"] | {"best": mark} | line["metrics"] | line["cost"]
+            cells.append({name: _format(name, value, errors.get(name)) for name, value in row.items()})
+            rows.append(row | {f"{name}_error": error for name, error in errors.items()})
+        names = list(dict.fromkeys(name for row in rows for name in row))
         text = io.StringIO()
         writer = csv.DictWriter(text, names)
         writer.writeheader()
         writer.writerows(rows)
         write_file(self.folder / "results.csv", text.getvalue())
-        table = markdown_table(names, [[_format(name, row.get(name, "")) for name in names] for row in rows])
+        names = [name for name in names if any(name in row for row in cells)]
+        table = markdown_table(names, [[row.get(name, "") for name in names] for row in cells])
+        if any(row["best"] for row in rows):
+            table += f"\n`*`: the lowest {plotted} of its number of samples; `~`: its difference from the lowest may be chance (95%)\n"
         write_file(self.folder / "results.md", table)
         if len(points) > 1:
-            values, num_samples = [self.find(point)["metrics"][plotted] for point in points], self.conditions["num_samples"]
-            write_file(self.folder / "results.png", plot([p.shown for p in points], values, display_name(plotted, num_samples)))
+            lines, label = [self.find(point) for point in points], display_name(plotted, self.conditions["num_samples"])
+            values = [line["metrics"][plotted] for line in lines]
+            errors = [standard_error(line["jackknife"].get(plotted) or [0.0]) for line in lines]
+            write_file(self.folder / "results.png", plot([p.shown for p in points], values, errors, label, axes))
         return table
 
 
-def _format(name: str, value: object) -> str:
-    return format_metric(name, value) if isinstance(value, float) else str(value)
+def differ(line: dict, other: dict, metric: str) -> bool:
+    """Whether two results differ by more than the 95% interval of their difference.
+
+    The difference is taken group by group: points of the same seeds share most of their noise.
+    """
+    sides = [one["jackknife"].get(metric) for one in (line, other)]
+    if None in sides:
+        return True
+    error = standard_error([a - b for a, b in zip(*sides)])
+    return abs(line["metrics"][metric] - other["metrics"][metric]) > stdtrit(len(sides[0]) - 1, 0.975) * error
+
+
+def _format(name: str, value: object, error: float | None) -> str:
+    text = format_metric(name, value) if isinstance(value, float) else str(value)
+    return text if error is None else f"{text} ± {format_metric(name, error)}"
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -104,27 +130,31 @@ def in_words(settings: dict) -> str:
     return ", ".join(f"{name} {value}" for name, value in settings.items())
 
 
-def plot(settings: list[dict], values: list[float], label: str) -> bytes:
-    """PNG of the metric against the setting with the most values, with a line for each combination of the others."""
+def plot(settings: list[dict], values: list[float], errors: list[float], label: str, axes: Sequence[str] = ()) -> bytes:
+    """PNG of the metric, with its standard errors, against the setting with the most values, or against each of `axes`.
+
+    Without `axes`, there is a line for each combination of the other settings.
+    """
     logging.getLogger("matplotlib").setLevel(logging.WARNING)
     from matplotlib.figure import Figure
 
     names = dict.fromkeys(name for row in settings for name in row)  # checkpoints of two diffusions differ in some
     choices = {name: {row.get(name) for row in settings} for name in names}
     numbers = [name for name, chosen in choices.items() if all(isinstance(value, (int, float)) for value in chosen)]
-    axis = max(numbers, key=lambda name: len(choices[name]))
-    others = [name for name in choices if name != axis and len(choices[name]) > 1]
-    figure = Figure(figsize=(6, 4))
-    axes = figure.subplots()
-    curves: dict[str, list[tuple]] = {}
-    for row, value in zip(settings, values):
-        curves.setdefault(in_words({name: row[name] for name in others if name in row}), []).append((row[axis], value))
-    for name, curve in curves.items():
-        axes.plot(*zip(*sorted(curve)), marker="o", label=name or None)
-    axes.set(xlabel=axis, ylabel=label)
-    axes.grid(alpha=0.3)
-    if others:
-        axes.legend()
+    shown = list(axes) or [max(numbers, key=lambda name: len(choices[name]))]
+    others = [] if axes else [name for name in choices if name not in shown and len(choices[name]) > 1]
+    figure = Figure(figsize=(6 * len(shown), 4))
+    for axis, panel in zip(shown, figure.subplots(1, len(shown), squeeze=False)[0]):
+        curves: dict[str, list[tuple]] = {}
+        for row, value, error in zip(settings, values, errors):
+            curves.setdefault(in_words({name: row[name] for name in others if name in row}), []).append((row[axis], value, error))
+        for name, curve in curves.items():
+            x, y, error = zip(*sorted(curve))
+            panel.errorbar(x, y, error, marker="o", capsize=3, linestyle="none" if axes else "-", label=name or None)
+        panel.set(xlabel=axis, ylabel=label)
+        panel.grid(alpha=0.3)
+        if others:
+            panel.legend()
     png = io.BytesIO()
     figure.savefig(png, dpi=150, bbox_inches="tight")
     return png.getvalue()

@@ -52,6 +52,7 @@ class Metric:
     direction: str  # `lower` or `higher` is better
     format: str  # a format specification, for people; files keep full precision
     compute: Callable[[FeaturePair], float | None]  # None where there is too little to compute it from
+    in_jackknife: bool = True  # the neighbour search is too slow to repeat it
 
 
 # The first one of a detector is its primary metric.
@@ -59,11 +60,11 @@ METRICS = (
     Metric("fid", ("inception",), "lower", ".2f", lambda pair: pair.frechet_distance("pool")),
     Metric("sfid", ("inception",), "lower", ".2f", lambda pair: pair.frechet_distance("spatial")),
     Metric("inception_score", ("inception",), "higher", ".2f", lambda pair: metrics.inception_score(pair.samples.logits)),
-    Metric("precision", ("inception",), "higher", ".3f", lambda pair: pair.precision_recall[0]),
-    Metric("recall", ("inception",), "higher", ".3f", lambda pair: pair.precision_recall[1]),
+    Metric("precision", ("inception",), "higher", ".3f", lambda pair: pair.precision_recall[0], False),
+    Metric("recall", ("inception",), "higher", ".3f", lambda pair: pair.precision_recall[1], False),
     Metric("fd_{}", ("dinov2", "digits", "small"), "lower", ".2f", lambda pair: pair.frechet_distance("pool")),
-    Metric("precision_{}", ("dinov2", "digits"), "higher", ".3f", lambda pair: pair.precision_recall[0]),
-    Metric("recall_{}", ("dinov2", "digits"), "higher", ".3f", lambda pair: pair.precision_recall[1]),
+    Metric("precision_{}", ("dinov2", "digits", "small"), "higher", ".3f", lambda pair: pair.precision_recall[0], False),
+    Metric("recall_{}", ("dinov2", "digits", "small"), "higher", ".3f", lambda pair: pair.precision_recall[1], False),
     Metric("class_agreement", ("digits",), "higher", ".3f", FeaturePair.class_agreement),
     Metric("class_agreement_{}", ("small",), "higher", ".3f", FeaturePair.class_agreement),
 )
@@ -99,6 +100,22 @@ def evaluate(
     if missing := [name for name, value in values.items() if value is None]:
         log.info("no %s: images or labels are missing", ", ".join(missing))
     return {name: value for name, value in values.items() if value is not None}
+
+
+def jackknife(reference: Features, samples: Features, labels: Tensor | None, num_groups: int) -> dict[str, list[float]]:
+    """The metrics without each one of several groups of consecutive samples, by name; `metrics.standard_error` takes a list.
+
+    Empty with fewer than two samples in a group.
+    """
+    values: dict[str, list[float]] = {}
+    for group in torch.arange(len(samples)).tensor_split(num_groups) if len(samples) >= 2 * num_groups > 0 else ():
+        rows = torch.cat([torch.arange(int(group[0])), torch.arange(int(group[-1]) + 1, len(samples))])
+        without = replace(samples, statistics={}, **{name: x[rows] for name, x in samples.tensors().items()})
+        pair = FeaturePair(reference, without, None if labels is None else labels[rows], "cpu")
+        for metric in metrics_of(samples.detector):
+            if metric.in_jackknife and (value := metric.compute(pair)) is not None:
+                values.setdefault(metric.name, []).append(value)
+    return values
 
 
 def display_name(metric: str, num_samples: int, cfg_scale: float | None = None) -> str:

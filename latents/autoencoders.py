@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import re
@@ -131,6 +132,7 @@ def known_scale_and_factor(spec: str) -> tuple[float, int] | None:
     return known.get(kind)
 
 
+@functools.lru_cache(maxsize=1)  # the points of a sweep share it
 def build(spec: str, device: torch.device, channels: int | None = None, precision: str = "fp32") -> Autoencoder:
     """The autoencoder that shards and data.autoencoder name: identity, sd-vae:<hub id or folder> or va-vae:<file or folder>.
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -18,13 +18,22 @@ from common.errors import UserError
 from common.progress import progress_bar, say_if_slow
 from configs import schema
 from evaluations.classifiers import DIGITS_WEIGHTS, ClassifierDetector
-from evaluations.features import Detector, Features, extract, features_of_images, read_cache, stored_statistics, write_cache
+from evaluations.features import (
+    Detector,
+    Features,
+    extract,
+    features_of_images,
+    join_features,
+    read_cache,
+    stored_statistics,
+    write_cache,
+)
 from evaluations.images import ImageSet, open_images
 from evaluations.inception import InceptionDetector, fetch_weights
-from evaluations.suite import evaluate, set_of
+from evaluations.suite import evaluate, jackknife, set_of
 from evaluations.vit import DINOV2_L, DINOv2Detector, find_encoder_weights
 from sampling.processes import gather_on_main, on_main, one_per_node_first
-from sampling.sampler import ImageSampler, class_of_seed, fits_into_memory
+from sampling.sampler import ImageSampler, fits_into_memory
 
 log = logging.getLogger(__name__)
 
@@ -83,48 +92,70 @@ def until_stopped(batches: Iterable[T], stop: Callable[[], bool]) -> Iterator[T]
         yield batch
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """What an evaluation found."""
+
+    metrics: dict[str, float]
+    jackknife: dict[str, list[float]]  # of `evaluations.suite.jackknife`
+    cost: dict[str, float]  # of `ImageSampler`; empty for images on disk
+
+
 class Evaluator:
     """Metrics against one reference. Every process builds it and calls it; they share the work, and each gets the result.
 
     Attributes:
+        num_groups: of the jackknife; 0: none.
         references: features of the reference by each detector, cached or computed by all processes together, with their
             statistics; None but on the main process, which alone computes metrics.
     """
 
-    def __init__(self, accelerator: Accelerator, detectors: Sequence[Detector], reference: ImageSet, batch_size: int):
-        self.accelerator, self.detectors, self.batch_size = accelerator, detectors, batch_size
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        detectors: Sequence[Detector],
+        reference: ImageSet,
+        batch_size: int,
+        num_groups: int = 0,
+    ):
+        self.accelerator, self.detectors, self.batch_size, self.num_groups = accelerator, detectors, batch_size, num_groups
         self.references = [self._load_reference(reference, detector) for detector in detectors]
 
-    def of_samples(
-        self, sampler: ImageSampler, num_samples: int, stop: Callable[[], bool] = lambda: False, name: str = "evaluation"
-    ) -> dict[str, float]:
-        """Metrics of the images of seeds 0 .. num_samples - 1, each of a random class drawn from its seed.
+    def features_of_samples(
+        self,
+        sampler: ImageSampler,
+        labels: Mapping[int, int],
+        stop: Callable[[], bool] = lambda: False,
+        name: str = "evaluation",
+    ) -> list[Features]:
+        """Features of an image for each seed, by each detector; [] but on the main process.
 
         Args:
-            name: of the progress bar, which counts the images of this process.
+            labels: the class of each seed.
             stop: asked before every batch, equally often on every process, which all must get the same answer.
+            name: of the progress bar, which counts the images of this process.
 
         Raises:
             Interrupted: `stop` answered yes.
         """
-        labels = [class_of_seed(seed, sampler.data.num_classes) for seed in range(num_samples)]
+        all_seeds = list(labels)
 
         def compute(start: int, end: int) -> list[Features]:
-            batches = [range(i, min(i + self.batch_size, end)) for i in range(start, end, self.batch_size)]
+            batches = [all_seeds[i : min(i + self.batch_size, end)] for i in range(start, end, self.batch_size)]
             is_other = not self.accelerator.is_main_process
             bar = progress_bar(total=end - start, desc=name, unit="image", leave=False, disable=is_other)
 
             def images() -> Iterator[np.ndarray]:
                 for seeds in until_stopped(batches, stop):
-                    yield sampler(list(seeds), [labels[seed] for seed in seeds])
+                    yield sampler(seeds, [labels[seed] for seed in seeds])
                     bar.update(len(seeds))
 
             with bar, fits_into_memory(self.batch_size):
                 return extract(self.detectors, images())
 
-        return self._metrics(shared_features(self.accelerator, num_samples, compute), torch.tensor(labels))
+        return shared_features(self.accelerator, len(labels), compute)
 
-    def of_images(self, images: ImageSet, num_samples: int) -> dict[str, float]:
+    def of_images(self, images: ImageSet, num_samples: int) -> Evaluation:
         """Metrics of the first num_samples images on disk; class_agreement needs labels in the file.
 
         As in ADM's evaluator, statistics that the file stores are used, if all of its images are evaluated.
@@ -132,16 +163,18 @@ class Evaluator:
         features = self._features_of(images, self.detectors, num_samples)
         if num_samples == len(images):
             features = [replace(one, statistics=stored_statistics(images, one.detector)) for one in features]
-        labels = None if images.labels is None else torch.from_numpy(images.labels[:num_samples])
-        return self._metrics(features, labels)
+        return self.evaluate(features, None if images.labels is None else images.labels[:num_samples], {})
 
-    def _metrics(self, samples: Sequence[Features], labels: torch.Tensor | None) -> dict[str, float]:
-        def compute() -> dict[str, float]:
-            values = {}
+    def evaluate(self, samples: Sequence[Features], labels: Sequence[int] | None, cost: dict[str, float]) -> Evaluation:
+        """Metrics of features, which the main process has, by each detector."""
+
+        def compute() -> Evaluation:
+            found, y = Evaluation({}, {}, cost), None if labels is None else torch.as_tensor(labels)
             with say_if_slow(log, "computing the metrics of %d images", len(samples[0])):
                 for pair in zip(self.references, samples):
-                    values |= evaluate(*pair, labels, self.accelerator.device)
-            return values
+                    found.metrics.update(evaluate(*pair, y, self.accelerator.device))
+                    found.jackknife.update(jackknife(*pair, y, self.num_groups))
+            return found
 
         return on_main(compute)
 
@@ -176,8 +209,8 @@ def shared_features(accelerator: Accelerator, count: int, compute: Callable[[int
     gathered = [{name: gather_on_main(x) for name, x in one.tensors().items()} for one in own]
     if not accelerator.is_main_process:
         return []
-
-    def join(stretches: list[torch.Tensor]) -> torch.Tensor:
-        return torch.cat([stretch[:num] for stretch, num in zip(stretches, kept)])
-
-    return [Features(one.detector, **{name: join(x) for name, x in parts.items()}) for one, parts in zip(own, gathered)]
+    each = list(zip(own, gathered))
+    return join_features(
+        [Features(one.detector, **{name: x[rank][:num] for name, x in parts.items()}) for one, parts in each]
+        for rank, num in enumerate(kept)
+    )

@@ -55,11 +55,3 @@ def block_flops(block: dit.DiTBlock, num_tokens: int) -> int:
 def attention_flops(block: dit.DiTBlock, num_tokens: int) -> int:
     """Of Q K^T, and of its product with V."""
     return 2 * 2 * num_tokens**2 * block.attn.proj.in_features
-
-
-def step_flops(net: dit.DiT) -> int:
-    """FLOPs of one image in training, with the network's own routes.
-
-    For each product of the forward, the backward computes two: for the gradients of the input and of the weight.
-    """
-    return 3 * forward_flops(net, None)

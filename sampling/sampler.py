@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw
 from torch import Tensor, nn
 
 from common.errors import UserError
@@ -37,7 +36,7 @@ class ImageSampler:
         rounding: of `latents.autoencoders.to_uint8`.
         is_compiled: the networks are compiled for each size of batch: fill up a batch to the largest one so far.
         weak: the second network of autoguidance and its diffusion.
-        evaluations_per_image, flops_per_image: of both networks, counted in the last call.
+        cost: network_evaluations and gflops_per_image, of both networks, counted in the last call.
     """
 
     net: nn.Module
@@ -51,8 +50,7 @@ class ImageSampler:
     rounding: str = "round"
     is_compiled: bool = False
     weak: tuple[nn.Module, Diffusion] | None = None
-    evaluations_per_image: float = field(default=0.0, init=False)
-    flops_per_image: float = field(default=0.0, init=False)
+    cost: dict[str, float] = field(default_factory=dict, init=False)
     _largest_batch: int = field(default=0, init=False)
 
     @torch.no_grad()
@@ -89,8 +87,8 @@ class ImageSampler:
         )
         noise = random.randn(data.in_channels, data.input_size, data.input_size)
         latents = self.diffusion.sample(self.guidance(inputs), noise, y, random)
-        self.evaluations_per_image = sum(calls.values())
-        self.flops_per_image = sum(number * forward_flops(*what) for what, number in calls.items())
+        flops = sum(number * forward_flops(*what) for what, number in calls.items())
+        self.cost = {"network_evaluations": sum(calls.values()), "gflops_per_image": flops / 1e9}
         images = self.autoencoder.decode(restore_latents(latents[:num_images], data))
         return to_uint8(images, self.rounding).cpu().numpy()
 
@@ -105,9 +103,11 @@ def fits_into_memory(num_images: int) -> Iterator[None]:
         raise UserError(f"out of memory with {num_images} images at once: lower {keys}") from e
 
 
-def class_of_seed(seed: int, num_classes: int) -> int:
-    """A uniformly random class, a function of the seed alone."""
-    return int(np.random.default_rng(key_of("class", seed)).integers(num_classes))
+def labels_of(seeds: Iterable[int], num_classes: int, how: str) -> dict[int, int]:
+    """The class of each seed, a function of the seed alone: uniformly `random`, or `balanced`, seed mod num_classes."""
+    if how == "balanced":
+        return {seed: seed % num_classes for seed in seeds}
+    return {seed: int(np.random.default_rng(key_of("class", seed)).integers(num_classes)) for seed in seeds}
 
 
 def sampler_with(diffusion: Diffusion, **overrides: object) -> Diffusion:
@@ -116,19 +116,3 @@ def sampler_with(diffusion: Diffusion, **overrides: object) -> Diffusion:
     kind = type(diffusion.sampler)
     with explained(given, known=vars(diffusion.sampler)):
         return replace(diffusion, sampler=kind(**vars(diffusion.sampler) | given))
-
-
-def labelled_grid(images: list[np.ndarray], labels: list[int], num_columns: int = 10, min_pixels: int = 64) -> Image.Image:
-    """Images (uint8 [H, W, 3], all of one size) side by side, each below its label, with sides of at least min_pixels."""
-    height, width = images[0].shape[:2]
-    factor = -(-min_pixels // min(height, width))
-    height, width, gap, caption = height * factor, width * factor, 4, 14
-    num_columns = min(num_columns, len(images))
-    num_rows = -(-len(images) // num_columns)
-    grid = Image.new("RGB", (num_columns * (width + gap) + gap, num_rows * (height + caption + gap) + gap), "white")
-    draw = ImageDraw.Draw(grid)
-    for i, (image, label) in enumerate(zip(images, labels)):
-        x, y = gap + i % num_columns * (width + gap), gap + i // num_columns * (height + caption + gap)
-        draw.text((x + 1, y), str(label), fill="black")
-        grid.paste(Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC), (x, y + caption))
-    return grid

@@ -19,7 +19,7 @@ from extras.alignment import Alignment, Projector, TappedNetwork, alignment_loss
 from latents.shards import LatentDataset, ShardInfo, pack_images, write_shard
 from routing_module import Route
 from sit import SiT
-from training.load import load_config, load_network
+from training.load import load_network
 
 CPU = torch.device("cpu")
 ENCODER = "vit_tiny_patch16_224.augreg_in21k"
@@ -270,7 +270,7 @@ def test_micro_batches_and_threads_do_not_change_an_aligned_run(repa, aligned, t
 
 def test_the_projector_lies_beside_a_model_that_a_plain_network_loads(repa, aligned, train):
     folder = aligned / "checkpoints" / "step_0000006"
-    net = load_network(folder, load_config(folder), "raw", CPU)
+    net = load_network(folder, "raw", CPU)
     assert not any("projector" in name for name in net.state_dict())
     projector = load_file(folder / "projector.safetensors")
     shapes = [tuple(value.shape) for name, value in sorted(projector.items()) if "weight" in name]

@@ -37,7 +37,7 @@ def test_flops_are_those_that_torch_counts_dense_and_routed(file, backbone, rout
     forward, out = counted_flops(lambda: net.train()(*inputs))
     assert forward == flops.forward_flops(net, None)
     backward, _ = counted_flops(lambda: out.sum().backward())
-    assert forward + backward == pytest.approx(flops.step_flops(net), rel=0.05)  # nobody needs the gradient of the input
+    assert forward + backward == pytest.approx(rows.step_flops(net), rel=0.05)  # nobody needs the gradient of the input
 
 
 def test_variants_take_turns_after_they_have_warmed_up():
@@ -94,7 +94,7 @@ def test_the_parts_of_a_step_are_counted_as_their_formulas_say():
     N, D, depth, ms = 256, 1152, 28, 1000 / 1e12
     attention = depth * 4 * N**2 * D
     assert dense["attention"] == pytest.approx(4 * 3.5 * attention * ms)
-    assert dense["products"] + dense["attention"] * 3 / 3.5 == pytest.approx(4 * flops.step_flops(net) * ms)
+    assert dense["products"] + dense["attention"] * 3 / 3.5 == pytest.approx(4 * rows.step_flops(net) * ms)
     # Forward: norm, residual and norm, residual, activation. Backward: gate, norm and gate, norm, activation, biases.
     bytes_per_element = (6 + 12 + 10 + 2 * (4 + 4)) + (8 + 18 + 14 + 2 * (8 + 4) + 2 * (3 + 1 + 4 + 1))
     assert dense["elementwise"] == pytest.approx(4 * depth * N * D * bytes_per_element * ms)

@@ -13,7 +13,7 @@ from extras.ddpm import DDPM, AncestralSampler
 from latents.autoencoders import from_uint8, to_uint8
 from latents.order import BatchOrder
 from latents.shards import draw_latents, mean_and_log_variance
-from sampling.sampler import class_of_seed
+from sampling.sampler import labels_of
 from sit import SiT
 from sit.sampler import FlowSampler
 
@@ -55,7 +55,7 @@ def test_the_output_of_a_network_does_not_broadcast(diffusion):
         ("need uint8 .B, H, W, 3.", lambda: from_uint8(torch.rand(1, 8, 8, 3))),
         ("not rows of a batch of 8", lambda: StepRandom(0, 0, "a", 8, slice(0, 9), CPU)),
         ("not rows of a batch of 8", lambda: BatchOrder(16, 8, 0, 0, 1, [slice(8, 12)], with_flips=False)),
-        ("float", lambda: class_of_seed(5.0, 1000)),
+        ("float", lambda: labels_of([5.0], 1000, "random")),
         ("float", lambda: SeedRandom([1.0], CPU)),
     ],
 )

@@ -2,7 +2,7 @@ import numpy as np
 import torch
 
 from common.randomness import SeedRandom, StepRandom
-from sampling.sampler import class_of_seed
+from sampling.sampler import labels_of
 from training.ema import EMA
 
 CPU = torch.device("cpu")
@@ -41,7 +41,8 @@ def test_seeds_steps_and_streams_are_independent_and_a_seed_is_the_same_number_i
     assert torch.equal(draws()[0], base) and torch.equal(draws(seed=np.int64(0))[0], base)
     for other in (draws(seed=1), draws(step=1), draws(stream="routes")):
         assert not torch.equal(other[0], base)
-    assert class_of_seed(np.int64(5), 1000) == class_of_seed(5, 1000) == class_of_seed(torch.tensor(5), 1000)
+    first, second, third = (labels_of([seed], 1000, "random").popitem()[1] for seed in (np.int64(5), 5, torch.tensor(5)))
+    assert first == second == third
 
 
 def test_sampling_draws_depend_on_the_seed_alone():
@@ -51,6 +52,8 @@ def test_sampling_draws_depend_on_the_seed_alone():
     assert together.randn().shape == together.rand().shape == (3,)
 
 
-def test_classes_drawn_from_seeds_are_uniform():
-    classes = torch.tensor([class_of_seed(seed, 5) for seed in range(2000)])
-    assert torch.bincount(classes).min() > 320
+def test_classes_of_seeds_are_uniform_or_exactly_balanced():
+    seeds = range(700, 2700)
+    drawn, in_turn = (torch.tensor(list(labels_of(seeds, 5, how).values())) for how in ("random", "balanced"))
+    assert torch.bincount(drawn).min() > 320 and torch.bincount(in_turn).tolist() == [400] * 5
+    assert not torch.equal(drawn, in_turn) and labels_of([2699], 5, "random") == {2699: drawn[-1].item()}

@@ -10,7 +10,7 @@ from PIL import Image, ImageChops
 
 from common.errors import UserError
 from training import checkpoint as checkpoints
-from training.load import load_config, load_network
+from training.load import load_network
 from training.sharding import check_processes
 
 
@@ -94,7 +94,7 @@ def test_a_sharded_run_goes_on_in_one_process_and_is_sampled_from_as_any_other(r
     assert_same_checkpoint(runs / "one", runs / "back", 6)
     folder = runs / "tread" / "checkpoints" / "step_0000006"
     checkpoints.verify(folder)
-    net = load_network(folder, load_config(folder), "ema", torch.device("cpu"))
+    net = load_network(folder, "ema", torch.device("cpu"))
     average = checkpoint(runs / "one", 6).ema
     assert all(torch.allclose(p, average[name], atol=5e-5) for name, p in net.named_parameters())
 

@@ -8,7 +8,7 @@ from extras import lightningdit
 from extras.lightningdit import LightningDiT, RMSNorm, rotary_tables, rotate
 from routing_module import TokenRouter
 from training import checkpoint as checkpoints
-from training.load import load_config, load_network
+from training.load import load_network
 
 
 def first_rows(x, ids_keep, start_route=TokenRouter.start_route):
@@ -80,7 +80,7 @@ def test_a_routed_run_trains_checkpoints_resumes_and_is_sampled_with_sparse_guid
     assert (run / "samples" / "step_0000006.png").exists()
     last = run / "checkpoints" / "step_0000006"
     stored, average = checkpoints.load_weights(last, "raw"), checkpoints.load_weights(last, "ema")
-    net = load_network(last, load_config(last), "ema", torch.device("cpu"))
+    net = load_network(last, "ema", torch.device("cpu"))
     assert type(net) is LightningDiT and stored.keys() == average.keys() == net.state_dict().keys()
     assert torch.equal(average["feat_rope.freqs_cos"], rotary_tables(4, 32)[0])
     last.rename(run / "gone")

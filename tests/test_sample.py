@@ -16,8 +16,9 @@ import dit
 import guidance as guidances
 import sample as script
 from common.errors import UserError
+from evaluations.images import labelled_grid
 from latents.autoencoders import Identity
-from sampling.sampler import ImageSampler, labelled_grid
+from sampling.sampler import ImageSampler
 from training import checkpoint as checkpoints
 from training.ema import EMA
 from training.speed import compile_network
@@ -118,7 +119,7 @@ def test_a_compiled_network_meets_one_size_of_batch_and_weights_that_come_and_go
         assert images.shape == others.shape
         assert np.abs(images.astype(int) - others).max() <= 1
     assert len(graphs) == 1  # one batch of 3, with and without label, of every step
-    assert sampler.evaluations_per_image == plain.evaluations_per_image
+    assert sampler.cost["network_evaluations"] == plain.cost["network_evaluations"]
 
 
 def test_a_sit_run_samples_with_every_solver(runs, sample):

@@ -110,7 +110,7 @@ def import_file(tmp_path):
 
 
 def network(cfg, folder, weights="ema"):
-    return load.load_network(folder, cfg, weights, torch.device("cpu"))
+    return load.load_network(folder, weights, torch.device("cpu"))
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from common.errors import UserError
 from configs import schema
 from latents import autoencoders
 from latents.shards import LatentDataset
+from training.ema import EMA
 
 log = logging.getLogger(__name__)
 
@@ -41,9 +42,9 @@ def open_data(cfg: schema.TrainConfig) -> tuple[schema.TrainConfig, LatentDatase
 def fill_in_lengths(cfg: schema.TrainConfig, num_images: int) -> schema.TrainConfig:
     """The configuration with what it leaves to the number of images, by the rule in configs/data/custom.yaml."""
     num_steps = cfg.train.num_steps or min(max(2000 * num_images, 2_560_000), 102_400_000) // cfg.train.batch_size
-    every = max(num_steps // 20, min(num_steps, 500))
+    every, ema_decay = max(num_steps // 20, min(num_steps, 500)), round(min(max(1 - 10 / num_steps, 0.9), 0.9999), 6)
     rule = {
-        "train": {"num_steps": num_steps, "ema_decay": round(min(max(1 - 10 / num_steps, 0.9), 0.9999), 6)},
+        "train": {"num_steps": num_steps, "ema_decay": ema_decay, "ema_snapshot_every": every},
         "checkpoint": {"every": every},
         "sample": {"every": every},
         "eval": {"every": 2 * every if cfg.evaluation.reference else 0},
@@ -67,6 +68,14 @@ def build_network(cfg: schema.TrainConfig) -> dit.DiT:
         return schema.NETWORKS[model.name].build(model.backbone, **sizes, **settings)
     except ValueError as e:
         raise UserError(f"model: {e}") from e
+
+
+def build_ema(train: schema.Train, net: torch.nn.Module) -> EMA:
+    if not train.ema_lengths:
+        return EMA(net, train.ema_decay)
+    from extras import posthoc_ema  # the registry's line
+
+    return posthoc_ema.TrackedEMA(net, train.ema_decay, train.ema_lengths)
 
 
 def build_autoencoder(cfg: schema.TrainConfig, device: torch.device) -> autoencoders.Autoencoder:
@@ -95,8 +104,9 @@ def check_initial(stored: schema.TrainConfig, step: int, cfg: schema.TrainConfig
         found = f"was imported from {imported_from} without an optimizer" if imported_from else f"is at step {step} already"
         raise UserError(f"init_state=all: init_from={cfg.init_from} {found}; set init_state=weights, or raise train.num_steps")
     changed = schema.differences(stored, cfg, [schema.Role.ARCHITECTURE])
-    if cfg.init_state == "all":  # the optimizer of the projector goes on
-        changed += [line for line in schema.differences(stored, cfg, [schema.Role.FIXED]) if line.startswith("alignment.")]
+    if cfg.init_state == "all":  # the optimizer of the projector goes on, and tracked averages
+        continued = schema.differences(stored, cfg, [schema.Role.FIXED, schema.Role.STARTED])
+        changed += [line for line in continued if line.startswith(("alignment.", "train."))]
     if scaled := [line for line in changed if line.startswith(("data.latents_", "data.scale_factor"))]:
         how = f"({'; '.join(scaled)}): encode yours as its were, those of LightningDiT with latents_stats=<file>"
         raise UserError(f"init_from={cfg.init_from} saw latents that were scaled otherwise {how}")

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 WEIGHTS = {"raw": "model.safetensors", "ema": "ema.safetensors"}
-PROJECTOR = "projector.safetensors"
+OTHERS = ("projector", "tracked_ema")  # files of tensors that some checkpoints have
 FILES = (*WEIGHTS.values(), "optimizer.pt", "state.json", "config.yaml")  # of every checkpoint, beside the manifest
 _STEP = re.compile(r"step_(\d{7,})")
 
@@ -49,6 +49,7 @@ class Checkpoint:
     state: dict  # plain values of the trainer (JSON)
     config: dict  # the resolved configuration of the run, of plain values
     projector: dict[str, Tensor] | None = None  # alignment's; None: a run without
+    tracked_ema: dict[str, Tensor] | None = None  # of `extras.posthoc_ema`; None: a run without
 
 
 class CheckpointError(UserError):
@@ -112,8 +113,8 @@ def save(root: Path, checkpoint: Checkpoint, keep_last: int, keep_every: int) ->
 def _write_files(folder: Path, checkpoint: Checkpoint) -> None:
     """Write every file, and last the manifest with their sizes and hashes; then flush all to the disk."""
     weights = {WEIGHTS["raw"]: checkpoint.model, WEIGHTS["ema"]: checkpoint.ema}
-    if checkpoint.projector is not None:
-        weights[PROJECTOR] = checkpoint.projector
+    others = {f"{name}.safetensors": getattr(checkpoint, name) for name in OTHERS}
+    weights |= {name: tensors for name, tensors in others.items() if tensors is not None}
     with open(folder / "optimizer.pt", "wb") as file:  # given a path, torch.save does not say when the last bytes fail
         torch.save(checkpoint.optimizer, file)
     for name, tensors in weights.items():
@@ -208,10 +209,12 @@ def load(folder: Path) -> Checkpoint:
     state = _read_state(folder)
     with reading(folder / "optimizer.pt"):
         optimizer = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True, mmap=True)
-    with reading(folder / PROJECTOR):
-        projector = load_file(folder / PROJECTOR) if (folder / PROJECTOR).exists() else None
+    others = {}
+    for name, file in ((name, folder / f"{name}.safetensors") for name in OTHERS):
+        with reading(file):
+            others[name] = load_file(file) if file.exists() else None
     model, ema = load_weights(folder, "raw"), load_weights(folder, "ema")
-    return Checkpoint(state.pop("step"), model, ema, optimizer, state, read_config(folder), projector)
+    return Checkpoint(state.pop("step"), model, ema, optimizer, state, read_config(folder), **others)
 
 
 def check_tensors(file: Path, given: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:

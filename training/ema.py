@@ -53,11 +53,16 @@ class EMA:
         averages, weights = ([local_shard(tensor) for tensor in side] for side in zip(*self._pairs))
         torch._foreach_lerp_(averages, weights, 1 - decay)
 
+    def states(self) -> dict[str, dict[str, Tensor]]:
+        """What a checkpoint holds, by the name of its file."""
+        return {"ema": self.averages}
+
     @torch.no_grad()
-    def load(self, averages: dict[str, Tensor]) -> None:
-        """Load the averages of a checkpoint: full tensors by parameter name, of the same names and shapes."""
-        for name, average in self.averages.items():
-            local_shard(average).copy_(local_shard(distribute_like(averages[name], average)))
+    def load(self, stored: dict[str, dict[str, Tensor]]) -> None:
+        """Load some of the states of a checkpoint: full tensors of the same names and shapes."""
+        for file, averages in stored.items():
+            for name, own in self.states()[file].items():
+                local_shard(own).copy_(local_shard(distribute_like(averages[name], own)))
 
     @contextlib.contextmanager
     def full_weights(self) -> Iterator[None]:

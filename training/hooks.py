@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,10 +14,11 @@ import torch
 from common.errors import UserError
 from common.files import whole_file
 from common.progress import progress_bar
+from evaluations.images import labelled_grid
 from evaluations.suite import display_name, format_metrics
 from sampling.evaluator import Evaluator, until_stopped
 from sampling.processes import gather_on_main, on_main
-from sampling.sampler import ImageSampler, fits_into_memory, labelled_grid
+from sampling.sampler import ImageSampler, fits_into_memory, labels_of
 from training import checkpoint as checkpoints
 from training.run import RunFolder
 from training.trainer import NEVER, Hook, Trainer
@@ -48,8 +49,10 @@ class Metrics(Hook):
 
     run: RunFolder
     every: int
+    check: Callable[[], None]  # raises the error of a checkpoint soon after it could not be written
 
     def __call__(self, trainer: Trainer) -> None:
+        self.check()
         if trainer.clock.num_steps == 0:  # at a start
             return
         losses, steps_per_sec, train = mean_losses(trainer), trainer.clock.steps_per_sec(), trainer.cfg.train
@@ -127,12 +130,14 @@ class Evaluations(Hook):
         is_last = step == trainer.cfg.train.num_steps
         num_samples = cfg.final_num_samples if is_last and cfg.final_num_samples else cfg.num_samples
         for cfg_scale, sampler in self.samplers.items():
-            about = {"step": step, "num_samples": num_samples, "cfg_scale": cfg_scale}
+            about = {"step": step, "num_samples": num_samples, "cfg_scale": cfg_scale, "labels": cfg.labels}
             if on_main(partial(self.run.has_evaluation, about)):
                 continue
             start_sec = time.perf_counter()
+            labels = labels_of(range(num_samples), sampler.data.num_classes, cfg.labels)
             with trainer.ema.full_weights():
-                metrics = self.evaluator.of_samples(sampler, num_samples, trainer.stop.requested_now)
+                features = self.evaluator.features_of_samples(sampler, labels, trainer.stop.requested_now)
+            metrics = self.evaluator.evaluate(features, list(labels.values()), sampler.cost).metrics
             named = {display_name(metric, num_samples, cfg_scale): value for metric, value in metrics.items()}
             if accelerator.is_main_process:
                 self.run.log_metrics(about | {"metrics": metrics, "evaluation_sec": time.perf_counter() - start_sec})

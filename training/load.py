@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -32,18 +33,31 @@ def load_config(folder: Path) -> schema.TrainConfig:
 
 
 def load_network(
-    folder: Path, cfg: schema.TrainConfig, weights: str, device: torch.device, compile_mode: str = "none"
+    folder: Path, weights: str, device: torch.device, compile_mode: str = "none", ema_length: float | None = None
 ) -> nn.Module:
-    """The network of a verified checkpoint, in evaluation mode.
+    """The network of a verified checkpoint, in evaluation mode. The last two stay loaded: points of a sweep share them.
 
     Args:
-        cfg: its configuration.
         weights: `ema` or `raw`.
         compile_mode: of `training.speed.compile_network`.
+        ema_length: of a post-hoc EMA, instead of `weights`.
     """
-    stored = checkpoints.load_weights(folder, weights)
+    return _load_network(folder, checkpoints.identity(folder), weights, device, compile_mode, ema_length)
+
+
+@lru_cache(maxsize=2)
+def _load_network(
+    folder: Path, content: str, weights: str, device: torch.device, compile_mode: str, ema_length: float | None
+) -> nn.Module:
+    gc.collect()  # a compiled network is a cycle: Python would keep those before on the device
+    if ema_length is None:
+        stored = checkpoints.load_weights(folder, weights)
+    else:
+        from extras import posthoc_ema  # the registry's line
+
+        stored = posthoc_ema.load_weights(folder, ema_length)
     with torch.device("meta"):  # no time for random weights
-        net = build_network(cfg).eval().requires_grad_(False)
+        net = build_network(load_config(folder)).eval().requires_grad_(False)
     checkpoints.check_tensors(folder / checkpoints.WEIGHTS[weights], stored, net.state_dict())
     net.to_empty(device=device).load_state_dict(stored)
     compile_network(net, resolve_compile(compile_mode, device))
@@ -139,8 +153,7 @@ def build_sampler(
     weak = None
     if settings.name == "autoguidance":
         folder = Path(settings.checkpoint)
-        second = load_config(folder)
-        weak = load_network(folder, second, settings.weights, device, compile_mode), second.diffusion
+        weak = load_network(folder, settings.weights, device, compile_mode), load_config(folder).diffusion
     return ImageSampler(
         net=net,
         router=net.router if net.router.routes else TokenRouter([DEFAULT_ROUTE], len(net.blocks)),
@@ -163,6 +176,7 @@ def load_sampler(
     device: torch.device,
     *,
     weights: str,
+    ema_length: float | None,
     diffusion: schema.Diffusion,
     precision: str,
     command: schema.SampleConfig | schema.FidConfig,
@@ -171,12 +185,12 @@ def load_sampler(
 
     Args:
         settings: guidance.*, with the second checkpoint found.
-        weights: `ema` or `raw`.
+        weights, ema_length: as of `load_network`.
         diffusion: with the sampler to use.
         precision: `fp32` or `bf16`.
         command: its autoencoder (null keeps the run's) and compile.
     """
-    net = load_network(folder, run_cfg, weights, device, command.compile)
+    net = load_network(folder, weights, device, command.compile, ema_length)
     name = command.autoencoder or run_cfg.data.autoencoder
     decoder = autoencoders.build(name, device, run_cfg.data.in_channels)
     options = {"compile_mode": command.compile, "precision": precision}

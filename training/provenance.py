@@ -22,7 +22,7 @@ def describe_start(accelerator: Accelerator, step: int) -> dict[str, object]:
     return {
         "step": step,
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": launch_command(),
+        "command": shlex.join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
         "commit": commit,
         "modified": modified,
         "device": device_name(accelerator.device),
@@ -51,14 +51,3 @@ def git_commit() -> tuple[str | None, bool | None]:
     except (OSError, subprocess.CalledProcessError):
         return None, None
     return description.removesuffix("-dirty"), description.endswith("-dirty")
-
-
-def launch_command() -> str:
-    """The command that started this process, on Linux with the arguments of accelerate's launcher, its parent process."""
-    file = Path(f"/proc/{os.getppid()}/cmdline")
-    parent = file.read_bytes().decode(errors="replace").rstrip("\0").split("\0") if file.exists() else []
-    for i, argument in enumerate(parent):
-        if Path(argument).name in ("accelerate", "accelerate-launch", "accelerate.commands.launch"):
-            arguments = parent[i + 1 :]
-            return shlex.join(["accelerate", *([] if arguments[:1] == ["launch"] else ["launch"]), *arguments])
-    return shlex.join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -48,7 +47,7 @@ class Saving(Hook):
         finite = torch.stack(extremes).isfinite().all()
         if not trainer.accelerator.gather(finite.reshape(1)).all().item():
             raise TrainingDiverged(f"weights are not finite after step {trainer.step}; earlier checkpoints are intact")
-        states = {"model": trainer.net.state_dict(), "ema": trainer.ema.averages, "optimizer": trainer.optimizer.state_dict()}
+        states = {"model": trainer.net.state_dict(), "optimizer": trainer.optimizer.state_dict(), **trainer.ema.states()}
         if trainer.alignment is not None:
             states["projector"] = trainer.alignment.projector.state_dict()
         # Every process helps to gather sharded tensors; the main process receives them.
@@ -94,17 +93,6 @@ class Saving(Hook):
         self._thread.shutdown()
 
 
-@dataclass
-class Watch(Hook):
-    """Raises the error of a checkpoint that could not be written soon after, and not at the next save."""
-
-    saving: Saving
-    every: int
-
-    def __call__(self, trainer: Trainer) -> None:
-        self.saving.check(wait=False)
-
-
 def resume(trainer: Trainer, folder: Path) -> None:
     """Continue a run from one of its checkpoints, verified. Raises UserError if it was trained on other latents or targets."""
     checkpoint = checkpoints.load(folder)
@@ -135,17 +123,19 @@ def _copy_values(trainer: Trainer, folder: Path, checkpoint: checkpoints.Checkpo
         if checkpoint.state["encoder"] != trainer.alignment.encoder:
             raise UserError(f"{folder} was aligned with other weights of the encoder than those of alignment.weights")
         projector = trainer.alignment.projector.state_dict()
-        checkpoints.check_tensors(folder / checkpoints.PROJECTOR, checkpoint.projector or {}, projector)
+        checkpoints.check_tensors(folder / "projector.safetensors", checkpoint.projector or {}, projector)
         own, stored = own | projector, stored | checkpoint.projector
     for name, value in own.items():
         local_shard(value).copy_(local_shard(distribute_like(stored[name], value)))
-    trainer.ema.load(checkpoint.ema)
+    trainer.ema.load({"ema": checkpoint.ema})
     # The EMA continues without a new warm-up.
     trainer.ema.num_updates_before = checkpoint.state["ema_num_updates"]
     if not with_optimizer:
         return
     trainer.step = trainer.first_step = checkpoint.step
     trainer.ema.num_updates_before -= trainer.step
+    if checkpoint.tracked_ema is not None:
+        trainer.ema.load({"tracked_ema": checkpoint.tracked_ema})
     parameters = [p for group in trainer.optimizer.param_groups for p in group["params"]]
     state = {
         i: {key: distribute_like(value, parameters[i]) if key != "step" else value.clone() for key, value in values.items()}

@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from hydra.errors import HydraException
 
+import dit
 from common.errors import UserError
 from common.types import Count, Text, Whole
 from configs import schema
@@ -26,10 +27,9 @@ from extras.benchmarks.harness import TimedRow, measure, published_peaks, report
 from extras.benchmarks.roofline import peaks_of, roofline_table, step_parts
 from latents import autoencoders
 from latents.shards import ShardInfo, write_shard
-from sampling.flops import step_flops
+from sampling.flops import forward_flops
 from sampling.processes import leave
 from training import build, load, machine, speed
-from training.ema import EMA
 from training.sharding import processes_per_node
 from training.trainer import Trainer
 
@@ -77,7 +77,7 @@ def open_trainer(accelerator: Accelerator, cfg: schema.TrainConfig) -> Trainer:
     set_seed(cfg.seed)
     speed.check_machine(cfg.train, accelerator.device)
     net, alignment = build.build_network(cfg), build.build_alignment(cfg, dataset, accelerator)
-    trainer = Trainer(accelerator, cfg, net, EMA(net, cfg.train.ema_decay), dataset, alignment)
+    trainer = Trainer(accelerator, cfg, net, build.build_ema(cfg.train, net), dataset, alignment)
     accelerator.free_memory()  # it would keep a trainer that is given up
     return trainer
 
@@ -88,6 +88,14 @@ def open_step(accelerator: Accelerator, cfg: schema.TrainConfig) -> TimedRow:
     batches = trainer.batches()
     num_images = cfg.train.batch_size // accelerator.num_processes
     return TimedRow(lambda: trainer.train_step(next(batches)), num_images, step_flops(trainer.net))
+
+
+def step_flops(net: dit.DiT) -> int:
+    """FLOPs of one image in training, with the network's own routes.
+
+    For each product of the forward, the backward computes two: for the gradients of the input and of the weight.
+    """
+    return 3 * forward_flops(net, None)
 
 
 def open_loader(accelerator: Accelerator, cfg: schema.TrainConfig) -> TimedRow:
@@ -112,7 +120,8 @@ def open_sampling(accelerator: Accelerator, cfg: schema.TrainConfig) -> TimedRow
 
     def sample() -> None:
         sampler(seeds, [seed % data.num_classes for seed in seeds])
-        row.flops_per_image, row.found["evaluations/image"] = sampler.flops_per_image, sampler.evaluations_per_image
+        row.flops_per_image = 1e9 * sampler.cost["gflops_per_image"]
+        row.found["evaluations/image"] = sampler.cost["network_evaluations"]
 
     row = TimedRow(sample, len(seeds))
     return row

@@ -1,0 +1,85 @@
+"""Features of samples, kept beside the results of fid.py: a new metric, reference or number of samples needs no new images."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from common.files import hash_bytes, write_file
+from evaluations.features import Features, join_features
+from sampling.evaluator import Evaluation, Evaluator
+from sampling.processes import on_main
+from sampling.sampler import ImageSampler
+
+STRETCH = 5000  # seeds in a file: what a stopped evaluation loses at most
+
+
+@dataclass(frozen=True)
+class KeptFeatures:
+    """A folder with a file for each stretch of seeds, whole or absent.
+
+    Attributes:
+        folder: of its own for all that features depend on beside the seed.
+        detectors: their names, in the order of the features.
+    """
+
+    folder: Path
+    detectors: Sequence[str]
+
+    def read(self, seed: int, last: int) -> tuple[list[Features], dict[str, float]]:
+        """Features of `seed` and of what follows in its file, before `last`, and the cost of an image; empty if none are kept."""
+        for file in sorted(self.folder.glob("*-*.safetensors")):
+            first, end = map(int, file.stem.split("-"))
+            if first <= seed < end:
+                with contextlib.suppress(SafetensorError, OSError), safe_open(file, framework="pt") as f:  # damaged: made again
+                    found: dict[str, dict[str, torch.Tensor]] = {detector: {} for detector in self.detectors}
+                    for key in f.keys():  # noqa: SIM118 (not a dict)
+                        detector, _, name = key.partition(".")
+                        found[detector][name] = f.get_slice(key)[seed - first : last - first]
+                    return [Features(one, **tensors) for one, tensors in found.items()], json.loads(f.metadata()["cost"])
+        return [], {}
+
+    def write(self, seed: int, features: Sequence[Features], cost: dict[str, float]) -> None:
+        tensors = {f"{one.detector}.{name}": x for one in features for name, x in one.tensors().items()}
+        file = self.folder / f"{seed:09d}-{seed + len(features[0]):09d}.safetensors"
+        write_file(file, save(tensors, {"cost": json.dumps(cost)}))
+
+
+def evaluate_samples(
+    evaluator: Evaluator,
+    load_sampler: Callable[[], ImageSampler],
+    labels: Mapping[int, int],
+    name: str,
+    folder: Path,
+    depends_on: list,
+) -> Evaluation:
+    """Metrics of the images of consecutive seeds, of which only those are sampled whose features are not kept.
+
+    Args:
+        load_sampler: called once, and only if features are missing.
+        labels, name: as of `Evaluator.features_of_samples`.
+        folder: with a folder for each content of `depends_on`: all that features depend on, beside the detectors' weights.
+    """
+    digest = hash_bytes(json.dumps([depends_on, [one.weights_hash for one in evaluator.detectors]]).encode())[:16]
+    kept = KeptFeatures(folder / digest, [one.name for one in evaluator.detectors])
+    parts, seed, last, sampler = [], min(labels), max(labels) + 1, None
+    while seed < last:
+        features, cost = kept.read(seed, last) if evaluator.accelerator.is_main_process else ([], {})
+        num_kept = on_main(lambda found=features: len(found[0]) if found else 0)
+        if num_kept == 0:
+            sampler = sampler or load_sampler()
+            num_kept = min(STRETCH - seed % STRETCH, last - seed)
+            missing = {one: labels[one] for one in range(seed, seed + num_kept)}
+            features, cost = evaluator.features_of_samples(sampler, missing, name=name), sampler.cost
+            on_main(partial(kept.write, seed, features, cost))
+        parts.append(features)
+        seed += num_kept
+    return evaluator.evaluate(join_features(parts), list(labels.values()), cost)

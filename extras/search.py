@@ -1,0 +1,123 @@
+"""`fid.py search=`: the best value of one or two settings of the sampler, in fewer evaluations than a grid needs."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from scipy.optimize import minimize_scalar
+
+from common.errors import UserError
+from configs import schema
+from configs.settings import validate
+from evaluations.results import in_words
+from sampling.processes import on_main
+
+log = logging.getLogger(__name__)
+
+GUIDANCE = ("w", "level_lo", "level_hi", "r_strong", "r_weak")
+NAMES = ("cfg_scale", "ema_length", "S_churn", *(f"guidance.{key}" for key in GUIDANCE))
+TOLERANCE = 0.05  # of an axis: to it an optimum is found
+MAX_TURNS = 3
+
+
+class Axis(NamedTuple):
+    name: str
+    low: float
+    high: float
+
+
+def parse(texts: Sequence[str]) -> list[Axis]:
+    """`cfg_scale:1:3` -> Axis("cfg_scale", 1.0, 3.0). Raises UserError for anything else, and for more than two."""
+    axes = []
+    for text in texts:
+        name, *bounds = text.split(":")
+        try:
+            low, high = map(float, bounds)
+        except ValueError:
+            low = high = 0.0
+        if name not in NAMES or not low < high < float("inf"):
+            raise UserError(f"search={text} is not <setting>:<lowest>:<highest>, with a setting of {', '.join(NAMES)}")
+        axes.append(Axis(name, low, high))
+    if len({axis.name for axis in axes}) < len(axes) or len(axes) > 2:
+        raise UserError(f"search={list(texts)}: one or two settings can be searched at once")
+    return axes
+
+
+def minimise(axes: Sequence[Axis], function: Callable[[tuple[float, ...]], float]) -> tuple[float, ...]:
+    """Where a function of one or two settings is lowest, of the points that were tried.
+
+    One setting at a time, by Brent's method (golden sections and parabolas), in turns until none moves by more than TOLERANCE
+    of its range. From the second turn on, half of the range around the best value is searched. The function must be the same
+    at every call: then the points are, too, so that a search that was stopped goes on.
+    """
+    tried: dict[tuple[float, ...], float] = {}
+    best = tuple((axis.low + axis.high) / 2 for axis in axes)
+    for turn in range(MAX_TURNS if len(axes) > 1 else 1):
+        before = best
+        for i, axis in enumerate(axes):
+
+            def along(value: float, i: int = i, others: tuple[float, ...] = best) -> float:
+                point = (*others[:i], float(f"{value:.3g}"), *others[i + 1 :])  # short numbers in tables
+                if point not in tried:
+                    tried[point] = function(point)
+                return tried[point]
+
+            span, (low, high) = axis.high - axis.low, axis[1:]
+            if turn > 0:
+                low, high = max(low, best[i] - span / 4), min(high, best[i] + span / 4)
+            minimize_scalar(along, bounds=(low, high), method="bounded", options={"xatol": TOLERANCE * span / 2})
+            best = min(tried, key=tried.__getitem__)
+        if all(abs(new - old) <= TOLERANCE * (axis.high - axis.low) for axis, new, old in zip(axes, best, before)):
+            break
+    return best
+
+
+def with_values(cfg: schema.FidConfig, values: dict[str, float]) -> schema.FidConfig:
+    """The command at one point. Raises UserError for a value that guidance.* does not accept."""
+    own = {key: value for key, value in values.items() if "." not in key}
+    of_guidance = {key.removeprefix("guidance."): value for key, value in values.items() if "." in key}
+    guidance = [validate(one.model_dump() | of_guidance, type(one)) for one in cfg.guidance]
+    return cfg.model_copy(update={"guidance": guidance, **own})
+
+
+def open_axes(judge: Any) -> list[Axis]:
+    """The settings to search, with the bounds checked against the checkpoint.
+
+    Args:
+        judge: `fid.Judge`.
+
+    Raises:
+        UserError: a setting, a bound or their number is not accepted; there is no checkpoint, or more than one point.
+    """
+    axes = parse(judge.cfg.search)
+    for corner in itertools.product(*((axis.low, axis.high) for axis in axes)):
+        if len(sweep(judge, axes, corner)) != 1:
+            raise UserError("search= looks for the best of one point: give one checkpoint=, and no lists of settings")
+    return axes
+
+
+def sweep(judge: Any, axes: Sequence[Axis], values: Sequence[float]) -> list:
+    return judge.sweep(with_values(judge.cfg, {axis.name: value for axis, value in zip(axes, values)}))
+
+
+def search(judge: Any, axes: Sequence[Axis], metric: str, num_samples: int) -> tuple[list, int]:
+    """Find the settings with the lowest `metric` with few samples, and evaluate these with all.
+
+    Returns:
+        The points that were tried, and their number of samples.
+    """
+    points = []
+    num_coarse = judge.cfg.search_num_samples or min(max(num_samples // 10, 1000), num_samples)
+
+    def function(values: Sequence[float]) -> float:
+        points.extend(sweep(judge, axes, values))
+        results = judge(points[-1:], num_coarse)
+        return on_main(lambda: results.find(points[-1][0])["metrics"][metric])
+
+    best = minimise(axes, function)
+    log.info("lowest %s of %d points: %s", metric, len(points), in_words({axis.name: x for axis, x in zip(axes, best)}))
+    judge(sweep(judge, axes, best), num_samples)
+    return points, num_coarse
