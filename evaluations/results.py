@@ -93,7 +93,7 @@ class Results:
         names = [name for name in names if any(name in row for row in cells)]
         table = markdown_table(names, [[row.get(name, "") for name in names] for row in cells])
         if any(row["best"] for row in rows):
-            table += f"\n`*`: the lowest {plotted} of its number of samples; `~`: its difference from the lowest may be chance (95%)\n"
+            table += f"\n`*`: the lowest {plotted} of its conditions; `~`: its difference from the lowest may be chance (95%)\n"
         write_file(self.folder / "results.md", table)
         if len(points) > 1:
             lines, label = [self.find(point) for point in points], display_name(plotted, self.conditions["num_samples"])

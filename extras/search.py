@@ -94,7 +94,7 @@ def open_axes(judge: Any) -> list[Axis]:
     """
     axes = parse(judge.cfg.search)
     for corner in itertools.product(*((axis.low, axis.high) for axis in axes)):
-        if len(sweep(judge, axes, corner)) != 1:
+        if judge.images is not None or len(sweep(judge, axes, corner)) != 1:
             raise UserError("search= looks for the best of one point: give one checkpoint=, and no lists of settings")
     return axes
 

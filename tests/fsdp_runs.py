@@ -26,7 +26,7 @@ FSDP = [*BATCH, "train.parallel=fsdp"]
 DENSE = ["model=dit", "train.grad_accum_steps=2", "train.grad_clip_norm=0.5"]
 LOOKS = ["sample.every=6", "sample.num_samples=3", "diffusion.sampler.num_steps=2"]
 LOOKS += ["eval.every=6", "eval.num_samples=5", "eval.num_steps=2", "eval.batch_size=2"]
-TREAD = ["checkpoint.every=3", *LOOKS]
+TREAD = ["checkpoint.every=3", *LOOKS, "train.ema_lengths=[0.1,0.25]", "train.ema_snapshot_every=2"]
 LIGHTNING = ["model=lightningdit_tread", "sample.every=6", *LOOKS[1:3]]
 
 
@@ -54,7 +54,7 @@ def make_runs(folder: Path, records: dict) -> None:
     run("dense", *FSDP, *DENSE)
     run("lightning", *FSDP, *LIGHTNING)
     run("cut", *FSDP, *TREAD)  # its folder holds step 3 of one process
-    run("branch", *FSDP, f"init_from={folder / 'one' / 'checkpoints' / 'step_0000003'}", "init_state=all")
+    run("branch", *FSDP, f"init_from={folder / 'one' / 'checkpoints' / 'step_0000003'}", "init_state=all", *TREAD[-2:])
     # The code that inductor would write is not the matter here.
     with mock.patch.object(speed.torch, "compile", functools.partial(torch.compile, backend="aot_eager")):
         run("compiled", *FSDP, *DENSE, "train.compile=blocks", "train.activation_checkpointing=blocks", "train.num_steps=2")

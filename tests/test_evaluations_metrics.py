@@ -8,7 +8,9 @@ import scipy.linalg
 import torch
 
 from evaluations import metrics
+from evaluations.features import Features
 from evaluations.metrics import Statistics, statistics_of
+from evaluations.suite import jackknife
 
 
 def normal(seed: int, *shape: int) -> torch.Tensor:
@@ -123,3 +125,29 @@ def test_a_point_on_the_border_of_a_ball_is_inside():
     far = torch.tensor([[6.0], [100.0], [200.0], [300.0]])
     assert metrics.precision_recall(near, far) == (0.25, 1.0)
     assert metrics.precision_recall(far, near) == (1.0, 0.25)
+
+
+@pytest.mark.parametrize("spectrum", ["equal", "decaying"])
+def test_95_percent_intervals_of_the_jackknife_cover_the_mean_distance_of_samples_of_this_size(spectrum):
+    """Samples of one Gaussian against another of known distance; the interval is Student's, with 9 degrees of freedom."""
+    g, dim = torch.Generator().manual_seed(0), 16 if spectrum == "equal" else 64
+    variances = torch.ones(dim).double() if spectrum == "equal" else 1 / torch.arange(1, dim + 1).double()
+    known = Statistics(0.1 * variances.sqrt(), torch.diag(1.2 * variances))
+    reference = Features("dinov2", pool=torch.empty(0, dim), statistics={"pool": known})
+    draws = [Features("dinov2", pool=torch.randn(1000, dim, generator=g).double() * variances.sqrt()) for _ in range(400)]
+    distances = torch.tensor([metrics.frechet_distance(known, one.pool) for one in draws])
+    errors = torch.tensor([metrics.standard_error(jackknife(reference, one, None, 10)["fd_dinov2"]) for one in draws])
+    covered = ((distances - distances.mean()).abs() < 2.262 * errors).double().mean()
+    assert 0.93 < covered < 0.97
+    assert 0.9 < errors.square().mean().sqrt() / distances.std() < 1.15
+
+
+def test_the_jackknife_leaves_out_one_group_after_another_and_takes_the_other_labels():
+    x, labels = torch.randn(25, 4, generator=torch.Generator().manual_seed(0)), torch.arange(25) % 2
+    reference = Features("digits", pool=torch.randn(30, 4), logits=torch.randn(30, 4))
+    found = jackknife(reference, Features("digits", pool=x, logits=x), labels, 10)
+    assert list(found) == ["fd_digits", "class_agreement"] and {len(values) for values in found.values()} == {10}
+    kept = torch.arange(25) >= 3  # 25 in 10 groups: five of 3, five of 2
+    assert found["fd_digits"][0] == pytest.approx(metrics.frechet_distance(reference.pool, x[kept]))
+    assert found["class_agreement"][0] == pytest.approx(metrics.class_agreement(x[kept], labels[kept]))
+    assert jackknife(reference, Features("digits", pool=x[:19], logits=x[:19]), None, 10) == {}

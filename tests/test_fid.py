@@ -5,15 +5,22 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import LAUNCH_2, REPOSITORY, checked, finish, forget_accelerate, losses, metrics, run_train, start
 from PIL import Image
+from safetensors.torch import load_file
 
 import fid as script
 import sample
 from common.errors import UserError
-from evaluations.results import Point, Results
+from evaluations.metrics import standard_error
+from evaluations.results import Point, Results, differ
 from evaluations.suite import metrics_of
+from extras import kept_features
+from sampling.evaluator import Evaluator
+from sampling.sampler import ImageSampler
+from training import load
 
 NAMES = [metric.name for metric in metrics_of("digits")]
 EVAL = ["eval.every=2", "eval.num_samples=70", "eval.num_steps=2", "eval.batch_size=35", "train.num_steps=4", "train.lr=1e-2"]
@@ -201,3 +208,72 @@ def test_a_run_is_sampled_and_evaluated_in_the_precision_of_its_training_unless_
     forget_accelerate()
     sample.main(checked([f"checkpoint={run}", f"output={tmp_path / 'images'}", "seeds=0", *FID[1:2], "cpu_threads=1"], "sample"))
     assert "precision: bf16" in (tmp_path / "images" / "settings.yaml").read_text()
+
+
+@pytest.fixture
+def sampled(monkeypatch):
+    """The seeds that were sampled."""
+    seeds, call = [], ImageSampler.__call__
+
+    def recorded(self, batch, labels):
+        seeds.extend(batch)
+        return call(self, batch, labels)
+
+    monkeypatch.setattr(ImageSampler, "__call__", recorded)
+    return seeds
+
+
+def test_kept_features_are_not_sampled_again_for_another_reference_or_more_samples(edm, fid, tmp_path, sampled, monkeypatch):
+    monkeypatch.setattr(kept_features, "STRETCH", 30)
+    (plain,) = fid("plain", f"checkpoint={edm}")
+    assert sampled == list(range(70))
+    first = fid("out", f"checkpoint={edm}", "keep_features=true", "num_samples=50")
+    assert sampled[70:] == list(range(50)) and first[0]["cost"] == plain["cost"]
+    (_, second) = fid("out", f"checkpoint={edm}", "keep_features=true")
+    assert sampled[120:] == list(range(50, 70))
+    assert second["metrics"] == pytest.approx(plain["metrics"], rel=1e-4) and second["cost"] == plain["cost"]
+    assert second["jackknife"]["fd_digits"] == pytest.approx(plain["jackknife"]["fd_digits"], rel=1e-4)
+    with np.load(REPOSITORY / "evaluations" / "digits_reference.npz") as digits:
+        np.savez(tmp_path / "half.npz", arr_0=digits["arr_0"][:900])
+    monkeypatch.setattr(load, "load_network", None)  # nothing is loaded
+    third = fid("out", f"checkpoint={edm}", "keep_features=true", f"reference={tmp_path / 'half.npz'}")[-1]
+    assert third["metrics"]["fd_digits"] != second["metrics"]["fd_digits"] and len(sampled) == 140
+
+
+def test_a_stopped_point_goes_on_after_its_kept_stretches_and_a_damaged_one_is_made_again(edm, fid, tmp_path, monkeypatch):
+    monkeypatch.setattr(kept_features, "STRETCH", 30)
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(Evaluator, "evaluate", lambda *arguments: 1 / 0)
+        fid("out", f"checkpoint={edm}", "keep_features=true")
+    (file,) = (tmp_path / "out" / "features").glob("*/000000030-*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1])
+    again = fid("out", f"checkpoint={edm}", "keep_features=true")
+    assert again[0]["metrics"] == pytest.approx(fid("plain", f"checkpoint={edm}")[0]["metrics"], rel=1e-4)
+    load_file(file)
+
+
+def test_labels_and_seeds_are_conditions_of_a_result_and_stand_beside_it(edm, fid, tmp_path, sampled):
+    lines = [fid("out", f"checkpoint={edm}", *given)[-1] for given in ((), ("labels=balanced",), ("first_seed=70",))]
+    assert len({line["metrics"]["fd_digits"] for line in lines}) == 3 and sampled[140:] == list(range(70, 140))
+    about = [(line["about"]["labels"], line["about"]["first_seed"]) for line in lines]
+    assert about == [("random", 0), ("balanced", 0), ("random", 70)]
+    assert "balanced" in (tmp_path / "out" / "results.md").read_text()
+
+
+def test_the_points_of_a_checkpoint_share_its_network(edm, fid, monkeypatch):
+    load._load_network.cache_clear()
+    built, build = [], load.build_network
+    monkeypatch.setattr(load, "build_network", lambda cfg: built.append(cfg) or build(cfg))
+    fid("out", f"checkpoints={edm}", "guidance=cfg", "cfg_scale=[1.0,1.5,2.0]", "num_samples=4")
+    assert len(built) == 2
+
+
+def test_differences_are_judged_group_by_group():
+    """Both move by 10 from group to group, and one is always 1 above the other, which their errors alone would hide."""
+    low = [10.0 * group for group in range(10)]
+    first, above, other = (
+        {"metrics": {"fid": fid}, "jackknife": {"fid": values}}
+        for fid, values in ((45.0, low), (46.05, [x + 1 + x / 1000 for x in low]), (46.05, low[::-1]))
+    )
+    assert standard_error(low) > 50
+    assert differ(first, above, "fid") and not differ(first, first, "fid") and not differ(first, other, "fid")

@@ -7,6 +7,7 @@ import torch
 from conftest import LAUNCH_2, LAUNCH_4, checked, finish, losses, metrics, run_train, start
 from fsdp_runs import BATCH, DENSE, LIGHTNING, TREAD, copy_until_step_3
 from PIL import Image, ImageChops
+from safetensors.torch import load_file
 
 from common.errors import UserError
 from training import checkpoint as checkpoints
@@ -44,7 +45,7 @@ def norms(run):
 def assert_same_checkpoint(first, second, step):
     """Adam divides by small numbers at first: rounding grows to about 1e-5 of the largest weight."""
     a, b = checkpoint(first, step), checkpoint(second, step)
-    for x, y in ((a.model, b.model), (a.ema, b.ema)):
+    for x, y in ((a.model, b.model), (a.ema, b.ema), (a.tracked_ema or {}, b.tracked_ema or {})):
         assert list(x) == list(y)
         assert all(torch.allclose(x[name], y[name], rtol=1e-4, atol=5e-5) for name in x)
     assert a.optimizer["param_groups"] == b.optimizer["param_groups"]
@@ -97,6 +98,13 @@ def test_a_sharded_run_goes_on_in_one_process_and_is_sampled_from_as_any_other(r
     net = load_network(folder, "ema", torch.device("cpu"))
     average = checkpoint(runs / "one", 6).ema
     assert all(torch.allclose(p, average[name], atol=5e-5) for name, p in net.named_parameters())
+
+
+def test_snapshots_of_a_sharded_run_are_those_of_one_process(runs):
+    for step in (2, 4, 6):
+        one, sharded = (load_file(runs / name / "ema_snapshots" / f"step_{step:07d}.safetensors") for name in ("one", "tread"))
+        assert list(one) == list(sharded) and len(one) > 2
+        assert all(torch.allclose(one[name], sharded[name], atol=1e-3) for name in one)  # float16
 
 
 def test_a_sharded_run_starts_from_another_with_its_optimizer(runs):

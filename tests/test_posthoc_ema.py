@@ -1,0 +1,138 @@
+"""Post-hoc EMA: profiles and their sums against NumPy in float64, and runs that track averages."""
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from conftest import checked, forget_accelerate
+from safetensors.torch import load_file
+
+import sample
+from common.errors import UserError
+from extras import posthoc_ema
+from extras.posthoc_ema import TrackedEMA, gamma_of, solve
+from training import checkpoint as checkpoints
+
+TRACK = ["train.ema_lengths=[0.1,0.25]", "train.ema_snapshot_every=2", "train.lr=1e-2", "checkpoint.every=3"]
+
+
+def profile(t, length):
+    """The share of each step's weights, by the recursion of the update."""
+    shares, gamma = np.zeros(t), gamma_of(length)
+    for step in range(t):
+        beta = (1 - 1 / (step + 1)) ** (gamma + 1)
+        shares[: step + 1] *= beta
+        shares[step] += 1 - beta
+    return shares
+
+
+@pytest.mark.parametrize("length", [0.03, 0.05, 0.1, 0.25, 0.28])
+def test_a_length_is_the_relative_standard_deviation_of_the_profile(length):
+    shares, t = profile(4000, length), np.arange(1, 4001) / 4000
+    assert shares.sum() == pytest.approx(1)
+    assert np.sqrt((shares * t**2).sum() - (shares * t).sum() ** 2) == pytest.approx(length, rel=2e-3)
+
+
+def test_tracked_averages_are_sums_of_the_weights_by_their_profiles():
+    net = torch.nn.Linear(3, 1, bias=False)
+    ema, steps = TrackedEMA(net, 0.9, [0.05, 0.2]), 300
+    trajectory = np.stack([np.arange(steps), np.sqrt(np.arange(steps)), np.sin(np.arange(steps) / 30)], axis=1)
+    for step, weights in enumerate(trajectory):
+        with torch.no_grad():
+            net.weight.copy_(torch.from_numpy(weights)[None])
+        ema.update(step)
+    for length, averages in ema.tracked.items():
+        assert averages["weight"][0].numpy() == pytest.approx(profile(steps, length) @ trajectory, rel=1e-4, abs=1e-4)
+
+
+def test_an_average_of_any_length_between_is_found_to_the_error_that_is_stated():
+    """|sum (p' - p) theta| is at most |p' - p| |theta|, by Cauchy and Schwarz."""
+    t, tracked = 1200, [(step, length) for step in range(50, 1201, 50) for length in (0.05, 0.25)]
+    profiles = np.stack([np.pad(profile(step, length), (0, t - step)) for step, length in tracked])
+    k = np.arange(t)
+    for length in (0.06, 0.1, 0.17, 0.24):
+        factors, error = solve(tracked, (t, length))
+        wanted, found = profile(t, length), factors @ profiles
+        assert error < 0.006 and np.linalg.norm(found - wanted) <= 1.02 * error * np.linalg.norm(wanted)
+        for theta in (k / t, np.sqrt(k / t), np.sin(k / 30), np.random.default_rng(0).standard_normal(t)):
+            bound = 1.02 * error * np.linalg.norm(wanted) * np.linalg.norm(theta)
+            assert abs(found @ theta - wanted @ theta) <= bound
+
+
+def test_a_length_that_is_tracked_is_itself():
+    tracked = [(step, length) for step in (100, 200, 300) for length in (0.05, 0.25)]
+    factors, error = solve(tracked, (300, 0.25))
+    assert factors == pytest.approx([0, 0, 0, 0, 0, 1], abs=1e-9) and error < 1e-9
+
+
+def tensors(run, step, file):
+    return load_file(run / "checkpoints" / f"step_{step:07d}" / f"{file}.safetensors")
+
+
+def test_tracking_changes_nothing_else_and_a_resume_goes_on_with_it(train, tmp_path):
+    plain, tracked = train("plain", *TRACK[2:]), train("tracked", *TRACK)
+    for file in ("model", "ema"):
+        assert all(torch.equal(a, tensors(plain, 6, file)[name]) for name, a in tensors(tracked, 6, file).items())
+    assert not (plain / "checkpoints" / "step_0000006" / "tracked_ema.safetensors").exists()
+    cut = tmp_path / "cut"
+    shutil.copytree(tracked, cut)
+    shutil.rmtree(cut / "checkpoints" / "step_0000006")
+    for step in (4, 6):
+        (cut / "ema_snapshots" / f"step_{step:07d}.safetensors").write_bytes(b"of another run")
+    train("cut", *TRACK)
+    assert all(torch.equal(a, tensors(cut, 6, "tracked_ema")[name]) for name, a in tensors(tracked, 6, "tracked_ema").items())
+    files = sorted(file.name for file in (tracked / "ema_snapshots").iterdir())
+    assert files == [f"step_{step:07d}.safetensors" for step in (2, 4, 6)]
+    assert all((cut / "ema_snapshots" / name).read_bytes() == (tracked / "ema_snapshots" / name).read_bytes() for name in files)
+
+
+@pytest.fixture(scope="module")
+def tracked(tmp_path_factory):
+    from conftest import run_train
+
+    return run_train(tmp_path_factory.mktemp("tracked"), "run", *TRACK)
+
+
+def test_a_checkpoint_gives_a_tracked_average_itself_and_others_from_the_snapshots(tracked):
+    folder = checkpoints.find_checkpoint(tracked, "checkpoint")
+    own = tensors(tracked, 6, "tracked_ema")
+    weights = {length: posthoc_ema.load_weights(folder, length) for length in (0.1, 0.18, 0.25)}
+    for length in (0.1, 0.25):
+        trained = {name.partition("/")[2] for name in own}
+        assert all(torch.allclose(weights[length][name], own[f"{length:g}/{name}"], atol=1e-6) for name in trained)
+    assert weights[0.18].keys() == tensors(tracked, 6, "ema").keys()
+    name = "final_layer.linear.weight"
+    expected, steps = torch.zeros_like(weights[0.18][name]), [(2, 0.1), (2, 0.25), (4, 0.1), (4, 0.25), (6, 0.1), (6, 0.25)]
+    for (step, length), factor in zip(steps, solve(steps, (6, 0.18))[0]):
+        file = folder / "tracked_ema.safetensors" if step == 6 else tracked / "ema_snapshots" / f"step_{step:07d}.safetensors"
+        expected += factor * load_file(file)[f"{length:g}/{name}"].float()
+    assert torch.allclose(weights[0.18][name], expected, atol=1e-6) and not torch.equal(weights[0.18][name], weights[0.1][name])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["ema_length=0.05"], r"ema_length=0.05 is not between .*train.ema_lengths=\[0.1, 0.25\]"),
+        (["ema_length=0.1", "weights=raw"], "ema_length=0.1 needs weights=ema"),
+        (["ema_length=0.3"], "ema_length=0.3: Input should be less than or equal to 0.28"),
+    ],
+)
+def test_a_length_that_cannot_be_had_is_refused(tracked, tmp_path, overrides, words):
+    forget_accelerate()
+    with pytest.raises(UserError, match=words):
+        sample.main(checked([f"checkpoint={tracked}", f"output={tmp_path / 'out'}", *overrides], "sample"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_that_tracks_none_gives_none_and_does_not_begin_later(train, tmp_path):
+    run = train("run", "train.num_steps=2")
+    forget_accelerate()
+    with pytest.raises(UserError, match="ema_length=0.1: .* is of a run without train.ema_lengths"):
+        sample.main(checked([f"checkpoint={run}", "ema_length=0.1"], "sample"))
+    with pytest.raises(UserError, match=r"train.ema_lengths: \[\] -> \[0.1, 0.25\]"):
+        train("run", *TRACK[:2])
+    with pytest.raises(UserError, match=r"init_from.*train.ema_lengths: \[\] -> \[0.1, 0.25\]"):
+        train("other", *TRACK[:2], f"init_from={run}", "init_state=all")
+    other = train("other", *TRACK, f"init_from={run}")  # starts with step 1, as the optimizer does
+    assert (other / "checkpoints" / "step_0000006" / "tracked_ema.safetensors").exists()
