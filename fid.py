@@ -185,7 +185,7 @@ class Judge:
                     from extras import posthoc_ema  # the registry's line
 
                     settings["ema_length"] = ema_length
-                    content += posthoc_ema.check(folder, weights, ema_length)
+                    content += posthoc_ema.check_length(folder, weights, ema_length)
                 if guidance.name == "autoguidance":
                     content += checkpoints.identity(Path(guidance.checkpoint))
                 run = checkpoints.run_of(folder) or folder.resolve().parent

@@ -67,7 +67,7 @@ def main(cfg: schema.SampleConfig) -> None:
     if cfg.ema_length is not None:
         from extras import posthoc_ema  # the registry's line
 
-        settings["checkpoint"] += posthoc_ema.check(checkpoint, cfg.weights, cfg.ema_length)
+        settings["checkpoint"] += posthoc_ema.check_length(checkpoint, cfg.weights, cfg.ema_length)
     if guidance.name == "autoguidance":
         settings["guidance"]["checkpoint"] = checkpoints.identity(Path(guidance.checkpoint))
     output = Path(cfg.output) if cfg.output else default_output(checkpoint, settings)

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from scipy.special import stdtrit
-
 from common.files import append_line, read_lines, write_file
 from evaluations.metrics import standard_error
 from evaluations.suite import display_name, format_metric
@@ -108,6 +106,8 @@ def differ(line: dict, other: dict, metric: str) -> bool:
 
     The difference is taken group by group: points of the same seeds share most of their noise.
     """
+    from scipy.special import stdtrit  # scipy takes time to import
+
     sides = [one["jackknife"].get(metric) for one in (line, other)]
     if None in sides:
         return True

@@ -95,7 +95,7 @@ def find_snapshots(folder: Path) -> dict[int, Path]:
     return {before: file for before, file in steps.items() if before < step}
 
 
-def check(folder: Path, weights: str, length: float) -> str:
+def check_length(folder: Path, weights: str, length: float) -> str:
     """Make sure that a verified checkpoint can give an EMA of this length.
 
     Returns:
@@ -116,8 +116,8 @@ def check(folder: Path, weights: str, length: float) -> str:
     return hash_bytes(repr(list(find_snapshots(folder))).encode())[:8]
 
 
-def load_weights(folder: Path, length: float) -> dict[str, Tensor]:
-    """The weights of a verified checkpoint's network with an EMA of this length, put together; see `check`."""
+def average_of(folder: Path, length: float) -> dict[str, Tensor]:
+    """The weights of a verified checkpoint's network with an EMA of this length, put together; see `check_length`."""
     step, lengths = checkpoints.step_of(folder), checkpoints.read_config(folder)["train"]["ema_lengths"]
     files = find_snapshots(folder) | {step: folder / f"{FILE}.safetensors"}
     factors, error = solve([(t, one) for t in files for one in lengths], (step, length))

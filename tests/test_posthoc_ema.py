@@ -97,7 +97,7 @@ def tracked(tmp_path_factory):
 def test_a_checkpoint_gives_a_tracked_average_itself_and_others_from_the_snapshots(tracked):
     folder = checkpoints.find_checkpoint(tracked, "checkpoint")
     own = tensors(tracked, 6, "tracked_ema")
-    weights = {length: posthoc_ema.load_weights(folder, length) for length in (0.1, 0.18, 0.25)}
+    weights = {length: posthoc_ema.average_of(folder, length) for length in (0.1, 0.18, 0.25)}
     for length in (0.1, 0.25):
         trained = {name.partition("/")[2] for name in own}
         assert all(torch.allclose(weights[length][name], own[f"{length:g}/{name}"], atol=1e-6) for name in trained)

@@ -55,7 +55,7 @@ def _load_network(
     else:
         from extras import posthoc_ema  # the registry's line
 
-        stored = posthoc_ema.load_weights(folder, ema_length)
+        stored = posthoc_ema.average_of(folder, ema_length)
     with torch.device("meta"):  # no time for random weights
         net = build_network(load_config(folder)).eval().requires_grad_(False)
     checkpoints.check_tensors(folder / checkpoints.WEIGHTS[weights], stored, net.state_dict())

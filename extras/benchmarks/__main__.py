@@ -6,6 +6,7 @@
     python -m extras.benchmarks loader 'variants=[data.num_workers=0,data.num_workers=4]' data.path=data/in256 steps=200
     python -m extras.benchmarks sampling 'variants=[guidance=none,guidance=cfg]' model.backbone=DiT-S/2 sample.batch_size=4
     python -m extras.benchmarks evaluation num_samples=5000
+    python -m extras.benchmarks sweep data=digits num_samples=1000
     python -m extras.benchmarks roofline 'device=H100 80GB HBM3' 'variants=[model=dit,model=tread]' model.backbone=DiT-XL/2
     python -m extras.benchmarks gpu                      # `make gpu`: tests/gpu and all of these, with one file of results
 
@@ -25,15 +26,16 @@ from configs import command_line as cli
 MEASURED = ("step", "loader", "sampling")
 COMMANDS = dict.fromkeys(MEASURED, "extras.benchmarks.rows:compare") | {
     "evaluation": "extras.benchmarks.rows:evaluation",
+    "sweep": "extras.benchmarks.rows:sweep",
     "roofline": "extras.benchmarks.rows:roofline",
     "gpu": "extras.benchmarks.gpu:gpu",
 }
-OWN_KEYS = ("variants", "rounds", "steps", "warmup", "device", "num_processes")
+OWN_KEYS = ("variants", "rounds", "steps", "warmup", "device", "num_processes", "num_samples")
 
 
 def main(arguments: Sequence[str]) -> None:
     name, *settings = ["--help"] if not arguments or "--help" in arguments else arguments
-    if name in (*MEASURED, "roofline"):
+    if name in (*MEASURED, "roofline", "sweep"):
         own = [argument for argument in settings if argument.partition("=")[0] in OWN_KEYS]
         others = [argument for argument in settings if argument not in own]
         settings = [*([f"what={name}"] if name in MEASURED else []), *own, f"overrides={json.dumps(others)}"]

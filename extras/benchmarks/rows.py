@@ -27,8 +27,10 @@ from extras.benchmarks.harness import TimedRow, measure, published_peaks, report
 from extras.benchmarks.roofline import peaks_of, roofline_table, step_parts
 from latents import autoencoders
 from latents.shards import ShardInfo, write_shard
+from sampling.evaluator import Evaluator, build_detectors, open_reference
 from sampling.flops import forward_flops
 from sampling.processes import leave
+from sampling.sampler import ImageSampler
 from training import build, load, machine, speed
 from training.sharding import processes_per_node
 from training.trainer import Trainer
@@ -104,8 +106,8 @@ def open_loader(accelerator: Accelerator, cfg: schema.TrainConfig) -> TimedRow:
     return TimedRow(lambda: next(batches), cfg.train.batch_size // accelerator.num_processes)
 
 
-def open_sampling(accelerator: Accelerator, cfg: schema.TrainConfig) -> TimedRow:
-    """sample.batch_size images from an untrained network, with guidance.*; decoded if data.autoencoder is set."""
+def open_sampler(accelerator: Accelerator, cfg: schema.TrainConfig) -> ImageSampler:
+    """Of an untrained network, with guidance.*; it decodes if data.autoencoder is set."""
     cfg, _ = build.open_data(cfg)
     device, data = accelerator.device, cfg.data
     net = build.build_network(cfg).to(device).eval().requires_grad_(False)
@@ -115,11 +117,15 @@ def open_sampling(accelerator: Accelerator, cfg: schema.TrainConfig) -> TimedRow
     if data.autoencoder != "none":
         decoder = autoencoders.build(data.autoencoder, device, data.in_channels)
     how = {"diffusion": cfg.diffusion, "compile_mode": compile_mode, "precision": cfg.sample.precision}
-    sampler = load.build_sampler(net, cfg, cfg.guidance, decoder, device, **how)
-    seeds = list(range(cfg.sample.batch_size))
+    return load.build_sampler(net, cfg, cfg.guidance, decoder, device, **how)
+
+
+def open_sampling(accelerator: Accelerator, cfg: schema.TrainConfig) -> TimedRow:
+    """sample.batch_size images."""
+    sampler, seeds = open_sampler(accelerator, cfg), list(range(cfg.sample.batch_size))
 
     def sample() -> None:
-        sampler(seeds, [seed % data.num_classes for seed in seeds])
+        sampler(seeds, [seed % sampler.data.num_classes for seed in seeds])
         row.flops_per_image = 1e9 * sampler.cost["gflops_per_image"]
         row.found["evaluations/image"] = sampler.cost["network_evaluations"]
 
@@ -171,6 +177,39 @@ def table_of_parts(cfgs: dict[str, schema.TrainConfig], peaks: tuple[float, floa
         parts["GB of checkpoints"] = cfg.checkpoints_gb(sum(p.numel() for p in net.parameters() if p.requires_grad))
         columns[variant or "as given"] = parts
     return roofline_table(columns)
+
+
+def sweep(overrides: list[str] = (), num_samples: Count = 1000, rounds: Count = 5) -> list[dict[str, object]]:
+    """A point of a sweep (images, features, metrics, errors), beside the network's own forwards for as many images.
+
+    `overrides` must choose data with a detector and a reference: data=digits, say.
+    """
+    with TemporaryDirectory() as folder:
+        cfg = compose_config(overrides, Path(folder))
+        accelerator = open_accelerator(cfg)
+        reference = open_reference(cfg.evaluation.reference, "evaluation.reference", cfg.evaluation.all_detectors)
+        detectors = build_detectors(cfg.evaluation, accelerator)
+        evaluator = Evaluator(accelerator, detectors, reference, cfg.eval.batch_size, num_groups=10)
+        sampler, labels = open_sampler(accelerator, cfg), {seed: seed % cfg.data.num_classes for seed in range(num_samples)}
+
+        def point() -> None:
+            features = evaluator.features_of_samples(sampler, labels)
+            evaluator.evaluate(features, list(labels.values()), sampler.cost)
+
+        def forwards() -> None:
+            data, size, device = sampler.data, cfg.eval.batch_size, accelerator.device
+            x = torch.randn(size, data.in_channels, data.input_size, data.input_size, device=device)
+            ones = torch.ones(size, device=device)
+            with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=sampler.precision == "bf16"):
+                for _ in range(round(sampler.cost["network_evaluations"] * num_samples / size)):
+                    sampler.net(x, ones, ones.long())
+
+        point()
+        openers = {name: partial(TimedRow, action, num_samples) for name, action in (("forwards", forwards), ("point", point))}
+        records = measure(openers, accelerator.device, rounds, steps=1, warmup=0)
+        report("A point of a sweep", accelerator, records)
+    leave()
+    return records
 
 
 def evaluation(num_samples: Count = 50000, num_references: Count = 10000) -> list[dict[str, object]]:

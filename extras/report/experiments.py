@@ -25,6 +25,7 @@ class Figure:
 
     step: int
     values: list[float]
+    error: float | None = None  # of one run: the standard error of its samples, where it is known
 
     @property
     def mean(self) -> float:
@@ -58,9 +59,10 @@ class Experiment:
         return [run for run in self.runs if last in run.figures.get(measure, ())]
 
     def curve(self, measure: Measure) -> list[Figure]:
-        values = [run.figures[measure] for run in self.furthest(measure)]
+        runs = self.furthest(measure)
+        values, errors = [run.figures[measure] for run in runs], runs[0].errors if len(runs) == 1 else {}
         steps = sorted(set.intersection(*map(set, values))) if values else []
-        return [Figure(step, [one[step] for one in values]) for step in steps]
+        return [Figure(step, [one[step] for one in values], errors.get((measure, step))) for step in steps]
 
     def hours_at(self, step: float, measure: Measure) -> float:
         """Hours of training until a step, mean over the runs of the measure's curve."""

@@ -19,11 +19,14 @@ from yaml import YAMLError
 from common.errors import UserError
 from common.files import read_lines
 from configs.settings import flatten
+from evaluations.metrics import standard_error
 from evaluations.results import in_words
 
 UNGUIDED = "none"
 NEEDED = {"experiment", "seed", "output_dir", "data.name", "model.routes", "train.num_steps", "train.batch_size"}
-NOT_HOW = ("checkpoint", "content", "num_samples", "detector")  # of a point of fid.py: a measure says them elsewhere
+# Of a point of fid.py, what a measure says elsewhere, and what it says only where it has another value.
+ELSEWHERE = ("checkpoint", "content", "num_samples", "detector")
+DEFAULTS = {"labels": "random", "first_seed": 0}
 
 
 class Measure(NamedTuple):
@@ -53,6 +56,7 @@ class Run:
     starts: list[dict]  # the lines of starts.jsonl
     speeds: dict[int, float] = field(default_factory=dict)  # steps per second by step, of the lines of training
     figures: dict[Measure, dict[int, float]] = field(default_factory=dict)  # by measure and step, LOSS among them
+    errors: dict[tuple[Measure, int], float] = field(default_factory=dict)  # standard errors of figures, where they are known
     grid: Path | None = None  # the last sample grid
 
     @property
@@ -80,14 +84,18 @@ class Run:
         """Interpolated linearly between the lines of training; NaN beyond them."""
         return float(np.interp(step, *self.clock, left=np.nan, right=np.nan))
 
-    def add(self, step: int, metrics: dict[str, float], num_samples: int, point: dict) -> None:
+    def add(self, step: int, metrics: dict, num_samples: int, point: dict, jackknife: dict | None = None) -> None:
         """Keep the figures of one evaluation; `point` holds its guidance (cfg_scale, guidance.*) and how it was made."""
         guidance = {key: value for key, value in point.items() if key.partition(".")[0] in ("cfg_scale", "guidance")}
-        how = {key: value for key, value in point.items() if key not in (*guidance, *NOT_HOW) and value is not None}
+        how = {key: value for key, value in point.items() if key not in (*guidance, *ELSEWHERE)}
+        how = {key: value for key, value in how.items() if value not in (None, DEFAULTS.get(key))}
         words = UNGUIDED if guidance == {"cfg_scale": 1.0} else in_words(guidance)
         for metric, value in metrics.items():
             if math.isfinite(value):
-                self.figures.setdefault(Measure(metric, num_samples, words, in_words(how)), {})[step] = value
+                measure = Measure(metric, num_samples, words, in_words(how))
+                self.figures.setdefault(measure, {})[step] = value
+                if values := (jackknife or {}).get(metric):
+                    self.errors[measure, step] = standard_error(values)
 
 
 def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:
@@ -141,14 +149,16 @@ def read_run(path: Path) -> Run:
 def add_results(file: Path, runs: Sequence[Run]) -> set[str]:
     """Add the results of fid.py in a file to their runs; returns the folders of checkpoints that belong to no run."""
     orphans = set()
-    for point, metrics in ((line["point"], line["metrics"]) for line in read_lines(file)):
+    for line in read_lines(file):
+        point = line["point"]
         if "checkpoint" not in point:  # images on disk
             continue
         checkpoint = Path(point["checkpoint"]).resolve()
         folder = checkpoint.parent.parent
         found = [run for run in runs if run.path == folder] or [run for run in runs if run.path.name == folder.name]
         if len(found) == 1:  # of runs that were moved or copied here, the only one of its name
-            found[0].add(int(checkpoint.name.removeprefix("step_")), metrics, point["num_samples"], point)
+            step = int(checkpoint.name.removeprefix("step_"))
+            found[0].add(step, line["metrics"], point["num_samples"], point, line.get("jackknife"))
         else:
             orphans.add(str(folder))
     return orphans
