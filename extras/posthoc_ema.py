@@ -10,6 +10,7 @@ A length is the standard deviation of k / t under this profile, in the limit of 
 from __future__ import annotations
 
 import logging
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -44,18 +45,18 @@ class TrackedEMA(EMA):
     """An EMA that also tracks averages of the given lengths: a foreach-lerp per length and step, and 4 bytes per parameter."""
 
     def __init__(self, net: nn.Module, decay: float, lengths: list[float]):
-        self.lengths = lengths
         super().__init__(net, decay)
+        self.lengths = lengths
 
-    def _follow(self, net: nn.Module, averages: dict[str, Tensor]) -> None:
-        super()._follow(net, averages)
-        trained = [name for name, p in net.named_parameters() if p.requires_grad]
-        self.tracked = {length: {name: averages[name].clone() for name in trained} for length in self.lengths}
+    @cached_property
+    def tracked(self) -> dict[float, dict[str, Tensor]]:
+        """By length and name. Made when it is first used, once the weights are on their device and sharded."""
+        return {length: {name: torch.zeros_like(one) for name, (one, _) in self._pairs.items()} for length in self.lengths}
 
     @torch.no_grad()
     def update(self, step: int) -> None:
         super().update(step)
-        weights = [local_shard(p) for _, p in self._pairs]
+        weights = [local_shard(p) for _, p in self._pairs.values()]
         for length, averages in self.tracked.items():
             new = 1 - (step / (step + 1)) ** (gamma_of(length) + 1)  # 1 in the first step
             torch._foreach_lerp_([local_shard(average) for average in averages.values()], weights, new)

@@ -27,6 +27,17 @@ def profile(t, length):
     return shares
 
 
+@torch.no_grad()
+def test_tracked_averages_are_made_as_the_weights_are_after_they_have_been_moved():
+    """To another type here, which changes parameters in place as another device does."""
+    net = torch.nn.Linear(3, 1)
+    ema = TrackedEMA(net, 0.9, [0.05])
+    for module in (net, ema.net):
+        module.double()
+    ema.update(0)
+    assert {x.dtype for x in ema.states()["tracked_ema"].values()} == {torch.float64}
+
+
 @pytest.mark.parametrize("length", [0.03, 0.05, 0.1, 0.25, 0.28])
 def test_a_length_is_the_relative_standard_deviation_of_the_profile(length):
     shares, t = profile(4000, length), np.arange(1, 4001) / 4000

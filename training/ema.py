@@ -40,7 +40,7 @@ class EMA:
     def _follow(self, net: nn.Module, averages: dict[str, Tensor]) -> None:
         self.averages = averages
         # Parameters that are not trained (the positions) are equal in both.
-        self._pairs = [(averages[name], p) for name, p in net.named_parameters() if p.requires_grad]
+        self._pairs = {name: (averages[name], p) for name, p in net.named_parameters() if p.requires_grad}
 
     @torch.no_grad()
     def update(self, step: int) -> None:
@@ -50,7 +50,7 @@ class EMA:
         """
         num_updates = self.num_updates_before + step
         decay = min(self.decay, (1 + num_updates) / (10 + num_updates))
-        averages, weights = ([local_shard(tensor) for tensor in side] for side in zip(*self._pairs))
+        averages, weights = ([local_shard(tensor) for tensor in side] for side in zip(*self._pairs.values()))
         torch._foreach_lerp_(averages, weights, 1 - decay)
 
     def states(self) -> dict[str, dict[str, Tensor]]:

@@ -10,9 +10,11 @@ import time
 
 import pytest
 import torch
-from conftest import LAUNCH_2, REPOSITORY, losses, run_train
+from conftest import LAUNCH_2, REPOSITORY, checked, forget_accelerate, losses, run_train
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import fid
+from extras.posthoc_ema import gamma_of
 from gpu.runs import trainer_for
 from training import checkpoint as checkpoints
 from training.run import RunFolder
@@ -37,6 +39,28 @@ def test_a_run_draws_grids_and_is_evaluated(device, tmp_path):
     run = run_train(tmp_path, "looks", *looks, "train.num_steps=4", "diffusion.sampler.num_steps=3", "train.precision=bf16")
     assert (run / "samples" / "step_0000004.png").exists()
     assert "fd_digits" in (run / "metrics.jsonl").read_text()
+
+
+def test_averages_of_chosen_lengths_are_tracked_on_the_device_and_sampled_from(device, tmp_path):
+    lengths = ["train.ema_lengths=[0.1,0.25]", "train.ema_snapshot_every=2", "train.precision=bf16", "train.num_steps=6"]
+    run = run_train(tmp_path, "run", *lengths, "train.lr=1e-2", "checkpoint.every=1", "checkpoint.keep_last=6")
+    gamma, average = gamma_of(0.25), None
+    for step, folder in checkpoints.list_steps(run / "checkpoints").items():
+        weights, tracked = (
+            checkpoints.load(folder).model["final_layer.linear.weight"].double(),
+            checkpoints.load(folder).tracked_ema,
+        )
+        beta = (1 - 1 / step) ** (gamma + 1)
+        average = weights if average is None else beta * average + (1 - beta) * weights
+        assert torch.allclose(tracked["0.25/final_layer.linear.weight"].double(), average, rtol=1e-5, atol=1e-7)
+    assert step == 6
+    forget_accelerate()
+    settings = ["num_samples=20", "num_steps=3", "batch_size=20", "keep_features=true", "ema_length=[0.1,0.2]", "guidance=cfg"]
+    fid.main(
+        checked([f"checkpoint={run}", f"output={tmp_path / 'out'}", *settings, "cfg_scale=[1.0,1.5]", "cpu_threads=1"], "fid")
+    )
+    results = (tmp_path / "out" / "results.jsonl").read_text().splitlines()
+    assert len(results) == 4 and all("fd_digits" in line for line in results)
 
 
 def test_a_save_that_lasts_longer_than_a_step_holds_what_was_there_when_it_began(device, size, tmp_path, monkeypatch):
