@@ -10,7 +10,7 @@ import torch
 from conftest import REPOSITORY
 from networks import NETWORKS, B, N, blocks_of, build, cached, call, difference, generator, normal, reference_error, run, skipped
 
-from extras.attach import Adapter, BlockList, TokenAxis, attach, latent_mask, mask_to_tokens, masked_mse
+from extras.attach import Adapter, BlockList, TokenAxis, attach, latent_mask, mask_to_tokens
 from routing_module import SELECTIONS, Route, importance_scores
 
 ONE = [Route(0.5, 1, 3)]  # crosses from one list of blocks to the next where there are two
@@ -218,21 +218,6 @@ def test_tokens_that_touch_the_mask_are_found_row_by_row():
     pixels[0, 0, 0] = True  # a single pixel
     pixels[0, 8:, 8:] = True
     assert latent_mask(pixels, 2, 2).tolist() == [[[1 / 64, 0.0], [0.0, 1.0]]]
-
-
-def test_the_masked_loss_is_the_mean_over_the_inside():
-    prediction, target = torch.zeros(3, 2, 1, 2, requires_grad=True), torch.zeros(3, 2, 1, 2)
-    target[0, :, 0, 0] = torch.tensor([1.0, 3.0])  # squared errors 1 and 9: 5 on average
-    target[0, :, 0, 1] = 10.0
-    target[1] = 2.0
-    mask = torch.tensor([[[1.0, 0.0]], [[0.5, 0.5]], [[0.0, 0.0]]])
-    assert masked_mse(prediction, target, mask).tolist() == [5.0, 4.0, 0.0]
-    assert masked_mse(prediction, target, None).tolist() == [52.5, 4.0, 0.0]
-    masked_mse(prediction, target, mask).sum().backward()
-    assert torch.isfinite(prediction.grad).all() and (prediction.grad[0, :, 0, 1] == 0).all()
-    for wrong in ((target, mask[:, 0]), (target[:1], mask), (target[:, :1], mask)):  # some would broadcast
-        with pytest.raises(ValueError, match=r"shapes \[\(3, 2, 1, 2\)"):
-            masked_mse(prediction, *wrong)
 
 
 def test_it_works_from_another_folder_with_torch_alone(tmp_path):

@@ -46,19 +46,15 @@ def test_averages_of_chosen_lengths_are_tracked_on_the_device_and_sampled_from(d
     run = run_train(tmp_path, "run", *lengths, "train.lr=1e-2", "checkpoint.every=1", "checkpoint.keep_last=6")
     gamma, average = gamma_of(0.25), None
     for step, folder in checkpoints.list_steps(run / "checkpoints").items():
-        weights, tracked = (
-            checkpoints.load(folder).model["final_layer.linear.weight"].double(),
-            checkpoints.load(folder).tracked_ema,
-        )
-        beta = (1 - 1 / step) ** (gamma + 1)
+        found, name, beta = checkpoints.load(folder), "final_layer.linear.weight", (1 - 1 / step) ** (gamma + 1)
+        weights = found.model[name].double()
         average = weights if average is None else beta * average + (1 - beta) * weights
-        assert torch.allclose(tracked["0.25/final_layer.linear.weight"].double(), average, rtol=1e-5, atol=1e-7)
+        assert torch.allclose(found.tracked_ema[f"0.25/{name}"].double(), average, rtol=1e-5, atol=1e-7)
     assert step == 6
     forget_accelerate()
     settings = ["num_samples=20", "num_steps=3", "batch_size=20", "keep_features=true", "ema_length=[0.1,0.2]", "guidance=cfg"]
-    fid.main(
-        checked([f"checkpoint={run}", f"output={tmp_path / 'out'}", *settings, "cfg_scale=[1.0,1.5]", "cpu_threads=1"], "fid")
-    )
+    settings += [f"checkpoint={run}", f"output={tmp_path / 'out'}", "cfg_scale=[1.0,1.5]", "cpu_threads=1"]
+    fid.main(checked(settings, "fid"))
     results = (tmp_path / "out" / "results.jsonl").read_text().splitlines()
     assert len(results) == 4 and all("fd_digits" in line for line in results)
 
