@@ -94,12 +94,12 @@ def open_axes(judge: Any) -> list[Axis]:
     """
     axes = parse(judge.cfg.search)
     for corner in itertools.product(*((axis.low, axis.high) for axis in axes)):
-        if judge.images is not None or len(sweep(judge, axes, corner)) != 1:
+        if judge.images is not None or len(points_at(judge, axes, corner)) != 1:
             raise UserError("search= looks for the best of one point: give one checkpoint=, and no lists of settings")
     return axes
 
 
-def sweep(judge: Any, axes: Sequence[Axis], values: Sequence[float]) -> list:
+def points_at(judge: Any, axes: Sequence[Axis], values: Sequence[float]) -> list:
     return judge.sweep(with_values(judge.cfg, {axis.name: value for axis, value in zip(axes, values)}))
 
 
@@ -113,11 +113,11 @@ def search(judge: Any, axes: Sequence[Axis], metric: str, num_samples: int) -> t
     num_coarse = judge.cfg.search_num_samples or min(max(num_samples // 10, 1000), num_samples)
 
     def function(values: Sequence[float]) -> float:
-        points.extend(sweep(judge, axes, values))
+        points.extend(points_at(judge, axes, values))
         results = judge(points[-1:], num_coarse)
         return on_main(lambda: results.find(points[-1][0])["metrics"][metric])
 
     best = minimise(axes, function)
     log.info("lowest %s of %d points: %s", metric, len(points), in_words({axis.name: x for axis, x in zip(axes, best)}))
-    judge(sweep(judge, axes, best), num_samples)
+    judge(points_at(judge, axes, best), num_samples)
     return points, num_coarse
