@@ -22,6 +22,7 @@ import itertools
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -33,6 +34,7 @@ from common.errors import UserError
 from common.files import lock_file
 from configs import schema
 from configs.settings import as_list
+from evaluations.features import Features
 from evaluations.images import ImageSet, open_images
 from evaluations.results import Point, Results, in_words
 from evaluations.suite import format_metrics, metrics_of
@@ -48,7 +50,6 @@ log = logging.getLogger("fid")
 
 # The settings of the sampler that a sweep can go over, if the checkpoint's diffusion has them.
 SWEPT_OF_SAMPLER = ("num_steps", "S_churn", "solver")
-PAPER_NUM_SAMPLES = 50_000
 NUM_GROUPS = 10  # of samples, for standard errors
 
 
@@ -67,7 +68,7 @@ def main(cfg: schema.FidConfig) -> None:
     images = open_images(cfg.images, cfg.convert_to_rgb) if cfg.images else None
     resolution = images.shape[1] if images else runs[folders[0]].data.resolution
     reference = open_reference(cfg.reference, "reference", cfg.evaluation.all_detectors, resolution)
-    num_samples = cfg.num_samples or (PAPER_NUM_SAMPLES if images is None else len(images))
+    num_samples = cfg.num_samples or (50_000 if images is None else len(images))
     if images and num_samples > len(images):
         raise UserError(f"num_samples={num_samples}, but {cfg.images} holds {len(images)} images; make more or lower it")
     output = Path(cfg.output) if cfg.output else default_folder(cfg, folders)
@@ -112,8 +113,10 @@ class Judge:
 
     def results(self, num_samples: int) -> Results:
         """The finished points of this number of samples."""
-        conditions = {"num_samples": num_samples, "first_seed": self.cfg.first_seed, **self.same_for_all()}
-        about = {key: conditions[key] for key in ("detector", "num_samples", "first_seed", "labels")}
+        conditions = {"num_samples": num_samples, **self.same_for_all()}
+        if not self.images:
+            conditions |= {"first_seed": self.cfg.first_seed, "labels": self.cfg.labels}
+        about = {key: conditions[key] for key in ("detector", "num_samples", "first_seed", "labels") if key in conditions}
         conditions["reference"] = self.reference.fingerprint()
         return Results(self.output, conditions, {"reference": Path(self.cfg.reference).name, **about})
 
@@ -122,7 +125,6 @@ class Judge:
         cfg, detectors = self.cfg, self.cfg.evaluation
         return {
             "autoencoder": cfg.autoencoder,
-            "labels": cfg.labels,
             "detector": "+".join(detectors.all_detectors),
             "detector_weights": detectors.weights,
             "dinov2_weights": detectors.dinov2_weights,
@@ -134,26 +136,38 @@ class Judge:
         results = self.results(num_samples)
         missing = on_main(lambda: [i for i, (point, _) in enumerate(points) if not results.find(point)])
         log.info("%d of %d evaluations to do, in %s", len(missing), len(points), self.output)
-        for number, (point, load_sampler) in enumerate((points[i] for i in missing), start=1):
-            if self.images:
-                found = self.evaluator.of_images(self.images, num_samples)
-            else:
-                num_classes = self.runs[Path(point.settings["checkpoint"])].data.num_classes
-                seeds = range(self.cfg.first_seed, self.cfg.first_seed + num_samples)
-                labels, name = labels_of(seeds, num_classes, self.cfg.labels), f"point {number} of {len(missing)}"
-                if self.cfg.keep_features:
-                    from extras import kept_features  # the registry's line
+        finished = []
 
-                    kept = self.output / "features", [point.settings, point.content, self.same_for_all()]
-                    found = kept_features.evaluate_samples(self.evaluator, load_sampler, labels, name, *kept)
-                else:
-                    sampler = load_sampler()
-                    features = self.evaluator.features_of_samples(sampler, labels, name=name)
-                    found = self.evaluator.evaluate(features, list(labels.values()), sampler.cost)
-            if self.accelerator.is_main_process:
-                results.add(point, found.metrics, found.jackknife, found.cost)
-                log.info("%s: %s", in_words(point.shown), format_metrics(found.metrics))
+        def finish(point: Point, features: list[Features], labels: Sequence[int] | None, cost: dict[str, float]) -> None:
+            metrics, jackknife = self.evaluator.evaluate(features, labels)
+            results.add(point, metrics, jackknife, cost)
+            log.info("%s: %s", in_words(point.shown), format_metrics(metrics))
+
+        with ThreadPoolExecutor(1) as thread:  # the main process computes metrics while the next point is sampled
+            for number, (point, load_sampler) in enumerate((points[i] for i in missing), start=1):
+                on_main(lambda: [one.result() for one in finished if one.done()])
+                features, labels, cost = self.features(point, load_sampler, num_samples, f"point {number} of {len(missing)}")
+                if self.accelerator.is_main_process:
+                    finished.append(thread.submit(finish, point, features, labels, cost))
+        on_main(lambda: [one.result() for one in finished])
         return results
+
+    def features(self, point: Point, load_sampler: Callable | None, num_samples: int, name: str) -> tuple:
+        """Features of a point, the labels that were asked for, and the cost of an image."""
+        if self.images:
+            labels = self.images.labels
+            return self.evaluator.features_of_set(self.images, num_samples), None if labels is None else labels[:num_samples], {}
+        num_classes = self.runs[Path(point.settings["checkpoint"])].data.num_classes
+        labels = labels_of(range(self.cfg.first_seed, self.cfg.first_seed + num_samples), num_classes, self.cfg.labels)
+        if self.cfg.keep_features:
+            from extras import kept_features  # the registry's line
+
+            where = self.output / "features", [point.settings, point.content, self.cfg.labels, self.same_for_all()]
+            features, cost = kept_features.features_of_samples(self.evaluator, load_sampler, labels, name, *where)
+        else:
+            sampler = load_sampler()
+            features, cost = self.evaluator.features_of_samples(sampler, labels, name=name), sampler.cost
+        return features, list(labels.values()), cost
 
     def sweep(self, cfg: schema.FidConfig) -> list[tuple[Point, Callable[[], ImageSampler]]]:
         """The points: all combinations of what `cfg` lists, each checked against its checkpoint.
@@ -167,10 +181,9 @@ class Judge:
         points = []
         choices = schema.combinations({key: getattr(cfg, key) for key in SWEPT_OF_SAMPLER})
         guidances = [load.with_scale(guidance, scale) for guidance in cfg.guidance for scale in as_list(cfg.cfg_scale)]
+        lists = as_list(cfg.weights), as_list(cfg.ema_length), guidances, choices
         for folder, run_cfg in self.runs.items():
-            for weights, ema_length, guidance, overrides in itertools.product(
-                as_list(cfg.weights), as_list(cfg.ema_length), guidances, choices
-            ):
+            for weights, ema_length, guidance, overrides in itertools.product(*lists):
                 if guidance.name == "autoguidance":
                     key = folder, guidance.checkpoint
                     if key not in self._seconds:

@@ -17,8 +17,8 @@ import sys
 
 from configs import command_line
 
-NAMES = ("encode", "convert", "inspect", "reference", "detector", "fetch")
-COMMANDS = {name: f"prepare_latents:{name}" for name in NAMES} | {"convert": "latents.prepare.convert:convert"}
+COMMANDS = {name: f"prepare_latents:{name}" for name in ("encode", "inspect", "reference", "detector")}
+COMMANDS |= {name: f"latents.prepare.{name}:{name}" for name in ("convert", "fetch")}
 KEYS_OF = {"encode": "latents.prepare.encode:Encoding"}
 if __name__ == "__main__":  # before torch, whose import takes seconds that --help need not wait for
     command_line.guard(lambda: command_line.run_command(COMMANDS, __doc__, sys.argv[1:], KEYS_OF))
@@ -32,16 +32,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 from common.errors import UserError
 from common.files import whole_file
 from common.types import Autoencoder, Count, Positive, Text
 from evaluations.classifiers import train_detector
 from evaluations.features import write_reference
 from evaluations.images import labelled_grid, open_images
-from evaluations.inception import InceptionDetector, fetch_weights
-from evaluations.vit import DINOv2Detector, find_encoder_weights
+from evaluations.inception import InceptionDetector
+from evaluations.vit import DINOv2Detector
 from latents import autoencoders
 from latents.prepare.encode import NOT_OF_THE_LATENTS, Encoding, encode_images
 from latents.prepare.images import count_classes, open_labelled_images
@@ -194,15 +192,6 @@ def detector(reference: Text, output: Text, num_epochs: Count = 8, cpu_threads: 
     device = machine.start_accelerator(cpu_threads).device
     accuracy = train_detector(open_images(reference), Path(output), device, num_epochs)
     log.info("wrote %s: %.2f%% of the images held out get their own class", output, 100 * accuracy)
-
-
-def fetch(autoencoder: Autoencoder = autoencoders.SD_VAE, encoder: Text | None = None) -> None:
-    """Download autoencoder, Inception and timm's vision transformer `encoder` into their caches; what is there is checked."""
-    log.info("%s is complete: %s", autoencoder, autoencoders.find(autoencoder))
-    autoencoders.build(autoencoder, torch.device("cpu"))  # reads it whole
-    log.info("Inception is complete: %s", fetch_weights())
-    if encoder is not None:
-        log.info("%s is complete: %s", encoder, find_encoder_weights(encoder))
 
 
 def main(arguments: list[str]) -> None:

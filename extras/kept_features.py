@@ -15,7 +15,7 @@ from safetensors.torch import save
 
 from common.files import hash_bytes, write_file
 from evaluations.features import Features, join_features
-from sampling.evaluator import Evaluation, Evaluator
+from sampling.evaluator import Evaluator
 from sampling.processes import on_main
 from sampling.sampler import ImageSampler
 
@@ -53,19 +53,18 @@ class KeptFeatures:
         write_file(file, save(tensors, {"cost": json.dumps(cost)}))
 
 
-def evaluate_samples(
+def features_of_samples(
     evaluator: Evaluator,
     load_sampler: Callable[[], ImageSampler],
     labels: Mapping[int, int],
     name: str,
     folder: Path,
     depends_on: list,
-) -> Evaluation:
-    """Metrics of the images of consecutive seeds, of which only those are sampled whose features are not kept.
+) -> tuple[list[Features], dict[str, float]]:
+    """`Evaluator.features_of_samples` of consecutive seeds, sampled where they are not kept; and the cost of an image.
 
     Args:
         load_sampler: called once, and only if features are missing.
-        labels, name: as of `Evaluator.features_of_samples`.
         folder: with a folder for each content of `depends_on`: all that features depend on, beside the detectors' weights.
     """
     digest = hash_bytes(json.dumps([depends_on, [one.weights_hash for one in evaluator.detectors]]).encode())[:16]
@@ -82,4 +81,4 @@ def evaluate_samples(
             on_main(partial(kept.write, seed, features, cost))
         parts.append(features)
         seed += num_kept
-    return evaluator.evaluate(join_features(parts), list(labels.values()), cost)
+    return join_features(parts), cost

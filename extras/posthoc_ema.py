@@ -130,8 +130,8 @@ def average_of(folder: Path, length: float) -> dict[str, Tensor]:
             for key in f.keys():  # noqa: SIM118 (not a dict)
                 one, _, name = key.partition("/")
                 factor = factors[i * len(lengths) + [f"{x:g}" for x in lengths].index(one)]
-                sums.setdefault(name, torch.zeros(weights[name].shape, dtype=torch.float64)).add_(f.get_tensor(key), alpha=factor)
-    return weights | {name: total.float() for name, total in sums.items()}
+                sums.setdefault(name, torch.zeros(weights[name].shape)).add_(f.get_tensor(key), alpha=factor)
+    return weights | sums
 
 
 def solve(tracked: list[tuple[int, float]], wanted: tuple[int, float]) -> tuple[list[float], float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -92,17 +92,8 @@ def until_stopped(batches: Iterable[T], stop: Callable[[], bool]) -> Iterator[T]
         yield batch
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """What an evaluation found."""
-
-    metrics: dict[str, float]
-    jackknife: dict[str, list[float]]  # of `evaluations.suite.jackknife`
-    cost: dict[str, float]  # of `ImageSampler`; empty for images on disk
-
-
 class Evaluator:
-    """Metrics against one reference. Every process builds it and calls it; they share the work, and each gets the result.
+    """Features of images, which all processes compute together, and metrics against one reference.
 
     Attributes:
         num_groups: of the jackknife; 0: none.
@@ -155,28 +146,29 @@ class Evaluator:
 
         return shared_features(self.accelerator, len(labels), compute)
 
-    def of_images(self, images: ImageSet, num_samples: int) -> Evaluation:
-        """Metrics of the first num_samples images on disk; class_agreement needs labels in the file.
+    def features_of_set(self, images: ImageSet, num_samples: int) -> list[Features]:
+        """Features of the first num_samples images on disk, by each detector; [] but on the main process.
 
         As in ADM's evaluator, statistics that the file stores are used, if all of its images are evaluated.
         """
         features = self._features_of(images, self.detectors, num_samples)
         if num_samples == len(images):
             features = [replace(one, statistics=stored_statistics(images, one.detector)) for one in features]
-        return self.evaluate(features, None if images.labels is None else images.labels[:num_samples], {})
+        return features
 
-    def evaluate(self, samples: Sequence[Features], labels: Sequence[int] | None, cost: dict[str, float]) -> Evaluation:
-        """Metrics of features, which the main process has, by each detector."""
+    def evaluate(
+        self, samples: Sequence[Features], labels: Sequence[int] | None
+    ) -> tuple[dict[str, float], dict[str, list[float]]]:
+        """Metrics and their jackknife (`evaluations.suite`). Only the main process can call it.
 
-        def compute() -> Evaluation:
-            found, y = Evaluation({}, {}, cost), None if labels is None else torch.as_tensor(labels)
-            with say_if_slow(log, "computing the metrics of %d images", len(samples[0])):
-                for pair in zip(self.references, samples):
-                    found.metrics.update(evaluate(*pair, y, self.accelerator.device))
-                    found.jackknife.update(jackknife(*pair, y, self.num_groups))
-            return found
-
-        return on_main(compute)
+        labels: the classes that were asked for, in the order of the samples; class_agreement needs them.
+        """
+        values, without, y = {}, {}, None if labels is None else torch.as_tensor(labels)
+        with say_if_slow(log, "computing the metrics of %d images", len(samples[0])):
+            for pair in zip(self.references, samples):
+                values |= evaluate(*pair, y, self.accelerator.device)
+                without |= jackknife(*pair, y, self.num_groups)
+        return values, without
 
     def _load_reference(self, images: ImageSet, detector: Detector) -> Features | None:
         is_main = self.accelerator.is_main_process

@@ -29,7 +29,7 @@ from latents import autoencoders
 from latents.shards import ShardInfo, write_shard
 from sampling.evaluator import Evaluator, build_detectors, open_reference
 from sampling.flops import forward_flops
-from sampling.processes import leave
+from sampling.processes import leave, on_main
 from sampling.sampler import ImageSampler
 from training import build, load, machine, speed
 from training.sharding import processes_per_node
@@ -194,7 +194,7 @@ def sweep(overrides: list[str] = (), num_samples: Count = 1000, rounds: Count = 
 
         def point() -> None:
             features = evaluator.features_of_samples(sampler, labels)
-            evaluator.evaluate(features, list(labels.values()), sampler.cost)
+            on_main(lambda: evaluator.evaluate(features, list(labels.values())))
 
         def forwards() -> None:
             data, size, device = sampler.data, cfg.eval.batch_size, accelerator.device
