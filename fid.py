@@ -6,9 +6,8 @@
     python fid.py images=samples.npz reference=VIRTUAL_imagenet256_labeled.npz
 
 A list of checkpoints, weights, cfg_scale, ema_length, num_steps, S_churn, solver or of a setting of the guidance
-(guidance.w=[1.2,1.5]) makes a sweep over all combinations: a table (CSV and Markdown) with standard errors, and a plot.
-search=[cfg_scale:1:3] looks for the best value instead. Finished points are kept in results.jsonl; the same command again
-computes those that are missing.
+(guidance.w=[1.2,1.5]) makes a sweep over all combinations: tables with standard errors, and a plot. search=[cfg_scale:1:3] looks
+for the best value instead. Finished points are kept; the same command again computes those that are missing.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from configs import command_line
 if __name__ == "__main__":  # before torch, whose import takes seconds that --help and a wrong key need not wait for
     command_line.run("fid:main", "fid", "configs.schema:FidConfig", __doc__)
 
+import contextlib
 import itertools
 import logging
 import sys
@@ -50,13 +50,15 @@ log = logging.getLogger("fid")
 
 # The settings of the sampler that a sweep can go over, if the checkpoint's diffusion has them.
 SWEPT_OF_SAMPLER = ("num_steps", "S_churn", "solver")
-NUM_GROUPS = 10  # of samples, for standard errors
 
 
 def main(cfg: schema.FidConfig) -> None:
     given = [key for key in ("checkpoint", "checkpoints", "images") if getattr(cfg, key) is not None]
     if len(given) != 1:
         raise UserError(f"give one of checkpoint=, checkpoints= and images=, not {' and '.join(given) or 'none of them'}")
+    of_sampler = [key for key in ("cfg_scale", "ema_length", "search") if getattr(cfg, key) is not None]
+    if cfg.images and of_sampler:
+        raise UserError(f"{of_sampler[0]}= is for sampling from a checkpoint, and images={cfg.images} are made already")
     accelerator = machine.start_accelerator(cfg.cpu_threads, tf32=cfg.tf32)
     check_compile("compile", cfg.compile, accelerator.device)
     # One process chooses: while a run trains, another could find a newer checkpoint.
@@ -73,22 +75,20 @@ def main(cfg: schema.FidConfig) -> None:
         raise UserError(f"num_samples={num_samples}, but {cfg.images} holds {len(images)} images; make more or lower it")
     output = Path(cfg.output) if cfg.output else default_folder(cfg, folders)
     judge = Judge(cfg, accelerator, runs, images, reference, output)
+    points = [] if cfg.search else judge.sweep(cfg)
     if images:
         points = [(Point({"images": cfg.images}, images.fingerprint(), {"images": Path(cfg.images).name}), None)]
-    else:
-        points = judge.sweep(cfg) if not cfg.search else []
-    metric, axes = metrics_of(cfg.evaluation.all_detectors[0])[0].name, []
+    metric, axes = metrics_of(cfg.evaluation.all_detectors[0])[0].name, ()
     if cfg.search:
         from extras import search  # the registry's line
 
         axes = search.open_axes(judge)
-    lock = lock_file(output / ".lock", "evaluating into", "output") if accelerator.is_main_process else None
-    if axes:
-        points, num_samples = search.search(judge, axes, metric, num_samples)
-    results = judge(points, num_samples)
-    if accelerator.is_main_process:
-        sys.stdout.write(results.write([point for point, _ in points], metric, [axis.name for axis in axes]))
-        lock.close()
+    with lock_file(output / ".lock", "evaluating into", "output") if accelerator.is_main_process else contextlib.nullcontext():
+        if axes:
+            points, num_samples = search.search(judge, axes, metric, num_samples)
+        results = judge(points, num_samples)
+        if accelerator.is_main_process:
+            sys.stdout.write(results.write([point for point, _ in points], metric, [axis.name for axis in axes]))
     leave()
 
 
@@ -109,7 +109,7 @@ class Judge:
         for run_cfg in self.runs.values():  # before a detector and a reference that take minutes
             autoencoders.find(self.cfg.autoencoder or run_cfg.data.autoencoder)
         detectors = build_detectors(self.cfg.evaluation, self.accelerator)
-        return Evaluator(self.accelerator, detectors, self.reference, self.cfg.batch_size, NUM_GROUPS)
+        return Evaluator(self.accelerator, detectors, self.reference, self.cfg.batch_size, num_groups=10)
 
     def results(self, num_samples: int) -> Results:
         """The finished points of this number of samples."""

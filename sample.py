@@ -57,7 +57,7 @@ def main(cfg: schema.SampleConfig) -> None:
         "checkpoint": checkpoints.identity(checkpoint),
         "weights": cfg.weights,
         "ema_length": cfg.ema_length,
-        "labels": cfg.labels,
+        "labels": None if cfg.classes else cfg.labels,
         "classes": cfg.classes,
         "autoencoder": cfg.autoencoder or run_cfg.data.autoencoder,
         "guidance": guidance.model_dump(),

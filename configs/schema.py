@@ -302,7 +302,7 @@ class FidConfig(_Sampling):
     first_seed: Whole
     keep_features: bool
     search: list[Text] | None
-    search_num_samples: Count | None
+    search_num_samples: Annotated[int, Field(ge=2)] | None
     weights: OneOrMany[Weights]
     ema_length: OneOrMany[EMALength] | None
     guidance: list[Guidance]  # one for every combination of the values that the command lists

@@ -110,7 +110,7 @@ def differ(line: dict, other: dict, metric: str) -> bool:
 
     sides = [one["jackknife"].get(metric) for one in (line, other)]
     if None in sides:
-        return True
+        return False
     error = standard_error([a - b for a, b in zip(*sides)])
     return abs(line["metrics"][metric] - other["metrics"][metric]) > stdtrit(len(sides[0]) - 1, 0.975) * error
 

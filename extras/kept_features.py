@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,10 +9,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save
 
-from common.files import hash_bytes, write_file
+from common.files import hash_bytes, hash_file, remove_leftovers, write_file
 from evaluations.features import Features, join_features
 from sampling.evaluator import Evaluator
 from sampling.processes import on_main
@@ -24,33 +23,29 @@ STRETCH = 5000  # seeds in a file: what a stopped evaluation loses at most
 
 @dataclass(frozen=True)
 class KeptFeatures:
-    """A folder with a file for each stretch of seeds, whole or absent.
+    """A folder with a file for each stretch of seeds, whole or absent."""
 
-    Attributes:
-        folder: of its own for all that features depend on beside the seed.
-        detectors: their names, in the order of the features.
-    """
-
-    folder: Path
-    detectors: Sequence[str]
+    folder: Path  # of its own for all that features depend on beside the seed
+    detectors: Sequence[str]  # their names, in the order of the features
 
     def read(self, seed: int, last: int) -> tuple[list[Features], dict[str, float]]:
         """Features of `seed` and of what follows in its file, before `last`, and the cost of an image; empty if none are kept."""
-        for file in sorted(self.folder.glob("*-*.safetensors")):
-            first, end = map(int, file.stem.split("-"))
-            if first <= seed < end:
-                with contextlib.suppress(SafetensorError, OSError), safe_open(file, framework="pt") as f:  # damaged: made again
-                    found: dict[str, dict[str, torch.Tensor]] = {detector: {} for detector in self.detectors}
-                    for key in f.keys():  # noqa: SIM118 (not a dict)
-                        detector, _, name = key.partition(".")
-                        found[detector][name] = f.get_slice(key)[seed - first : last - first]
-                    return [Features(one, **tensors) for one, tensors in found.items()], json.loads(f.metadata()["cost"])
+        for file in self.folder.glob("[0-9]*.safetensors"):  # <first seed>-<seed after the last>-<hash of the content>
+            first, end, digest = file.stem.split("-")
+            if not int(first) <= seed < int(end) or hash_file(file) != digest:  # what is damaged is made again
+                continue
+            with safe_open(file, framework="pt") as f:
+                found: dict[str, dict[str, torch.Tensor]] = {detector: {} for detector in self.detectors}
+                for key in f.keys():  # noqa: SIM118 (not a dict)
+                    detector, _, name = key.partition(".")
+                    found[detector][name] = f.get_slice(key)[seed - int(first) : last - int(first)]
+                return [Features(one, **tensors) for one, tensors in found.items()], json.loads(f.metadata()["cost"])
         return [], {}
 
     def write(self, seed: int, features: Sequence[Features], cost: dict[str, float]) -> None:
         tensors = {f"{one.detector}.{name}": x for one in features for name, x in one.tensors().items()}
-        file = self.folder / f"{seed:09d}-{seed + len(features[0]):09d}.safetensors"
-        write_file(file, save(tensors, {"cost": json.dumps(cost)}))
+        content = save(tensors, {"cost": json.dumps(cost)})
+        write_file(self.folder / f"{seed:09d}-{seed + len(features[0]):09d}-{hash_bytes(content)}.safetensors", content)
 
 
 def features_of_samples(
@@ -69,6 +64,7 @@ def features_of_samples(
     """
     digest = hash_bytes(json.dumps([depends_on, [one.weights_hash for one in evaluator.detectors]]).encode())[:16]
     kept = KeptFeatures(folder / digest, [one.name for one in evaluator.detectors])
+    on_main(lambda: remove_leftovers(kept.folder))
     parts, seed, last, sampler = [], min(labels), max(labels) + 1, None
     while seed < last:
         features, cost = kept.read(seed, last) if evaluator.accelerator.is_main_process else ([], {})

@@ -10,6 +10,7 @@ A length is the standard deviation of k / t under this profile, in the limit of 
 from __future__ import annotations
 
 import logging
+import re
 from functools import cached_property
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from common.errors import UserError
-from common.files import hash_bytes, write_file
+from common.files import hash_bytes, hash_file, write_file
 from sampling.processes import on_main
 from training import checkpoint as checkpoints
 from training.ema import EMA
@@ -32,6 +33,7 @@ log = logging.getLogger(__name__)
 
 FILE = "tracked_ema"  # of a checkpoint, with float32 averages; a snapshot has them in float16
 SNAPSHOTS = "ema_snapshots"
+MAX_ERROR = 0.1  # of a profile, relative to its norm: an average that is further off is refused
 NUM_CELLS = 10_000  # that the steps of a run are divided into, for the least squares
 
 
@@ -45,6 +47,8 @@ class TrackedEMA(EMA):
     """An EMA that also tracks averages of the given lengths: a foreach-lerp per length and step, and 4 bytes per parameter."""
 
     def __init__(self, net: nn.Module, decay: float, lengths: list[float]):
+        if len({f"{length:g}" for length in lengths}) < len(lengths):
+            raise UserError(f"train.ema_lengths={lengths} names a length twice")
         super().__init__(net, decay)
         self.lengths = lengths
 
@@ -71,29 +75,43 @@ def _key(length: float, name: str) -> str:
 
 
 class Snapshots(Hook):
-    """Stores the tracked averages in <run>/ema_snapshots/step_N.safetensors, whole or not at all; nothing removes them."""
+    """Stores the tracked averages in <run>/ema_snapshots, whole or not at all; removes those after the step of a resume."""
 
     def __init__(self, run: RunFolder, every: int):
-        self.run, self.every = run, every
+        self.run, self.every, self._is_first = run, every, True
 
     def __call__(self, trainer: Trainer) -> None:
-        file = self.run.path / SNAPSHOTS / f"{checkpoints.folder_name(trainer.step)}.safetensors"
-        if trainer.step == trainer.first_step and on_main(file.exists):
-            return
         is_main, tensors = trainer.accelerator.is_main_process, {}
+        if trainer.step == trainer.first_step and on_main(lambda: trainer.step in list_snapshots(self.run.path)):
+            return
         for name, average in trainer.ema.states()[FILE].items():
             full = full_tensor(average)  # every process helps to gather it
             if is_main:
                 tensors[name] = full.half().cpu()
-        on_main(lambda: write_file(file, save(tensors)))
+        on_main(lambda: self._write(trainer, save(tensors)))
+        self._is_first = False
+
+    def _write(self, trainer: Trainer, content: bytes) -> None:
+        for step, file in list_snapshots(self.run.path).items() if self._is_first else ():
+            if step > trainer.first_step:  # of what was trained before a resume from an earlier step
+                file.unlink()
+        name = f"{checkpoints.folder_name(trainer.step)}_{hash_bytes(content)}.safetensors"
+        write_file(self.run.path / SNAPSHOTS / name, content)
 
 
-def find_snapshots(folder: Path) -> dict[int, Path]:
-    """The snapshots before a checkpoint's step, by step."""
-    run, step = checkpoints.run_of(folder), checkpoints.step_of(folder)
-    files = sorted((run / SNAPSHOTS).glob("step_*.safetensors")) if run else []
-    steps = {int(file.stem.removeprefix("step_")): file for file in files}
-    return {before: file for before, file in steps.items() if before < step}
+def list_snapshots(run: Path | None) -> dict[int, Path]:
+    """By step. A name ends with the hash of the content."""
+    found = re.compile(r"step_(\d{7,})_[0-9a-f]{32}\.safetensors")
+    names = [(match, file) for file in (run / SNAPSHOTS).glob("*") if (match := found.fullmatch(file.name))] if run else []
+    return dict(sorted((int(match[1]), file) for match, file in names))
+
+
+def open_profiles(folder: Path, length: float) -> tuple[dict[int, Path], list[float], list[float], float]:
+    """The files with averages up to a checkpoint's step, by step, their lengths, and what `solve` gives for this length."""
+    step, lengths = checkpoints.step_of(folder), checkpoints.read_config(folder)["train"]["ema_lengths"]
+    files = {t: file for t, file in list_snapshots(checkpoints.run_of(folder)).items() if t < step}
+    files[step] = folder / f"{FILE}.safetensors"
+    return files, lengths, *solve([(t, one) for t in files for one in lengths], (step, length))
 
 
 def check_length(folder: Path, weights: str, length: float) -> str:
@@ -103,35 +121,42 @@ def check_length(folder: Path, weights: str, length: float) -> str:
         What tells it from one made of other snapshots.
 
     Raises:
-        UserError: the run tracked no averages, or none around this length; `weights` are not the EMA.
+        UserError: the run tracked no averages, none around this length, or has too few snapshots; `weights` are not the EMA.
     """
-    lengths = checkpoints.read_config(folder)["train"]["ema_lengths"]
     if weights != "ema":
         raise UserError(f"ema_length={length:g} needs weights=ema, not {weights}")
     if not (folder / f"{FILE}.safetensors").exists():
-        raise UserError(
-            f"ema_length={length:g}: {folder} is of a run without train.ema_lengths, which tracks averages from step 1"
-        )
+        raise UserError(f"ema_length={length:g}: {folder} is of a run without train.ema_lengths, which track averages")
+    files, lengths, _, error = open_profiles(folder, length)
     if not min(lengths) <= length <= max(lengths):
         raise UserError(f"ema_length={length:g} is not between those that {folder} tracked: train.ema_lengths={lengths}")
-    return hash_bytes(repr(list(find_snapshots(folder))).encode())[:8]
+    if error > MAX_ERROR:
+        found = f"{len(files) - 1} snapshots before it in ema_snapshots/ of its run meet the profile only to {error:.0%}"
+        raise UserError(f"ema_length={length:g}: for {folder}, the {found}; a run needs more (train.ema_snapshot_every)")
+    return hash_bytes(repr([file.name for file in files.values()]).encode())[:8]
 
 
 def average_of(folder: Path, length: float) -> dict[str, Tensor]:
-    """The weights of a verified checkpoint's network with an EMA of this length, put together; see `check_length`."""
-    step, lengths = checkpoints.step_of(folder), checkpoints.read_config(folder)["train"]["ema_lengths"]
-    files = find_snapshots(folder) | {step: folder / f"{FILE}.safetensors"}
-    factors, error = solve([(t, one) for t in files for one in lengths], (step, length))
-    log.info("EMA of length %g from averages at %d steps; its profile is met to %.2g%%", length, len(files), 100 * error)
-    weights = checkpoints.load_weights(folder, "ema")  # also what is not trained
+    """The weights of a verified checkpoint's network with an EMA of this length, put together by one process for all."""
     sums: dict[str, Tensor] = {}
-    for i, file in enumerate(files.values()):
-        with checkpoints.reading(file), safe_open(file, framework="pt") as f:
-            for key in f.keys():  # noqa: SIM118 (not a dict)
-                one, _, name = key.partition("/")
-                factor = factors[i * len(lengths) + [f"{x:g}" for x in lengths].index(one)]
-                sums.setdefault(name, torch.zeros(weights[name].shape)).add_(f.get_tensor(key), alpha=factor)
-    return weights | sums
+
+    def add_up() -> list[str]:
+        files, lengths, factors, error = open_profiles(folder, length)
+        log.info("EMA of length %g from averages at %d steps; its profile is met to %.2g%%", length, len(files), 100 * error)
+        for i, file in enumerate(files.values()):
+            with checkpoints.reading(file), safe_open(file, framework="pt") as f:
+                if file.parent != folder and hash_file(file) != file.stem.rpartition("_")[2]:
+                    raise UserError("it was altered: its hash is not the one in its name; remove it")
+                for key in f.keys():  # noqa: SIM118 (not a dict)
+                    one, _, name = key.partition("/")
+                    factor = factors[i * len(lengths) + [f"{x:g}" for x in lengths].index(one)]
+                    x = f.get_tensor(key)
+                    sums.setdefault(name, torch.zeros(x.shape)).add_(x, alpha=factor)
+        return list(sums)
+
+    names = on_main(add_up)
+    averages = {name: on_main(lambda name=name: sums[name]) for name in names}
+    return checkpoints.load_weights(folder, "ema") | averages  # the former also has what is not trained
 
 
 def solve(tracked: list[tuple[int, float]], wanted: tuple[int, float]) -> tuple[list[float], float]:

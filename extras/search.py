@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from scipy.optimize import minimize_scalar
 
 from common.errors import UserError
-from configs import schema
 from configs.settings import validate
 from evaluations.results import in_words
 from sampling.processes import on_main
@@ -68,19 +67,11 @@ def minimise(axes: Sequence[Axis], function: Callable[[tuple[float, ...]], float
             span, (low, high) = axis.high - axis.low, axis[1:]
             if turn > 0:
                 low, high = max(low, best[i] - span / 4), min(high, best[i] + span / 4)
-            minimize_scalar(along, bounds=(low, high), method="bounded", options={"xatol": TOLERANCE * span / 2})
+            minimize_scalar(along, bounds=(low, high), method="bounded", options={"xatol": TOLERANCE * span})
             best = min(tried, key=tried.__getitem__)
         if all(abs(new - old) <= TOLERANCE * (axis.high - axis.low) for axis, new, old in zip(axes, best, before)):
             break
     return best
-
-
-def with_values(cfg: schema.FidConfig, values: dict[str, float]) -> schema.FidConfig:
-    """The command at one point. Raises UserError for a value that guidance.* does not accept."""
-    own = {key: value for key, value in values.items() if "." not in key}
-    of_guidance = {key.removeprefix("guidance."): value for key, value in values.items() if "." in key}
-    guidance = [validate(one.model_dump() | of_guidance, type(one)) for one in cfg.guidance]
-    return cfg.model_copy(update={"guidance": guidance, **own})
 
 
 def open_axes(judge: Any) -> list[Axis]:
@@ -93,14 +84,21 @@ def open_axes(judge: Any) -> list[Axis]:
         UserError: a setting, a bound or their number is not accepted; there is no checkpoint, or more than one point.
     """
     axes = parse(judge.cfg.search)
+    if both := [axis.name for axis in axes if getattr(judge.cfg, axis.name, None) is not None]:
+        raise UserError(f"{both[0]}= and search={both[0]} both say its value: give one of them")
     for corner in itertools.product(*((axis.low, axis.high) for axis in axes)):
-        if judge.images is not None or len(points_at(judge, axes, corner)) != 1:
+        if len(points_at(judge, axes, corner)) != 1:
             raise UserError("search= looks for the best of one point: give one checkpoint=, and no lists of settings")
     return axes
 
 
 def points_at(judge: Any, axes: Sequence[Axis], values: Sequence[float]) -> list:
-    return judge.sweep(with_values(judge.cfg, {axis.name: value for axis, value in zip(axes, values)}))
+    """The points of the command with these values. Raises UserError for a value that is not accepted."""
+    given = {axis.name: value for axis, value in zip(axes, values)}
+    own = {key: value for key, value in given.items() if "." not in key}
+    of_guidance = {key.removeprefix("guidance."): value for key, value in given.items() if "." in key}
+    guidance = [validate(one.model_dump() | of_guidance, type(one)) for one in judge.cfg.guidance]
+    return judge.sweep(judge.cfg.model_copy(update={"guidance": guidance, **own}))
 
 
 def search(judge: Any, axes: Sequence[Axis], metric: str, num_samples: int) -> tuple[list, int]:
@@ -119,5 +117,8 @@ def search(judge: Any, axes: Sequence[Axis], metric: str, num_samples: int) -> t
 
     best = minimise(axes, function)
     log.info("lowest %s of %d points: %s", metric, len(points), in_words({axis.name: x for axis, x in zip(axes, best)}))
+    for axis, x in zip(axes, best):
+        if min(x - axis.low, axis.high - x) <= TOLERANCE * (axis.high - axis.low):
+            log.warning("%s %g lies at the end of search=%s:%g:%g: widen it", axis.name, x, *axis)
     judge(points_at(judge, axes, best), num_samples)
     return points, num_coarse

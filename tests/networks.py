@@ -106,13 +106,6 @@ def qwen_inputs(variant):
     return inputs(hidden_states=normal(B, 2 * N, 16), encoder_hidden_states_mask=mask, img_shapes=shapes)
 
 
-def hunyuan_inputs(variant):
-    angles, mask = normal(N, 8, seed=4).repeat_interleave(2, dim=1), text_mask(variant).long()  # (N, D_head)
-    text = dict(encoder_hidden_states=normal(B, 3, 12, seed=2), encoder_hidden_states_t5=normal(B, 2, 16, seed=3))
-    masks = dict(text_embedding_mask=mask[:, :3], text_embedding_mask_t5=mask[:, 3:])
-    return inputs(image_rotary_emb=(angles.cos(), angles.sin()), **text, **masks)
-
-
 def z_image_inputs(variant):
     # Text is brought to a multiple of 32 tokens, so only a long one makes the lengths of the joint sequences differ.
     text = [normal(40 if variant and i == 0 else T - i, 12, seed=2 + i) for i in range(B)]
@@ -174,12 +167,6 @@ NETWORKS = {
         "diffusers.QwenImageTransformer2DModel",
         JOINT | dict(patch_size=2, in_channels=16, out_channels=4, num_layers=4, axes_dims_rope=(4, 6, 6), zero_cond_t=True),
         qwen_inputs, (DOUBLE,), variant=True, num_tokens=2 * N,
-    ),
-    "HunyuanDiT": Network(
-        "diffusers.HunyuanDiT2DModel",
-        LATENTS | HEADS | dict(hidden_size=32, num_layers=4, mlp_ratio=2.0, cross_attention_dim=12, cross_attention_dim_t5=16,
-                               pooled_projection_dim=8, text_len=3, text_len_t5=2, use_style_cond_and_image_meta_size=False),
-        hunyuan_inputs, BLOCKS, variant=True,
     ),
     "Lumina2": Network(
         "diffusers.Lumina2Transformer2DModel",

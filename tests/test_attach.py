@@ -10,7 +10,7 @@ import torch
 from conftest import REPOSITORY
 from networks import NETWORKS, B, N, blocks_of, build, cached, call, difference, generator, normal, reference_error, run, skipped
 
-from extras.attach import Adapter, BlockList, TokenAxis, attach, latent_mask, mask_to_tokens
+from extras.attach import Adapter, BlockList, TokenAxis, attach, mask_to_tokens
 from routing_module import SELECTIONS, Route, importance_scores
 
 ONE = [Route(0.5, 1, 3)]  # crosses from one list of blocks to the next where there are two
@@ -214,10 +214,6 @@ def test_tokens_that_touch_the_mask_are_found_row_by_row():
     video = torch.zeros(1, 2, 2, 2)
     video[0, 1, 0, 1] = 1
     assert mask_to_tokens(video, (1, 2, 2)).tolist() == [[False, True]]
-    pixels = torch.zeros(1, 16, 16, dtype=torch.bool)
-    pixels[0, 0, 0] = True  # a single pixel
-    pixels[0, 8:, 8:] = True
-    assert latent_mask(pixels, 2, 2).tolist() == [[[1 / 64, 0.0], [0.0, 1.0]]]
 
 
 def test_it_works_from_another_folder_with_torch_alone(tmp_path):

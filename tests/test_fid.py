@@ -189,6 +189,8 @@ def test_two_processes_give_the_figures_of_one(edm, fid, tmp_path):
         (["images=evaluations/digits_reference.npz"], "reference"),
         (["images=/nonexistent.npz", REFERENCE], "/nonexistent.npz"),
         (["images=evaluations/digits_reference.npz", REFERENCE, "num_samples=1798"], "num_samples=1798.*1797"),
+        (["images=a.npz", "cfg_scale=2"], "cfg_scale= is for sampling"),
+        (["images=a.npz", "search=[cfg_scale:1:3]"], "search= is for sampling"),
         (["images=a.npz", "weights=[ema,best]"], r"weights\[1\]='best'"),
     ],
 )
@@ -246,7 +248,10 @@ def test_a_stopped_point_goes_on_after_its_kept_stretches_and_a_damaged_one_is_m
         patch.setattr(Evaluator, "evaluate", lambda *arguments: 1 / 0)
         fid("out", f"checkpoint={edm}", "keep_features=true")
     (file,) = (tmp_path / "out" / "features").glob("*/000000030-*.safetensors")
-    file.write_bytes(file.read_bytes()[:-1])
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    file.with_name(".tmp_0_000000060-000000090-0.safetensors").touch()  # of a process that was killed
     again = fid("out", f"checkpoint={edm}", "keep_features=true")
     assert again[0]["metrics"] == pytest.approx(fid("plain", f"checkpoint={edm}")[0]["metrics"], rel=1e-4)
     load_file(file)

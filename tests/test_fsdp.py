@@ -10,6 +10,7 @@ from PIL import Image, ImageChops
 from safetensors.torch import load_file
 
 from common.errors import UserError
+from extras.posthoc_ema import list_snapshots
 from training import checkpoint as checkpoints
 from training.load import load_network
 from training.sharding import check_processes
@@ -102,7 +103,7 @@ def test_a_sharded_run_goes_on_in_one_process_and_is_sampled_from_as_any_other(r
 
 def test_snapshots_of_a_sharded_run_are_those_of_one_process(runs):
     for step in (2, 4, 6):
-        one, sharded = (load_file(runs / name / "ema_snapshots" / f"step_{step:07d}.safetensors") for name in ("one", "tread"))
+        one, sharded = (load_file(list_snapshots(runs / name)[step]) for name in ("one", "tread"))
         assert list(one) == list(sharded) and len(one) > 2
         assert all(torch.allclose(one[name], sharded[name], atol=1e-3) for name in one)  # float16
 

@@ -89,12 +89,14 @@ def test_tracking_changes_nothing_else_and_a_resume_goes_on_with_it(train, tmp_p
     cut = tmp_path / "cut"
     shutil.copytree(tracked, cut)
     shutil.rmtree(cut / "checkpoints" / "step_0000006")
-    for step in (4, 6):
-        (cut / "ema_snapshots" / f"step_{step:07d}.safetensors").write_bytes(b"of another run")
+    for step, file in posthoc_ema.list_snapshots(cut).items():
+        if step > 3:  # of what is trained again
+            file.rename(file.with_name(f"step_{step + 1:07d}_{'0' * 32}.safetensors"))
     train("cut", *TRACK)
     assert all(torch.equal(a, tensors(cut, 6, "tracked_ema")[name]) for name, a in tensors(tracked, 6, "tracked_ema").items())
     files = sorted(file.name for file in (tracked / "ema_snapshots").iterdir())
-    assert files == [f"step_{step:07d}.safetensors" for step in (2, 4, 6)]
+    assert [name[:12] for name in files] == ["step_0000002", "step_0000004", "step_0000006"]
+    assert files == sorted(file.name for file in (cut / "ema_snapshots").iterdir())
     assert all((cut / "ema_snapshots" / name).read_bytes() == (tracked / "ema_snapshots" / name).read_bytes() for name in files)
 
 
@@ -116,7 +118,7 @@ def test_a_checkpoint_gives_a_tracked_average_itself_and_others_from_the_snapsho
     name = "final_layer.linear.weight"
     expected, steps = torch.zeros_like(weights[0.18][name]), [(2, 0.1), (2, 0.25), (4, 0.1), (4, 0.25), (6, 0.1), (6, 0.25)]
     for (step, length), factor in zip(steps, solve(steps, (6, 0.18))[0]):
-        file = folder / "tracked_ema.safetensors" if step == 6 else tracked / "ema_snapshots" / f"step_{step:07d}.safetensors"
+        file = folder / "tracked_ema.safetensors" if step == 6 else posthoc_ema.list_snapshots(tracked)[step]
         expected += factor * load_file(file)[f"{length:g}/{name}"].float()
     assert torch.allclose(weights[0.18][name], expected, atol=1e-6) and not torch.equal(weights[0.18][name], weights[0.1][name])
 
@@ -147,3 +149,27 @@ def test_a_run_that_tracks_none_gives_none_and_does_not_begin_later(train, tmp_p
         train("other", *TRACK[:2], f"init_from={run}", "init_state=all")
     other = train("other", *TRACK, f"init_from={run}")  # starts with step 1, as the optimizer does
     assert (other / "checkpoints" / "step_0000006" / "tracked_ema.safetensors").exists()
+
+
+def test_missing_and_altered_snapshots_are_refused_and_other_files_are_not_looked_at(tracked, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(tracked, run)
+    folder, snapshots = checkpoints.find_checkpoint(run, "checkpoint"), posthoc_ema.list_snapshots(run)
+    identity = posthoc_ema.check_length(folder, "ema", 0.18)
+    shutil.copy(snapshots[2], snapshots[2].with_name("step_0000003 (copy).safetensors"))
+    assert posthoc_ema.check_length(folder, "ema", 0.18) == identity
+    content = bytearray(snapshots[4].read_bytes())
+    content[-1] ^= 1
+    snapshots[4].write_bytes(content)
+    with pytest.raises(UserError, match=f"{snapshots[4].name} .*altered.*remove it"):
+        posthoc_ema.average_of(folder, 0.18)
+    for file in snapshots.values():
+        file.unlink()
+    with pytest.raises(UserError, match="ema_length=0.18: .*0 snapshots before it.*train.ema_snapshot_every"):
+        posthoc_ema.check_length(folder, "ema", 0.18)
+    assert posthoc_ema.check_length(folder, "ema", 0.25) != identity  # is in the checkpoint
+
+
+def test_a_length_that_is_named_twice_is_refused():
+    with pytest.raises(UserError, match="names a length twice"):
+        TrackedEMA(torch.nn.Linear(1, 1), 0.9, [0.05, 0.05])

@@ -80,7 +80,7 @@ def test_the_embedded_digits_are_those_of_scikit_learn_bit_for_bit(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["numbers"], "'numbers'; use one of encode, convert, inspect"),
+        (["numbers"], "'numbers'; use one of encode, inspect, reference, detector, convert, fetch"),
         (["detector", "reference=x"], "output= is missing"),
         (["detector", "reference=x", "output="], "output is not set"),
         (["fetch", "size=3"], "size is not a key"),

@@ -24,7 +24,7 @@ def counted(function):
 def test_one_setting_is_found_to_a_twentieth_of_its_range_with_less_than_half_of_a_grids_evaluations(optimum):
     function, calls = counted(lambda x: abs(x - optimum) ** 1.5)
     (best,) = minimise([Axis("cfg_scale", 1.0, 3.0)], function)
-    assert abs(best - optimum) <= 0.1 and len(calls) <= 10 and len(set(calls)) == len(calls)
+    assert abs(best - optimum) <= 0.1 and len(calls) <= 8 and len(set(calls)) == len(calls)
     assert best == min(calls, key=lambda x: abs(x[0] - optimum))[0]
 
 
@@ -32,7 +32,7 @@ def test_two_settings_that_depend_on_each_other_are_found_in_turns():
     function, calls = counted(lambda x, y: (x - 1.6) ** 2 + 4 * (y - 0.1 - 0.04 * (x - 1)) ** 2 + 0.5 * (x - 1.6) * (y - 0.12))
     best = minimise([Axis("cfg_scale", 1.0, 3.0), Axis("ema_length", 0.05, 0.25)], function)
     assert abs(best[0] - 1.6) < 0.1 and abs(best[1] - 0.124) < 0.02
-    assert len(calls) <= 60  # of a grid with steps of a twentieth: 441
+    assert len(calls) <= 30  # of a grid with steps of a twentieth: 441
 
 
 @pytest.mark.parametrize(
@@ -94,6 +94,7 @@ def test_a_search_that_was_stopped_ends_where_it_would_have_with_the_same_evalua
         (["guidance=none"], "cfg_scale=1 needs guidance=cfg"),
         (["num_steps=[1,2]"], "the best of one point"),
         (["search=[guidance.w:1:2]"], "w is not a key"),
+        (["cfg_scale=2"], "cfg_scale= and search=cfg_scale both say its value"),
         (["search=[S_churn:-1:2]"], "S_churn=-1.0"),
     ],
 )
@@ -101,13 +102,3 @@ def test_a_search_that_cannot_be_done_is_refused_before_slow_work(run, tmp_path,
     with pytest.raises(UserError, match=words):
         search(run, tmp_path / "out", *overrides)
     assert not (tmp_path / "out").exists()
-
-
-def test_images_on_disk_cannot_be_searched(tmp_path):
-    from conftest import REPOSITORY
-
-    reference = REPOSITORY / "evaluations" / "digits_reference.npz"
-    settings = [f"images={reference}", f"reference={reference}", "evaluation.detector=digits", "search=[cfg_scale:1:3]"]
-    forget_accelerate()
-    with pytest.raises(UserError, match="search= looks for"):
-        script.main(checked([*settings, f"output={tmp_path / 'out'}"], "fid"))

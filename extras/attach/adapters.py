@@ -110,10 +110,6 @@ QWEN_AXES = (
     TokenAxis("image_rotary_emb", dim=0, items=(0,)),  # (image (N, D_head/2), text), complex
     TokenAxis("modulate_index", dim=1),  # (B, N), when reference images have a timestep of their own
 )
-HUNYUAN_AXES = (
-    TokenAxis("image_rotary_emb", dim=0),  # (cos, sin), each (N, D_head)
-    TokenAxis("skip", dim=1),  # (B, N, D), from a block of the first half
-)
 LUMINA2_AXES = (
     TokenAxis("image_rotary_emb", dim=1, layout="text_image"),  # (B, L, D_head/2) complex
     TokenAxis("attention_mask", dim=1, layout="text_image"),  # (B, L), for padded text
@@ -140,7 +136,6 @@ ADAPTERS = {
     "diffusers.WanTransformer3DModel": Adapter("patch_embedding", (BlockList("blocks", axes=WAN_AXES),)),
     "diffusers.AuraFlowTransformer2DModel": Adapter("pos_embed", (AURA_DOUBLE, AURA_SINGLE)),
     "diffusers.QwenImageTransformer2DModel": Adapter("img_in", (BlockList("transformer_blocks", output=1, axes=QWEN_AXES),)),
-    "diffusers.HunyuanDiT2DModel": Adapter("pos_embed", (BlockList("blocks", axes=HUNYUAN_AXES),)),
     "diffusers.Lumina2Transformer2DModel": Adapter("rope_embedder", (LUMINA2,), count_lumina2),
     "diffusers.ZImageTransformer2DModel": Adapter("", (Z_IMAGE,), count_z_image),
     "timm.VisionTransformer": Adapter("patch_embed", (TIMM,), count_timm, must_be_empty="patch_drop.prob"),

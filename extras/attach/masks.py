@@ -8,16 +8,7 @@ Shapes: B batch, H W latent height and width, F latent frames (of a video), p pa
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor
-
-
-def latent_mask(mask: Tensor, height: int, width: int) -> Tensor:
-    """A mask of pixels (B, H_pixels, W_pixels) as a mask of latents (B, H, W): the share of each latent's area that is inside.
-
-    Both have values in [0, 1], and 1 is inside. A latent that the mask touches is above 0, so no region is lost.
-    """
-    return F.adaptive_avg_pool2d(mask.float()[:, None], (height, width))[:, 0]
 
 
 def mask_to_tokens(mask: Tensor, patch_size: int | tuple[int, ...]) -> Tensor:

@@ -180,10 +180,7 @@ def table_of_parts(cfgs: dict[str, schema.TrainConfig], peaks: tuple[float, floa
 
 
 def sweep(overrides: list[str] = (), num_samples: Count = 1000, rounds: Count = 5) -> list[dict[str, object]]:
-    """A point of a sweep (images, features, metrics, errors), beside the network's own forwards for as many images.
-
-    `overrides` must choose data with a detector and a reference: data=digits, say.
-    """
+    """A point of a sweep beside the network's own forwards for as many images, of data with a reference: data=digits, say."""
     with TemporaryDirectory() as folder:
         cfg = compose_config(overrides, Path(folder))
         accelerator = open_accelerator(cfg)

@@ -12,7 +12,7 @@ from functools import cache
 from omegaconf import DictConfig, OmegaConf
 
 from configs.experiments import ROWS, compose_overrides
-from configs.schema import role_of
+from configs.schema import Role, role_of
 from configs.settings import flatten
 from extras.report.runs import LOSS, UNGUIDED, Measure, Run
 
@@ -117,7 +117,7 @@ def group(runs: Sequence[Run]) -> dict[str, list[Experiment]]:
 
 def identity_of(config: dict) -> dict[str, object]:
     """The values that make two runs different experiments: those of keys with a role in the schema, the seed excepted."""
-    identity = {key: value for key, value in config.items() if role_of(key) is not None and key != "seed"}
+    identity = {key: value for key, value in config.items() if role_of(key) not in (None, Role.STARTED) and key != "seed"}
     if isinstance(source := identity.get("init_from"), str):
         identity["init_from"] = without_seed(source)
     return identity
