@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import re
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +37,7 @@ MAX_ERROR = 0.1  # of a profile, relative to its norm: an average that is furthe
 NUM_CELLS = 10_000  # that the steps of a run are divided into, for the least squares
 
 
+@cache
 def gamma_of(length: float) -> float:
     """The exponent of a profile, from length^2 = (gamma + 1) / ((gamma + 2)^2 (gamma + 3))."""
     s = length**-2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -37,7 +38,7 @@ def parse(texts: Sequence[str]) -> list[Axis]:
             low, high = map(float, bounds)
         except ValueError:
             low = high = 0.0
-        if name not in NAMES or not low < high < float("inf"):
+        if name not in NAMES or not -math.inf < low < high < math.inf:
             raise UserError(f"search={text} is not <setting>:<lowest>:<highest>, with a setting of {', '.join(NAMES)}")
         axes.append(Axis(name, low, high))
     if len({axis.name for axis in axes}) < len(axes) or len(axes) > 2:

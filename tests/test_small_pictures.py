@@ -17,6 +17,8 @@ from evaluations.suite import evaluate
 from latents.channel_statistics import ChannelStatistics, overall_std
 from latents.shards import LatentDataset, latents_for_network
 
+NAMES = ["fd_fashion", "precision_fashion", "recall_fashion", "class_agreement_fashion"]
+
 
 def encode(name, root, output, *settings):
     forget_accelerate()
@@ -93,7 +95,7 @@ def test_the_detector_knows_the_classes_and_says_how_often_it_is_right(prepared)
     images = next(reference.batches(300))
     features = detector.features(images)
     values = evaluate(features, features, torch.from_numpy(reference.labels[:300]))
-    assert list(values) == ["fd_fashion", "class_agreement_fashion"]
+    assert list(values) == NAMES and values["precision_fashion"] == values["recall_fashion"] == 1
     assert values["fd_fashion"] == pytest.approx(0, abs=1e-3) and values["class_agreement_fashion"] > 0.9
     noise = np.random.default_rng(0).integers(0, 256, images.shape, dtype=np.uint8)
     assert evaluate(features, detector.features(noise))["fd_fashion"] > 1
@@ -123,4 +125,4 @@ def test_a_row_trains_and_is_judged_along_the_way(prepared, train):
     few = ["train.num_steps=2", "train.batch_size=4", "eval.every=1", "eval.num_samples=6", "eval.num_steps=2"]
     run = train("fashion", "experiment=fashion/dit_xs4_tread", *files, *few, "checkpoint.every=2")
     scores = [record["metrics"] for record in metrics(run) if "metrics" in record]
-    assert [list(one) for one in scores] == 2 * [["fd_fashion", "class_agreement_fashion"]]
+    assert [list(one) for one in scores] == 2 * [NAMES]
