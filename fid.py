@@ -109,7 +109,7 @@ class Judge:
         for run_cfg in self.runs.values():  # before a detector and a reference that take minutes
             autoencoders.find(self.cfg.autoencoder or run_cfg.data.autoencoder)
         detectors = build_detectors(self.cfg.evaluation, self.accelerator)
-        return Evaluator(self.accelerator, detectors, self.reference, self.cfg.batch_size, num_groups=10)
+        return Evaluator(self.accelerator, detectors, self.reference, self.cfg.batch_size)
 
     def results(self, num_samples: int) -> Results:
         """The finished points of this number of samples."""
@@ -138,17 +138,17 @@ class Judge:
         log.info("%d of %d evaluations to do, in %s", len(missing), len(points), self.output)
         finished = []
 
-        def finish(point: Point, features: list[Features], labels: Sequence[int] | None, cost: dict[str, float]) -> None:
-            metrics, jackknife = self.evaluator.evaluate(features, labels)
-            results.add(point, metrics, jackknife, cost)
+        def finish(point: Point, features: list[Features], labels: Sequence[int] | None, metrics: dict, cost: dict) -> None:
+            results.add(point, metrics, self.evaluator.jackknife(features, labels, num_groups=10), cost)
             log.info("%s: %s", in_words(point.shown), format_metrics(metrics))
 
-        with ThreadPoolExecutor(1) as thread:  # the main process computes metrics while the next point is sampled
+        with ThreadPoolExecutor(1) as thread:  # the main process computes errors while the next point is sampled
             for number, (point, load_sampler) in enumerate((points[i] for i in missing), start=1):
                 on_main(lambda: [one.result() for one in finished if one.done()])
                 features, labels, cost = self.features(point, load_sampler, num_samples, f"point {number} of {len(missing)}")
                 if self.accelerator.is_main_process:
-                    finished.append(thread.submit(finish, point, features, labels, cost))
+                    metrics = self.evaluator.evaluate(features, labels)
+                    finished.append(thread.submit(finish, point, features, labels, metrics, cost))
         on_main(lambda: [one.result() for one in finished])
         return results
 

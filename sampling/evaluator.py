@@ -96,20 +96,12 @@ class Evaluator:
     """Features of images, which all processes compute together, and metrics against one reference.
 
     Attributes:
-        num_groups: of the jackknife; 0: none.
         references: features of the reference by each detector, cached or computed by all processes together, with their
             statistics; None but on the main process, which alone computes metrics.
     """
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        detectors: Sequence[Detector],
-        reference: ImageSet,
-        batch_size: int,
-        num_groups: int = 0,
-    ):
-        self.accelerator, self.detectors, self.batch_size, self.num_groups = accelerator, detectors, batch_size, num_groups
+    def __init__(self, accelerator: Accelerator, detectors: Sequence[Detector], reference: ImageSet, batch_size: int):
+        self.accelerator, self.detectors, self.batch_size = accelerator, detectors, batch_size
         self.references = [self._load_reference(reference, detector) for detector in detectors]
 
     def features_of_samples(
@@ -156,19 +148,23 @@ class Evaluator:
             features = [replace(one, statistics=stored_statistics(images, one.detector)) for one in features]
         return features
 
-    def evaluate(
-        self, samples: Sequence[Features], labels: Sequence[int] | None
-    ) -> tuple[dict[str, float], dict[str, list[float]]]:
-        """Metrics and their jackknife (`evaluations.suite`). Only the main process can call it.
+    def evaluate(self, samples: Sequence[Features], labels: Sequence[int] | None) -> dict[str, float]:
+        """Metrics of features. Only the main process can call it.
 
         labels: the classes that were asked for, in the order of the samples; class_agreement needs them.
         """
-        values, without, y = {}, {}, None if labels is None else torch.as_tensor(labels)
+        values, y = {}, None if labels is None else torch.as_tensor(labels)
         with say_if_slow(log, "computing the metrics of %d images", len(samples[0])):
             for pair in zip(self.references, samples):
                 values |= evaluate(*pair, y, self.accelerator.device)
-                without |= jackknife(*pair, y, self.num_groups)
-        return values, without
+        return values
+
+    def jackknife(self, samples: Sequence[Features], labels: Sequence[int] | None, num_groups: int) -> dict[str, list[float]]:
+        """Of the metrics (`evaluations.suite.jackknife`). It may run in a thread: it leaves the device and its settings alone."""
+        values, y = {}, None if labels is None else torch.as_tensor(labels)
+        for pair in zip(self.references, samples):
+            values |= jackknife(*pair, y, num_groups)
+        return values
 
     def _load_reference(self, images: ImageSet, detector: Detector) -> Features | None:
         is_main = self.accelerator.is_main_process

@@ -137,7 +137,7 @@ class Evaluations(Hook):
             labels = labels_of(range(num_samples), sampler.data.num_classes, cfg.labels)
             with trainer.ema.full_weights():
                 features = self.evaluator.features_of_samples(sampler, labels, trainer.stop.requested_now)
-            metrics, _ = on_main(partial(self.evaluator.evaluate, features, list(labels.values())))
+            metrics = on_main(partial(self.evaluator.evaluate, features, list(labels.values())))
             named = {display_name(metric, num_samples, cfg_scale): value for metric, value in metrics.items()}
             if accelerator.is_main_process:
                 self.run.log_metrics(about | {"metrics": metrics, "evaluation_sec": time.perf_counter() - start_sec})

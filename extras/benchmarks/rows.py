@@ -186,12 +186,13 @@ def sweep(overrides: list[str] = (), num_samples: Count = 1000, rounds: Count = 
         accelerator = open_accelerator(cfg)
         reference = open_reference(cfg.evaluation.reference, "evaluation.reference", cfg.evaluation.all_detectors)
         detectors = build_detectors(cfg.evaluation, accelerator)
-        evaluator = Evaluator(accelerator, detectors, reference, cfg.eval.batch_size, num_groups=10)
+        evaluator = Evaluator(accelerator, detectors, reference, cfg.eval.batch_size)
         sampler, labels = open_sampler(accelerator, cfg), {seed: seed % cfg.data.num_classes for seed in range(num_samples)}
 
         def point() -> None:
             features = evaluator.features_of_samples(sampler, labels)
             on_main(lambda: evaluator.evaluate(features, list(labels.values())))
+            on_main(lambda: evaluator.jackknife(features, list(labels.values()), 10))
 
         def forwards() -> None:
             data, size, device = sampler.data, cfg.eval.batch_size, accelerator.device
