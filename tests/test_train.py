@@ -519,6 +519,7 @@ def test_init_state_all_goes_on_with_optimizer_and_step(whole, train):
     assert_same_files(whole, branch, 6)
     with pytest.raises(UserError, match="step 6"):
         train("other", f"init_from={whole}", "init_state=all")
+    train("wider", f"init_from={folder_of(whole, 4)}", "init_state=all", "train.batch_size=8")  # another batch is no obstacle
 
 
 @pytest.mark.parametrize("change", ["model.backbone=DiT-XS/4", "model.learn_sigma=true", "diffusion=sit"])

@@ -106,7 +106,7 @@ def check_initial(stored: schema.TrainConfig, step: int, cfg: schema.TrainConfig
     changed = schema.differences(stored, cfg, [schema.Role.ARCHITECTURE])
     if cfg.init_state == "all":  # the optimizer of the projector goes on, and tracked averages
         continued = schema.differences(stored, cfg, [schema.Role.FIXED, schema.Role.STARTED])
-        changed += [line for line in continued if line.startswith(("alignment.", "train."))]
+        changed += [line for line in continued if line.startswith(("alignment.", "train.ema_lengths"))]
     if scaled := [line for line in changed if line.startswith(("data.latents_", "data.scale_factor"))]:
         how = f"({'; '.join(scaled)}): encode yours as its were, those of LightningDiT with latents_stats=<file>"
         raise UserError(f"init_from={cfg.init_from} saw latents that were scaled otherwise {how}")
