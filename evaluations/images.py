@@ -191,6 +191,7 @@ class NpzImages:
 
     def __init__(self, path: str | Path):
         self.path, self.shape, self.labels, self.statistics = Path(path), (0, 0, 0, 3), None, {}
+        self._hash: str | None = None
         with _errors_of(self.path), np.load(self.path, allow_pickle=False) as file:
             for layer, (mu, sigma, size) in STATISTICS_KEYS.items():
                 if mu in file:
@@ -227,7 +228,8 @@ class NpzImages:
 
     def fingerprint(self) -> str:
         """Size and hash of the file."""
-        return f"{self.path.stat().st_size}-{hash_file(self.path)}"
+        self._hash = self._hash or hash_file(self.path)  # once: a search asks at every point
+        return f"{self.path.stat().st_size}-{self._hash}"
 
 
 @contextlib.contextmanager
