@@ -146,8 +146,8 @@ class Judge:
             for number, (point, load_sampler) in enumerate((points[i] for i in missing), start=1):
                 on_main(lambda: [one.result() for one in finished if one.done()])
                 features, labels, cost = self.features(point, load_sampler, num_samples, f"point {number} of {len(missing)}")
+                metrics = on_main(partial(self.evaluator.evaluate, features, labels))
                 if self.accelerator.is_main_process:
-                    metrics = self.evaluator.evaluate(features, labels)
                     finished.append(thread.submit(finish, point, features, labels, metrics, cost))
         on_main(lambda: [one.result() for one in finished])
         return results
