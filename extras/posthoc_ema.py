@@ -67,12 +67,8 @@ class TrackedEMA(EMA):
             torch._foreach_lerp_([local_shard(average) for average in averages.values()], weights, new)
 
     def states(self) -> dict[str, dict[str, Tensor]]:
-        tracked = {_key(length, name): x for length, averages in self.tracked.items() for name, x in averages.items()}
+        tracked = {f"{length:g}/{name}": x for length, averages in self.tracked.items() for name, x in averages.items()}
         return super().states() | {FILE: tracked}
-
-
-def _key(length: float, name: str) -> str:
-    return f"{length:g}/{name}"
 
 
 class Snapshots(Hook):
