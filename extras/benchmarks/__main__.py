@@ -7,7 +7,6 @@
     python -m extras.benchmarks sampling 'variants=[guidance=none,guidance=cfg]' model.backbone=DiT-S/2 sample.batch_size=4
     python -m extras.benchmarks evaluation num_samples=5000
     python -m extras.benchmarks sweep data=digits num_samples=1000
-    python -m extras.benchmarks roofline 'device=H100 80GB HBM3' 'variants=[model=dit,model=tread]' model.backbone=DiT-XL/2
     python -m extras.benchmarks gpu                      # `make gpu`: tests/gpu and all of these, with one file of results
 
 `variants`, `rounds`, `steps` and `warmup` are the benchmark's own keys; all others are train.py's. A variant is one or more
@@ -27,15 +26,14 @@ MEASURED = ("step", "loader", "sampling")
 COMMANDS = dict.fromkeys(MEASURED, "extras.benchmarks.rows:compare") | {
     "evaluation": "extras.benchmarks.rows:evaluation",
     "sweep": "extras.benchmarks.rows:sweep",
-    "roofline": "extras.benchmarks.rows:roofline",
     "gpu": "extras.benchmarks.gpu:gpu",
 }
-OWN_KEYS = ("variants", "rounds", "steps", "warmup", "device", "num_processes", "num_samples")
+OWN_KEYS = ("variants", "rounds", "steps", "warmup", "num_samples")
 
 
 def main(arguments: Sequence[str]) -> None:
     name, *settings = ["--help"] if not arguments or "--help" in arguments else arguments
-    if name in (*MEASURED, "roofline", "sweep"):
+    if name in (*MEASURED, "sweep"):
         own = [argument for argument in settings if argument.partition("=")[0] in OWN_KEYS]
         others = [argument for argument in settings if argument not in own]
         settings = [*([f"what={name}"] if name in MEASURED else []), *own, f"overrides={json.dumps(others)}"]

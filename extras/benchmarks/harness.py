@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,6 @@ import torch
 from accelerate import Accelerator
 
 from evaluations.results import markdown_table
-from extras.benchmarks.roofline import peaks_of
 from training.provenance import describe_start
 
 NOTES = """`ms`: median of all timed calls. `host ms`: until the host has started all work of one; near `ms` it is the limit.
@@ -23,9 +23,18 @@ variant's median over the first variant's; then the median over rounds.
 """
 
 
-def published_peaks(device: torch.device) -> tuple[float, float] | None:
-    """(bfloat16 FLOP/s, bytes/s) as the vendor publishes them; None for a CPU, and for a GPU that is not in the table."""
-    return peaks_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+# TFLOP/s of dense bfloat16 products, from the vendors' data sheets. The whole name must match: a part of a GPU (MIG) has no peak.
+PEAKS = {
+    r"A[18]00(?!.*MIG).*": 312, r"H100 \d+GB HBM3|H800": 989.4, r"GH200 .*": 989.4, r"H100 PCIe": 756, r"H100 NVL|H200 NVL": 835,
+    r"H200": 989.4, r"B200": 2250, r"L4": 121, r"L40S": 362,
+    r"GeForce RTX 3090": 71, r"GeForce RTX 4090": 165.2, r"GeForce RTX 5090": 209.5,
+}  # fmt: skip
+
+
+def published_peak(device: torch.device) -> float | None:
+    """bfloat16 FLOP/s as the vendor publishes them; None for a CPU, and for a GPU that is not in the table."""
+    name = torch.cuda.get_device_name(device).removeprefix("NVIDIA ") if device.type == "cuda" else ""
+    return next((1e12 * peak for pattern, peak in PEAKS.items() if re.fullmatch(pattern, name)), None)
 
 
 def time_ms(action: Callable[[], object], repeats: int, device: torch.device, warmup: int = 0) -> list[float]:
@@ -105,12 +114,12 @@ def measure(
                 torch.cuda.empty_cache()
     first = rows.get(next(iter(openers)))
     for name, row in rows.items():
-        records[name] |= summarise(row, first, published_peaks(device))
+        records[name] |= summarise(row, first, published_peak(device))
     return list(records.values())
 
 
-def summarise(row: TimedRow, first: TimedRow | None, peaks: tuple[float, float] | None) -> dict[str, object]:
-    """The columns of a row; `first` is the first variant's row (None: given up), `peaks` are those of `published_peaks`."""
+def summarise(row: TimedRow, first: TimedRow | None, peak: float | None) -> dict[str, object]:
+    """The columns of a row; `first` is the first variant's row (None: given up), `peak` is that of `published_peak`."""
     low, middle, high = np.percentile(row.turns, (25, 50, 75))
     images_per_sec = 1000 * row.num_images / middle
     found = {"ms": middle, "quartiles": [low, high]} | ({"host ms": np.median(row.host_ms)} if row.host_ms else {})
@@ -118,7 +127,7 @@ def summarise(row: TimedRow, first: TimedRow | None, peaks: tuple[float, float] 
     if row.flops_per_image:
         flops_per_sec = row.flops_per_image * images_per_sec
         found |= {"GFLOP/image": row.flops_per_image / 1e9, "TFLOP/s": flops_per_sec / 1e12}
-        found["MFU"] = flops_per_sec / peaks[0] if peaks else None
+        found["MFU"] = flops_per_sec / peak if peak else None
     if first is not None:
         ratios = np.median(row.turns, axis=1) / np.median(first.turns, axis=1)
         found |= {"time / first": np.median(ratios), "lowest, highest": [ratios.min(), ratios.max()]}

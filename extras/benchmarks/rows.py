@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -17,14 +16,13 @@ from hydra.errors import HydraException
 
 import dit
 from common.errors import UserError
-from common.types import Count, Text, Whole
+from common.types import Count, Whole
 from configs import schema
 from configs.command_line import check
 from configs.experiments import compose_overrides
 from evaluations.features import Features
 from evaluations.suite import evaluate
-from extras.benchmarks.harness import TimedRow, measure, published_peaks, report
-from extras.benchmarks.roofline import peaks_of, roofline_table, step_parts
+from extras.benchmarks.harness import TimedRow, measure, report
 from latents import autoencoders
 from latents.shards import ShardInfo, write_shard
 from sampling.evaluator import Evaluator, build_detectors, open_reference
@@ -32,7 +30,6 @@ from sampling.flops import forward_flops
 from sampling.processes import leave, on_main
 from sampling.sampler import ImageSampler
 from training import build, load, machine, speed
-from training.sharding import processes_per_node
 from training.trainer import Trainer
 
 
@@ -148,35 +145,8 @@ def compare(
         openers = {variant or "as given": partial(OPENERS[what], accelerator, cfg) for variant, cfg in cfgs.items()}
         records = measure(openers, accelerator.device, rounds, steps, warmup)
         report(what.capitalize(), accelerator, records)
-        if what == "step" and accelerator.is_main_process and (peaks := published_peaks(accelerator.device)):
-            sys.stdout.write(f"\n{table_of_parts(cfgs, peaks, accelerator.num_processes)}")
     leave()
     return records
-
-
-def roofline(device: Text, variants: list[str] = ("",), overrides: list[str] = (), num_processes: Count = 1) -> None:
-    """Print what the parts of a step cost at the peaks of `device`, which is named as torch names it: H100 80GB HBM3, say."""
-    if (peaks := peaks_of(device)) is None:
-        raise UserError(f"device={device} has no known peaks; extras/benchmarks/roofline.py lists them: H100 80GB HBM3, say")
-    with TemporaryDirectory() as folder:
-        cfgs = {variant: compose_config([*overrides, *shlex.split(variant)], Path(folder)) for variant in variants}
-        sys.stdout.write(table_of_parts(cfgs, peaks, num_processes))
-
-
-def table_of_parts(cfgs: dict[str, schema.TrainConfig], peaks: tuple[float, float], num_processes: int) -> str:
-    """What the parts of a step of each configuration cost, by roofline.py."""
-    columns = {}
-    for variant, cfg in cfgs.items():
-        cfg, _ = build.open_data(cfg)
-        with torch.device("meta"):
-            net = build.build_network(cfg)
-        num_shards = processes_per_node(num_processes) if cfg.train.parallel == "fsdp" else 1
-        num_images = cfg.train.batch_size // num_processes
-        parts = step_parts(net, num_images, peaks, cfg.train.precision, num_shards)
-        parts["GPU hours of the run"] = parts["sum"] * cfg.train.num_steps * num_processes / 3.6e6
-        parts["GB of checkpoints"] = cfg.checkpoints_gb(sum(p.numel() for p in net.parameters() if p.requires_grad))
-        columns[variant or "as given"] = parts
-    return roofline_table(columns)
 
 
 def sweep(overrides: list[str] = (), num_samples: Count = 1000, rounds: Count = 5) -> list[dict[str, object]]:
