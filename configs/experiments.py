@@ -249,9 +249,9 @@ def repa() -> Iterator[Row]:
     table, source = "REPA", "REPA (arXiv 2410.06940), 400K iterations, 250 steps of the SDE"
     differs = "trained in bf16 (REPA: fp16), with an EMA that is warmed up"
     routed = f"{differs}; TREAD's project page says that both stack, without figures; tokens that skip are not aligned"
-    for size, block, paper in (("B/2", 4, {}), ("XL/2", 8, {"fid": 7.9})):  # of B/2, neither block nor figure could be checked
+    for size, block, fid in (("B/2", 4, 24.4), ("XL/2", 8, 7.9)):  # of B/2: sihyun-yu/REPA#5, gstoica27/DeltaFM#6
         base, name = REPA | backbone(size) | {"alignment.block": block}, row_name("repa", "sit", size)
-        yield Row(name, table, source, base | DENSE, paper, differs)
+        yield Row(name, table, source, base | DENSE, {"fid": fid}, differs)
         yield Row(f"{name}_tread", table, "after REPA and TREAD", base | TREAD, {}, routed, name)
 
 

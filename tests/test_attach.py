@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -136,6 +137,20 @@ def test_importance_selects_by_the_image_tokens_that_arrive_at_the_route(name, i
         first = case.first_image_token(case.variant)[b] if case.first_image_token else (arrived[0].shape[1] - N) * case.text_first
         norms = arrived[0][b, first : first + N].abs().sum(-1)
         assert ids_keep[b].tolist() == sorted(norms.argsort(descending=not inverse)[: N // 2].tolist())
+
+
+def test_reference_tokens_of_kontext_are_forced_and_positions_follow():
+    """Kontext appends the tokens of a reference image to those of the noise; their positions have 1 on the first axis."""
+    case, network = replace(NETWORKS["Flux"], num_tokens=2 * N), build("Flux")
+    inputs = case.inputs(False)
+    positions = torch.cat([inputs["img_ids"], inputs["img_ids"] + torch.tensor([1.0, 0.0, 0.0])])
+    inputs |= {"hidden_states": normal(B, 2 * N, 4), "img_ids": positions}
+    attachment = attach(network, [Route(0.25, 0, 2)])
+    with attachment.force_keep(torch.arange(2 * N).expand(B, -1) >= N):
+        call(network, inputs)
+        ((_, _, skip),) = skipped(attachment, 2 * N)
+        assert skip[:, :N].sum(1).tolist() == [N // 2] * B and not skip[:, N:].any()
+        assert reference_error(network, case, inputs, attachment) < TOLERANCE
 
 
 @pytest.mark.parametrize("selection", SELECTIONS)

@@ -78,7 +78,7 @@ def test_the_published_peak_is_that_of_the_whole_name_or_unknown(monkeypatch):
     for name, tflops in peaks.items():
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: f"NVIDIA {name}")
         assert harness.published_peak(torch.device("cuda")) == 1e12 * tflops
-    for name in ("H100 80GB HBM3 MIG 1g.10gb", "A100-SXM4-80GB MIG 1g.10gb", "GeForce RTX 4090 Laptop GPU"):  # sevenths of a GPU, and another chip
+    for name in ("H100 80GB HBM3 MIG 1g.10gb", "A100-SXM4-80GB MIG 1g.10gb", "GeForce RTX 4090 Laptop GPU"):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
         assert harness.published_peak(torch.device("cuda")) is None
 
