@@ -10,7 +10,6 @@ the first branch elsewhere; None leaves a side open.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,7 +20,6 @@ from routing_module import num_kept_tokens
 
 Denoiser = Callable[[Tensor, Tensor, Tensor], Tensor]
 Bound = float | None
-SUBSETS = ("redraw", "fixed")
 
 
 @dataclass(frozen=True)
@@ -77,19 +75,17 @@ def sparse(
     w: float,
     r_strong: float,
     r_weak: float,
-    subset: str,
     level_lo: Bound = None,
     level_hi: Bound = None,
 ) -> Denoiser:
     """Sparse guidance (arXiv 2601.01608): D = D_weak + w * (D_strong - D_weak), both with the class label.
 
-    Both branches are the same network; in the weak one, more tokens skip its routes. With uniform selection, the tokens that
-    the weak branch keeps are among those that the strong one keeps.
+    Both branches are the same network; in the weak one, more tokens skip its routes. Every evaluation draws the tokens anew; with
+    uniform selection, those that the weak branch keeps are among those that the strong one keeps.
 
     Args:
         w: 1 is off: the strong branch alone, which for r_strong = 0 is the dense network.
         r_strong, r_weak: fractions of the tokens that SKIP, 0 <= r_strong < r_weak < 1; 0 is dense.
-        subset: `redraw` draws the tokens at every evaluation, `fixed` once for each image.
 
     Raises ValueError for a network without routes, and for ratios with which the weak branch keeps no fewer tokens.
     """
@@ -98,17 +94,16 @@ def sparse(
         raise ValueError("guidance=sparse needs a network with routes; use guidance=cfg, or give the network routes")
     if num_kept_tokens(N, r_weak) >= num_kept_tokens(N, r_strong):
         raise ValueError(f"r_weak={r_weak} must leave fewer of the {N} tokens than r_strong={r_strong}")
-    scores = (inputs.route_scores, functools.cache(lambda: inputs.route_scores()))[SUBSETS.index(subset)]
 
     def branch(x: Tensor, level: Tensor, y: Tensor, ratio: float, route_scores: Tensor | None) -> Tensor:
         routing = {"selection_ratios": ratio, "route_scores": route_scores} if ratio > 0 else {}
         return inputs.denoise(x, level, y, **routing)
 
     def strong(x: Tensor, level: Tensor, y: Tensor) -> Tensor:
-        return branch(x, level, y, r_strong, scores() if r_strong > 0 else None)
+        return branch(x, level, y, r_strong, inputs.route_scores() if r_strong > 0 else None)
 
     def strong_and_weak(x: Tensor, level: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        route_scores = scores()
+        route_scores = inputs.route_scores()
         return tuple(branch(x, level, y, ratio, route_scores) for ratio in (r_strong, r_weak))
 
     return _guide(strong_and_weak, strong, w, level_lo, level_hi)

@@ -15,7 +15,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, create_model, model_validator
 
 import dit
-import guidance
 from common.types import Autoencoder, Count, NotNegative, Number, Positive, Text, Whole, settings
 from configs.settings import OneOrMany, Settings, as_list, flatten, nearest
 from edm import EDM
@@ -145,7 +144,6 @@ class Sparse(Settings):
     w: Number
     r_strong: Fraction
     r_weak: Fraction
-    subset: Literal[guidance.SUBSETS]
     level_lo: NotNegative | None
     level_hi: NotNegative | None
 
