@@ -34,7 +34,6 @@ class Network:
     text_first: bool = True  # in a joint sequence
     attention_text_first: bool = True  # in joint attention
     num_tokens: int = N
-    first_image_token: Callable | None = None  # (variant) -> where each sample's image begins, if texts differ in length
     argument: str = "hidden_states"
 
 
@@ -46,12 +45,8 @@ def normal(*shape, seed=1):
     return torch.randn(*shape, generator=generator(seed))
 
 
-def lengths(padded):
-    return [T, 2, 3] if padded else [T] * B
-
-
-def text_mask(padded=True):
-    return torch.arange(T)[None] < torch.tensor(lengths(padded))[:, None]
+def text_mask():
+    return torch.arange(T)[None] < torch.tensor([T, 2, 3])[:, None]
 
 
 def pair_mask(length):  # of queries and keys
@@ -168,13 +163,6 @@ NETWORKS = {
         JOINT | dict(patch_size=2, in_channels=16, out_channels=4, num_layers=4, axes_dims_rope=(4, 6, 6), zero_cond_t=True),
         qwen_inputs, (DOUBLE,), variant=True, num_tokens=2 * N,
     ),
-    "Lumina2": Network(
-        "diffusers.Lumina2Transformer2DModel",
-        LATENTS | dict(hidden_size=32, num_layers=4, num_refiner_layers=1, num_attention_heads=2, num_kv_heads=1, multiple_of=8,
-                       axes_dim_rope=(4, 6, 6), axes_lens=(32, 16, 16), cap_feat_dim=12),
-        lambda variant: inputs(encoder_attention_mask=text_mask(variant)), (("layers", None),),
-        variant=True, first_image_token=lengths,
-    ),
     "ZImage": Network(
         "diffusers.ZImageTransformer2DModel",
         dict(in_channels=4, dim=32, n_layers=4, n_refiner_layers=1, n_heads=2, n_kv_heads=2, cap_feat_dim=12,
@@ -238,12 +226,12 @@ def blocks_of(network, case):
     return [(block, output) for attribute, output in case.blocks for block in getattr(network, attribute)]
 
 
-def reference_error(network, case, inputs, attachment, variant=False):
+def reference_error(network, case, inputs, attachment):
     """The worst difference between a routed pass with its gradients and the reference; detaches."""
     results = run(network, inputs)
     windows = skipped(attachment, case.num_tokens)
     attachment.detach()
-    with reference(inner_module(network), case, windows, variant):
+    with reference(inner_module(network), case, windows):
         return difference(results, run(network, inputs))
 
 
@@ -257,17 +245,16 @@ def skipped(attachment, num_tokens=N):
 
 
 @contextmanager
-def reference(network, case, windows, variant=False):
+def reference(network, case, windows):
     """Inside, `network` runs at full length with the meaning of routes; `windows` are what `skipped` returns."""
     stock_attention = F.scaled_dot_product_attention
     now: list[torch.Tensor | None] = [None]  # the skipping tokens of the block that runs
-    first = case.first_image_token(variant) if case.first_image_token else None
 
     def place(skip, length, text_first):
         """(B, N) -> (B, length): the same tokens in a sequence that holds text too."""
         whole = torch.zeros(len(skip), length, dtype=torch.bool)
         for b in range(len(skip)):
-            start = (length - case.num_tokens) * text_first if first is None or length == case.num_tokens else first[b]
+            start = (length - case.num_tokens) * text_first
             whole[b, start : start + case.num_tokens] = skip[b]
         return whole
 

@@ -33,9 +33,9 @@ def two_passes(network, first, second):
 MODES = ["the default", "the attachment's", "reentrant"]
 
 
-@pytest.mark.parametrize(("name", "mode"), [(name, mode) for name in ("Flux", "Lumina2") for mode in MODES] + [("timm", "")])
+@pytest.mark.parametrize(("name", "mode"), [(name, mode) for name in ("Flux", "Flux2") for mode in MODES] + [("timm", "")])
 def test_two_checkpointed_passes_before_one_backward_recompute_each_with_its_own_subset(name, mode):
-    case, network, selection = NETWORKS[name], build(name), "importance" if name == "Lumina2" else "uniform"
+    case, network, selection = NETWORKS[name], build(name), "importance" if name == "Flux2" else "uniform"
     first, second = case.inputs(name != "timm"), case.inputs(False)  # timm checkpoints nothing where there is a mask
     for inputs in (first, second):  # reentrant checkpoints need an input with a gradient
         inputs[case.argument].requires_grad_()

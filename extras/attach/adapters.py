@@ -50,7 +50,6 @@ class ImageTokens:
     batch: int  # B
     num_tokens: int  # N
     device: torch.device
-    first_token: Tensor | None = None  # (B,) int64, where each sample's image begins, if texts differ in length
 
 
 def count_embedded(arguments: Mapping[str, Any], output: Tensor) -> ImageTokens:
@@ -72,13 +71,6 @@ class Adapter:
 def count_timm(arguments: Mapping[str, Any], output: Tensor) -> ImageTokens:
     """From timm's patch embedding: (B, N, D), or (B, H, W, D) with dynamic image sizes."""
     return ImageTokens(len(output), prod(output.shape[1:-1]), output.device)
-
-
-def count_lumina2(arguments: Mapping[str, Any], output: tuple) -> ImageTokens:
-    """From its rope_embedder, whose fifth output is the length of every text: the joint sequence is text, image, padding."""
-    image, text_lengths = output[0], output[4]
-    first_token = torch.tensor(text_lengths, device=image.device) if len(set(text_lengths)) > 1 else None
-    return ImageTokens(*image.shape[:2], image.device, first_token)
 
 
 def count_z_image(arguments: Mapping[str, Any], output: None) -> ImageTokens:
@@ -110,15 +102,10 @@ QWEN_AXES = (
     TokenAxis("image_rotary_emb", dim=0, items=(0,)),  # (image (N, D_head/2), text), complex
     TokenAxis("modulate_index", dim=1),  # (B, N), when reference images have a timestep of their own
 )
-LUMINA2_AXES = (
-    TokenAxis("image_rotary_emb", dim=1, layout="text_image"),  # (B, L, D_head/2) complex
-    TokenAxis("attention_mask", dim=1, layout="text_image"),  # (B, L), for padded text
-)
 Z_IMAGE_AXES = (
     TokenAxis("freqs_cis", dim=1, layout="image_text"),  # (B, L, D_head/2) complex
     TokenAxis("attn_mask", dim=1, layout="image_text", ndim=2),  # (B, L), for padded text
 )
-LUMINA2 = BlockList("layers", layout="text_image", axes=LUMINA2_AXES)
 Z_IMAGE = BlockList("layers", "x", layout="image_text", axes=Z_IMAGE_AXES)
 TIMM_MASK = TokenAxis("attn_mask", dim=-1, layout="text_image", mask=True)
 TIMM = BlockList("blocks", "x", layout="text_image", axes=(TIMM_MASK,))  # class and register tokens come first
@@ -136,7 +123,6 @@ ADAPTERS = {
     "diffusers.WanTransformer3DModel": Adapter("patch_embedding", (BlockList("blocks", axes=WAN_AXES),)),
     "diffusers.AuraFlowTransformer2DModel": Adapter("pos_embed", (AURA_DOUBLE, AURA_SINGLE)),
     "diffusers.QwenImageTransformer2DModel": Adapter("img_in", (BlockList("transformer_blocks", output=1, axes=QWEN_AXES),)),
-    "diffusers.Lumina2Transformer2DModel": Adapter("rope_embedder", (LUMINA2,), count_lumina2),
     "diffusers.ZImageTransformer2DModel": Adapter("", (Z_IMAGE,), count_z_image),
     "timm.VisionTransformer": Adapter("patch_embed", (TIMM,), count_timm, must_be_empty="patch_drop.prob"),
 }

@@ -77,28 +77,23 @@ class Plan:
     def is_on(self, route: int) -> bool:
         return self.image is not None and self.num_kept[route] < self.image.num_tokens
 
-    def image_start(self, layout: str, length: int) -> int | Tensor:
-        """Where the image begins in a sequence of `length` tokens: a number, or (B, 1)."""
+    def image_start(self, layout: str, length: int) -> int:
+        """Where the image begins in a sequence of `length` tokens."""
         num_others = length - self.image.num_tokens
         if num_others < 0 or (layout == "image" and num_others):
             raise ValueError(f"a block got {length} tokens ({layout}), but the embedding counted {self.image.num_tokens}")
-        if num_others and self.image.first_token is not None:
-            return self.image.first_token[:, None]
         return {"image": 0, "image_text": 0, "text_image": num_others}[layout]
 
     def image_tokens(self, x: Tensor, layout: str) -> Tensor:
         """(B, L, D) -> (B, N, D), without a gradient: a checkpointed block must save the same tensors when it runs again."""
-        ids = torch.arange(self.image.num_tokens, device=x.device) + self.image_start(layout, x.shape[1])
-        return TokenRouter.start_route(x.detach(), ids.expand(len(x), -1))
+        return x.detach().narrow(1, self.image_start(layout, x.shape[1]), self.image.num_tokens)
 
     def index(self, route: int, layout: str, length: int) -> Tensor:
-        """(B, L - N + K), the positions that stay in a sequence of `length` tokens: all that are not of the image, then K."""
+        """(B, L - N + K), the positions that stay in a sequence of `length` tokens: all that are not of the image, and K."""
         start, ids_keep = self.image_start(layout, length), self.ids_keep[route]
-        if length == self.image.num_tokens:
-            return ids_keep
-        others = torch.arange(length - self.image.num_tokens, device=ids_keep.device)
-        others = torch.where(others < start, others, others + self.image.num_tokens)
-        return torch.cat([others.expand(len(ids_keep), -1), ids_keep + start], dim=1)
+        ends = ((0, start), (start + self.image.num_tokens, length))
+        before, after = (torch.arange(*end, device=ids_keep.device).expand(len(ids_keep), -1) for end in ends)
+        return torch.cat([before, ids_keep + start, after], dim=1)
 
 
 class BlockHooks:
