@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from extras.sprint import Fusion, grid_rule  # the registry's line
 from routing_module import SELECTIONS, Route, TokenRouter
 
 # name: (depth, width, heads). S to XL are DiT's, Table 1 of arXiv 2212.09748; XS is ours, for the embedded digits.
@@ -156,12 +157,14 @@ class DiT(nn.Module):
         learn_sigma: twice the output channels, as in published DiT checkpoints (the caller drops what it does not use).
         class_dropout: probability that a label is replaced by the null class in training.
         routes: windows that a part of the tokens skips; none is the plain DiT.
-        selection: the rule that chooses the tokens that stay, a name in `routing_module.SELECTIONS`.
+        selection: the rule that chooses the tokens that stay, a name in `routing_module.SELECTIONS`, or `grid` (SPRINT's).
+        fusion: how routes end: `replace` is TREAD's; `concat` (`extras.sprint.Fusion`) also ends routes of ratio 0.
+        path_drop: for `concat`, probability that a sample has mask tokens alone after its routes in training.
         fp32_after_route: under autocast, run the block (or final layer) after each active route in float32 (TREAD, section 4).
         init: `adaln_zero` is DiT's: every block starts as the identity, the output as zero. In `official_tread`, the official
             code's, modulation and final layers are Xavier-uniform like all others.
 
-    Raises ValueError for routes that do not fit the depth, and for latents that the patches do not fill.
+    Raises ValueError for routes that do not fit the depth or a fusion, and for latents that the patches do not fill.
     """
 
     block_class: type[nn.Module] = DiTBlock
@@ -180,6 +183,8 @@ class DiT(nn.Module):
         class_dropout: float = 0.1,
         routes: Sequence[Route] = (),
         selection: str = "uniform",
+        fusion: str = "replace",
+        path_drop: float = 0.0,
         fp32_after_route: bool = True,
         init: str = "adaln_zero",
     ):
@@ -200,7 +205,12 @@ class DiT(nn.Module):
         self.final_layer = FinalLayer(width, patch_size, self.out_channels)
 
         self.router = TokenRouter(routes, depth)
-        self.selection_rule = SELECTIONS[selection]
+        self.path_drop, self.fusions = path_drop, nn.ModuleList()  # one per route
+        self.selection_rule = grid_rule(*[input_size // patch_size] * 2) if selection == "grid" else SELECTIONS[selection]
+        if fusion == "concat":
+            self.fusions.extend(Fusion(width) for _ in self.router.routes)
+        if (fusion == "concat" or path_drop > 0) and not self.fusions:
+            raise ValueError(f"fusion={fusion} with path_drop={path_drop}: concat needs a route, and path_drop needs concat")
         self.fp32_after_route = fp32_after_route
         self.fp32_layers = {r.end_layer_idx + 1 for r in self.router.routes} if fp32_after_route else set()
         self.initialize_weights(init)
@@ -227,6 +237,7 @@ class DiT(nn.Module):
         y: Tensor,
         *,
         drop_labels: Tensor | None = None,
+        drop_paths: Tensor | None = None,
         route_scores: Tensor | None = None,
         selection_ratios: float | Sequence[float] | None = None,
         router: TokenRouter | None = None,
@@ -238,10 +249,11 @@ class DiT(nn.Module):
             t: (B,) noise level, as the diffusion conditions on it (EDM: c_noise).
             y: (B,) int64 labels, 0 to num_classes, which is the null class. Other values stop the process on a GPU.
             drop_labels: (B,) bool, labels to replace by the null class; drawn in training mode when absent.
+            drop_paths: (B,) bool, samples that have mask tokens alone after fused routes; drawn in training mode when absent.
             route_scores: (B, R, N) uniform numbers for the selection rule; drawn when absent.
-            selection_ratios: route with these ratios (one, or one per route), in evaluation mode too. By default the routes'
-                own in training mode, and no routing in evaluation mode.
-            router: routes to use instead of the network's own, of the same depth.
+            selection_ratios: route with these ratios (one, or one per route), in evaluation mode too; 1 skips the routes' blocks.
+                By default the routes' own in training mode, and no routing in evaluation mode.
+            router: routes to use instead of the network's own, of the same depth; not for fused routes.
             generator: source of what is drawn here.
             tap: also return the tokens after this many blocks, 1 to depth.
 
@@ -249,24 +261,26 @@ class DiT(nn.Module):
             (B, out_channels, H, W). With `tap`, also the tokens there, (B, N, D), and None; inside a route, those that did not
             skip, (B, K, D), and their positions, (B, K) int64.
 
-        Raises ValueError for t, y or drop_labels of another shape, ratios or scores that do not fit the routes, an unknown tap.
+        Raises ValueError for t, y or drop_* of another shape, ratios or scores that do not fit the routes, an unknown tap.
         """
         if tap is not None and not 1 <= tap <= len(self.blocks):
             raise ValueError(f"tap={tap} is outside a network of {len(self.blocks)} blocks; use 1 to {len(self.blocks)}")
-        for name, value in (("t", t), ("y", y), ("drop_labels", drop_labels)):
+        for name, value in (("t", t), ("y", y), ("drop_labels", drop_labels), ("drop_paths", drop_paths)):
             if value is not None and value.shape != x.shape[:1]:  # one number would broadcast
                 raise ValueError(f"{name} has shape {tuple(value.shape)}; {len(x)} latents need {(len(x),)}")
         if self.training and drop_labels is None and self.class_dropout > 0:
             drop_labels = torch.rand(len(y), device=y.device, generator=generator) < self.class_dropout
+        if self.training and drop_paths is None and self.path_drop > 0:
+            drop_paths = torch.rand(len(y), device=y.device, generator=generator) < self.path_drop
 
         h, tables = self.x_embedder(x) + self.pos_embed, self.token_tables()  # (B, N, D), each (1, N, ...)
         c = self.t_embedder(t) + self.y_embedder(y, drop_labels)  # (B, D)
 
         router = router or self.router
-        ratios = router.selection_ratios(selection_ratios) if self.training or selection_ratios is not None else ()
-        active = [i for i, ratio in enumerate(ratios) if ratio > 0]
+        ratios = router.selection_ratios(selection_ratios if self.training or selection_ratios is not None else 0)
+        active = [i for i, ratio in enumerate(ratios) if ratio > 0 or self.fusions]
         starts = {router.routes[i].start_layer_idx: i for i in active}  # block index -> route
-        ends = {router.routes[i].end_layer_idx for i in active}
+        ends = {router.routes[i].end_layer_idx: i for i in active}
         in_fp32 = {end + 1 for end in ends} if self.fp32_after_route else set()
 
         ids_keep, all_tables, tapped = None, tables, ()
@@ -277,11 +291,16 @@ class DiT(nn.Module):
                 ids_keep = router.choose_ids_keep(h, ratio, scores=scores, generator=generator, rule=self.selection_rule)
                 skipped, h = h, router.start_route(h, ids_keep)  # (B, N, D), (B, K, D)
                 tables = [router.start_route(table.expand(len(x), *table.shape[1:]), ids_keep) for table in all_tables]
-            h = self._in_fp32(block, h, c, *tables) if i in in_fp32 else block(h, c, *tables)
+            if h.shape[1] > 0:  # else all tokens skip
+                h = self._in_fp32(block, h, c, *tables) if i in in_fp32 else block(h, c, *tables)
             if i + 1 == tap:
                 tapped = h, ids_keep
             if i in ends:
-                h, tables, ids_keep = router.end_route(h, skipped, ids_keep), all_tables, None  # (B, N, D)
+                if self.fusions:
+                    h = self.fusions[ends[i]](h, skipped, ids_keep, drop_paths)  # (B, N, D)
+                else:
+                    h = router.end_route(h, skipped, ids_keep)  # (B, N, D)
+                tables, ids_keep = all_tables, None
 
         out = self._in_fp32(self.final_layer, h, c) if len(self.blocks) in in_fp32 else self.final_layer(h, c)  # (B, N, p*p*C)
         return (self.unpatchify(out), *tapped) if tapped else self.unpatchify(out)

@@ -69,6 +69,16 @@ def cfg(
     return _guide(label_and_null, inputs.denoise, cfg_scale, level_lo, level_hi, channels)
 
 
+def path_drop(inputs: GuidanceInputs, *, cfg_scale: float, level_lo: Bound = None, level_hi: Bound = None) -> Denoiser:
+    """Path-drop guidance (SPRINT, arXiv 2510.21986): `cfg`, whose null estimate also skips all blocks of the fused routes."""
+
+    def label_and_weak(x: Tensor, level: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        null = torch.full_like(y, inputs.num_classes)
+        return inputs.denoise(x, level, y), inputs.denoise(x, level, null, selection_ratios=1.0)
+
+    return _guide(label_and_weak, inputs.denoise, cfg_scale, level_lo, level_hi)
+
+
 def sparse(
     inputs: GuidanceInputs,
     *,
@@ -161,4 +171,4 @@ def _guide(
     return denoiser
 
 
-GUIDANCES = {"none": none, "cfg": cfg, "interval": cfg, "sparse": sparse, "autoguidance": autoguidance}
+GUIDANCES = {"none": none, "cfg": cfg, "interval": cfg, "path_drop": path_drop, "sparse": sparse, "autoguidance": autoguidance}

@@ -64,14 +64,14 @@ SELECTIONS: dict[str, SelectionRule] = {"uniform": uniform_scores, "importance":
 
 
 def num_kept_tokens(num_tokens: int, selection_ratio: float) -> int:
-    """K, the number of tokens that stay in the window: N - int(N * selection_ratio). It is at least 1."""
+    """K, the number of tokens that stay in the window: N - int(N * selection_ratio), which is 0 for a ratio of 1 alone."""
     _check_ratio("selection_ratio", selection_ratio)
     return num_tokens - int(num_tokens * selection_ratio)
 
 
-def _check_ratio(name: str, ratio: float) -> None:
-    if not 0 <= ratio < 1:
-        raise ValueError(f"{name}={ratio!r} must be a number in [0, 1): the fraction of tokens that skip the route")
+def _check_ratio(name: str, ratio: float, accepted: str = "[0, 1]") -> None:
+    if not 0 <= ratio <= 1 or (ratio == 1 and accepted != "[0, 1]"):
+        raise ValueError(f"{name}={ratio!r} must be a number in {accepted}: the fraction of tokens that skip the route")
 
 
 def apply_rule(rule: SelectionRule, x: Tensor, uniform: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ class TokenRouter:
         self.depth = depth
         self.routes: tuple[Route, ...] = ()  # with indices that are not negative
         for i, route in enumerate(routes):
-            _check_ratio(f"routes[{i}].selection_ratio", route.selection_ratio)
+            _check_ratio(f"routes[{i}].selection_ratio", route.selection_ratio, "[0, 1)")
             for name in ("start_layer_idx", "end_layer_idx"):
                 if not -depth <= (idx := getattr(route, name)) < depth:
                     known = f"{depth} blocks; use {-depth} to {depth - 1}"
@@ -113,7 +113,7 @@ class TokenRouter:
         return any(route.selection_ratio > 0 for route in self.routes)
 
     def selection_ratios(self, overrides: float | Sequence[float] | None = None) -> tuple[float, ...]:
-        """The ratio of every route: its own, or `overrides` (one number for all routes, or one per route)."""
+        """The ratio of every route: its own, or `overrides` (one number for all routes, or one per route; 1: all tokens skip)."""
         if overrides is None:
             return tuple(route.selection_ratio for route in self.routes)
         ratios = [overrides] * len(self.routes) if isinstance(overrides, (int, float)) else list(overrides)

@@ -100,8 +100,7 @@ def run(main: str, config_name: str, settings: str, description: str, at_end: st
 
 def explain_keys(config_name: str) -> str:
     """The files that say what every key means, and its default: the command's own, and those of its groups."""
-    groups = "guidance/*.yaml" if config_name != "config" else "*/*.yaml"
-    files = [CONFIGS / f"{config_name}.yaml", *sorted(CONFIGS.glob(groups))]
+    files = [CONFIGS / f"{config_name}.yaml", *sorted(CONFIGS.glob("*/*.yaml" if config_name == "config" else "guidance/*.yaml"))]
     return "\n".join(f"--- {file.relative_to(REPOSITORY)}\n{file.read_text(encoding='utf-8')}" for file in files)
 
 
@@ -123,9 +122,7 @@ def check(cfg: DictConfig, settings: type[S]) -> S:
     return validate(raw, settings)
 
 
-def run_command(
-    commands: dict[str, str], description: str, arguments: Sequence[str], keys_of: dict[str, str] | None = None
-) -> None:
+def run_command(commands: dict[str, str], description: str, arguments: list[str], keys_of: dict[str, str] | None = None) -> None:
     """Call the one of several functions that the first argument names; the others are its parameters, as `key=value`.
 
     Args:
@@ -140,7 +137,7 @@ def run_command(
     if name not in commands:
         raise UserError(f"unknown command {name!r}; use one of {', '.join(commands)}")
     if HELP & set(given):
-        sys.stdout.write(source_of((keys_of or commands).get(name, commands[name])))
+        sys.stdout.write(source_of((commands | (keys_of or {}))[name]))
         return
     function = resolve_name(commands[name])
     parameters = inspect.signature(function, eval_str=True).parameters.values()

@@ -139,31 +139,25 @@ DENSE_PROTOCOLS = {  # of the dense figures, which are other papers' own
     "sit": "the figure is SiT's, sampled by the SDE; here by Heun's ODE",
 }
 SELECTION_RATES = {0: 43.47, 25: 26.50, 50: 21.34, 75: 49.29}  # DiT-B/2: percent of the tokens that skip the route: FID
-PLACEMENTS_DENSE = 49.89  # DiT-B/2, half of the tokens, shorter training
-PLACEMENTS = {  # (first, last block of the route): change of FID from the dense network's
+PLACEMENTS = {  # DiT-B/2, half of the tokens, shorter training; (first, last block): change of FID from the dense network's
     (0, 2): 2.95, (0, 3): 2.59, (0, 4): 7.23, (0, 5): 0.92, (0, 6): -12.12, (0, 7): -15.71, (0, 8): -16.31, (0, 9): -14.82,
     (0, 10): 7.47, (7, 8): 0.61, (6, 8): 0.82, (5, 8): -4.84, (4, 8): -14.20, (3, 8): -16.31, (2, 8): -21.87, (1, 8): -21.68,
 }  # fmt: skip
-FINAL_UNGUIDED = {  # DiT-XL/2: FID, sFID, IS, precision, recall
-    "dit": (9.62, 6.85, 121.50, 0.67, 0.67),
-    "tread_160": (4.96, 6.83, 192.49, 0.79, 0.54),
-    "tread_680": (3.93, 7.32, 211.35, 0.76, 0.60),
-}
-FINAL_GUIDED = {
-    "dit": (2.27, 4.60, 278.24, 0.83, 0.57),
-    "tread_finetune_220": (2.76, 4.61, 252.78, 0.83, 0.57),
-    "tread_finetune_740": (2.09, 4.46, 269.07, 0.81, 0.62),
-    "tread_finetune_740_interval": (1.69, 4.73, 292.66, 0.81, 0.63),
+FINAL = {  # DiT-XL/2: epochs, the run to start from; FID, sFID, IS, precision and recall, unguided and guided
+    "dit": (1400, None, (9.62, 6.85, 121.50, 0.67, 0.67), (2.27, 4.60, 278.24, 0.83, 0.57)),
+    "tread_160": (160, None, (4.96, 6.83, 192.49, 0.79, 0.54), ()),
+    "tread_680": (680, None, (3.93, 7.32, 211.35, 0.76, 0.60), ()),
+    "tread_finetune_220": (60, "tread_160", (), (2.76, 4.61, 252.78, 0.83, 0.57)),
+    "tread_finetune_740": (60, "tread_680", (), (2.09, 4.46, 269.07, 0.81, 0.62)),
+    "tread_finetune_740_interval": (60, "tread_680", (), (1.69, 4.73, 292.66, 0.81, 0.63)),
 }
 
 
-def pair(
-    name: str, table: str, source: str, base: dict, fids: Sequence[float] = (), differs: str | None = None, **about: Any
-) -> Iterator[Row]:
+def pair(name: str, table: str, source: str, base: dict, fids: Sequence[float] = (), **about: Any) -> Iterator[Row]:
     """A dense row and the same network with TREAD, with the paper's FIDs of both."""
     dense, routed = ({"fid": fid} for fid in fids) if fids else ({}, {})
-    yield Row(name, table, source, base | DENSE, dense, differs, **about)
-    yield Row(f"{name}_tread", table, source, base | TREAD, routed, differs, baseline=name, **about)
+    yield Row(name, table, source, base | DENSE, dense, **about)
+    yield Row(f"{name}_tread", table, source, base | TREAD, routed, baseline=name, **about)
 
 
 def table_2() -> Iterator[Row]:
@@ -191,17 +185,14 @@ def location() -> Iterator[Row]:
 
 
 def placement() -> Iterator[Row]:
-    table, source, dense = "Route placement", "TREAD, ablation of the route's placement", PLACEMENTS_DENSE
-    differs = (
-        "the paper trains these rows for less than 400K iterations and does not say for how many: 300K is a guess; "
-        "compare changes against the baseline, not the figures themselves"
-    )
+    table, source, dense = "Route placement", "TREAD, ablation of the route's placement", 49.89
+    differs = "the paper trains these rows for less than 400K iterations and does not say for how many: 300K is a guess; "
+    differs += "compare changes against the baseline, not the figures themselves"
     base = IMAGENET_256 | backbone("B/2") | {"train.num_steps": 300_000}
     yield Row("placement/baseline", table, source, base | DENSE, {"fid": dense}, differs)
     for (start, end), change in PLACEMENTS.items():
-        paper, of_change = {"fid": round(dense + change, 2)}, f"{source} ({dense} {'+' if change > 0 else '-'} {abs(change):.2f})"
-        overrides = base | route(0.5, start, end)
-        yield Row(f"placement/{start}_{end}", table, of_change, overrides, paper, differs, "placement/baseline")
+        about = (table, f"{source} ({dense} {change:+.2f})", base | route(0.5, start, end), {"fid": round(dense + change, 2)})
+        yield Row(f"placement/{start}_{end}", *about, differs, "placement/baseline")
 
 
 def imagenet_512() -> Iterator[Row]:
@@ -221,27 +212,23 @@ def lightning() -> Iterator[Row]:
 
 def final() -> Iterator[Row]:
     """DiT-XL/2 for long. Rows (F), here `finetune`, continue a routed run for 60 epochs without routes."""
-    paper, dit = "TREAD, final comparison", "DiT (arXiv 2212.09748), as quoted in TREAD's final comparison"
-    ddpm = "DiT's own run is DDPM with learned variances, and its guided samples use cfg 1.5 on three channels; here EDM"
     epoch = "an epoch counted as 5,000 steps of 256 images (1,281,167 / 256 = 5,004.6)"
+    ddpm = "DiT's own run is DDPM with learned variances, and its guided samples use cfg 1.5 on three channels; here EDM"
     scale = "the paper's guidance scale is not known here: sweep cfg_scale with fid.py and compare the best"
     tuned = f"60 epochs are the difference between this row's and its routed run's; {epoch}; {scale}"
     interval = f"the same training as final/xl2_tread_finetune_740; {scale}, and the interval with it (guidance=interval)"
     metrics = ("fid", "sfid", "inception_score", "precision", "recall")
-    for name, epochs, model, init_from, source, differs in (
-        ("dit", 1400, DENSE, None, dit, f"{ddpm}; {epoch}"),
-        ("tread_160", 160, TREAD, None, paper, epoch),
-        ("tread_680", 680, TREAD, None, paper, epoch),
-        ("tread_finetune_220", 60, DENSE, "tread_160", f"{paper}, rows (F)", tuned),
-        ("tread_finetune_740", 60, DENSE, "tread_680", f"{paper}, rows (F)", tuned),
-        ("tread_finetune_740_interval", 60, DENSE, "tread_680", f"{paper}, last row", interval),
-    ):
-        overrides = IMAGENET_256 | backbone("XL/2") | model | {"train.num_steps": 5_000 * epochs, "eval.every": 100_000}
-        if init_from:
-            overrides["init_from"] = f"${{output_dir}}/final_xl2_{init_from}_seed${{seed}}"
-        unguided, guided = (dict(zip(metrics, figures.get(name, ()))) for figures in (FINAL_UNGUIDED, FINAL_GUIDED))
-        baseline = None if name == "dit" else "final/xl2_dit"
-        yield Row(f"final/xl2_{name}", "Final comparison", source, overrides, unguided, differs, baseline, guided)
+    for name, (epochs, init_from, *figures) in FINAL.items():
+        source, differs, baseline = "TREAD, final comparison", epoch, "final/xl2_dit"
+        overrides = IMAGENET_256 | backbone("XL/2") | TREAD | {"train.num_steps": 5_000 * epochs, "eval.every": 100_000}
+        if name == "dit":
+            source, differs, baseline = f"DiT (arXiv 2212.09748), as quoted in {source}", f"{ddpm}; {epoch}", None
+            overrides |= DENSE
+        elif init_from:
+            source, differs = f"{source}, rows (F)", interval if name.endswith("interval") else tuned
+            overrides |= DENSE | {"init_from": f"${{output_dir}}/final_xl2_{init_from}_seed${{seed}}"}
+        paper, guided = (dict(zip(metrics, some)) for some in figures)
+        yield Row(f"final/xl2_{name}", "Final comparison", source, overrides, paper, differs, baseline, guided)
 
 
 def repa() -> Iterator[Row]:
@@ -255,15 +242,26 @@ def repa() -> Iterator[Row]:
         yield Row(f"{name}_tread", table, "after REPA and TREAD", base | TREAD, {}, routed, name)
 
 
+def sprint() -> Iterator[Row]:
+    """TREAD's successor, with LightningDiT's blocks for the paper's improved ones. A second stage is init_from and ratio 0."""
+    differs = (
+        "the paper's blocks also normalise queries and keys; how many steps it takes, and how many of them dense, is a guess"
+    )
+    for size, fid in (("B/2", 27.5), ("XL/2", 9.30)):
+        base = IMAGENET_256 | {"diffusion": "sit", "model": "lightningdit_sprint", "model.backbone": f"LightningDiT-{size}"}
+        yield Row(row_name("sprint", "sit", size), "SPRINT", "SPRINT (arXiv 2510.21986), unguided", base, {"fid": fid}, differs)
+
+
 def small_pictures() -> Iterator[Row]:
     """Real pictures of 32x32 pixels, without an autoencoder: patches of 2 pixels give the paper's 256 tokens, of 4 pixels 64."""
-    differs = "a small classifier instead of Inception; pixels of 32x32 instead of latents, ${train.num_steps} steps of "
-    differs += "${train.batch_size} images; the settings are ours"
+    differs = "a small classifier for Inception, pixels for latents, ${train.num_steps} steps of ${train.batch_size} images"
     for size in ("XS/2", "XS/4"):
         for network, diffusion in (("dit", "edm"), ("sit", "sit")):
             base = FASHION | backbone(size) | {"diffusion": diffusion}
             yield from pair(row_name("fashion", network, size), "Fashion-MNIST", "after TREAD, Table 2", base, differs=differs)
+    base = FASHION | backbone("XS/4") | {"model": "sprint"}
+    yield Row("fashion/dit_xs4_sprint", "Fashion-MNIST", "after SPRINT", base, {}, differs, "fashion/dit_xs4")
 
 
-TABLES = (table_2, selection_rate, location, placement, imagenet_512, lightning, final, repa, small_pictures)
+TABLES = (table_2, selection_rate, location, placement, imagenet_512, lightning, final, repa, sprint, small_pictures)
 ROWS = {row.name: row for table in TABLES for row in table()}

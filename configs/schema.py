@@ -27,7 +27,8 @@ from sit.sampler import FlowSampler
 MAX_NUMBERS = 10**7  # of seeds or classes in a command
 
 # model.name -> the module of its network.
-NETWORKS = {"dit": dit, "tread": dit, "lightningdit": lightningdit, "lightningdit_tread": lightningdit}
+NETWORKS = dict.fromkeys(("dit", "tread", "sprint"), dit)
+NETWORKS |= {f"lightning{name}": lightningdit for name in ("dit", "dit_tread", "dit_sprint")}
 
 
 def parse_numbers(spec: str | int | list) -> list[int]:
@@ -61,7 +62,9 @@ class Model(Settings):
     name: Literal[tuple(NETWORKS)]
     backbone: str
     routes: list[RouteSettings]
-    selection: Literal[tuple(SELECTIONS)]
+    selection: Literal[(*SELECTIONS, "grid")]
+    fusion: Literal["replace", "concat"]
+    path_drop: Fraction
     fp32_after_route: bool
     class_dropout: Fraction
     learn_sigma: bool
@@ -69,10 +72,8 @@ class Model(Settings):
 
     @model_validator(mode="after")
     def _known_backbone(self) -> Model:
-        known = NETWORKS[self.name].BACKBONES
-        if self.backbone not in known:
-            near = nearest(self.backbone, known)
-            raise ValueError(f"model.backbone={self.backbone} is not one of model={self.name}{near}")
+        if self.backbone not in (known := NETWORKS[self.name].BACKBONES):
+            raise ValueError(f"model.backbone={self.backbone} is not one of model={self.name}{nearest(self.backbone, known)}")
         return self
 
 
@@ -139,25 +140,31 @@ class Interval(CFG):
     level_hi: NotNegative
 
 
-class Sparse(Settings):
+class Bounded(Settings):
+    level_lo: NotNegative | None
+    level_hi: NotNegative | None
+
+
+class PathDrop(Bounded):
+    name: Literal["path_drop"]
+    cfg_scale: Number
+
+
+class Sparse(Bounded):
     name: Literal["sparse"]
     w: Number
     r_strong: Fraction
     r_weak: Fraction
-    level_lo: NotNegative | None
-    level_hi: NotNegative | None
 
 
-class Autoguidance(Settings):
+class Autoguidance(Bounded):
     name: Literal["autoguidance"]
     checkpoint: Checkpoint
     weights: Weights
     w: Number
-    level_lo: NotNegative | None
-    level_hi: NotNegative | None
 
 
-Guidance = Annotated[NoChoice | CFG | Interval | Sparse | Autoguidance, Field(discriminator="name")]
+Guidance = Annotated[NoChoice | CFG | Interval | PathDrop | Sparse | Autoguidance, Field(discriminator="name")]
 
 
 class Train(Settings):
@@ -329,8 +336,8 @@ class Role(Enum):
 
 SAME_RUN = (Role.ARCHITECTURE, Role.FIXED, Role.STARTED)
 _ROLES = {  # a group stands for those of its keys that are not listed
-    Role.ARCHITECTURE: "model.backbone model.learn_sigma diffusion.name diffusion.sigma_data data.scale_factor data.latents_mean "
-    "data.latents_std data.in_channels data.input_size data.num_classes",
+    Role.ARCHITECTURE: "model.backbone model.learn_sigma model.fusion diffusion.name diffusion.sigma_data data.scale_factor "
+    "data.latents_mean data.latents_std data.in_channels data.input_size data.num_classes",
     Role.FIXED: "seed init_from model diffusion alignment train.batch_size",
     Role.STARTED: "train.ema_lengths",
     Role.NOTED: "alignment.stop_step train.lr train.warmup_steps train.schedule train.betas train.weight_decay "

@@ -17,15 +17,17 @@ def forward_flops(net: dit.DiT, selection_ratios: float | Sequence[float] | None
     """FLOPs of one forward for one image.
 
     Args:
-        selection_ratios: fraction of the tokens that SKIP, one for all routes or one for each. 0 is dense, as in sampling;
-            None takes the routes' own, as in training.
+        selection_ratios: fraction of the tokens that SKIP, one for all routes or one for each. 0 is dense, as in sampling; 1
+            skips the routes' blocks; None takes the routes' own, as in training.
         router: instead of the network's.
     """
     N, D = net.num_tokens, net.pos_embed.shape[-1]
     conv, final = net.x_embedder.proj, net.final_layer
     patch_embedding = 2 * N * D * conv.in_channels * conv.kernel_size[0] * conv.kernel_size[1]
     conditioning = 2 * sum(layer.weight.numel() for layer in (net.t_embedder.mlp[0], net.t_embedder.mlp[2]))
-    blocks = sum(map(block_flops, net.blocks, tokens_of_blocks(net, selection_ratios, router)))
+    tokens = tokens_of_blocks(net, selection_ratios, router)
+    blocks = sum(block_flops(block, num_tokens) for block, num_tokens in zip(net.blocks, tokens) if num_tokens)
+    blocks += sum(2 * N * fusion.proj.weight.numel() for fusion in net.fusions)
     output = 2 * final.adaLN_modulation[1].weight.numel() + 2 * N * final.linear.weight.numel()
     return patch_embedding + conditioning + blocks + output
 

@@ -1,6 +1,7 @@
 """DiT and LightningDiT written once more, to compare with: float64, a softmax that is written out, complex numbers for the
 rotation, and tokens that skip are barred as keys and put back, instead of taken out."""
 
+import itertools
 import math
 
 import torch
@@ -72,7 +73,15 @@ def fixed_positions():
 
 
 def skipping(h, route, uniform, selection):
-    """(B, N) bool: the tokens with the lowest scores."""
+    """(B, N) bool: the tokens with the lowest scores; `grid`, with ratios of quarters, has them in every 2x2 group."""
+    if selection == "grid":
+        skip = torch.zeros(len(h), N, dtype=torch.bool)
+        for sample, corner in itertools.product(range(len(h)), range(N)):
+            if corner // GRID % 2 == corner % GRID % 2 == 0:
+                group = [corner, corner + 1, corner + GRID, corner + GRID + 1]
+                group.sort(key=lambda token: uniform[sample, token].item())
+                skip[sample, group[: int(4 * route.selection_ratio)]] = True
+        return skip
     score = uniform.double()
     if selection == "importance":
         norm = h.detach().abs().sum(-1)
@@ -82,8 +91,8 @@ def skipping(h, route, uniform, selection):
     return torch.zeros(len(h), N, dtype=torch.bool).scatter(1, lowest, True)
 
 
-def definition(w, x, t, y, routes, scores, selection):
-    """The output for weights by their published names, float64."""
+def definition(w, x, t, y, routes, scores, selection, drop_paths):
+    """The output for weights by their published names, float64. With fusions, a route ends as SPRINT's."""
     rotary, patch = "feat_rope.freqs_cos" in w, w["x_embedder.proj.weight"].shape[-1]
     h = F.conv2d(x, w["x_embedder.proj.weight"], w["x_embedder.proj.bias"], stride=patch).flatten(2).mT + fixed_positions()
     angles = t[:, None] * 10000 ** (-torch.arange(128, dtype=torch.float64) / 128)
@@ -94,6 +103,7 @@ def definition(w, x, t, y, routes, scores, selection):
         for number, route in enumerate(routes):
             if route.start_layer_idx == i:
                 skip, last = skipping(h, route, scores[:, number], selection), route.end_layer_idx
+                fusion, entered = f"fusions.{number}", h
         before, name = h, f"blocks.{i}"
         shift1, scale1, gate1, shift2, scale2, gate2 = linear(w, f"{name}.adaLN_modulation.1", c)[:, None].split(WIDTH, dim=2)
         a = normalized(w, f"{name}.norm1", h) * (1 + scale1) + shift1
@@ -112,6 +122,9 @@ def definition(w, x, t, y, routes, scores, selection):
         h = h + gate2 * a
         if skip is not None:
             h = torch.where(skip[..., None], before, h)
+            if i == last and f"{fusion}.mask_token" in w:
+                h = torch.where((skip | drop_paths[:, None])[..., None], w[f"{fusion}.mask_token"], h)
+                h = linear(w, f"{fusion}.proj", torch.cat([entered, h], dim=2))
             skip = skip if i < last else None
     shift, scale = linear(w, "final_layer.adaLN_modulation.1", c)[:, None].split(WIDTH, dim=2)
     out = linear(w, "final_layer.linear", normalized(w, "final_layer.norm_final", h) * (1 + scale) + shift)
@@ -127,11 +140,12 @@ def worst_error(net, routes, patch=2, selection="uniform"):
     """Of the output, and of the gradients of the latents and of every weight, relative to the largest value of each."""
     x, t, y, scores = inputs(patch)
     dropped = torch.tensor([False, True, False])
-    out = net(x.requires_grad_(), t, y, drop_labels=dropped, route_scores=scores[:, : len(routes)])
+    drops = dict(drop_labels=dropped, drop_paths=dropped.roll(1))
+    out = net(x.requires_grad_(), t, y, **drops, route_scores=scores[:, : len(routes)])
     got = with_gradients(out, x, [p for p in net.parameters() if p.requires_grad])
     w = {name: p.detach().double().requires_grad_(p.requires_grad) for name, p in net.named_parameters()}
     x, y = x.detach().double().requires_grad_(), y.masked_fill(dropped, CLASSES)
-    out = definition(w, x, t.double(), y, routes, scores, selection)
+    out = definition(w, x, t.double(), y, routes, scores, selection, drops["drop_paths"])
     expected = with_gradients(out, x, [p for p in w.values() if p.requires_grad])
     assert all(value.any() for value in expected)
     return max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(got, expected, strict=True))

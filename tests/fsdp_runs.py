@@ -27,7 +27,7 @@ DENSE = ["model=dit", "train.grad_accum_steps=2", "train.grad_clip_norm=0.5"]
 LOOKS = ["sample.every=6", "sample.num_samples=3", "diffusion.sampler.num_steps=2"]
 LOOKS += ["eval.every=6", "eval.num_samples=5", "eval.num_steps=2", "eval.batch_size=2"]
 TREAD = ["checkpoint.every=3", *LOOKS, "train.ema_lengths=[0.1,0.25]", "train.ema_snapshot_every=2"]
-LIGHTNING = ["model=lightningdit_tread", "sample.every=6", *LOOKS[1:3]]
+LIGHTNING = ["model=lightningdit_sprint", "sample.every=6", *LOOKS[1:3]]
 
 
 def copy_until_step_3(run: Path, copy: Path) -> None:

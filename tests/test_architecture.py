@@ -21,9 +21,10 @@ FLOORS = [
     ["routing_module"],
 ]
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms} | {"extras": -1}  # extras use everything
-# The lines where a choice names an extra: model=lightningdit, alignment=repa, ema_length=, search=, keep_features=true.
+# The lines where a choice names an extra: model=lightningdit or sprint, alignment=repa, ema_length=, search=, keep_features=true.
 REGISTRY = {
     "configs.schema": {"extras.lightningdit", "extras.ddpm"},
+    "dit": {"extras.sprint"},
     "training.build": {"extras.alignment", "extras.posthoc_ema"},
     "training.load": {"extras.posthoc_ema"},
     "train": {"extras.posthoc_ema"},

@@ -21,7 +21,7 @@ def test_a_users_error_is_one_line_and_exit_code_1_and_nothing_is_written(tmp_pa
     for arguments, words in (
         (["train.py", "train.lrr=1"], "error: train.lrr is not a key; nearest: train.lr"),
         (["train.py", "mdel=tread"], "error: mdel is not a key; nearest: model"),
-        (["train.py", "model=vit"], "dit lightningdit lightningdit_tread tread"),
+        (["train.py", "model=vit"], "dit lightningdit lightningdit_sprint lightningdit_tread sprint tread"),
         (["train.py", "experiment=table2/dit_b2_treat"], "nearest: table2/dit_b2_tread"),
         (["sample.py", "checkpoint=nowhere"], "error: checkpoint"),
         (["prepare_latents.py", "frobnicate"], "error: unknown command 'frobnicate'"),

@@ -47,14 +47,14 @@ def test_every_experiment_composes_and_builds(name):
     cfg = compose_experiment(name)
     assert cfg.experiment["name"] == name and cfg.name == f"{name.replace('/', '_')}_seed0"
     assert cfg.experiment["baseline"] in (None, *ROWS)
-    assert bool(cfg.model.routes) == cfg.model.name.endswith("tread") and cfg.model.init == "adaln_zero"
+    assert bool(cfg.model.routes) == cfg.model.name.endswith(("tread", "sprint")) and cfg.model.init == "adaln_zero"
     with torch.device("meta"):  # shapes and routes, without the memory of an XL
         net = build.build_network(cfg)
     assert net.num_tokens == (cfg.data.input_size // net.patch_size) ** 2
 
 
 def test_no_two_rows_share_a_name_or_run_and_only_the_named_ones_are_registered():
-    assert len({name.replace("/", "_") for name in ROWS}) == len([row for table in experiments.TABLES for row in table()]) == 61
+    assert len({name.replace("/", "_") for name in ROWS}) == len([row for table in experiments.TABLES for row in table()]) == 64
 
     def registered(*overrides):
         experiments.register(overrides)
@@ -105,7 +105,8 @@ def test_the_ablations_state_the_papers_figures_and_routes():
         assert ROWS[f"placement/{name}"].paper["fid"] == pytest.approx(49.89 + change)
         assert f"{route['start_layer_idx']}_{route['end_layer_idx']}" == name
     others = {"location/relative": 18.81, "location/absolute": 7.38, "lightning/xl1": 5.14, "lightning/xl1_tread": 3.71}
-    others |= {"imagenet512/dit_b2": 62.8, "imagenet512/dit_b2_tread": 40.9, "repa/sit_xl2": 7.9}
+    others |= {"imagenet512/dit_b2": 62.8, "imagenet512/dit_b2_tread": 40.9, "repa/sit_b2": 24.4, "repa/sit_xl2": 7.9}
+    others |= {"sprint/sit_b2": 27.5, "sprint/sit_xl2": 9.30}
     assert {name: ROWS[name].paper["fid"] for name in others} == others
     assert {name for name, row in ROWS.items() if row.num_samples == 10_000} == {"imagenet512/dit_b2", "imagenet512/dit_b2_tread"}
 

@@ -123,7 +123,7 @@ BOUNDS = dict(level_lo=0.6, level_hi=0.4)
         ("sparse", SPARSE, 0, "guidance=sparse needs a network with routes"),
         ("sparse", SPARSE | dict(r_strong=0.5), 1, "r_weak=0.5 must leave fewer of the 4 tokens than r_strong=0.5"),
         ("sparse", SPARSE | dict(r_strong=0.25, r_weak=0.3), 1, "r_weak=0.3 must leave fewer"),  # 3 of 4 stay in both
-        ("sparse", SPARSE | dict(r_weak=1.0), 1, "selection_ratio=1.0 must be a number in"),
+        ("sparse", SPARSE | dict(r_weak=1.5), 1, "selection_ratio=1.5 must be a number in"),
         ("autoguidance", dict(w=2.0), 0, "guidance=autoguidance needs a second network: guidance.checkpoint="),
         ("interval", dict(cfg_scale=1.5) | BOUNDS, 0, "level_lo=0.6 must be below level_hi=0.4"),
         ("sparse", SPARSE | BOUNDS, 1, "level_lo=0.6 must be below level_hi=0.4"),

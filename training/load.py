@@ -88,6 +88,8 @@ def check_guidance(settings: schema.Guidance, run_cfg: schema.TrainConfig, diffu
     scale, channels = getattr(settings, "cfg_scale", 1.0), getattr(settings, "channels", None) or 0
     if scale != 1 and run_cfg.model.class_dropout == 0:
         raise UserError(f"cfg_scale={scale:g} needs the null class, and the run was trained with model.class_dropout=0")
+    if settings.name == "path_drop" and not run_cfg.model.path_drop:
+        raise UserError("guidance=path_drop needs a run with model.fusion=concat and model.path_drop above 0; this one has none")
     if channels > run_cfg.data.in_channels:
         raise UserError(f"guidance.channels={channels}, but the latents have {run_cfg.data.in_channels} channels")
     depth, *_, patch_size = schema.NETWORKS[run_cfg.model.name].BACKBONES[run_cfg.model.backbone]
@@ -107,11 +109,8 @@ def check_guidance(settings: schema.Guidance, run_cfg: schema.TrainConfig, diffu
             f"diffusion={diffusion.name}, which go from {levels[0]:g} to {levels[-1]:.3g}"
         )
     if settings.name == "sparse" and not TokenRouter(run_cfg.model.routes, depth).is_active:
-        log.warning(
-            "the network was trained without routes: guidance=sparse routes blocks %d to %d of it, which it never learned",
-            DEFAULT_ROUTE.start_layer_idx,
-            DEFAULT_ROUTE.end_layer_idx,
-        )
+        blocks = f"blocks {DEFAULT_ROUTE.start_layer_idx} to {DEFAULT_ROUTE.end_layer_idx}"
+        log.warning("the network was trained without routes: guidance=sparse routes %s of it, which it never learned", blocks)
 
 
 def find_second_checkpoint(settings: schema.Guidance, run_cfg: schema.TrainConfig) -> schema.Guidance:
@@ -191,7 +190,6 @@ def load_sampler(
         command: its autoencoder (null keeps the run's) and compile.
     """
     net = load_network(folder, weights, device, command.compile, ema_length)
-    name = command.autoencoder or run_cfg.data.autoencoder
-    decoder = autoencoders.build(name, device, run_cfg.data.in_channels)
-    options = {"compile_mode": command.compile, "precision": precision}
-    return build_sampler(net, run_cfg, settings, decoder, device, diffusion=diffusion, **options)
+    decoder = autoencoders.build(command.autoencoder or run_cfg.data.autoencoder, device, run_cfg.data.in_channels)
+    options = {"diffusion": diffusion, "compile_mode": command.compile, "precision": precision}
+    return build_sampler(net, run_cfg, settings, decoder, device, **options)

@@ -162,6 +162,8 @@ class Trainer:
         stored, labels = stored.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)
         x = latents_for_network(stored, self.dataset.info, random("latents"))
         draws = {"drop_labels": random("labels").rand() < self.net.class_dropout}
+        if self.net.path_drop:
+            draws["drop_paths"] = random("paths").rand() < self.net.path_drop
         if self.net.router.routes:
             draws["route_scores"] = random("routes").rand(len(self.net.router.routes), self.net.num_tokens)
         net = self.models[0] if shown is None else self.alignment.tapped(self.models[0])

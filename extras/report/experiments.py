@@ -16,7 +16,13 @@ from configs.schema import Role, role_of
 from configs.settings import flatten
 from extras.report.runs import LOSS, UNGUIDED, Measure, Run
 
-ROUTING = ("model.name", "model.routes", "model.selection")  # what a dense run and a routed one may differ in
+ROUTING = (
+    "model.name",
+    "model.routes",
+    "model.selection",
+    "model.fusion",
+    "model.path_drop",
+)  # what a dense run and a routed one may differ in
 
 
 @dataclass(frozen=True)

@@ -60,13 +60,15 @@ def export_checkpoint(
         autoencoder: is saved with the network; None keeps the run's.
 
     Raises:
-        UserError: the folder is not empty; there is no such checkpoint; the autoencoder cannot be loaded.
+        UserError: the folder is not empty; there is no such checkpoint; its routes are fused; the autoencoder cannot be loaded.
     """
     folder = Path(output)
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise UserError(f"output={output} is not empty; export overwrites nothing: give another folder, or remove it")
     found = checkpoints.find_checkpoint(Path(checkpoint), "checkpoint")
     cfg = load.load_config(found)
+    if cfg.model.fusion != "replace":
+        raise UserError(f"checkpoint={checkpoint} has model.fusion={cfg.model.fusion}, which export does not know")
     spec = autoencoder or cfg.data.autoencoder
     decoder = autoencoders.build(spec, torch.device("cpu"), cfg.data.in_channels)
     vae = getattr(decoder, "vae", None)

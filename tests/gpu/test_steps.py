@@ -82,6 +82,7 @@ KINDS = {
     "lightningdit": ["model=lightningdit_tread", "model.backbone=LightningDiT-{backbone}"],
     "sit": ["diffusion=sit"],
     "importance": ["model.selection=importance"],
+    "sprint": ["model=sprint"],
     "checkpointing": ["train.activation_checkpointing=blocks"],
     "repa": [],
 }

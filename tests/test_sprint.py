@@ -1,0 +1,200 @@
+"""SPRINT: groups of the grid, fused routes, dropped paths and the guidance by them, in networks and in whole runs."""
+
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+from conftest import checked, forget_accelerate, losses, run_train
+from definition import GRID, NETWORKS, inputs, randomized, small, worst_error
+from networks import NETWORKS as OTHERS
+from networks import build as build_other
+from networks import call
+from safetensors.torch import load_file
+from test_benchmarks import counted_flops
+from test_guidance import LABEL, NUM_CLASSES, Recorder, X, Y, make_inputs
+
+import dit
+import fid as fid_script
+import guidance
+import sample as sample_script
+from common.errors import UserError
+from extras import sprint
+from extras.attach import attach
+from extras.weights.export import export_checkpoint
+from routing_module import Route, TokenRouter
+from sampling import flops
+
+ROUTES = {"one": [Route(0.75, 1, 2)], "two": [Route(0.25, 0, 1), Route(0.5, 2, 3)], "of ratio 0": [Route(0.0, 1, 2)]}
+FUSED = dict(fusion="concat", path_drop=0.1)
+
+
+@pytest.mark.parametrize("network", NETWORKS.values(), ids=NETWORKS)
+@pytest.mark.parametrize("routes", ROUTES.values(), ids=ROUTES)
+@pytest.mark.parametrize("selection", ["uniform", "grid"])
+def test_outputs_and_gradients_of_fused_routes_are_those_of_the_definition(network, routes, selection):
+    net = randomized(small(network, routes=routes, selection=selection, **FUSED)).train()
+    assert worst_error(net, routes, selection=selection) < 1e-5
+
+
+def test_of_every_2x2_group_equally_many_tokens_stay_and_every_choice_is_equally_likely():
+    rule, x = sprint.grid_rule(4, 6), torch.zeros(3000, 24, 1)
+    for ratio, num_kept in ((0.75, 1), (0.5, 2), (0.25, 3)):
+        ids_keep = TokenRouter.choose_ids_keep(x, ratio, generator=torch.Generator().manual_seed(0), rule=rule)
+        groups = ids_keep // 12 * 3 + ids_keep % 6 // 2  # by hand: rows of groups have 12 tokens, columns 2
+        assert all((groups == group).sum(1).eq(num_kept).all() for group in range(6))
+        first = Counter(tuple(ids.tolist()) for ids in [row[where] for row, where in zip(ids_keep, groups == 0)])
+        assert set().union(*first) == {0, 1, 6, 7} and len(first) == (4, 6, 4)[num_kept - 1]
+        expected = 3000 / len(first)  # 5 standard deviations
+        assert all(abs(count - expected) < 5 * expected**0.5 for count in first.values())
+    ids_keep = TokenRouter.choose_ids_keep(x, 0.6, generator=torch.Generator().manual_seed(0), rule=rule)
+    groups = ids_keep // 12 * 3 + ids_keep % 6 // 2
+    counts = torch.stack([(groups == group).sum(1) for group in range(6)])
+    assert ids_keep.shape == (3000, 24 - 14) and set(counts.unique().tolist()) == {1, 2}  # 10 tokens of 6 groups
+    with pytest.raises(ValueError, match="selection=grid needs even numbers .* not 3 x 4"):
+        sprint.grid_rule(3, 4)
+
+
+def test_other_networks_are_routed_by_groups_of_their_grid():
+    network = build_other("PixArt")
+    attachment = attach(network, [Route(0.75, 1, 2)], selection=sprint.grid_rule(GRID, GRID))
+    call(network, OTHERS["PixArt"].inputs(False))
+    (ids_keep,) = attachment.ids_keep
+    groups = ids_keep // (2 * GRID) * 2 + ids_keep % GRID // 2
+    assert groups.sort(1).values.tolist() == [[0, 1, 2, 3]] * len(ids_keep)
+
+
+def test_evaluation_uses_all_tokens_and_a_ratio_of_1_runs_no_block_of_a_route():
+    net = randomized(small(routes=[Route(0.75, 1, 2)], **FUSED)).eval()
+    x, t, y, _ = inputs()
+    dense = net(x, t, y)
+    assert torch.equal(dense, net(x, t, y)) and torch.equal(dense, net(x, t, y, selection_ratios=0.0))
+    everything = torch.ones(3, dtype=torch.bool)
+    calls = []
+    for i, block in enumerate(net.blocks):
+        block.register_forward_hook(lambda *_, i=i: calls.append(i))
+    weak = net(x, t, y, selection_ratios=1.0)
+    assert calls == [0, 3] and (weak - dense).abs().max() > 1e-2
+    assert torch.equal(weak, net(x, t, y, drop_paths=everything))
+    single = x[:1], t[:1], y[:1]
+    for ratio in (0.0, 0.75, 1.0):
+        counted, _ = counted_flops(partial(net, *single, selection_ratios=ratio))
+        assert counted == flops.forward_flops(net, ratio)
+
+
+def test_the_residual_stream_stays_float32_under_autocast():
+    net, seen = small(routes=[Route(0.75, 1, 2)], fp32_after_route=False, **FUSED), []
+    net.fusions[0].register_forward_hook(lambda module, args, out: seen.append((args[1].dtype, out.dtype)))
+    x, t, y, _ = inputs()
+    with torch.autocast("cpu", torch.bfloat16):
+        net(x, t, y)
+    assert seen == [(torch.float32, torch.float32)]
+
+
+def test_guidance_costs_what_is_published():
+    """0.477 TFLOPs per image and step with cfg, 0.274 with path-drop guidance, for XL/2 at 256 pixels."""
+    with torch.device("meta"):
+        net = dit.build("DiT-XL/2", input_size=32, in_channels=4, num_classes=1000, routes=[Route(0.75, 2, -3)], **FUSED)
+    dense, weak = flops.forward_flops(net), flops.forward_flops(net, 1.0)
+    assert [2 * dense / 1e12, (dense + weak) / 1e12] == pytest.approx([0.477, 0.274], rel=0.005)
+
+
+def test_paths_are_dropped_at_their_rate_in_training_and_never_in_evaluation():
+    net, seen = small(routes=[Route(0.75, 1, 2)], fusion="concat", path_drop=0.3), []
+    net.fusions[0].register_forward_pre_hook(lambda module, args: seen.append(args[3]))
+    x, t, y = torch.zeros(2000, 3, 8, 8), torch.zeros(2000), torch.zeros(2000, dtype=torch.int64)
+    with torch.no_grad():
+        net.train()(x, t, y, generator=torch.Generator().manual_seed(0))
+        net.eval()(x, t, y)
+    assert seen[0].float().mean().item() == pytest.approx(0.3, abs=0.04) and seen[1] is None
+
+
+def test_the_default_network_has_no_other_parameter_and_what_does_not_fit_is_refused():
+    assert {name for name in small(routes=[Route(0.5, 1, 2)]).state_dict() if "fusion" in name} == set()
+    names = {"fusions.0.mask_token", "fusions.0.proj.weight", "fusions.0.proj.bias"}
+    assert {name for name in small(routes=[Route(0.5, 1, 2)], **FUSED).state_dict() if "fusion" in name} == names
+    for settings in (dict(fusion="concat"), dict(path_drop=0.1, routes=[Route(0.5, 1, 2)])):
+        with pytest.raises(ValueError, match="concat needs a route, and path_drop needs concat"):
+            small(**settings)
+    x, t, y, _ = inputs()
+    with pytest.raises(ValueError, match=r"drop_paths has shape \(1,\)"):
+        small(routes=[Route(0.5, 1, 2)], **FUSED)(x, t, y, drop_paths=torch.ones(1, dtype=torch.bool))
+
+
+def test_guidance_extrapolates_from_the_null_label_without_the_routes_blocks():
+    def guided(level=2.0, **settings):
+        denoise = Recorder()
+        D_x = guidance.path_drop(make_inputs(denoise), **settings)(X, torch.full((2,), level), Y)
+        return D_x, [(call["y"], call["ratio"]) for call in denoise.calls]
+
+    D, calls = guided(cfg_scale=1.5)
+    assert calls == [([1, 4], None), ([NUM_CLASSES] * 2, 1.0)]
+    weak = Recorder()(X, torch.full((2,), 2.0), torch.full_like(Y, NUM_CLASSES), selection_ratios=1.0)
+    assert torch.allclose(D, weak + 1.5 * (LABEL - weak))
+    for off in (dict(cfg_scale=1.0), dict(cfg_scale=1.5, level_lo=2.0), dict(cfg_scale=1.5, level_hi=1.0)):
+        D, calls = guided(**off)
+        assert torch.equal(D, LABEL) and len(calls) == 1
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# In runs.
+
+SPRINT = ["model=sprint", "model.backbone=DiT-XS/2", "model.path_drop=0.5", "train.lr=1e-2"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return run_train(tmp_path_factory.mktemp("runs"), "whole", *SPRINT, "checkpoint.every=3")
+
+
+def weights(run, step, file="model"):
+    return load_file(run / "checkpoints" / f"step_{step:07d}" / f"{file}.safetensors")
+
+
+def test_a_run_resumes_exactly_and_micro_batches_and_threads_change_nothing(whole, train):
+    train("cut", *SPRINT, "train.num_steps=3")
+    cut = train("cut", *SPRINT)
+    assert losses(cut) == losses(whole)
+    first, second = weights(whole, 6), weights(cut, 6)
+    assert all(torch.equal(first[name], second[name]) for name in first) and first["fusions.0.mask_token"].any()
+    parts = train("parts", *SPRINT, "train.grad_accum_steps=2", "train.activation_checkpointing=blocks", "data.num_workers=2")
+    assert losses(parts) == pytest.approx(losses(whole), rel=1e-4)
+
+
+def test_a_dense_second_stage_starts_from_it_and_keeps_the_fusion(whole, train, tmp_path):
+    routes = "model.routes=[{selection_ratio:0,start_layer_idx:2,end_layer_idx:-3}]"
+    dense = train("dense", *SPRINT, routes, f"init_from={whole}", "train.num_steps=1", "train.lr=1e-30")
+    before, after = weights(whole, 6), weights(dense, 1)
+    assert all(torch.allclose(before[name], after[name], atol=1e-7) for name in before)
+    with pytest.raises(UserError, match="model.fusion: 'concat' -> 'replace'"):
+        train("tread", "model=tread", "model.backbone=DiT-XS/2", f"init_from={whole}")
+    with pytest.raises(UserError, match="model.fusion=concat, which export does not know"):
+        export_checkpoint(str(whole), str(tmp_path / "exported"))
+
+
+def test_guided_samples_cost_less_than_cfgs_and_other_runs_are_refused(whole, train, tmp_path, caplog):
+    def sample(name, *overrides, checkpoint=whole):
+        forget_accelerate()
+        caplog.clear()
+        where = [f"checkpoint={checkpoint}", f"output={tmp_path / name}", "seeds=0-1", "num_steps=3", "cpu_threads=1"]
+        sample_script.main(checked([*where, *overrides], "sample"))
+        return float(caplog.text.partition(" GFLOPs")[0].split()[-1])
+
+    caplog.set_level("INFO")
+    plain, cfg = sample("plain"), sample("cfg", "guidance=cfg")
+    weak = sample("path_drop", "guidance=path_drop", "cfg_scale=2")
+    assert 1.2 * plain < weak < 0.75 * cfg
+    assert sample("sparse", "guidance=sparse", "guidance.r_weak=0.9") < cfg
+    other = train("tread", "model=tread")
+    with pytest.raises(UserError, match="guidance=path_drop needs a run with model.fusion=concat"):
+        sample("refused", "guidance=path_drop", checkpoint=other)
+
+
+def test_grids_and_evaluations_of_a_run_are_guided_by_dropped_paths(whole, tmp_path):
+    looks = ["guidance=path_drop", "sample.every=2", "sample.num_samples=2", "diffusion.sampler.num_steps=2"]
+    run = run_train(tmp_path, "looks", *SPRINT, *looks, "train.num_steps=2")
+    assert (run / "samples" / "step_0000002.png").exists()
+    forget_accelerate()
+    where = [f"checkpoint={whole}", "num_samples=20", "batch_size=10", "num_steps=2", "cpu_threads=1"]
+    fid_script.main(checked([*where, "guidance=path_drop", "cfg_scale=[1,2]", f"output={tmp_path / 'fid'}"], "fid"))
+    assert (tmp_path / "fid" / "results.jsonl").read_text().count("\n") == 2
