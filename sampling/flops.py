@@ -25,35 +25,18 @@ def forward_flops(net: dit.DiT, selection_ratios: float | Sequence[float] | None
     conv, final = net.x_embedder.proj, net.final_layer
     patch_embedding = 2 * N * D * conv.in_channels * conv.kernel_size[0] * conv.kernel_size[1]
     conditioning = 2 * sum(layer.weight.numel() for layer in (net.t_embedder.mlp[0], net.t_embedder.mlp[2]))
-    tokens = tokens_of_blocks(net, selection_ratios, router)
+    router, tokens = router or net.router, [N] * len(net.blocks)
+    for route, ratio in zip(router.routes, router.selection_ratios(selection_ratios)):
+        for i in range(route.start_layer_idx, route.end_layer_idx + 1):
+            tokens[i] = num_kept_tokens(N, ratio)
     blocks = sum(block_flops(block, num_tokens) for block, num_tokens in zip(net.blocks, tokens) if num_tokens)
     blocks += sum(2 * N * fusion.proj.weight.numel() for fusion in net.fusions)
     output = 2 * final.adaLN_modulation[1].weight.numel() + 2 * N * final.linear.weight.numel()
     return patch_embedding + conditioning + blocks + output
 
 
-def tokens_of_blocks(
-    net: dit.DiT, selection_ratios: float | Sequence[float] | None = None, router: TokenRouter | None = None
-) -> list[int]:
-    """Of the tokens of an image, how many each block sees. Arguments as of `forward_flops`."""
-    router, tokens = router or net.router, [net.num_tokens] * len(net.blocks)
-    for route, ratio in zip(router.routes, router.selection_ratios(selection_ratios)):
-        for i in range(route.start_layer_idx, route.end_layer_idx + 1):
-            tokens[i] = num_kept_tokens(net.num_tokens, ratio)
-    return tokens
-
-
-def linear_layers(module: nn.Module) -> list[nn.Linear]:
-    """Those that every token goes through, in their order."""
-    return [layer for name, layer in module.named_modules() if isinstance(layer, nn.Linear) and "adaLN" not in name]
-
-
 def block_flops(block: dit.DiTBlock, num_tokens: int) -> int:
     """FLOPs of one block for `num_tokens` tokens of one image."""
-    linear = 2 * num_tokens * sum(layer.weight.numel() for layer in linear_layers(block))
-    return linear + attention_flops(block, num_tokens) + 2 * block.adaLN_modulation[1].weight.numel()
-
-
-def attention_flops(block: dit.DiTBlock, num_tokens: int) -> int:
-    """Of Q K^T, and of its product with V."""
-    return 2 * 2 * num_tokens**2 * block.attn.proj.in_features
+    linear = [layer for name, layer in block.named_modules() if isinstance(layer, nn.Linear) and "adaLN" not in name]
+    attention = 2 * 2 * num_tokens**2 * block.attn.proj.in_features  # Q K^T, and its product with V
+    return 2 * num_tokens * sum(x.weight.numel() for x in linear) + attention + 2 * block.adaLN_modulation[1].weight.numel()

@@ -152,12 +152,6 @@ NETWORKS = {
                      rope_max_seq_len=32),
         wan_inputs, BLOCKS, variant=True,
     ),
-    "AuraFlow": Network(
-        "diffusers.AuraFlowTransformer2DModel",
-        LATENTS | JOINT | dict(num_mmdit_layers=2, num_single_dit_layers=2, caption_projection_dim=32, out_channels=4,
-                               pos_embed_max_size=16),
-        lambda variant: inputs(), (("joint_transformer_blocks", 1), SINGLE),
-    ),
     "QwenImage": Network(
         "diffusers.QwenImageTransformer2DModel",
         JOINT | dict(patch_size=2, in_channels=16, out_channels=4, num_layers=4, axes_dims_rope=(4, 6, 6), zero_cond_t=True),

@@ -12,6 +12,7 @@ from conftest import REPOSITORY
 from networks import NETWORKS, B, N, blocks_of, build, cached, call, difference, generator, normal, reference_error, run, skipped
 
 from extras.attach import Adapter, BlockList, TokenAxis, attach, mask_to_tokens
+from extras.sprint import grid_rule
 from routing_module import SELECTIONS, Route, importance_scores
 
 ONE = [Route(0.5, 1, 3)]  # crosses from one list of blocks to the next where there are two
@@ -153,12 +154,12 @@ def test_reference_tokens_of_kontext_are_forced_and_positions_follow():
         assert reference_error(network, case, inputs, attachment) < TOLERANCE
 
 
-@pytest.mark.parametrize("selection", SELECTIONS)
+@pytest.mark.parametrize("selection", [*SELECTIONS, "grid"])
 @pytest.mark.parametrize("name", ["DiT", "LightningDiT"])
 def test_our_own_networks_route_themselves_as_attach_routes_them(name, selection):
     own, plain = build(name, routes=TWO, selection=selection), build(name)
     inputs = NETWORKS[name].inputs(False)
-    attach(plain, TWO, selection=selection, generator=generator(4))
+    attach(plain, TWO, selection=grid_rule(4, 4) if selection == "grid" else selection, generator=generator(4))
     assert difference(run(plain, inputs), run(own, inputs | {"generator": generator(4)})) < TOLERANCE
 
 

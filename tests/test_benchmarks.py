@@ -1,5 +1,6 @@
 """The benchmarks: FLOPs against a counter, turns and ratios, and what is written when a part fails."""
 
+import json
 import shlex
 
 import pytest
@@ -13,6 +14,7 @@ from common.errors import UserError
 from extras import lightningdit
 from extras.benchmarks import __main__ as benchmarks
 from extras.benchmarks import gpu, harness, rows
+from extras.benchmarks.evidence import evidence
 from extras.benchmarks.harness import TimedRow, measure
 from routing_module import Route
 from sampling import flops
@@ -117,6 +119,18 @@ def test_batches_samples_and_metrics_are_timed(run):
     assert float(samples[2]["GFLOP/image"]) < float(samples[1]["GFLOP/image"])
     _, (metrics,) = run("evaluation", "num_samples=50", "num_references=60")
     assert metrics["variant"] == "50 samples" and float(metrics["ms"]) > 0
+
+
+def test_the_evidence_compares_each_arm_at_its_best_rate_by_welchs_interval(tmp_path, capsys):
+    values = {("A", 1): (10, 12), ("A", 2): (20, 21), ("C", 1): (9, 10), ("C", 2): (5, 6)}
+    about = [(arm, lr, seed, n, v) for (arm, lr), vs in values.items() for seed, v in enumerate(vs) for n in (1000, 2000)]
+    names = ("arm", "lr", "seed", "num_samples")
+    lines = [dict(zip(names, one), step=9, guidance="none", metrics={"fd_fashion": one[4]}) for one in about]
+    (tmp_path / "some.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    evidence(str(tmp_path / "some.jsonl"))
+    text = capsys.readouterr().out
+    # Standard error (0.5 / 2 + 2 / 2)^0.5 = 1.118; degrees of freedom 1.25^2 / (0.25^2 + 1) = 1.47, so t = 6.23.
+    assert "| 1000 | A | none | 1 | 2 | 11.00 ± 1.41 |" in text and "C - A, fd_fashion: -5.50, 95% -12.4" in text
 
 
 def test_a_wrong_argument_is_refused(monkeypatch):

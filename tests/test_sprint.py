@@ -6,10 +6,7 @@ from functools import partial
 import pytest
 import torch
 from conftest import checked, forget_accelerate, losses, run_train
-from definition import GRID, NETWORKS, inputs, randomized, small, worst_error
-from networks import NETWORKS as OTHERS
-from networks import build as build_other
-from networks import call
+from definition import NETWORKS, inputs, randomized, small, worst_error
 from safetensors.torch import load_file
 from test_benchmarks import counted_flops
 from test_guidance import LABEL, NUM_CLASSES, Recorder, X, Y, make_inputs
@@ -20,7 +17,6 @@ import guidance
 import sample as sample_script
 from common.errors import UserError
 from extras import sprint
-from extras.attach import attach
 from extras.weights.export import export_checkpoint
 from routing_module import Route, TokenRouter
 from sampling import flops
@@ -53,15 +49,6 @@ def test_of_every_2x2_group_equally_many_tokens_stay_and_every_choice_is_equally
     assert ids_keep.shape == (3000, 24 - 14) and set(counts.unique().tolist()) == {1, 2}  # 10 tokens of 6 groups
     with pytest.raises(ValueError, match="selection=grid needs even numbers .* not 3 x 4"):
         sprint.grid_rule(3, 4)
-
-
-def test_other_networks_are_routed_by_groups_of_their_grid():
-    network = build_other("PixArt")
-    attachment = attach(network, [Route(0.75, 1, 2)], selection=sprint.grid_rule(GRID, GRID))
-    call(network, OTHERS["PixArt"].inputs(False))
-    (ids_keep,) = attachment.ids_keep
-    groups = ids_keep // (2 * GRID) * 2 + ids_keep % GRID // 2
-    assert groups.sort(1).values.tolist() == [[0, 1, 2, 3]] * len(ids_keep)
 
 
 def test_evaluation_uses_all_tokens_and_a_ratio_of_1_runs_no_block_of_a_route():

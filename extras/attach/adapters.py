@@ -91,8 +91,6 @@ FLUX_AXES = (
 FLUX_DOUBLE = BlockList("transformer_blocks", output=1, axes=FLUX_AXES)
 FLUX_SINGLE = BlockList("single_transformer_blocks", output=1, axes=FLUX_AXES)
 FLUX2_SINGLE = BlockList("single_transformer_blocks", layout="text_image", axes=FLUX_AXES)
-AURA_DOUBLE = BlockList("joint_transformer_blocks", output=1)
-AURA_SINGLE = BlockList("single_transformer_blocks", layout="text_image")
 PIXART = BlockList("transformer_blocks", axes=(TokenAxis("attention_mask", dim=2, ndim=3),))  # (B, 1, N)
 WAN_AXES = (
     TokenAxis("rotary_emb", dim=1),  # (cos, sin), each (1, N, 1, D_head)
@@ -121,7 +119,6 @@ ADAPTERS = {
     "diffusers.PixArtTransformer2DModel": Adapter("pos_embed", (PIXART,)),
     "diffusers.DiTTransformer2DModel": Adapter("pos_embed", (BlockList("transformer_blocks"),)),
     "diffusers.WanTransformer3DModel": Adapter("patch_embedding", (BlockList("blocks", axes=WAN_AXES),)),
-    "diffusers.AuraFlowTransformer2DModel": Adapter("pos_embed", (AURA_DOUBLE, AURA_SINGLE)),
     "diffusers.QwenImageTransformer2DModel": Adapter("img_in", (BlockList("transformer_blocks", output=1, axes=QWEN_AXES),)),
     "diffusers.ZImageTransformer2DModel": Adapter("", (Z_IMAGE,), count_z_image),
     "timm.VisionTransformer": Adapter("patch_embed", (TIMM,), count_timm, must_be_empty="patch_drop.prob"),

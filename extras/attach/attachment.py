@@ -30,15 +30,8 @@ WRAPPED = {
     "BaseTuner": "model",  # of PEFT
 }
 
-# `paper` is TREAD's own (section 4); the others are the settings that SimpleTuner's documentation recommends.
-PRESETS = {
-    "paper": Route(0.5, 2, -4),
-    "balanced": Route(0.5, 2, -2),
-    "fastest": Route(0.7, 1, -1),
-    "high_resolution": Route(0.6, 2, -3),
-    "lora": Route(0.4, 3, -4),
-    "masked": Route(0.7, 2, -2),
-}
+# TREAD's own (section 4), and the first that SimpleTuner's documentation recommends.
+PRESETS = {"paper": Route(0.5, 2, -4), "balanced": Route(0.5, 2, -2)}
 
 
 def as_routes(routes: str | Mapping | Sequence[Route | Mapping]) -> tuple[Route, ...]:

@@ -27,6 +27,7 @@ COMMANDS = dict.fromkeys(MEASURED, "extras.benchmarks.rows:compare") | {
     "evaluation": "extras.benchmarks.rows:evaluation",
     "sweep": "extras.benchmarks.rows:sweep",
     "gpu": "extras.benchmarks.gpu:gpu",
+    "evidence": "extras.benchmarks.evidence:evidence",
 }
 OWN_KEYS = ("variants", "rounds", "steps", "warmup", "num_samples")
 
