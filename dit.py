@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from extras.sprint import Fusion, grid_rule  # the registry's line
+from extras.sprint import build_fusions, grid_rule  # the registry's line
 from routing_module import SELECTIONS, Route, TokenRouter
 
 # name: (depth, width, heads). S to XL are DiT's, Table 1 of arXiv 2212.09748; XS is ours, for the embedded digits.
@@ -159,7 +159,7 @@ class DiT(nn.Module):
         routes: windows that a part of the tokens skips; none is the plain DiT.
         selection: the rule that chooses the tokens that stay, a name in `routing_module.SELECTIONS`, or `grid` (SPRINT's).
         fusion: how routes end: `replace` is TREAD's; `concat` (`extras.sprint.Fusion`) also ends routes of ratio 0.
-        path_drop: for `concat`, probability that a sample has mask tokens alone after its routes in training.
+        path_drop: for `concat`, probability in training that mask tokens replace all that comes out of a sample's routes.
         fp32_after_route: under autocast, run the block (or final layer) after each active route in float32 (TREAD, section 4).
         init: `adaln_zero` is DiT's: every block starts as the identity, the output as zero. In `official_tread`, the official
             code's, modulation and final layers are Xavier-uniform like all others.
@@ -205,12 +205,8 @@ class DiT(nn.Module):
         self.final_layer = FinalLayer(width, patch_size, self.out_channels)
 
         self.router = TokenRouter(routes, depth)
-        self.path_drop, self.fusions = path_drop, nn.ModuleList()  # one per route
+        self.path_drop, self.fusions = path_drop, build_fusions(fusion, path_drop, len(self.router.routes), width)
         self.selection_rule = grid_rule(*[input_size // patch_size] * 2) if selection == "grid" else SELECTIONS[selection]
-        if fusion == "concat":
-            self.fusions.extend(Fusion(width) for _ in self.router.routes)
-        if (fusion == "concat" or path_drop > 0) and not self.fusions:
-            raise ValueError(f"fusion={fusion} with path_drop={path_drop}: concat needs a route, and path_drop needs concat")
         self.fp32_after_route = fp32_after_route
         self.fp32_layers = {r.end_layer_idx + 1 for r in self.router.routes} if fp32_after_route else set()
         self.initialize_weights(init)
@@ -249,7 +245,7 @@ class DiT(nn.Module):
             t: (B,) noise level, as the diffusion conditions on it (EDM: c_noise).
             y: (B,) int64 labels, 0 to num_classes, which is the null class. Other values stop the process on a GPU.
             drop_labels: (B,) bool, labels to replace by the null class; drawn in training mode when absent.
-            drop_paths: (B,) bool, samples that have mask tokens alone after fused routes; drawn in training mode when absent.
+            drop_paths: (B,) bool, samples whose fused routes give mask tokens alone; drawn in training mode when absent.
             route_scores: (B, R, N) uniform numbers for the selection rule; drawn when absent.
             selection_ratios: route with these ratios (one, or one per route), in evaluation mode too; 1 skips the routes' blocks.
                 By default the routes' own in training mode, and no routing in evaluation mode.
@@ -287,10 +283,11 @@ class DiT(nn.Module):
         for i, block in enumerate(self.blocks):
             if i in starts:
                 scores = None if route_scores is None else route_scores[:, starts[i]]
-                ratio = ratios[starts[i]]
-                ids_keep = router.choose_ids_keep(h, ratio, scores=scores, generator=generator, rule=self.selection_rule)
-                skipped, h = h, router.start_route(h, ids_keep)  # (B, N, D), (B, K, D)
-                tables = [router.start_route(table.expand(len(x), *table.shape[1:]), ids_keep) for table in all_tables]
+                skipped, ratio = h, ratios[starts[i]]  # (B, N, D)
+                if ratio > 0 or self.training:
+                    ids_keep = router.choose_ids_keep(h, ratio, scores=scores, generator=generator, rule=self.selection_rule)
+                    h = router.start_route(h, ids_keep)  # (B, K, D)
+                    tables = [router.start_route(table.expand(len(x), *table.shape[1:]), ids_keep) for table in all_tables]
             if h.shape[1] > 0:  # else all tokens skip
                 h = self._in_fp32(block, h, c, *tables) if i in in_fp32 else block(h, c, *tables)
             if i + 1 == tap:

@@ -95,7 +95,7 @@ def sparse(
 
     Args:
         w: 1 is off: the strong branch alone, which for r_strong = 0 is the dense network.
-        r_strong, r_weak: fractions of the tokens that SKIP, 0 <= r_strong < r_weak < 1; 0 is dense.
+        r_strong, r_weak: fractions of the tokens that SKIP, 0 <= r_strong < r_weak <= 1; 0 is dense.
 
     Raises ValueError for a network without routes, and for ratios with which the weak branch keeps no fewer tokens.
     """

@@ -69,9 +69,9 @@ def num_kept_tokens(num_tokens: int, selection_ratio: float) -> int:
     return num_tokens - int(num_tokens * selection_ratio)
 
 
-def _check_ratio(name: str, ratio: float, accepted: str = "[0, 1]") -> None:
-    if not 0 <= ratio <= 1 or (ratio == 1 and accepted != "[0, 1]"):
-        raise ValueError(f"{name}={ratio!r} must be a number in {accepted}: the fraction of tokens that skip the route")
+def _check_ratio(name: str, ratio: float) -> None:
+    if not 0 <= ratio <= 1:
+        raise ValueError(f"{name}={ratio!r} must be a number in [0, 1]: the fraction of tokens that skip the route")
 
 
 def apply_rule(rule: SelectionRule, x: Tensor, uniform: Tensor) -> Tensor:
@@ -96,7 +96,9 @@ class TokenRouter:
         self.depth = depth
         self.routes: tuple[Route, ...] = ()  # with indices that are not negative
         for i, route in enumerate(routes):
-            _check_ratio(f"routes[{i}].selection_ratio", route.selection_ratio, "[0, 1)")
+            _check_ratio(f"routes[{i}].selection_ratio", route.selection_ratio)
+            if route.selection_ratio == 1:
+                raise ValueError(f"routes[{i}].selection_ratio=1 leaves no token in the route; it must be below 1")
             for name in ("start_layer_idx", "end_layer_idx"):
                 if not -depth <= (idx := getattr(route, name)) < depth:
                     known = f"{depth} blocks; use {-depth} to {depth - 1}"
@@ -144,7 +146,7 @@ class TokenRouter:
             ids_keep: (B, K) int64, the positions that stay, ascending (so that memory is read in order).
 
         Raises:
-            ValueError: a ratio outside [0, 1); scores of another shape, given or by the rule.
+            ValueError: a ratio outside [0, 1]; scores of another shape, given or by the rule.
         """
         B, N = x.shape[:2]
         if scores is None:

@@ -29,7 +29,7 @@ class ImageSampler:
 
     Attributes:
         net: in evaluation mode, on the device to sample on.
-        router: with the routes that sparse guidance forces.
+        router: with the routes that sparse and path-drop guidance force.
         autoencoder: decodes latents as `restore_latents` makes them of `data`.
         data: shape, classes and scale of the latents.
         precision: of the networks, fp32 | bf16.

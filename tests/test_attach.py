@@ -11,7 +11,7 @@ import torch
 from conftest import REPOSITORY
 from networks import NETWORKS, B, N, blocks_of, build, cached, call, difference, generator, normal, reference_error, run, skipped
 
-from extras.attach import Adapter, BlockList, TokenAxis, attach, mask_to_tokens
+from extras.attach import Adapter, BlockList, TokenAxis, attach
 from extras.sprint import grid_rule
 from routing_module import SELECTIONS, Route, importance_scores
 
@@ -58,7 +58,7 @@ def test_evaluation_and_passes_without_gradients_are_bit_identical_to_the_plain_
 def test_a_tread_config_of_simpletuner_is_accepted_as_it_is_and_counts_through_all_lists_of_blocks():
     network = cached("Flux")  # 2 double and 2 single blocks
     routes = [dict(selection_ratio=0.3, start_layer_idx=0, end_layer_idx=1), Route(0.7, -2, -1)]
-    for config in (routes, {"routes": routes}, {"tread_config": {"routes": routes}}):
+    for config in (routes, {"routes": routes}):
         attachment = attach(network, config)
         assert attachment.router.routes == (Route(0.3, 0, 1), Route(0.7, 2, 3))
         run(network, NETWORKS["Flux"].inputs(False))
@@ -218,18 +218,6 @@ def test_routing_can_be_forced_in_evaluation_for_sparse_guidance(name):
     network.eval()
     with attachment.routed():
         assert reference_error(network, case, inputs, attachment) < TOLERANCE
-
-
-def test_tokens_that_touch_the_mask_are_found_row_by_row():
-    mask = torch.zeros(2, 4, 6)
-    mask[0, 0, 3] = 0.1  # first row of patches, second column
-    mask[0, 3, 5] = 1.0  # second row, third column
-    mask[1, 1:3, 1:3] = 1.0  # touches four patches
-    assert mask_to_tokens(mask, 2).int().tolist() == [[0, 1, 0, 0, 0, 1], [1, 1, 0, 1, 1, 0]]
-    assert mask_to_tokens(mask.bool(), (4, 3)).tolist() == [[False, True], [True, False]]
-    video = torch.zeros(1, 2, 2, 2)
-    video[0, 1, 0, 1] = 1
-    assert mask_to_tokens(video, (1, 2, 2)).tolist() == [[False, True]]
 
 
 def test_it_works_from_another_folder_with_torch_alone(tmp_path):

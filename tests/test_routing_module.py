@@ -86,7 +86,7 @@ def test_negative_indices_count_from_the_end_and_routes_of_ratio_0_are_not_activ
         ([Route(0.5, -13, 3)], r"routes\[0\].start_layer_idx=-13"),
         ([Route(0.5, 8, 2)], r"routes\[0\] skips blocks 8 to 2; need 0 <= start"),
         ([Route(0.5, 2, 5), Route(0.5, 5, 8)], r"routes\[1\] skips blocks 5 to 8; need 6 <= start"),
-        ([Route(1.0, 2, 8)], r"routes\[0\].selection_ratio=1.0 must be a number in \[0, 1\)"),
+        ([Route(1.0, 2, 8)], r"routes\[0\].selection_ratio=1 leaves no token"),
         ([Route(float("nan"), 2, 8)], "selection_ratio=nan"),
     ],
 )

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from conftest import checked, forget_accelerate, losses, run_train
-from definition import NETWORKS, inputs, randomized, small, worst_error
+from definition import NETWORKS, N, inputs, randomized, small, worst_error
 from safetensors.torch import load_file
 from test_benchmarks import counted_flops
 from test_guidance import LABEL, NUM_CLASSES, Recorder, X, Y, make_inputs
@@ -54,8 +54,13 @@ def test_of_every_2x2_group_equally_many_tokens_stay_and_every_choice_is_equally
 def test_evaluation_uses_all_tokens_and_a_ratio_of_1_runs_no_block_of_a_route():
     net = randomized(small(routes=[Route(0.75, 1, 2)], **FUSED)).eval()
     x, t, y, _ = inputs()
+    state = torch.get_rng_state()
     dense = net(x, t, y)
-    assert torch.equal(dense, net(x, t, y)) and torch.equal(dense, net(x, t, y, selection_ratios=0.0))
+    assert (
+        torch.equal(torch.get_rng_state(), state)
+        and torch.equal(dense, net(x, t, y, route_scores=torch.rand(3, 1, N)))
+        and torch.equal(dense, net(x, t, y, selection_ratios=0.0))
+    )
     everything = torch.ones(3, dtype=torch.bool)
     calls = []
     for i, block in enumerate(net.blocks):
@@ -100,9 +105,12 @@ def test_the_default_network_has_no_other_parameter_and_what_does_not_fit_is_ref
     assert {name for name in small(routes=[Route(0.5, 1, 2)]).state_dict() if "fusion" in name} == set()
     names = {"fusions.0.mask_token", "fusions.0.proj.weight", "fusions.0.proj.bias"}
     assert {name for name in small(routes=[Route(0.5, 1, 2)], **FUSED).state_dict() if "fusion" in name} == names
-    for settings in (dict(fusion="concat"), dict(path_drop=0.1, routes=[Route(0.5, 1, 2)])):
-        with pytest.raises(ValueError, match="concat needs a route, and path_drop needs concat"):
-            small(**settings)
+    with pytest.raises(ValueError, match="fusion=concat needs a route"):
+        small(**FUSED)
+    with pytest.raises(ValueError, match="path_drop=0.1 needs fusion=concat"):
+        small(path_drop=0.1, routes=[Route(0.5, 1, 2)])
+    with pytest.raises(ValueError, match="a grid of 4 x 6 tokens does not fit the image's 16"):
+        TokenRouter.choose_ids_keep(torch.zeros(1, 16, 1), 0.5, rule=sprint.grid_rule(4, 6))
     x, t, y, _ = inputs()
     with pytest.raises(ValueError, match=r"drop_paths has shape \(1,\)"):
         small(routes=[Route(0.5, 1, 2)], **FUSED)(x, t, y, drop_paths=torch.ones(1, dtype=torch.bool))
@@ -153,6 +161,8 @@ def test_a_dense_second_stage_starts_from_it_and_keeps_the_fusion(whole, train, 
     dense = train("dense", *SPRINT, routes, f"init_from={whole}", "train.num_steps=1", "train.lr=1e-30")
     before, after = weights(whole, 6), weights(dense, 1)
     assert all(torch.allclose(before[name], after[name], atol=1e-7) for name in before)
+    with pytest.raises(UserError, match=r"model.routes: blocks \[\(2, -3\)\] -> \[\(1, -3\)\]"):
+        train("moved", *SPRINT, routes.replace("start_layer_idx:2", "start_layer_idx:1"), f"init_from={whole}")
     with pytest.raises(UserError, match="model.fusion: 'concat' -> 'replace'"):
         train("tread", "model=tread", "model.backbone=DiT-XS/2", f"init_from={whole}")
     with pytest.raises(UserError, match="model.fusion=concat, which export does not know"):

@@ -150,7 +150,7 @@ def test_a_call_takes_a_generator_labels_of_any_form_and_bfloat16(pipeline):
     first = pipeline(torch.tensor([3, 4]), generator=generator(), output_type="np").images
     assert first.shape == (2, 8, 8, 3) and first.dtype == np.float32 and first.min() >= 0 and first.max() <= 1
     assert np.array_equal(first, pipeline([3, 4], generator=generator(), output_type="np").images)
-    alone = pipeline(3, generator=[generator()], output_type="np").images  # the first seed that the generator draws
+    alone = pipeline(3, generator=generator(), output_type="np").images  # the first seed that the generator draws
     # A batch of another size adds up float32 sums in another order. Each of the 12 blocks is a chain of 7 products of up to 384
     # terms. Three steps of Heun evaluate the network 5 times, and guidance counts its two estimates 1.5 and 0.5 times.
     assert np.abs(alone - first[:1]).max() < 5 * (1.5 + 0.5) * 7 * 12 * 384**0.5 * 2**-24  # 0.001: a quarter of a grey level

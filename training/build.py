@@ -97,13 +97,15 @@ def build_alignment(cfg: schema.TrainConfig, dataset: LatentDataset, accelerator
 def check_initial(stored: schema.TrainConfig, step: int, cfg: schema.TrainConfig, imported_from: str | None = None) -> None:
     """Compare the checkpoint that init_from names (`stored`, `step`) with the run that is to start from it.
 
-    Routes may differ: they have no weights. Raises UserError with the keys that differ; with init_state=all, also when no step
-    is left to do, and for imported weights, which have no optimizer.
+    Routes may differ, unless they are fused: they have no weights. Raises UserError with the keys that differ; with
+    init_state=all, also when no step is left to do, and for imported weights, which have no optimizer.
     """
     if cfg.init_state == "all" and (imported_from or step >= cfg.train.num_steps):
         found = f"was imported from {imported_from} without an optimizer" if imported_from else f"is at step {step} already"
         raise UserError(f"init_state=all: init_from={cfg.init_from} {found}; set init_state=weights, or raise train.num_steps")
     changed = schema.differences(stored, cfg, [schema.Role.ARCHITECTURE])
+    old, new = ([(r.start_layer_idx, r.end_layer_idx) for r in one.model.routes] for one in (stored, cfg))
+    changed += [f"model.routes: blocks {old} -> {new}"] * (cfg.model.fusion == "concat" and old != new)  # a fusion has a place
     if cfg.init_state == "all":  # the optimizer of the projector goes on, and tracked averages
         continued = schema.differences(stored, cfg, [schema.Role.FIXED, schema.Role.STARTED])
         changed += [line for line in continued if line.startswith(("alignment.", "train.ema_lengths"))]

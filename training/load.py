@@ -69,7 +69,7 @@ def with_scale(settings: schema.Guidance, cfg_scale: float | None) -> schema.Gui
     if cfg_scale is None:
         return settings
     if not hasattr(settings, "cfg_scale"):
-        raise UserError(f"cfg_scale={cfg_scale:g} needs guidance=cfg or guidance=interval, not guidance={settings.name}")
+        raise UserError(f"cfg_scale={cfg_scale:g} needs guidance=cfg, interval or path_drop, not guidance={settings.name}")
     return settings.model_copy(update={"cfg_scale": cfg_scale})
 
 
@@ -82,7 +82,7 @@ def check_guidance(settings: schema.Guidance, run_cfg: schema.TrainConfig, diffu
     """Compare guidance.* with the run that it is to guide; `diffusion` has the sampler that is to be used.
 
     Raises:
-        UserError: settings that do not fit each other; the null class was never trained; more channels than the latents have;
+        UserError: settings that do not fit each other; a null class or path-drop that was never trained; too many channels;
             an interval that goes beyond the sampler's noise levels, or holds none of them.
     """
     scale, channels = getattr(settings, "cfg_scale", 1.0), getattr(settings, "channels", None) or 0
@@ -92,7 +92,7 @@ def check_guidance(settings: schema.Guidance, run_cfg: schema.TrainConfig, diffu
         raise UserError("guidance=path_drop needs a run with model.fusion=concat and model.path_drop above 0; this one has none")
     if channels > run_cfg.data.in_channels:
         raise UserError(f"guidance.channels={channels}, but the latents have {run_cfg.data.in_channels} channels")
-    depth, *_, patch_size = schema.NETWORKS[run_cfg.model.name].BACKBONES[run_cfg.model.backbone]
+    *_, patch_size = schema.NETWORKS[run_cfg.model.name].BACKBONES[run_cfg.model.backbone]
     routes_shape = (1, (run_cfg.data.input_size // patch_size) ** 2)
     try:  # a denoiser is made, and none of its networks is called
         inputs = guidance.GuidanceInputs(None, run_cfg.data.num_classes, routes_shape, weak=id)
@@ -108,9 +108,8 @@ def check_guidance(settings: schema.Guidance, run_cfg: schema.TrainConfig, diffu
             f"guidance.level_lo={low} to guidance.level_hi={high} does not fit the {len(levels)} noise levels of the sampler of "
             f"diffusion={diffusion.name}, which go from {levels[0]:g} to {levels[-1]:.3g}"
         )
-    if settings.name == "sparse" and not TokenRouter(run_cfg.model.routes, depth).is_active:
-        blocks = f"blocks {DEFAULT_ROUTE.start_layer_idx} to {DEFAULT_ROUTE.end_layer_idx}"
-        log.warning("the network was trained without routes: guidance=sparse routes %s of it, which it never learned", blocks)
+    if settings.name == "sparse" and not run_cfg.model.routes:
+        log.warning("the network was trained without routes: guidance=sparse takes %s, which it never learned", DEFAULT_ROUTE)
 
 
 def find_second_checkpoint(settings: schema.Guidance, run_cfg: schema.TrainConfig) -> schema.Guidance:

@@ -5,7 +5,5 @@ Nothing here imports diffusers, peft or timm: networks are recognised by the nam
 
 from extras.attach.adapters import Adapter, BlockList, ImageTokens, TokenAxis
 from extras.attach.attachment import PRESETS, Attachment, as_routes, attach, attached
-from extras.attach.masks import mask_to_tokens
 
 __all__ = ["PRESETS", "Adapter", "Attachment", "BlockList", "ImageTokens", "TokenAxis", "as_routes", "attach", "attached"]
-__all__ += ["mask_to_tokens"]

@@ -35,15 +35,15 @@ PRESETS = {"paper": Route(0.5, 2, -4), "balanced": Route(0.5, 2, -2)}
 
 
 def as_routes(routes: str | Mapping | Sequence[Route | Mapping]) -> tuple[Route, ...]:
-    """Routes from the name of a preset; a `tread_config` of SimpleTuner, `{"routes": [...]}`, also inside
-    `{"tread_config": ...}`; or a list of `Route` or of mappings with the keys of `Route`. Errors are those of `attach`.
+    """Routes from the name of a preset; a `tread_config` of SimpleTuner, `{"routes": [...]}`; or a list of `Route` or of mappings
+    with the keys of `Route`. Errors are those of `attach`.
     """
     if isinstance(routes, str):
         if routes not in PRESETS:
             raise ValueError(f"routes={routes!r} is no preset; use {', '.join(PRESETS)}")
         return (PRESETS[routes],)
     if isinstance(routes, Mapping):
-        routes = routes.get("tread_config", routes)["routes"]
+        routes = routes["routes"]
     if not routes:
         raise ValueError(f"routes={routes!r} holds no route")
     return tuple(route if isinstance(route, Route) else Route(**route) for route in routes)

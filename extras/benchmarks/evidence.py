@@ -18,18 +18,17 @@ from evaluations.results import markdown_table
 from evaluations.suite import format_metric
 
 RESULTS = Path(__file__).parent / "results/fashion_learning_rates.jsonl"
-CHOSEN_BY = "fd_fashion"
+CHOSEN_BY, KEYS = "fd_fashion", ("num_samples", "arm", "guidance", "lr", "seed")
 
 
 def evidence(results: Text = str(RESULTS)) -> None:
     """Print every mean ± deviation over seeds, and by how much C differs from A and B, each at its best learning rate."""
-    lines = [json.loads(line) for line in Path(results).read_text(encoding="utf-8").splitlines()]
-    found: dict[tuple, dict[str, list[float]]] = {}  # metric -> a value per seed, of each last step
-    for line in lines:
-        if line["step"] == max(other["step"] for other in lines if other["arm"] == line["arm"]):
-            metrics = found.setdefault(tuple(line[key] for key in ("num_samples", "arm", "guidance", "lr")), {})
-            for name, value in line["metrics"].items():
-                metrics.setdefault(name, []).append(value)
+    lines = map(json.loads, Path(results).read_text(encoding="utf-8").splitlines())
+    last = {tuple(line[key] for key in KEYS): line["metrics"] for line in sorted(lines, key=lambda line: line["step"])}
+    found: dict[tuple, dict[str, list[float]]] = {}  # metric -> a value per seed
+    for (*key, _), metrics in last.items():
+        for name, value in metrics.items():
+            found.setdefault(tuple(key), {}).setdefault(name, []).append(value)
     names = list(dict.fromkeys(name for metrics in found.values() for name in metrics))
 
     def cell(name: str, values: list[float]) -> str:
@@ -44,7 +43,7 @@ def evidence(results: Text = str(RESULTS)) -> None:
     }
     for arm in sorted(best.keys() - {"C"}):
         ours, theirs = (found.get((2000, one, "none", best[one]), {}) for one in ("C", arm))
-        for name in ours.keys() & theirs.keys():
+        for name in (name for name in ours if name in theirs):
             low, high = ttest_ind(ours[name], theirs[name], equal_var=False).confidence_interval(0.95)
             low, mean, high = (format_metric(name, x) for x in (low, fmean(ours[name]) - fmean(theirs[name]), high))
-            sys.stdout.write(f"\nC - {arm}, {name}: {mean}, 95% {low} to {high} (Welch)")
+            sys.stdout.write(f"C - {arm}, {name}: {mean}, 95% {low} to {high} (Welch)\n")

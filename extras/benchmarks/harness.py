@@ -25,9 +25,8 @@ variant's median over the first variant's; then the median over rounds.
 
 # TFLOP/s of dense bfloat16 products, from the vendors' data sheets. The whole name must match: a part of a GPU (MIG) has no peak.
 PEAKS = {
-    r"A[18]00(?!.*MIG).*": 312, r"H100 \d+GB HBM3|H800": 989.4, r"GH200 .*": 989.4, r"H100 PCIe": 756, r"H100 NVL|H200 NVL": 835,
-    r"H200": 989.4, r"B200": 2250, r"L4": 121, r"L40S": 362,
-    r"GeForce RTX 3090": 71, r"GeForce RTX 4090": 165.2, r"GeForce RTX 5090": 209.5,
+    r"A[18]00(?!.*MIG).*": 312, r"H100 \d+GB HBM3|H800": 989.4, r"H100 PCIe": 756, r"H100 NVL|H200 NVL": 835,
+    r"H200": 989.4, r"B200": 2250, r"L40S": 362, r"GeForce RTX 4090": 165.2, r"GeForce RTX 5090": 209.5,
 }  # fmt: skip
 
 

@@ -16,13 +16,8 @@ from configs.schema import Role, role_of
 from configs.settings import flatten
 from extras.report.runs import LOSS, UNGUIDED, Measure, Run
 
-ROUTING = (
-    "model.name",
-    "model.routes",
-    "model.selection",
-    "model.fusion",
-    "model.path_drop",
-)  # what a dense run and a routed one may differ in
+# What a dense run and a routed one may differ in.
+ROUTING = tuple(f"model.{key}" for key in ("name", "routes", "selection", "fusion", "path_drop", "fp32_after_route"))
 
 
 @dataclass(frozen=True)

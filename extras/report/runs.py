@@ -66,7 +66,8 @@ class Run:
 
     @property
     def is_routed(self) -> bool:
-        return any(route["selection_ratio"] > 0 for route in self.config["model.routes"])
+        is_fused = self.config.get("model.fusion") == "concat"  # with ratio 0 too, it is no dense network
+        return is_fused or any(route["selection_ratio"] > 0 for route in self.config["model.routes"])
 
     @property
     def images_per_sec(self) -> float:

@@ -68,7 +68,7 @@ class ClassToImagePipeline(DiffusionPipeline):
         self,
         class_labels: int | list[int] | Tensor,
         seeds: int | list[int] | None = None,
-        generator: torch.Generator | list[torch.Generator] | None = None,
+        generator: torch.Generator | None = None,
         num_inference_steps: int | None = None,
         guidance_scale: float | None = None,
         guidance_interval: tuple[float | None, float | None] | None = None,
@@ -81,7 +81,7 @@ class ClassToImagePipeline(DiffusionPipeline):
         Args:
             class_labels: one label per image, 0 to num_classes; num_classes stands for no label.
             seeds: one integer per image. The images are those of the project's sample.py for these seeds.
-            generator: draws the seeds that are not given; one generator, or one per image.
+            generator: draws the seeds that are not given.
             num_inference_steps: steps of the sampler.
             guidance_scale: of classifier-free guidance; 1 is off.
             guidance_interval: (low, high), guide only at noise levels in (low, high]: sigma for edm, t for sit and ddpm. None
@@ -100,7 +100,8 @@ class ClassToImagePipeline(DiffusionPipeline):
         if any(label not in range(last + 1) for label in labels):  # which would stop the process on a GPU
             raise ValueError(f"class_labels={class_labels}: give labels from 0 to {last}")
         if seeds is None:
-            seeds = draw_seeds(generator, len(labels))
+            where = generator.device if generator else "cpu"
+            seeds = torch.randint(2**63 - 1, (len(labels),), generator=generator, device=where).tolist()
         seeds = [operator.index(seed) for seed in (seeds if hasattr(seeds, "__iter__") else [seeds])]
 
         asked = {"cfg_scale": guidance_scale, "channels": guidance_channels}
@@ -138,9 +139,3 @@ class ClassToImagePipeline(DiffusionPipeline):
         if self.vae is not None:
             images = self.vae.decode(images.to(self.vae.dtype)).sample.float()
         return VaeImageProcessor().postprocess(images.expand(-1, 3, -1, -1), output_type)
-
-
-def draw_seeds(generator: torch.Generator | list[torch.Generator] | None, count: int) -> list[int]:
-    """`count` seeds, from one generator or from one each."""
-    generators = generator if isinstance(generator, list) else [generator] * count
-    return [int(torch.randint(2**63 - 1, (), generator=g, device=g.device if g else "cpu")) for g in generators]
