@@ -28,7 +28,7 @@ def test_every_shipped_configuration_composes_and_builds(tmp_path, model, diffus
     cfg, dataset = build.open_data(given)
     with torch.device("meta"):
         net = build.build_network(cfg)
-    assert len(net.router.routes) == ("tread" in model)
+    assert len(net.router.routes) == (model.endswith(("tread", "sprint")))
     assert net.num_tokens == (cfg.data.input_size // (1 if "lightning" in model and data != "digits" else 2)) ** 2
     assert cfg.diffusion.name == diffusion and type(cfg.diffusion).__mro__[1].__name__.lower() == diffusion
     assert cfg.diffusion.sampler.num_steps == (20 if data == "digits" else 250 if diffusion == "ddpm" else 40)
@@ -45,6 +45,7 @@ def test_every_shipped_guidance_composes_and_builds_for_every_diffusion(name, di
     to_be_set = {
         "interval": [f"guidance.level_lo={bounds[0]}", f"guidance.level_hi={bounds[1]}"],
         "autoguidance": ["guidance.checkpoint=runs/other"],
+        "path_drop": ["model=sprint"],
     }
     cfg = checked([f"guidance={name}", f"diffusion={diffusion}", *to_be_set.get(name, [])])
     load.check_guidance(cfg.guidance, cfg, cfg.diffusion)
