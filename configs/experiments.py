@@ -220,7 +220,8 @@ def final() -> Iterator[Row]:
     metrics = ("fid", "sfid", "inception_score", "precision", "recall")
     for name, (epochs, init_from, *figures) in FINAL.items():
         source, differs, baseline = "TREAD, final comparison", epoch, "final/xl2_dit"
-        overrides = IMAGENET_256 | backbone("XL/2") | TREAD | {"train.num_steps": 5_000 * epochs, "eval.every": 100_000}
+        overrides = IMAGENET_256 | backbone("XL/2") | TREAD | {"train.num_steps": 5_000 * epochs}
+        overrides |= {"eval.every": 100_000, "checkpoint.keep_every": 400_000}
         if name == "dit":
             source, differs, baseline = f"DiT (arXiv 2212.09748), as quoted in {source}", f"{ddpm}; {epoch}", None
             overrides |= DENSE

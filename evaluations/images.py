@@ -12,7 +12,7 @@ import os
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
@@ -25,7 +25,7 @@ from common.errors import UserError
 from common.files import hash_bytes, hash_file, whole_file
 from evaluations.metrics import Statistics
 
-SUFFIXES = (".png", ".jpg", ".jpeg")
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
 CONVERTIBLE_MODES = ("RGB", "1", "L", "LA", "P", "PA", "RGBA", "CMYK", "YCbCr")  # 8 bits or fewer: converting loses no range
 DECODE_ERRORS = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error)  # what Pillow raises on damaged files
 
@@ -37,7 +37,7 @@ STATISTICS_KEYS = {
 }
 
 
-def list_images(folder: Path, suffixes: Sequence[str]) -> list[str]:
+def list_images(folder: Path) -> list[str]:
     """Paths of the images below a folder, relative to it, sorted, with forward slashes. Links to folders are followed.
 
     Hidden files and folders, and what macOS adds to a .zip, are left out. UserError for a link to a folder that holds it.
@@ -48,7 +48,7 @@ def list_images(folder: Path, suffixes: Sequence[str]) -> list[str]:
         if here.resolve() in map(Path.resolve, here.parents):
             raise UserError(f"{here} is a link to a folder that holds it; remove it")
         folders[:] = [name for name in folders if not is_hidden(name)]
-        found = [name for name in files if not is_hidden(name) and name.lower().endswith(tuple(suffixes))]
+        found = [name for name in files if not is_hidden(name) and name.lower().endswith(SUFFIXES)]
         names += [(here / name).relative_to(folder).as_posix() for name in found]
     return sorted(names)
 
@@ -104,7 +104,7 @@ class ImageFolder:
 
     def __init__(self, path: str | Path, convert_to_rgb: bool = False, crop: int | None = None):
         self.path, self.convert_to_rgb, self.crop, self.shape = Path(path), convert_to_rgb, crop, ()
-        self.files = [self.path / name for name in list_images(self.path, SUFFIXES)]
+        self.files = [self.path / name for name in list_images(self.path)]
         if (self.path / "settings.yaml").exists():  # of sample.py, whose grids lie beside its images
             self.files = [file for file in self.files if not file.name.startswith("grid_")]
         if not self.files:

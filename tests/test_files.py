@@ -157,7 +157,7 @@ def test_images_are_listed_through_links_and_a_loop_of_links_is_refused(tmp_path
         (tmp_path / "images" / name).touch()
     (tmp_path / "linked").symlink_to("images")
     (tmp_path / "images" / "c").symlink_to("b")
-    assert list_images(tmp_path / "linked", (".png",)) == ["a.png", "b/1.PNG", "c/1.PNG"]
+    assert list_images(tmp_path / "linked") == ["a.png", "b/1.PNG", "c/1.PNG"]
     (tmp_path / "images" / "b" / "loop").symlink_to(tmp_path / "images")
     with pytest.raises(UserError, match="loop is a link to a folder that holds it"):
-        list_images(tmp_path / "linked", (".png",))
+        list_images(tmp_path / "linked")

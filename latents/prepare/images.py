@@ -13,11 +13,9 @@ from PIL import Image
 from pydantic import BaseModel, ValidationError
 
 from common.errors import UserError
-from evaluations.images import is_hidden, list_images
+from evaluations.images import SUFFIXES, is_hidden, list_images
 from latents.shards import spread_items
 from latents.tars import TAR_NAME, index_tars
-
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff")
 
 
 def to_jpeg(pixels: np.ndarray) -> bytes:
@@ -92,7 +90,7 @@ class TarImages(LabelledImages):
     """WebDataset tars: `<key>.jpg` (or another image) with `<key>.cls`, the label as text. Read in place, not unpacked."""
 
     def __init__(self, path: Path):
-        self.items = index_tars(path, tuple(suffix[1:] for suffix in IMAGE_SUFFIXES))
+        self.items = index_tars(path, tuple(suffix[1:] for suffix in SUFFIXES))
         super().__init__(path, [f"{item.file.name}/{item.name}" for item in self.items], [item.label for item in self.items])
 
     def size(self, index: int) -> int:
@@ -113,10 +111,10 @@ def open_labelled_images(path: str | Path, labels: str = "auto") -> LabelledImag
         UserError: no images, images without labels, or a label for an image that is not there.
     """
     path = Path(path)
-    names = list_images(path, IMAGE_SUFFIXES) if path.is_dir() else []
+    names = list_images(path) if path.is_dir() else []
     if not names:
         if not len(images := TarImages(path)):
-            raise UserError(f"images={path} holds no images ({', '.join(IMAGE_SUFFIXES)}), nor tars of them")
+            raise UserError(f"images={path} holds no images ({', '.join(SUFFIXES)}), nor tars of them")
         return images
     if any(TAR_NAME.search(f.name) for f in path.iterdir()):
         raise UserError(f"images={path} holds tars and images ({names[0]}, ...); put them into folders of their own")
