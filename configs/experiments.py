@@ -1,8 +1,7 @@
 """The paper's tables as runs of train.py: `experiment=table2/dit_b2_tread` sets all of a row, and any key can be set on top.
 
 A row holds what the paper (TREAD, arXiv 2501.04765) reports, and the overrides that train it, as one would type them. `--cfg
-job` prints the whole configuration of a row.
-To add a row: yield it from the function of its table, or write a function and add it to TABLES.
+job` prints the whole configuration. To add a row, yield it from its table's function, or from a new one in TABLES.
 """
 
 from __future__ import annotations

@@ -187,7 +187,8 @@ def shared_features(accelerator: Accelerator, count: int, compute: Callable[[int
     """Features of items 0 .. count - 1 in order; [] but on the main process. Each computes a stretch: compute(start, stop)."""
     num_processes = accelerator.num_processes
     if num_processes == 1 or count < num_processes:
-        return compute(0, count) if accelerator.is_main_process else []
+        own = compute(0, count)  # on every process, since what it asks of all may be exchanged
+        return own if accelerator.is_main_process else []
     # Gathering needs stretches of one length: the last ones start earlier, and each keeps what lies before the next one.
     length = -(-count // num_processes)
     starts = [min(rank * length, count - length) for rank in range(num_processes)]

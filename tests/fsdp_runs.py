@@ -25,7 +25,7 @@ BATCH = ["train.batch_size=8"]
 FSDP = [*BATCH, "train.parallel=fsdp"]
 DENSE = ["model=dit", "train.grad_accum_steps=2", "train.grad_clip_norm=0.5"]
 LOOKS = ["sample.every=6", "sample.num_samples=3", "diffusion.sampler.num_steps=2"]
-LOOKS += ["eval.every=6", "eval.num_samples=5", "eval.num_steps=2", "eval.batch_size=2"]
+LOOKS += ["eval.every=6", "eval.num_samples=3", "eval.num_steps=2", "eval.batch_size=2"]
 TREAD = ["checkpoint.every=3", *LOOKS, "train.ema_lengths=[0.1,0.25]", "train.ema_snapshot_every=2"]
 LIGHTNING = ["model=lightningdit_sprint", "sample.every=6", *LOOKS[1:3]]
 

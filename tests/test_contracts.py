@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from common.errors import UserError
-from common.randomness import SeedRandom, StepRandom
+from common.randomness import SeedRandom
 from edm import EDM
 from edm.sampler import HeunSampler
 from extras.ddpm import DDPM, AncestralSampler
 from latents.autoencoders import from_uint8, to_uint8
-from latents.order import BatchOrder
 from latents.shards import draw_latents, mean_and_log_variance
 from sampling.sampler import labels_of
 from sit import SiT
@@ -53,8 +52,6 @@ def test_the_output_of_a_network_does_not_broadcast(diffusion):
         ("decoded images hold NaN", lambda: to_uint8(torch.full((1, 3, 2, 2), math.nan))),
         ("images are torch.uint8; need floats", lambda: to_uint8(torch.zeros(1, 3, 2, 2, dtype=torch.uint8))),
         ("need uint8 .B, H, W, 3.", lambda: from_uint8(torch.rand(1, 8, 8, 3))),
-        ("not rows of a batch of 8", lambda: StepRandom(0, 0, "a", 8, slice(0, 9), CPU)),
-        ("not rows of a batch of 8", lambda: BatchOrder(16, 8, 0, 0, 1, [slice(8, 12)], with_flips=False)),
         ("float", lambda: labels_of([5.0], 1000, "random")),
         ("float", lambda: SeedRandom([1.0], CPU)),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import logging
 import os
@@ -40,12 +41,12 @@ def start_accelerator(
         importlib.import_module("torch.distributed.nn.functional")
     if not settings.get("cpu"):
         check_gpus()
-    # Of the run before, in a sweep; the processes stay connected.
+    # Of the run before, in a sweep: its networks lie in reference cycles. The processes stay connected.
+    gc.collect()
     AcceleratorState._reset_state()
     GradientState._reset_state()
-    handlers = [InitProcessGroupKwargs(timeout=timeout)]
     # Whatever accelerate is configured to compile, `compile` has compiled already.
-    accelerator = Accelerator(kwargs_handlers=handlers, dynamo_backend="no", **settings)
+    accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)], dynamo_backend="no", **settings)
     processes.connect()
     log_to_stderr()
     if not accelerator.is_main_process:

@@ -131,7 +131,7 @@ class Trainer:
                 for model in () if syncs_gradients else self.models:
                     stack.enter_context(self.accelerator.no_sync(model))
                 losses = self.losses(part, *micro_batch)
-                self.accelerator.backward(sum(losses[1:], losses[0]) / len(self.parts))
+                (sum(losses[1:], losses[0]) / len(self.parts)).backward()
             losses_of_step[: len(losses)] += torch.stack(losses).detach() / len(self.parts)
         if self.cfg.train.grad_clip_norm is not None:
             self.grad_norm = full_tensor(self.accelerator.clip_grad_norm_(self.parameters, self.cfg.train.grad_clip_norm))

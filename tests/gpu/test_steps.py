@@ -11,6 +11,7 @@ import torch
 from conftest import forget_accelerate
 
 import dit
+from common.randomness import SeedRandom
 from extras.benchmarks.harness import time_ms
 from extras.benchmarks.rows import compare
 from gpu.runs import compiler_for, keys_of_repa, trainer_for
@@ -49,6 +50,12 @@ def test_the_guard_sees_what_waits(device):
             with pytest.raises(RuntimeError, match="synchroniz"):
                 x.item()
     assert x.item() == 2
+
+
+def test_numbers_of_sampling_are_those_of_a_cpu_and_arrive_without_a_wait(device):
+    with nothing_waits(device):
+        drawn = SeedRandom([3, 4], device).randn(2, 5)
+    assert drawn.cpu().equal(SeedRandom([3, 4], torch.device("cpu")).randn(2, 5))
 
 
 ACCUMULATION = ["train.grad_accum_steps=2", "train.grad_clip_norm=1", "train.compile=none"]
