@@ -63,9 +63,8 @@ class PatchEmbed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # (B, C, H, W) -> (B, N, D)
         # As a matrix product: its tokens are contiguous in memory. A convolution's are not, which slows every block.
-        p = self.proj.kernel_size[0]
-        patches = x.unflatten(3, (-1, p)).unflatten(2, (-1, p)).permute(0, 2, 4, 1, 3, 5)  # (B, H/p, W/p, C, p, p)
-        return F.linear(patches.flatten(3).flatten(1, 2), self.proj.weight.flatten(1), self.proj.bias)
+        patches = F.pixel_unshuffle(x, self.proj.stride[0])  # (B, C p p, H/p, W/p)
+        return F.linear(patches.flatten(2).mT.contiguous(), self.proj.weight.flatten(1), self.proj.bias)
 
 
 class TimestepEmbedder(nn.Module):
@@ -191,7 +190,6 @@ class DiT(nn.Module):
         super().__init__()
         if input_size % patch_size:
             raise ValueError(f"latents of size {input_size} cannot be cut into patches of {patch_size}; use another backbone")
-        self.num_classes = num_classes
         self.class_dropout = class_dropout
         self.input_size, self.patch_size = input_size, patch_size
         self.out_channels = in_channels * (2 if learn_sigma else 1)

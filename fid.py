@@ -128,7 +128,6 @@ class Judge:
             "detector": "+".join(detectors.all_detectors),
             "detector_weights": detectors.weights,
             "dinov2_weights": detectors.dinov2_weights,
-            "detector_precision": detectors.precision,
         }
 
     def __call__(self, points: Sequence[tuple[Point, Callable | None]], num_samples: int) -> Results:

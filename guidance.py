@@ -10,8 +10,10 @@ the first branch elsewhere; None leaves a side open.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -105,18 +107,12 @@ def sparse(
     if num_kept_tokens(N, r_weak) >= num_kept_tokens(N, r_strong):
         raise ValueError(f"r_weak={r_weak} must leave fewer of the {N} tokens than r_strong={r_strong}")
 
-    def branch(x: Tensor, level: Tensor, y: Tensor, ratio: float, route_scores: Tensor | None) -> Tensor:
-        routing = {"selection_ratios": ratio, "route_scores": route_scores} if ratio > 0 else {}
-        return inputs.denoise(x, level, y, **routing)
+    def branches(ratios: tuple[float, ...], *batch: Tensor) -> list[Tensor]:
+        route_scores = inputs.route_scores() if any(ratios) else None
+        routings = ({"selection_ratios": ratio, "route_scores": route_scores} if ratio > 0 else {} for ratio in ratios)
+        return [inputs.denoise(*batch, **routing) for routing in routings]
 
-    def strong(x: Tensor, level: Tensor, y: Tensor) -> Tensor:
-        return branch(x, level, y, r_strong, inputs.route_scores() if r_strong > 0 else None)
-
-    def strong_and_weak(x: Tensor, level: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        route_scores = inputs.route_scores()
-        return tuple(branch(x, level, y, ratio, route_scores) for ratio in (r_strong, r_weak))
-
-    return _guide(strong_and_weak, strong, w, level_lo, level_hi)
+    return _guide(partial(branches, (r_strong, r_weak)), lambda *batch: branches((r_strong,), *batch)[0], w, level_lo, level_hi)
 
 
 def autoguidance(inputs: GuidanceInputs, *, w: float, level_lo: Bound = None, level_hi: Bound = None) -> Denoiser:
@@ -145,23 +141,20 @@ def _guide(
 
     With `channels`, D itself beyond the first ones. Raises ValueError for bounds that leave nothing between them.
     """
-    if level_lo is not None and level_hi is not None and level_lo >= level_hi:
+    low, high = -math.inf if level_lo is None else level_lo, math.inf if level_hi is None else level_hi
+    if low >= high:
         raise ValueError(f"level_lo={level_lo} must be below level_hi={level_hi}: guidance is on between them")
     if scale == 1:
         return unguided
 
     def denoiser(x: Tensor, level: Tensor, y: Tensor) -> Tensor:
-        if level_lo is not None or level_hi is not None:
+        if (low, high) != (-math.inf, math.inf):
             # In the precision of `level`, so that a bound equal to one of the sampler's noise levels counts.
-            outside = torch.zeros_like(level, dtype=torch.bool)
-            if level_lo is not None:
-                outside |= level <= level_lo
-            if level_hi is not None:
-                outside |= level > level_hi
-            some, every = torch.stack([outside.any(), outside.all()]).tolist()  # waits for the device
+            inside = (level > low) & (level <= high)
+            some, every = torch.stack([inside.any(), inside.all()]).tolist()  # waits for the device
             if some and not every:
                 raise ValueError("a batch holds noise levels on both sides of level_lo or level_hi; guide equal levels together")
-            if every:
+            if not some:
                 return unguided(x, level, y)
         D, D_weak = estimates(x, level, y)
         C = x.shape[1] if channels is None else channels

@@ -35,11 +35,10 @@ from typing import Literal
 from common.errors import UserError
 from common.files import whole_file
 from common.types import Autoencoder, Count, Positive, Text
+from configs.schema import DetectorSettings
 from evaluations.classifiers import train_detector
 from evaluations.features import write_reference
 from evaluations.images import labelled_grid, open_images
-from evaluations.inception import InceptionDetector
-from evaluations.vit import DINOv2Detector
 from latents import autoencoders
 from latents.prepare.encode import NOT_OF_THE_LATENTS, Encoding, encode_images
 from latents.prepare.images import count_classes, open_labelled_images
@@ -49,6 +48,7 @@ from latents.prepare.torchvision_sets import TORCHVISION, TorchvisionImages
 from latents.prepare.write import ShardWriter
 from latents.shards import LatentDataset, ShardInfo, shard_files
 from latents.torch_files import read_channel_statistics
+from sampling.evaluator import build_detectors
 from sampling.processes import leave
 from training import machine
 
@@ -145,7 +145,7 @@ def inspect(
         except UserError as e:
             log.warning("%s; grid=<file> draws elsewhere", e)
     if found.problems:
-        raise UserError(f"{path}: {len(found.problems)} problems", *(f"- {problem}" for problem in found.problems))
+        raise UserError("\n- ".join([f"{path}: {len(found.problems)} problems", *found.problems]))
     log.info("nothing wrong was found")
 
 
@@ -162,7 +162,7 @@ def reference(
     """Write images as a reference batch for fid.py: arr_0, and each detector's mean and covariance.
 
     Args:
-        images: a folder of PNG or JPEG files, an .npz, or a folder of shards of pixels, whose labels are kept.
+        images: a folder of images, an .npz, or a folder of shards of pixels, whose labels are kept.
         resolution: crop images of a folder to this size as encode does; null: they are of one size and taken as they are.
         weights: file of Inception's weights; null: downloaded.
         statistics: false: no detector is needed, and every evaluation computes its own.
@@ -173,12 +173,8 @@ def reference(
         raise UserError(f"output={output} must end in .npz")
     is_shards = Path(images).is_dir() and shard_files(Path(images))
     image_set = PixelShards(images) if is_shards else open_images(images, convert_to_rgb=True, crop=resolution)
-    names, built = (detectors or [InceptionDetector.name]) if statistics else [], []
-    device = machine.start_accelerator(cpu_threads).device if names else None
-    if DINOv2Detector.name in names:
-        built.append(DINOv2Detector(dinov2_weights, device))
-    if InceptionDetector.name in names:
-        built.append(InceptionDetector(weights, device))
+    settings = DetectorSettings(detector=detectors or ["inception"], weights=weights, dinov2_weights=dinov2_weights)
+    built = build_detectors(settings, machine.start_accelerator(cpu_threads)) if statistics else []
     write_reference(image_set, Path(output), built)
     log.info("wrote %s", output)
 

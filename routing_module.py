@@ -109,11 +109,6 @@ class TokenRouter:
                 raise ValueError(f"routes[{i}] skips blocks {start} to {end}; need {first} <= start_layer_idx <= end_layer_idx")
             self.routes += (Route(float(route.selection_ratio), start, end),)
 
-    @property
-    def is_active(self) -> bool:
-        """Whether tokens skip in training: some route's ratio is above 0."""
-        return any(route.selection_ratio > 0 for route in self.routes)
-
     def selection_ratios(self, overrides: float | Sequence[float] | None = None) -> tuple[float, ...]:
         """The ratio of every route: its own, or `overrides` (one number for all routes, or one per route; 1: all tokens skip)."""
         if overrides is None:

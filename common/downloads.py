@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from common.errors import UserError
@@ -14,20 +13,19 @@ class NotDownloaded(UserError):
     """The reason why a file could not be downloaded. The caller adds what helps."""
 
 
-def download_from_hub(repository: str, choose: Callable[[list[str]], Iterable[str]]) -> list[Path]:
-    """Download files of a model of the Hugging Face hub into its cache. Of several processes one downloads, the others wait.
+def find_on_hub(repository: str, *names: str) -> list[Path]:
+    """Files of a model of the Hugging Face hub: from its cache, without asking the hub, or downloaded into it.
 
-    Args:
-        choose: the names of all files of the model -> of those to download. Its errors are raised as they are.
-
-    Returns:
-        The files, in the order of `choose`. Raises NotDownloaded.
+    Of several processes one downloads, the others wait. Raises NotDownloaded.
     """
-    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import HTTPError
 
+    cached = [try_to_load_from_cache(repository, name) for name in names]
+    if all(isinstance(file, str) for file in cached):
+        return [Path(file) for file in cached]
     try:
-        names = choose([file.rfilename for file in HfApi().model_info(repository, timeout=TIMEOUT_SEC).siblings or ()])
+        HfApi().model_info(repository, timeout=TIMEOUT_SEC)  # a download would try again and again
         return [Path(hf_hub_download(repository, name)) for name in names]
     except (OSError, HTTPError) as e:  # the hub's client raises errors of connections that are no OSErrors
         raise NotDownloaded(f"it cannot be downloaded ({' '.join(str(e).split())})") from e

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 
 class UserError(ValueError):
-    """A wrong setting, file or machine: the message names the key or the file, the value, and what helps.
-
-    Commands print it as one line and exit with 1. Every other exception keeps its traceback.
-
-    Args:
-        lines: the message; more than one where a command lists what it found.
-    """
-
-    def __init__(self, *lines: str):
-        super().__init__("\n".join(lines))
+    """A wrong setting, file or machine, with what helps in the message. Commands print it without a traceback and exit with 1."""
 
 
 def first_line(error: Exception) -> str:
     """What an error of a library says first; its name where it says nothing."""
     return (str(error) or type(error).__name__).splitlines()[0]
+
+
+@contextlib.contextmanager
+def reading(what: object, kind: type[UserError] = UserError) -> Iterator[None]:
+    """Any error inside becomes one of this kind that names what could not be read: what is damaged can make any parser fail."""
+    try:
+        yield
+    except kind:
+        raise
+    except Exception as e:
+        name = "" if isinstance(e, UserError) else f"{type(e).__name__}: "
+        raise kind(f"{what} cannot be read: {name}{first_line(e)}") from e

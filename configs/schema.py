@@ -93,22 +93,7 @@ class Data(Settings):
     resolution: Count | None = None
 
 
-@settings
-class EDMSettings(EDM):
-    name: Literal["edm"] = "edm"
-
-
-@settings
-class SiTSettings(SiT):
-    name: Literal["sit"] = "sit"
-
-
-@settings
-class DDPMSettings(ddpm.DDPM):
-    name: Literal["ddpm"] = "ddpm"
-
-
-Diffusion = Annotated[EDMSettings | SiTSettings | DDPMSettings, Field(discriminator="name")]
+Diffusion = Annotated[EDM | SiT | ddpm.DDPM, Field(discriminator="name")]
 
 
 class NoChoice(Settings):
@@ -122,7 +107,6 @@ class REPASettings(Settings):
     block: Count
     weight: Positive
     projector_width: Count
-    stop_step: Whole | None
 
 
 Alignment = Annotated[NoChoice | REPASettings, Field(discriminator="name")]
@@ -218,8 +202,6 @@ class DetectorSettings(Settings):
     detector: OneOrMany[Detector] | None
     weights: Text | None
     dinov2_weights: Text | None
-    precision: Precision
-    compile: bool
 
     @property
     def all_detectors(self) -> list[str]:
@@ -340,10 +322,10 @@ _ROLES = {  # a group stands for those of its keys that are not listed
     "data.latents_mean data.latents_std data.in_channels data.input_size data.num_classes",
     Role.FIXED: "seed init_from model diffusion alignment train.batch_size",
     Role.STARTED: "train.ema_lengths",
-    Role.NOTED: "alignment.stop_step train.lr train.warmup_steps train.schedule train.betas train.weight_decay "
-    "train.grad_clip_norm train.ema_decay train.precision train.tf32",
+    Role.NOTED: "train.lr train.warmup_steps train.schedule train.betas train.weight_decay train.grad_clip_norm train.ema_decay "
+    "train.precision train.tf32",
     Role.COMPARED: "init_state data.name data.resolution data.autoencoder diffusion.sampler sample.rounding train.num_steps "
-    "eval.num_steps eval.labels eval.precision evaluation.detector evaluation.precision",
+    "eval.num_steps eval.labels eval.precision evaluation.detector",
     None: "alignment.weights",
 }
 _ROLE_OF = {key: role for role, listed in _ROLES.items() for key in listed.split()}

@@ -51,7 +51,7 @@ def explained(raw: dict, known: Iterable[str]) -> Iterator[None]:
             key = _dotted_key(error, raw)
             text = (key + _explain(error, key, known)).removeprefix(": ")
             lines[key] = f"{lines[key]} or {text.partition(': ')[2]}" if key in lines else text
-        raise UserError(*lines.values()) from e
+        raise UserError("\n".join(lines.values())) from e
 
 
 def _dotted_key(error: dict, raw: dict) -> str:

@@ -6,8 +6,8 @@ Shapes: B batch, C H W latents. sigma is the noise level, in the units of the la
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
-import torch
 from torch import Tensor
 
 from common.randomness import SampleRandom
@@ -29,6 +29,7 @@ class EDM:
     P_mean: Number = -1.2
     P_std: Positive = 1.2
     sampler: HeunSampler = HeunSampler()
+    name: Literal["edm"] = "edm"  # diffusion=edm
 
     def coefficients(self, sigma: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """c_skip, c_out, c_in, c_noise (Table 1, column "Ours"), each of sigma's shape."""
@@ -66,8 +67,3 @@ class EDM:
         weight = (sigma**2 + self.sigma_data**2) / (sigma * self.sigma_data) ** 2
         D_x = self.denoise(net, noisy, sigma, y, **net_kwargs)
         return weight * (D_x - x).square().mean(dim=(1, 2, 3))
-
-    @torch.no_grad()
-    def sample(self, denoiser: Callable[..., Tensor], noise: Tensor, y: Tensor, random: SampleRandom | None = None) -> Tensor:
-        """(B, C, H, W) unit normal noise -> latents. See `HeunSampler`."""
-        return self.sampler(denoiser, noise, y, random)

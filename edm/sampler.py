@@ -57,6 +57,7 @@ class HeunSampler:
         levels = self.noise_levels()[:-1]
         return sorted({*levels[1:], *map(self.sigma_hat, levels)}, reverse=True)
 
+    @torch.no_grad()
     def __call__(self, denoiser: Callable[..., Tensor], noise: Tensor, y: Tensor, random: SampleRandom | None = None) -> Tensor:
         """Solve from sigma_max to 0.
 

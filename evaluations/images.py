@@ -1,4 +1,4 @@
-"""Sets of uint8 images on disk, read in batches in a fixed order: a folder of PNG and JPEG files, or ADM's .npz.
+"""Sets of uint8 images on disk, read in batches in a fixed order: a folder of them, or ADM's .npz.
 
 ADM's .npz holds `arr_0`, uint8 [N, H, W, 3], labels as `arr_1`, and statistics of features: `mu` [2048] and `sigma` of
 Inception's pooled features, `mu_s` [2023] and `sigma_s` of its spatial ones. Ours may hold `labels` instead of `arr_1`, and
@@ -7,7 +7,6 @@ Inception's pooled features, `mu_s` [2023] and `sigma_s` of its spatial ones. Ou
 
 from __future__ import annotations
 
-import contextlib
 import os
 import struct
 import zipfile
@@ -21,7 +20,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageOps
 
-from common.errors import UserError
+from common.errors import UserError, reading
 from common.files import hash_bytes, hash_file, whole_file
 from evaluations.metrics import Statistics
 
@@ -91,7 +90,7 @@ def read_rgb(file: str | Path | BinaryIO) -> Image.Image:
 
 
 class ImageFolder:
-    """PNG and JPEG files of one size below a folder, sorted by their path relative to it. Hidden files are left out.
+    """Image files of one size below a folder, sorted by their path relative to it. Hidden files are left out.
 
     Args:
         convert_to_rgb: convert grey, palette, CMYK and RGBA images (dropping alpha) instead of refusing them.
@@ -192,7 +191,7 @@ class NpzImages:
     def __init__(self, path: str | Path):
         self.path, self.shape, self.labels, self.statistics = Path(path), (0, 0, 0, 3), None, {}
         self._hash: str | None = None
-        with _errors_of(self.path), np.load(self.path, allow_pickle=False) as file:
+        with reading(self.path), np.load(self.path, allow_pickle=False) as file:
             for layer, (mu, sigma, size) in STATISTICS_KEYS.items():
                 if mu in file:
                     known = Statistics(*(torch.from_numpy(file[key]).double() for key in (mu, sigma)))
@@ -218,7 +217,7 @@ class NpzImages:
     def batches(self, batch_size: int, start: int = 0, stop: int | None = None) -> Iterator[np.ndarray]:
         """Images start .. stop - 1 in order, uint8 [b, H, W, 3] each."""
         stop = len(self) if stop is None else stop
-        with _errors_of(self.path), zipfile.ZipFile(self.path) as archive, archive.open("arr_0.npy") as f:
+        with reading(self.path), zipfile.ZipFile(self.path) as archive, archive.open("arr_0.npy") as f:
             f.seek(self._header_bytes + start * int(np.prod(self.shape[1:])))
             for i in range(start, stop, batch_size):
                 images = np.empty((min(batch_size, stop - i), *self.shape[1:]), dtype=np.uint8)
@@ -232,15 +231,6 @@ class NpzImages:
         return f"{self.path.stat().st_size}-{self._hash}"
 
 
-@contextlib.contextmanager
-def _errors_of(path: Path):
-    """Turn the errors of NumPy and zipfile about a file into a UserError that names it."""
-    try:
-        yield
-    except (ValueError, KeyError, TypeError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as e:
-        raise UserError(f"{path}: {e}") from e
-
-
 # Either of them.
 ImageSet = NpzImages | ImageFolder
 
@@ -251,7 +241,7 @@ def open_images(path: str | Path, convert_to_rgb: bool = False, crop: int | None
     if path.is_dir():
         return ImageFolder(path, convert_to_rgb, crop)
     if not path.is_file() or path.suffix.lower() != ".npz":
-        raise UserError(f"{path} is neither a folder of PNG or JPEG images nor an .npz")
+        raise UserError(f"{path} is neither a folder of images nor an .npz")
     if crop is not None:
         raise UserError(f"resolution={crop} crops the images of a folder; those of {path} are taken as they are")
     return NpzImages(path)

@@ -52,10 +52,7 @@ class InceptionDetector:
     """ADM's features: pool3 [N, 2048], spatial [N, 2023] and logits without bias [N, 1008].
 
     Args:
-        weights: a file, torch-fidelity's or pytorch-fid's; None: fetch_weights().
-        precision: `fp32`, or `bf16` (mixed): faster, but its scores compare only with each other (pooled features move by 2 to
-            12% under random weights).
-        compile: with torch.compile; the first batch of every shape takes a minute.
+        weights: a file, torch-fidelity's or pytorch-fid's.
 
     Raises:
         UserError: the weights are missing, unreadable or of another network.
@@ -63,29 +60,24 @@ class InceptionDetector:
 
     name = "inception"
 
-    def __init__(
-        self, weights: str | Path | None, device: torch.device | str = "cpu", precision: str = "fp32", compile: bool = False
-    ):
-        self.device, self.precision = torch.device(device), precision
-        file = fetch_weights() if weights is None else Path(weights)
+    def __init__(self, weights: str | Path, device: torch.device | str = "cpu"):
+        self.device, file = torch.device(device), Path(weights)
         try:
-            net = _Network(file)
+            self._net = _Network(file)
         except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, TypeError, AttributeError) as e:
             raise UserError(f"{file} does not hold Inception's weights ({first_line(e)}); get {WEIGHTS_URL}") from e
-        sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
+        self.weights_hash = sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
         if not sha256.startswith(WEIGHTS_SHA256):
             log.warning("%s is not the published Inception (SHA-256 %s...): its scores compare with no paper's", file, sha256[:8])
-        self.weights_hash = sha256 if precision == "fp32" else f"{sha256}-{precision}"
-        net.to(self.device, memory_format=torch.channels_last if self.device.type == "cuda" else torch.preserve_format)
-        self._net = torch.compile(net) if compile else net
+        self._net.to(self.device, memory_format=torch.channels_last if self.device.type == "cuda" else torch.preserve_format)
 
     @torch.no_grad()
     def features(self, images: np.ndarray | Tensor) -> Features:
         """uint8 [N, H, W, 3] of any size -> features on the device."""
         x = to_device(images, self.device).permute(0, 3, 1, 2)
-        with full_float32(), torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
+        with full_float32():
             pool, logits, spatial = self._net(x)
-        return Features(self.name, pool=pool.float(), logits=logits.float(), spatial=spatial.float())
+        return Features(self.name, pool=pool, logits=logits, spatial=spatial)
 
 
 class _Network(nn.Module):

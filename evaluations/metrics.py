@@ -41,22 +41,15 @@ class Statistics:
 def statistics_of(features: Tensor, chunk_size: int = 4096) -> Statistics:
     """Statistics of features [N, D] of any precision, on the CPU; only one chunk at a time is copied to float64.
 
-    Sums are kept about the running mean (Chan, Golub and LeVeque 1983). The plain sum of x x^T loses digits where the mean is
-    far larger than the spread.
+    In two passes: sums of x x^T would lose the digits that the mean has beyond the spread.
     """
-    count, dim = 0, features.shape[1]
-    mean = torch.zeros(dim, dtype=torch.float64)
-    scatter = mean.new_zeros(dim, dim)  # sum of (x - mean)(x - mean)^T
-    for chunk in features.split(chunk_size):
-        x = chunk.to(mean)
-        chunk_mean, total = x.mean(0), count + len(x)
-        shift = chunk_mean - mean
-        between = shift * (count * len(x) / total) ** 0.5  # the scatter between the two means, as one more sample
-        rows = torch.cat([x - chunk_mean, between[None]])
-        scatter.addmm_(rows.T, rows)
-        mean += shift * (len(x) / total)
-        count = total
-    return Statistics(mean, _symmetric(scatter / (count - 1)))
+    chunks = features.split(chunk_size)
+    mean = sum(chunk.cpu().double().sum(0) for chunk in chunks) / len(features)
+    scatter = mean.new_zeros(len(mean), len(mean))  # sum of (x - mean)(x - mean)^T
+    for chunk in chunks:
+        x = chunk.cpu().double() - mean
+        scatter.addmm_(x.T, x)
+    return Statistics(mean, _symmetric(scatter / (len(features) - 1)))
 
 
 def frechet_distance(first: Statistics | Tensor, second: Statistics | Tensor) -> float:

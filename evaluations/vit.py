@@ -12,12 +12,11 @@ from typing import Literal
 
 import numpy as np
 import torch
-from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from common.downloads import NotDownloaded, download_from_hub
+from common.downloads import NotDownloaded, find_on_hub
 from common.errors import UserError, first_line
 from common.files import hash_file
 from evaluations.features import Features, to_device
@@ -58,7 +57,6 @@ class Encoder:
         *,
         recipe: Literal["repa", "edm2"] = "repa",
         precision: str = "fp32",
-        compile: bool = False,
     ):
         self.device, self.recipe, self.precision = torch.device(device), recipe, precision
         net, mean, std = _build(name, input_size)  # before anything is downloaded
@@ -67,7 +65,6 @@ class Encoder:
         self.weights_hash = hash_file(file) + ("" if precision == "fp32" else f"-{precision}")
         self.net = net.float().to(self.device).eval().requires_grad_(False)
         self.width, self._size = net.embed_dim, net.patch_embed.img_size
-        self._forward = torch.compile(self.net.forward_features) if compile else self.net.forward_features
         self._mean, self._std = (torch.tensor(values, device=self.device)[:, None, None] for values in (mean, std))
 
     @torch.no_grad()
@@ -85,7 +82,7 @@ class Encoder:
             x = F.interpolate(x, self._size, mode="bicubic", antialias=self.recipe == "edm2")
         x = (x - self._mean) / self._std
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
-            tokens = self._forward(x).float()
+            tokens = self.net.forward_features(x).float()
         return tokens[:, 0], tokens[:, self.net.num_prefix_tokens :]
 
 
@@ -94,10 +91,8 @@ class DINOv2Detector(Encoder):
 
     name = "dinov2"
 
-    def __init__(
-        self, weights: str | Path | None, device: torch.device | str = "cpu", precision: str = "fp32", compile: bool = False
-    ):
-        super().__init__(DINOV2_L, weights, 224, device, recipe="edm2", precision=precision, compile=compile)
+    def __init__(self, weights: str | Path, device: torch.device | str = "cpu"):
+        super().__init__(DINOV2_L, weights, 224, device, recipe="edm2")
 
     def features(self, images: np.ndarray | Tensor) -> Features:
         """uint8 [N, H, W, 3] of any size -> features on the device."""
@@ -126,11 +121,8 @@ def find_encoder_weights(name: str) -> Path:
 
     Raises UserError where it cannot be downloaded.
     """
-    repository = f"timm/{name}"
-    if isinstance(cached := try_to_load_from_cache(repository, HUB_FILE), str):
-        return Path(cached)
     try:
-        return download_from_hub(repository, lambda names: [HUB_FILE])[0]
+        return find_on_hub(f"timm/{name}", HUB_FILE)[0]
     except NotDownloaded as e:
         raise UserError(
             f"the weights of the encoder {name} are not in the cache of the Hugging Face hub, and {e}; run `python "

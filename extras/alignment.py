@@ -70,7 +70,6 @@ class Alignment:
         tap: the block after which tokens are aligned, from 1.
         encoder: the hash of its weights.
         weight: of the alignment in the loss.
-        stop_step: the step from which on it is left out; None: never.
     """
 
     projector: nn.Module
@@ -79,11 +78,6 @@ class Alignment:
     tap: int
     encoder: str = ""
     weight: float = 0.5
-    stop_step: int | None = None
-
-    def end_step(self, num_steps: int) -> int:
-        """The step from which on a run of `num_steps` is not aligned."""
-        return num_steps if self.stop_step is None else min(self.stop_step, num_steps)
 
     def tapped(self, net: Callable) -> TappedNetwork:
         return TappedNetwork(net, self.tap)
@@ -152,5 +146,4 @@ def build(cfg: TrainConfig, dataset: LatentDataset, accelerator: Accelerator) ->
         tap=settings.block,
         encoder=encoder.weights_hash,
         weight=settings.weight,
-        stop_step=settings.stop_step,
     )

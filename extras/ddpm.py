@@ -55,6 +55,7 @@ class AncestralSampler:
         """The timesteps that the denoiser is called with, highest first."""
         return [float(t) for t in reversed(self.timesteps())]
 
+    @torch.no_grad()
     def __call__(self, denoiser: Callable[..., Tensor], noise: Tensor, y: Tensor, random: SampleRandom | None = None) -> Tensor:
         """Sample from the highest timestep to the latents.
 
@@ -111,6 +112,7 @@ class DDPM:
     """Denoiser and sampler, with the interface of `edm.EDM` but without a loss. A network is any net(x_t, t, y, **kwargs)."""
 
     sampler: AncestralSampler = AncestralSampler()
+    name: Literal["ddpm"] = "ddpm"  # diffusion=ddpm
 
     def denoise(self, net: Callable[..., Tensor], x: Tensor, t: Tensor, y: Tensor, **net_kwargs) -> Tensor:
         """D_x by the predicted noise (arXiv 2006.11239, Eq. 15), and with it the learned variance.
@@ -134,8 +136,3 @@ class DDPM:
         noise_scale, data_scale = roots[:, t.long()].reshape(2, B, 1, 1, 1)
         D_x = (x - noise_scale * out[:, :C]) / data_scale
         return torch.cat([D_x, (out[:, C:] + 1) / 2], dim=1)
-
-    @torch.no_grad()
-    def sample(self, denoiser: Callable[..., Tensor], noise: Tensor, y: Tensor, random: SampleRandom | None = None) -> Tensor:
-        """(B, C, H, W) unit normal noise -> latents. See `AncestralSampler`."""
-        return self.sampler(denoiser, noise, y, random)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -21,31 +20,25 @@ from sampling.sampler import ImageSampler
 STRETCH = 5000  # seeds in a file: what a stopped evaluation loses at most
 
 
-@dataclass(frozen=True)
-class KeptFeatures:
-    """A folder with a file for each stretch of seeds, whole or absent."""
+def read_kept(folder: Path, detectors: Sequence[str], seed: int, last: int) -> tuple[list[Features], dict[str, float]]:
+    """Features of `seed` and of what follows in its file, before `last`, and the cost of an image; empty if none are kept."""
+    for file in folder.glob("[0-9]*.safetensors"):  # <first seed>-<seed after the last>-<hash of the content>, whole or absent
+        first, end, digest = file.stem.split("-")
+        if not int(first) <= seed < int(end) or hash_file(file) != digest:  # what is damaged is made again
+            continue
+        with safe_open(file, framework="pt") as f:
+            found: dict[str, dict[str, torch.Tensor]] = {detector: {} for detector in detectors}
+            for key in f.keys():  # noqa: SIM118 (not a dict)
+                detector, _, name = key.partition(".")
+                found[detector][name] = f.get_slice(key)[seed - int(first) : last - int(first)]
+            return [Features(one, **tensors) for one, tensors in found.items()], json.loads(f.metadata()["cost"])
+    return [], {}
 
-    folder: Path  # of its own for all that features depend on beside the seed
-    detectors: Sequence[str]  # their names, in the order of the features
 
-    def read(self, seed: int, last: int) -> tuple[list[Features], dict[str, float]]:
-        """Features of `seed` and of what follows in its file, before `last`, and the cost of an image; empty if none are kept."""
-        for file in self.folder.glob("[0-9]*.safetensors"):  # <first seed>-<seed after the last>-<hash of the content>
-            first, end, digest = file.stem.split("-")
-            if not int(first) <= seed < int(end) or hash_file(file) != digest:  # what is damaged is made again
-                continue
-            with safe_open(file, framework="pt") as f:
-                found: dict[str, dict[str, torch.Tensor]] = {detector: {} for detector in self.detectors}
-                for key in f.keys():  # noqa: SIM118 (not a dict)
-                    detector, _, name = key.partition(".")
-                    found[detector][name] = f.get_slice(key)[seed - int(first) : last - int(first)]
-                return [Features(one, **tensors) for one, tensors in found.items()], json.loads(f.metadata()["cost"])
-        return [], {}
-
-    def write(self, seed: int, features: Sequence[Features], cost: dict[str, float]) -> None:
-        tensors = {f"{one.detector}.{name}": x for one in features for name, x in one.tensors().items()}
-        content = save(tensors, {"cost": json.dumps(cost)})
-        write_file(self.folder / f"{seed:09d}-{seed + len(features[0]):09d}-{hash_bytes(content)}.safetensors", content)
+def keep(folder: Path, seed: int, features: Sequence[Features], cost: dict[str, float]) -> None:
+    tensors = {f"{one.detector}.{name}": x for one in features for name, x in one.tensors().items()}
+    content = save(tensors, {"cost": json.dumps(cost)})
+    write_file(folder / f"{seed:09d}-{seed + len(features[0]):09d}-{hash_bytes(content)}.safetensors", content)
 
 
 def features_of_samples(
@@ -63,18 +56,18 @@ def features_of_samples(
         folder: with a folder for each content of `depends_on`: all that features depend on, beside the detectors' weights.
     """
     digest = hash_bytes(json.dumps([depends_on, [one.weights_hash for one in evaluator.detectors]]).encode())[:16]
-    kept = KeptFeatures(folder / digest, [one.name for one in evaluator.detectors])
-    on_main(lambda: remove_leftovers(kept.folder))
+    folder, detectors = folder / digest, [one.name for one in evaluator.detectors]
+    on_main(lambda: remove_leftovers(folder))
     parts, seed, last, sampler = [], min(labels), max(labels) + 1, None
     while seed < last:
-        features, cost = kept.read(seed, last) if evaluator.accelerator.is_main_process else ([], {})
+        features, cost = read_kept(folder, detectors, seed, last) if evaluator.accelerator.is_main_process else ([], {})
         num_kept = on_main(lambda found=features: len(found[0]) if found else 0)
         if num_kept == 0:
             sampler = sampler or load_sampler()
             num_kept = min(STRETCH - seed % STRETCH, last - seed)
             missing = {one: labels[one] for one in range(seed, seed + num_kept)}
             features, cost = evaluator.features_of_samples(sampler, missing, name=name), sampler.cost
-            on_main(partial(kept.write, seed, features, cost))
+            on_main(partial(keep, folder, seed, features, cost))
         parts.append(features)
         seed += num_kept
     return join_features(parts), cost

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from common.downloads import NotDownloaded, download_from_hub
+from common.downloads import NotDownloaded, find_on_hub
 from common.errors import UserError, first_line
 from common.files import read_json
 from common.progress import say_if_slow
@@ -103,13 +103,8 @@ def find(spec: str) -> Path | None:
         return Path(source)
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", source):  # owner/name, or a name alone
         raise UserError(f"autoencoder={spec}: there is no such folder, and it cannot be an id of the Hugging Face hub")
-    from huggingface_hub import try_to_load_from_cache
-
-    cached = [try_to_load_from_cache(source, name) for name in HUB_FILES]
-    if all(isinstance(file, str) for file in cached):
-        return Path(cached[0]).parent
     try:
-        return download_from_hub(source, lambda names: HUB_FILES)[0].parent
+        return find_on_hub(source, *HUB_FILES)[0].parent
     except NotDownloaded as e:
         raise UserError(
             f"autoencoder={spec} is neither a folder nor in the cache of the Hugging Face hub, and {e}; give sd-vae:<folder>, or "

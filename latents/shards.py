@@ -1,11 +1,6 @@
-"""The native shard format: safetensors files that are read by index, in batches.
+"""The native shard format (docs/data.md, The format): safetensors files that are read by index, in batches.
 
-A shard holds `latents` [M, C, H, W] (float16 or float32), `labels` [M] (int64), optionally `latents_flip` (the latents of the
-mirrored images, same shape), and in its header the strings of `ShardInfo`. Latents are stored as the autoencoder makes them; the
-network sees (latents - latents_mean) / latents_std * scale_factor.
-
-For alignment it can also hold the cropped images: `images` [bytes] (uint8), JPEG files one after the other, and `image_offsets`
-[M + 1] (int64): image i is images[image_offsets[i] : image_offsets[i + 1]]. They are mirrored when they are read.
+Images are stored as they are, and mirrored when they are read.
 """
 
 from __future__ import annotations
@@ -30,15 +25,15 @@ from torch import Tensor
 
 from common.errors import UserError
 from common.files import write_file
+from common.types import Number, Positive
 from latents.autoencoders import to_uint8
 from latents.manifest import MANIFEST, UNFINISHED, check_files, read_manifest
 from latents.reader import FileReader
 
 KINDS = ("sample", "moments")
 _STORED = ("latents", "latents_flip")
-MAX_CLASSES, MAX_RESOLUTION = 10**6, 2**16  # beyond, tables over classes and images would not fit into memory
-_Finite = Annotated[float, Field(allow_inf_nan=False)]
-_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NumClasses = Annotated[int, Field(ge=1, le=10**6)]  # beyond, tables over classes and images would not fit into memory
+Resolution = Annotated[int, Field(ge=1, le=2**16)]
 _parse_json = BeforeValidator(lambda value: json.loads(value) if isinstance(value, str) else value)
 
 
@@ -47,13 +42,13 @@ class ShardInfo:
     """What the header of a shard says; equal for all shards of a folder. Raises ValueError for other values."""
 
     kind: Literal[KINDS]  # sample (C channels) | moments (2C channels: mean, log-variance; sampled afresh at every read)
-    scale_factor: _Positive  # multiplies a stored latent to give what the network sees
+    scale_factor: Positive  # multiplies a stored latent to give what the network sees
     autoencoder: str  # identity | none | sd-vae:<hub id or folder> | va-vae:<file or folder>
-    resolution: Annotated[int, Field(ge=1, le=MAX_RESOLUTION)]  # height = width of the images, in pixels
-    num_classes: Annotated[int, Field(ge=1, le=MAX_CLASSES)]  # labels are 0 .. num_classes - 1
+    resolution: Resolution  # height = width of the images, in pixels
+    num_classes: NumClasses  # labels are 0 .. num_classes - 1
     # Mean and standard deviation of each of the C channels, over all latents; both None: nothing is subtracted or divided.
-    latents_mean: Annotated[tuple[_Finite, ...] | None, _parse_json] = None
-    latents_std: Annotated[tuple[_Positive, ...] | None, _parse_json] = None
+    latents_mean: Annotated[tuple[Number, ...] | None, _parse_json] = None
+    latents_std: Annotated[tuple[Positive, ...] | None, _parse_json] = None
 
     def __post_init__(self):
         if len(self.latents_mean or ()) != len(self.latents_std or ()):

@@ -7,7 +7,7 @@ import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.errors import UserError
+from common.errors import UserError, reading
 from common.progress import progress_bar
 
 LABEL_EXTENSIONS = ("cls", "cls.txt")
@@ -46,25 +46,20 @@ def _index(file: Path, extensions: tuple[str, ...]) -> list[TarItem]:
     members: dict[str, tuple[str, int, int]] = {}  # key -> name, start, size
     labels: dict[str, int] = {}
     known = (*extensions, *LABEL_EXTENSIONS)
-    try:
-        with tarfile.open(file, "r:") as tar:
-            while (member := tar.next()) is not None:
-                tar.members.clear()  # tarfile keeps all, which is gigabytes for a large tar
-                folder, slash, name = member.name.rpartition("/")
-                stem, _, extension = name.partition(".")
-                key, extension = folder + slash + stem, extension.lower()
-                if extension not in known and extension.endswith(tuple(f".{e}" for e in known)):
-                    raise UserError(f"{file}: member {member.name} has a dot in its key, which ends at the first dot; rename it")
-                if extension in LABEL_EXTENSIONS:
-                    labels[key] = int(tar.extractfile(member).read())
-                elif extension in extensions:
-                    members[key] = member.name, member.offset_data, member.size
-            tar.fileobj.seek(tar.offset)
-            rest = tar.fileobj.read(2 * tarfile.RECORDSIZE)
-    except UserError:
-        raise
-    except (tarfile.TarError, OSError, EOFError, ValueError, AttributeError) as e:
-        raise UserError(f"{file} cannot be read as an uncompressed tar with whole numbers in .cls: {e}") from e
+    with reading(f"{file} (an uncompressed tar with whole numbers in .cls)"), tarfile.open(file, "r:") as tar:
+        while (member := tar.next()) is not None:
+            tar.members.clear()  # tarfile keeps all, which is gigabytes for a large tar
+            folder, slash, name = member.name.rpartition("/")
+            stem, _, extension = name.partition(".")
+            key, extension = folder + slash + stem, extension.lower()
+            if extension not in known and extension.endswith(tuple(f".{e}" for e in known)):
+                raise UserError(f"{file}: member {member.name} has a dot in its key, which ends at the first dot; rename it")
+            if extension in LABEL_EXTENSIONS:
+                labels[key] = int(tar.extractfile(member).read())
+            elif extension in extensions:
+                members[key] = member.name, member.offset_data, member.size
+        tar.fileobj.seek(tar.offset)
+        rest = tar.fileobj.read(2 * tarfile.RECORDSIZE)
     # tarfile takes a damaged header for the end. The end of a whole tar is a block of zeros, and nothing comes after.
     if len(rest) < tarfile.BLOCKSIZE or any(rest):
         raise UserError(f"{file} is damaged, or followed by another tar, at byte {tar.offset}: no end of the archive")

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
 
 from common.errors import UserError
 from latents.torch_files import load_torch_file
@@ -79,7 +78,9 @@ def load_va_vae(file: Path):
             up_block_types=["AttnUpDecoderBlock2D" if has else "UpDecoderBlock2D" for has in reversed(has_attention)],
             scaling_factor=1.0,  # LightningDiT normalises each channel instead
         )
-        vae.load_state_dict({_diffusers_name(name, num_levels): _as_linear(name, value) for name, value in weights.items()})
+        # Attention's convolutions of size 1x1 are linear layers in diffusers.
+        weights = {name: x.flatten(1) if ".attn" in name and x.ndim > 1 else x for name, x in weights.items()}
+        vae.load_state_dict({_diffusers_name(name, num_levels): x for name, x in weights.items()})
     except (AttributeError, KeyError, IndexError, ValueError, RuntimeError) as e:
         reason = " ".join(str(e).split())[:200]
         raise UserError(f"{file} does not hold the weights of latent diffusion's AutoencoderKL: {reason}") from e
@@ -90,9 +91,3 @@ def _diffusers_name(name: str, num_levels: int) -> str:
     for pattern, replacement in LDM_TO_DIFFUSERS:
         name = re.sub(pattern, replacement, name)
     return re.sub(r"(?<=up_blocks\.)\d+", lambda level: str(num_levels - 1 - int(level[0])), name)
-
-
-def _as_linear(name: str, value: Tensor) -> Tensor:
-    """Attention's convolutions of size 1x1 are linear layers in diffusers."""
-    is_attention = re.search(r"\.attn(_1|\.\d+)\.(q|k|v|proj_out)\.weight$", name)
-    return value[:, :, 0, 0] if is_attention and value.ndim == 4 else value

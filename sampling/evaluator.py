@@ -52,13 +52,12 @@ def _build_detector(name: str, settings: schema.DetectorSettings, accelerator: A
         if settings.weights is None:
             raise UserError(f"evaluation.detector={name} needs evaluation.weights=<the file of prepare_latents.py detector>")
         return ClassifierDetector(name, settings.weights, accelerator.device)
-    how = (accelerator.device, settings.precision, settings.compile)
     with one_per_node_first():
         if name == "dinov2":
             weights = settings.dinov2_weights or find_encoder_weights(DINOV2_L)
         else:
             weights = settings.weights or fetch_weights()
-    return (DINOv2Detector if name == "dinov2" else InceptionDetector)(weights, *how)
+    return (DINOv2Detector if name == "dinov2" else InceptionDetector)(weights, accelerator.device)
 
 
 def open_reference(path: str | None, key: str, detectors: Sequence[str], resolution: int | None = None) -> ImageSet:

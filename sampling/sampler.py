@@ -86,7 +86,7 @@ class ImageSampler:
             weak=partial(denoise, *self.weak) if self.weak else None,
         )
         noise = random.randn(data.in_channels, data.input_size, data.input_size)
-        latents = self.diffusion.sample(self.guidance(inputs), noise, y, random)
+        latents = self.diffusion.sampler(self.guidance(inputs), noise, y, random)
         flops = sum(number * forward_flops(*what) for what, number in calls.items())
         self.cost = {"network_evaluations": sum(calls.values()), "gflops_per_image": flops / 1e9}
         images = self.autoencoder.decode(restore_latents(latents[:num_images], data))

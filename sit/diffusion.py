@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -40,6 +39,7 @@ class SiT:
     logit_std: Positive = 1.0
     cosine_weight: NotNegative = 0.0
     sampler: FlowSampler = FlowSampler()
+    name: Literal["sit"] = "sit"  # diffusion=sit
 
     def velocity(self, net: Callable[..., Tensor], x: Tensor, t: Tensor, y: Tensor, **net_kwargs) -> Tensor:
         """(B, C, H, W) float32, the network's estimate of v = E[eps - x | x_t].
@@ -71,8 +71,3 @@ class SiT:
         if self.cosine_weight:
             loss = loss + self.cosine_weight * (1 - F.cosine_similarity(v, eps - x, dim=1)).mean(dim=(1, 2))
         return loss
-
-    @torch.no_grad()
-    def sample(self, denoiser: Callable[..., Tensor], noise: Tensor, y: Tensor, random: SampleRandom | None = None) -> Tensor:
-        """(B, C, H, W) unit normal noise -> latents. See `FlowSampler`."""
-        return self.sampler(denoiser, noise, y, random)

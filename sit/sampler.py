@@ -72,6 +72,7 @@ class FlowSampler:
         """The values of t that the denoiser is called with, from 1 downwards."""
         return self.noise_levels()[:-1]
 
+    @torch.no_grad()
     def __call__(self, denoiser: Callable[..., Tensor], noise: Tensor, y: Tensor, random: SampleRandom | None = None) -> Tensor:
         """Solve from t = 1 to 0. Arguments and result are those of `edm.sampler.HeunSampler`, with t in place of sigma.
 

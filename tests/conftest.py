@@ -7,11 +7,13 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from functools import partial
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from safetensors.torch import load_file
 
 from common.files import REPOSITORY, hash_file
 from configs import schema
@@ -93,6 +95,19 @@ def inception_weights(tmp_path_factory):
     return file
 
 
+@pytest.fixture(scope="session")
+def vae(tmp_path_factory):
+    """The folder of a small AutoencoderKL with random weights, whose images are not grey; 3x32x32 -> 4x16x16."""
+    from diffusers import AutoencoderKL
+
+    torch.manual_seed(0)
+    AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
+        block_out_channels=(8, 8), latent_channels=4, norm_num_groups=4, layers_per_block=1,
+    ).save_pretrained(folder := tmp_path_factory.mktemp("vae"))  # fmt: skip
+    return folder
+
+
 def start(*arguments, launcher=(), **popen_settings):
     """Start `python <launcher> <arguments>` in a process of its own, on the CPU, in the repository."""
     return subprocess.Popen(
@@ -110,6 +125,13 @@ def finish(process, timeout_sec=180):
     """(exit code, output)."""
     output, _ = process.communicate(timeout=timeout_sec)
     return process.returncode, output
+
+
+def wait_for(condition, timeout_sec=120):
+    deadline = time.monotonic() + timeout_sec
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened in time"
+        time.sleep(0.05)
 
 
 def renew_manifest(folder):
@@ -133,6 +155,10 @@ def file_size_limit(num_bytes):
 
 def metrics(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(run, step, file="model"):
+    return load_file(run / "checkpoints" / f"step_{step:07d}" / f"{file}.safetensors")
 
 
 def losses(run):

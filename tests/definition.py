@@ -61,9 +61,9 @@ def turned(x):
     return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
 
 
-def fixed_positions():
+def fixed_positions(width):
     """Sines, then cosines, of the column in the first half of the channels and of the row in the second."""
-    omega = [10000 ** (-i / (WIDTH // 4)) for i in range(WIDTH // 4)]
+    omega = [10000 ** (-i / (width // 4)) for i in range(width // 4)]
     rows = [
         [function(place * w) for place in (column, row) for function in (math.sin, math.cos) for w in omega]
         for row in range(GRID)
@@ -91,21 +91,22 @@ def skipping(h, route, uniform, selection):
     return torch.zeros(len(h), N, dtype=torch.bool).scatter(1, lowest, True)
 
 
-def definition(w, x, t, y, routes, scores, selection, drop_paths):
+def definition(w, x, t, y, routes=(), scores=None, selection="uniform", drop_paths=None, depth=DEPTH):
     """The output for weights by their published names, float64. With fusions, a route ends as SPRINT's."""
     rotary, patch = "feat_rope.freqs_cos" in w, w["x_embedder.proj.weight"].shape[-1]
-    h = F.conv2d(x, w["x_embedder.proj.weight"], w["x_embedder.proj.bias"], stride=patch).flatten(2).mT + fixed_positions()
+    h = F.conv2d(x, w["x_embedder.proj.weight"], w["x_embedder.proj.bias"], stride=patch).flatten(2).mT
+    h = h + fixed_positions(h.shape[2])
     angles = t[:, None] * 10000 ** (-torch.arange(128, dtype=torch.float64) / 128)
     c = linear(w, "t_embedder.mlp.2", F.silu(linear(w, "t_embedder.mlp.0", torch.cat([angles.cos(), angles.sin()], 1))))
     c = F.silu(c + w["y_embedder.embedding_table.weight"][y])
     skip = None
-    for i in range(DEPTH):
+    for i in range(depth):
         for number, route in enumerate(routes):
             if route.start_layer_idx == i:
                 skip, last = skipping(h, route, scores[:, number], selection), route.end_layer_idx
                 fusion, entered = f"fusions.{number}", h
         before, name = h, f"blocks.{i}"
-        shift1, scale1, gate1, shift2, scale2, gate2 = linear(w, f"{name}.adaLN_modulation.1", c)[:, None].split(WIDTH, dim=2)
+        shift1, scale1, gate1, shift2, scale2, gate2 = linear(w, f"{name}.adaLN_modulation.1", c)[:, None].chunk(6, dim=2)
         a = normalized(w, f"{name}.norm1", h) * (1 + scale1) + shift1
         q, k, v = linear(w, f"{name}.attn.qkv", a).unflatten(2, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
         logits = (turned(q) @ turned(k).mT if rotary else q @ k.mT) / math.sqrt(q.shape[-1])
@@ -126,9 +127,9 @@ def definition(w, x, t, y, routes, scores, selection, drop_paths):
                 h = torch.where((skip | drop_paths[:, None])[..., None], w[f"{fusion}.mask_token"], h)
                 h = linear(w, f"{fusion}.proj", torch.cat([entered, h], dim=2))
             skip = skip if i < last else None
-    shift, scale = linear(w, "final_layer.adaLN_modulation.1", c)[:, None].split(WIDTH, dim=2)
+    shift, scale = linear(w, "final_layer.adaLN_modulation.1", c)[:, None].chunk(2, dim=2)
     out = linear(w, "final_layer.linear", normalized(w, "final_layer.norm_final", h) * (1 + scale) + shift)
-    return torch.einsum("brcpqk->bkrpcq", out.view(-1, GRID, GRID, patch, patch, CHANNELS)).flatten(2, 3).flatten(3)
+    return torch.einsum("brcpqk->bkrpcq", out.view(len(x), GRID, GRID, patch, patch, -1)).flatten(2, 3).flatten(3)
 
 
 def with_gradients(out, x, weights):

@@ -6,7 +6,6 @@ start after the other. Needs Linux.
 
 import errno
 import re
-import resource
 import shutil
 import signal
 import socket
@@ -150,19 +149,6 @@ def test_a_full_disk_is_one_line_and_the_next_start_goes_on(name, undisturbed, t
         disturb(tmp_path / "out", arguments, reference, before).expect_one_line(named, *words)
         assert not list(tmp_path.glob("out/run/checkpoints/.tmp*"))
     finish_alike(tmp_path / "out", arguments, reference)
-
-
-def test_a_disk_that_is_full_inside_libraries_is_one_line_too(undisturbed, tmp_path):
-    """torch and safetensors open files by themselves."""
-    arguments, reference = undisturbed("train")
-    for max_bytes in (20_000, 150_000):  # within model.safetensors, within optimizer.pt
-        run(tmp_path / "out", arguments, partial(limit_files, max_bytes)).expect_one_line("step_0000002", "File too large")
-    finish_alike(tmp_path / "out", arguments, reference)
-
-
-def limit_files(max_bytes):
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, max_bytes))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

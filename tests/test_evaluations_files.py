@@ -49,6 +49,7 @@ def test_files_of_numpy_are_read_with_adms_labels(tmp_path, save):
 IMAGES, MU = make_images(), np.zeros(1024)
 BAD_ARRAYS = {
     "missing": ({"images": IMAGES}, "arr_0.npy"),
+    "objects": ({"arr_0": np.array([{}], dtype=object)}, r"need uint8 \[N, H, W, 3\]"),
     "float": ({"arr_0": IMAGES / np.float32(255)}, r"arr_0 is float32 .*need uint8 \[N, H, W, 3\]"),
     "rgba": ({"arr_0": np.concatenate([IMAGES, IMAGES[..., :1]], axis=3)}, "arr_0 is uint8 .7, 5, 6, 4.; need"),
     "fortran order": ({"arr_0": np.asfortranarray(IMAGES)}, "in C order"),
@@ -63,7 +64,7 @@ BAD_ARRAYS = {
 def test_a_bad_npz_is_refused_by_name(tmp_path, case):
     arrays, message = BAD_ARRAYS[case]
     np.savez(tmp_path / "bad.npz", **arrays)
-    with pytest.raises(UserError, match=r"bad\.npz: .*" + message):
+    with pytest.raises(UserError, match=r"bad\.npz cannot be read: .*" + message):
         NpzImages(tmp_path / "bad.npz")
 
 
@@ -87,7 +88,7 @@ def test_a_damaged_or_short_array_is_found_while_reading(tmp_path):
     with zipfile.ZipFile(tmp_path / "a.npz") as whole, zipfile.ZipFile(tmp_path / "short.npz", "w") as short:
         short.writestr("arr_0.npy", whole.read("arr_0.npy")[:-100])
     for name, message in (("flipped", "CRC"), ("short", "arr_0 ends before image 50 of 50")):
-        with pytest.raises(UserError, match=rf"{name}\.npz: .*{message}"):
+        with pytest.raises(UserError, match=rf"{name}\.npz cannot be read: .*{message}"):
             read(NpzImages(tmp_path / f"{name}.npz"), 8)
 
 

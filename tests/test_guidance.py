@@ -154,7 +154,7 @@ def sampled(diffusion, name, seeds=(3, 5), **settings):
 
     inputs = GuidanceInputs(denoise, NUM_CLASSES, (1, N), route_scores=lambda: subsets.rand(1, N), weak=denoise)
     y = torch.tensor([seed % NUM_CLASSES for seed in seeds])
-    return diffusion.sample(guidance.GUIDANCES[name](inputs, **settings), random.randn(3, 8, 8), y, random)
+    return diffusion.sampler(guidance.GUIDANCES[name](inputs, **settings), random.randn(3, 8, 8), y, random)
 
 
 @pytest.mark.parametrize(

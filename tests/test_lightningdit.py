@@ -1,14 +1,12 @@
-"""LightningDiT beside what test_dit.py compares of both networks: rotary positions, norms, precision, and a run."""
+"""LightningDiT beside what test_dit.py compares of both networks: rotary positions, norms and precision."""
 
 import pytest
 import torch
 from definition import GRID, HEADS, ROUTES, WIDTH, inputs, normalized, randomized, small, worst_error
 
 from extras import lightningdit
-from extras.lightningdit import LightningDiT, RMSNorm, rotary_tables, rotate
+from extras.lightningdit import LightningDiT, RMSNorm, rotate
 from routing_module import TokenRouter
-from training import checkpoint as checkpoints
-from training.load import load_network
 
 
 def first_rows(x, ids_keep, start_route=TokenRouter.start_route):
@@ -71,19 +69,3 @@ def test_the_tables_are_not_trained_and_heads_that_they_do_not_fill_are_refused(
     assert fixed == {"pos_embed", "feat_rope.freqs_cos", "feat_rope.freqs_sin"}
     with pytest.raises(ValueError, match="width=48 is no multiple of 4 x num_heads=8"):
         small(LightningDiT, num_heads=8)
-
-
-def test_a_routed_run_trains_checkpoints_resumes_and_is_sampled_with_sparse_guidance(train):
-    settings = ["model=lightningdit_tread", "checkpoint.every=4", "guidance=sparse", "sample.every=6", "sample.num_samples=2"]
-    settings += ["diffusion.sampler.num_steps=2"]
-    run = train("run", *settings)
-    assert (run / "samples" / "step_0000006.png").exists()
-    last = run / "checkpoints" / "step_0000006"
-    stored, average = checkpoints.load_weights(last, "raw"), checkpoints.load_weights(last, "ema")
-    net = load_network(last, "ema", torch.device("cpu"))
-    assert type(net) is LightningDiT and stored.keys() == average.keys() == net.state_dict().keys()
-    assert torch.equal(average["feat_rope.freqs_cos"], rotary_tables(4, 32)[0])
-    last.rename(run / "gone")
-    train("run", *settings)
-    again = checkpoints.load_weights(last, "raw")
-    assert all(torch.equal(again[name], stored[name]) for name in stored)

@@ -13,7 +13,7 @@ import torch
 from huggingface_hub import close_session
 
 from common import downloads
-from common.downloads import NotDownloaded, download_from_hub
+from common.downloads import NotDownloaded, find_on_hub
 from common.errors import UserError
 from evaluations import inception
 from latents import autoencoders
@@ -58,19 +58,6 @@ def silent(monkeypatch):
         yield f"http://127.0.0.1:{s.getsockname()[1]}"
 
 
-@pytest.fixture(scope="module")
-def vae(tmp_path_factory):
-    """The folder of a tiny AutoencoderKL."""
-    from diffusers import AutoencoderKL
-
-    folder = tmp_path_factory.mktemp("vae")
-    AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
-        block_out_channels=(8, 8), latent_channels=4, norm_num_groups=4, layers_per_block=1,
-    ).save_pretrained(folder)  # fmt: skip
-    return folder
-
-
 @pytest.fixture
 def server(vae, hub):
     """The address of a hub with the autoencoder, and of a file."""
@@ -112,10 +99,6 @@ def seconds():
     assert time.perf_counter() - start_sec < 5
 
 
-def both(names):
-    return [name for name in names if name != "README.md"]
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # The Hugging Face hub.
 
@@ -132,32 +115,33 @@ def test_a_missing_autoencoder_is_downloaded_once_and_then_used_without_asking(s
 
 
 def test_the_chosen_files_are_downloaded_in_their_order(server, vae):
-    files = download_from_hub(NAME, lambda names: sorted(both(names), reverse=True))
-    assert [file.name for file in files] == sorted((file.name for file in vae.iterdir()), reverse=True)
+    names = autoencoders.HUB_FILES[::-1]
+    files = find_on_hub(NAME, *names)
+    assert tuple(file.name for file in files) == names
     assert all(file.read_bytes() == (vae / file.name).read_bytes() for file in files)
 
 
 def test_a_hub_that_refuses_connections_gives_one_line_at_once(seconds):
     with pytest.raises(NotDownloaded, match="^it cannot be downloaded .*refused") as error:
-        download_from_hub(NAME, both)
+        find_on_hub(NAME, *autoencoders.HUB_FILES)
     assert "\n" not in str(error.value)
 
 
 def test_a_hub_that_never_answers_is_given_up_within_seconds(hub, silent, seconds):
     hub(silent)
     with pytest.raises(NotDownloaded, match="^it cannot be downloaded .*timed out"):
-        download_from_hub(NAME, both)
+        find_on_hub(NAME, *autoencoders.HUB_FILES)
 
 
 def test_the_hubs_offline_mode_is_named(monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(NotDownloaded, match="HF_HUB_OFFLINE"):
-        download_from_hub(NAME, both)
+        find_on_hub(NAME, *autoencoders.HUB_FILES)
 
 
 def test_an_id_that_the_hub_does_not_know_is_said_to_be_wrong(server):
     with pytest.raises(NotDownloaded, match="it cannot be downloaded .404.*someone/veo"):
-        download_from_hub("someone/veo", both)
+        find_on_hub("someone/veo", *autoencoders.HUB_FILES)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

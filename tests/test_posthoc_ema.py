@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import checked, forget_accelerate
+from conftest import weights as tensors
 from safetensors.torch import load_file
 
 import sample
@@ -75,10 +76,6 @@ def test_a_length_that_is_tracked_is_itself():
     tracked = [(step, length) for step in (100, 200, 300) for length in (0.05, 0.25)]
     factors, error = solve(tracked, (300, 0.25))
     assert factors == pytest.approx([0, 0, 0, 0, 0, 1], abs=1e-9) and error < 1e-9
-
-
-def tensors(run, step, file):
-    return load_file(run / "checkpoints" / f"step_{step:07d}" / f"{file}.safetensors")
 
 
 def test_tracking_changes_nothing_else_and_a_resume_goes_on_with_it(train, tmp_path):

@@ -33,17 +33,8 @@ INFO = ShardInfo(kind="sample", scale_factor=0.5, autoencoder="identity", resolu
 
 
 @pytest.fixture(scope="module")
-def vae(tmp_path_factory):
-    """A small AutoencoderKL with random weights: sd-vae:<folder>; 3x32x32 -> 4x16x16."""
-    from diffusers import AutoencoderKL
-
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("vae")
-    AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
-        block_out_channels=(8, 8), latent_channels=4, norm_num_groups=4, layers_per_block=1, sample_size=RESOLUTION,
-    ).save_pretrained(folder)  # fmt: skip
-    return f"sd-vae:{folder}"
+def vae(vae):
+    return f"sd-vae:{vae}"
 
 
 def random_image(rng, mode="RGB", width=None, height=None):

@@ -13,7 +13,7 @@ from sklearn.datasets import load_digits
 
 import prepare_latents
 from common.errors import UserError
-from latents.shards import LatentDataset, ShardInfo, latents_for_network, write_shard
+from latents.shards import ShardInfo, write_shard
 
 MODULES = sorted(
     path.relative_to(REPOSITORY).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
@@ -107,9 +107,3 @@ def test_a_reference_is_made_of_a_folder_of_images(tmp_path):
         prepare_latents.main(arguments)
     with pytest.raises(ValueError, match="nowhere.pth"):
         prepare_latents.main([*arguments[:2], f"output={tmp_path / 'b.npz'}", f"weights={tmp_path / 'nowhere.pth'}"])
-
-
-def test_scaled_digits_have_the_standard_deviation_that_edm_assumes():
-    dataset = LatentDataset(REPOSITORY / "latents" / "digits.safetensors")
-    stored, _ = dataset.fetch(np.arange(len(dataset)), np.zeros(len(dataset), dtype=bool))
-    assert abs(latents_for_network(stored, dataset.info).std().item() - 0.5) < 0.01

@@ -5,9 +5,8 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import checked, forget_accelerate, losses, run_train
+from conftest import checked, forget_accelerate, losses, run_train, weights
 from definition import NETWORKS, N, inputs, randomized, small, worst_error
-from safetensors.torch import load_file
 from test_benchmarks import counted_flops
 from test_guidance import LABEL, NUM_CLASSES, Recorder, X, Y, make_inputs
 
@@ -140,10 +139,6 @@ SPRINT = ["model=sprint", "model.backbone=DiT-XS/2", "model.path_drop=0.5", "tra
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     return run_train(tmp_path_factory.mktemp("runs"), "whole", *SPRINT, "checkpoint.every=3")
-
-
-def weights(run, step, file="model"):
-    return load_file(run / "checkpoints" / f"step_{step:07d}" / f"{file}.safetensors")
 
 
 def test_a_run_resumes_exactly_and_micro_batches_and_threads_change_nothing(whole, train):

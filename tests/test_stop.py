@@ -7,20 +7,13 @@ import threading
 import time
 
 import pytest
-from conftest import LAUNCH_2, TINY, finish, metrics, start
+from conftest import LAUNCH_2, TINY, finish, metrics, start, wait_for
 
 from common.errors import UserError
 from common.files import lock_file
 from training import checkpoint as checkpoints
 from training import stop as stop_module
 from training.stop import StopSignal
-
-
-def wait_for(condition, timeout_sec=120):
-    deadline = time.monotonic() + timeout_sec
-    while not condition():
-        assert time.monotonic() < deadline, "nothing happened in time"
-        time.sleep(0.05)
 
 
 def test_signals_return_to_whoever_had_them():

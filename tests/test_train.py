@@ -1,9 +1,7 @@
 """Runs from end to end: the same numbers however a run is cut, resumed or spread; errors before any work."""
 
 import contextlib
-import os
 import shutil
-import signal
 import time
 from types import SimpleNamespace
 
@@ -13,15 +11,13 @@ import torch
 import wandb
 from accelerate import Accelerator
 from accelerate.tracking import WandBTracker
-from conftest import LAUNCH_2, TINY, checked, finish, losses, make_shard, metrics, run_train, start
+from conftest import LAUNCH_2, TINY, checked, finish, losses, make_shard, metrics, run_train, start, wait_for, weights
 from PIL import Image
-from safetensors.torch import load_file
 
 from common.errors import UserError
 from latents.order import BatchOrder
 from latents.shards import ShardInfo, write_shard
 from routing_module import TokenRouter
-from sampling.sampler import ImageSampler
 from training import build
 from training import checkpoint as checkpoints
 from training import hooks as hooks_module
@@ -40,10 +36,6 @@ def folder_of(run, step):
     return run / "checkpoints" / checkpoints.folder_name(step)
 
 
-def weights(run, step, which="model"):
-    return load_file(folder_of(run, step) / f"{which}.safetensors")
-
-
 def assert_same_files(first, second, step):
     """Weights, EMA and optimizer of a step, byte for byte."""
     for name in ("model.safetensors", "ema.safetensors", "optimizer.pt"):
@@ -54,20 +46,6 @@ def assert_same_files(first, second, step):
 def whole(tmp_path_factory):
     """A run of 6 steps that nothing interrupted, with all of its checkpoints. Nobody writes to it."""
     return run_train(tmp_path_factory.mktemp("runs"), "whole", "checkpoint.every=1", "checkpoint.keep_last=10")
-
-
-@pytest.fixture
-def cut_at(whole, tmp_path):
-    """step -> a copy of `whole` as it was when it was killed after that step, with later lines of metrics."""
-
-    def cut(step):
-        run = tmp_path / "cut"
-        shutil.copytree(whole, run)
-        for later in range(step + 1, 7):
-            shutil.rmtree(folder_of(run, later))
-        return run
-
-    return cut
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -87,15 +65,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one_exactly(train, extra):
     train("cut", *extra)
     assert losses(cut) == losses(whole) and 6 in losses(whole)
     assert_same_files(whole, cut, 6)
-
-
-def test_a_killed_run_resumes_from_its_newest_checkpoint_and_writes_the_same_lines(whole, cut_at, train):
-    run = cut_at(4)
-    with open(run / "metrics.jsonl", "a") as f:
-        f.write('{"step": 7, "lo')
-    train("cut")
-    assert losses(run) == losses(whole) and len(metrics(run)) == 6
-    assert_same_files(whole, run, 6)
 
 
 def test_a_window_of_the_log_that_a_resume_cuts_in_two_keeps_its_mean(train):
@@ -213,22 +182,7 @@ def test_a_resume_on_other_data_is_refused(train, tmp_path):
     train("run", f"data.path={tmp_path / 'moved'}")  # the same data in another place is fine
 
 
-def test_a_damaged_newest_checkpoint_is_set_aside_and_rerun(whole, cut_at, train):
-    run = cut_at(6)
-    (folder_of(run, 6) / "model.safetensors").write_bytes(b"torn")
-    train("cut")
-    assert (run / "checkpoints" / "bad_step_0000006" / "model.safetensors").read_bytes() == b"torn"
-    assert losses(run) == losses(whole)
-    assert_same_files(whole, run, 6)
-
-
-def test_resume_never_and_from_a_folder_overwrite_nothing(whole, cut_at, train):
-    cut_at(6)
-    with pytest.raises(UserError, match="resume=never"):
-        train("cut", "resume=never")
-    own = train.args[0] / "cut"
-    with pytest.raises(UserError, match="already holds step 6, which would be overwritten"):
-        train("cut", f"resume={folder_of(own, 4)}")
+def test_a_run_that_resumes_another_ones_folder_goes_on_from_checkpoints_of_its_own(whole, train):
     branch = train("branch", f"resume={folder_of(whole, 4)}", "train.num_steps=5")
     assert losses(branch) == {5: losses(whole)[5]}
     train("branch", f"resume={folder_of(whole, 4)}")  # as a job that is started again: it has checkpoints of its own
@@ -352,15 +306,6 @@ def test_what_cannot_run_is_refused_before_anything_is_written(train, tmp_path):
         train("run", f"output_dir={tmp_path / 'file'}")
 
 
-def test_two_trainings_do_not_share_a_folder(train, tmp_path):
-    other = RunFolder(str(tmp_path), "run")
-    other.open()
-    with pytest.raises(UserError, match=f"process {os.getpid()} on .*name="):
-        train("run")
-    other.close()
-    train("run", "train.num_steps=1")
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Weights & Biases.
 
@@ -446,33 +391,6 @@ def test_evaluations_are_lines_of_their_own_with_fields(train):
     assert all(r["metrics"]["fd_digits"] > 0 and r["evaluation_sec"] > 0 for r in metrics(run) if "metrics" in r)
 
 
-@pytest.mark.parametrize("what", ["grid", "evaluation"])
-def test_a_signal_while_it_samples_saves_and_leaves_and_the_next_start_samples_again(train, monkeypatch, what):
-    looks = {"grid": [*GRIDS, "sample.batch_size=1"], "evaluation": EVALUATION}[what]
-    call, batches = ImageSampler.__call__, []
-
-    def signalled(self, seeds, labels):
-        batches.append(seeds)
-        if len(batches) == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.3)  # the thread that counts signals has seen it
-        return call(self, seeds, labels)
-
-    with monkeypatch.context() as patch, pytest.raises(SystemExit) as left:
-        patch.setattr(ImageSampler, "__call__", signalled)
-        train("run", "train.num_steps=2", *looks)  # not a multiple of checkpoint.every
-    run = train.args[0] / "run"
-    assert left.value.code == 0 and len(batches) == 2 and list(checkpoints.list_steps(run / "checkpoints")) == [2]
-
-    def is_there():
-        evaluated = any("metrics" in record for record in metrics(run))
-        return evaluated if what == "evaluation" else (run / "samples" / "step_0000002.png").exists()
-
-    assert not is_there()
-    train("run", "train.num_steps=2", *looks)
-    assert is_there()
-
-
 def test_a_stop_while_it_samples_changes_nothing_of_the_run(train, monkeypatch, tmp_path):
     asked, looks = [], ["train.num_steps=4", *GRIDS]
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
@@ -556,13 +474,6 @@ def patch_save(monkeypatch, before):
     monkeypatch.setattr(checkpoints, "save", save)
     monkeypatch.setattr(Trainer, "train_step", train_step)
     return trained
-
-
-def wait_for(condition, timeout_sec=60):
-    deadline = time.monotonic() + timeout_sec
-    while not condition():
-        assert time.monotonic() < deadline, "nothing happened in time"
-        time.sleep(0.05)
 
 
 def test_training_goes_on_while_a_checkpoint_is_written_that_holds_its_own_step(whole, train, monkeypatch):

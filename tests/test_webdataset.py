@@ -130,7 +130,7 @@ def replaced(name, payload):
         (good_members()[:-1], "a.tar: the key 0000002 lacks"),
         (good_members()[1:], "a.tar: the key 0000000 lacks its .cls"),
         (good_members() + [("1.5.latent", b"")], "member 1.5.latent has a dot in its key"),
-        (replaced("0000001.cls", b"cat"), "a.tar cannot be read .*whole numbers in .cls.*'cat'"),
+        (replaced("0000001.cls", b"cat"), "a.tar .*whole numbers in .cls. cannot be read: .*'cat'"),
         (replaced("0000001.latent.npy", npy(sd_moments(1)[0])[:-4]), "item 1 .*0000001.latent.npy"),
         (replaced("0000001.latent.npy", b"nothing"), "item 1 .*0000001.latent.npy.*pickle"),
         (replaced("0000001.latent.npy", npy(np.array([{}], dtype=object))), "item 1 .*0000001.latent.npy.*allow_pickle"),
@@ -159,7 +159,7 @@ def test_tars_that_are_cut_off_damaged_or_joined_are_refused_wherever(tmp_path):
     contents += [whole[: padded[2]] + b"garbage " * 64 + whole[padded[2] + 512 :], whole + whole]
     for content in contents:
         (tmp_path / "a.tar").write_bytes(content)
-        with pytest.raises(UserError, match="a.tar (cannot be read|is damaged)"):
+        with pytest.raises(UserError, match="a.tar .*(cannot be read|is damaged)"):
             Tars(tmp_path)
 
 
@@ -168,5 +168,5 @@ def test_compressed_tars_are_refused_and_not_left_out(tmp_path):
         two_tars(tmp_path / name)
         with tarfile.open(tmp_path / name / name, "w:gz") as tar:
             tar.addfile(tarfile.TarInfo("x"))
-        with pytest.raises(UserError, match=f"{name} cannot be read as an uncompressed tar"):
+        with pytest.raises(UserError, match=f"{name} .an uncompressed tar .* cannot be read"):
             Tars(tmp_path / name)

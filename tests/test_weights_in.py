@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 from conftest import checked, finish, forget_accelerate, start
+from definition import definition
 from PIL import Image
 from safetensors.torch import save_file
 from stand_ins import untrained_va_vae
-from torch.nn import functional as F
 
+import dit
 import prepare_latents
 from common.downloads import NotDownloaded
 from common.errors import UserError
@@ -30,60 +31,19 @@ PIXELS = {"autoencoder": "identity", "scale_factor": 2 / 3}  # as the digits hav
 TOLERANCE = 7 * DEPTH * (4 * WIDTH) ** 0.5 * 2**-24
 
 
-def dit_weights(learn_sigma=False, width=WIDTH, depth=DEPTH, seed=0):
-    """Random weights in facebookresearch/DiT's layout."""
-    out = PATCH**2 * CHANNELS * (2 if learn_sigma else 1)
-    layers = {
-        "t_embedder.mlp.0": (width, 256),
-        "t_embedder.mlp.2": (width, width),
-        "final_layer.linear": (out, width),
-        "final_layer.adaLN_modulation.1": (2 * width, width),
-    }
-    block = {"attn.qkv": (3 * width, width), "attn.proj": (width, width), "adaLN_modulation.1": (6 * width, width)}
-    block |= {"mlp.fc1": (4 * width, width), "mlp.fc2": (width, 4 * width)}
-    layers |= {f"blocks.{i}.{name}": shape for i in range(depth) for name, shape in block.items()}
-    shapes = {
-        "pos_embed": (1, (SIZE // PATCH) ** 2, width),
-        "x_embedder.proj.weight": (width, CHANNELS, PATCH, PATCH),
-        "x_embedder.proj.bias": (width,),
-        "y_embedder.embedding_table.weight": (CLASSES + 1, width),
-    }
-    for name, shape in layers.items():
-        shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
-    g = torch.Generator().manual_seed(seed)
-    scales = {name: 0.5 / math.sqrt(shape[-1]) if len(shape) == 2 else 0.1 for name, shape in shapes.items()}
-    return {name: torch.randn(shape, generator=g) * scales[name] for name, shape in shapes.items()}
+def dit_weights(learn_sigma=False, width=WIDTH, seed=0):
+    """Random weights in facebookresearch/DiT's layout, which tests/test_dit.py writes down."""
+    sizes = dict(input_size=SIZE, patch_size=PATCH, in_channels=CHANNELS, num_classes=CLASSES, depth=DEPTH, num_heads=HEADS)
+    net, g = dit.DiT(**sizes, width=width, learn_sigma=learn_sigma), torch.Generator().manual_seed(seed)
+    for p in net.parameters():
+        if p.requires_grad:
+            p.data.normal_(std=0.5 / math.sqrt(p.shape[-1]) if p.ndim == 2 else 0.1, generator=g)
+    return dict(net.state_dict())
 
 
 def published_output(w, x, t, y):
-    """The published network (arXiv 2212.09748, section 3), written from its definition: every output channel."""
-
-    def linear(name, h):
-        return h @ w[f"{name}.weight"].T + w[f"{name}.bias"]
-
-    def norm(h, shift, scale):
-        h = (h - h.mean(2, keepdim=True)) / (h.var(2, unbiased=False, keepdim=True) + 1e-6).sqrt()
-        return h * (1 + scale[:, None]) + shift[:, None]
-
-    B, grid, width = len(x), SIZE // PATCH, w["pos_embed"].shape[2]
-    h = F.conv2d(x, w["x_embedder.proj.weight"], w["x_embedder.proj.bias"], stride=PATCH).flatten(2).transpose(1, 2)
-    h = h + w["pos_embed"]
-    angles = t[:, None] * 10000 ** (-torch.arange(128, dtype=torch.float32) / 128)
-    c = linear("t_embedder.mlp.2", F.silu(linear("t_embedder.mlp.0", torch.cat([angles.cos(), angles.sin()], 1))))
-    c = F.silu(c + w["y_embedder.embedding_table.weight"][y])
-    for i in range(DEPTH):
-        block = f"blocks.{i}"
-        shift1, scale1, gate1, shift2, scale2, gate2 = linear(f"{block}.adaLN_modulation.1", c).chunk(6, 1)
-        qkv = linear(f"{block}.attn.qkv", norm(h, shift1, scale1)).reshape(B, -1, 3, HEADS, width // HEADS)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        attention = ((q @ k.transpose(2, 3)) / math.sqrt(width // HEADS)).softmax(3) @ v
-        h = h + gate1[:, None] * linear(f"{block}.attn.proj", attention.transpose(1, 2).reshape(B, -1, width))
-        hidden = F.gelu(linear(f"{block}.mlp.fc1", norm(h, shift2, scale2)), approximate="tanh")
-        h = h + gate2[:, None] * linear(f"{block}.mlp.fc2", hidden)
-    shift, scale = linear("final_layer.adaLN_modulation.1", c).chunk(2, 1)
-    tokens = linear("final_layer.linear", norm(h, shift, scale))
-    pixels = tokens.reshape(B, grid, grid, PATCH, PATCH, -1)
-    return torch.einsum("nhwpqc->nchpwq", pixels).reshape(B, -1, SIZE, SIZE)
+    """The published network, written from its definition: every output channel."""
+    return definition({name: value.double() for name, value in w.items()}, x.double(), t.double(), y, depth=DEPTH).float()
 
 
 def assert_same(a, b):
@@ -340,15 +300,15 @@ def test_the_scale_of_an_unknown_autoencoder_is_asked_for(import_file):
 
 
 def test_a_file_of_the_hub_is_downloaded_or_the_reason_said(monkeypatch, tmp_path):
-    def download(repository, choose):
+    def find(repository, name):
         if repository != "somebody/dit":
             raise NotDownloaded("no such model")
-        return [tmp_path / name for name in choose([])]
+        return [tmp_path / name]
 
-    monkeypatch.setattr(importing, "download_from_hub", download)
-    assert importing.find_published("somebody/dit/folder/weights.pt") == tmp_path / "folder/weights.pt"
     with pytest.raises(UserError, match="source=nothing.pt is no file, nor <owner>/<name>/<file> .*nothing.pt"):
         importing.find_published("nothing.pt")
+    monkeypatch.setattr(importing, "find_on_hub", find)
+    assert importing.find_published("somebody/dit/folder/weights.pt") == tmp_path / "folder/weights.pt"
     with pytest.raises(UserError, match="source=you/dit/w.pt is no file, .*: no such model"):
         importing.find_published("you/dit/w.pt")
 

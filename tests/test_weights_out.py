@@ -46,24 +46,10 @@ CASES = {  # run, keys of the pipeline's call, settings of sample.py
     "ddpm": ("ddpm", {"guidance_scale": 1.5, "num_inference_steps": 4}, ["guidance=cfg", "cfg_scale=1.5", "num_steps=4"]),
     "sit_default": ("sit", {}, []),
     "sit_interval": (
-        "sit", {"guidance_scale": 40.0, "guidance_interval": [0.4, 0.9], "guidance_channels": 3},
+        "sit", {"guidance_scale": 40.0, "guidance": {"level_lo": 0.4, "level_hi": 0.9, "channels": 3}},
         ["guidance=interval", "cfg_scale=40", "guidance.level_lo=0.4", "guidance.level_hi=0.9", "guidance.channels=3"],
     ),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def vae(tmp_path_factory):
-    """The folder of a tiny AutoencoderKL whose images are not grey."""
-    from diffusers import AutoencoderKL
-
-    folder = tmp_path_factory.mktemp("vae")
-    torch.manual_seed(0)
-    AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
-        block_out_channels=(8, 8), latent_channels=4, norm_num_groups=4, layers_per_block=1,
-    ).save_pretrained(folder)  # fmt: skip
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +160,7 @@ def test_a_call_takes_a_generator_labels_of_any_form_and_bfloat16(pipeline):
         ({"class_labels": [1, 2], "seeds": "12"}, TypeError, "integer"),
         ({"class_labels": 1, "seeds": [0.5]}, TypeError, "integer"),
         ({"class_labels": 1, "sampler": {"solver": "heun"}}, ValueError, "solver"),
-        ({"class_labels": 1, "guidance_interval": (2.0, 1.0)}, ValueError, "level_lo=2.0 must be below level_hi=1.0"),
+        ({"class_labels": 1, "guidance": {"level_lo": 2.0, "level_hi": 1.0}}, ValueError, "level_lo=2.0 must be below level_hi"),
     ],
 )
 def test_a_call_that_cannot_be_answered_says_why(pipeline, call, error, message):

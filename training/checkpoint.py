@@ -9,13 +9,14 @@ if its files match the manifest; damaged ones are renamed, never deleted.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +26,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from common.errors import UserError, first_line
+from common import errors
+from common.errors import UserError
 from common.files import hash_bytes, hash_file, remove_leftovers, why_not_written
 from common.progress import say_if_slow
 
@@ -56,6 +58,9 @@ class CheckpointError(UserError):
     """A checkpoint that is missing, incomplete or altered."""
 
 
+reading = functools.partial(errors.reading, kind=CheckpointError)
+
+
 class SaveError(UserError):
     """A checkpoint that could not be written; earlier ones are intact."""
 
@@ -69,18 +74,6 @@ def list_steps(root: Path) -> dict[int, Path]:
     with reading(root):  # unlike glob, which finds nothing in a folder that it cannot read
         folders = [p for p in root.iterdir() if _STEP.fullmatch(p.name) and p.is_dir()] if root.is_dir() else []
     return dict(sorted((int(folder.name.removeprefix("step_")), folder) for folder in folders))
-
-
-@contextlib.contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Any error inside becomes a CheckpointError that names what could not be read: what is damaged can make any parser fail."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except Exception as e:
-        kind = "" if isinstance(e, UserError) else f"{type(e).__name__}: "
-        raise CheckpointError(f"{path} is not readable: {kind}{first_line(e)}") from e
 
 
 def save(root: Path, checkpoint: Checkpoint, keep_last: int, keep_every: int) -> Path:
@@ -112,14 +105,13 @@ def save(root: Path, checkpoint: Checkpoint, keep_last: int, keep_every: int) ->
 
 def _write_files(folder: Path, checkpoint: Checkpoint) -> None:
     """Write every file, and last the manifest with their sizes and hashes; then flush all to the disk."""
-    weights = {WEIGHTS["raw"]: checkpoint.model, WEIGHTS["ema"]: checkpoint.ema}
-    others = {f"{name}.safetensors": getattr(checkpoint, name) for name in OTHERS}
-    weights |= {name: tensors for name, tensors in others.items() if tensors is not None}
     with open(folder / "optimizer.pt", "wb") as file:  # given a path, torch.save does not say when the last bytes fail
         torch.save(checkpoint.optimizer, file)
-    for name, tensors in weights.items():
-        save_file({key: value.contiguous() for key, value in tensors.items()}, folder / name)
-        shutil.copymode(folder / "optimizer.pt", folder / name)  # safetensors lets nobody but the owner read
+    for name in ("model", "ema", *OTHERS):
+        if (tensors := getattr(checkpoint, name)) is not None:
+            file = folder / f"{name}.safetensors"
+            save_file({key: value.contiguous() for key, value in tensors.items()}, file)
+            shutil.copymode(folder / "optimizer.pt", file)  # safetensors lets nobody but the owner read
     (folder / "state.json").write_text(json.dumps({"step": checkpoint.step} | checkpoint.state, indent=1), encoding="utf-8")
     (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(checkpoint.config)), encoding="utf-8")
     files = sorted(folder.iterdir())
@@ -209,12 +201,11 @@ def load(folder: Path) -> Checkpoint:
     state = _read_state(folder)
     with reading(folder / "optimizer.pt"):
         optimizer = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True, mmap=True)
-    others = {}
-    for name, file in ((name, folder / f"{name}.safetensors") for name in OTHERS):
-        with reading(file):
-            others[name] = load_file(file) if file.exists() else None
-    model, ema = load_weights(folder, "raw"), load_weights(folder, "ema")
-    return Checkpoint(state.pop("step"), model, ema, optimizer, state, read_config(folder), **others)
+    tensors = {}
+    for name in ("model", "ema", *OTHERS):
+        with reading(file := folder / f"{name}.safetensors"):
+            tensors[name] = None if name in OTHERS and not file.exists() else load_file(file)
+    return Checkpoint(state.pop("step"), **tensors, optimizer=optimizer, state=state, config=read_config(folder))
 
 
 def check_tensors(file: Path, given: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,7 @@ from common.errors import UserError
 from common.progress import progress_bar
 from common.randomness import StepRandom
 from configs.schema import Train, TrainConfig
-from latents.order import BatchOrder, Fetch, read_batches
+from latents.order import BatchOrder, read_batches
 from latents.shards import LatentDataset, latents_for_network
 from sampling.evaluator import Interrupted
 from training.ema import EMA
@@ -105,22 +104,16 @@ class Trainer:
     def batches(self) -> Iterator[tuple[tuple[Tensor, ...], ...]]:
         """This process's share of every global batch from self.step to the end of the run, as `train_step` takes it."""
         train, data = self.cfg.train, self.dataset
-
-        def read(start: int, stop: int, fetch: Fetch) -> Iterator[tuple[Tensor, ...]]:
-            order = BatchOrder(len(data), train.batch_size, self.cfg.seed, start, stop, self.parts, data.has_flips)
-            return read_batches(data, order, self.cfg.data.num_workers, pin_memory=self.device.type == "cuda", fetch=fetch)
-
-        end = 0 if self.alignment is None else self.alignment.end_step(train.num_steps)
-        micro_batches = read(max(self.step, end), train.num_steps, data.fetch)
-        if self.step < end:
-            micro_batches = itertools.chain(read(self.step, end, self.alignment.fetch), micro_batches)
+        order = BatchOrder(len(data), train.batch_size, self.cfg.seed, self.step, train.num_steps, self.parts, data.has_flips)
+        fetch = data.fetch if self.alignment is None else self.alignment.fetch
+        micro_batches = read_batches(fetch, order, self.cfg.data.num_workers, pin_memory=self.device.type == "cuda")
         return zip(*[micro_batches] * len(self.parts))  # consecutive ones together
 
     def train_step(self, micro_batches: Sequence[tuple[Tensor, ...]]) -> None:
         """Forward, backward, optimizer and EMA for one global batch. Nothing here waits for the device.
 
         Args:
-            micro_batches: (stored latents, labels) for each of self.parts; while alignment is on, also what it is shown.
+            micro_batches: (stored latents, labels) for each of self.parts; with alignment, also what it is shown.
         """
         losses_of_step = torch.zeros_like(self.loss_sums)
         for m, (part, micro_batch) in enumerate(zip(self.parts, micro_batches)):
@@ -132,7 +125,7 @@ class Trainer:
                     stack.enter_context(self.accelerator.no_sync(model))
                 losses = self.losses(part, *micro_batch)
                 (sum(losses[1:], losses[0]) / len(self.parts)).backward()
-            losses_of_step[: len(losses)] += torch.stack(losses).detach() / len(self.parts)
+            losses_of_step += torch.stack(losses).detach() / len(self.parts)
         if self.cfg.train.grad_clip_norm is not None:
             self.grad_norm = full_tensor(self.accelerator.clip_grad_norm_(self.parameters, self.cfg.train.grad_clip_norm))
         for group in self.optimizer.param_groups:

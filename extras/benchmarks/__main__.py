@@ -6,7 +6,6 @@
     python -m extras.benchmarks loader 'variants=[data.num_workers=0,data.num_workers=4]' data.path=data/in256 steps=200
     python -m extras.benchmarks sampling 'variants=[guidance=none,guidance=cfg]' model.backbone=DiT-S/2 sample.batch_size=4
     python -m extras.benchmarks evaluation num_samples=5000
-    python -m extras.benchmarks sweep data=digits num_samples=1000
     python -m extras.benchmarks gpu                      # `make gpu`: tests/gpu and all of these, with one file of results
 
 `variants`, `rounds`, `steps` and `warmup` are the benchmark's own keys; all others are train.py's. A variant is one or more
@@ -25,19 +24,18 @@ from configs import command_line as cli
 MEASURED = ("step", "loader", "sampling")
 COMMANDS = dict.fromkeys(MEASURED, "extras.benchmarks.rows:compare") | {
     "evaluation": "extras.benchmarks.rows:evaluation",
-    "sweep": "extras.benchmarks.rows:sweep",
     "gpu": "extras.benchmarks.gpu:gpu",
     "evidence": "extras.benchmarks.evidence:evidence",
 }
-OWN_KEYS = ("variants", "rounds", "steps", "warmup", "num_samples")
+OWN_KEYS = ("variants", "rounds", "steps", "warmup")
 
 
 def main(arguments: Sequence[str]) -> None:
     name, *settings = ["--help"] if not arguments or "--help" in arguments else arguments
-    if name in (*MEASURED, "sweep"):
+    if name in MEASURED:
         own = [argument for argument in settings if argument.partition("=")[0] in OWN_KEYS]
         others = [argument for argument in settings if argument not in own]
-        settings = [*([f"what={name}"] if name in MEASURED else []), *own, f"overrides={json.dumps(others)}"]
+        settings = [f"what={name}", *own, f"overrides={json.dumps(others)}"]
     cli.run_command(COMMANDS, __doc__, [name, *settings])
 
 

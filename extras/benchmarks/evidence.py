@@ -6,44 +6,40 @@ learning rate of each arm, those of 2,000 compare the arms.
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from statistics import fmean, stdev
 
 from scipy.stats import ttest_ind
 
+from common.files import read_lines
 from common.types import Text
 from evaluations.results import markdown_table
 from evaluations.suite import format_metric
 
 RESULTS = Path(__file__).parent / "results/fashion_learning_rates.jsonl"
-CHOSEN_BY, KEYS = "fd_fashion", ("num_samples", "arm", "guidance", "lr", "seed")
+CHOSEN_BY, KEYS = "fd_fashion", ("num_samples", "arm", "guidance", "lr")
 
 
 def evidence(results: Text = str(RESULTS)) -> None:
     """Print every mean ± deviation over seeds, and by how much C differs from A and B, each at its best learning rate."""
-    lines = map(json.loads, Path(results).read_text(encoding="utf-8").splitlines())
-    last = {tuple(line[key] for key in KEYS): line["metrics"] for line in sorted(lines, key=lambda line: line["step"])}
-    found: dict[tuple, dict[str, list[float]]] = {}  # metric -> a value per seed
-    for (*key, _), metrics in last.items():
-        for name, value in metrics.items():
-            found.setdefault(tuple(key), {}).setdefault(name, []).append(value)
-    names = list(dict.fromkeys(name for metrics in found.values() for name in metrics))
+    lines = sorted(read_lines(Path(results)), key=lambda line: line["step"])
+    last = {(*(line[key] for key in KEYS), name, line["seed"]): x for line in lines for name, x in line["metrics"].items()}
+    found: dict[tuple, list[float]] = {}  # (*KEYS, metric) -> a value per seed
+    for key, value in last.items():
+        found.setdefault(key[:-1], []).append(value)
+    rows = []
+    for (*key, name), values in sorted(found.items()):
+        mean = " ± ".join(format_metric(name, x) for x in (fmean(values), *([stdev(values)] if values[1:] else [])))
+        rows.append([*map(str, key), str(len(values)), name, mean])
+    sys.stdout.write(markdown_table(["samples", "arm", "guidance", "lr", "seeds", "metric", "mean"], rows))
 
-    def cell(name: str, values: list[float]) -> str:
-        return " ± ".join(format_metric(name, value) for value in (fmean(values), *([stdev(values)] if values[1:] else [])))
-
-    cells = {key: [cell(name, found[key][name]) if name in found[key] else "" for name in names] for key in sorted(found)}
-    rows = [[*map(str, key), str(len(found[key][CHOSEN_BY])), *cells[key]] for key in cells]
-    sys.stdout.write(markdown_table(["samples", "arm", "guidance", "lr", "seeds", *names], rows))
-
-    best = {
-        arm: min((fmean(found[key][CHOSEN_BY]), key[3]) for key in found if key[:2] == (1000, arm))[1] for _, arm, *_ in found
-    }
+    chosen_by = [(fmean(values), key) for key, values in found.items() if (key[0], key[2], key[-1]) == (1000, "none", CHOSEN_BY)]
+    best = {arm: lr for _, (_, arm, _, lr, _) in sorted(chosen_by, reverse=True)}  # the last one has the lowest mean
     for arm in sorted(best.keys() - {"C"}):
-        ours, theirs = (found.get((2000, one, "none", best[one]), {}) for one in ("C", arm))
-        for name in (name for name in ours if name in theirs):
-            low, high = ttest_ind(ours[name], theirs[name], equal_var=False).confidence_interval(0.95)
-            low, mean, high = (format_metric(name, x) for x in (low, fmean(ours[name]) - fmean(theirs[name]), high))
-            sys.stdout.write(f"C - {arm}, {name}: {mean}, 95% {low} to {high} (Welch)\n")
+        for name in dict.fromkeys(key[-1] for key in found):
+            ours, theirs = (found.get((2000, one, "none", best.get(one), name)) for one in ("C", arm))
+            if ours and theirs:
+                low, high = ttest_ind(ours, theirs, equal_var=False).confidence_interval(0.95)
+                low, mean, high = (format_metric(name, x) for x in (low, fmean(ours) - fmean(theirs), high))
+                sys.stdout.write(f"C - {arm}, {name}: {mean}, 95% {low} to {high} (Welch)\n")

@@ -14,7 +14,6 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from hydra.errors import HydraException
 
-import dit
 from common.errors import UserError
 from common.types import Count, Whole
 from configs import schema
@@ -25,10 +24,8 @@ from evaluations.suite import evaluate
 from extras.benchmarks.harness import TimedRow, measure, report
 from latents import autoencoders
 from latents.shards import ShardInfo, write_shard
-from sampling.evaluator import Evaluator, build_detectors, open_reference
 from sampling.flops import forward_flops
-from sampling.processes import leave, on_main
-from sampling.sampler import ImageSampler
+from sampling.processes import leave
 from training import build, load, machine, speed
 from training.trainer import Trainer
 
@@ -86,15 +83,8 @@ def open_step(accelerator: Accelerator, cfg: schema.TrainConfig) -> TimedRow:
     trainer = open_trainer(accelerator, cfg)
     batches = trainer.batches()
     num_images = cfg.train.batch_size // accelerator.num_processes
-    return TimedRow(lambda: trainer.train_step(next(batches)), num_images, step_flops(trainer.net))
-
-
-def step_flops(net: dit.DiT) -> int:
-    """FLOPs of one image in training, with the network's own routes.
-
-    For each product of the forward, the backward computes two: for the gradients of the input and of the weight.
-    """
-    return 3 * forward_flops(net, None)
+    # For each product of the forward, the backward computes two: for the gradients of the input and of the weight.
+    return TimedRow(lambda: trainer.train_step(next(batches)), num_images, 3 * forward_flops(trainer.net, None))
 
 
 def open_loader(accelerator: Accelerator, cfg: schema.TrainConfig) -> TimedRow:
@@ -103,10 +93,10 @@ def open_loader(accelerator: Accelerator, cfg: schema.TrainConfig) -> TimedRow:
     return TimedRow(lambda: next(batches), cfg.train.batch_size // accelerator.num_processes)
 
 
-def open_sampler(accelerator: Accelerator, cfg: schema.TrainConfig) -> ImageSampler:
-    """Of an untrained network, with guidance.*; it decodes if data.autoencoder is set."""
+def open_sampling(accelerator: Accelerator, cfg: schema.TrainConfig) -> TimedRow:
+    """sample.batch_size images of an untrained network, with guidance.*; they are decoded if data.autoencoder is set."""
     cfg, _ = build.open_data(cfg)
-    device, data = accelerator.device, cfg.data
+    device, data, seeds = accelerator.device, cfg.data, list(range(cfg.sample.batch_size))
     net = build.build_network(cfg).to(device).eval().requires_grad_(False)
     compile_mode = speed.resolve_compile(cfg.train.compile, device)
     speed.compile_network(net, compile_mode)
@@ -114,15 +104,10 @@ def open_sampler(accelerator: Accelerator, cfg: schema.TrainConfig) -> ImageSamp
     if data.autoencoder != "none":
         decoder = autoencoders.build(data.autoencoder, device, data.in_channels)
     how = {"diffusion": cfg.diffusion, "compile_mode": compile_mode, "precision": cfg.sample.precision}
-    return load.build_sampler(net, cfg, cfg.guidance, decoder, device, **how)
-
-
-def open_sampling(accelerator: Accelerator, cfg: schema.TrainConfig) -> TimedRow:
-    """sample.batch_size images."""
-    sampler, seeds = open_sampler(accelerator, cfg), list(range(cfg.sample.batch_size))
+    sampler = load.build_sampler(net, cfg, cfg.guidance, decoder, device, **how)
 
     def sample() -> None:
-        sampler(seeds, [seed % sampler.data.num_classes for seed in seeds])
+        sampler(seeds, [seed % data.num_classes for seed in seeds])
         row.flops_per_image = 1e9 * sampler.cost["gflops_per_image"]
         row.found["evaluations/image"] = sampler.cost["network_evaluations"]
 
@@ -145,37 +130,6 @@ def compare(
         openers = {variant or "as given": partial(OPENERS[what], accelerator, cfg) for variant, cfg in cfgs.items()}
         records = measure(openers, accelerator.device, rounds, steps, warmup)
         report(what.capitalize(), accelerator, records)
-    leave()
-    return records
-
-
-def sweep(overrides: list[str] = (), num_samples: Count = 1000, rounds: Count = 5) -> list[dict[str, object]]:
-    """A point of a sweep beside the network's own forwards for as many images, of data with a reference: data=digits, say."""
-    with TemporaryDirectory() as folder:
-        cfg = compose_config(overrides, Path(folder))
-        accelerator = open_accelerator(cfg)
-        reference = open_reference(cfg.evaluation.reference, "evaluation.reference", cfg.evaluation.all_detectors)
-        detectors = build_detectors(cfg.evaluation, accelerator)
-        evaluator = Evaluator(accelerator, detectors, reference, cfg.eval.batch_size)
-        sampler, labels = open_sampler(accelerator, cfg), {seed: seed % cfg.data.num_classes for seed in range(num_samples)}
-
-        def point() -> None:
-            features = evaluator.features_of_samples(sampler, labels)
-            on_main(lambda: evaluator.evaluate(features, list(labels.values())))
-            on_main(lambda: evaluator.jackknife(features, list(labels.values()), 10))
-
-        def forwards() -> None:
-            data, size, device = sampler.data, cfg.eval.batch_size, accelerator.device
-            x = torch.randn(size, data.in_channels, data.input_size, data.input_size, device=device)
-            ones = torch.ones(size, device=device)
-            with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=sampler.precision == "bf16"):
-                for _ in range(round(sampler.cost["network_evaluations"] * num_samples / size)):
-                    sampler.net(x, ones, ones.long())
-
-        point()
-        openers = {name: partial(TimedRow, action, num_samples) for name, action in (("forwards", forwards), ("point", point))}
-        records = measure(openers, accelerator.device, rounds, steps=1, warmup=0)
-        report("A point of a sweep", accelerator, records)
     leave()
     return records
 

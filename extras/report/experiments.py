@@ -7,9 +7,8 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from configs.experiments import ROWS, compose_overrides
 from configs.schema import Role, role_of
@@ -26,7 +25,6 @@ class Figure:
 
     step: int
     values: list[float]
-    error: float | None = None  # of one run: the standard error of its samples, where it is known
 
     @property
     def mean(self) -> float:
@@ -49,7 +47,8 @@ class Experiment:
 
     @property
     def is_routed(self) -> bool:
-        return self.runs[0].is_routed
+        is_fused = self.identity.get("model.fusion") == "concat"  # with ratio 0 too, it is no dense network
+        return is_fused or any(route["selection_ratio"] > 0 for route in self.identity["model.routes"])
 
     def measures(self) -> list[Measure]:
         return [measure for measure in dict.fromkeys(key for run in self.runs for key in run.figures) if measure != LOSS]
@@ -60,10 +59,9 @@ class Experiment:
         return [run for run in self.runs if last in run.figures.get(measure, ())]
 
     def curve(self, measure: Measure) -> list[Figure]:
-        runs = self.furthest(measure)
-        values, errors = [run.figures[measure] for run in runs], runs[0].errors if len(runs) == 1 else {}
+        values = [run.figures[measure] for run in self.furthest(measure)]
         steps = sorted(set.intersection(*map(set, values))) if values else []
-        return [Figure(step, [one[step] for one in values], errors.get((measure, step))) for step in steps]
+        return [Figure(step, [one[step] for one in values]) for step in steps]
 
     def hours_at(self, step: float, measure: Measure) -> float:
         """Hours of training until a step, mean over the runs of the measure's curve."""
@@ -104,7 +102,9 @@ def group(runs: Sequence[Run]) -> dict[str, list[Experiment]]:
     for run in runs:
         identity = identity_of(run.config)
         key = (run.row.get("name"), repr(sorted(identity.items())))
-        found.setdefault(key, Experiment([], identity, changes_of(run))).runs.append(run)
+        if key not in found:
+            found[key] = Experiment([], identity, changes_of(run))
+        found[key].runs.append(run)
     experiments = list(found.values())
     label_experiments(experiments)
     order = {name: i for i, name in enumerate(ROWS)}
@@ -128,17 +128,12 @@ def without_seed(name: str) -> str:
     return re.sub(r"[-_.]*seed[-_.=]*\d+", "", name)
 
 
-@cache
-def compose_row(name: str) -> DictConfig:
-    return compose_overrides([f"experiment={name}"])
-
-
 def changes_of(run: Run) -> dict[str, tuple[object, object]]:
     """(the row's value, the run's) of each key that the run changed of its row, without what the row leaves to the data."""
     if run.row.get("name") not in ROWS:
         return {}
     own = {key: run.config[key] for key in ("seed", "output_dir")}
-    composed = OmegaConf.merge(compose_row(run.row["name"]), own)
+    composed = OmegaConf.merge(compose_overrides([f"experiment={run.row['name']}"]), own)
     row = identity_of(flatten(OmegaConf.to_container(composed, resolve=True)))
     changed = {key: (row[key], value) for key, value in identity_of(run.config).items() if key in row and value != row[key]}
     return {key: values for key, values in changed.items() if not (key.startswith("data.") and values[0] is None)}

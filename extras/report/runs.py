@@ -19,7 +19,6 @@ from yaml import YAMLError
 from common.errors import UserError
 from common.files import read_lines
 from configs.settings import flatten
-from evaluations.metrics import standard_error
 from evaluations.results import in_words
 
 UNGUIDED = "none"
@@ -56,18 +55,12 @@ class Run:
     starts: list[dict]  # the lines of starts.jsonl
     speeds: dict[int, float] = field(default_factory=dict)  # steps per second by step, of the lines of training
     figures: dict[Measure, dict[int, float]] = field(default_factory=dict)  # by measure and step, LOSS among them
-    errors: dict[tuple[Measure, int], float] = field(default_factory=dict)  # standard errors of figures, where they are known
     grid: Path | None = None  # the last sample grid
 
     @property
     def step(self) -> int:
         """The last step that has a figure."""
         return max(map(max, self.figures.values()))
-
-    @property
-    def is_routed(self) -> bool:
-        is_fused = self.config.get("model.fusion") == "concat"  # with ratio 0 too, it is no dense network
-        return is_fused or any(route["selection_ratio"] > 0 for route in self.config["model.routes"])
 
     @property
     def images_per_sec(self) -> float:
@@ -85,7 +78,7 @@ class Run:
         """Interpolated linearly between the lines of training; NaN beyond them."""
         return float(np.interp(step, *self.clock, left=np.nan, right=np.nan))
 
-    def add(self, step: int, metrics: dict, num_samples: int, point: dict, jackknife: dict | None = None) -> None:
+    def add(self, step: int, metrics: dict, num_samples: int, point: dict) -> None:
         """Keep the figures of one evaluation; `point` holds its guidance (cfg_scale, guidance.*) and how it was made."""
         guidance = {key: value for key, value in point.items() if key.partition(".")[0] in ("cfg_scale", "guidance")}
         how = {key: value for key, value in point.items() if key not in (*guidance, *ELSEWHERE)}
@@ -93,10 +86,7 @@ class Run:
         words = UNGUIDED if guidance == {"cfg_scale": 1.0} else in_words(guidance)
         for metric, value in metrics.items():
             if math.isfinite(value):
-                measure = Measure(metric, num_samples, words, in_words(how))
-                self.figures.setdefault(measure, {})[step] = value
-                if values := (jackknife or {}).get(metric):
-                    self.errors[measure, step] = standard_error(values)
+                self.figures.setdefault(Measure(metric, num_samples, words, in_words(how)), {})[step] = value
 
 
 def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:
@@ -135,8 +125,7 @@ def read_run(path: Path) -> Run:
     run = Run(path, config, config.pop("experiment") or {}, list(read_lines(path / "starts.jsonl")))
     how = {"weights": "ema", "num_steps": config.get("eval.num_steps") or config.get("diffusion.sampler.num_steps")}
     how |= {key: config.get(f"diffusion.sampler.{key}") for key in ("S_churn", "solver")}
-    how |= {"precision": config.get("eval.precision"), "detector_precision": config.get("evaluation.precision")}
-    how["reference"] = Path(config.get("evaluation.reference") or "").name
+    how |= {"precision": config.get("eval.precision"), "reference": Path(config.get("evaluation.reference") or "").name}
     for line in read_lines(path / "metrics.jsonl"):
         if "metrics" in line:
             run.add(line["step"], line["metrics"], line["num_samples"], {"cfg_scale": line["cfg_scale"], **how})
@@ -159,7 +148,7 @@ def add_results(file: Path, runs: Sequence[Run]) -> set[str]:
         found = [run for run in runs if run.path == folder] or [run for run in runs if run.path.name == folder.name]
         if len(found) == 1:  # of runs that were moved or copied here, the only one of its name
             step = int(checkpoint.name.removeprefix("step_"))
-            found[0].add(step, line["metrics"], point["num_samples"], point, line.get("jackknife"))
+            found[0].add(step, line["metrics"], point["num_samples"], point)
         else:
             orphans.add(str(folder))
     return orphans

@@ -29,7 +29,7 @@ class Table:
 
 def figure_text(measure: Measure, figure: Figure) -> str:
     """40.00 ± 1.41, with the digits that the table of metrics gives."""
-    spread = [stdev(figure.values)] if len(figure.values) > 1 else [figure.error] if figure.error is not None else []
+    spread = [stdev(figure.values)] if len(figure.values) > 1 else []
     return " ± ".join(format_metric(measure.metric, value) for value in (figure.mean, *spread))
 
 
@@ -69,8 +69,7 @@ def results_table(experiments: Sequence[Experiment]) -> Table:
                     row["Against dense"] = difference_text(measure, figure.mean, dense.mean)
         table.rows.append(row)
     if any("±" in row.get("Measured", "") for row in table.rows):
-        spread = "± is the standard deviation (n − 1), of one run the standard error of its samples."
-        table.notes.append(f"Figures, hours and images/s are means over seeds; {spread}")
+        table.notes.append("Figures, hours and images/s are means over seeds; ± is the standard deviation (n − 1).")
     return table
 
 

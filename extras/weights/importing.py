@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from huggingface_hub import try_to_load_from_cache
 from omegaconf import OmegaConf
 
 import dit
-from common.downloads import download_from_hub
+from common.downloads import find_on_hub
 from common.errors import UserError, first_line
 from common.files import write_file
 from common.types import Count, Positive, Text, Whole
@@ -115,8 +114,7 @@ def find_published(source: str) -> Path:
         return Path(source)
     owner, name, file = (*source.split("/", 2), "", "")[:3]
     try:
-        cached = try_to_load_from_cache(f"{owner}/{name}", file)
-        return Path(cached) if isinstance(cached, str) else download_from_hub(f"{owner}/{name}", lambda names: [file])[0]
+        return find_on_hub(f"{owner}/{name}", file)[0]
     except ValueError as e:  # NotDownloaded, or what cannot be a name on the hub
         raise UserError(f"source={source} is no file, nor <owner>/<name>/<file> of the Hugging Face hub: {first_line(e)}") from e
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import replace
 
 import torch
 from diffusers import AutoencoderKL, ConfigMixin, DiffusionPipeline, ImagePipelineOutput, ModelMixin
@@ -71,8 +70,7 @@ class ClassToImagePipeline(DiffusionPipeline):
         generator: torch.Generator | None = None,
         num_inference_steps: int | None = None,
         guidance_scale: float | None = None,
-        guidance_interval: tuple[float | None, float | None] | None = None,
-        guidance_channels: int | None = None,
+        guidance: dict | None = None,
         sampler: dict | None = None,
         output_type: str = "pil",
     ) -> ImagePipelineOutput:
@@ -84,15 +82,15 @@ class ClassToImagePipeline(DiffusionPipeline):
             generator: draws the seeds that are not given.
             num_inference_steps: steps of the sampler.
             guidance_scale: of classifier-free guidance; 1 is off.
-            guidance_interval: (low, high), guide only at noise levels in (low, high]: sigma for edm, t for sit and ddpm. None
-                leaves a side open.
-            guidance_channels: guide only this many first channels of the latents; DiT, SiT and LightningDiT published 3.
+            guidance: its other settings: {"level_lo": 0.2, "level_hi": 0.8} guides only at noise levels in (0.2, 0.8] (sigma for
+                edm, t for sit and ddpm), {"channels": 3} only the first three channels of the latents.
             sampler: other settings of the sampler, {"S_churn": 10} or {"solver": "euler"}, say.
             output_type: `pil`, `np` (float32 [B, H, W, 3], 0 to 1), `pt` (float32 [B, 3, H, W], 0 to 1), or `latent`.
 
         Raises:
-            ValueError: labels that do not exist; another number of seeds; guidance by a null class that was never trained.
-            TypeError: a seed that is no integer; a setting that the sampler does not have.
+            ValueError: labels that do not exist; another number of seeds; guidance by a null class that was never trained; a
+                setting that the sampler does not have.
+            TypeError: a seed that is no integer; a setting that guidance does not have.
         """
         device, net, defaults = self._execution_device, self.transformer, self.config
         labels = torch.as_tensor(class_labels).reshape(-1).tolist()
@@ -104,18 +102,15 @@ class ClassToImagePipeline(DiffusionPipeline):
             seeds = torch.randint(2**63 - 1, (len(labels),), generator=generator, device=where).tolist()
         seeds = [operator.index(seed) for seed in (seeds if hasattr(seeds, "__iter__") else [seeds])]
 
-        asked = {"cfg_scale": guidance_scale, "channels": guidance_channels}
-        guidance = defaults.guidance | {key: value for key, value in asked.items() if value is not None}
-        if guidance_interval is not None:
-            guidance["level_lo"], guidance["level_hi"] = guidance_interval
+        guidance = defaults.guidance | (guidance or {}) | ({} if guidance_scale is None else {"cfg_scale": guidance_scale})
         if null_class is None and guidance["cfg_scale"] != 1:
             raise ValueError(f"guidance_scale={guidance['cfg_scale']} needs the null class, which was never trained: use 1")
 
         settings = dict(defaults.diffusion)
         kind = DIFFUSIONS[settings.pop("name")]
-        changed = settings.pop("sampler") | (sampler or {})
-        changed |= {} if num_inference_steps is None else {"num_steps": num_inference_steps}
-        diffusion = kind(**settings, sampler=replace(kind().sampler, **changed))
+        settings["sampler"] = settings["sampler"] | (sampler or {})
+        settings["sampler"] |= {} if num_inference_steps is None else {"num_steps": num_inference_steps}
+        diffusion = kind(**settings)
 
         def denoise(x: Tensor, level: Tensor, y: Tensor) -> Tensor:
             with torch.autocast(device.type, net.dtype, enabled=net.dtype != torch.float32):
@@ -124,7 +119,7 @@ class ClassToImagePipeline(DiffusionPipeline):
         random = SeedRandom(seeds, device)
         noise = random.randn(net.config.in_channels, net.config.input_size, net.config.input_size)
         y = torch.tensor(labels, dtype=torch.int64, device=device)
-        latents = diffusion.sample(cfg(GuidanceInputs(denoise, null_class), **guidance), noise, y, random)
+        latents = diffusion.sampler(cfg(GuidanceInputs(denoise, null_class), **guidance), noise, y, random)
         images = latents if output_type == "latent" else self.decode(latents, output_type)
         self.maybe_free_model_hooks()
         return ImagePipelineOutput(images=images)

@@ -18,16 +18,14 @@ from torch.utils.data import DataLoader, Dataset
 from common.errors import UserError
 from common.progress import progress_bar
 from common.randomness import SeedRandom
+from common.types import Count, Positive, Whole
 from evaluations.images import adm_center_crop, read_rgb
 from latents.autoencoders import SD_VAE, Autoencoder, from_uint8
 from latents.prepare.images import LabelledImages, to_jpeg
 from latents.prepare.write import SHARD_SIZE, Dtype, Kind, ShardWriter
-from latents.shards import MAX_CLASSES, MAX_RESOLUTION, ShardInfo, draw_latents, pack_images
+from latents.shards import NumClasses, Resolution, ShardInfo, draw_latents, pack_images
 
 log = logging.getLogger(__name__)
-
-Count = Annotated[int, Field(ge=1)]
-Whole = Annotated[int, Field(ge=0)]
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class Encoding:
     labels: Literal["auto", "none"] = "auto"  # none: all images of a folder are of one class
     root: str = "datasets"  # of torchvision's sets: the folder that has the files, or gets them from the network
     split: str = "train"  # of torchvision's sets: train | test, or another that the set has
-    resolution: Annotated[int, Field(ge=1, le=MAX_RESOLUTION)] = 256  # of the square that ADM's centre crop leaves, in pixels
+    resolution: Resolution = 256  # of the square that ADM's centre crop leaves, in pixels
     pad: Whole = 0  # black pixels that are added to every side before the crop: pad=2 makes 32x32 of 28x28
     grey: bool = False  # keep the brightness alone, as one channel, with autoencoder=identity
     autoencoder: Annotated[str, Field(pattern="^(identity|(sd|va)-vae:.+)$")] = SD_VAE
@@ -49,8 +47,8 @@ class Encoding:
     keep_images: Literal["none", "jpeg"] = "none"  # jpeg: put the cropped images beside the latents, for alignment
     normalize: bool = False  # the network sees each channel with mean 0 and standard deviation 1, measured over all latents
     latents_stats: str | None = None  # file of LightningDiT: the network sees each channel by its mean and standard deviation
-    sigma_data: Annotated[float, Field(gt=0)] | None = None  # the network sees all values with this deviation: 0.5 for EDM
-    num_classes: Annotated[int, Field(ge=1, le=MAX_CLASSES)] | None = None  # null: as the class names or the labels have it
+    sigma_data: Positive | None = None  # the network sees all values with this deviation: 0.5 for EDM
+    num_classes: NumClasses | None = None  # null: as the class names or the labels have it
     precision: Literal["fp32", "bf16"] = "fp32"  # of the autoencoder; bf16 is for GPUs
     dtype: Dtype = "float16"  # of the stored latents
     seed: Whole = 0  # of kind=sample

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import math
 import pickle
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from common.errors import UserError, first_line
+from common.errors import UserError, reading
 from common.files import hash_bytes
 from evaluations.images import read_rgb
 from latents.autoencoders import SD_SCALE, SD_VAE, known_scale_and_factor
@@ -23,17 +22,6 @@ from latents.prepare.images import count_classes, read_dataset_json, to_jpeg
 from latents.shards import ShardInfo, shard_files, spread_items
 from latents.tars import index_tars
 from latents.torch_files import read_channel_statistics
-
-
-@contextlib.contextmanager
-def _reading(path: object) -> Iterator[None]:
-    """Whatever a file of others makes a parser raise becomes one line that names it."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as e:
-        raise UserError(f"{path} cannot be read: {type(e).__name__}: {first_line(e)}") from e
 
 
 class LatentSource:
@@ -55,7 +43,7 @@ class LatentSource:
 
     def __init__(self, path: Path):
         self.path = path
-        with _reading(path):
+        with reading(path):
             self._open()
             if not len(self.labels):
                 raise ValueError("there are no items")
@@ -68,7 +56,7 @@ class LatentSource:
         """
         latents = np.empty((1 + self.has_flips, stop - start, *self.shape), dtype=np.float32)
         for item in range(start, stop):
-            with _reading(name := f"{self.path}: item {item} ({self.where[item]})"):
+            with reading(name := f"{self.path}: item {item} ({self.where[item]})"):
                 arrays = [np.asarray(array, dtype=np.float32) for array in self._load(item)]
             if any(array.shape != self.shape or not np.isfinite(array).all() for array in arrays):
                 raise UserError(f"{name} is {list(arrays[0].shape)} or not finite; need finite numbers {list(self.shape)}")
@@ -191,7 +179,7 @@ class REPAFolder(LatentSource):
     def find_images(self, resolution: int) -> Callable[[int], bytes]:
         """From `images/` beside `vae-sd/`, with a dataset.json of its own. As in REPA, files belong together by their order."""
         folder = Path(str(self.root)).parent / "images"
-        with _reading(folder):
+        with reading(folder):
             names, labels = read_dataset_json(folder)
         order, of_images = np.argsort(self.where), np.argsort(names)
         if not np.array_equal(self.labels[order], labels[of_images]):
@@ -219,7 +207,7 @@ class LightningDiTFolder(LatentSource):
     def _open(self) -> None:
         self.where, labels = [], []
         for file in [self.path] if self.path.is_file() else shard_files(self.path):
-            with _reading(file), safe_open(file, framework="pt") as f:
+            with reading(file), safe_open(file, framework="pt") as f:
                 if "kind" in (f.metadata() or {}):
                     raise UserError(f"{file} is a native shard, which training reads as it is")
                 labels.append(f.get_tensor("labels").numpy())

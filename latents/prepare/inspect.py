@@ -12,7 +12,7 @@ from common.errors import UserError
 from common.files import hash_file
 from common.progress import progress_bar
 from evaluations.images import adm_center_crop, read_rgb
-from latents.channel_statistics import ChannelStatistics, overall_std
+from latents.channel_statistics import channel_sums, mean_and_std, overall_std
 from latents.manifest import MANIFEST, UNFINISHED, check_files, read_manifest
 from latents.prepare.images import open_labelled_images
 from latents.shards import LatentDataset, mean_and_log_variance, normalize_latents, spread_items
@@ -84,20 +84,21 @@ def _inspect_classes(dataset: LatentDataset, found: Findings) -> None:
 
 def _inspect_values(dataset: LatentDataset, sigma_data: float, found: Findings) -> None:
     """NaN; and what the network sees, against what the diffusion assumes."""
-    info, stored, not_finite = dataset.info, ChannelStatistics(), []
+    info, sums, not_finite = dataset.info, np.zeros((3, dataset.channels)), []
     for start in progress_bar(range(0, len(dataset), CHUNK), unit=f"x {CHUNK} latents", desc="reading"):
         latents, *flipped = _fetch(dataset, np.arange(start, min(start + CHUNK, len(dataset))))
         finite = torch.cat([latents, *flipped], dim=1).flatten(1).isfinite().all(dim=1)
         not_finite += (start + (~finite).nonzero()[:, 0]).tolist()
-        stored.add(latents[finite], info.kind)
+        sums += channel_sums(latents[finite], info.kind)
     if not_finite:
         found.problems.append(f"{len(not_finite)} items hold NaN or Inf, {not_finite[0]} first")
-    if not stored.count:
+    if not sums.any():
         return
-    mean = normalize_latents(torch.tensor(stored.mean).reshape(-1, 1, 1), info).flatten().tolist()
-    std = [value * info.scale_factor / own for value, own in zip(stored.std, info.latents_std or [1.0] * dataset.channels)]
+    stored_mean, stored_std = mean_and_std(sums)
+    mean = normalize_latents(torch.from_numpy(stored_mean).reshape(-1, 1, 1), info).flatten().tolist()
+    std = stored_std * info.scale_factor / (info.latents_std or 1.0)
     found.lines.append(" " * 20 + "".join(f"{f'channel {c}':>12}" for c in range(dataset.channels)))
-    for title, values in {"stored mean": stored.mean, "stored std": stored.std, "network mean": mean, "network std": std}.items():
+    for title, values in {"stored mean": stored_mean, "stored std": stored_std, "network mean": mean, "network std": std}.items():
         found.lines.append(f"{title:20}" + "".join(f"{value:12.4f}" for value in values))
     overall = overall_std(mean, std)
     words = f"a standard deviation of {overall:.3f} over all channels, {overall / sigma_data:.2f} times sigma_data={sigma_data:g}"

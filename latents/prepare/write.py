@@ -23,7 +23,7 @@ from torch import Tensor
 from common.errors import UserError
 from common.files import hash_bytes, hash_file, lock_file, read_json, remove_leftovers, write_file
 from common.progress import progress_bar
-from latents.channel_statistics import ChannelStatistics, overall_std
+from latents.channel_statistics import channel_sums, mean_and_std, overall_std
 from latents.manifest import MANIFEST, UNFINISHED, read_manifest
 from latents.shards import KINDS, LatentDataset, ShardInfo, serialize_shard, shard_files
 
@@ -145,9 +145,7 @@ class ShardWriter:
             self._write_record(record)
             return
         stored = {name: x.to(self.dtype) if x.is_floating_point() else x for name, x in tensors.items()}
-        statistics = ChannelStatistics()
-        statistics.add(stored["latents"], info.kind)
-        record |= {"file": self._file(shard.number).name, "statistics": asdict(statistics)}
+        record |= {"file": self._file(shard.number).name, "sums": channel_sums(stored["latents"], info.kind).tolist()}
         self._write_shard(record, info, labels=labels, **stored)
 
     def _write_shard(self, record: dict, info: ShardInfo, **tensors: Tensor) -> None:
@@ -174,14 +172,12 @@ class ShardWriter:
         left_out = [entry for record in records for entry in record["left_out"]]
         if not shards:
             raise UserError(f"none of the {len(left_out)} items could be read; the first: {left_out[0]}")
-        statistics = ChannelStatistics()
-        for record in shards:
-            statistics.merge(ChannelStatistics(**record["statistics"]))
-        overall = overall_std(statistics.mean, statistics.std)
-        if (normalize and not all(statistics.std)) or (sigma_data is not None and not overall):
+        mean, std = (values.tolist() for values in mean_and_std(np.sum([record["sums"] for record in shards], axis=0)))
+        overall = overall_std(mean, std)
+        if (normalize and not all(std)) or (sigma_data is not None and not overall):
             raise UserError("a channel is constant and cannot be scaled: leave out normalize=true or sigma_data=")
         if normalize:
-            self._change_headers(shards, latents_mean=tuple(statistics.mean), latents_std=tuple(statistics.std))
+            self._change_headers(shards, latents_mean=tuple(mean), latents_std=tuple(std))
         if sigma_data is not None:
             self._change_headers(shards, scale_factor=round(sigma_data / overall, 4))
         dataset = LatentDataset(self.output, check_folder=False)  # all shards agree, or this says which does not
@@ -190,8 +186,8 @@ class ShardWriter:
             "fingerprint": dataset.fingerprint(),
             **asdict(dataset.info),
             "shape": [dataset.channels, dataset.height, dataset.width],
-            "mean": statistics.mean,
-            "std": statistics.std,
+            "mean": mean,
+            "std": std,
             "class_names": class_names,
             "class_counts": np.bincount(dataset.labels, minlength=dataset.info.num_classes).tolist(),
             "left_out": left_out,
