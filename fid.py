@@ -1,9 +1,9 @@
 """Judge checkpoints, or images on disk, with ADM's evaluation suite: FID, sFID, Inception Score, precision and recall.
 
-    python fid.py checkpoint=runs/x/checkpoints/step_0400000 reference=VIRTUAL_imagenet256_labeled.npz \\
+    python fid.py checkpoint=runs/x/checkpoints/step_0400000 reference=references/VIRTUAL_imagenet256_labeled.npz \\
         num_samples=50000 guidance=cfg cfg_scale=1.5
     python fid.py checkpoints=runs/x num_samples=5000 guidance=cfg cfg_scale=[1.0,1.25,1.5]     # a sweep
-    python fid.py images=samples.npz reference=VIRTUAL_imagenet256_labeled.npz
+    python fid.py images=samples.npz reference=references/VIRTUAL_imagenet256_labeled.npz
 
 A list of checkpoints, weights, cfg_scale, ema_length, num_steps, S_churn, solver or of a setting of the guidance
 (guidance.w=[1.2,1.5]) makes a sweep over all combinations: tables with standard errors, and a plot. search=[cfg_scale:1:3] looks

@@ -1,9 +1,9 @@
 """Make latent shards, from images or from other people's latents, and look at them.
 
-    python prepare_latents.py encode images=imagenet/train output=data/in256
-    accelerate launch --multi_gpu --num_processes 8 prepare_latents.py encode images=imagenet/train output=data/in256
-    python prepare_latents.py convert path=imagenet256_latent_lmdb/train output=data/in256
-    python prepare_latents.py inspect path=data/in256
+    python prepare_latents.py encode images=imagenet/train output=data/imagenet256
+    accelerate launch --multi_gpu --num_processes 8 prepare_latents.py encode images=imagenet/train output=data/imagenet256
+    python prepare_latents.py convert path=imagenet256_latent_lmdb/train output=data/imagenet256
+    python prepare_latents.py inspect path=data/imagenet256
     python prepare_latents.py reference images=<folder> output=<file.npz>       # for fid.py
     python prepare_latents.py detector reference=<file.npz> output=detectors/<set>.safetensors  # for small pictures
     python prepare_latents.py fetch                      # the SD-VAE and Inception, once where there is a network

@@ -3,7 +3,7 @@
     python train.py model=tread                                  # the embedded digits, minutes on a laptop
     accelerate launch train.py model=tread                       # the same, with a process for each GPU
     python train.py model=dit                                    # the same network without routes
-    python train.py model=tread data=imagenet256 data.path=data/in256 model.backbone=DiT-XL/2
+    python train.py model=tread data=imagenet256 data.path=data/imagenet256 model.backbone=DiT-XL/2
     python train.py model=tread name=mine train.num_steps=2000   # any key of configs/ can be set
     python train.py model=dit name=tuned init_from=runs/mine     # from the weights of another run, without routes
     python train.py -m model=dit,tread seed=0,1,2                # six runs, one after another

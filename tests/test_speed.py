@@ -193,7 +193,10 @@ def test_without_triton_or_its_compiler_auto_compiles_nothing_and_blocks_is_refu
         speed._missing_for_triton.cache_clear()
 
 
-def test_bf16_without_bfloat16_is_refused(monkeypatch):
+def test_compilation_without_a_compiler_and_bf16_without_bfloat16_are_refused(monkeypatch):
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    with pytest.raises(UserError, match=r"train.compile=blocks .*install g\+\+"):
+        check_machine(SimpleNamespace(precision="fp32", compile="blocks"), CPU)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
     with pytest.raises(UserError, match="train.precision=bf16: Some GPU"):

@@ -67,13 +67,15 @@ def check_machine(train, device: torch.device) -> None:
 def check_compile(key: str, mode: str, device: torch.device) -> None:
     """Say that compilation takes a while, or warn where `auto` would compile but cannot.
 
-    Raises UserError if `blocks` needs what a GPU's machine lacks; `key` is named in the message.
+    Raises UserError if `blocks` needs a compiler that is not installed; `key` is named in the message.
     """
     missing = _missing_for_triton() if device.type == "cuda" else None
     if mode == "auto" and missing:
         log.warning("%s=auto compiles nothing, which makes steps slower: torch.compile needs %s", key, missing)
     if resolve_compile(mode, device) == "none":
         return
+    if device.type == "cpu" and shutil.which(os.environ.get("CXX", "g++")) is None:
+        missing = "a C++ compiler, which is not installed; install g++"
     if missing:
         raise UserError(f"{key}={mode} needs {missing}, or use {key}=none")
     log.info("%s=%s: the first step takes about a minute longer, once", key, mode)

@@ -3,7 +3,7 @@
     python -m extras.benchmarks step 'variants=[model=dit,model=tread]' model.backbone=DiT-S/2 train.batch_size=8
     python -m extras.benchmarks step 'variants=[model=dit,model=tread train.compile=blocks]' train.precision=fp32
     accelerate launch --multi_gpu --num_processes 8 -m extras.benchmarks step 'variants=[train.parallel=ddp,train.parallel=fsdp]'
-    python -m extras.benchmarks loader 'variants=[data.num_workers=0,data.num_workers=4]' data.path=data/in256 steps=200
+    python -m extras.benchmarks loader 'variants=[data.num_workers=0,data.num_workers=4]' data.path=data/imagenet256 steps=200
     python -m extras.benchmarks sampling 'variants=[guidance=none,guidance=cfg]' model.backbone=DiT-S/2 sample.batch_size=4
     python -m extras.benchmarks evaluation num_samples=5000
     python -m extras.benchmarks gpu                      # `make gpu`: tests/gpu and all of these, with one file of results

@@ -6,13 +6,13 @@ learning rate of each arm, those of 2,000 compare the arms.
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from statistics import fmean, stdev
 
 from scipy.stats import ttest_ind
 
-from common.files import read_lines
 from common.types import Text
 from evaluations.results import markdown_table
 from evaluations.suite import format_metric
@@ -23,11 +23,12 @@ CHOSEN_BY, KEYS = "fd_fashion", ("num_samples", "arm", "guidance", "lr")
 
 def evidence(results: Text = str(RESULTS)) -> None:
     """Print every mean ± deviation over seeds, and by how much C differs from A and B, each at its best learning rate."""
-    lines = sorted(read_lines(Path(results)), key=lambda line: line["step"])
-    last = {(*(line[key] for key in KEYS), name, line["seed"]): x for line in lines for name, x in line["metrics"].items()}
+    lines = sorted(map(json.loads, Path(results).read_text(encoding="utf-8").splitlines()), key=lambda line: line["step"])
+    last = {tuple(line[key] for key in (*KEYS, "seed")): line["metrics"] for line in lines}
     found: dict[tuple, list[float]] = {}  # (*KEYS, metric) -> a value per seed
-    for key, value in last.items():
-        found.setdefault(key[:-1], []).append(value)
+    for (*key, _), metrics in last.items():
+        for name, value in metrics.items():
+            found.setdefault((*key, name), []).append(value)
     rows = []
     for (*key, name), values in sorted(found.items()):
         mean = " ± ".join(format_metric(name, x) for x in (fmean(values), *([stdev(values)] if values[1:] else [])))

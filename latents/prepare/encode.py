@@ -38,7 +38,7 @@ class Encoding:
     labels: Literal["auto", "none"] = "auto"  # none: all images of a folder are of one class
     root: str = "datasets"  # of torchvision's sets: the folder that has the files, or gets them from the network
     split: str = "train"  # of torchvision's sets: train | test, or another that the set has
-    resolution: Resolution = 256  # of the square that ADM's centre crop leaves, in pixels
+    resolution: Resolution = 256  # of the square that ADM's centre crop leaves, in pixels; at most 65,536
     pad: Whole = 0  # black pixels that are added to every side before the crop: pad=2 makes 32x32 of 28x28
     grey: bool = False  # keep the brightness alone, as one channel, with autoencoder=identity
     autoencoder: Annotated[str, Field(pattern="^(identity|(sd|va)-vae:.+)$")] = SD_VAE
@@ -48,7 +48,7 @@ class Encoding:
     normalize: bool = False  # the network sees each channel with mean 0 and standard deviation 1, measured over all latents
     latents_stats: str | None = None  # file of LightningDiT: the network sees each channel by its mean and standard deviation
     sigma_data: Positive | None = None  # the network sees all values with this deviation: 0.5 for EDM
-    num_classes: NumClasses | None = None  # null: as the class names or the labels have it
+    num_classes: NumClasses | None = None  # at most 1,000,000; null: as the class names or the labels have it
     precision: Literal["fp32", "bf16"] = "fp32"  # of the autoencoder; bf16 is for GPUs
     dtype: Dtype = "float16"  # of the stored latents
     seed: Whole = 0  # of kind=sample
