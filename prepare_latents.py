@@ -30,15 +30,12 @@ import logging
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
 
 from common.errors import UserError
 from common.files import whole_file
 from common.types import Autoencoder, Count, Positive, Text
-from configs.schema import DetectorSettings
 from evaluations.classifiers import train_detector
-from evaluations.features import write_reference
-from evaluations.images import labelled_grid, open_images
+from evaluations.images import labelled_grid, open_images, read_ahead, write_npz
 from latents import autoencoders
 from latents.prepare.encode import NOT_OF_THE_LATENTS, Encoding, encode_images
 from latents.prepare.images import count_classes, open_labelled_images
@@ -48,7 +45,6 @@ from latents.prepare.torchvision_sets import TORCHVISION, TorchvisionImages
 from latents.prepare.write import ShardWriter
 from latents.shards import LatentDataset, ShardInfo, shard_files
 from latents.torch_files import read_channel_statistics
-from sampling.evaluator import build_detectors
 from sampling.processes import leave
 from training import machine
 
@@ -149,33 +145,19 @@ def inspect(
     log.info("nothing wrong was found")
 
 
-def reference(
-    images: Text,
-    output: Text,
-    resolution: Count | None = None,
-    weights: Text | None = None,
-    statistics: bool = True,
-    detectors: list[Literal["inception", "dinov2"]] | None = None,
-    dinov2_weights: Text | None = None,
-    cpu_threads: Count | None = None,
-) -> None:
-    """Write images as a reference batch for fid.py: arr_0, and each detector's mean and covariance.
+def reference(images: Text, output: Text, resolution: Count | None = None) -> None:
+    """Write images as a reference batch for fid.py, which caches their features beside it at the first evaluation.
 
     Args:
         images: a folder of images, an .npz, or a folder of shards of pixels, whose labels are kept.
         resolution: crop images of a folder to this size as encode does; null: they are of one size and taken as they are.
-        weights: file of Inception's weights; null: downloaded.
-        statistics: false: no detector is needed, and every evaluation computes its own.
-        detectors: of inception and dinov2; null: [inception].
-        dinov2_weights: file of DINOv2's ViT-L/14; null: from the Hugging Face hub.
     """
-    if not output.endswith(".npz"):
-        raise UserError(f"output={output} must end in .npz")
+    if not output.endswith(".npz") or Path(output).exists():
+        raise UserError(f"output={output} must be a new file whose name ends in .npz")
     is_shards = Path(images).is_dir() and shard_files(Path(images))
     image_set = PixelShards(images) if is_shards else open_images(images, convert_to_rgb=True, crop=resolution)
-    settings = DetectorSettings(detector=detectors or ["inception"], weights=weights, dinov2_weights=dinov2_weights)
-    built = build_detectors(settings, machine.start_accelerator(cpu_threads)) if statistics else []
-    write_reference(image_set, Path(output), built)
+    singles = (image for batch in read_ahead(image_set.batches(64)) for image in batch)
+    write_npz(Path(output), singles, image_set.shape, image_set.labels)
     log.info("wrote %s", output)
 
 

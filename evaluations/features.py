@@ -21,7 +21,7 @@ from torch import Tensor
 from common.errors import UserError
 from common.files import write_file
 from common.progress import progress_bar
-from evaluations.images import STATISTICS_KEYS, ImageSet, read_ahead, write_npz
+from evaluations.images import ImageSet, read_ahead
 from evaluations.metrics import Statistics, statistics_of
 
 log = logging.getLogger(__name__)
@@ -155,19 +155,3 @@ def write_cache(images: ImageSet, detector: Detector, features: Features) -> Fea
     except UserError as e:
         log.warning("%s; the features will be computed at every start", e)
     return replace(features, statistics=statistics)
-
-
-def write_reference(images: ImageSet, output: Path, detectors: Sequence[Detector] = (), batch_size: int = 64) -> None:
-    """Make a reference batch of a set of images, in ADM's format. Raises UserError where the output exists.
-
-    Args:
-        detectors: inception and dinov2, whose statistics are stored as well; evaluations then need not compute them.
-    """
-    if output.exists():
-        raise UserError(f"{output} exists; nothing was written")
-    statistics = {}
-    for features in features_of_images(images, detectors, batch_size, 0, len(images)) if detectors else ():
-        layers = {(features.detector, name): x for name, x in features.tensors().items()}
-        statistics |= {layer: statistics_of(x) for layer, x in layers.items() if layer in STATISTICS_KEYS}
-    singles = (image for batch in read_ahead(images.batches(batch_size)) for image in batch)
-    write_npz(output, singles, images.shape, images.labels, statistics)

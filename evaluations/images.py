@@ -1,8 +1,8 @@
 """Sets of uint8 images on disk, read in batches in a fixed order: a folder of them, or ADM's .npz.
 
 ADM's .npz holds `arr_0`, uint8 [N, H, W, 3], labels as `arr_1`, and statistics of features: `mu` [2048] and `sigma` of
-Inception's pooled features, `mu_s` [2023] and `sigma_s` of its spatial ones. Ours may hold `labels` instead of `arr_1`, and
-`mu_dinov2` [1024] and `sigma_dinov2`, of DINOv2's class token.
+Inception's pooled features, `mu_s` [2023] and `sigma_s` of its spatial ones. `labels` may stand for `arr_1`, as in files of this
+project, and `mu_dinov2` [1024] and `sigma_dinov2` for statistics of DINOv2's class token.
 """
 
 from __future__ import annotations
@@ -143,11 +143,7 @@ class ImageFolder:
 
 
 def write_npz(
-    path: Path,
-    images: Iterable[np.ndarray],
-    shape: tuple[int, int, int, int],
-    labels: np.ndarray | None = None,
-    statistics: dict[tuple[str, str], Statistics] | None = None,
+    path: Path, images: Iterable[np.ndarray], shape: tuple[int, int, int, int], labels: np.ndarray | None = None
 ) -> None:
     """Write images one by one, so that 50,000 of them need no memory. The file appears when it is complete.
 
@@ -155,15 +151,10 @@ def write_npz(
         images: N arrays, uint8 [H, W, 3].
         shape: (N, H, W, 3).
         labels: [N] integers.
-        statistics: by (detector, layer), as in STATISTICS_KEYS.
 
     Raises:
         UserError: images of another shape or type; the file cannot be written.
     """
-    arrays = {} if labels is None else {"labels": np.asarray(labels, dtype=np.int64)}
-    for layer, known in (statistics or {}).items():
-        mu, sigma, _ = STATISTICS_KEYS[layer]
-        arrays |= {mu: known.mu.numpy(), sigma: known.sigma.numpy()}
     with whole_file(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         with archive.open("arr_0.npy", "w", force_zip64=True) as f:
             np.lib.format.write_array_header_1_0(f, {"descr": "|u1", "fortran_order": False, "shape": shape})
@@ -171,9 +162,9 @@ def write_npz(
                 if image.dtype != np.uint8 or image.shape != shape[1:]:
                     raise UserError(f"{path}: an image is {image.dtype} {image.shape}, not uint8 {shape[1:]}")
                 f.write(np.ascontiguousarray(image).data)
-        for key, array in arrays.items():
-            with archive.open(f"{key}.npy", "w", force_zip64=True) as f:
-                np.lib.format.write_array(f, array)
+        if labels is not None:
+            with archive.open("labels.npy", "w") as f:
+                np.lib.format.write_array(f, np.asarray(labels, dtype=np.int64))
 
 
 class NpzImages:

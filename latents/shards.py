@@ -24,13 +24,14 @@ from safetensors.torch import save
 from torch import Tensor
 
 from common.errors import UserError
-from common.files import write_file
+from common.files import read_json, write_file
 from common.types import Number, Positive
 from latents.autoencoders import to_uint8
-from latents.manifest import MANIFEST, UNFINISHED, check_files, read_manifest
 from latents.reader import FileReader
 
 KINDS = ("sample", "moments")
+MANIFEST = "manifest.json"  # what a folder of shards holds, written once it is complete
+UNFINISHED = ".unfinished"  # a folder beside the shards, as long as some of them are missing
 _STORED = ("latents", "latents_flip")
 NumClasses = Annotated[int, Field(ge=1, le=10**6)]  # beyond, tables over classes and images would not fit into memory
 Resolution = Annotated[int, Field(ge=1, le=2**16)]
@@ -129,6 +130,17 @@ def shard_files(folder: Path) -> list[Path]:
     return sorted(f for f in folder.glob("*.safetensors") if not f.name.startswith("."))
 
 
+def read_manifest(folder: Path) -> dict | None:
+    """The manifest of a folder, or None where there is none. Raises UserError where it is not one of latents."""
+    file = folder / MANIFEST
+    if not file.exists():
+        return None
+    manifest = read_json(file)
+    if not (isinstance(manifest, dict) and {"shards", "settings", "fingerprint"} <= manifest.keys()):
+        raise UserError(f"{file} is not a manifest of latent shards; make the folder again, or remove this file")
+    return manifest
+
+
 class LatentDataset:
     """All shards of a folder as one array of latents, read by index.
 
@@ -156,8 +168,6 @@ class LatentDataset:
             raise UserError(f"{self.path} is not finished: run the prepare_latents.py command that makes it again; it continues")
         if not self.files:
             raise UserError(f"{self.path} holds no latent shards (*.safetensors), which encode and convert make")
-        if check_folder and manifest is not None:
-            check_files(self.path, self.files, manifest)
         infos, shards, offsets = zip(*map(_open_shard, self.files))
         layouts = [(i, sorted(shard), shard["latents"].dtype, shard["latents"].shape[1:]) for i, shard in zip(infos, shards)]
         for file, layout in zip(self.files, layouts):
@@ -178,7 +188,7 @@ class LatentDataset:
         self.channels = channels // (1 + (self.info.kind == "moments"))
         self.class_names: list[str] | None = (manifest or {}).get("class_names")
         if check_folder and manifest is not None and manifest["fingerprint"] != self.fingerprint():
-            raise UserError(f"{self.path}: the shards have changed since {MANIFEST} was written; inspect says which")
+            raise UserError(f"{self.path}: the shards are not those that {MANIFEST} describes; inspect says which")
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -2,21 +2,17 @@
 
 import json
 
-import numpy as np
 import pytest
 import torch
 from conftest import REPOSITORY, checked, forget_accelerate, metrics
 from stand_ins import untrained_encoder
 
 import fid as fid_script
-import prepare_latents
-from common.errors import UserError
 from evaluations import vit
 from evaluations.images import STATISTICS_KEYS, open_images, write_npz
 from evaluations.metrics import frechet_distance
 from evaluations.suite import evaluate
 from evaluations.vit import DINOv2Detector
-from sampling.evaluator import open_reference
 
 PUBLISHED = vit.DINOV2_L  # before a tiny one takes its place
 
@@ -83,18 +79,3 @@ def test_training_and_fid_give_the_same_figures_of_both_detectors(train, tmp_pat
     _, alone = by_fid("evaluation.detector=dinov2")  # the command's one replaces the run's two
     assert [*alone["metrics"]] == ["fd_dinov2", "precision_dinov2", "recall_dinov2"]
     assert alone["metrics"]["fd_dinov2"] == pytest.approx(point["metrics"]["fd_dinov2"], rel=1e-6)
-
-
-def test_statistics_of_both_detectors_are_written_and_used(tmp_path, images, reference, tiny, inception_weights):
-    forget_accelerate()
-    written = tmp_path / "both.npz"
-    command = ["reference", f"images={reference}", f"output={written}", f"weights={inception_weights}", "cpu_threads=1"]
-    prepare_latents.main([*command, "detectors=[inception,dinov2]", f"dinov2_weights={tiny}"])
-    with np.load(written) as stored:
-        keys = ["arr_0", "mu", "mu_dinov2", "mu_s", "sigma", "sigma_dinov2", "sigma_s"]
-        assert sorted(stored.files) == keys
-        expected = np.cov(DINOv2Detector(tiny).features(images[:12]).pool.double().numpy(), rowvar=False)
-        np.testing.assert_allclose(stored["sigma_dinov2"], expected, atol=1e-6 * np.abs(expected).max())
-        np.savez(tmp_path / "adm.npz", mu=stored["mu"], sigma=stored["sigma"])
-    with pytest.raises(UserError, match=r"r=.*adm.npz holds no images and no statistics of the dinov2 detector"):
-        open_reference(str(tmp_path / "adm.npz"), "r", ["inception", "dinov2"])

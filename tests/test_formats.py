@@ -13,7 +13,7 @@ from test_webdataset import npy_members, sd_moments, write_tar
 
 from common.errors import UserError
 from latents.autoencoders import SD_SCALE
-from latents.prepare.formats import open_latents, settle_header
+from latents.prepare.formats import REPAFolder, open_latents, settle_header
 
 
 def write_lmdb(folder, latents, labels, length=None, leave_out=()):
@@ -177,7 +177,7 @@ def test_bad_means_and_stds_are_refused_by_name(tmp_path, damage, message):
     write_repa(tmp_path, as_mean_and_std(sd_moments(3)), [0, 1, 2])
     damage(tmp_path)
     with pytest.raises(UserError, match=message):
-        open_latents(tmp_path, format="repa").read(0, 3)
+        REPAFolder(tmp_path).read(0, 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -228,18 +228,18 @@ def test_bad_statistics_of_lightningdit_are_refused_by_name(tmp_path, statistics
         open_latents(tmp_path)
 
 
-def test_what_fits_no_format_or_several_needs_the_key_and_native_shards_are_not_converted(tmp_path):
+def test_what_fits_no_format_or_several_is_refused_and_native_shards_are_not_converted(tmp_path):
     make_shard(tmp_path / "native" / "a.safetensors")
     with pytest.raises(UserError, match="a.safetensors is a native shard, which training reads as it is"):
         open_latents(tmp_path / "native")
     for path in (tmp_path / "nowhere", tmp_path):
-        with pytest.raises(UserError, match=f"path={path} fits no format; give format=, one of maskdit_lmdb, webdataset"):
+        with pytest.raises(UserError, match=f"path={path} looks like none of MaskDiTLMDB, Tars, .*; give the file or folder"):
             open_latents(path)
     save_file(GOOD, tmp_path / "a.safetensors")
     write_tar(tmp_path / "a.tar", npy_members(sd_moments(1), [0]))
-    with pytest.raises(UserError, match="fits webdataset and lightningdit; give format="):
+    with pytest.raises(UserError, match="looks like Tars and LightningDiTFolder; give the file or folder of one format"):
         open_latents(tmp_path)
-    assert open_latents(tmp_path, format="lightningdit").kind == "sample"
+    assert open_latents(tmp_path / "a.safetensors").kind == "sample"
 
 
 def test_what_a_format_does_not_say_is_asked_for_by_its_key(tmp_path):

@@ -49,7 +49,7 @@ def prepared(fashion, tmp_path_factory):
     """A folder with latents/, fashion.npz and fashion.safetensors, made by the documented commands."""
     folder = tmp_path_factory.mktemp("prepared")
     encode("FashionMNIST", fashion[0], folder / "latents", "pad=2", "grey=true", "sigma_data=0.5")
-    prepare_latents.main(["reference", f"images={folder / 'latents'}", f"output={folder / 'fashion.npz'}", "statistics=false"])
+    prepare_latents.main(["reference", f"images={folder / 'latents'}", f"output={folder / 'fashion.npz'}"])
     forget_accelerate()
     prepared = [f"reference={folder / 'fashion.npz'}", f"output={folder / 'fashion.safetensors'}"]
     prepare_latents.main(["detector", *prepared, "num_epochs=3", "cpu_threads=1"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import signal
@@ -41,20 +40,14 @@ class StopSignal:
     A thread counts the signals; the C-level handler wakes it. Python's own handlers run only between bytecodes of the main
     thread: two signals within one backward, which can take seconds on a CPU, would arrive late and as one. The thread also
     notices when the launcher that started this process has ended.
-
-    Args:
-        patience: how long a process waits for the others, before it ends with an error that names those that are missing.
     """
 
-    def __init__(self, patience: timedelta = PATIENCE):
+    def __init__(self):
         self._asked = False
         self.signum: int | None = None  # that this process was first asked to stop by
-        self._patience = patience
-        self._num_calls = 0
-        self._group = self._store = None
+        self._group = None
         if dist.is_initialized() and dist.get_world_size() > 1:
-            self._group = dist.new_group(backend="gloo", timeout=patience)
-            self._store = dist.PrefixStore("stop", dist.distributed_c10d._get_default_store())
+            self._group = dist.new_group(backend="gloo", timeout=PATIENCE)
         self._pending: tuple[dist.Work, torch.Tensor] | None = None
         # A warning that somebody handles or ignores already stays theirs: nohup ignores SIGHUP.
         self._signals = [s for s in STOP_SIGNALS if s in URGENT or signal.getsignal(s) == signal.SIG_DFL]
@@ -103,7 +96,6 @@ class StopSignal:
             return here
         answer = self.finish()
         flag = torch.tensor([int(here)])
-        self._num_calls += 1
         self._pending = (dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True), flag)
         return answer
 
@@ -115,32 +107,18 @@ class StopSignal:
         """Wait for the all-reduce of the step before, and return its answer. Every process must call it after the last step.
 
         Raises:
-            UserError: a process did not call `requested` within the patience, or has ended.
+            UserError: a process did not call `requested` within PATIENCE, or has ended.
         """
         if self._pending is None:
             return False
         work, flag = self._pending
         self._pending = None
-        start_sec = time.monotonic()
-        with contextlib.suppress(RuntimeError):
-            work.wait(self._patience / 10)
         try:
-            if not work.is_completed():
-                self._store.set(f"{self._num_calls}/{dist.get_rank()}", "")  # this process waits, too: it is not missing
             work.wait()
         except RuntimeError as e:
-            late = timedelta(seconds=time.monotonic() - start_sec) > self._patience / 2
-            raise UserError(self._missing() if late else f"the connection to another process broke: {e}") from e
+            words = f"another process has ended, or does not come for {PATIENCE / timedelta(minutes=1):g} minutes"
+            raise UserError(f"{words}; the same command resumes the run: {e}") from e
         return bool(flag.item())
-
-    def _missing(self) -> str:
-        """The processes that do not wait here."""
-        missing = []
-        with contextlib.suppress(RuntimeError):  # the store ends with the process that holds it
-            others = (rank for rank in range(dist.get_world_size()) if rank != dist.get_rank())
-            missing = [f"process {rank}" for rank in others if not self._store.check([f"{self._num_calls}/{rank}"])]
-        minutes, names = self._patience / timedelta(minutes=1), ", ".join(missing) or "another process"
-        return f"waited {minutes:g} minutes for {names}: it hangs, or is that much slower. The same command resumes the run"
 
     def close(self) -> None:
         """Restore the handlers from before."""

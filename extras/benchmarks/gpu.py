@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
-from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryFile
 from typing import Literal
 
 import torch
@@ -66,18 +63,10 @@ def run_parts(parts: dict[str, tuple[float, str]], file: Path) -> None:
 
 def run_python(arguments: str, limit_sec: float) -> tuple[str | None, str]:
     """(None, what it printed) or, if it fails or takes too long, (the reason, the end of what it wrote)."""
-    with TemporaryDirectory() as folder:
-        files = [Path(folder) / "stdout", Path(folder) / "stderr"]
-        with files[0].open("wb") as out, files[1].open("wb") as err:
-            how = {"cwd": REPOSITORY, "stdout": out, "stderr": err, "start_new_session": True}
-            process = subprocess.Popen([sys.executable, *shlex.split(arguments)], **how)
-            try:
-                code = process.wait(limit_sec)
-                problem = f"exit code {code}" if code else None
-            except subprocess.TimeoutExpired:
-                problem = f"stopped after {limit_sec:g} s"
-            finally:
-                with suppress(ProcessLookupError):  # its compilers and launchers too
-                    os.killpg(process.pid, signal.SIGKILL)
-        written = [file.read_text(encoding="utf-8", errors="replace") for file in files]
+    with TemporaryFile() as out, TemporaryFile() as err:  # not pipes, which what a part leaves running would keep open
+        # coreutils' timeout stops the launchers and compilers that a part started, too.
+        command = ["timeout", "--kill-after=5", f"{limit_sec}", sys.executable, *shlex.split(arguments)]
+        code = subprocess.run(command, cwd=REPOSITORY, stdout=out, stderr=err, check=False).returncode
+        problem = f"stopped after {limit_sec:g} s" if code == 124 else f"exit code {code}" if code else None
+        written = [file.seek(0) or file.read().decode(errors="replace") for file in (out, err)]
     return problem, f"```text\n{written[0][-4000:]}{written[1][-4000:]}\n```" if problem else written[0]

@@ -10,7 +10,7 @@ import torch
 
 from common.progress import progress_bar
 from common.types import Autoencoder, Count, Positive, Text
-from latents.prepare.formats import FORMATS, open_latents, settle_header
+from latents.prepare.formats import open_latents, settle_header
 from latents.prepare.write import SHARD_SIZE, Dtype, Kind, ShardWriter
 from latents.shards import pack_images
 
@@ -20,7 +20,6 @@ log = logging.getLogger(__name__)
 def convert(
     path: Text,
     output: Text,
-    format: Literal[("auto", *FORMATS)] = "auto",
     kind: Kind | None = None,
     scale: Positive | None = None,
     scale_factor: Positive | None = None,
@@ -36,8 +35,7 @@ def convert(
 
     Args:
         path: where they are.
-        format: auto | maskdit_lmdb | webdataset | fast_dit | repa | lightningdit.
-        kind: moments | sample, where the format does not say it (webdataset).
+        kind: moments | sample, where the format does not say it (tars).
         scale: what samples were multiplied by before they were stored (1, or 0.18215), where the format does not say it; shards
             hold them without.
         scale_factor: what the network's input is multiplied by; null: as the autoencoder has it.
@@ -50,7 +48,7 @@ def convert(
         keep_images: none | jpeg: put the images that lie beside REPA's latents into the shards, for alignment.
         dtype: of the stored latents.
     """
-    source = open_latents(path, format)
+    source = open_latents(path)
     log.info("%s: %d items, %s. %s", path, len(source.labels), type(source).__name__, source.statement)
     given = {"scale_factor": scale_factor, "resolution": resolution, "num_classes": num_classes}
     info, scale = settle_header(source, kind, scale, autoencoder, normalize, **given)

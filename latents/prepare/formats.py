@@ -226,28 +226,21 @@ class LightningDiTFolder(LatentSource):
             return [f.get_slice(name)[row].float().numpy() for name in ("latents", "latents_flip")[: 1 + self.has_flips]]
 
 
-FORMATS = {
-    "maskdit_lmdb": MaskDiTLMDB,
-    "webdataset": Tars,
-    "fast_dit": FastDiTFolder,
-    "repa": REPAFolder,
-    "lightningdit": LightningDiTFolder,
-}
+FORMATS = (MaskDiTLMDB, Tars, FastDiTFolder, REPAFolder, LightningDiTFolder)
 
 
-def open_latents(path: str | Path, format: str = "auto") -> LatentSource:
-    """Open latents of another project, of `format`, one of FORMATS, or `auto`: the one whose signs the path shows.
+def open_latents(path: str | Path) -> LatentSource:
+    """Open latents of another project, of the format whose signs the path shows.
 
     Raises:
         UserError: no format or several fit; files that are missing, damaged or of another format.
     """
     path = Path(path)
-    if format == "auto":
-        fitting = [name for name, of in FORMATS.items() if any(path.match(sign) or any(path.glob(sign)) for sign in of.signs)]
-        if len(fitting) != 1:
-            raise UserError(f"path={path} fits {' and '.join(fitting) or 'no format'}; give format=, one of {', '.join(FORMATS)}")
-        format = fitting[0]
-    return FORMATS[format](path)
+    fitting = [of for of in FORMATS if any(path.match(sign) or any(path.glob(sign)) for sign in of.signs)]
+    if len(fitting) != 1:
+        found = " and ".join(of.__name__ for of in fitting) or f"none of {', '.join(of.__name__ for of in FORMATS)}"
+        raise UserError(f"path={path} looks like {found}; give the file or folder of one format, as docs/data.md names them")
+    return fitting[0](path)
 
 
 def settle_header(

@@ -13,9 +13,16 @@ from common.files import hash_file
 from common.progress import progress_bar
 from evaluations.images import adm_center_crop, read_rgb
 from latents.channel_statistics import channel_sums, mean_and_std, overall_std
-from latents.manifest import MANIFEST, UNFINISHED, check_files, read_manifest
 from latents.prepare.images import open_labelled_images
-from latents.shards import LatentDataset, mean_and_log_variance, normalize_latents, spread_items
+from latents.shards import (
+    MANIFEST,
+    UNFINISHED,
+    LatentDataset,
+    mean_and_log_variance,
+    normalize_latents,
+    read_manifest,
+    spread_items,
+)
 
 # Times sigma_data. SD-VAE latents at their scale come to 1.5 to 2 times 0.5; unscaled ones to 10, scaled twice to 0.3.
 USUAL_STD = (0.5, 4.0)
@@ -62,14 +69,14 @@ def _inspect_files(dataset: LatentDataset, found: Findings) -> None:
         if (dataset.path / UNFINISHED).exists():
             found.problems.append("not finished: run the command that makes it again")
         return
-    try:
-        check_files(dataset.path, dataset.files, manifest)
-    except UserError as e:
-        found.problems.append(str(e))
-    hashes = {record.get("hash") for record in manifest["shards"]}
-    changed = [file for file in dataset.files if hash_file(file) not in hashes]
-    found.problems += [f"{file} is not the file that {MANIFEST} describes: its checksum differs" for file in changed]
-    found.lines.append(f"{len(dataset.files) - len(changed)} checksums agree with {MANIFEST}")
+    listed = {record["file"]: record["hash"] for record in manifest["shards"] if record["file"]}
+    hashes = {file.name: hash_file(file) for file in dataset.files}
+    for name in sorted(listed.keys() | hashes.keys()):
+        if name not in hashes or name not in listed:
+            found.problems.append(f"{dataset.path / name} is {f'in {MANIFEST}' if name in listed else 'in the folder'} alone")
+        elif hashes[name] != listed[name]:
+            found.problems.append(f"{dataset.path / name} is not the file that {MANIFEST} describes: its checksum differs")
+    found.lines.append(f"{len(listed.items() & hashes.items())} checksums agree with {MANIFEST}")
     found.lines.append(f"{len(manifest['left_out'])} items were left out when it was made")
 
 

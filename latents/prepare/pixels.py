@@ -13,7 +13,7 @@ from latents.shards import LatentDataset, mean_and_log_variance
 
 
 class PixelShards:
-    """A folder of shards as a set of images, like `evaluations.images.ImageFolder`; grey becomes RGB.
+    """The images of a folder of shards; grey becomes RGB.
 
     Attributes:
         shape: (N, H, W, 3).
@@ -24,18 +24,15 @@ class PixelShards:
     """
 
     def __init__(self, path: str | Path):
-        self.path, self.dataset, self.statistics = Path(path), LatentDataset(path), {}
+        self.dataset = LatentDataset(path)
         if self.dataset.info.autoencoder != "identity":
             raise UserError(f"images={path} holds latents of {self.dataset.info.autoencoder}; give the images they were made of")
         self.shape = (len(self.dataset), self.dataset.height, self.dataset.width, 3)
-        self.labels, self.fingerprint = self.dataset.labels, self.dataset.fingerprint
+        self.labels = self.dataset.labels
 
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def batches(self, batch_size: int, start: int = 0, stop: int | None = None) -> Iterator[np.ndarray]:
-        """As `NpzImages.batches`."""
-        numbers = np.arange(len(self))[start:stop]
+    def batches(self, batch_size: int) -> Iterator[np.ndarray]:
+        """Images in order, uint8 [b, H, W, 3] each."""
+        numbers = np.arange(len(self.dataset))
         for i in range(0, len(numbers), batch_size):
             batch = numbers[i : i + batch_size]
             stored, _ = self.dataset.fetch(batch, np.zeros(len(batch), dtype=bool))

@@ -24,8 +24,7 @@ from common.errors import UserError
 from common.files import hash_bytes, hash_file, lock_file, read_json, remove_leftovers, write_file
 from common.progress import progress_bar
 from latents.channel_statistics import channel_sums, mean_and_std, overall_std
-from latents.manifest import MANIFEST, UNFINISHED, read_manifest
-from latents.shards import KINDS, LatentDataset, ShardInfo, serialize_shard, shard_files
+from latents.shards import KINDS, MANIFEST, UNFINISHED, LatentDataset, ShardInfo, read_manifest, serialize_shard, shard_files
 
 log = logging.getLogger(__name__)
 
