@@ -1,4 +1,4 @@
-"""The error that a user can cause."""
+"""The error that a user can cause, and how those of parsers become it."""
 
 from __future__ import annotations
 

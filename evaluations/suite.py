@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean, stdev
 
 import torch
 from torch import Tensor
@@ -128,6 +129,11 @@ def format_metric(metric: str, value: float) -> str:
     """A value in the table's format; four significant digits for other names."""
     found = find_metric(metric)
     return f"{value:{found.format if found else '.4g'}}"
+
+
+def format_mean(metric: str, values: Sequence[float]) -> str:
+    """`40.00 ± 1.41`, mean and standard deviation (n - 1) in the table's format; the value alone where there is one."""
+    return " ± ".join(format_metric(metric, x) for x in (fmean(values), *([stdev(values)] if len(values) > 1 else [])))
 
 
 def format_metrics(values: dict[str, float]) -> str:

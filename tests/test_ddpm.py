@@ -61,7 +61,7 @@ def gaussian_denoiser(timesteps, share_of_beta=None):
 
 def moments(sampler, denoiser, num_samples=20000):
     noise = torch.randn(1, 1, 1, num_samples, generator=torch.Generator().manual_seed(0))
-    x = DDPM(sampler).sampler(denoiser, noise, LABELS[:1], SeedRandom([5], torch.device("cpu")))
+    x = sampler(denoiser, noise, LABELS[:1], SeedRandom([5], torch.device("cpu")))
     return x.mean().item(), x.std().item()
 
 
@@ -79,7 +79,7 @@ def test_ancestral_steps_with_the_exact_variance_give_the_data_back_and_with_oth
 def test_ddim_is_the_exact_map_between_the_gaussians():
     sampler = AncestralSampler(1000, "ddim")
     noise = torch.linspace(-2, 2, 9).reshape(1, 1, 1, 9)
-    x = DDPM(sampler).sampler(gaussian_denoiser(sampler.timesteps()), noise, LABELS[:1])
+    x = sampler(gaussian_denoiser(sampler.timesteps()), noise, LABELS[:1])
     assert torch.allclose(x, MEAN + STD * noise, atol=0.01)
 
 

@@ -108,7 +108,7 @@ def test_the_denoiser_is_called_at_the_levels_that_the_sampler_names_and_noise_a
         seen.append(sigma[0].item())
         return gaussian_denoiser(x, sigma, y)
 
-    out = EDM(sampler=sampler).sampler(denoiser, torch.randn(4, 1, 2, 2), LABELS, random)
+    out = sampler(denoiser, torch.randn(4, 1, 2, 2), LABELS, random)
     assert len(seen) == 15 and out.dtype == torch.float32
     assert sorted(set(seen), reverse=True) == pytest.approx(sampler.evaluated_levels())
     inside = sum(0.05 <= level <= 20.0 for level in sampler.noise_levels()[:-1])

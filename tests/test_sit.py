@@ -99,7 +99,7 @@ def test_the_denoiser_is_called_at_the_levels_that_the_sampler_names(solver, eva
         return gaussian_posterior_mean(x, t, y)
 
     sampler = FlowSampler(num_steps=5, solver=solver)
-    out = SiT(sampler=sampler).sampler(denoiser, torch.randn(4, 1, 2, 2), LABELS, GeneratorRandom(4, 0))
+    out = sampler(denoiser, torch.randn(4, 1, 2, 2), LABELS, GeneratorRandom(4, 0))
     assert len(seen) == evaluations and out.dtype == torch.float32
     assert sorted(set(seen), reverse=True) == pytest.approx(sampler.evaluated_levels())
 

@@ -55,11 +55,9 @@ def test_evaluation_uses_all_tokens_and_a_ratio_of_1_runs_no_block_of_a_route():
     x, t, y, _ = inputs()
     state = torch.get_rng_state()
     dense = net(x, t, y)
-    assert (
-        torch.equal(torch.get_rng_state(), state)
-        and torch.equal(dense, net(x, t, y, route_scores=torch.rand(3, 1, N)))
-        and torch.equal(dense, net(x, t, y, selection_ratios=0.0))
-    )
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(dense, net(x, t, y, route_scores=torch.rand(3, 1, N)))
+    assert torch.equal(dense, net(x, t, y, selection_ratios=0.0))
     everything = torch.ones(3, dtype=torch.bool)
     calls = []
     for i, block in enumerate(net.blocks):

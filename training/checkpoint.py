@@ -201,11 +201,12 @@ def load(folder: Path) -> Checkpoint:
     state = _read_state(folder)
     with reading(folder / "optimizer.pt"):
         optimizer = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True, mmap=True)
-    tensors = {}
-    for name in ("model", "ema", *OTHERS):
+    others = {}
+    for name in OTHERS:
         with reading(file := folder / f"{name}.safetensors"):
-            tensors[name] = None if name in OTHERS and not file.exists() else load_file(file)
-    return Checkpoint(state.pop("step"), **tensors, optimizer=optimizer, state=state, config=read_config(folder))
+            others[name] = load_file(file) if file.exists() else None
+    model, ema = load_weights(folder, "raw"), load_weights(folder, "ema")
+    return Checkpoint(state.pop("step"), model, ema, optimizer, state, read_config(folder), **others)
 
 
 def check_tensors(file: Path, given: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:

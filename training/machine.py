@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import AcceleratorState, GradientState, is_initialized
 from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env
 
 from common.errors import UserError
@@ -41,8 +41,9 @@ def start_accelerator(
         importlib.import_module("torch.distributed.nn.functional")
     if not settings.get("cpu"):
         check_gpus()
-    # Of the run before, in a sweep: its networks lie in reference cycles. The processes stay connected.
-    gc.collect()
+    # Of the run before, in a sweep; the processes stay connected.
+    if is_initialized():
+        gc.collect()  # its networks lie in reference cycles
     AcceleratorState._reset_state()
     GradientState._reset_state()
     # Whatever accelerate is configured to compile, `compile` has compiled already.

@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 
 from scipy.stats import ttest_ind
 
 from common.types import Text
 from evaluations.results import markdown_table
-from evaluations.suite import format_metric
+from evaluations.suite import format_mean, format_metric
 
 RESULTS = Path(__file__).parent / "results/fashion_learning_rates.jsonl"
 CHOSEN_BY, KEYS = "fd_fashion", ("num_samples", "arm", "guidance", "lr")
@@ -31,8 +31,7 @@ def evidence(results: Text = str(RESULTS)) -> None:
             found.setdefault((*key, name), []).append(value)
     rows = []
     for (*key, name), values in sorted(found.items()):
-        mean = " ± ".join(format_metric(name, x) for x in (fmean(values), *([stdev(values)] if values[1:] else [])))
-        rows.append([*map(str, key), str(len(values)), name, mean])
+        rows.append([*map(str, key), str(len(values)), name, format_mean(name, values)])
     sys.stdout.write(markdown_table(["samples", "arm", "guidance", "lr", "seeds", "metric", "mean"], rows))
 
     chosen_by = [(fmean(values), key) for key, values in found.items() if (key[0], key[2], key[-1]) == (1000, "none", CHOSEN_BY)]

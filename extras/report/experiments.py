@@ -7,8 +7,9 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from configs.experiments import ROWS, compose_overrides
 from configs.schema import Role, role_of
@@ -128,12 +129,17 @@ def without_seed(name: str) -> str:
     return re.sub(r"[-_.]*seed[-_.=]*\d+", "", name)
 
 
+@cache
+def compose_row(name: str) -> DictConfig:
+    return compose_overrides([f"experiment={name}"])
+
+
 def changes_of(run: Run) -> dict[str, tuple[object, object]]:
     """(the row's value, the run's) of each key that the run changed of its row, without what the row leaves to the data."""
     if run.row.get("name") not in ROWS:
         return {}
     own = {key: run.config[key] for key in ("seed", "output_dir")}
-    composed = OmegaConf.merge(compose_overrides([f"experiment={run.row['name']}"]), own)
+    composed = OmegaConf.merge(compose_row(run.row["name"]), own)
     row = identity_of(flatten(OmegaConf.to_container(composed, resolve=True)))
     changed = {key: (row[key], value) for key, value in identity_of(run.config).items() if key in row and value != row[key]}
     return {key: values for key, values in changed.items() if not (key.startswith("data.") and values[0] is None)}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, stdev
+from statistics import fmean
 
-from evaluations.suite import find_metric, format_metric
+from evaluations.suite import find_metric, format_mean, format_metric
 from extras.report.experiments import Experiment, Figure, change_words, curve_measure, differences_from, leading_measure
 from extras.report.runs import LOSS, Measure
 
@@ -25,12 +25,6 @@ class Table:
     columns: Sequence[str]
     rows: list[dict[str, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-
-
-def figure_text(measure: Measure, figure: Figure) -> str:
-    """40.00 ± 1.41, with the digits that the table of metrics gives."""
-    spread = [stdev(figure.values)] if len(figure.values) > 1 else []
-    return " ± ".join(format_metric(measure.metric, value) for value in (figure.mean, *spread))
 
 
 def difference_text(measure: Measure, value: float, reference: float) -> str:
@@ -60,7 +54,8 @@ def results_table(experiments: Sequence[Experiment]) -> Table:
         if measures:
             measure = leading if leading in measures else measures[0]
             figure = one.curve(measure)[-1]
-            row["Measured"] = figure_text(measure, figure) + (f" ({measure.in_words()})" if measure != leading else "")
+            how = f" ({measure.in_words()})" if measure != leading else ""
+            row["Measured"] = format_mean(measure.metric, figure.values) + how
             row["Paper"] = paper_text(one, measure, figure)
             table.notes += [f"{one.label}: {note}" for note in figure_notes(one, figure)]
             if one.baseline is not None:
@@ -153,6 +148,6 @@ def figures_table(experiments: Sequence[Experiment]) -> Table:
             row = rows.setdefault(measure[1:], {"Experiment": one.label, "Samples": f"{num_samples:,}", "Guidance": guidance})
             row |= {"Step": f"{figure.step:,}", "Runs": str(len(figure.values)), "How": how}
             paper = f" (paper: {format_metric(metric, one.paper(measure))})" if one.has_paper(measure) else ""
-            row[metric] = figure_text(measure, figure) + paper
+            row[metric] = format_mean(metric, figure.values) + paper
         table.rows += rows.values()
     return table
