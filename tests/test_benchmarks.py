@@ -125,9 +125,11 @@ def test_the_evidence_compares_each_arm_at_its_best_rate_by_welchs_interval(tmp_
     values = {("A", 1): (10, 12), ("A", 2): (20, 21), ("C", 1): (9, 10), ("C", 2): (5, 6)}
     about = [(arm, lr, seed, n, v) for (arm, lr), vs in values.items() for seed, v in enumerate(vs) for n in (1000, 2000)]
     names = ("arm", "lr", "seed", "num_samples")
-    lines = [dict(zip(names, one), step=9, guidance="none", metrics={"fd_fashion": one[4]}) for one in about]
+    metrics = [{"fd_fashion": one[4], "class_agreement_fashion": one[4] / 99} for one in about]
+    lines = [dict(zip(names, one), step=9, guidance="none", metrics=values) for one, values in zip(about, metrics)]
     (tmp_path / "some.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    evidence(str(tmp_path / "some.jsonl"))
+    evidence(str(tmp_path / "some.jsonl"), plot=str(tmp_path / "curves.svg"))
+    assert "dense, 64 images, lr 1" in (tmp_path / "curves.svg").read_text()
     text = capsys.readouterr().out
     # Standard error (0.5 / 2 + 2 / 2)^0.5 = 1.118; degrees of freedom 1.25^2 / (0.25^2 + 1) = 1.47, so t = 6.23.
     assert "| 1000 | A | none | 1 | 2 | fd_fashion | 11.00 ± 1.41 |" in text and "C - A, fd_fashion: -5.50, 95% -12.4" in text

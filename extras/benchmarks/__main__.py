@@ -6,6 +6,7 @@
     python -m extras.benchmarks loader 'variants=[data.num_workers=0,data.num_workers=4]' data.path=data/imagenet256 steps=200
     python -m extras.benchmarks sampling 'variants=[guidance=none,guidance=cfg]' model.backbone=DiT-S/2 sample.batch_size=4
     python -m extras.benchmarks evaluation num_samples=5000
+    python -m extras.benchmarks evidence                 # the figures of "Does it work?" in docs/experiments.md
     python -m extras.benchmarks gpu                      # `make gpu`: tests/gpu and all of these, with one file of results
 
 `variants`, `rounds`, `steps` and `warmup` are the benchmark's own keys; all others are train.py's. A variant is one or more
