@@ -220,9 +220,10 @@ class DiT(nn.Module):
         nn.init.zeros_(self.x_embedder.proj.bias)
         for embedding in (self.y_embedder.embedding_table, self.t_embedder.mlp[0], self.t_embedder.mlp[2]):
             nn.init.normal_(embedding.weight, std=0.02)
-        layers = [*(layer.adaLN_modulation[1] for layer in (*self.blocks, self.final_layer)), self.final_layer.linear]
-        for layer in (layers, [])[INITS.index(init)]:
-            nn.init.zeros_(layer.weight)
+        if init == "adaln_zero":
+            for layer in (*self.blocks, self.final_layer):
+                nn.init.zeros_(layer.adaLN_modulation[1].weight)
+            nn.init.zeros_(self.final_layer.linear.weight)
 
     def forward(
         self,
@@ -282,7 +283,7 @@ class DiT(nn.Module):
             if i in starts:
                 scores = None if route_scores is None else route_scores[:, starts[i]]
                 skipped, ratio = h, ratios[starts[i]]  # (B, N, D)
-                if ratio > 0 or self.training:
+                if ratio > 0 or self.training:  # a fusion's mask token gets a gradient at ratio 0 too, or DDP refuses the step
                     ids_keep = router.choose_ids_keep(h, ratio, scores=scores, generator=generator, rule=self.selection_rule)
                     h = router.start_route(h, ids_keep)  # (B, K, D)
                     tables = [router.start_route(table.expand(len(x), *table.shape[1:]), ids_keep) for table in all_tables]

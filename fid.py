@@ -30,8 +30,8 @@ from pathlib import Path
 from accelerate import Accelerator
 
 import evaluations
-from common.errors import UserError
-from common.files import lock_file
+from common.errors import UserError, reading
+from common.files import hash_file, lock_file
 from configs import schema
 from configs.settings import as_list
 from evaluations.features import Features
@@ -68,6 +68,8 @@ def main(cfg: schema.FidConfig) -> None:
     runs = {folder: load.load_config(folder) for folder in folders}
     cfg = with_settings_of_run(cfg, runs[folders[0]] if folders else None)
     images = open_images(cfg.images, cfg.convert_to_rgb) if cfg.images else None
+    if images is not None and len(images) == 0:
+        raise UserError(f"images={cfg.images} holds statistics and no images")
     resolution = images.shape[1] if images else runs[folders[0]].data.resolution
     reference = open_reference(cfg.reference, "reference", cfg.evaluation.all_detectors, resolution)
     num_samples = cfg.num_samples or (50_000 if images is None else len(images))
@@ -75,15 +77,21 @@ def main(cfg: schema.FidConfig) -> None:
         raise UserError(f"num_samples={num_samples}, but {cfg.images} holds {len(images)} images; make more or lower it")
     output = Path(cfg.output) if cfg.output else default_folder(cfg, folders)
     judge = Judge(cfg, accelerator, runs, images, reference, output)
-    points = [] if cfg.search else judge.sweep(cfg)
-    if images:
-        points = [(Point({"images": cfg.images}, images.fingerprint(), {"images": Path(cfg.images).name}), None)]
     metric, axes = metrics_of(cfg.evaluation.all_detectors[0])[0].name, ()
     if cfg.search:
         from extras import search  # the registry's line
 
         axes = search.open_axes(judge)
-    with lock_file(output / ".lock", "evaluating into", "output") if accelerator.is_main_process else contextlib.nullcontext():
+    elif images:
+        points = [(Point({"images": cfg.images}, images.fingerprint(), {"images": Path(cfg.images).name}), None)]
+    else:
+        points = judge.sweep(cfg)
+    with contextlib.ExitStack() as stack:
+
+        def lock() -> None:
+            stack.enter_context(lock_file(output / ".lock", "evaluating into", "output"))
+
+        on_main(lock)
         if axes:
             points, num_samples = search.search(judge, axes, metric, num_samples)
         results = judge(points, num_samples)
@@ -102,7 +110,7 @@ class Judge:
     images: ImageSet | None
     reference: ImageSet
     output: Path
-    _seconds: dict = field(default_factory=dict)  # checkpoints of autoguidance: to verify one reads the whole file
+    _second_checkpoints: dict = field(default_factory=dict)  # of autoguidance: to verify one reads the whole file
 
     @cached_property
     def evaluator(self) -> Evaluator:
@@ -113,21 +121,27 @@ class Judge:
 
     def results(self, num_samples: int) -> Results:
         """The finished points of this number of samples."""
-        conditions = {"num_samples": num_samples, **self.same_for_all()}
+        conditions = {"num_samples": num_samples, **self.same_for_all}
         if not self.images:
             conditions |= {"first_seed": self.cfg.first_seed, "labels": self.cfg.labels}
         about = {key: conditions[key] for key in ("detector", "num_samples", "first_seed", "labels") if key in conditions}
         conditions["reference"] = self.reference.fingerprint()
         return Results(self.output, conditions, {"reference": Path(self.cfg.reference).name, **about})
 
+    @cached_property
     def same_for_all(self) -> dict:
         """What features depend on, beside their point and their seed."""
         cfg, detectors = self.cfg, self.cfg.evaluation
+
+        def content(key: str, file: str | None) -> str | None:
+            with reading(f"evaluation.{key}={file}"):
+                return file and hash_file(Path(file))
+
         return {
             "autoencoder": cfg.autoencoder,
             "detector": "+".join(detectors.all_detectors),
-            "detector_weights": detectors.weights,
-            "dinov2_weights": detectors.dinov2_weights,
+            "detector_weights": content("weights", detectors.weights),
+            "dinov2_weights": content("dinov2_weights", detectors.dinov2_weights),
         }
 
     def __call__(self, points: Sequence[tuple[Point, Callable | None]], num_samples: int) -> Results:
@@ -161,7 +175,7 @@ class Judge:
         if self.cfg.keep_features:
             from extras import kept_features  # the registry's line
 
-            where = self.output / "features", [point.settings, point.content, self.cfg.labels, self.same_for_all()]
+            where = self.output / "features", [point.settings, point.content, self.cfg.labels, self.same_for_all]
             features, cost = kept_features.features_of_samples(self.evaluator, load_sampler, labels, name, *where)
         else:
             sampler = load_sampler()
@@ -185,9 +199,9 @@ class Judge:
             for weights, ema_length, guidance, overrides in itertools.product(*lists):
                 if guidance.name == "autoguidance":
                     key = folder, guidance.checkpoint
-                    if key not in self._seconds:
-                        self._seconds[key] = load.find_second_checkpoint(guidance, run_cfg).checkpoint
-                    guidance = guidance.model_copy(update={"checkpoint": self._seconds[key]})
+                    if key not in self._second_checkpoints:
+                        self._second_checkpoints[key] = load.find_second_checkpoint(guidance, run_cfg).checkpoint
+                    guidance = guidance.model_copy(update={"checkpoint": self._second_checkpoints[key]})
                 diffusion = sampler_with(run_cfg.diffusion, **overrides)
                 load.check_guidance(guidance, run_cfg, diffusion)
                 sampler = {key: getattr(diffusion.sampler, key) for key in SWEPT_OF_SAMPLER if hasattr(diffusion.sampler, key)}

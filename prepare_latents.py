@@ -31,16 +31,17 @@ from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
+
 from common.errors import UserError
 from common.files import whole_file
-from common.types import Autoencoder, Count, Positive, Text
+from common.types import AutoencoderSpec, Count, Positive, Text
 from evaluations.classifiers import train_detector
 from evaluations.images import labelled_grid, open_images, read_ahead, write_npz
 from latents import autoencoders
 from latents.prepare.encode import NOT_OF_THE_LATENTS, Encoding, encode_images
 from latents.prepare.images import count_classes, open_labelled_images
 from latents.prepare.inspect import fetch_images, fetch_originals, fetch_spread, inspect_latents
-from latents.prepare.pixels import PixelShards
 from latents.prepare.torchvision_sets import TORCHVISION, TorchvisionImages
 from latents.prepare.write import ShardWriter
 from latents.shards import LatentDataset, ShardInfo, shard_files
@@ -70,6 +71,8 @@ def encode(**keys) -> None:
         raise UserError(f"split={how.split} is for images={TORCHVISION}<name>; give the folder of that split")
     else:
         source = open_labelled_images(how.images, how.labels)
+    if how.labels == "none":
+        source.labels, source.class_names = np.zeros_like(source.labels), None
     if Path(how.images).resolve() in (Path(how.output).resolve(), *Path(how.output).resolve().parents):
         raise UserError(f"output={how.output} lies in images={how.images}; give a folder elsewhere")
     vae = autoencoders.build(how.autoencoder, accelerator.device, precision=how.precision)
@@ -95,7 +98,7 @@ encode.__signature__ = python_inspect.signature(Encoding, eval_str=True)  # its 
 def inspect(
     path: Text,
     images: Text | None = None,
-    autoencoder: Autoencoder | None = None,
+    autoencoder: AutoencoderSpec | None = None,
     grid: Text = "auto",
     sigma_data: Positive = 0.5,
     cpu_threads: Count | None = None,
@@ -128,7 +131,7 @@ def inspect(
     if is_drawn:
         latents, labels = fetch_spread(dataset)
         decoded, num_columns = list(autoencoders.to_uint8(decoder.decode(latents.to(device)).cpu()).numpy()), 4
-        if originals is None and dataset.stores_images:
+        if originals is None and dataset.has_jpegs:
             with contextlib.suppress(UserError):  # an image that cannot be read is among the problems
                 originals = fetch_images(dataset)
         if originals is not None:  # beside what their latents decode to
@@ -136,7 +139,7 @@ def inspect(
             num_columns = 8
         try:
             with whole_file(file) as f:
-                labelled_grid(list(decoded), labels, num_columns).save(f)
+                labelled_grid(decoded, labels, num_columns).save(f)
             log.info("drew %d of them in %s", len(latents), file)
         except UserError as e:
             log.warning("%s; grid=<file> draws elsewhere", e)
@@ -154,10 +157,18 @@ def reference(images: Text, output: Text, resolution: Count | None = None) -> No
     """
     if not output.endswith(".npz") or Path(output).exists():
         raise UserError(f"output={output} must be a new file whose name ends in .npz")
-    is_shards = Path(images).is_dir() and shard_files(Path(images))
-    image_set = PixelShards(images) if is_shards else open_images(images, convert_to_rgb=True, crop=resolution)
-    singles = (image for batch in read_ahead(image_set.batches(64)) for image in batch)
-    write_npz(Path(output), singles, image_set.shape, image_set.labels)
+    if Path(images).is_dir() and shard_files(Path(images)):
+        dataset = LatentDataset(images)
+        if dataset.info.autoencoder != "identity" or resolution is not None:
+            held = f"images={images} holds shards of {dataset.info.autoencoder}"
+            raise UserError(f"{held}; give images, or shards of identity without resolution=")
+        stretches = np.split(np.arange(len(dataset)), range(64, len(dataset), 64))
+        batches = (dataset.fetch_with_images(items, np.zeros(len(items), dtype=bool))[2].numpy() for items in stretches)
+        shape, labels = (len(dataset), dataset.height, dataset.width, 3), dataset.labels
+    else:
+        image_set = open_images(images, convert_to_rgb=True, crop=resolution)
+        batches, shape, labels = image_set.batches(64), image_set.shape, image_set.labels
+    write_npz(Path(output), (image for batch in read_ahead(batches) for image in batch), shape, labels)
     log.info("wrote %s", output)
 
 

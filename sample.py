@@ -1,7 +1,7 @@
 """Sample images from a checkpoint.
 
     python sample.py checkpoint=runs/digits_tread seeds=0-49 classes=0-9
-    python sample.py checkpoint=runs/digits_tread/checkpoints/step_0000800 guidance=cfg cfg_scale=2 num_steps=30
+    python sample.py checkpoint=runs/digits_tread/checkpoints/step_0001000 guidance=cfg cfg_scale=2 num_steps=30
     accelerate launch --num_processes 8 sample.py checkpoint=runs/in256 seeds=0-49999 batch_size=128
 
 Image i depends on seed i (and the settings) alone, not on the batch size or the number of processes. The same command
@@ -15,7 +15,6 @@ from configs import command_line
 if __name__ == "__main__":  # before torch, whose import takes seconds that --help and a wrong key need not wait for
     command_line.run("sample:main", "sample", "configs.schema:SampleConfig", __doc__)
 
-import hashlib
 import json
 import logging
 from concurrent.futures import ThreadPoolExecutor
@@ -26,13 +25,13 @@ import numpy as np
 from omegaconf import OmegaConf
 from PIL import Image
 
-from common.errors import UserError
-from common.files import lock_file, whole_file, write_file
+from common.errors import UserError, reading
+from common.files import hash_bytes, lock_file, whole_file, write_file
 from common.progress import progress_bar
 from configs import schema
-from evaluations.images import DECODE_ERRORS, labelled_grid, write_npz
+from evaluations.images import labelled_grid, write_npz
 from sampling.processes import check_shared, leave, on_main, wait_for_all
-from sampling.sampler import ImageSampler, fits_into_memory, labels_of, sampler_with
+from sampling.sampler import ImageSampler, labels_of, sampler_with
 from training import checkpoint as checkpoints
 from training import load, machine
 from training.resume import find_checkpoint_together
@@ -107,7 +106,7 @@ def default_output(checkpoint: Path, settings: dict) -> Path:
     guidance = settings["guidance"]
     scale = "".join(f"{guidance[key]:g}" for key in ("cfg_scale", "w") if key in guidance)
     parent = (checkpoints.run_of(checkpoint) or checkpoint.resolve().parent) / "generated"
-    digest = hashlib.blake2b(json.dumps(settings).encode(), digest_size=3).hexdigest()
+    digest = hash_bytes(json.dumps(settings).encode())[:6]
     steps = settings["sampler"]["num_steps"]
     return parent / f"{checkpoint.name}_{settings['weights']}_{guidance['name']}{scale}_{steps}steps_{digest}"
 
@@ -137,7 +136,7 @@ def make_images(
 
     seeds, writing = list(labels), iter(())
     bar = progress_bar(total=len(seeds), unit="image", disable=not show_progress)
-    with bar, ThreadPoolExecutor() as threads, fits_into_memory(batch_size):
+    with bar, ThreadPoolExecutor() as threads:
         for start in range(0, len(seeds), batch_size):
             batch = seeds[start : start + batch_size]
             images = sampler(batch, [labels[seed] for seed in batch])
@@ -152,13 +151,11 @@ def write_grid_and_npz(output: Path, npz: bool, files: dict[int, Path], labels: 
     seeds = list(files)
     spec = f"{seeds[0]}-{seeds[-1]}"
     if seeds != list(range(seeds[0], seeds[-1] + 1)):
-        spec = f"{len(seeds)}_{hashlib.blake2b(repr(seeds).encode(), digest_size=4).hexdigest()}"
+        spec = f"{len(seeds)}_{hash_bytes(repr(seeds).encode())[:8]}"
 
     def read(seed: int) -> np.ndarray:
-        try:
+        with reading(f"{files[seed]} (remove it, and the same command makes it again)"):
             return np.asarray(Image.open(files[seed]).convert("RGB"))
-        except DECODE_ERRORS as e:
-            raise UserError(f"{files[seed]} cannot be read ({e}); remove it, and the same command makes it again") from e
 
     shown = seeds[:MAX_GRID_IMAGES]
     grid = labelled_grid([read(seed) for seed in shown], [labels[seed] for seed in shown])

@@ -30,6 +30,7 @@ from accelerate.utils import set_seed
 from hydra.core.hydra_config import HydraConfig
 
 from common.errors import UserError
+from common.files import append_line
 from common.progress import say_if_slow
 from configs import schema
 from sampling.evaluator import Evaluator, build_detectors, open_reference
@@ -57,7 +58,7 @@ def main(cfg: schema.TrainConfig) -> None:
     accelerator = machine.start_accelerator(
         cfg.train.cpu_threads,
         tf32=cfg.train.tf32,
-        mixed_precision="bf16" if cfg.train.precision == "bf16" else "no",
+        mixed_precision=cfg.train.mixed_precision,
         log_with="wandb" if cfg.wandb.mode != "disabled" else None,
     )
     check_processes(cfg.train, accelerator.num_processes, accelerator.distributed_type)
@@ -84,10 +85,10 @@ def main(cfg: schema.TrainConfig) -> None:
     elif initial is not None:
         saving.init_from(trainer, initial, cfg.init_state)
     if accelerator.is_main_process:
-        run.keep_metrics_until(trainer.step)
+        run.keep_until(trainer.step)
         run.write_config(cfg.model_dump())
         if trainer.step < cfg.train.num_steps:
-            run.log_start(describe_start(accelerator, trainer.step))
+            append_line(run.starts, describe_start(accelerator, trainer.step))
         describe(trainer, run)
         if cfg.wandb.mode != "disabled":
             start_wandb(accelerator, cfg, run)
@@ -129,13 +130,13 @@ def build_hooks(cfg: schema.TrainConfig, ema: EMA, run: RunFolder, accelerator: 
         diffusion = sampler_with(cfg.diffusion, num_steps=cfg.eval.num_steps)
         samplers = {}
         for scale in cfg.eval.cfg_scales:
-            guidance = schema.CFG(name="cfg", cfg_scale=scale)
-            load.check_guidance(guidance, cfg, diffusion)
-            own = {"guidance": load.build_guidance(guidance), "diffusion": diffusion, "weak": None}
+            scaled = schema.CFG(name="cfg", cfg_scale=scale)
+            load.check_guidance(scaled, cfg, diffusion)
+            own = {"guidance": load.build_guidance(scaled), "diffusion": diffusion, "weak": None}
             samplers[scale] = replace(sampler, **own, precision=cfg.eval.precision)
         detectors = build_detectors(cfg.evaluation, accelerator)
         evaluator = Evaluator(accelerator, detectors, reference, cfg.eval.batch_size)
-        hooks.append(Evaluations(run, evaluator, samplers, cfg.eval.every))
+        hooks.append(Evaluations(run, evaluator, cfg.evaluation, samplers, cfg.eval.every))
     return hooks
 
 

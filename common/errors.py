@@ -23,5 +23,5 @@ def reading(what: object, kind: type[UserError] = UserError) -> Iterator[None]:
     except kind:
         raise
     except Exception as e:
-        name = "" if isinstance(e, UserError) else f"{type(e).__name__}: "
+        name = "" if isinstance(e, UserError) or type(e) is ValueError else f"{type(e).__name__}: "
         raise kind(f"{what} cannot be read: {name}{first_line(e)}") from e

@@ -12,13 +12,14 @@ from dataclasses import fields
 from enum import Enum
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, create_model, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, create_model, model_validator
 
 import dit
-from common.types import Autoencoder, Count, NotNegative, Number, Positive, Text, Whole, settings
+from common.types import AutoencoderSpec, Count, NotNegative, Number, Positive, Text, Whole, settings
 from configs.settings import OneOrMany, Settings, as_list, flatten, nearest
 from edm import EDM
 from edm.sampler import HeunSampler
+from evaluations.suite import metrics_of
 from extras import ddpm, lightningdit
 from routing_module import SELECTIONS, Route
 from sit import SiT
@@ -36,7 +37,7 @@ def parse_numbers(spec: str | int | list) -> list[int]:
     numbers: list[int] = []
     for part in ",".join(map(str, as_list(spec))).split(","):
         ends = [end.strip() for end in part.split("-")]
-        if len(ends) > 2 or not all(end.isdecimal() for end in ends) or int(ends[-1]) - int(ends[0]) >= MAX_NUMBERS:
+        if len(ends) > 2 or not all(end.isdecimal() for end in ends) or not 0 <= int(ends[-1]) - int(ends[0]) < MAX_NUMBERS:
             raise ValueError(f"{spec!r:.60} is no list of numbers and ranges such as [0-3,7], with at most {MAX_NUMBERS} numbers")
         numbers.extend(range(int(ends[0]), int(ends[-1]) + 1))
     if not numbers or len(set(numbers)) < len(numbers):
@@ -44,10 +45,16 @@ def parse_numbers(spec: str | int | list) -> list[int]:
     return numbers
 
 
+def known_detector(name: str) -> str:
+    if not metrics_of(name):
+        raise ValueError(f"{name!r} is none of inception, dinov2, digits and small-<set>, with a set in small letters")
+    return name
+
+
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 FolderName = Annotated[str, Field(pattern=r"^[^/\\]*[^./\\][^/\\]*$")]
 Checkpoint = Text  # the folder of a checkpoint, or of a run for its newest
-Detector = Annotated[str, Field(pattern=r"^(inception|dinov2|digits|small-\w+)$")]
+Detector = Annotated[str, AfterValidator(known_detector)]
 Numbers = Annotated[list[int], BeforeValidator(parse_numbers)]
 Weights = Literal["ema", "raw"]
 Precision = Literal["fp32", "bf16"]
@@ -82,7 +89,7 @@ class Data(Settings):
 
     name: FolderName
     path: Text | None
-    autoencoder: Autoencoder | None
+    autoencoder: AutoencoderSpec | None
     in_channels: Count | None
     input_size: Count | None
     num_classes: Count | None
@@ -172,6 +179,11 @@ class Train(Settings):
     cpu_threads: Count | None
     log_every: Count
 
+    @property
+    def mixed_precision(self) -> str:
+        """accelerate's word for the precision."""
+        return "bf16" if self.precision == "bf16" else "no"
+
 
 class CheckpointSettings(Settings):
     every: Count | None
@@ -205,7 +217,7 @@ class DetectorSettings(Settings):
 
     @property
     def all_detectors(self) -> list[str]:
-        return [] if self.detector is None else as_list(self.detector)
+        return as_list(self.detector)
 
 
 class EvaluationSettings(DetectorSettings):
@@ -249,7 +261,7 @@ class TrainConfig(Settings):
 class _Sampling(Settings):
     output: Text | None
     labels: Labels
-    autoencoder: Autoencoder | None
+    autoencoder: AutoencoderSpec | None
     batch_size: Count
     precision: Precision | None
     tf32: bool
@@ -320,11 +332,11 @@ SAME_RUN = (Role.ARCHITECTURE, Role.FIXED, Role.STARTED)
 _ROLES = {  # a group stands for those of its keys that are not listed
     Role.ARCHITECTURE: "model.backbone model.learn_sigma model.fusion diffusion.name diffusion.sigma_data data.scale_factor "
     "data.latents_mean data.latents_std data.in_channels data.input_size data.num_classes",
-    Role.FIXED: "seed init_from model diffusion alignment train.batch_size",
+    Role.FIXED: "seed init_from init_state model diffusion alignment train.batch_size",
     Role.STARTED: "train.ema_lengths",
     Role.NOTED: "train.lr train.warmup_steps train.schedule train.betas train.weight_decay train.grad_clip_norm train.ema_decay "
     "train.precision train.tf32",
-    Role.COMPARED: "init_state data.name data.resolution data.autoencoder diffusion.sampler sample.rounding train.num_steps "
+    Role.COMPARED: "data.name data.resolution data.autoencoder diffusion.sampler sample.rounding train.num_steps "
     "eval.num_steps eval.labels eval.precision evaluation.detector",
     None: "alignment.weights",
 }

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from common.errors import UserError, first_line
+from common.errors import UserError, reading
 from common.files import hash_file, write_file
 from common.progress import progress_bar
 from evaluations.features import Features, to_device
@@ -80,13 +80,10 @@ class ClassifierDetector:
 
     def __init__(self, name: str, weights: Path, device: torch.device | str = "cpu"):
         self.name, self.device = name, torch.device(device)
-        try:
-            with safe_open(weights, framework="pt") as f:
-                about = json.loads(f.metadata()["about"])
+        with reading(f"evaluation.weights={weights}"), safe_open(weights, framework="pt") as f:
+            about = json.loads(f.metadata()["about"])
             if about["detector"] != name:
-                raise ValueError(f"it is of {about['detector']}")
-        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as e:
-            raise UserError(f"evaluation.weights={weights} is no file of evaluation.detector={name} ({first_line(e)})") from e
+                raise ValueError(f"it is of {about['detector']}, not of evaluation.detector={name}")
         self._size, self._net = about["resolution"], _network(about)
         self._net.load_state_dict(load_file(weights))
         self._net.to(self.device).eval().requires_grad_(False)

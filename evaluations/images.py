@@ -8,9 +8,7 @@ project, and `mu_dinov2` [1024] and `sigma_dinov2` for statistics of DINOv2's cl
 from __future__ import annotations
 
 import os
-import struct
 import zipfile
-import zlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,7 +24,6 @@ from evaluations.metrics import Statistics
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
 CONVERTIBLE_MODES = ("RGB", "1", "L", "LA", "P", "PA", "RGBA", "CMYK", "YCbCr")  # 8 bits or fewer: converting loses no range
-DECODE_ERRORS = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error)  # what Pillow raises on damaged files
 
 # (detector, layer) -> names of mean and covariance, number of features
 STATISTICS_KEYS = {
@@ -74,19 +71,15 @@ def adm_center_crop(image: Image.Image, resolution: int) -> np.ndarray:
 def read_rgb(file: str | Path | BinaryIO) -> Image.Image:
     """Decode an image, upright as its EXIF says, as 8-bit RGB (alpha is dropped).
 
-    Raises UserError where it cannot be decoded, has more than 8 bits a channel, or is too small or too narrow to crop.
+    Raises ValueError for more than 8 bits a channel, or too small or narrow an image to crop; for a damaged file, anything.
     """
-    try:
-        with Image.open(file) as image:
-            if image.mode not in CONVERTIBLE_MODES:
-                raise UserError(f"mode {image.mode} is not one of 8 bits a channel")
-            short, long = sorted(image.size)
-            if short < 8 or long > 100 * short:  # to enlarge it would need gigabytes
-                raise UserError(f"{image.width}x{image.height} pixels: the shorter side must have 8, and 1% of the longer one")
-            return ImageOps.exif_transpose(image).convert("RGB")
-    # The EXIF of a damaged file may hold anything: TypeError, AttributeError.
-    except (*DECODE_ERRORS, Image.DecompressionBombError, TypeError, AttributeError, LookupError, ArithmeticError) as e:
-        raise UserError(str(e) or type(e).__name__) from e
+    with Image.open(file) as image:
+        if image.mode not in CONVERTIBLE_MODES:
+            raise ValueError(f"mode {image.mode} is not one of 8 bits a channel")
+        short, long = sorted(image.size)
+        if short < 8 or long > 100 * short:  # to enlarge it would need gigabytes
+            raise ValueError(f"{image.width}x{image.height} pixels: the shorter side must have 8, and 1% of the longer one")
+        return ImageOps.exif_transpose(image).convert("RGB")
 
 
 class ImageFolder:
@@ -102,7 +95,8 @@ class ImageFolder:
     """
 
     def __init__(self, path: str | Path, convert_to_rgb: bool = False, crop: int | None = None):
-        self.path, self.convert_to_rgb, self.crop, self.shape = Path(path), convert_to_rgb, crop, ()
+        self.path, self.convert_to_rgb, self.crop = Path(path), convert_to_rgb, crop
+        self.shape = ()  # unknown until the first image is read
         self.files = [self.path / name for name in list_images(self.path)]
         if (self.path / "settings.yaml").exists():  # of sample.py, whose grids lie beside its images
             self.files = [file for file in self.files if not file.name.startswith("grid_")]
@@ -128,7 +122,7 @@ class ImageFolder:
         return f"{len(self)}-{digest}{'' if self.crop is None else f'-crop{self.crop}'}"
 
     def _read(self, file: Path) -> np.ndarray:
-        try:
+        with reading(file):
             if self.crop is not None:
                 return adm_center_crop(read_rgb(file), self.crop)
             with Image.open(file) as image:
@@ -138,8 +132,6 @@ class ImageFolder:
                     how = "all must be of one size; `prepare_latents.py reference resolution=...` crops them"
                     raise ValueError(f"{image.width}x{image.height} pixels; {how}")
                 return np.array(image.convert("RGB"))
-        except DECODE_ERRORS as e:  # and read_rgb's UserError
-            raise UserError(f"{file} cannot be used ({e})") from e
 
 
 def write_npz(

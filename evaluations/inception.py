@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import logging
-import pickle
 import socket
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from common.downloads import TIMEOUT_SEC
-from common.errors import UserError, first_line
+from common.errors import UserError, first_line, reading
 from evaluations.features import Features, to_device
 from evaluations.metrics import full_float32
 
@@ -62,10 +61,8 @@ class InceptionDetector:
 
     def __init__(self, weights: str | Path, device: torch.device | str = "cpu"):
         self.device, file = torch.device(device), Path(weights)
-        try:
+        with reading(f"{file} (Inception's weights, {WEIGHTS_URL})"):
             self._net = _Network(file)
-        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, TypeError, AttributeError) as e:
-            raise UserError(f"{file} does not hold Inception's weights ({first_line(e)}); get {WEIGHTS_URL}") from e
         self.weights_hash = sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
         if not sha256.startswith(WEIGHTS_SHA256):
             log.warning("%s is not the published Inception (SHA-256 %s...): its scores compare with no paper's", file, sha256[:8])

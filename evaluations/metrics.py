@@ -139,8 +139,7 @@ def precision_recall(reference: Tensor, samples: Tensor, tile_size: int = 2048) 
     by tile: memory beyond a centred copy of the features is a few tiles. Features are float32 or float64; N and M are above 3.
     """
     # |a|^2 + |b|^2 - 2ab loses the digits that the norms have beyond the distance; about a common centre they are small.
-    # Sums of chunks: those of float32 stay short, and no float64 copy of everything is made.
-    centre = (sum(chunk.sum(0).cpu().double() for chunk in reference.split(1024)) / len(reference)).to(reference)
+    centre = reference.mean(0)
     reference, samples = reference - centre, samples - centre
     with full_float32():
         radii_reference, radii_samples = neighbour_radii(reference, tile_size), neighbour_radii(samples, tile_size)

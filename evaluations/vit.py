@@ -6,18 +6,16 @@ B images, N = grid * grid patches, D width. timm takes seconds to import, so thi
 from __future__ import annotations
 
 import math
-import pickle
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from common.downloads import NotDownloaded, find_on_hub
-from common.errors import UserError, first_line
+from common.errors import UserError, reading
 from common.files import hash_file
 from evaluations.features import Features, to_device
 from evaluations.metrics import full_float32
@@ -135,14 +133,12 @@ def _load(net: nn.Module, file: Path, recipe: str) -> None:
     from timm.models import load_state_dict
     from timm.models.vision_transformer import checkpoint_filter_fn
 
-    try:
+    with reading(f"{file} (weights of the encoder)"):
         stored = load_state_dict(str(file), weights_only=True)
         if recipe == "edm2" and stored["pos_embed"].shape != net.pos_embed.shape:
             stored["pos_embed"] = resample_as_dinov2(stored["pos_embed"], net.patch_embed.grid_size[0])
         state = checkpoint_filter_fn(dict(stored), net)
         net.load_state_dict({k: x for k, x in state.items() if not k.startswith("head.")}, assign=True)  # head: of a classifier
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, KeyError, ValueError, AttributeError, SafetensorError) as e:
-        raise UserError(f"{file} does not hold the weights of the encoder ({first_line(e)})") from e
 
 
 def resample_as_dinov2(table: Tensor, grid: int) -> Tensor:

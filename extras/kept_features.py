@@ -61,13 +61,13 @@ def features_of_samples(
     parts, seed, last, sampler = [], min(labels), max(labels) + 1, None
     while seed < last:
         features, cost = read_kept(folder, detectors, seed, last) if evaluator.accelerator.is_main_process else ([], {})
-        num_kept = on_main(lambda found=features: len(found[0]) if found else 0)
-        if num_kept == 0:
+        count = on_main(lambda found=features: len(found[0]) if found else 0)
+        if count == 0:
             sampler = sampler or load_sampler()
-            num_kept = min(STRETCH - seed % STRETCH, last - seed)
-            missing = {one: labels[one] for one in range(seed, seed + num_kept)}
+            count = min(STRETCH - seed % STRETCH, last - seed)  # to the end of its file
+            missing = {one: labels[one] for one in range(seed, seed + count)}
             features, cost = evaluator.features_of_samples(sampler, missing, name=name), sampler.cost
             on_main(partial(keep, folder, seed, features, cost))
         parts.append(features)
-        seed += num_kept
+        seed += count
     return join_features(parts), cost

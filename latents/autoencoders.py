@@ -148,24 +148,19 @@ def build(spec: str, device: torch.device, channels: int | None = None, precisio
 
 
 def from_uint8(images: Tensor) -> Tensor:
-    """uint8 [B, H, W, 3] -> float32 [B, 3, H, W], -1 to 1. Raises ValueError for other types and shapes."""
-    if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[3] != 3:
-        raise ValueError(f"images are {images.dtype} {list(images.shape)}; need uint8 [B, H, W, 3]")
+    """uint8 [B, H, W, 3] -> float32 [B, 3, H, W], -1 to 1."""
     return images.permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
 def to_uint8(images: Tensor, rounding: str = "round") -> Tensor:
-    """[B, 1 or 3, H, W], -1 to 1 -> uint8 [B, H, W, 3]; grey becomes RGB.
+    """float32 [B, 1 or 3, H, W], -1 to 1 -> uint8 [B, H, W, 3]; grey becomes RGB.
 
     Args:
         rounding: of levels from 0 to 255: `round` to the nearest, or `truncate` to the one below.
 
     Raises:
-        ValueError: integers, which are pixels already.
         UserError: NaN or infinity, which would look like black pixels.
     """
-    if not images.is_floating_point():
-        raise ValueError(f"images are {images.dtype}; need floats, -1 to 1")
     if not images.isfinite().all():
         raise UserError("decoded images hold NaN or infinity: the network or the autoencoder overflows; if it is bf16, try fp32")
     levels = images * 127.5 + 127.5

@@ -148,7 +148,7 @@ class LatentDataset:
         labels: [N] int64.
         channels, height, width: of the latents that the network sees (half the stored channels for `moments`).
         has_flips: there are latents of the mirrored images.
-        stores_images, has_images: there are JPEG files; or the latents are the pixels.
+        has_jpegs: JPEG files lie beside the latents; has_images: they do, or the latents are pixels.
         class_names: from the manifest, or None.
 
     Args:
@@ -177,10 +177,10 @@ class LatentDataset:
         self.labels: np.ndarray = np.concatenate([shard["labels"].numpy() for shard in shards])
         first = shards[0]["latents"][0].numpy()
         self._shape, self._dtype, self._item_bytes = first.shape, first.dtype, first.nbytes
-        self.has_flips, self.stores_images = "latents_flip" in shards[0], "images" in shards[0]
-        self.has_images = self.stores_images or self.info.autoencoder == "identity"
+        self.has_flips, self.has_jpegs = "latents_flip" in shards[0], "images" in shards[0]
+        self.has_images = self.has_jpegs or self.info.autoencoder == "identity"
         self._offsets = [[starts[name] for starts in offsets] for name in _STORED[: 1 + self.has_flips]]  # by flip, shard
-        if self.stores_images:  # of each shard, [M + 1]: where in the file an image starts, and the last one ends
+        if self.has_jpegs:  # of each shard, [M + 1]: where in the file an image starts, and the last one ends
             self._images = [shard["image_offsets"].numpy() + starts["images"] for shard, starts in zip(shards, offsets)]
         self._first_item = np.cumsum([0] + [len(shard["labels"]) for shard in shards])
         self._reader = FileReader(self.files)
@@ -220,7 +220,7 @@ class LatentDataset:
         Raises UserError also for an image that is no JPEG of this size.
         """
         latents, labels = self.fetch(indices, flips)
-        if not self.stores_images:
+        if self.info.autoencoder == "identity":
             return latents, labels, to_uint8(mean_and_log_variance(latents.float(), self.info.kind)[0])
         size = self.info.resolution
         images = np.empty((len(indices), size, size, 3), dtype=np.uint8)
@@ -249,7 +249,7 @@ class LatentDataset:
         spread = spread_items(len(self), 64)
         for flip in (False, True)[: 1 + self.has_flips]:
             digest.update(self.fetch(spread, np.full(len(spread), flip))[0].numpy().tobytes())
-        for index in spread.tolist() if self.stores_images else ():
+        for index in spread.tolist() if self.has_jpegs else ():
             digest.update(self._read_image(index).tobytes())
         return digest.hexdigest()
 
@@ -274,8 +274,6 @@ def _open_shard(file: Path) -> tuple[ShardInfo, dict[str, Tensor], dict[str, int
 
 def mean_and_log_variance(stored: Tensor, kind: str) -> tuple[Tensor, Tensor | None]:
     """[b, C or 2C, H, W] -> [b, C, H, W] each: the latents (the mean, of `moments`) and the log-variance, None for `sample`."""
-    if kind not in KINDS or (kind == "moments" and stored.shape[1] % 2):
-        raise ValueError(f"kind={kind!r} does not fit {stored.shape[1]} channels; moments have mean and log-variance of each")
     if kind == "sample":
         return stored, None
     mean, log_variance = stored.chunk(2, dim=1)
@@ -285,8 +283,6 @@ def mean_and_log_variance(stored: Tensor, kind: str) -> tuple[Tensor, Tensor | N
 def draw_latents(stored: Tensor, kind: str, random=None) -> Tensor:
     """[b, C or 2C, H, W] -> [b, C, H, W]: samples as stored, `moments` with the noise of `random.randn(C, H, W)` [b, C, H, W]."""
     mean, log_variance = mean_and_log_variance(stored, kind)
-    if log_variance is not None and random is None:
-        raise ValueError("moments are sampled: pass random, or take the mean with mean_and_log_variance")
     return mean if log_variance is None else mean + (log_variance / 2).exp() * random.randn(*mean.shape[1:])
 
 
@@ -301,7 +297,8 @@ def normalize_latents(latents: Tensor, how: ShardInfo) -> Tensor:
     `how` is anything with these three fields: a header, data.* of a configuration, a sampler.
     """
     if how.latents_mean is not None:
-        latents = (latents - _per_channel(how.latents_mean, latents)) / _per_channel(how.latents_std, latents)
+        mean, std = (_per_channel(tuple(values), latents.device) for values in (how.latents_mean, how.latents_std))
+        latents = (latents - mean) / std
     return latents * how.scale_factor
 
 
@@ -309,14 +306,11 @@ def restore_latents(latents: Tensor, how: ShardInfo) -> Tensor:
     """The inverse of `normalize_latents`, for the autoencoder that decodes them."""
     latents = latents / how.scale_factor
     if how.latents_mean is not None:
-        latents = latents * _per_channel(how.latents_std, latents) + _per_channel(how.latents_mean, latents)
+        mean, std = (_per_channel(tuple(values), latents.device) for values in (how.latents_mean, how.latents_std))
+        latents = latents * std + mean
     return latents
 
 
-def _per_channel(values: Sequence[float], latents: Tensor) -> Tensor:
-    return _on_device(tuple(values), latents.device)
-
-
 @functools.lru_cache(maxsize=16)  # a new one for every batch would have the device wait
-def _on_device(values: tuple[float, ...], device: torch.device) -> Tensor:
+def _per_channel(values: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device=device).reshape(-1, 1, 1)

@@ -34,7 +34,7 @@ def index_tars(path: Path, extensions: tuple[str, ...]) -> list[TarItem]:
     """Every member with one of `extensions`, and the label of its key, <key>.cls. Of one tar, or of all below a folder, sorted.
 
     UserError for a tar that is compressed, truncated, damaged or followed by another; a key with a dot in it, or that lacks
-    one of its two members; a label that is no whole number.
+    one of its two members or has three; a label that is no whole number.
     """
     files = [path] if path.is_file() else sorted(path.rglob("*"))
     tars = [f for f in files if TAR_NAME.search(f.name) and not f.name.startswith(".")]
@@ -57,6 +57,8 @@ def _index(file: Path, extensions: tuple[str, ...]) -> list[TarItem]:
             if extension in LABEL_EXTENSIONS:
                 labels[key] = int(tar.extractfile(member).read())
             elif extension in extensions:
+                if key in members:
+                    raise UserError(f"{file}: {members[key][0]} and {member.name} share a key; keep one of them")
                 members[key] = member.name, member.offset_data, member.size
         tar.fileobj.seek(tar.offset)
         rest = tar.fileobj.read(2 * tarfile.RECORDSIZE)

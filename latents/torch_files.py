@@ -1,4 +1,4 @@
-"""Files of torch.save, read without running code that they name."""
+"""Files of tensors, read without running code that they name."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
-from common.errors import UserError, first_line
+from common.errors import UserError, reading
 
 
-def load_torch_file(file: Path) -> Any:
-    """What torch.save wrote: tensors, and dictionaries and lists of them.
+def load_tensors(file: Path) -> Any:
+    """What is in a .safetensors file, or what torch.save wrote: tensors, and dictionaries and lists of them.
 
     Raises:
         UserError: it names anything else (other pickles can run code), is damaged, or cannot be read.
     """
-    try:
+    with reading(file):
+        if file.suffix == ".safetensors":
+            return load_file(file)
         with open(file, "rb") as f:
             start = f.read(40)
         if not start.startswith((b"PK", b"\x80")):  # a page of an error, a pointer to a large file
             raise UserError(f"{file} is not a file of torch.save, an archive or a pickle: it begins with {start!r}")
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-    except UserError:
-        raise
-    except pickle.UnpicklingError as e:  # torch's own words advise to run the code
-        raise UserError(f"{file} cannot be read as tensors of torch.save: it holds other objects, or is damaged") from e
-    except Exception as e:  # a damaged file may raise anything
-        raise UserError(f"{file} cannot be read as tensors of torch.save: {first_line(e)}") from e
+        try:
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+        except pickle.UnpicklingError as e:  # torch's own words advise to run the code
+            raise UserError(f"{file} cannot be read as tensors of torch.save: it holds other objects, or is damaged") from e
 
 
 def read_channel_statistics(file: Path, num_channels: int) -> tuple[list[float], list[float]]:
     """LightningDiT's latents_stats.pt: mean and standard deviation of each channel. Raises UserError for another file."""
-    stored = load_torch_file(file)
+    stored = load_tensors(file)
     try:
         mean, std = (stored[name].double().flatten().tolist() for name in ("mean", "std"))
     except (LookupError, TypeError, AttributeError) as e:

@@ -7,11 +7,8 @@ import re
 import warnings
 from pathlib import Path
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-
 from common.errors import UserError
-from latents.torch_files import load_torch_file
+from latents.torch_files import load_tensors
 
 # Names in latent diffusion's state dict, and in that of diffusers, which also counts the decoder's levels the other way.
 # diffusers' own converter leaves out the attention inside levels, which VA-VAE has where its features are 16x16.
@@ -56,10 +53,7 @@ def autoencoder_kl() -> type:
 
 def load_va_vae(file: Path):
     """diffusers' AutoencoderKL of a checkpoint of latent diffusion's, sized by its weights. UserError for other files."""
-    try:
-        stored = load_file(file) if file.suffix == ".safetensors" else load_torch_file(file)
-    except SafetensorError as e:
-        raise UserError(f"{file} is truncated or not a safetensors file: {e}") from e
+    stored = load_tensors(file)
 
     def count(pattern: str) -> int:
         return len({match[0] for name in weights if (match := re.match(pattern, name))})

@@ -33,7 +33,7 @@ from evaluations.inception import InceptionDetector, fetch_weights
 from evaluations.suite import evaluate, jackknife, set_of
 from evaluations.vit import DINOV2_L, DINOv2Detector, find_encoder_weights
 from sampling.processes import gather_on_main, on_main, one_per_node_first
-from sampling.sampler import ImageSampler, fits_into_memory
+from sampling.sampler import ImageSampler
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ class Evaluator:
                     yield sampler(seeds, [labels[seed] for seed in seeds])
                     bar.update(len(seeds))
 
-            with bar, fits_into_memory(self.batch_size):
+            with bar:
                 return extract(self.detectors, images())
 
         return shared_features(self.accelerator, len(labels), compute)
@@ -178,8 +178,7 @@ class Evaluator:
         """Features of the first `count` images on disk; [] but on the main process."""
         is_main = self.accelerator.is_main_process
         compute = partial(features_of_images, images, detectors, self.batch_size, show_progress=is_main)
-        with fits_into_memory(self.batch_size):
-            return shared_features(self.accelerator, count, compute)
+        return shared_features(self.accelerator, count, compute)
 
 
 def shared_features(accelerator: Accelerator, count: int, compute: Callable[[int, int], list[Features]]) -> list[Features]:

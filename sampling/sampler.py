@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -12,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from common.errors import UserError
 from common.randomness import SeedRandom, key_of
 from configs.schema import Data, Diffusion
 from configs.settings import explained
@@ -91,16 +89,6 @@ class ImageSampler:
         self.cost = {"network_evaluations": sum(calls.values()), "gflops_per_image": flops / 1e9}
         images = self.autoencoder.decode(restore_latents(latents[:num_images], data))
         return to_uint8(images, self.rounding).cpu().numpy()
-
-
-@contextlib.contextmanager
-def fits_into_memory(num_images: int) -> Iterator[None]:
-    """A block that handles this many images at once. Raises UserError where the memory of the device is not enough."""
-    try:
-        yield
-    except torch.OutOfMemoryError as e:
-        keys = "batch_size, which in training is sample.batch_size or eval.batch_size"
-        raise UserError(f"out of memory with {num_images} images at once: lower {keys}") from e
 
 
 def labels_of(seeds: Iterable[int], num_classes: int, how: str) -> dict[int, int]:

@@ -10,6 +10,7 @@ import torch
 from conftest import file_size_limit, renew_manifest
 
 from common.errors import UserError
+from common.files import append_line
 from training import checkpoint as checkpoints
 from training.resume import find_initial, find_resume
 from training.run import RunFolder
@@ -22,7 +23,7 @@ def make(step, **state):
         model=weights,
         ema={name: value * 2 for name, value in weights.items()},
         optimizer={"state": {0: {"exp_avg": torch.ones(3), "step": torch.tensor(4.0)}}, "param_groups": [{"lr": 0.1}]},
-        state={"images_seen": 8 * step, **state},
+        state={"loss_count": 8 * step, **state},
         config={"seed": 3, "train": {"lr": 1e-5, "betas": [0.9, 0.99]}},
     )
 
@@ -264,10 +265,13 @@ def test_metrics_end_at_the_step_that_is_resumed(tmp_path):
     run.open()
     lines = [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.25}, {"step": 2, "cfg_scale": 1.0, "metrics": {}}, {"step": 3}]
     for line in lines:
-        run.log_metrics(line)
+        append_line(run.metrics, line)
     with open(run.metrics, "a") as file:
         file.write('{"step": 2, "lo')
     assert run.has_evaluation({"step": 2, "cfg_scale": 1.0})
     assert not run.has_evaluation({"step": 2, "cfg_scale": 1.5}) and not run.has_evaluation({"step": 1, "cfg_scale": 1.0})
-    run.keep_metrics_until(2)
+    for step in (2, 3):
+        (run.samples / f"step_{step:07d}.png").touch()
+    run.keep_until(2)
     assert [json.loads(line) for line in run.metrics.read_text().splitlines()] == lines[:3]
+    assert [file.name for file in run.samples.iterdir()] == ["step_0000002.png"]

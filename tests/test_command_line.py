@@ -133,14 +133,16 @@ def test_help_and_configurations_are_printed_on_request():
 
 def test_an_exchange_has_more_than_nccls_ten_minutes_and_a_hang_does_not_last_hours():
     forget_accelerate()
-    assert machine.start_accelerator(1, cpu=True).init_handler.timeout == timedelta(minutes=20)
+    assert machine.start_accelerator(
+        1,
+    ).init_handler.timeout == timedelta(minutes=20)
 
 
 def test_what_accelerate_is_configured_to_compile_is_not_compiled_twice(monkeypatch):
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
     forget_accelerate()
     net = torch.nn.Linear(2, 2)
-    assert machine.start_accelerator(1, cpu=True).prepare(net) is net
+    assert machine.start_accelerator(1).prepare(net) is net
 
 
 def test_a_gpu_that_torch_cannot_use_or_that_two_processes_would_share_is_an_error(monkeypatch, tmp_path):

@@ -10,8 +10,7 @@ from common.randomness import SeedRandom
 from edm import EDM
 from edm.sampler import HeunSampler
 from extras.ddpm import DDPM, AncestralSampler
-from latents.autoencoders import from_uint8, to_uint8
-from latents.shards import draw_latents, mean_and_log_variance
+from latents.autoencoders import to_uint8
 from sampling.sampler import labels_of
 from sit import SiT
 from sit.sampler import FlowSampler
@@ -47,11 +46,7 @@ def test_the_output_of_a_network_does_not_broadcast(diffusion):
 @pytest.mark.parametrize(
     ("message", "call"),
     [
-        ("kind='moments' does not fit 3 channels", lambda: mean_and_log_variance(X[:, :3], "moments")),
-        ("moments are sampled: pass random", lambda: draw_latents(X, "moments")),
         ("decoded images hold NaN", lambda: to_uint8(torch.full((1, 3, 2, 2), math.nan))),
-        ("images are torch.uint8; need floats", lambda: to_uint8(torch.zeros(1, 3, 2, 2, dtype=torch.uint8))),
-        ("need uint8 .B, H, W, 3.", lambda: from_uint8(torch.rand(1, 8, 8, 3))),
         ("float", lambda: labels_of([5.0], 1000, "random")),
         ("float", lambda: SeedRandom([1.0], CPU)),
     ],

@@ -1,10 +1,12 @@
 """Every format of another project becomes shards that hold the same items, and train."""
 
+import json
 import logging
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 from test_formats import as_mean_and_std, write_fast_dit, write_lightningdit, write_lmdb, write_repa
 from test_webdataset import npy_members, pickle_members, sd_moments, write_tar
@@ -152,6 +154,29 @@ def lightningdit_with_statistics(folder, channels=4, num_items=NUM_ITEMS):
     mean, std = latents.mean(dim=[0, 2, 3], keepdim=True), latents.std(dim=[0, 2, 3], keepdim=True)
     torch.save({"mean": mean, "std": std}, folder / "latents_stats.pt")
     return latents, mean, std
+
+
+def test_the_images_beside_repas_latents_are_paired_with_them_by_their_order(tmp_path):
+    rng, levels = np.random.default_rng(0), [20, 90, 160, 230]
+    mean_std = np.abs(rng.standard_normal((4, 8, 4, 4))).astype(np.float32)
+    mean_std[:, 0] = np.array(levels)[:, None, None]
+    write_repa(tmp_path / "theirs" / "vae-sd", mean_std, [0, 1, 0, 1])
+    pictures = tmp_path / "theirs" / "images"
+    entries = []
+    for i in (2, 0, 3, 1):  # as dataset.json may list them
+        name = f"{i // 2:05d}/img{i:08d}.png"
+        (pictures / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((32, 32, 3), levels[i], np.uint8)).save(pictures / name)
+        entries.append([name, i % 2])
+    (pictures / "dataset.json").write_text(json.dumps({"labels": entries}))
+    dataset = convert(tmp_path / "theirs", tmp_path / "ours", "keep_images=jpeg")
+    latents, labels, images = dataset.fetch_with_images(np.arange(4), np.zeros(4, dtype=bool))
+    assert labels.tolist() == [0, 1, 0, 1] and latents[:, 0, 0, 0].tolist() == levels
+    assert np.abs(images.numpy().astype(int).mean(axis=(1, 2, 3)) - levels).max() < 2
+    entries[0][1] = 1
+    (pictures / "dataset.json").write_text(json.dumps({"labels": entries}))
+    with pytest.raises(UserError, match="do not hold the same items: their labels differ"):
+        convert(tmp_path / "theirs", tmp_path / "other", "keep_images=jpeg")
 
 
 def seen_by_network(dataset, flip=False):

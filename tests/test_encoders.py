@@ -144,10 +144,10 @@ def test_what_cannot_be_an_encoder_is_refused_in_one_line(tiny_file, tmp_path):
     for name, weights, message in (
         ("test_vit.nothing", tiny_file, "'test_vit.nothing' is no VisionTransformer of timm"),
         ("resnet18", tiny_file, "'resnet18' is no VisionTransformer of timm"),
-        (TINY, tmp_path / "none.pth", "none.pth does not hold the weights of the encoder"),
-        (TINY, other, "other.safetensors does not hold the weights of the encoder"),
-        (TINY, pickled, "code.pth does not hold the weights of the encoder"),
-        ("vit_tiny_patch16_224", tiny_file, "tiny.safetensors does not hold the weights of the encoder"),
+        (TINY, tmp_path / "none.pth", "none.pth .weights of the encoder. cannot be read"),
+        (TINY, other, "other.safetensors .weights of the encoder. cannot be read"),
+        (TINY, pickled, "code.pth .weights of the encoder. cannot be read"),
+        ("vit_tiny_patch16_224", tiny_file, "tiny.safetensors .weights of the encoder. cannot be read"),
     ):
         with pytest.raises(UserError, match=message) as e:
             Encoder(name, weights, 64)

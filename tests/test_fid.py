@@ -2,12 +2,13 @@
 
 import csv
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import LAUNCH_2, REPOSITORY, checked, finish, forget_accelerate, losses, metrics, run_train, start
+from conftest import LAUNCH_2, REPOSITORY, checked, finish, forget_accelerate, losses, metrics, renew_manifest, run_train, start
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -169,6 +170,15 @@ def test_images_on_disk_are_judged_like_the_samples_they_are(edm, fid, tmp_path)
     (tmp_path / "samples" / "grid_0-69.png").unlink()
     from_folder = fid("c", f"images={tmp_path / 'samples'}", *digits)[0]["metrics"]
     assert from_folder == {name: from_npz[name] for name in NAMES if name != "class_agreement"}  # a folder holds no labels
+
+
+def test_raw_weights_are_the_networks_own(edm, fid, tmp_path):
+    ema, raw = fid("both", f"checkpoint={edm}", "weights=[ema,raw]")
+    copy = shutil.copytree(edm, tmp_path / "copy") / "checkpoints" / "step_0000004"
+    shutil.copy(copy / "model.safetensors", copy / "ema.safetensors")
+    renew_manifest(copy)
+    (as_ema,) = fid("copy", f"checkpoint={copy}")
+    assert as_ema["metrics"] == raw["metrics"] != ema["metrics"]
 
 
 def test_two_processes_give_the_figures_of_one(edm, fid, tmp_path):

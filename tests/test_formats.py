@@ -92,7 +92,7 @@ def test_a_second_half_with_the_same_labels_becomes_the_flips(tmp_path):
     write_lmdb(tmp_path / "a", np.concatenate([latents, mirrored]), labels * 2)
     source = open_latents(tmp_path / "a")
     check(source, latents, labels, mirrored)
-    assert "latents_flip: the second 9 items" in source.statement
+    assert "latents_flip: the second 9 items" in source.note
     other = [2, 1, 0] * 3
     write_lmdb(tmp_path / "b", np.concatenate([latents, mirrored]), labels + other)
     check(open_latents(tmp_path / "b"), np.concatenate([latents, mirrored]), labels + other)
@@ -190,7 +190,7 @@ def test_lightningdit_latents_flips_and_labels_are_read(tmp_path, dtype):
         write_lightningdit(file, latents[part].clone(), flips[part].clone(), labels[part])
     source = open_latents(tmp_path)
     check(source, latents.float(), labels, flips.float())
-    assert source.channel_statistics is None and "latents_stats.pt, by which LightningDiT normalises" in source.statement
+    assert source.channel_statistics is None and "latents_stats.pt, by which LightningDiT normalises" in source.note
 
 
 GOOD = {"latents": torch.zeros(2, 4, 4, 4), "latents_flip": torch.zeros(2, 4, 4, 4), "labels": torch.tensor([0, 1])}
@@ -218,7 +218,7 @@ def test_bad_lightningdit_files_are_refused_by_name(tmp_path, tensors, message):
     [
         ({"mean": torch.zeros(1, 3, 1, 1), "std": torch.ones(1, 3, 1, 1)}, "is of 3 channels, and the latents have 4"),
         ({"mean": torch.zeros(1, 4, 1, 1)}, "does not hold the tensors mean and std"),
-        ({"mean": open}, "cannot be read as tensors"),
+        ({"mean": open}, "cannot be read as tensors of torch.save"),
     ],
 )
 def test_bad_statistics_of_lightningdit_are_refused_by_name(tmp_path, statistics, message):
@@ -249,7 +249,8 @@ def test_what_a_format_does_not_say_is_asked_for_by_its_key(tmp_path):
 
     write_tar(tmp_path / "a.tar", npy_members(sd_moments(2), [0, 1]))
     write_tar(tmp_path / "samples" / "a.tar", npy_members(sd_moments(2)[:, :4], [0, 1]))
-    tars, samples = open_latents(tmp_path / "a.tar"), open_latents(tmp_path / "samples")
+    write_tar(tmp_path / "odd" / "a.tar", npy_members(sd_moments(2)[:, :3], [0, 1]))
+    tars, samples, odd = (open_latents(tmp_path / name) for name in ("a.tar", "samples", "odd"))
     info, scale = describe(samples, "sample", 0.5, "none", scale_factor=2.0, resolution=4)
     assert (info.kind, info.autoencoder, info.scale_factor, info.resolution, scale) == ("sample", "none", 2.0, 4, 0.5)
     for message, source, given in (
@@ -259,6 +260,11 @@ def test_what_a_format_does_not_say_is_asked_for_by_its_key(tmp_path):
         ("give autoencoder=, ", samples, {"kind": "moments"}),  # 2 channels
         ("give scale_factor=, resolution=, ", tars, {"kind": "moments", "autoencoder": "none"}),
         ("scale=0.5: they must be square, and moments unscaled", tars, {"kind": "moments", "scale": 0.5}),
+        (
+            "they must be square, .* with mean and log-variance",
+            odd,
+            {"kind": "moments", "autoencoder": "none", "scale_factor": 1.0, "resolution": 4},
+        ),
         ("num_classes=1, but there are labels up to 1", tars, {"kind": "moments", "num_classes": 1}),
     ):
         with pytest.raises(UserError, match=message):

@@ -255,7 +255,7 @@ def test_a_mended_image_costs_no_more_than_its_shard(images, vae, tmp_path, capl
     file = folder / "cow" / "38.jpg"  # in the last of five shards
     good = file.read_bytes()
     file.write_bytes(good[:100])
-    with pytest.raises(UserError, match=r"cow/38.jpg cannot be read .*; mend or remove it, or give on_error=skip"):
+    with pytest.raises(UserError, match=r"cow/38.jpg cannot be read: .*; mend or remove it, or give on_error=skip"):
         encode(folder, tmp_path / "out", vae)
     finished = {f.name: f.stat().st_mtime_ns for f in (tmp_path / "out").glob("*.safetensors")}
     file.write_bytes(good)
@@ -355,6 +355,22 @@ def in_tars(folder, rng):
     return folder
 
 
+@pytest.mark.parametrize("autoencoder", ["identity", None])
+def test_kept_images_are_those_of_their_latents(images, vae, tmp_path, autoencoder):
+    folder = copy_of(images, tmp_path / "images")
+    (folder / "bee" / "00.png").write_text("left out")  # what comes after it keeps its image
+    settings = ["keep_images=jpeg", "on_error=skip", "flips=true", "kind=sample", "dtype=float32"]
+    dataset = LatentDataset(encode(folder, tmp_path / "out", autoencoder or vae, *settings))
+    left_out = json.loads((tmp_path / "out" / "manifest.json").read_text())["left_out"]
+    assert [entry["name"] for entry in left_out] == ["bee/00.png"] and dataset.has_jpegs
+    files = [file for file in sorted(folder.rglob("*.*")) if file.name != "00.png" or file.parent.name != "bee"]
+    for flip in (False, True):
+        found = dataset.fetch_with_images(np.arange(len(files)), np.full(len(files), flip))[2].numpy().astype(int)
+        for image, file in zip(found, files):
+            error = np.abs(image - adm_center_crop(read_rgb(file), RESOLUTION)[:, :: -1 if flip else 1]).mean()
+            assert error < (1 if autoencoder else 12), file  # pixels themselves; those of JPEG files
+
+
 def test_images_are_read_from_tars(tmp_path, vae):
     folder = in_tars(tmp_path / "tars", np.random.default_rng(0))
     found = open_labelled_images(folder)
@@ -363,6 +379,8 @@ def test_images_are_read_from_tars(tmp_path, vae):
         expected = np.asarray(Image.open(tar.extractfile("1000001.png")))
     assert np.array_equal(np.asarray(read_rgb(found.open(4))), expected)
     assert LatentDataset(encode(folder, tmp_path / "out", vae)).labels.tolist() == [0, 1, 2, 1, 2, 0]
+    one_class = LatentDataset(encode(folder, tmp_path / "one", vae, "labels=none"))
+    assert not one_class.labels.any() and one_class.info.num_classes == 1
 
 
 def test_tars_that_would_be_left_out_are_named(tmp_path):
@@ -420,7 +438,7 @@ def inspect(path, *settings):
 
 
 def test_good_latents_pass_inspection_and_are_drawn(images, vae, tmp_path, caplog):
-    folder = encode(images, tmp_path / "out", vae, "flips=true")
+    folder = encode(images, tmp_path / "out", vae, "flips=true", "num_classes=9")  # of which the folder has three
     with caplog.at_level(logging.INFO):
         inspect(folder, "sigma_data=0.1")  # the little autoencoder's latents are small
     for line in (

@@ -18,6 +18,7 @@ from extras.report.runs import read_run, read_runs
 from extras.report.tables import figures_table, results_table, speedup_table
 
 DIT, TREAD = "table2/dit_b2", "table2/dit_b2_tread"  # 400,000 steps of 256 images; the paper's FID: 43.47 and 21.34
+HOW = {"weights": "ema", "num_steps": 40, "precision": "fp32", "reference": "adm.npz"}
 ROUTE = "model.routes=[{selection_ratio:0.25,start_layer_idx:1,end_layer_idx:-2}]"
 
 
@@ -34,7 +35,7 @@ def make_run(root, *overrides, name=None, fid=(), num_samples=50_000, speed=10.0
     (folder / "samples" / f"step_{steps:07d}.png").write_bytes(b"")
     OmegaConf.save(OmegaConf.create(stored), folder / "config.yaml")
     lines = [{"step": step, "loss": 1.0, "steps_per_sec": speed} for step in range(50_000, steps + 1, 50_000)]
-    about = {"num_samples": num_samples, "cfg_scale": 1.0}
+    about = {"num_samples": num_samples, "cfg_scale": 1.0, "how": HOW}
     lines += [{"step": step, **about, "metrics": {metric: value}} for step, value in dict(fid).items()]
     write(folder / "metrics.jsonl", *sorted(lines, key=lambda line: line["step"]))
     start = {"step": 0, "time": "2026-01-02", "command": "python train.py", "commit": "0123abcd", "modified": True}
@@ -129,7 +130,10 @@ def test_papers_figures_stand_beside_those_of_as_many_samples_guided_or_not(tmp_
     row = rows(results_table, tmp_path / "few")[TREAD]
     assert (row["Measured"], row["Paper"]) == ("30.00", "21.34, of 50,000 samples")
     folder = make_run(tmp_path / "guided", "experiment=final/xl2_dit", fid={7_000_000: 9.0})
-    write(folder / "metrics.jsonl", {"step": 7_000_000, "num_samples": 50_000, "cfg_scale": 1.5, "metrics": {"fid": 2.0}})
+    write(
+        folder / "metrics.jsonl",
+        {"step": 7_000_000, "num_samples": 50_000, "cfg_scale": 1.5, "how": HOW, "metrics": {"fid": 2.0}},
+    )
     cells = {row["Guidance"]: row["fid"] for row in figures_table(grouped(tmp_path / "guided")).rows}
     assert cells == {"none": "9.00 (paper: 9.62)", "cfg_scale 1.5": "2.00 (paper: 2.27)"}
 
@@ -138,7 +142,7 @@ def test_curves_and_speedups_are_of_the_sample_count_that_was_evaluated_often(ru
     for folder in runs.iterdir():
         file = folder / "metrics.jsonl"
         file.write_text(file.read_text().replace('"num_samples": 50000', '"num_samples": 5000'))
-        write(file, {"step": 400_000, "num_samples": 50_000, "cfg_scale": 1.0, "metrics": {"fid": 30.0}})
+        write(file, {"step": 400_000, "num_samples": 50_000, "cfg_scale": 1.0, "how": HOW, "metrics": {"fid": 30.0}})
     assert curve_measure(grouped(runs)).num_samples == 5_000
     assert rows(speedup_table, runs)[TREAD]["Reached"] == "step 150,000"
     assert rows(results_table, runs)[TREAD]["Measured"] == "30.00 ± 0.00"
@@ -224,7 +228,7 @@ def test_results_of_fid_count_for_the_run_whose_checkpoint_they_name(tmp_path):
     file = tmp_path / "evaluations" / "results.jsonl"
     gone = point | {"checkpoint": "gone/checkpoints/step_0400000"}
     points = (point, point | {"num_steps": 20}, sparse, gone, {"images": "x.npz"})
-    write(file, *({"point": one, "metrics": {"fid": 30.0 + i}} for i, one in enumerate(points)))
+    write(file, *({"point": one, "shown": {"step": 400_000}, "metrics": {"fid": 30.0 + i}} for i, one in enumerate(points)))
     runs, problems = read_runs([tmp_path])
     found = {(m.guidance, m.how): values for m, values in runs[0].figures.items() if "reference abc" in m.how}
     assert found == {
@@ -245,7 +249,9 @@ def test_hours_of_a_resumed_run_are_those_of_its_lines(tmp_path):
 
 def test_what_cannot_be_read_is_listed_and_the_rest_is_shown(runs):
     with open(next(runs.glob("*b2_seed0*")) / "metrics.jsonl", "a") as f:
-        f.write('{"step": 500000, "metrics": {"fid": NaN}, "num_samples": 50000, "cfg_scale": 1.0}\n{"step": 500000, "lo')
+        f.write(
+            '{"step": 500000, "metrics": {"fid": NaN}, "num_samples": 50000, "cfg_scale": 1.0, "how": {}}\n{"step": 500000, "lo'
+        )
     for name, text in (("torn", "train: ["), ("foreign", "epochs: 3\n"), ("list", "- 3\n")):
         (runs / name).mkdir()
         (runs / name / "config.yaml").write_text(text)

@@ -128,6 +128,7 @@ def replaced(name, payload):
     ("members", "message"),
     [
         (good_members()[:-1], "a.tar: the key 0000002 lacks"),
+        (good_members() + [("0000001.npy", b"")], "0000001.latent.npy and 0000001.npy share a key; keep one of them"),
         (good_members()[1:], "a.tar: the key 0000000 lacks its .cls"),
         (good_members() + [("1.5.latent", b"")], "member 1.5.latent has a dot in its key"),
         (replaced("0000001.cls", b"cat"), "a.tar .*whole numbers in .cls. cannot be read: .*'cat'"),

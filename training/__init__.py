@@ -1,1 +1,1 @@
-"""The trainer and what a run needs on disk. It knows nothing of how its objects were built."""
+"""The trainer, what it is built from, and what a run needs on disk."""

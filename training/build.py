@@ -105,13 +105,11 @@ def check_initial(stored: schema.TrainConfig, step: int, cfg: schema.TrainConfig
         raise UserError(f"init_state=all: init_from={cfg.init_from} {found}; set init_state=weights, or raise train.num_steps")
     changed = schema.differences(stored, cfg, [schema.Role.ARCHITECTURE])
     old, new = ([(r.start_layer_idx, r.end_layer_idx) for r in one.model.routes] for one in (stored, cfg))
-    changed += [f"model.routes: blocks {old} -> {new}"] * (cfg.model.fusion == "concat" and old != new)  # a fusion has a place
+    if cfg.model.fusion == "concat" and old != new:  # a fusion has a place
+        changed.append(f"model.routes: blocks {old} -> {new}")
     if cfg.init_state == "all":  # the optimizer of the projector goes on, and tracked averages
         continued = schema.differences(stored, cfg, [schema.Role.FIXED, schema.Role.STARTED])
         changed += [line for line in continued if line.startswith(("alignment.", "train.ema_lengths"))]
-    if scaled := [line for line in changed if line.startswith(("data.latents_", "data.scale_factor"))]:
-        how = f"({'; '.join(scaled)}): encode yours as its were, those of LightningDiT with latents_stats=<file>"
-        raise UserError(f"init_from={cfg.init_from} saw latents that were scaled otherwise {how}")
     if changed:
         raise UserError(f"init_from={cfg.init_from} does not fit this configuration: {'; '.join(changed)}")
 

@@ -1,9 +1,9 @@
 """Checkpoints: folders that are complete, or not there.
 
-step_0000400/ holds model.safetensors, ema.safetensors, optimizer.pt, state.json, config.yaml, with alignment also
-projector.safetensors, and manifest.json with the size and hash of each. `save` writes it under a temporary name, flushes it to
-disk and then renames it. The trainer calls it in a thread, with a copy of the weights, and trains on. A checkpoint counts only
-if its files match the manifest; damaged ones are renamed, never deleted.
+step_0000400/ holds model.safetensors, ema.safetensors, optimizer.pt, state.json, config.yaml, with REPA projector.safetensors,
+with train.ema_lengths tracked_ema.safetensors, and manifest.json with the size and hash of each. `save` writes it under a
+temporary name, flushes it to disk and then renames it. The trainer calls it in a thread, with a copy of the weights, and trains
+on. A checkpoint counts only if its files match the manifest; damaged ones are renamed, never deleted.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import logging
 import os
 import re
 import shutil
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,9 +122,7 @@ def _write_files(folder: Path, checkpoint: Checkpoint) -> None:
 
 def _flush(path: Path) -> None:
     """Return once a file, or the list of files in a folder, is on the disk."""
-    if path.is_dir() and sys.platform == "win32":  # Windows cannot open a folder
-        return
-    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

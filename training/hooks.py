@@ -7,18 +7,20 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from common.errors import UserError
-from common.files import whole_file
+from common.files import append_line, whole_file
 from common.progress import progress_bar
+from configs.schema import EvaluationSettings
 from evaluations.images import labelled_grid
 from evaluations.suite import display_name, format_metrics
 from sampling.evaluator import Evaluator, until_stopped
 from sampling.processes import gather_on_main, on_main
-from sampling.sampler import ImageSampler, fits_into_memory, labels_of
+from sampling.sampler import ImageSampler, labels_of
 from training import checkpoint as checkpoints
 from training.run import RunFolder
 from training.trainer import NEVER, Hook, Trainer
@@ -30,7 +32,7 @@ class TrainingDiverged(UserError):
     """The loss or the weights are no longer finite."""
 
 
-def mean_losses(trainer: Trainer) -> list[float]:
+def reduce_losses(trainer: Trainer) -> list[float]:
     """Mean losses over all processes since the last line of metrics. Raises TrainingDiverged if one was not finite."""
     accelerator = trainer.accelerator
     first_bad = int(accelerator.gather(trainer.first_bad_step.reshape(1)).min())
@@ -55,7 +57,7 @@ class Metrics(Hook):
         self.check()
         if trainer.clock.num_steps == 0:  # at a start
             return
-        losses, steps_per_sec, train = mean_losses(trainer), trainer.clock.steps_per_sec(), trainer.cfg.train
+        losses, steps_per_sec, train = reduce_losses(trainer), trainer.clock.steps_per_sec(), trainer.cfg.train
         images = trainer.step * train.batch_size
         record = {
             "step": trainer.step,
@@ -71,7 +73,7 @@ class Metrics(Hook):
         if trainer.device.type == "cuda":
             record["peak_memory_gib"] = torch.cuda.max_memory_allocated(trainer.device) / 2**30
         if trainer.accelerator.is_main_process:
-            self.run.log_metrics(record)
+            append_line(self.run.metrics, record)
         trainer.accelerator.log(record)
         trainer.loss_sums, trainer.loss_count = torch.zeros_like(trainer.loss_sums), 0
         trainer.clock.restart()
@@ -97,7 +99,7 @@ class Grids(Hook):
         length = -(-num_samples // accelerator.num_processes)  # equal shares can be gathered; the last repeat an image
         start = accelerator.process_index * length
         seeds = [min(seed, num_samples - 1) for seed in range(start, start + length)]
-        with trainer.ema.full_weights(), fits_into_memory(size):
+        with trainer.ema.full_weights():
             parts = [seeds[i : i + size] for i in range(0, length, size)]
             bar = progress_bar(parts, desc="grid", unit="batch", leave=False, disable=not is_main)
             batches = until_stopped(bar, trainer.stop.requested_now)
@@ -122,6 +124,7 @@ class Evaluations(Hook):
 
     run: RunFolder
     evaluator: Evaluator
+    settings: EvaluationSettings
     samplers: Mapping[float, ImageSampler]
     every: int
 
@@ -130,7 +133,7 @@ class Evaluations(Hook):
         is_last = step == trainer.cfg.train.num_steps
         num_samples = cfg.final_num_samples if is_last and cfg.final_num_samples else cfg.num_samples
         for cfg_scale, sampler in self.samplers.items():
-            about = {"step": step, "num_samples": num_samples, "cfg_scale": cfg_scale, "labels": cfg.labels}
+            about = {"step": step, "num_samples": num_samples, "cfg_scale": cfg_scale, "how": self.how(sampler, cfg.labels)}
             if on_main(partial(self.run.has_evaluation, about)):
                 continue
             start_sec = time.perf_counter()
@@ -140,6 +143,14 @@ class Evaluations(Hook):
             metrics = on_main(partial(self.evaluator.evaluate, features, list(labels.values())))
             named = {display_name(metric, num_samples, cfg_scale): value for metric, value in metrics.items()}
             if accelerator.is_main_process:
-                self.run.log_metrics(about | {"metrics": metrics, "evaluation_sec": time.perf_counter() - start_sec})
+                seconds = time.perf_counter() - start_sec
+                append_line(self.run.metrics, about | {"metrics": metrics, "evaluation_sec": seconds})
                 log.info("step %d: %s", step, format_metrics(named))
             accelerator.log({"step": step, **named})
+
+    def how(self, sampler: ImageSampler, labels: str) -> dict:
+        """What else the figures depend on; a resume may change it. The keys are those of fid.py's results."""
+        used = {key: value for key, value in vars(sampler.diffusion.sampler).items() if key in ("num_steps", "S_churn", "solver")}
+        detectors, reference = "+".join(self.settings.all_detectors), Path(self.settings.reference).name
+        made = {"weights": "ema", **used, "precision": sampler.precision, "labels": labels}
+        return made | {"detector": detectors, "reference": reference}

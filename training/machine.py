@@ -39,8 +39,7 @@ def start_accelerator(
         # AdamW would import it later, and its functions keep the process group of that moment as a default argument: the group
         # would never be freed, and gloo's threads can abort the process at its end.
         importlib.import_module("torch.distributed.nn.functional")
-    if not settings.get("cpu"):
-        check_gpus()
+    check_gpus()
     # Of the run before, in a sweep; the processes stay connected.
     if is_initialized():
         gc.collect()  # its networks lie in reference cycles

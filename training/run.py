@@ -7,13 +7,12 @@ import os
 import re
 import secrets
 from collections.abc import Sequence
-from hashlib import blake2b
 from pathlib import Path
 
 from omegaconf import OmegaConf
 
 from common.errors import UserError
-from common.files import append_line, lock_file, read_lines, remove_leftovers, why_not_written, write_file
+from common.files import hash_bytes, lock_file, read_lines, remove_leftovers, why_not_written, write_file
 from configs.schema import SAME_RUN, Role, role_of
 
 MAX_NAME_LENGTH = 60
@@ -30,14 +29,14 @@ def name_run(default: str, overrides: Sequence[str]) -> str:
         return default
     in_default = {"data", "model", "experiment"} | ({"seed"} if "experiment" in changes else set())
     words = [
-        f"{key.rpartition('.')[2]}-{re.sub(r'[^0-9A-Za-z.+-]+', '-', value).strip('-')}"
+        f"{key.rpartition('.')[2]}-{re.sub(r'[^0-9A-Za-z.+-]+', '-', value.strip('[]{}/ '))}"
         for key, value in changes.items()
         if role_of(key) in (*SAME_RUN, Role.NOTED) and key not in in_default
     ]
     name = "_".join([default, *words])
     if len(name) <= MAX_NAME_LENGTH:
         return name
-    return f"{name[: MAX_NAME_LENGTH - 9]}_{blake2b(name.encode(), digest_size=4).hexdigest()}"
+    return f"{name[: MAX_NAME_LENGTH - 9]}_{hash_bytes(name.encode())[:8]}"
 
 
 class RunFolder:
@@ -73,9 +72,6 @@ class RunFolder:
             write_file(file, secrets.token_hex(4))
         return file.read_text(encoding="utf-8").strip()
 
-    def log_metrics(self, record: dict) -> None:
-        append_line(self.metrics, record)
-
     def flush_metrics(self) -> None:
         """Return once metrics.jsonl is on the disk. Raises UserError if it cannot be written."""
         try:
@@ -84,17 +80,17 @@ class RunFolder:
         except OSError as e:
             raise UserError(f"cannot write {self.metrics}: {why_not_written(self.metrics, e)}") from e
 
-    def log_start(self, record: dict) -> None:
-        append_line(self.starts, record)
-
     def has_evaluation(self, about: dict) -> bool:
-        """Whether metrics.jsonl holds the evaluation of this step, num_samples and cfg_scale."""
+        """Whether metrics.jsonl holds this evaluation."""
         return any("metrics" in line and about.items() <= line.items() for line in read_lines(self.metrics))
 
-    def keep_metrics_until(self, step: int) -> None:
-        """Drop the lines after `step`, which the run writes again, and incomplete ones."""
+    def keep_until(self, step: int) -> None:
+        """Drop lines of metrics and grids after `step`, which the run makes again, and incomplete lines."""
         kept = [line for line in read_lines(self.metrics) if line["step"] <= step]
         write_file(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
+        for file in self.samples.glob("step_*.png"):
+            if int(file.stem.removeprefix("step_")) > step:
+                file.unlink()
 
     def close(self) -> None:
         """Give the lock back, so that another run of this process may have it."""

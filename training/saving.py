@@ -12,7 +12,7 @@ from common.errors import UserError
 from common.progress import say_if_slow
 from sampling.processes import on_main
 from training import checkpoint as checkpoints
-from training.hooks import TrainingDiverged, mean_losses
+from training.hooks import TrainingDiverged, reduce_losses
 from training.run import RunFolder
 from training.sharding import copy_state_dict, distribute_like, local_shard
 from training.trainer import Hook, Trainer
@@ -40,7 +40,7 @@ class Saving(Hook):
         if trainer.step in (self.saved_step, trainer.first_step):
             return
         self.check(wait=True)
-        mean_losses(trainer)
+        reduce_losses(trainer)  # all processes have the same sums from here on: they go into the checkpoint
         shards = [local_shard(p.detach()) for p in trainer.parameters]
         # The least and the greatest value; both are NaN where one is. Several times as fast as isfinite() of all of them.
         extremes = [torch.stack(shard.aminmax()) for shard in shards if shard.numel()]
@@ -55,7 +55,6 @@ class Saving(Hook):
         if trainer.device.type == "cuda":
             torch.cuda.synchronize(trainer.device)
         state = {
-            "images_seen": trainer.step * trainer.cfg.train.batch_size,
             "data_fingerprint": trainer.dataset.fingerprint(),
             "ema_num_updates": trainer.ema.num_updates_before + trainer.step,
             "loss_sums": trainer.loss_sums.tolist(),

@@ -12,7 +12,6 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from common.errors import UserError
 from common.progress import progress_bar
 from common.randomness import StepRandom
 from configs.schema import Train, TrainConfig
@@ -174,7 +173,7 @@ class Trainer:
             Whether the run is complete.
 
         Raises:
-            UserError: of a hook; a step or a batch of samples does not fit into the memory of the device.
+            UserError: of a hook.
         """
         batches, num_steps = self.batches(), self.cfg.train.num_steps
         is_silent = self.step >= num_steps or not self.accelerator.is_main_process
@@ -195,11 +194,6 @@ class Trainer:
                 is_complete = True
             except Interrupted:
                 pass
-            except torch.OutOfMemoryError as e:
-                num_images = self.parts[0].stop - self.parts[0].start
-                size = f"{num_images} images of {self.net.num_tokens} tokens at once in each process"
-                lower = "train.grad_accum_steps, or set train.activation_checkpointing=blocks, or train.parallel=fsdp"
-                raise UserError(f"out of memory in step {self.step + 1}, with {size}: raise {lower}") from e
             for hook in self.hooks:
                 hook.finish(self)
             self.stop.finish()

@@ -296,7 +296,7 @@ def attach(
     adapter = adapter or find_adapter(network)
     setting = network
     for name in adapter.must_be_empty.split("."):
-        setting = getattr(setting, name, None)
+        setting = getattr(setting, name, None)  # None also where must_be_empty is ""
     if setting:
         raise ValueError(f"{type(network).__name__} with {adapter.must_be_empty}={setting} cannot be routed; build it without")
     rule = SELECTIONS[selection] if isinstance(selection, str) else selection

@@ -123,12 +123,9 @@ def read_run(path: Path) -> Run:
     if missing := NEEDED - config.keys():
         raise UserError(f"not a configuration of train.py: without {', '.join(sorted(missing))}")
     run = Run(path, config, config.pop("experiment") or {}, list(read_lines(path / "starts.jsonl")))
-    how = {"weights": "ema", "num_steps": config.get("eval.num_steps") or config.get("diffusion.sampler.num_steps")}
-    how |= {key: config.get(f"diffusion.sampler.{key}") for key in ("S_churn", "solver")}
-    how |= {"precision": config.get("eval.precision"), "reference": Path(config.get("evaluation.reference") or "").name}
     for line in read_lines(path / "metrics.jsonl"):
         if "metrics" in line:
-            run.add(line["step"], line["metrics"], line["num_samples"], {"cfg_scale": line["cfg_scale"], **how})
+            run.add(line["step"], line["metrics"], line["num_samples"], {"cfg_scale": line["cfg_scale"], **line["how"]})
         elif "loss" in line:
             run.figures.setdefault(LOSS, {})[line["step"]] = line["loss"]
             run.speeds[line["step"]] = line["steps_per_sec"]
@@ -147,8 +144,7 @@ def add_results(file: Path, runs: Sequence[Run]) -> set[str]:
         folder = checkpoint.parent.parent
         found = [run for run in runs if run.path == folder] or [run for run in runs if run.path.name == folder.name]
         if len(found) == 1:  # of runs that were moved or copied here, the only one of its name
-            step = int(checkpoint.name.removeprefix("step_"))
-            found[0].add(step, line["metrics"], point["num_samples"], point)
+            found[0].add(line["shown"]["step"], line["metrics"], point["num_samples"], point)
         else:
             orphans.add(str(folder))
     return orphans

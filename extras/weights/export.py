@@ -16,7 +16,7 @@ from common.errors import UserError
 from common.files import REPOSITORY, read_json, write_file
 from common.types import Text
 from configs import schema
-from configs.schema import Autoencoder, Checkpoint, Weights
+from configs.schema import AutoencoderSpec, Checkpoint, Weights
 from dit import sizes_of
 from latents import autoencoders
 from training import checkpoint as checkpoints
@@ -50,7 +50,7 @@ image = pipeline(class_labels=[0], seeds=[0]).images[0]
 
 
 def export_checkpoint(
-    checkpoint: Checkpoint, output: Text, weights: Weights = "ema", autoencoder: Autoencoder | None = None
+    checkpoint: Checkpoint, output: Text, weights: Weights = "ema", autoencoder: AutoencoderSpec | None = None
 ) -> None:
     """Write a checkpoint as a folder that diffusers loads without this project.
 

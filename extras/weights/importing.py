@@ -17,10 +17,10 @@ from common.types import Count, Positive, Text, Whole
 from configs import schema
 from configs.command_line import check
 from configs.experiments import LIGHTNING_DIFFUSION, SIT_SAMPLER, compose_overrides
-from configs.schema import Autoencoder
+from configs.schema import AutoencoderSpec
 from extras import lightningdit
 from extras.weights.published import read_published, read_sizes, turn_clock_and_sign, without_projectors
-from latents.autoencoders import SD_VAES, known_scale_and_factor
+from latents.autoencoders import SD_VAE, known_scale_and_factor
 from latents.torch_files import read_channel_statistics
 from training import checkpoint as checkpoints
 from training.build import build_network
@@ -46,7 +46,7 @@ def import_weights(
     kind: Literal[tuple(KINDS_OF_WEIGHTS)],
     output: Text,
     step: Whole | None = None,
-    autoencoder: Autoencoder | None = None,
+    autoencoder: AutoencoderSpec | None = None,
     scale_factor: Positive | None = None,
     resolution: Count | None = None,
     latents_stats: Text | None = None,
@@ -124,7 +124,7 @@ def fill_in_latents(
 ) -> dict[str, object]:
     """data.autoencoder, scale_factor and resolution; what is None is as the kind and the autoencoder have it."""
     # VA-VAE is a file of the user's: until a command names it, nothing decodes the latents of LightningDiT.
-    autoencoder = autoencoder or ("none" if kind == "lightningdit" else f"sd-vae:{SD_VAES[0]}")
+    autoencoder = autoencoder or ("none" if kind == "lightningdit" else SD_VAE)
     scale, factor = ((1.0, 16) if kind == "lightningdit" else known_scale_and_factor(autoencoder)) or (None, None)
     found = {"scale_factor": scale_factor or scale, "resolution": resolution or (factor and factor * input_size)}
     if missing := [f"{key}=" for key, value in found.items() if value is None]:

@@ -12,13 +12,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from common.errors import UserError
 from dit import TimestepEmbedder
-from latents.torch_files import load_torch_file
+from latents.torch_files import load_tensors
 
 # As training codes call the weights, their EMA and the count of steps in one file.
 MODEL_NAMES, EMA_NAMES = ("model", "model_state_dict"), ("ema", "ema_state_dict")
@@ -33,17 +31,15 @@ def read_published(file: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], in
     Raises:
         UserError: it cannot be read, holds objects that could run code, or no state dict.
     """
-    try:
-        # Training codes store their arguments, plain values in a Namespace, beside the weights.
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            content = load_file(file) if file.suffix == ".safetensors" else load_torch_file(file)
-    except (OSError, SafetensorError) as e:
-        raise UserError(f"{file} is truncated or not a safetensors file: {e}") from e
+    # Training codes store their arguments, plain values in a Namespace, beside the weights.
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        content = load_tensors(file)
     content = content if isinstance(content, dict) else {}
-    model, ema = (
-        next((content[name] for name in names if name in content), content)
-        for names in (MODEL_NAMES + EMA_NAMES, EMA_NAMES + MODEL_NAMES)
-    )
+
+    def pick(names: tuple[str, ...]) -> object:
+        return next((content[name] for name in names if name in content), content)
+
+    model, ema = pick(MODEL_NAMES + EMA_NAMES), pick(EMA_NAMES + MODEL_NAMES)
     step = next((content[name] for name in STEP_NAMES if type(content.get(name)) is int), 0)
     return _plain_names(file, model), _plain_names(file, ema), step
 

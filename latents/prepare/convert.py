@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from common.progress import progress_bar
-from common.types import Autoencoder, Count, Positive, Text
+from common.types import AutoencoderSpec, Count, Positive, Text
 from latents.prepare.formats import open_latents, settle_header
 from latents.prepare.write import SHARD_SIZE, Dtype, Kind, ShardWriter
 from latents.shards import pack_images
@@ -23,7 +23,7 @@ def convert(
     kind: Kind | None = None,
     scale: Positive | None = None,
     scale_factor: Positive | None = None,
-    autoencoder: Autoencoder | None = None,
+    autoencoder: AutoencoderSpec | None = None,
     resolution: Count | None = None,
     num_classes: Count | None = None,
     normalize: bool | None = None,
@@ -49,9 +49,8 @@ def convert(
         dtype: of the stored latents.
     """
     source = open_latents(path)
-    log.info("%s: %d items, %s. %s", path, len(source.labels), type(source).__name__, source.statement)
-    given = {"scale_factor": scale_factor, "resolution": resolution, "num_classes": num_classes}
-    info, scale = settle_header(source, kind, scale, autoencoder, normalize, **given)
+    log.info("%s: %d items, %s. %s", path, len(source.labels), type(source).__name__, source.note)
+    info, scale = settle_header(source, kind, scale, autoencoder, normalize, scale_factor, resolution, num_classes)
     log.info("%s, stored values divided by %g; `inspect` shows whether they are so", info, scale)
     settings = {"command": "convert", "format": type(source).__name__, **asdict(info), "scale": scale}
     settings |= {"normalize": normalize, "keep_images": keep_images}

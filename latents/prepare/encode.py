@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from common.errors import UserError
+from common.errors import UserError, reading
 from common.progress import progress_bar
 from common.randomness import SeedRandom
 from common.types import Count, Positive, Whole
@@ -62,7 +62,7 @@ class Encoding:
 
 # What another machine or a moved folder may change: the latents do not depend on it.
 NOT_OF_THE_LATENTS = {
-    "images", "output", "labels", "root", "split", "latents_stats", "on_error", "batch_size", "num_workers", "cpu_threads", "tf32"
+    "images", "output", "labels", "root", "split", "latents_stats", "on_error", "batch_size", "num_workers", "cpu_threads"
 }  # fmt: skip
 
 
@@ -84,14 +84,16 @@ class _CroppedImages(Dataset):
     def __getitem__(self, numbers: range) -> _Batch:
         how, pixels, kept, left_out = self.how, [], [], []
         for number in numbers:
+            name = self.images.names[number]
             try:
-                image = ImageOps.expand(read_rgb(self.images.open(number)), how.pad)
-                if how.grey:
-                    image = image.convert("L").convert("RGB")
-                pixels.append(adm_center_crop(image, how.resolution))
+                with reading(name):
+                    image = ImageOps.expand(read_rgb(self.images.open(number)), how.pad)
+                    if how.grey:
+                        image = image.convert("L").convert("RGB")
+                    pixels.append(adm_center_crop(image, how.resolution))
                 kept.append(number)
-            except ValueError as e:
-                left_out.append({"name": self.images.names[number], "problem": str(e)})
+            except UserError as e:
+                left_out.append({"name": name, "problem": str(e)})
         shape = (0, how.resolution, how.resolution, 3)
         jpegs = [to_jpeg(image) for image in pixels] if how.keep_images == "jpeg" else []
         return _Batch(torch.from_numpy(np.stack(pixels) if pixels else np.zeros(shape, np.uint8)), kept, left_out, jpegs)
@@ -113,9 +115,9 @@ def encode_images(
     shards, num_missing = writer.missing(rank, num_processes), len(writer.missing())
     accelerator.wait_for_everyone()  # all have listed what is missing before one writes
     log.info("%d images in %d classes; %d of %d shards to make", len(source), info.num_classes, num_missing, len(writer.shards))
-    order = [range(i, min(i + batch_size, s.stop)) for s in shards for i in range(s.start, s.stop, batch_size)]
-    reading = {"sampler": order, "num_workers": how.num_workers, "pin_memory": accelerator.device.type == "cuda"}
-    batches = iter(DataLoader(_CroppedImages(source, how), batch_size=None, **reading))
+    batch_ranges = [range(i, min(i + batch_size, s.stop)) for s in shards for i in range(s.start, s.stop, batch_size)]
+    loading = {"sampler": batch_ranges, "num_workers": how.num_workers, "pin_memory": accelerator.device.type == "cuda"}
+    batches = iter(DataLoader(_CroppedImages(source, how), batch_size=None, **loading))
     bar = progress_bar(total=sum(s.stop - s.start for s in shards), unit="images", desc=f"process {rank + 1} of {num_processes}")
     with bar, ThreadPoolExecutor(1) as pool:
         written = pool.submit(int)  # the shard before: none yet
@@ -124,8 +126,7 @@ def encode_images(
             for _ in range(shard.start, shard.stop, batch_size):
                 batch = next(batches)
                 if batch.left_out and how.on_error == "stop":
-                    words = "{name} cannot be read ({problem}); mend or remove it, or give on_error=skip"
-                    raise UserError(words.format(**batch.left_out[0]))
+                    raise UserError(f"{batch.left_out[0]['problem']}; mend or remove it, or give on_error=skip")
                 kept, left_out, jpegs = kept + batch.kept, left_out + batch.left_out, jpegs + batch.jpegs
                 if batch.kept:
                     encoded.append(_encode(batch, vae, how, accelerator.device))

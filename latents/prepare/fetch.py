@@ -6,7 +6,7 @@ import logging
 
 import torch
 
-from common.types import Autoencoder, Text
+from common.types import AutoencoderSpec, Text
 from evaluations.inception import fetch_weights
 from evaluations.vit import find_encoder_weights
 from latents import autoencoders
@@ -14,7 +14,7 @@ from latents import autoencoders
 log = logging.getLogger(__name__)
 
 
-def fetch(autoencoder: Autoencoder = autoencoders.SD_VAE, encoder: Text | None = None) -> None:
+def fetch(autoencoder: AutoencoderSpec = autoencoders.SD_VAE, encoder: Text | None = None) -> None:
     """Download autoencoder, Inception and timm's vision transformer `encoder` into their caches; what is there is checked."""
     log.info("%s is complete: %s", autoencoder, autoencoders.find(autoencoder))
     autoencoders.build(autoencoder, torch.device("cpu"))  # reads it whole

@@ -39,7 +39,7 @@ class LatentSource:
     kind: str | None = None  # moments | sample, where the format says so
     scale: float | None = None  # what the stored values were multiplied by, where the format says so
     channel_statistics: tuple[list[float], list[float]] | None = None  # mean and deviation of each stored channel, if known
-    statement = ""  # what was found on opening, for the log
+    note = ""  # what was found on opening, for the log
 
     def __init__(self, path: Path):
         self.path = path
@@ -97,7 +97,7 @@ class MaskDiTLMDB(LatentSource):
         half = length // 2
         if length % 2 == 0 and np.array_equal(self.labels[:half], self.labels[half:]):
             self.has_flips, self.labels = True, self.labels[:half]
-            self.statement = f"latents_flip: the second {half} items, whose labels are those of the first, as after --xflip"
+            self.note = f"latents_flip: the second {half} items, whose labels are those of the first, as after --xflip"
 
     def _load(self, item: int) -> list[np.ndarray]:
         values = [self.transaction.get(f"z-{i}".encode()) for i in (item, len(self.labels) + item)[: 1 + self.has_flips]]
@@ -187,10 +187,11 @@ class REPAFolder(LatentSource):
         image_of = dict(zip(order.tolist(), of_images.tolist()))
 
         def read_image(item: int) -> bytes:
-            image = read_rgb(file := folder / names[image_of[item]])
-            if image.size != (resolution, resolution):
-                raise UserError(f"{file} has {image.width}x{image.height} pixels instead of {resolution}x{resolution}")
-            return to_jpeg(np.asarray(image))
+            with reading(file := folder / names[image_of[item]]):
+                image = read_rgb(file)
+                if image.size != (resolution, resolution):
+                    raise ValueError(f"{image.width}x{image.height} pixels instead of {resolution}x{resolution}")
+                return to_jpeg(np.asarray(image))
 
         return read_image
 
@@ -215,10 +216,10 @@ class LightningDiTFolder(LatentSource):
             self.where += [(file, row) for row in range(len(labels[-1]))]
         self.labels = np.concatenate(labels).astype(np.int64, casting="safe")
         statistics = self.where[0][0].with_name("latents_stats.pt")
-        self.statement = f"warning: no {statistics}, by which LightningDiT normalises; normalize=true measures it"
+        self.note = f"no {statistics}, by which LightningDiT normalises; normalize=true measures it"
         if statistics.exists():
             self.channel_statistics = read_channel_statistics(statistics, len(self._load(0)[0]))
-            self.statement = f"latents_mean and latents_std: those of {statistics.name}"
+            self.note = f"latents_mean and latents_std: those of {statistics.name}"
 
     def _load(self, item: int) -> list[np.ndarray]:
         file, row = self.where[item]
@@ -244,13 +245,19 @@ def open_latents(path: str | Path) -> LatentSource:
 
 
 def settle_header(
-    source: LatentSource, kind: str | None, scale: float | None, autoencoder: str | None, normalize: bool | None, **given
+    source: LatentSource,
+    kind: str | None,
+    scale: float | None,
+    autoencoder: str | None,
+    normalize: bool | None,
+    scale_factor: float | None,
+    resolution: int | None,
+    num_classes: int | None,
 ) -> tuple[ShardInfo, float]:
     """The header of the shards to make, and what the stored values were multiplied by: as given, or as the format says.
 
     Args:
         normalize: None: by the statistics that come with the format, where there are any.
-        given: scale_factor, resolution and num_classes, of ShardInfo, or None.
 
     Raises:
         UserError: neither says it, or what they say does not fit the latents.
@@ -265,14 +272,14 @@ def settle_header(
     found = {
         "kind": kind,
         "autoencoder": autoencoder,
-        "scale_factor": given["scale_factor"] or (1.0 if statistics or normalize else factor),
-        "resolution": given["resolution"] or (pixels and pixels * height),
-        "num_classes": count_classes(source.labels, given["num_classes"]),
+        "scale_factor": scale_factor or (1.0 if statistics or normalize else factor),
+        "resolution": resolution or (pixels and pixels * height),
+        "num_classes": count_classes(source.labels, num_classes),
     }
     if missing := [f"{key}=" for key, value in {**found, "scale": scale}.items() if value is None]:
         raise UserError(f"{source.path}: give {', '.join(missing)}, which latents {list(source.shape)} of this format do not say")
-    if height != width or (kind == "moments" and scale != 1):
+    if height != width or (kind == "moments" and (scale != 1 or channels % 2)):
         words = f"{source.path}: latents {list(source.shape)}, kind={kind}, scale={scale:g}"
-        raise UserError(f"{words}: they must be square, and moments unscaled")
+        raise UserError(f"{words}: they must be square, and moments unscaled, with mean and log-variance")
     mean, std = (tuple(value / scale for value in values) for values in statistics) if statistics else (None, None)
     return ShardInfo(**found, latents_mean=mean, latents_std=std), scale

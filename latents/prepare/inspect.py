@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.errors import UserError
+from common.errors import UserError, reading
 from common.files import hash_file
 from common.progress import progress_bar
 from evaluations.images import adm_center_crop, read_rgb
@@ -43,12 +43,12 @@ def inspect_latents(dataset: LatentDataset, sigma_data: float = 0.5) -> Findings
     found.lines += [
         f"{dataset.path}: {len(dataset)} latents in {len(dataset.files)} files",
         f"kind {info.kind}, {dataset.channels}x{dataset.height}x{dataset.width}, for images of {info.resolution} pixels, latents "
-        f"of mirrored images: {dataset.has_flips}, JPEG files: {dataset.stores_images}",
+        f"of mirrored images: {dataset.has_flips}, JPEG files: {dataset.has_jpegs}",
         f"autoencoder {info.autoencoder}, scale factor {info.scale_factor:g}, normalised: {info.latents_mean is not None}",
     ]
     if dataset.path.is_dir():
         _inspect_files(dataset, found)
-    if dataset.stores_images:
+    if dataset.has_jpegs:
         try:
             fetch_images(dataset, 256)
         except UserError as e:
@@ -83,6 +83,7 @@ def _inspect_files(dataset: LatentDataset, found: Findings) -> None:
 def _inspect_classes(dataset: LatentDataset, found: Findings) -> None:
     counts = np.bincount(dataset.labels, minlength=dataset.info.num_classes)
     names = [f" ({name})" for name in dataset.class_names] if dataset.class_names else [""] * len(counts)
+    counts = counts[: len(names)]  # num_classes= of encode may leave room for more
     smallest = [f"{label}{names[label]} {counts[label]}" for label in np.argsort(counts, kind="stable")]
     found.lines.append(f"{len(counts)} classes of {counts.min()} to {counts.max()} items; smallest: {', '.join(smallest[:3])}")
     if num_empty := int((counts == 0).sum()):
@@ -121,10 +122,10 @@ def _fetch(dataset: LatentDataset, indices: np.ndarray) -> list[Tensor]:
 
 
 def fetch_spread(dataset: LatentDataset) -> tuple[Tensor, list[int]]:
-    """Latents [16, C, h, w] float32 (the means, of `moments`; 0 for NaN) and labels, of items spread over the data."""
+    """Latents [16, C, h, w] float32 (the means, of `moments`; 0 for NaN and Inf) and labels, of items spread over the data."""
     indices = spread_items(len(dataset), 16)
     stored, labels = dataset.fetch(indices, np.zeros(len(indices), dtype=bool))
-    return torch.nan_to_num(mean_and_log_variance(stored.float(), dataset.info.kind)[0]), labels.tolist()
+    return mean_and_log_variance(stored.float(), dataset.info.kind)[0].nan_to_num(0, 0, 0), labels.tolist()
 
 
 def fetch_images(dataset: LatentDataset, num_items: int = 16) -> np.ndarray:
@@ -138,5 +139,8 @@ def fetch_originals(dataset: LatentDataset, folder: str) -> np.ndarray:
     source = open_labelled_images(folder, "none" if dataset.info.num_classes == 1 else "auto")
     if len(source) != len(dataset):
         raise UserError(f"images={folder} holds {len(source)} images, and {dataset.path} {len(dataset)} latents")
-    crops = (adm_center_crop(read_rgb(source.open(i)), dataset.info.resolution) for i in spread_items(len(dataset), 16))
-    return np.stack(list(crops))
+    crops = []
+    for i in spread_items(len(dataset), 16):
+        with reading(source.names[i]):
+            crops.append(adm_center_crop(read_rgb(source.open(i)), dataset.info.resolution))
+    return np.stack(crops)
