@@ -26,7 +26,7 @@ FSDP = [*BATCH, "train.parallel=fsdp"]
 DENSE = ["model=dit", "train.grad_accum_steps=2", "train.grad_clip_norm=0.5"]
 LOOKS = ["sample.every=6", "sample.num_samples=3", "diffusion.sampler.num_steps=2"]
 LOOKS += ["eval.every=6", "eval.num_samples=3", "eval.num_steps=2", "eval.batch_size=2"]
-TREAD = ["checkpoint.every=3", *LOOKS, "train.ema_lengths=[0.1,0.25]", "train.ema_snapshot_every=2"]
+TREAD = ["checkpoint.every=3", *LOOKS, "sample.batch_size=1", "train.ema_lengths=[0.1,0.25]", "train.ema_snapshot_every=2"]
 LIGHTNING = ["model=lightningdit_sprint", "sample.every=6", *LOOKS[1:3]]
 
 
@@ -53,6 +53,7 @@ def make_runs(folder: Path, records: dict) -> None:
         run("tread", *FSDP, *TREAD)
     run("dense", *FSDP, *DENSE)
     run("lightning", *FSDP, *LIGHTNING)
+    run("aligned", *FSDP, "train.grad_accum_steps=2", *json.loads((folder / "repa.json").read_text()))
     run("cut", *FSDP, *TREAD)  # its folder holds step 3 of one process
     run("branch", *FSDP, f"init_from={folder / 'one' / 'checkpoints' / 'step_0000003'}", "init_state=all", *TREAD[-2:])
     # The code that inductor would write is not the matter here.

@@ -5,7 +5,6 @@ from collections import Counter
 from functools import cache
 from pathlib import Path
 
-import pytest
 from conftest import REPOSITORY
 
 # From the top down. A room imports only from floors below its own; a file that is named here is a room.
@@ -69,12 +68,21 @@ def test_every_module_lies_in_a_room():
     assert {module for module in sources() if room_of(module) is None} == set()
 
 
-@pytest.mark.parametrize("module", sources())
-def test_imports_run_downwards(module):
-    own, named = room_of(module), REGISTRY.get(module, set()) | {"extras"}
-    up = [name for name in imports_of(module) if room_of(name) != own and FLOOR_OF[room_of(name)] <= FLOOR_OF[own]]
-    up = [name for name in up if name not in named]
-    assert up == [], f"{module} imports {', '.join(up)}, beside or above it"
+def test_imports_run_downwards():
+    for module in sources():
+        own, named = room_of(module), REGISTRY.get(module, set()) | {"extras"}
+        up = [name for name in imports_of(module) if room_of(name) != own and FLOOR_OF[room_of(name)] <= FLOOR_OF[own]]
+        up = [name for name in up if name not in named]
+        assert up == [], f"{module} imports {', '.join(up)}, beside or above it"
+
+
+def test_no_helper_is_defined_twice():
+    seen: dict[str, str] = {}
+    for module, tree in sources().items():
+        for node in tree.body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name not in ("main", "build"):
+                assert node.name not in seen, f"{node.name} in {seen[node.name]} and {module}"
+                seen[node.name] = module
 
 
 def test_no_module_imports_itself_in_a_circle():
@@ -90,10 +98,6 @@ def test_no_module_imports_itself_in_a_circle():
     done: set[str] = set()
     # A package's __init__ and its modules are one: what it exports may use each other.
     assert [c for module in sources() if (c := circle_from(module, ()))] == []
-
-
-def test_routing_module_imports_nothing_of_the_project():
-    assert imports_of("routing_module") == set()
 
 
 def names_used(tree: ast.AST) -> Counter:

@@ -86,11 +86,9 @@ def put_another_step_in_its_place(folder):
 
 DAMAGES = {
     "truncated": (edit("model.safetensors", lambda content: content[:-7]), r"model.safetensors has \d+ bytes instead of \d+"),
-    "longer": (edit("optimizer.pt", lambda content: content + b"\0"), r"optimizer.pt has \d+ bytes instead of \d+"),
     "a flipped bit": (
         edit("ema.safetensors", lambda content: content[:-1] + bytes([content[-1] ^ 1])), "ema.safetensors was altered"
     ),
-    "zeros": (edit("config.yaml", lambda content: bytes(len(content))), "config.yaml was altered"),
     "a missing file": (lambda folder: (folder / "optimizer.pt").unlink(), "optimizer.pt is missing"),
     "a missing manifest": (lambda folder: (folder / "manifest.json").unlink(), "it has no manifest.json"),
     "half a manifest": (edit("manifest.json", lambda content: content[:99]), "manifest.json cannot be read: JSONDecodeError"),

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import REPOSITORY, checked, composed, make_shard
+from conftest import REPOSITORY, checked, make_shard
 
 from common.errors import UserError
 from configs import schema
@@ -16,10 +16,10 @@ from training.run import name_run
 SD = dict(channels=4, kind="moments", num_classes=1000, scale_factor=0.18215, autoencoder="sd-vae:some/vae")
 
 
-@pytest.mark.parametrize("model", schema.NETWORKS)
-@pytest.mark.parametrize("diffusion", ["edm", "sit", "ddpm"])
+@pytest.mark.parametrize(("number", "model"), enumerate(schema.NETWORKS))
 @pytest.mark.parametrize("data", ["digits", "imagenet256", "imagenet512", "custom"])
-def test_every_shipped_configuration_composes_and_builds(tmp_path, model, diffusion, data):
+def test_every_shipped_configuration_composes_and_builds(tmp_path, number, model, data):
+    diffusion = ("edm", "sit", "ddpm")[number % 3]
     overrides = [f"model={model}", f"diffusion={diffusion}", f"data={data}"]
     if data != "digits":
         make_shard(tmp_path / "x.safetensors", size=64 if data == "imagenet512" else 32, num_items=2, **SD)
@@ -138,23 +138,14 @@ def test_every_key_with_a_role_exists():
         ("+guidance.w=1", "guidance.w is not a key"),
         ("+diffusion.sampler.solver=heun", "diffusion.sampler.solver is not a key"),
         ("train.lr=fast", "train.lr='fast': .*number"),
-        ("train.lr=0", "train.lr=0: .*greater than 0"),
-        ("train.lr=nan", "train.lr=nan"),
-        ("train.batch_size=2.5", "train.batch_size=2.5: .*integer"),
-        ("train.batch_size=true", "train.batch_size=True"),
-        ("train.precision=fp16", "train.precision='fp16': .*'fp32' or 'bf16'"),
         ("train.betas=[0.9]", "train.betas=.*2 items"),
         ("train.betas=[0.9,2.0]", r"train.betas\[1\]=2.0"),
-        ("train.grad_clip_norm=-1", "train.grad_clip_norm=-1"),
         ("model.backbone=dit-xl2", "dit-xl2.*DiT-XL/2"),
-        ("model.init=zeros", "model.init='zeros': .*'adaln_zero' or 'official_tread'"),
         ("model.routes=[{selection_ratio:0.5,end_layer_idx:3,start:1}]", r"model.routes\[0\].start_layer_idx= is missing"),
-        ("data.autoencoder=vqgan", "data.autoencoder='vqgan'"),
         ("data.autoencoder='sd-vae:'", "data.autoencoder='sd-vae:'"),
         ("evaluation.detector=[inception,vgg]", r"evaluation.detector\[1\]: 'vgg' is none of"),
         ("evaluation.detector=small-Fashion", "'small-Fashion' is none of"),
         ("name=a/b", "name='a/b'"),
-        ("seed=-1", "seed=-1"),
         ("diffusion.sampler.S_churn=-1", "diffusion.sampler.S_churn=-1: .*0"),
         ("diffusion.sampler.sigma_min=90.0", "diffusion.sampler: .*sigma_min=90"),
         ("alignment.name=repo", "alignment=.*'none', 'repa'"),
@@ -209,9 +200,3 @@ def test_a_run_is_named_after_what_makes_it_another_run():
     assert name_run("table2_dit_b2_seed2", ["experiment=table2/dit_b2", "seed=2"]) == "table2_dit_b2_seed2"
     long = [name(f"model.routes=[{{selection_ratio:0.{i},start_layer_idx:2,end_layer_idx:-4}}]", "train.lr=1e-4") for i in (3, 4)]
     assert all(len(one) == 60 for one in long) and long[0] != long[1]
-
-
-def test_shipped_folders_are_the_groups_of_the_configuration():
-    folders = {file.parent.name for file in (REPOSITORY / "configs").glob("*/*.yaml")}
-    assert folders <= schema.TrainConfig.model_fields.keys()
-    assert set(composed()) == schema.TrainConfig.model_fields.keys()

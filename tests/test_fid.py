@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import LAUNCH_2, REPOSITORY, checked, finish, forget_accelerate, losses, metrics, renew_manifest, run_train, start
+from conftest import REPOSITORY, checked, forget_accelerate, losses, metrics, renew_manifest, run_train
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -179,15 +179,6 @@ def test_raw_weights_are_the_networks_own(edm, fid, tmp_path):
     renew_manifest(copy)
     (as_ema,) = fid("copy", f"checkpoint={copy}")
     assert as_ema["metrics"] == raw["metrics"] != ema["metrics"]
-
-
-def test_two_processes_give_the_figures_of_one(edm, fid, tmp_path):
-    one = fid("one", f"checkpoint={edm}", "num_samples=71")[0]["metrics"]
-    arguments = ["fid.py", f"checkpoint={edm}", *FID, "num_samples=71", f"output={tmp_path / 'two'}"]
-    code, output = finish(start(*arguments, launcher=LAUNCH_2))
-    assert code == 0, output
-    two = json.loads((tmp_path / "two" / "results.jsonl").read_text())["metrics"]
-    assert two == pytest.approx(one, rel=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import LAUNCH_2, LAUNCH_4, checked, finish, losses, metrics, run_train, start
 from fsdp_runs import BATCH, DENSE, LIGHTNING, TREAD, copy_until_step_3
+from gpu.runs import SMALL, keys_of_repa
 from PIL import Image, ImageChops
 from safetensors.torch import load_file
 
@@ -23,6 +24,9 @@ def runs(tmp_path_factory):
     run_train(folder, "one", *BATCH, *TREAD)
     run_train(folder, "one_dense", *BATCH, *DENSE)
     run_train(folder, "one_lightning", *BATCH, *LIGHTNING)
+    keys = keys_of_repa(SMALL, folder)
+    run_train(folder, "one_aligned", *BATCH, *keys)
+    (folder / "repa.json").write_text(json.dumps(keys))
     copy_until_step_3(folder / "one", folder / "cut")
     script = folder / "script.py"
     script.write_text(
@@ -66,6 +70,8 @@ def assert_same_checkpoint(first, second, step):
         ("one", "cut"),  # goes on from a checkpoint of one process
         ("one", "node"),  # two nodes that shard within
         ("one", "ddp_after_node"),
+        ("one_dense", "ddp"),
+        ("one_aligned", "aligned"),
     ],
 )
 def test_sharded_processes_give_the_losses_weights_and_average_of_one_process(runs, one, sharded):
@@ -73,7 +79,7 @@ def test_sharded_processes_give_the_losses_weights_and_average_of_one_process(ru
     assert losses(runs / sharded) == pytest.approx(losses(runs / one), rel=1e-5)
     assert norms(runs / sharded) == pytest.approx(norms(runs / one), rel=1e-5)
     assert_same_checkpoint(runs / one, runs / sharded, 6)
-    if one != "one_dense":
+    if one not in ("one_dense", "one_aligned"):
         grids = [Image.open(runs / name / "samples" / "step_0000006.png") for name in (one, sharded)]
         assert max(high for _, high in ImageChops.difference(*grids).getextrema()) <= 1
 
@@ -83,10 +89,11 @@ def test_gradients_are_clipped_by_their_norm_over_all_nodes(runs):
 
 
 def test_evaluations_are_those_of_one_process(runs):
-    one, sharded = ([r for r in metrics(runs / name) if "metrics" in r] for name in ("one", "tread"))
-    assert len(one) == len(sharded) == 2
-    for ours, theirs in zip(one, sharded):
-        assert theirs["metrics"] == pytest.approx(ours["metrics"], rel=1e-3) and theirs["cfg_scale"] == ours["cfg_scale"]
+    one, *others = ([r for r in metrics(runs / name) if "metrics" in r] for name in ("one", "tread", "ddp_after_node"))
+    for other in others:
+        assert len(one) == len(other) == 2
+        for ours, theirs in zip(one, other):
+            assert theirs["metrics"] == pytest.approx(ours["metrics"], rel=1e-3) and theirs["cfg_scale"] == ours["cfg_scale"]
 
 
 def test_a_sharded_run_goes_on_in_one_process_and_is_sampled_from_as_any_other(runs):

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -84,13 +83,6 @@ def test_a_header_holds_mean_and_deviation_of_each_channel_exactly(tmp_path):
         LatentDataset(tmp_path)
 
 
-def test_training_sees_normalised_latents_and_its_checkpoint_says_how(train, tmp_path):
-    make_shard(tmp_path / "a.safetensors", channels=1, size=8, num_classes=10, latents_mean=(3.0,), latents_std=(2.0,))
-    settings = ["data=custom", f"data.path={tmp_path}", "model.backbone=DiT-XS/8", "train.precision=fp32", "train.num_steps=1"]
-    stored = (train("run", *settings) / "config.yaml").read_text()
-    assert "latents_mean:\n  - 3.0\n  latents_std:\n  - 2.0" in stored
-
-
 def test_a_fingerprint_changes_with_the_data(tmp_path):
     others = dict(b={}, c=dict(seed=1), d=dict(flips=True), e=dict(latents_mean=(0.1, 0.0), latents_std=(1.0, 1.0)))
     for name, settings in {"a": {}, **others}.items():
@@ -119,8 +111,6 @@ def cut_off(file):
     ("write", "message"),
     [
         (cut_off, "is truncated or not a safetensors file"),
-        (Path.touch, "is truncated or not a safetensors file"),
-        (lambda file: torch.save({}, file), "is truncated or not a safetensors file"),
         (changed({"scale_factor": "nan"}), "in its header, scale_factor: "),
         (changed({"kind": "mean"}), "in its header, kind: .*'sample' or 'moments'"),
         (changed({"latents_mean": "[0, 0]"}), "latents_mean and latents_std need a number for each channel"),

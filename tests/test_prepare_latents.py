@@ -417,7 +417,6 @@ def test_what_encode_does_not_accept_is_refused(images, vae, tmp_path):
         (["autoencoder=identity"], "kind=moments: pixels have no log-variance"),
         (["grey=true"], "grey=true: autoencoder=.* encodes RGB"),
         (["normalize=true", "sigma_data=0.5"], "normalize= and sigma_data= scale the latents each in its way"),
-        (["sigma_data=0.5", "latents_stats=stats.pt"], "sigma_data= and latents_stats= scale the latents each in its way"),
         ([f"latents_stats={write_statistics(tmp_path, 3)}"], "stats.pt is of 3 channels, and the latents have 4"),
         (["split=test"], "split=test is for images=torchvision:<name>"),
         ([f"images={tmp_path / 'nowhere'}"], "nowhere holds no images"),

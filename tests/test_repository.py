@@ -1,8 +1,6 @@
 """What holds for the repository as a whole."""
 
-import ast
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,24 +8,23 @@ import torch
 from conftest import REPOSITORY, finish, start
 from PIL import Image
 from sklearn.datasets import load_digits
+from test_architecture import sources
 
 import prepare_latents
 from common.errors import UserError
 from latents.shards import ShardInfo, write_shard
 
-MODULES = sorted(
-    path.relative_to(REPOSITORY).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
-    for path in REPOSITORY.rglob("*.py")
-    if not {".venv", "tests", "runs"} & set(path.relative_to(REPOSITORY).parts)
-)
+SLOW = {"timm", "torchvision", "diffusers", "transformers", "wandb", "matplotlib", "scipy", "torch_fidelity"}
 
 
-def test_importing_draws_no_random_number_and_touches_no_device():
+def test_commands_import_nothing_slow_and_importing_draws_no_random_number_and_touches_no_device():
     code = f"""
 import importlib, random, sys
+import train, sample, fid, prepare_latents
+assert not (found := {SLOW!r} & set(sys.modules)), found  # what only some commands need
 import numpy as np, torch
 before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist(), torch.get_num_threads()
-for name in {MODULES!r}:
+for name in {[*sources()]!r}:
     importlib.import_module(name)
 after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist(), torch.get_num_threads()
 assert torch.equal(before[0], after[0]) and before[1:] == after[1:]
@@ -35,26 +32,6 @@ assert not torch.cuda.is_initialized()
 """
     code, output = finish(start("-c", code))
     assert code == 0, output
-
-
-def test_commands_start_without_the_libraries_that_only_some_of_them_need():
-    slow = {"timm", "torchvision", "diffusers", "transformers", "wandb", "matplotlib", "scipy", "torch_fidelity"}
-    commands = "train, sample, fid, prepare_latents"
-    code = f"import sys, {commands}; found = {slow!r} & set(sys.modules); assert not found, found"
-    code, output = finish(start("-c", code))
-    assert code == 0, output
-
-
-def test_no_helper_is_defined_twice():
-    seen: dict[str, Path] = {}
-    entry_points = {"main", "build"}
-    for name in MODULES:
-        file = REPOSITORY / (name.replace(".", "/") + ".py")
-        file = file if file.exists() else REPOSITORY / name.replace(".", "/") / "__init__.py"
-        for node in ast.parse(file.read_text()).body:
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name not in entry_points:
-                assert node.name not in seen, f"{node.name} in {seen[node.name]} and {file}"
-                seen[node.name] = file
 
 
 def test_links_between_pages_lead_somewhere():
@@ -75,22 +52,6 @@ def test_the_embedded_digits_are_those_of_scikit_learn_bit_for_bit(tmp_path):
     info = ShardInfo(kind="sample", scale_factor=2 / 3, autoencoder="identity", resolution=8, num_classes=10)
     write_shard(made := tmp_path / "digits.safetensors", latents, torch.from_numpy(digits.target).to(torch.int64), info)
     assert made.read_bytes() == (REPOSITORY / "latents" / "digits.safetensors").read_bytes() and len(latents) == 1797
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["numbers"], "'numbers'; use one of encode, inspect, reference, detector, convert, fetch"),
-        (["detector", "reference=x"], "output= is missing"),
-        (["detector", "reference=x", "output="], "output is not set"),
-        (["fetch", "size=3"], "size is not a key"),
-    ],
-)
-def test_prepare_latents_refuses_what_it_does_not_know(arguments, words, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=words):
-        prepare_latents.main(arguments)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_reference_is_made_of_a_folder_of_images(tmp_path):

@@ -72,11 +72,9 @@ def graphs(monkeypatch):
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "blocks"])
-def test_compiled_blocks_agree_with_plain_ones_and_are_compiled_once(net, checkpointing):
+def test_compiled_blocks_agree_with_plain_ones_and_are_compiled_once(net, graphs, checkpointing):
     plain = [outputs_and_gradients(net, seed) for seed in range(3)]
     fast = copy.deepcopy(net)
-    torch.compiler.reset()
-    torch._dynamo.utils.counters.clear()
     compile_network(fast, "blocks")
     checkpoint_activations(fast, checkpointing)
     compiled = [outputs_and_gradients(fast, 0)]
@@ -86,7 +84,7 @@ def test_compiled_blocks_agree_with_plain_ones_and_are_compiled_once(net, checkp
         for a, b in zip(got, expected):
             assert (a - b).norm() <= 1e-5 * b.norm() + 1e-7
     # Dense, dense without a gradient for its input, and routed: not once for every block.
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3
+    assert 0 < len(graphs) <= 3
     assert list(fast.state_dict()) == list(net.state_dict())
 
 

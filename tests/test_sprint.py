@@ -108,9 +108,6 @@ def test_the_default_network_has_no_other_parameter_and_what_does_not_fit_is_ref
         small(path_drop=0.1, routes=[Route(0.5, 1, 2)])
     with pytest.raises(ValueError, match="a grid of 4 x 6 tokens does not fit the image's 16"):
         TokenRouter.choose_ids_keep(torch.zeros(1, 16, 1), 0.5, rule=sprint.grid_rule(4, 6))
-    x, t, y, _ = inputs()
-    with pytest.raises(ValueError, match=r"drop_paths has shape \(1,\)"):
-        small(routes=[Route(0.5, 1, 2)], **FUSED)(x, t, y, drop_paths=torch.ones(1, dtype=torch.bool))
 
 
 def test_guidance_extrapolates_from_the_null_label_without_the_routes_blocks():

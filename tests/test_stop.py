@@ -27,7 +27,8 @@ def test_signals_return_to_whoever_had_them():
     assert "signals" not in [thread.name for thread in threading.enumerate()]  # it would free the process group, too late
 
 
-def test_a_warning_that_somebody_ignores_stays_theirs_and_others_never_end_a_run_at_once():
+def test_a_warning_that_somebody_ignores_stays_theirs_and_others_never_end_a_run_at_once(monkeypatch):
+    monkeypatch.setattr(stop_module, "SAME_REQUEST_SEC", 0.1)
     ignored = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:
         with contextlib.closing(StopSignal()) as stop:
@@ -36,7 +37,7 @@ def test_a_warning_that_somebody_ignores_stays_theirs_and_others_never_end_a_run
             assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN and not stop.requested()
             for signum in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):  # as Slurm does: a warning, and later the request
                 os.kill(os.getpid(), signum)
-                time.sleep(1.1)
+                time.sleep(0.2)
             assert stop.requested()
     finally:
         signal.signal(signal.SIGHUP, ignored)
@@ -51,8 +52,11 @@ def test_a_run_stops_when_its_launcher_ends_and_not_when_its_shell_does(monkeypa
     monkeypatch.setattr(stop_module, "CHECK_PARENT_SEC", 0.1)
     monkeypatch.setattr(stop_module, "_PARENT", -1)  # as if it had ended: this process now has another parent
     with contextlib.closing(StopSignal()) as stop:
-        time.sleep(0.5)
-        assert stop.requested() == (launcher is not None)
+        if launcher is None:
+            time.sleep(0.5)
+            assert not stop.requested()
+        else:
+            wait_for(stop.requested)
 
 
 def test_a_second_signal_exits_at_once_even_within_one_long_operation():
@@ -70,31 +74,6 @@ hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # many minutes without a byt
     process.send_signal(signal.SIGTERM)
     code, output = finish(process, timeout_sec=10)
     assert code == 128 + signal.SIGTERM, output
-
-
-def test_a_process_that_hangs_ends_the_wait_of_the_others(tmp_path):
-    code = f"""
-import sys, time
-from datetime import timedelta
-import torch.distributed as dist
-from common.errors import UserError
-from training import stop as stop_module
-rank = int(sys.argv[1])
-dist.init_process_group("gloo", init_method="file://{tmp_path}/store", rank=rank, world_size=2)
-stop_module.PATIENCE = timedelta(seconds=3)
-stop = stop_module.StopSignal()
-stop.requested_now()
-if rank == 1:
-    time.sleep(8)
-    sys.exit()
-try:
-    stop.requested_now()
-except UserError as e:
-    print(e)
-"""
-    asleep, waiting = start("-c", code, "1"), start("-c", code, "0")
-    assert "another process has ended, or does not come for 0.05 minutes; the same command resumes" in finish(waiting)[1]
-    finish(asleep)
 
 
 def is_free(lock):

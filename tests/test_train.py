@@ -1,6 +1,5 @@
 """Runs from end to end: the same numbers however a run is cut, resumed or spread; errors before any work."""
 
-import contextlib
 import shutil
 import time
 from types import SimpleNamespace
@@ -12,7 +11,7 @@ import wandb
 from accelerate import Accelerator
 from accelerate.tracking import WandBTracker
 from accelerate.utils import set_seed
-from conftest import LAUNCH_2, TINY, checked, finish, losses, make_shard, metrics, run_train, start, wait_for, weights
+from conftest import TINY, checked, losses, make_shard, metrics, run_train, wait_for, weights
 from PIL import Image
 
 from common.errors import UserError
@@ -22,10 +21,8 @@ from latents.shards import ShardInfo, write_shard
 from routing_module import TokenRouter
 from training import build
 from training import checkpoint as checkpoints
-from training import hooks as hooks_module
-from training.hooks import Grids, TrainingDiverged
+from training.hooks import TrainingDiverged
 from training.load import load_config
-from training.run import RunFolder
 from training.sharding import copy_state_dict
 from training.stop import StopSignal
 from training.trainer import Clock, Trainer, learning_rate
@@ -155,19 +152,6 @@ def test_sparse_guidance_routes_in_grids_of_a_dense_run_without_touching_trainin
 def test_bf16_trains_with_float32_weights(train):
     run = train("run", "train.precision=bf16", "train.num_steps=2")
     assert {w.dtype for w in weights(run, 2).values()} == {torch.float32}
-
-
-def test_two_processes_give_the_losses_of_one_and_can_be_resumed_by_one(train, tmp_path):
-    arguments = [*TINY, f"output_dir={tmp_path}", "name=two", "train.batch_size=8", *GRIDS, *EVALUATION]
-    code, output = finish(start("train.py", *arguments, "train.num_steps=20", launcher=LAUNCH_2))
-    assert code == 0, output
-    one = train("one", "train.batch_size=8", "train.num_steps=22", *GRIDS, *EVALUATION)
-    # Gradients are averages of 2 instead of sums of 8 in another order.
-    assert losses(tmp_path / "two") == pytest.approx({k: v for k, v in losses(one).items() if k <= 20}, rel=1e-5)
-    train("two", "train.batch_size=8", "train.num_steps=22")
-    assert losses(tmp_path / "two") == pytest.approx(losses(one), rel=1e-5)
-    first, second = ({r["step"]: r["metrics"] for r in metrics(run) if "metrics" in r} for run in (one, tmp_path / "two"))
-    assert second[2] == pytest.approx(first[2], rel=1e-3)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -365,28 +349,6 @@ def test_a_step_pauses_the_clock_only_where_something_is_due(train, monkeypatch)
     monkeypatch.setattr(Clock, "paused", lambda clock: pauses.append(clock) or paused(clock))
     train("run", "train.num_steps=4", "train.log_every=100", *GRIDS)
     assert len(pauses) == 4  # two grids; metrics and checkpoint at the last step
-
-
-class RecordingSampler:
-    data = SimpleNamespace(num_classes=10)
-
-    def __init__(self):
-        self.made = []
-
-    def __call__(self, seeds, labels):
-        self.made.append(list(seeds))
-        return np.zeros((len(seeds), 2, 2, 3), dtype=np.uint8)
-
-
-@pytest.mark.parametrize("rank", [0, 1, 2])
-def test_each_process_makes_its_share_of_a_grid(monkeypatch, tmp_path, rank):
-    monkeypatch.setattr(hooks_module, "gather_on_main", lambda own: [own] * 3)
-    accelerator = SimpleNamespace(num_processes=3, process_index=rank, is_main_process=rank == 0, trackers=[])
-    trainer = SimpleNamespace(accelerator=accelerator, cfg=checked(["sample.num_samples=7", "sample.batch_size=2"]), step=1)
-    trainer.stop = SimpleNamespace(requested_now=lambda: False)
-    trainer.ema, sampler = SimpleNamespace(full_weights=contextlib.nullcontext), RecordingSampler()
-    Grids(RunFolder(str(tmp_path), "run"), sampler, every=1)(trainer)
-    assert sampler.made == [[[0, 1], [2]], [[3, 4], [5]], [[6, 6], [6]]][rank]
 
 
 def test_evaluations_are_lines_of_their_own_with_fields(train):

@@ -3,8 +3,11 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
 from conftest import LAUNCH_2, finish, losses, run_train, start
+from PIL import Image
+from two_nodes import HERE, run
 
 from common.files import REPOSITORY
 from evaluations.classifiers import DIGITS_WEIGHTS, ClassifierDetector
@@ -16,8 +19,11 @@ from evaluations.images import open_images
 def folder(tmp_path_factory):
     """node0/ holds a run, node1/ does not, shared/ is read by both. `<name>_<rank>.json`: the error of each run."""
     folder = tmp_path_factory.mktemp("two_nodes")
-    run_train(folder / "shared" / "runs", "one", "train.num_steps=3")
+    run_train(folder / "shared" / "runs", "one", "train.num_steps=3", "train.lr=1e-2")
     shutil.copytree(folder / "shared", folder / "node0")
+    for i, image in enumerate(np.random.default_rng(0).integers(0, 256, (11, 12, 12, 3), dtype=np.uint8)):
+        (file := folder / "shared" / "pictures" / "ab"[i % 2] / f"{i}.png").parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(file)
     damaged = folder / "node0" / "runs" / "damaged"
     shutil.copytree(folder / "node0" / "runs" / "one", damaged)
     (damaged / "checkpoints" / "step_0000003" / "manifest.json").write_text("{")
@@ -66,7 +72,27 @@ def test_what_the_main_process_refuses_ends_the_others_too(folder):
 
 
 def test_a_shared_folder_is_all_that_two_nodes_need(folder):
-    for name in ("cached_by_one", "shared", "resumed"):
+    for name in ("cached_by_one", "shared", "encoded", "resumed"):
         assert errors(folder, name) == [None, None]
-    assert len(list((folder / "shared" / "images").glob("seed_*.png"))) == 3
     assert list(losses(folder / "shared" / "runs" / "one")) == [1, 2, 3, 4]
+
+
+def test_two_processes_make_the_images_the_figures_and_the_latents_of_one(folder, monkeypatch):
+    monkeypatch.chdir(folder / "node0")
+    run("cached_by_one", folder, f"checkpoint={HERE}", "output=alone")  # at step 3: `resumed` took the shared one on
+    run("shared", folder, f"checkpoint={HERE}", "output=images_alone")
+    run("encoded", folder, "output=latents_alone")
+    two, one = (
+        {file.name: np.asarray(Image.open(file)).astype(int) for file in images.glob("*.png")}
+        for images in (folder / "shared" / "images", folder / "node0" / "images_alone")
+    )
+    assert two.keys() == one.keys() and len(one) == 6 and (folder / "shared" / "images" / "samples_0-4.npz").exists()
+    # Matrix products of another batch size may round differently; a pixel may then move by one of 255.
+    assert max(np.abs(two[name] - image).max() for name, image in one.items()) <= 1
+    two, one = (json.loads((folder / "node0" / name / "results.jsonl").read_text())["metrics"] for name in ("scores", "alone"))
+    assert two == pytest.approx(one, rel=1e-4)
+    two, one = (
+        {file.name: file.read_bytes() for file in latents.glob("*.safetensors")}
+        for latents in (folder / "shared" / "latents", folder / "node0" / "latents_alone")
+    )
+    assert two == one and len(one) == 3

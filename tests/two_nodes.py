@@ -14,8 +14,10 @@ from conftest import TINY, checked, forget_accelerate
 from common.errors import UserError
 from sampling import processes
 
-FID = ["num_samples=4", "batch_size=2", "num_steps=2", "cpu_threads=1", "reference=reference.npz"]
-FEW = ["seeds=0-2", "num_steps=2", "cpu_threads=1"]
+FID = ["num_samples=5", "batch_size=2", "num_steps=2", "cpu_threads=1", "reference=reference.npz"]
+FEW = ["seeds=0-4", "classes=0-9", "num_steps=2", "cpu_threads=1"]
+ENCODE = ["encode", "images={shared}/pictures", "autoencoder=identity", "kind=sample", "resolution=8", "shard_size=4"]
+ENCODE += ["batch_size=3", "num_workers=0", "cpu_threads=1"]
 HERE, SHARED = "runs/one", "{shared}/runs/one"
 # name: script, arguments
 RUNS = {
@@ -32,20 +34,27 @@ RUNS = {
     "sweep": ("fid", [*FID, f"checkpoints={HERE}"]),
     "cached_by_one": ("fid", [*FID, f"checkpoint={SHARED}", "output=scores"]),
     "shared": ("sample", [*FEW, f"checkpoint={SHARED}", "output={shared}/images"]),
+    "encoded": ("prepare_latents", [*ENCODE, "output={shared}/latents"]),
     "resumed": ("train", [*TINY, "name=one", "output_dir={shared}/runs", "train.num_steps=4"]),
 }  # fmt: skip
+
+
+def run(name: str, folder: Path, *more: str) -> None:
+    forget_accelerate()
+    script, arguments = RUNS[name]
+    arguments = [argument.format(shared=folder / "shared") for argument in [*arguments, *more]]
+    main = __import__(script).main
+    main(arguments if script == "prepare_latents" else checked(arguments, {"train": "config"}.get(script, script)))
 
 
 def main(folder: Path) -> None:
     rank = int(os.environ["RANK"])
     os.chdir(folder / f"node{rank}")
     with mock.patch.object(processes, "leave", lambda: None):  # a second process group could not be opened
-        for name, (script, arguments) in RUNS.items():
-            forget_accelerate()
-            arguments = [argument.format(shared=folder / "shared") for argument in arguments]
+        for name in RUNS:
             error = None
             try:
-                __import__(script).main(checked(arguments, {"train": "config"}.get(script, script)))
+                run(name, folder)
             except UserError as e:
                 error = str(e)
             (folder / f"{name}_{rank}.json").write_text(json.dumps(error))

@@ -97,7 +97,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_compiled_steps_learn_what_plain_ones_do_and_are_compiled_once(device, size, tmp_path, kind):
-    if device.type == "cpu" and kind not in ("tread", "repa"):
+    if device.type == "cpu" and kind != "tread":
         pytest.skip("tests/test_speed.py compares them on the CPU, without a trainer")
     keys = [key.format(backbone=size.backbone) for key in KINDS[kind]] + (keys_of_repa(size, tmp_path) if kind == "repa" else [])
     losses = {}
