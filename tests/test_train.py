@@ -421,7 +421,7 @@ def test_weights_that_do_not_fit_are_refused(change):
     scaled = cfg.model_copy(
         update={"data": cfg.data.model_copy(update={"latents_mean": [0.1] * 128, "latents_std": [1.0] * 128})}
     )
-    with pytest.raises(UserError, match="does not fit this configuration: data.scale_factor") as refused:
+    with pytest.raises(UserError, match="does not fit this configuration: data.latents_mean") as refused:
         build.check_initial(scaled, 1, cfg)
     assert len(str(refused.value)) < 500
 
