@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import logging
 from pathlib import Path
 from typing import BinaryIO
 
@@ -16,6 +17,8 @@ from common.errors import UserError
 from evaluations.images import SUFFIXES, is_hidden, list_images
 from latents.shards import spread_items
 from latents.tars import TAR_NAME, index_tars
+
+log = logging.getLogger(__name__)
 
 
 def to_jpeg(pixels: np.ndarray) -> bytes:
@@ -108,7 +111,7 @@ def open_labelled_images(path: str | Path, labels: str = "auto") -> LabelledImag
         labels: `auto` (dataset.json if there is one, else a folder per class) or `none` (one class).
 
     Raises:
-        UserError: no images, images without labels, or a label for an image that is not there.
+        UserError: no images, a label for an image that is not there, or without dataset.json an image outside of a class's folder.
     """
     path = Path(path)
     names = list_images(path) if path.is_dir() else []
@@ -125,6 +128,8 @@ def open_labelled_images(path: str | Path, labels: str = "auto") -> LabelledImag
     listed, numbers = read_dataset_json(path)
     if missing := sorted(set(listed) - set(names)):
         raise UserError(f"{path / 'dataset.json'} lists {missing[0]}, which is not there ({len(missing)} such images)")
+    if len(listed) < len(names):
+        log.info("%s does not list %d of the %d images: they are left out", path / "dataset.json", len(names) - len(listed), len(names))
     order = np.argsort(listed)
     return LabelledImages(path, [listed[i] for i in order], numbers[order])
 
