@@ -111,7 +111,7 @@ def open_labelled_images(path: str | Path, labels: str = "auto") -> LabelledImag
         labels: `auto` (dataset.json if there is one, else a folder per class) or `none` (one class).
 
     Raises:
-        UserError: no images, a label for an image that is not there, or without dataset.json an image outside of a class's folder.
+        UserError: no images, a label for an image that is not there, or an image that is in no class's folder.
     """
     path = Path(path)
     names = list_images(path) if path.is_dir() else []
@@ -129,7 +129,7 @@ def open_labelled_images(path: str | Path, labels: str = "auto") -> LabelledImag
     if missing := sorted(set(listed) - set(names)):
         raise UserError(f"{path / 'dataset.json'} lists {missing[0]}, which is not there ({len(missing)} such images)")
     if len(listed) < len(names):
-        log.info("%s does not list %d of the %d images: they are left out", path / "dataset.json", len(names) - len(listed), len(names))
+        log.info("%s/dataset.json does not list %d of %d images: they are left out", path, len(names) - len(listed), len(names))
     order = np.argsort(listed)
     return LabelledImages(path, [listed[i] for i in order], numbers[order])
 
