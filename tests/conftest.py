@@ -79,6 +79,22 @@ def run_train(folder, name, *overrides):
     return folder / name
 
 
+def run_sample(*overrides):
+    """sample.py in this process."""
+    import sample as script
+
+    forget_accelerate()
+    script.main(checked(overrides, "sample"))
+
+
+def run_fid(*overrides):
+    """fid.py in this process."""
+    import fid as script
+
+    forget_accelerate()
+    script.main(checked(overrides, "fid"))
+
+
 @pytest.fixture
 def train(tmp_path):
     """train(name, *overrides) -> the run's folder; runs train.py in this process."""

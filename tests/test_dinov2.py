@@ -4,10 +4,9 @@ import json
 
 import pytest
 import torch
-from conftest import REPOSITORY, checked, forget_accelerate, metrics
+from conftest import REPOSITORY, metrics, run_fid
 from stand_ins import untrained_encoder
 
-import fid as fid_script
 from common.files import hash_file
 from evaluations import vit
 from evaluations.images import STATISTICS_KEYS, open_images, write_npz
@@ -69,9 +68,8 @@ def test_training_and_fid_give_the_same_figures_of_both_detectors(train, tmp_pat
     assert (list(in_training), line["num_samples"], line["cfg_scale"]) == (names, 5, 1.0)
 
     def by_fid(*overrides):
-        forget_accelerate()
         command = [f"checkpoint={run}", f"output={tmp_path / 'out'}", "num_samples=5", "num_steps=2", "batch_size=3"]
-        fid_script.main(checked([*command, *overrides], "fid"))
+        run_fid(*command, *overrides)
         return [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
 
     (point,) = by_fid()  # the run's detectors

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import REPOSITORY, checked, forget_accelerate, losses, metrics, renew_manifest, run_train
+from conftest import REPOSITORY, checked, losses, metrics, renew_manifest, run_fid, run_sample, run_train
 from PIL import Image
 from safetensors.torch import load_file
 
 import fid as script
-import sample
 from common.errors import UserError
 from evaluations.metrics import standard_error
 from evaluations.results import Point, Results, differ
@@ -49,8 +48,7 @@ def fid(tmp_path):
     """fid(output, *overrides) -> lines of results.jsonl."""
 
     def run(output, *overrides):
-        forget_accelerate()
-        script.main(checked([f"output={tmp_path / output}", *FID, *overrides], "fid"))
+        run_fid(f"output={tmp_path / output}", *FID, *overrides)
         return [json.loads(line) for line in (tmp_path / output / "results.jsonl").read_text().splitlines()]
 
     return run
@@ -161,9 +159,8 @@ def test_a_sweep_goes_over_checkpoints_of_two_diffusions_and_their_second_networ
 
 def test_images_on_disk_are_judged_like_the_samples_they_are(edm, fid, tmp_path):
     from_checkpoint = fid("a", f"checkpoint={edm}")[0]["metrics"]
-    forget_accelerate()
     settings = ["seeds=0-69", "num_steps=2", "batch_size=35", "cpu_threads=1"]
-    sample.main(checked([f"checkpoint={edm}", f"output={tmp_path / 'samples'}", *settings], "sample"))
+    run_sample(f"checkpoint={edm}", f"output={tmp_path / 'samples'}", *settings)
     digits = ["evaluation.detector=digits", REFERENCE]
     from_npz = fid("b", f"images={tmp_path / 'samples' / 'samples_0-69.npz'}", *digits)[0]["metrics"]
     assert from_npz == pytest.approx(from_checkpoint, rel=1e-4)
@@ -208,8 +205,7 @@ def test_a_run_is_sampled_and_evaluated_in_the_precision_of_its_training_unless_
     points = [fid(name, f"checkpoint={run}", *given)[0] for name, given in (("own", []), ("asked", ["precision=fp32"]))]
     assert [point["point"]["precision"] for point in points] == ["bf16", "fp32"]
     assert points[0]["metrics"] != points[1]["metrics"]
-    forget_accelerate()
-    sample.main(checked([f"checkpoint={run}", f"output={tmp_path / 'images'}", "seeds=0", *FID[1:2], "cpu_threads=1"], "sample"))
+    run_sample(f"checkpoint={run}", f"output={tmp_path / 'images'}", "seeds=0", *FID[1:2], "cpu_threads=1")
     assert "precision: bf16" in (tmp_path / "images" / "settings.yaml").read_text()
 
 

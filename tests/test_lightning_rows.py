@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import checked, forget_accelerate, metrics
+from conftest import metrics, run_sample
 from omegaconf import OmegaConf
 from PIL import Image
 from safetensors.torch import save_file
@@ -13,7 +13,6 @@ from stand_ins import untrained_va_vae
 
 import dit
 import prepare_latents
-import sample
 from guidance import none
 from latents.autoencoders import Identity
 from routing_module import TokenRouter
@@ -72,12 +71,10 @@ def test_a_lightning_row_trains_draws_a_grid_and_samples_with_published_guidance
     assert metrics(run)[0]["loss"] == pytest.approx(3, abs=0.15)
     with Image.open(next((run / "samples").glob("*.png"))) as grid:
         assert grid.size == (2 * 68 + 4, 64 + 18 + 4)
-    forget_accelerate()
     guided = ["guidance=interval", "cfg_scale=10", "guidance.level_lo=0", "guidance.level_hi=0.89", "guidance.channels=3"]
     common = [f"checkpoint={run}", "seeds=0-1", "num_steps=3", "cpu_threads=1", "weights=raw"]
-    sample.main(checked([*common, *guided, f"output={tmp_path / 'guided'}"], "sample"))
-    forget_accelerate()
-    sample.main(checked([*common, f"output={tmp_path / 'plain'}"], "sample"))
+    run_sample(*common, *guided, f"output={tmp_path / 'guided'}")
+    run_sample(*common, f"output={tmp_path / 'plain'}")
     images = [np.asarray(Image.open(next((tmp_path / name).glob("seed_000001*.png")))) for name in ("guided", "plain")]
     assert images[0].shape == (64, 64, 3) and (images[0] != images[1]).any()
     stored, plain = (OmegaConf.load(tmp_path / name / "settings.yaml") for name in ("guided", "plain"))

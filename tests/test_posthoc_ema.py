@@ -5,11 +5,10 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import checked, forget_accelerate
+from conftest import run_sample
 from conftest import weights as tensors
 from safetensors.torch import load_file
 
-import sample
 from common.errors import UserError
 from extras import posthoc_ema
 from extras.posthoc_ema import TrackedEMA, gamma_of, solve
@@ -129,17 +128,15 @@ def test_a_checkpoint_gives_a_tracked_average_itself_and_others_from_the_snapsho
     ],
 )
 def test_a_length_that_cannot_be_had_is_refused(tracked, tmp_path, overrides, words):
-    forget_accelerate()
     with pytest.raises(UserError, match=words):
-        sample.main(checked([f"checkpoint={tracked}", f"output={tmp_path / 'out'}", *overrides], "sample"))
+        run_sample(f"checkpoint={tracked}", f"output={tmp_path / 'out'}", *overrides)
     assert not (tmp_path / "out").exists()
 
 
 def test_a_run_that_tracks_none_gives_none_and_does_not_begin_later(train, tmp_path):
     run = train("run", "train.num_steps=2")
-    forget_accelerate()
     with pytest.raises(UserError, match="ema_length=0.1: .* is of a run without train.ema_lengths"):
-        sample.main(checked([f"checkpoint={run}", "ema_length=0.1"], "sample"))
+        run_sample(f"checkpoint={run}", "ema_length=0.1")
     with pytest.raises(UserError, match=r"train.ema_lengths: \[\] -> \[0.1, 0.25\]"):
         train("run", *TRACK[:2])
     with pytest.raises(UserError, match=r"init_from.*train.ema_lengths: \[\] -> \[0.1, 0.25\]"):

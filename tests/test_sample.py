@@ -9,12 +9,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import checked, forget_accelerate, run_train
+from conftest import checked, run_sample, run_train
 from PIL import Image
 
 import dit
 import guidance as guidances
-import sample as script
 from common.errors import UserError
 from evaluations.images import labelled_grid
 from latents.autoencoders import Identity
@@ -40,9 +39,8 @@ def runs(tmp_path_factory):
 @pytest.fixture
 def sample(runs, tmp_path):
     def run(output, *overrides, checkpoint=None):
-        forget_accelerate()
         where = [f"checkpoint={checkpoint or runs['edm']}", f"output={tmp_path / output}"]
-        script.main(checked([*where, *FEW, *overrides], "sample"))
+        run_sample(*where, *FEW, *overrides)
         return {path.name: np.asarray(Image.open(path)) for path in sorted((tmp_path / output).glob("seed_*.png"))}
 
     return run
@@ -174,8 +172,7 @@ def test_without_an_output_the_folder_says_what_it_holds(runs, tmp_path):
     copy = tmp_path / "run"
     shutil.copytree(runs["edm"], copy)
     for scale in ("2", "2.0", "3"):
-        forget_accelerate()
-        script.main(checked([f"checkpoint={copy}", *FEW, "seeds=0-1", "guidance=cfg", f"cfg_scale={scale}"], "sample"))
+        run_sample(f"checkpoint={copy}", *FEW, "seeds=0-1", "guidance=cfg", f"cfg_scale={scale}")
     names = sorted(path.name[:-6] for path in (copy / "generated").iterdir())
     assert names == ["step_0000002_ema_cfg2_3steps_", "step_0000002_ema_cfg3_3steps_"]
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import checked, forget_accelerate, run_train
+from conftest import run_fid, run_train
 
 import fid as script
 from common.errors import UserError
@@ -56,8 +56,7 @@ SEARCH += ["num_steps=2", "batch_size=20", "cpu_threads=1"]
 
 
 def search(run, output, *overrides):
-    forget_accelerate()
-    script.main(checked([f"checkpoint={run}", f"output={output}", *SEARCH, *overrides], "fid"))
+    run_fid(f"checkpoint={run}", f"output={output}", *SEARCH, *overrides)
     return [json.loads(line) for line in (output / "results.jsonl").read_text().splitlines()]
 
 

@@ -5,15 +5,13 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import checked, forget_accelerate, losses, run_train, weights
+from conftest import losses, run_fid, run_sample, run_train, weights
 from definition import NETWORKS, N, inputs, randomized, small, worst_error
 from test_benchmarks import counted_flops
 from test_guidance import LABEL, NUM_CLASSES, Recorder, X, Y, make_inputs
 
 import dit
-import fid as fid_script
 import guidance
-import sample as sample_script
 from common.errors import UserError
 from extras import sprint
 from extras.weights.export import export_checkpoint
@@ -161,10 +159,9 @@ def test_a_dense_second_stage_starts_from_it_and_keeps_the_fusion(whole, train, 
 
 def test_guided_samples_cost_less_than_cfgs_and_other_runs_are_refused(whole, train, tmp_path, caplog):
     def sample(name, *overrides, checkpoint=whole):
-        forget_accelerate()
         caplog.clear()
         where = [f"checkpoint={checkpoint}", f"output={tmp_path / name}", "seeds=0-1", "num_steps=3", "cpu_threads=1"]
-        sample_script.main(checked([*where, *overrides], "sample"))
+        run_sample(*where, *overrides)
         return float(caplog.text.partition(" GFLOPs")[0].split()[-1])
 
     caplog.set_level("INFO")
@@ -181,7 +178,6 @@ def test_grids_and_evaluations_of_a_run_are_guided_by_dropped_paths(whole, tmp_p
     looks = ["guidance=path_drop", "sample.every=2", "sample.num_samples=2", "diffusion.sampler.num_steps=2"]
     run = run_train(tmp_path, "looks", *SPRINT, *looks, "train.num_steps=2")
     assert (run / "samples" / "step_0000002.png").exists()
-    forget_accelerate()
     where = [f"checkpoint={whole}", "num_samples=20", "batch_size=10", "num_steps=2", "cpu_threads=1"]
-    fid_script.main(checked([*where, "guidance=path_drop", "cfg_scale=[1,2]", f"output={tmp_path / 'fid'}"], "fid"))
+    run_fid(*where, "guidance=path_drop", "cfg_scale=[1,2]", f"output={tmp_path / 'fid'}")
     assert (tmp_path / "fid" / "results.jsonl").read_text().count("\n") == 2

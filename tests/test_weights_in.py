@@ -8,7 +8,7 @@ import os
 import numpy as np
 import pytest
 import torch
-from conftest import checked, forget_accelerate
+from conftest import forget_accelerate, run_sample
 from definition import definition
 from PIL import Image
 from safetensors.torch import save_file
@@ -192,11 +192,8 @@ def test_lightningdits_weights_are_tuned_on_ones_own_images_that_were_encoded_by
         train("refused", *keys, f"data.path={tmp_path / 'other'}")
 
 
-def run_sample(checkpoint, output, *overrides):
-    import sample as script
-
-    forget_accelerate()
-    script.main(checked([f"checkpoint={checkpoint}", f"output={output}", "cpu_threads=1", "num_steps=4", *overrides], "sample"))
+def images_of(checkpoint, output, *overrides):
+    run_sample(f"checkpoint={checkpoint}", f"output={output}", "cpu_threads=1", "num_steps=4", *overrides)
     return {path.name: np.asarray(Image.open(path)).astype(int) for path in sorted(output.glob("seed_*.png"))}
 
 
@@ -205,14 +202,14 @@ def test_an_imported_and_a_native_checkpoint_of_equal_weights_give_the_same_imag
     weights = checkpoints.load_weights(checkpoints.find_checkpoint(native, "checkpoint"), "ema")
     _, imported = import_file({name: value.clone() for name, value in weights.items()}, "repa", **PIXELS)
     same = ["seeds=0-4", "batch_size=3", "solver=heun"]
-    ours, theirs = (run_sample(folder, tmp_path / name, *same) for folder, name in ((native, "a"), (imported, "b")))
+    ours, theirs = (images_of(folder, tmp_path / name, *same) for folder, name in ((native, "a"), (imported, "b")))
     assert ours.keys() == theirs.keys() and len(ours) == 5 and all((ours[name] == theirs[name]).all() for name in ours)
 
 
 def test_images_of_imported_dit_weights_do_not_depend_on_the_batch(import_file, tmp_path):
     _, folder = import_file(dit_weights(learn_sigma=True), "dit", **PIXELS)
     guided = ["seeds=0-3", "guidance=cfg", "cfg_scale=2", "guidance.channels=1"]
-    together, apart = (run_sample(folder, tmp_path / f"batch{size}", f"batch_size={size}", *guided) for size in (4, 1))
+    together, apart = (images_of(folder, tmp_path / f"batch{size}", f"batch_size={size}", *guided) for size in (4, 1))
     assert len({image.tobytes() for image in together.values()}) == 4
     for name in together:  # products of another batch size may round differently
         assert np.abs(together[name] - apart[name]).max() <= 1

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import REPOSITORY, checked, forget_accelerate, make_shard, run_train
+from conftest import REPOSITORY, make_shard, run_sample, run_train
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -106,12 +106,10 @@ def elsewhere(exports, tmp_path_factory):
 
 @pytest.mark.parametrize("case", CASES)
 def test_diffusers_alone_makes_the_images_of_sample_py(runs, elsewhere, tmp_path, case):
-    import sample as script
 
     run, _, settings = CASES[case]
-    forget_accelerate()
     where = [f"checkpoint={runs[run]}", f"output={tmp_path}", "seeds=0-2", "classes=[2,0,1]", "cpu_threads=1"]
-    script.main(checked([*where, *settings], "sample"))
+    run_sample(*where, *settings)
     images = np.stack([np.asarray(Image.open(file)).astype(int) for file in sorted(tmp_path.glob("seed_*.png"))])
     assert images.shape == elsewhere[case].shape and np.abs(images - elsewhere[case]).max() <= 1 and images.std() > 1
     others = [name for name in CASES if name != case and CASES[name][0] == run]

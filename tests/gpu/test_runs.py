@@ -10,10 +10,9 @@ import time
 
 import pytest
 import torch
-from conftest import LAUNCH_2, REPOSITORY, checked, forget_accelerate, losses, run_train
+from conftest import LAUNCH_2, REPOSITORY, losses, run_fid, run_train
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import fid
 from extras.posthoc_ema import gamma_of
 from gpu.runs import trainer_for
 from training import checkpoint as checkpoints
@@ -51,10 +50,9 @@ def test_averages_of_chosen_lengths_are_tracked_on_the_device_and_sampled_from(d
         average = weights if average is None else beta * average + (1 - beta) * weights
         assert torch.allclose(found.tracked_ema[f"0.25/{name}"].double(), average, rtol=1e-5, atol=1e-7)
     assert step == 6
-    forget_accelerate()
     settings = ["num_samples=20", "num_steps=3", "batch_size=20", "keep_features=true", "ema_length=[0.1,0.2]", "guidance=cfg"]
     settings += [f"checkpoint={run}", f"output={tmp_path / 'out'}", "cfg_scale=[1.0,1.5]", "cpu_threads=1"]
-    fid.main(checked(settings, "fid"))
+    run_fid(*settings)
     results = (tmp_path / "out" / "results.jsonl").read_text().splitlines()
     assert len(results) == 4 and all("fd_digits" in line for line in results)
 
