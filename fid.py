@@ -41,15 +41,12 @@ from evaluations.suite import format_metrics, metrics_of
 from latents import autoencoders
 from sampling.evaluator import Evaluator, build_detectors, open_reference
 from sampling.processes import check_shared, leave, on_main
-from sampling.sampler import ImageSampler, labels_of, sampler_with
+from sampling.sampler import NAMED_OF_SAMPLER, ImageSampler, labels_of, sampler_with, settings_of_sampler
 from training import checkpoint as checkpoints
 from training import load, machine
 from training.speed import check_compile
 
 log = logging.getLogger("fid")
-
-# The settings of the sampler that a sweep can go over, if the checkpoint's diffusion has them.
-SWEPT_OF_SAMPLER = ("num_steps", "S_churn", "solver")
 
 
 def main(cfg: schema.FidConfig) -> None:
@@ -192,7 +189,7 @@ class Judge:
             UserError: a setting that the checkpoint's diffusion does not have, or a guidance that it cannot have.
         """
         points = []
-        choices = schema.combinations({key: getattr(cfg, key) for key in SWEPT_OF_SAMPLER})
+        choices = schema.combinations({key: getattr(cfg, key) for key in NAMED_OF_SAMPLER})
         guidances = [load.with_scale(guidance, scale) for guidance in cfg.guidance for scale in as_list(cfg.cfg_scale)]
         lists = as_list(cfg.weights), as_list(cfg.ema_length), guidances, choices
         for folder, run_cfg in self.runs.items():
@@ -204,8 +201,7 @@ class Judge:
                     guidance = guidance.model_copy(update={"checkpoint": self._second_checkpoints[key]})
                 diffusion = sampler_with(run_cfg.diffusion, **overrides)
                 load.check_guidance(guidance, run_cfg, diffusion)
-                sampler = {key: getattr(diffusion.sampler, key) for key in SWEPT_OF_SAMPLER if hasattr(diffusion.sampler, key)}
-                settings = {"weights": weights, **guidance_settings(guidance), **sampler}
+                settings = {"weights": weights, **guidance_settings(guidance), **settings_of_sampler(diffusion)}
                 content = checkpoints.identity(folder)
                 if ema_length is not None:
                     from extras import posthoc_ema  # the registry's line

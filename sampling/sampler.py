@@ -20,6 +20,9 @@ from latents.shards import restore_latents
 from routing_module import TokenRouter
 from sampling.flops import forward_flops
 
+# The settings of the sampler that a result names and a sweep can go over, if the diffusion has them.
+NAMED_OF_SAMPLER = ("num_steps", "S_churn", "solver")
+
 
 @dataclass
 class ImageSampler:
@@ -104,3 +107,8 @@ def sampler_with(diffusion: Diffusion, **overrides: object) -> Diffusion:
     kind = type(diffusion.sampler)
     with explained(given, known=vars(diffusion.sampler)):
         return replace(diffusion, sampler=kind(**vars(diffusion.sampler) | given))
+
+
+def settings_of_sampler(diffusion: Diffusion) -> dict[str, object]:
+    """Those of NAMED_OF_SAMPLER that this sampler has."""
+    return {key: value for key, value in vars(diffusion.sampler).items() if key in NAMED_OF_SAMPLER}

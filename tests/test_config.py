@@ -184,7 +184,7 @@ def test_numbers_and_ranges_are_parsed(spec, numbers):
     assert schema.parse_numbers(spec) == numbers
 
 
-@pytest.mark.parametrize("spec", ["", "a", "3-", "-3", "1,,2", "1-3,2", "1.5", "2-1-0", "5-2", "0-99999999999"])
+@pytest.mark.parametrize("spec", ["", "a", "3-", "-3", "1,,2", "1-3,2", "1.5", "2-1-0", "5-2", [0, "9-5"], "0-99999999999"])
 def test_other_lists_are_refused(spec):
     with pytest.raises(ValueError, match="is no list of numbers|names a number twice"):
         schema.parse_numbers(spec)
@@ -197,6 +197,7 @@ def test_a_run_is_named_after_what_makes_it_another_run():
     assert name("model=tread", "train.num_steps=9", "train.log_every=3", "output_dir=x", "guidance=cfg") == "digits_tread"
     assert name("train.lr=1e-4", "seed=2", "diffusion=sit") == "digits_tread_lr-1e-4_seed-2_diffusion-sit"
     assert name("train.lr=1e-4", "name=mine") == "digits_tread"
+    assert name("diffusion.P_mean=-0.4") != name("diffusion.P_mean=0.4")
     assert name_run("table2_dit_b2_seed2", ["experiment=table2/dit_b2", "seed=2"]) == "table2_dit_b2_seed2"
     long = [name(f"model.routes=[{{selection_ratio:0.{i},start_layer_idx:2,end_layer_idx:-4}}]", "train.lr=1e-4") for i in (3, 4)]
     assert all(len(one) == 60 for one in long) and long[0] != long[1]

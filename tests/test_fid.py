@@ -185,6 +185,7 @@ def test_raw_weights_are_the_networks_own(edm, fid, tmp_path):
         (["images=a.npz", "checkpoint=b"], "checkpoint and images"),
         (["checkpoints=nowhere"], "checkpoints=nowhere"),
         (["images=evaluations/digits_reference.npz"], "reference"),
+        (["images={here}/statistics.npz", REFERENCE], "holds statistics and no images"),
         (["images=/nonexistent.npz", REFERENCE], "/nonexistent.npz"),
         (["images=evaluations/digits_reference.npz", REFERENCE, "num_samples=1798"], "num_samples=1798.*1797"),
         (["images=a.npz", "cfg_scale=2"], "cfg_scale= is for sampling"),
@@ -194,6 +195,8 @@ def test_raw_weights_are_the_networks_own(edm, fid, tmp_path):
 )
 def test_wrong_settings_are_refused_before_any_work(fid, tmp_path, monkeypatch, overrides, words):
     monkeypatch.chdir(REPOSITORY)
+    np.savez(tmp_path / "statistics.npz", mu=np.zeros(2048), sigma=np.eye(2048))
+    overrides = [word.format(here=tmp_path) for word in overrides]
     with pytest.raises(UserError, match=words):
         fid("out", *overrides)
     assert not (tmp_path / "out").exists()

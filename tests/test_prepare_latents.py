@@ -15,7 +15,8 @@ import pytest
 import torch
 from conftest import forget_accelerate, make_shard
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from test_webdataset import write_tar
 
 import prepare_latents
@@ -470,11 +471,17 @@ def test_the_originals_are_drawn_beside_what_their_latents_decode_to(images, tmp
             (tmp_path / "few" / name).parent.mkdir(parents=True)
             shutil.copy(tmp_path / "one.png", tmp_path / "few" / name)
         inspect(pixels, f"images={tmp_path / 'few'}")
+    first = pixels / "latents_00000.safetensors"
+    tensors, metadata = load_file(first), safe_open(first, "pt").metadata()
+    tensors["latents"][0, 0, 0, 0] = float("inf")
+    save_file(tensors, first, metadata=metadata)
+    assert "1 items hold NaN or Inf, 0 first" in problems_of(pixels, f"grid={tmp_path / 'drawn.png'}")
+    assert (tmp_path / "drawn.png").exists()
 
 
 def problems_of(path, *settings):
     with pytest.raises(ValueError) as error:
-        inspect(path, "grid=none", *settings)
+        inspect(path, *(settings or ["grid=none"]))
     return str(error.value)
 
 

@@ -20,7 +20,7 @@ from evaluations.images import labelled_grid
 from evaluations.suite import display_name, format_metrics
 from sampling.evaluator import Evaluator, until_stopped
 from sampling.processes import gather_on_main, on_main
-from sampling.sampler import ImageSampler, labels_of
+from sampling.sampler import ImageSampler, labels_of, settings_of_sampler
 from training import checkpoint as checkpoints
 from training.run import RunFolder
 from training.trainer import NEVER, Hook, Trainer
@@ -150,7 +150,6 @@ class Evaluations(Hook):
 
     def how(self, sampler: ImageSampler, labels: str) -> dict:
         """What else the figures depend on; a resume may change it. The keys are those of fid.py's results."""
-        used = {key: value for key, value in vars(sampler.diffusion.sampler).items() if key in ("num_steps", "S_churn", "solver")}
         detectors, reference = "+".join(self.settings.all_detectors), Path(self.settings.reference).name
-        made = {"weights": "ema", **used, "precision": sampler.precision, "labels": labels}
+        made = {"weights": "ema", **settings_of_sampler(sampler.diffusion), "precision": sampler.precision, "labels": labels}
         return made | {"detector": detectors, "reference": reference}
