@@ -152,8 +152,9 @@ def describe(trainer: Trainer, run: RunFolder) -> None:
     """What is about to run, in a few lines."""
     cfg, net, data = trainer.cfg, trainer.net, trainer.dataset
     num_parameters = sum(p.numel() for p in net.parameters() if p.requires_grad)
+    kind = f"({cfg.model.selection}, {cfg.model.fusion})"
     routes = [
-        f"{r.selection_ratio:.0%} of {net.num_tokens} tokens skip blocks {r.start_layer_idx} to {r.end_layer_idx}"
+        f"{r.selection_ratio:.0%} of {net.num_tokens} tokens skip blocks {r.start_layer_idx} to {r.end_layer_idx} {kind}"
         for r in net.router.routes
     ]
     shape = f"{data.channels}x{data.height}x{data.width}"
