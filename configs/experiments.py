@@ -100,7 +100,7 @@ REPA = IMAGENET_256 | SIT_SAMPLER | {  # REPA's published training script and RE
 FASHION = {  # Fashion-MNIST, padded to 32x32; docs/data.md makes data, reference and detector
     "data": "custom", "data.name": "fashion_mnist", "data.path": "data/fashion",
     "data.in_channels": 1, "data.input_size": 32, "data.num_classes": 10, "data.num_workers": 0,
-    "train.num_steps": 6_000, "train.batch_size": 64, "train.lr": 1e-3, "train.ema_decay": 0.9995, "train.precision": "fp32",
+    "train.num_steps": 6_000, "train.batch_size": 64, "train.lr": 4e-3, "train.ema_decay": 0.9995, "train.precision": "fp32",
     "train.compile": "blocks", "checkpoint.every": 1_000, "checkpoint.keep_last": 1, "checkpoint.keep_every": 0,
     "eval.every": 1_000, "eval.num_samples": 1_000, "eval.num_steps": 12, "eval.cfg_scales": [1.0], "eval.batch_size": 100,
     "sample.every": 2_000, "evaluation.detector": "small-fashion",

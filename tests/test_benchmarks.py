@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import dit
 from common.errors import UserError
+from common.files import REPOSITORY
 from extras import lightningdit
 from extras.benchmarks import __main__ as benchmarks
 from extras.benchmarks import gpu, harness, rows
@@ -129,10 +130,18 @@ def test_the_evidence_compares_each_arm_at_its_best_rate_by_welchs_interval(tmp_
     lines = [dict(zip(names, one), step=9, guidance="none", metrics=values) for one, values in zip(about, metrics)]
     (tmp_path / "some.jsonl").write_text("\n".join(map(json.dumps, lines)))
     evidence(str(tmp_path / "some.jsonl"), plot=str(tmp_path / "curves.svg"))
-    assert "dense, 64 images, lr 1" in (tmp_path / "curves.svg").read_text()
+    assert "A: dense, 64 images, lr 1" in (tmp_path / "curves.svg").read_text()
     text = capsys.readouterr().out
+    assert "| 2 | 20.50 ± 0.71 | 5.50 ± 0.71 |" in text and "| A | 1 | 2 | 11.00 ± 1.41 | 0.111 ± 0.014 |" in text
     # Standard error (0.5 / 2 + 2 / 2)^0.5 = 1.118; degrees of freedom 1.25^2 / (0.25^2 + 1) = 1.47, so t = 6.23.
-    assert "| 1000 | A | none | 1 | 2 | fd_fashion | 11.00 ± 1.41 |" in text and "C - A, fd_fashion: -5.50, 95% -12.4" in text
+    assert "| C - A | -5.50 (-12.4" in text
+
+
+def test_the_page_shows_what_the_command_prints(capsys):
+    evidence()
+    page = (REPOSITORY / "docs" / "experiments.md").read_text(encoding="utf-8")
+    for table in capsys.readouterr().out.strip().split("\n\n"):
+        assert table in page
 
 
 def test_a_wrong_argument_is_refused(monkeypatch):

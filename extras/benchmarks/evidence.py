@@ -1,4 +1,4 @@
-"""The figures of docs/experiments.md, "Does it work?", from extras/benchmarks/results/fashion_learning_rates.jsonl.
+"""The tables and the plot of docs/experiments.md, "Does it work?", from extras/benchmarks/results/fashion_learning_rates.jsonl.
 
 A line of that file is an evaluation: arm, lr, seed, step, num_samples, guidance and metrics. Those of 1,000 samples choose the
 learning rate of each arm, those of 2,000 compare the arms. The rules are in the .md files beside it.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import sys
-from itertools import groupby
+from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 
@@ -21,10 +22,12 @@ from evaluations.results import markdown_table
 from evaluations.suite import format_mean, format_metric
 
 RESULTS = Path(__file__).parent / "results/fashion_learning_rates.jsonl"
-CHOSEN_BY, CHOOSING_SEEDS = "fd_fashion", range(3)
-DRAWN = ((CHOSEN_BY, "distance"), ("class_agreement_fashion", "class agreement"))
-KEYS = ("num_samples", "arm", "guidance", "lr")
-ARMS = {  # name and time of a step, relative to A's: results/fashion_sprint.md
+KEYS = ("num_samples", "guidance", "arm", "lr", "step")
+CHOSEN_BY, NUM_CHOOSING_SEEDS = "fd_fashion", 3
+DRAWN = {CHOSEN_BY: "distance", "class_agreement_fashion": "agreement"}
+SHOWN = DRAWN | {"fd_fashion_noisy": "second distance", "precision_fashion": "precision", "recall_fashion": "recall"}
+GUIDANCES = {"none": "", "cfg": ", cfg 1.5", "sparse": ", sparse guidance", "path_drop": ", path-drop 1.5"}
+ARMS = {  # name, and time of a step, relative to A's: results/fashion_sprint.md
     "A": ("dense, 64 images", 1.0),
     "B": ("dense, 46 images", 0.710),
     "C": ("routed, 64 images", 0.702),
@@ -33,52 +36,85 @@ ARMS = {  # name and time of a step, relative to A's: results/fashion_sprint.md
 
 
 def evidence(results: Text = str(RESULTS), plot: Text | None = None) -> None:
-    """Print every mean ± deviation over seeds, and by how much C differs from the others, each at its best learning rate.
+    """Print the tables: learning rates, steps, each arm at its best rate, and by how much C differs from the other arms there.
 
-    plot: a file for the curves of each arm at that rate, an .svg or .png.
+    plot: a file for the curves of each arm at its best rate, an .svg or .png.
     """
-    lines = sorted(map(json.loads, Path(results).read_text(encoding="utf-8").splitlines()), key=lambda line: line["step"])
-    last = {(*(line[key] for key in KEYS), line["seed"]): line["metrics"] for line in lines}
-    found: dict[tuple, list[float]] = {}  # (*KEYS, metric) -> a value per seed
-    choosing: dict[tuple, list[float]] = {}  # (arm, lr) -> a value per seed
-    for (*key, seed), metrics in last.items():
-        for name, value in metrics.items():
-            found.setdefault((*key, name), []).append(value)
-        num_samples, arm, guidance, lr = key
-        if (num_samples, guidance) == (1000, "none") and seed in CHOOSING_SEEDS:
-            choosing.setdefault((arm, lr), []).append(metrics[CHOSEN_BY])
-    best = {arm: lr for _, arm, lr in sorted(((fmean(values), *key) for key, values in choosing.items()), reverse=True)}
+    lines = sorted(map(json.loads, Path(results).read_text(encoding="utf-8").splitlines()), key=lambda line: line["seed"])
+    values: dict[tuple, list[float]] = {}  # (num_samples, guidance, arm, lr, step, metric) -> a value per seed
+    last: dict[str, int] = {}  # step of an arm
+    for line in lines:
+        num_samples, guidance, arm, lr, step = (line[key] for key in KEYS)
+        last[arm] = max(step, last.get(arm, 0))
+        for name, value in line["metrics"].items():
+            values.setdefault((num_samples, guidance, arm, lr, step, name), []).append(value)
 
+    def of(arm: str, lr: float, num_samples: int = 2000, guidance: str = "none", name: str = CHOSEN_BY) -> list[float]:
+        """What the last step of an arm gave."""
+        return values.get((num_samples, guidance, arm, lr, last[arm], name), [])
+
+    rates = sorted({line["lr"] for line in lines})
+    tried = [(fmean(of(arm, lr, 1000)[:NUM_CHOOSING_SEEDS]), arm, lr) for arm in last for lr in rates if of(arm, lr, 1000)]
+    best = {arm: lr for _, arm, lr in sorted(tried, reverse=True)}
+    arms = sorted(best)
+    show(
+        ["learning rate", *arms],
+        [[f"{lr:g}", *(mean(CHOSEN_BY, of(arm, lr, 1000)[:NUM_CHOOSING_SEEDS]) for arm in arms)] for lr in rates],
+    )
+
+    curves = {(arm, step, name): some for (num, _, arm, lr, step, name), some in values.items() if (num, lr) == (1000, best[arm])}
     rows = []
-    for (*key, name), values in sorted(found.items()):
-        rows.append([*map(str, key), str(len(values)), name, format_mean(name, values)])
-    sys.stdout.write(markdown_table(["samples", "arm", "guidance", "lr", "seeds", "metric", "mean"], rows))
-    for arm in sorted(best.keys() - {"C"}):
-        for name in dict.fromkeys(key[-1] for key in found):
-            ours, theirs = (found.get((2000, one, "none", best.get(one), name)) for one in ("C", arm))
-            if ours and theirs:
-                low, high = ttest_ind(ours, theirs, equal_var=False).confidence_interval(0.95)
-                low, mean, high = (format_metric(name, x) for x in (low, fmean(ours) - fmean(theirs), high))
-                sys.stdout.write(f"C - {arm}, {name}: {mean}, 95% {low} to {high} (Welch)\n")
+    for step in sorted({step for _, step, _ in curves}):
+        cells = [[mean(name, curves[arm, step, name]) for name in DRAWN if (arm, step, name) in curves] for arm in arms]
+        rows.append([f"{step:,}", *map(", ".join, cells)])
+    show(["step", *arms], rows)
+
+    rows, differences = [], []
+    for guidance, (arm, lr) in product(GUIDANCES, sorted(best.items())):
+        theirs = [(name, of(arm, lr, 2000, guidance, name)) for name in SHOWN]
+        ours = [of("C", best["C"], name=name) for name in SHOWN]
+        if num_seeds := len(theirs[0][1]):
+            rows.append([arm + GUIDANCES[guidance], f"{lr:g}", str(num_seeds), *(mean(*one) for one in theirs)])
+            if arm != "C" and guidance == "none":
+                differences.append([f"C - {arm}", *(interval(*one, our) for one, our in zip(theirs, ours))])
+    show(["", "learning rate", "seeds", *SHOWN.values()], rows)
+    show(["", *SHOWN.values()], differences)
     if plot:
-        draw([line for line in lines if line["num_samples"] == 1000 and line["lr"] == best[line["arm"]]], plot)
+        draw(curves, best, plot)
 
 
-def draw(lines: list[dict], plot: str) -> None:
-    """Distance and class agreement against time. Lines are means over seeds, bands reach from the lowest to the highest."""
+def show(columns: list[str], rows: list[list[str]]) -> None:
+    sys.stdout.write(markdown_table(columns, rows) + "\n")
+
+
+def mean(name: str, values: Sequence[float]) -> str:
+    return format_mean(name, values) if values else ""
+
+
+def interval(name: str, theirs: Sequence[float], ours: Sequence[float]) -> str:
+    """Difference of the means, and its 95% interval (Welch)."""
+    if not ours or not theirs:
+        return ""
+    low, high = ttest_ind(ours, theirs, equal_var=False).confidence_interval(0.95)
+    mean, low, high = (format_metric(name, x) for x in (fmean(ours) - fmean(theirs), low, high))
+    return f"{mean} ({low} to {high})"
+
+
+def draw(curves: dict[tuple, list[float]], best: dict[str, float], plot: str) -> None:
+    """Distance and agreement against time. Lines are means over seeds, bands reach from the lowest to the highest."""
     canvas = Figure((9, 3.4), layout="constrained")
-    for axes, (name, words) in zip(canvas.subplots(1, 2), DRAWN):
+    for axes, (drawn, words) in zip(canvas.subplots(1, 2), DRAWN.items()):
         for arm, (label, step_time) in ARMS.items():
-            by_step = groupby((line for line in lines if line["arm"] == arm), key=lambda line: line["step"])
-            points = [(step, [line["metrics"][name] for line in some]) for step, some in by_step]
+            points = [(step * step_time, some) for (one, step, name), some in curves.items() if (one, name) == (arm, drawn)]
             if points:
-                time = [step * step_time for step, _ in points]
-                lr = next(line["lr"] for line in lines if line["arm"] == arm)
-                axes.plot(time, [fmean(values) for _, values in points], marker=".", label=f"{label}, lr {lr:g}")
-                axes.fill_between(time, *zip(*((min(values), max(values)) for _, values in points)), alpha=0.15, linewidth=0)
+                time, values = zip(*sorted(points))
+                axes.plot(time, [fmean(some) for some in values], marker=".", label=f"{arm}: {label}, lr {best[arm]:g}")
+                axes.fill_between(time, [min(some) for some in values], [max(some) for some in values], alpha=0.15, linewidth=0)
         axes.set(xlabel="time, in steps of the dense network with 64 images", ylabel=words)
         axes.grid(alpha=0.3)
     canvas.axes[0].set_yscale("log")
+    canvas.axes[0].yaxis.set_minor_formatter("{x:g}")
+    canvas.axes[0].yaxis.set_major_formatter("{x:g}")
     canvas.axes[0].legend()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "evidence"}):  # text stays text; the same file each time
         canvas.savefig(plot, metadata={"Date": None} if plot.endswith(".svg") else None)
