@@ -30,7 +30,7 @@ class Row:
     source: str  # where the figures stand
     overrides: dict[str, Any]  # choices of groups ("model": "tread") and values of keys ("train.num_steps": 400_000)
     paper: dict[str, float] = field(default_factory=dict)  # the paper's figure for each metric, of unguided samples
-    differs: str | None = None  # what is not as in the paper
+    differs: str | None = None  # what is not as in the protocol of the figure, beyond docs/faithfulness.md
     baseline: str | None = None  # name of the dense row that it is compared with
     paper_guided: dict[str, float] = field(default_factory=dict)  # the same of guided samples
     num_samples: int = 50_000  # that the paper's figures are of

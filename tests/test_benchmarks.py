@@ -15,7 +15,7 @@ from common.files import REPOSITORY
 from extras import lightningdit
 from extras.benchmarks import __main__ as benchmarks
 from extras.benchmarks import gpu, harness, rows
-from extras.benchmarks.evidence import evidence
+from extras.benchmarks.evidence import SHOWN, evidence
 from extras.benchmarks.harness import TimedRow, measure
 from routing_module import Route
 from sampling import flops
@@ -123,18 +123,21 @@ def test_batches_samples_and_metrics_are_timed(run):
 
 
 def test_the_evidence_compares_each_arm_at_its_best_rate_by_welchs_interval(tmp_path, capsys):
-    values = {("A", 1): (10, 12), ("A", 2): (20, 21), ("C", 1): (9, 10), ("C", 2): (5, 6)}
+    values = {("A", 1): (10, 12, 11), ("A", 2): (20, 21, 22), ("A", 3): (1,), ("C", 1): (9, 10, 8), ("C", 2): (5, 6, 7, 8)}
     about = [(arm, lr, seed, n, v) for (arm, lr), vs in values.items() for seed, v in enumerate(vs) for n in (1000, 2000)]
+    metrics = [dict.fromkeys(SHOWN, value) for *_, value in about]
     names = ("arm", "lr", "seed", "num_samples")
-    metrics = [{"fd_fashion": one[4], "class_agreement_fashion": one[4] / 99} for one in about]
     lines = [dict(zip(names, one), step=9, guidance="none", metrics=values) for one, values in zip(about, metrics)]
+    lines.append({**lines[0], "guidance": "cfg"})  # another guidance is another row
     (tmp_path / "some.jsonl").write_text("\n".join(map(json.dumps, lines)))
     evidence(str(tmp_path / "some.jsonl"), plot=str(tmp_path / "curves.svg"))
     assert "A: dense, 64 images, lr 1" in (tmp_path / "curves.svg").read_text()
     text = capsys.readouterr().out
-    assert "| 2 | 20.50 ± 0.71 | 5.50 ± 0.71 |" in text and "| A | 1 | 2 | 11.00 ± 1.41 | 0.111 ± 0.014 |" in text
-    # Standard error (0.5 / 2 + 2 / 2)^0.5 = 1.118; degrees of freedom 1.25^2 / (0.25^2 + 1) = 1.47, so t = 6.23.
-    assert "| C - A | -5.50 (-12.4" in text
+    assert "| 2 | 21.00 ± 1.00 | 6.00 ± 1.00 |" in text  # of the first three seeds; one seed of A at 3 chooses nothing
+    assert "| 9 | 11.00 ± 1.00, 11.000 ± 1.000 | 6.50 ± 1.29, 6.500 ± 1.291 |" in text
+    assert "| A | 1 | 3 | 11.00 ± 1.00 |" in text and "| C | 2 | 4 | 6.50 ± 1.29 |" in text
+    # Standard error (1/3 + 1.667/4)^0.5 = 0.866; degrees of freedom 0.75^2 / (0.3333^2 / 2 + 0.4167^2 / 3) = 4.96, so t = 2.577.
+    assert "| C - A | -4.50 (-6.73 to -2.27) |" in text
 
 
 def test_the_page_shows_what_the_command_prints(capsys):

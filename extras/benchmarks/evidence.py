@@ -38,6 +38,8 @@ ARMS = {  # name, and time of a step, relative to A's: results/fashion_sprint.md
 def evidence(results: Text = str(RESULTS), plot: Text | None = None) -> None:
     """Print the tables: learning rates, steps, each arm at its best rate, and by how much C differs from the other arms there.
 
+    A rate counts when the first three seeds are there.
+
     plot: a file for the curves of each arm at its best rate, an .svg or .png.
     """
     lines = sorted(map(json.loads, Path(results).read_text(encoding="utf-8").splitlines()), key=lambda line: line["seed"])
@@ -54,29 +56,27 @@ def evidence(results: Text = str(RESULTS), plot: Text | None = None) -> None:
         return values.get((num_samples, guidance, arm, lr, last[arm], name), [])
 
     rates = sorted({line["lr"] for line in lines})
-    tried = [(fmean(of(arm, lr, 1000)[:NUM_CHOOSING_SEEDS]), arm, lr) for arm in last for lr in rates if of(arm, lr, 1000)]
-    best = {arm: lr for _, arm, lr in sorted(tried, reverse=True)}
-    arms = sorted(best)
-    show(
-        ["learning rate", *arms],
-        [[f"{lr:g}", *(mean(CHOSEN_BY, of(arm, lr, 1000)[:NUM_CHOOSING_SEEDS]) for arm in arms)] for lr in rates],
-    )
+    first = {key: of(*key, 1000)[:NUM_CHOOSING_SEEDS] for key in product(sorted(last), rates)}
+    complete = [key for key in first if len(first[key]) == NUM_CHOOSING_SEEDS]
+    best = {arm: lr for arm, lr in sorted(complete, key=lambda key: (key[0], -fmean(first[key])))}
+    show(["learning rate", *best], [[f"{lr:g}", *(mean(CHOSEN_BY, first[arm, lr]) for arm in best)] for lr in rates])
 
-    curves = {(arm, step, name): some for (num, _, arm, lr, step, name), some in values.items() if (num, lr) == (1000, best[arm])}
+    at_best = {(1000, "none", arm, lr) for arm, lr in best.items()}
+    curves = {(key[2], *key[4:]): some for key, some in values.items() if key[:4] in at_best}  # by arm, step and metric
     rows = []
     for step in sorted({step for _, step, _ in curves}):
-        cells = [[mean(name, curves[arm, step, name]) for name in DRAWN if (arm, step, name) in curves] for arm in arms]
+        cells = [[mean(name, curves[arm, step, name]) for name in DRAWN if (arm, step, name) in curves] for arm in best]
         rows.append([f"{step:,}", *map(", ".join, cells)])
-    show(["step", *arms], rows)
+    show(["step", *best], rows)
 
     rows, differences = [], []
-    for guidance, (arm, lr) in product(GUIDANCES, sorted(best.items())):
-        theirs = [(name, of(arm, lr, 2000, guidance, name)) for name in SHOWN]
-        ours = [of("C", best["C"], name=name) for name in SHOWN]
-        if num_seeds := len(theirs[0][1]):
-            rows.append([arm + GUIDANCES[guidance], f"{lr:g}", str(num_seeds), *(mean(*one) for one in theirs)])
-            if arm != "C" and guidance == "none":
-                differences.append([f"C - {arm}", *(interval(*one, our) for one, our in zip(theirs, ours))])
+    for guidance, arm in product(GUIDANCES, best):
+        theirs, ours = ([of(one, best[one], 2000, guidance, name) for name in SHOWN] for one in (arm, "C"))
+        label = arm + GUIDANCES[guidance]
+        if all(theirs):
+            rows.append([label, f"{best[arm]:g}", str(len(theirs[0])), *map(mean, SHOWN, theirs)])
+            if arm != "C" and all(ours):
+                differences.append([f"C - {label}", *map(interval, SHOWN, ours, theirs)])
     show(["", "learning rate", "seeds", *SHOWN.values()], rows)
     show(["", *SHOWN.values()], differences)
     if plot:
@@ -91,13 +91,11 @@ def mean(name: str, values: Sequence[float]) -> str:
     return format_mean(name, values) if values else ""
 
 
-def interval(name: str, theirs: Sequence[float], ours: Sequence[float]) -> str:
+def interval(name: str, ours: Sequence[float], theirs: Sequence[float]) -> str:
     """Difference of the means, and its 95% interval (Welch)."""
-    if not ours or not theirs:
-        return ""
     low, high = ttest_ind(ours, theirs, equal_var=False).confidence_interval(0.95)
-    mean, low, high = (format_metric(name, x) for x in (fmean(ours) - fmean(theirs), low, high))
-    return f"{mean} ({low} to {high})"
+    difference, low, high = (format_metric(name, x) for x in (fmean(ours) - fmean(theirs), low, high))
+    return f"{difference} ({low} to {high})"
 
 
 def draw(curves: dict[tuple, list[float]], best: dict[str, float], plot: str) -> None:
