@@ -110,5 +110,5 @@ def sampler_with(diffusion: Diffusion, **overrides: object) -> Diffusion:
 
 
 def settings_of_sampler(diffusion: Diffusion) -> dict[str, object]:
-    """Those of NAMED_OF_SAMPLER that this sampler has."""
-    return {key: value for key, value in vars(diffusion.sampler).items() if key in NAMED_OF_SAMPLER}
+    """Those of NAMED_OF_SAMPLER that this sampler has, in their order."""
+    return {key: getattr(diffusion.sampler, key) for key in NAMED_OF_SAMPLER if hasattr(diffusion.sampler, key)}

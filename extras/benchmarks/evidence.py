@@ -43,13 +43,11 @@ def evidence(results: Text = str(RESULTS), plot: Text | None = None) -> None:
     plot: a file for the curves of each arm at its best rate, an .svg or .png.
     """
     lines = sorted(map(json.loads, Path(results).read_text(encoding="utf-8").splitlines()), key=lambda line: line["seed"])
-    values: dict[tuple, list[float]] = {}  # (num_samples, guidance, arm, lr, step, metric) -> a value per seed
-    last: dict[str, int] = {}  # step of an arm
+    last = {line["arm"]: line["step"] for line in sorted(lines, key=lambda line: line["step"])}
+    values: dict[tuple, list[float]] = {}  # (*KEYS, metric) -> a value per seed
     for line in lines:
-        num_samples, guidance, arm, lr, step = (line[key] for key in KEYS)
-        last[arm] = max(step, last.get(arm, 0))
         for name, value in line["metrics"].items():
-            values.setdefault((num_samples, guidance, arm, lr, step, name), []).append(value)
+            values.setdefault((*(line[key] for key in KEYS), name), []).append(value)
 
     def of(arm: str, lr: float, num_samples: int = 2000, guidance: str = "none", name: str = CHOSEN_BY) -> list[float]:
         """What the last step of an arm gave."""
@@ -58,7 +56,7 @@ def evidence(results: Text = str(RESULTS), plot: Text | None = None) -> None:
     rates = sorted({line["lr"] for line in lines})
     first = {key: of(*key, 1000)[:NUM_CHOOSING_SEEDS] for key in product(sorted(last), rates)}
     complete = [key for key in first if len(first[key]) == NUM_CHOOSING_SEEDS]
-    best = {arm: lr for arm, lr in sorted(complete, key=lambda key: (key[0], -fmean(first[key])))}
+    best = dict(sorted(complete, key=lambda key: (key[0], -fmean(first[key]))))  # arm -> lr: of an arm, the last one stays
     show(["learning rate", *best], [[f"{lr:g}", *(mean(CHOSEN_BY, first[arm, lr]) for arm in best)] for lr in rates])
 
     at_best = {(1000, "none", arm, lr) for arm, lr in best.items()}
