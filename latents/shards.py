@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from common.errors import UserError
+from common.errors import UserError, reading
 from common.files import read_json, write_file
 from common.types import Number, Positive
 from latents.autoencoders import to_uint8
@@ -225,13 +225,12 @@ class LatentDataset:
         size = self.info.resolution
         images = np.empty((len(indices), size, size, 3), dtype=np.uint8)
         for pixels, index, flip in zip(images, indices.tolist(), flips.tolist()):
-            try:  # Pillow decodes without holding up other threads; torchvision's decoder is deprecated
-                with Image.open(io.BytesIO(self._read_image(index)), formats=["JPEG"]) as image:
-                    if image.size != (size, size):
-                        raise ValueError(f"{image.width}x{image.height} pixels")
-                    pixels[:] = np.array(image.convert("RGB"))[:, :: -1 if flip else 1]
-            except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as e:
-                raise UserError(f"{self.path}: image {index} is no JPEG file of {size}x{size} pixels: {e}") from e
+            jpeg = io.BytesIO(self._read_image(index))
+            # Pillow decodes without holding up other threads; torchvision's decoder is deprecated.
+            with reading(f"{self.path}: image {index}"), Image.open(jpeg, formats=["JPEG"]) as image:
+                if image.size != (size, size):
+                    raise ValueError(f"{image.width}x{image.height} pixels, not {size}x{size}")
+                pixels[:] = np.array(image.convert("RGB"))[:, :: -1 if flip else 1]
         return latents, labels, torch.from_numpy(images)
 
     def _read_image(self, index: int) -> np.ndarray:

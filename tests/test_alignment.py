@@ -189,6 +189,24 @@ def test_images_are_read_by_index_from_all_shards_and_mirrored_with_their_latent
     assert torch.equal(latents, plain[0]) and torch.equal(labels, plain[1])
 
 
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        (b"no image", "UnidentifiedImageError"),
+        (jpeg(smooth_images(1)[0])[:99], "OSError"),
+        (jpeg(smooth_images(1, 8)[0]), "8x8 pixels"),
+    ],
+)
+def test_an_image_that_is_damaged_or_of_another_size_is_named(tmp_path, second, message):
+    shown = pack_images([jpeg(smooth_images(1)[0]), second])
+    labels = torch.zeros(2, dtype=torch.int64)
+    write_shard(tmp_path / "a.safetensors", torch.ones(2, 3, 8, 8), labels, ShardInfo("sample", 0.5, "none", 16, 1), **shown)
+    dataset = LatentDataset(tmp_path)
+    dataset.fetch_with_images(np.array([0]), np.array([False]))
+    with pytest.raises(UserError, match=f"image 1 cannot be read: .*{message}"):
+        dataset.fetch_with_images(np.array([0, 1]), np.array([False, False]))
+
+
 def test_latents_that_are_pixels_are_their_own_images(tmp_path):
     latents, _ = make_shard(tmp_path / "a.safetensors", channels=1, size=8, flips=True)
     dataset = LatentDataset(tmp_path)
