@@ -97,14 +97,14 @@ REPA = IMAGENET_256 | SIT_SAMPLER | {  # REPA's published training script and RE
     "diffusion": "sit", "train.grad_clip_norm": 1.0,
     "alignment": "repa", "alignment.encoder": "vit_base_patch14_dinov2.lvd142m", "alignment.weight": 0.5,
 }  # fmt: skip
-FASHION = {  # Fashion-MNIST, padded to 32x32; docs/data.md makes data, reference and detector
+FASHION = {  # Fashion-MNIST, padded to 32x32; docs/data.md makes data and reference
     "data": "custom", "data.name": "fashion_mnist", "data.path": "data/fashion",
     "data.in_channels": 1, "data.input_size": 32, "data.num_classes": 10, "data.num_workers": 0,
     "train.num_steps": 6_000, "train.batch_size": 64, "train.lr": 4e-3, "train.ema_decay": 0.9995, "train.precision": "fp32",
     "train.compile": "blocks", "checkpoint.every": 1_000, "checkpoint.keep_last": 1, "checkpoint.keep_every": 0,
     "eval.every": 1_000, "eval.num_samples": 1_000, "eval.num_steps": 12, "eval.cfg_scales": [1.0], "eval.batch_size": 100,
     "sample.every": 2_000, "evaluation.detector": "small-fashion",
-    "evaluation.weights": "detectors/fashion.safetensors", "evaluation.reference": "references/fashion.npz",
+    "evaluation.weights": "evaluations/fashion_detector.safetensors", "evaluation.reference": "references/fashion.npz",
 }  # fmt: skip
 DENSE = {"model": "dit"}
 TREAD = {"model": "tread"}  # half of the tokens skip blocks 2 to depth - 4
