@@ -97,7 +97,7 @@ REPA = IMAGENET_256 | SIT_SAMPLER | {  # REPA's published training script and RE
     "diffusion": "sit", "train.grad_clip_norm": 1.0,
     "alignment": "repa", "alignment.encoder": "vit_base_patch14_dinov2.lvd142m", "alignment.weight": 0.5,
 }  # fmt: skip
-FASHION = {  # Fashion-MNIST, padded to 32x32; docs/data.md makes data and reference
+FASHION = {  # Fashion-MNIST, padded to 32x32; docs/experiments.md makes data and reference
     "data": "custom", "data.name": "fashion_mnist", "data.path": "data/fashion",
     "data.in_channels": 1, "data.input_size": 32, "data.num_classes": 10, "data.num_workers": 0,
     "train.num_steps": 6_000, "train.batch_size": 64, "train.lr": 4e-3, "train.ema_decay": 0.9995, "train.precision": "fp32",
