@@ -2,12 +2,13 @@
 
 import contextlib
 import os
+import re
 import signal
 import threading
 import time
 
 import pytest
-from conftest import LAUNCH_2, TINY, finish, metrics, start, wait_for
+from conftest import LAUNCH_2, REPOSITORY, TINY, finish, metrics, start, wait_for
 
 from common.errors import UserError
 from common.files import lock_file
@@ -84,17 +85,23 @@ def is_free(lock):
     return True
 
 
-def test_the_processes_of_a_killed_launcher_save_and_leave_even_while_they_evaluate(tmp_path):
+@pytest.mark.parametrize(("signum", "reason"), [(signal.SIGKILL, "the launcher has ended"), (signal.SIGUSR1, "SIGUSR1")])
+def test_the_processes_of_a_signalled_launcher_save_and_leave_even_while_they_evaluate(signum, reason, tmp_path, monkeypatch):
+    page = (REPOSITORY / "docs" / "speed_and_clusters.md").read_text(encoding="utf-8")
+    for name, value in re.findall(r"^export (\w*(?:SIGNALS|TIMEOUT)\w*)=(\S+)$", page, re.MULTILINE):
+        monkeypatch.setenv(name, value)
     evaluation = ["eval.every=2", "eval.num_samples=100000", "eval.batch_size=2", "eval.num_steps=1", "train.batch_size=8"]
     process = start("train.py", *TINY, "name=run", f"output_dir={tmp_path}", *evaluation, launcher=LAUNCH_2)
     run = tmp_path / "run"
     try:
         wait_for(lambda: process.poll() is not None or ((run / "metrics.jsonl").exists() and len(metrics(run)) >= 2))
         time.sleep(1)  # now in the evaluation of step 2, which would take an hour
-        process.kill()
+        process.send_signal(signum)
         wait_for(lambda: is_free(run / ".lock"), timeout_sec=60)
+        wait_for(lambda: process.poll() is not None, timeout_sec=60)
     finally:
         process.kill()
     code, output = finish(process)  # when both have closed their output
+    assert code == (-signal.SIGKILL if signum == signal.SIGKILL else 1), output
     assert list(checkpoints.list_steps(run / "checkpoints")) == [2], output
-    assert "the launcher has ended: stopping after this step" in output and "Traceback" not in output
+    assert f"{reason}: stopping after this step" in output and ("Traceback" in output) == (code == 1)  # the launcher's own

@@ -23,19 +23,24 @@ class Size:
     batch_size: int
 
 
-FULL = Size("S/2", "DiT-XL/2", "data=imagenet256", 64)
+FULL = Size("B/2", "DiT-XL/2", "data=imagenet256", 64)
 SMALL = Size("XS/2", "DiT-XS/2", "data=digits", 4)  # on a CPU
 
 
-def trainer_for(device, size, folder, *overrides):
-    """A trainer in bf16 without hooks; model=tread unless the overrides name a model."""
-    forget_accelerate()
-    torch.compiler.reset()
-    torch._dynamo.utils.counters.clear()
+def config_for(size, folder, *overrides):
+    """bf16; model=tread unless the overrides name a model."""
     own = ["train.precision=bf16", "train.cpu_threads=1", f"train.batch_size={size.batch_size}", "data.num_workers=0"]
     if not any(override.startswith("model=") for override in overrides):
         own += ["model=tread", f"model.backbone=DiT-{size.backbone}"]
-    cfg = compose_config([size.data, *own, *overrides], folder)
+    return compose_config([size.data, *own, *overrides], folder)
+
+
+def trainer_for(device, size, folder, *overrides):
+    """A trainer without hooks."""
+    forget_accelerate()
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    cfg = config_for(size, folder, *overrides)
     return open_trainer(open_accelerator(cfg), cfg)
 
 
