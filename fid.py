@@ -40,7 +40,7 @@ from evaluations.results import Point, Results, in_words
 from evaluations.suite import format_metrics, metrics_of
 from latents import autoencoders
 from sampling.evaluator import Evaluator, build_detectors, open_reference
-from sampling.processes import check_shared, leave, on_main
+from sampling.processes import check_shared, on_main
 from sampling.sampler import NAMED_OF_SAMPLER, ImageSampler, labels_of, sampler_with, settings_of_sampler
 from training import checkpoint as checkpoints
 from training import load, machine
@@ -94,7 +94,6 @@ def main(cfg: schema.FidConfig) -> None:
         results = judge(points, num_samples)
         if accelerator.is_main_process:
             sys.stdout.write(results.write([point for point, _ in points], metric, [axis.name for axis in axes]))
-    leave()
 
 
 @dataclass

@@ -30,7 +30,7 @@ from common.files import hash_bytes, lock_file, whole_file, write_file
 from common.progress import progress_bar
 from configs import schema
 from evaluations.images import labelled_grid, write_npz
-from sampling.processes import check_shared, leave, on_main, wait_for_all
+from sampling.processes import check_shared, on_main, wait_for_all
 from sampling.sampler import ImageSampler, labels_of, sampler_with
 from training import checkpoint as checkpoints
 from training import load, machine
@@ -86,7 +86,6 @@ def main(cfg: schema.SampleConfig) -> None:
     if accelerator.is_main_process:
         write_grid_and_npz(output, cfg.npz, files, labels)
         locks[0].close()
-    leave()
 
 
 def labels_of_seeds(cfg: schema.SampleConfig, num_classes: int) -> dict[int, int]:

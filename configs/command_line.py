@@ -61,11 +61,11 @@ def guard(action: Callable[[], None]) -> None:
         sys.exit(f"error{'' if rank is None else f' (process {rank})'}: {error}")
 
 
-def run(main: str, config_name: str, settings: str, description: str, at_end: str | None = None) -> NoReturn:
+def run(main: str, config_name: str, settings: str, description: str) -> NoReturn:
     """Compose configs/<config_name>.yaml with the command line, check it by `settings`, and call `main` with it, guarded.
 
-    `main`, `settings` and `at_end`, which is called after the last run of a sweep, are "module:name" and imported when they are
-    needed: --help and an unknown key do not wait for torch. `description` stands above the help.
+    `main` and `settings` are "module:name" and imported when they are needed: --help and an unknown key do not wait for torch.
+    `description` stands above the help. The processes part after the last run of a sweep.
     """
     failures: list[UserError] = []
 
@@ -88,8 +88,7 @@ def run(main: str, config_name: str, settings: str, description: str, at_end: st
             raise UserError(explain(e, config_name)) from e
         if failures:
             raise failures[0]
-        if at_end is not None:
-            resolve_name(at_end)()
+        resolve_name("sampling.processes:leave")()
 
     if HELP & set(sys.argv):
         sys.stdout.write(f"{description}\n{explain_keys(config_name)}")
