@@ -457,7 +457,7 @@ def test_good_latents_pass_inspection_and_are_drawn(images, vae, tmp_path, caplo
 
 
 def test_the_originals_are_drawn_beside_what_their_latents_decode_to(images, tmp_path):
-    pixels = encode(images, tmp_path / "pixels", "identity", "kind=sample")
+    pixels = encode(images, tmp_path / "pixels", "identity", "kind=sample", "pad=9", "grey=true")
     inspect(pixels, f"images={images}", f"grid={tmp_path / 'pairs.png'}")
     pairs = np.asarray(Image.open(tmp_path / "pairs.png")).astype(int)
     assert pairs.shape[:2] == (4 * (64 + 14 + 4) + 4, 8 * (64 + 4) + 4)

@@ -10,7 +10,6 @@ from typing import Annotated, Literal, NamedTuple
 import numpy as np
 import torch
 from accelerate import Accelerator
-from PIL import ImageOps
 from pydantic import Field
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -19,9 +18,8 @@ from common.errors import UserError, reading
 from common.progress import progress_bar
 from common.randomness import SeedRandom
 from common.types import Count, Positive, Whole
-from evaluations.images import adm_center_crop, read_rgb
 from latents.autoencoders import SD_VAE, Autoencoder, from_uint8
-from latents.prepare.images import LabelledImages, to_jpeg
+from latents.prepare.images import LabelledImages, read_cropped, to_jpeg
 from latents.prepare.write import SHARD_SIZE, Dtype, Kind, ShardWriter
 from latents.shards import NumClasses, Resolution, ShardInfo, draw_latents, pack_images
 
@@ -87,10 +85,7 @@ class _CroppedImages(Dataset):
             name = self.images.names[number]
             try:
                 with reading(name):
-                    image = ImageOps.expand(read_rgb(self.images.open(number)), how.pad)
-                    if how.grey:
-                        image = image.convert("L").convert("RGB")
-                    pixels.append(adm_center_crop(image, how.resolution))
+                    pixels.append(read_cropped(self.images, number, how.resolution, how.pad, how.grey))
                 kept.append(number)
             except UserError as e:
                 left_out.append({"name": name, "problem": str(e)})

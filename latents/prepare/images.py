@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageOps
 from pydantic import BaseModel, ValidationError
 
 from common.errors import UserError
-from evaluations.images import SUFFIXES, is_hidden, list_images
+from evaluations.images import SUFFIXES, adm_center_crop, is_hidden, list_images, read_rgb
 from latents.shards import spread_items
 from latents.tars import TAR_NAME, index_tars
 
@@ -26,6 +26,12 @@ def to_jpeg(pixels: np.ndarray) -> bytes:
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, format="JPEG", quality=95, subsampling=0)
     return file.getvalue()
+
+
+def read_cropped(images: LabelledImages, number: int, resolution: int, pad: int, grey: bool) -> np.ndarray:
+    """uint8 [R, R, 3]: what `encode` encodes of an image."""
+    image = ImageOps.expand(read_rgb(images.open(number)), pad)
+    return adm_center_crop(image.convert("L").convert("RGB") if grey else image, resolution)
 
 
 def count_classes(labels: np.ndarray, num_classes: int | None, class_names: list[str] | None = None) -> int:

@@ -11,9 +11,8 @@ from torch import Tensor
 from common.errors import UserError, reading
 from common.files import hash_file
 from common.progress import progress_bar
-from evaluations.images import adm_center_crop, read_rgb
 from latents.channel_statistics import channel_sums, mean_and_std, overall_std
-from latents.prepare.images import open_labelled_images
+from latents.prepare.images import open_labelled_images, read_cropped
 from latents.shards import (
     MANIFEST,
     UNFINISHED,
@@ -139,8 +138,8 @@ def fetch_originals(dataset: LatentDataset, folder: str) -> np.ndarray:
     source = open_labelled_images(folder, "none" if dataset.info.num_classes == 1 else "auto")
     if len(source) != len(dataset):
         raise UserError(f"images={folder} holds {len(source)} images, and {dataset.path} {len(dataset)} latents")
-    crops = []
+    settings, crops = (read_manifest(dataset.path) or {}).get("settings", {}), []
     for i in spread_items(len(dataset), 16):
         with reading(source.names[i]):
-            crops.append(adm_center_crop(read_rgb(source.open(i)), dataset.info.resolution))
+            crops.append(read_cropped(source, i, dataset.info.resolution, settings.get("pad", 0), settings.get("grey", False)))
     return np.stack(crops)
