@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from common.downloads import NotDownloaded, find_on_hub
+from common.downloads import find_on_hub
 from common.errors import UserError, reading
 from common.files import hash_file
 from evaluations.features import Features, to_device
@@ -119,13 +119,8 @@ def find_encoder_weights(name: str) -> Path:
 
     Raises UserError where it cannot be downloaded.
     """
-    try:
-        return find_on_hub(f"timm/{name}", HUB_FILE)[0]
-    except NotDownloaded as e:
-        raise UserError(
-            f"the weights of the encoder {name} are not in the cache of the Hugging Face hub, and {e}; run `python "
-            f"prepare_latents.py fetch encoder={name}` where there is a network, or give the file of its weights"
-        ) from e
+    otherwise = f"give the file of the weights of {name}, or run `python prepare_latents.py fetch encoder={name}`"
+    return find_on_hub(f"timm/{name}", HUB_FILE, otherwise=otherwise)[0]
 
 
 def _load(net: nn.Module, file: Path, recipe: str) -> None:

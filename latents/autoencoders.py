@@ -5,13 +5,12 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-import re
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from common.downloads import NotDownloaded, find_on_hub
+from common.downloads import find_on_hub
 from common.errors import UserError, first_line
 from common.files import read_json
 from common.progress import say_if_slow
@@ -101,15 +100,8 @@ def find(spec: str) -> Path | None:
         return None
     if Path(source).is_dir():
         return Path(source)
-    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", source):  # owner/name, or a name alone
-        raise UserError(f"autoencoder={spec}: there is no such folder, and it cannot be an id of the Hugging Face hub")
-    try:
-        return find_on_hub(source, *HUB_FILES)[0].parent
-    except NotDownloaded as e:
-        raise UserError(
-            f"autoencoder={spec} is neither a folder nor in the cache of the Hugging Face hub, and {e}; give sd-vae:<folder>, or "
-            f"run `python prepare_latents.py fetch autoencoder={spec}` where there is a network"
-        ) from e
+    otherwise = f"autoencoder={spec}: there is no such folder; give one, or `python prepare_latents.py fetch autoencoder={spec}`"
+    return find_on_hub(source, *HUB_FILES, otherwise=otherwise)[0].parent
 
 
 def _scale_and_factor(config: dict) -> tuple[float, int]:

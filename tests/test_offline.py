@@ -13,7 +13,7 @@ import torch
 from huggingface_hub import close_session
 
 from common import downloads
-from common.downloads import NotDownloaded, find_on_hub
+from common.downloads import find_on_hub
 from common.errors import UserError
 from evaluations import inception
 from latents import autoencoders
@@ -116,32 +116,32 @@ def test_a_missing_autoencoder_is_downloaded_once_and_then_used_without_asking(s
 
 def test_the_chosen_files_are_downloaded_in_their_order(server, vae):
     names = autoencoders.HUB_FILES[::-1]
-    files = find_on_hub(NAME, *names)
+    files = find_on_hub(NAME, *names, otherwise="")
     assert tuple(file.name for file in files) == names
     assert all(file.read_bytes() == (vae / file.name).read_bytes() for file in files)
 
 
 def test_a_hub_that_refuses_connections_gives_one_line_at_once(seconds):
-    with pytest.raises(NotDownloaded, match="^it cannot be downloaded .*refused") as error:
-        find_on_hub(NAME, *autoencoders.HUB_FILES)
+    with pytest.raises(UserError, match=f"^give one; {NAME} .*cannot be downloaded .*refused") as error:
+        find_on_hub(NAME, *autoencoders.HUB_FILES, otherwise="give one")
     assert "\n" not in str(error.value)
 
 
 def test_a_hub_that_never_answers_is_given_up_within_seconds(hub, silent, seconds):
     hub(silent)
-    with pytest.raises(NotDownloaded, match="^it cannot be downloaded .*timed out"):
-        find_on_hub(NAME, *autoencoders.HUB_FILES)
+    with pytest.raises(UserError, match="cannot be downloaded .*timed out"):
+        find_on_hub(NAME, *autoencoders.HUB_FILES, otherwise="")
 
 
 def test_the_hubs_offline_mode_is_named(monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(NotDownloaded, match="HF_HUB_OFFLINE"):
-        find_on_hub(NAME, *autoencoders.HUB_FILES)
+    with pytest.raises(UserError, match="HF_HUB_OFFLINE"):
+        find_on_hub(NAME, *autoencoders.HUB_FILES, otherwise="")
 
 
 def test_an_id_that_the_hub_does_not_know_is_said_to_be_wrong(server):
-    with pytest.raises(NotDownloaded, match="it cannot be downloaded .404.*someone/veo"):
-        find_on_hub("someone/veo", *autoencoders.HUB_FILES)
+    with pytest.raises(UserError, match="cannot be downloaded .404.*someone/veo"):
+        find_on_hub("someone/veo", *autoencoders.HUB_FILES, otherwise="")
 
 
 # ----------------------------------------------------------------------------------------------------------------------

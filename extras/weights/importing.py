@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 import dit
 from common.downloads import find_on_hub
-from common.errors import UserError, first_line
+from common.errors import UserError
 from common.files import write_file
 from common.types import Count, Positive, Text, Whole
 from configs import schema
@@ -113,10 +113,8 @@ def find_published(source: str) -> Path:
     if Path(source).is_file():
         return Path(source)
     owner, name, file = (*source.split("/", 2), "", "")[:3]
-    try:
-        return find_on_hub(f"{owner}/{name}", file)[0]
-    except ValueError as e:  # NotDownloaded, or what cannot be a name on the hub
-        raise UserError(f"source={source} is no file, nor <owner>/<name>/<file> of the Hugging Face hub: {first_line(e)}") from e
+    otherwise = f"source={source} is no file, nor <owner>/<name>/<file> of the Hugging Face hub"
+    return find_on_hub(f"{owner}/{name}", file, otherwise=otherwise)[0]
 
 
 def fill_in_latents(
