@@ -18,17 +18,7 @@ from pydantic import Field
 from torch import Tensor
 
 from common.randomness import SampleRandom
-from common.types import NotNegative, Positive, Steps, settings
-
-# Half of SiT's diffusion coefficient w(t) by t and diffusion_norm: the forms of the published code with its time reversed.
-DIFFUSION_FORMS: dict[str, Callable[[float, float], float]] = {
-    "sigma": lambda t, norm: norm * t,
-    "linear": lambda t, norm: norm * t,  # the same on this path, whose sigma_t is t
-    "constant": lambda t, norm: norm,
-    "decreasing": lambda t, norm: (1 - norm * math.cos(math.pi * t)) ** 2 / 4,
-    "increasing-decreasing": lambda t, norm: norm * math.sin(math.pi * t) ** 2,
-    "sbdm": lambda t, norm: norm * t / max(1 - t, 1e-9),  # w_KL of the paper; the step bounds it at t = 1
-}
+from common.types import Positive, Steps, settings
 
 
 @settings
@@ -42,19 +32,15 @@ class FlowSampler:
             puts more of them at high noise. It is LightningDiT's; SD3's shift (arXiv 2403.03206, section 5.3.2) is 1 / s.
 
     For the SDE only:
-        diffusion_form, diffusion_norm: w(t) = 2 * form(t, diffusion_norm), as in SiT's published code. Differs: w/2 never
-            exceeds t^2 / step, beyond which the score term, whose slope reaches 1 / t^2, would overshoot.
-        last_step_size: the t at which the last step starts; the other steps divide the rest evenly.
-        last_step: `mean` is a step without its noise, `tweedie` returns D_x (the same as a last step of the ODE).
+        last_step_size: the t at which the last step starts, one without noise; the other steps divide the rest evenly. w(t) is
+            2 t, as published samples have it. Differs: w/2 never exceeds t^2 / step, beyond which the score term, whose slope
+            reaches 1 / t^2, would overshoot.
     """
 
     num_steps: Steps = 40
     solver: Literal["euler", "heun", "euler_maruyama"] = "heun"
     timestep_shift: Positive = 1.0
-    diffusion_form: Literal[tuple(DIFFUSION_FORMS)] = "sigma"
-    diffusion_norm: NotNegative = 1.0
     last_step_size: Annotated[float, Field(gt=0, lt=1)] = 0.04
-    last_step: Literal["mean", "tweedie"] = "mean"
 
     def __post_init__(self):
         if self.solver == "euler_maruyama" and self.timestep_shift != 1:
@@ -102,10 +88,8 @@ class FlowSampler:
 
     def _sde_step(self, x: Tensor, D_x: Tensor, t_cur: float, t_next: float, random: SampleRandom) -> Tensor:
         """Euler-Maruyama."""
-        if t_next == 0 and self.last_step == "tweedie":
-            return D_x
         step = t_cur - t_next
-        half_w = min(DIFFUSION_FORMS[self.diffusion_form](t_cur, self.diffusion_norm), t_cur**2 / step)
+        half_w = min(t_cur, t_cur**2 / step)
         score = -(x - (1 - t_cur) * D_x) / t_cur**2
         mean = x - step * ((x - D_x) / t_cur - half_w * score)
         if t_next == 0:

@@ -23,8 +23,8 @@ CPU, X, T = torch.device("cpu"), torch.randn(3, 4, 8, 8), torch.zeros(3)
     [
         (HeunSampler, dict(num_steps=0, sigma_min=90.0, sigma_max=math.inf, rho=0.0, S_churn=-1.0, S_min=math.nan)),
         (HeunSampler, dict(num_steps=10**6, sigma_min=0.0, S_noise=math.nan, S_max=-1.0)),
-        (FlowSampler, dict(num_steps=0, solver="rk4", timestep_shift=0.0, diffusion_form="sin", diffusion_norm=-1.0)),
-        (FlowSampler, dict(num_steps=10**6, last_step="tweedy", last_step_size=1.0)),
+        (FlowSampler, dict(num_steps=0, solver="rk4", timestep_shift=0.0)),
+        (FlowSampler, dict(num_steps=10**6, last_step_size=1.0)),
         (AncestralSampler, dict(num_steps=1001, solver="heun")),
         (EDM, dict(sigma_data=0.0, P_std=0.0, P_mean=math.nan)),
         (SiT, dict(timestep="lognormal", logit_mean=math.inf, logit_std=0.0, cosine_weight=-1.0)),
