@@ -1,25 +1,13 @@
-"""Random numbers that belong to samples, not to batches or processes: `randn` and `rand` return one row per sample."""
+"""Random numbers that belong to samples, not to batches or processes: randn(*shape) and rand(*shape) are (B, *shape)."""
 
 from __future__ import annotations
 
 import hashlib
 import operator
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
-
-
-class SampleRandom(Protocol):
-    """A source of random numbers on the batch's device, one row per sample.
-
-    It lets the caller tie random numbers to a sample, whatever batch the sample is in.
-    """
-
-    def randn(self, *shape: int) -> Tensor: ...  # (B, *shape)
-
-    def rand(self, *shape: int) -> Tensor: ...  # (B, *shape), in [0, 1)
 
 
 def key_of(*parts: int | str | tuple) -> int:
@@ -83,3 +71,6 @@ class SeedRandom:
         rows = torch.stack([draw(shape, generator=g) for g in self.generators])
         on_cuda = self.device.type == "cuda"  # where a copy of pinned memory does not wait for what is queued
         return (rows.pin_memory() if on_cuda else rows).to(self.device, non_blocking=on_cuda)
+
+
+SampleRandom = StepRandom | SeedRandom  # or anything with their `randn` and `rand`, on the device of the batch
