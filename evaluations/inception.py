@@ -28,7 +28,7 @@ SPATIAL_CHANNELS = 7  # of mixed_6's 192: ADM keeps these, to have about as many
 def fetch_weights() -> Path:
     """The file of the published weights (96 MB), downloaded to $TORCH_HOME/hub/checkpoints if it is not there.
 
-    With several processes on a machine, call it in one of them first. Raises UserError where it cannot be downloaded.
+    Raises UserError where it cannot be downloaded.
     """
     file = Path(torch.hub.get_dir()) / "checkpoints" / WEIGHTS_NAME
     if not file.exists():

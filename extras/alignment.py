@@ -26,7 +26,6 @@ from configs.schema import NETWORKS, TrainConfig
 from evaluations.vit import Encoder
 from latents.shards import LatentDataset
 from routing_module import TokenRouter
-from sampling.processes import one_per_node_first
 
 
 class Projector(nn.Sequential):
@@ -130,10 +129,9 @@ def build(cfg: TrainConfig, dataset: LatentDataset, accelerator: Accelerator) ->
         raise UserError(f"alignment.encoder={settings.encoder} has no patches of a known size (_patch<N>_) in its name")
     size = int(encoder_patch[1]) * (cfg.data.input_size // patch_size)  # as many patches as the network has tokens
     try:
-        with one_per_node_first():
-            encoder = Encoder(
-                settings.encoder, settings.weights, size, accelerator.device, recipe="repa", precision=cfg.train.precision
-            )
+        encoder = Encoder(
+            settings.encoder, settings.weights, size, accelerator.device, recipe="repa", precision=cfg.train.precision
+        )
     except UserError as e:
         raise UserError(f"alignment.encoder, alignment.weights: {e}") from e
     with torch.random.fork_rng(devices=[]):  # whatever random numbers the encoder has taken

@@ -32,7 +32,7 @@ from evaluations.images import ImageSet, open_images
 from evaluations.inception import InceptionDetector, fetch_weights
 from evaluations.suite import evaluate, jackknife, set_of
 from evaluations.vit import DINOV2_L, DINOv2Detector, find_encoder_weights
-from sampling.processes import gather_on_main, on_main, one_per_node_first
+from sampling.processes import gather_on_main, on_main
 from sampling.sampler import ImageSampler
 
 log = logging.getLogger(__name__)
@@ -52,12 +52,9 @@ def _build_detector(name: str, settings: schema.DetectorSettings, accelerator: A
         if settings.weights is None:
             raise UserError(f"evaluation.detector={name} needs evaluation.weights=<the file of prepare_latents.py detector>")
         return ClassifierDetector(name, settings.weights, accelerator.device)
-    with one_per_node_first():
-        if name == "dinov2":
-            weights = settings.dinov2_weights or find_encoder_weights(DINOV2_L)
-        else:
-            weights = settings.weights or fetch_weights()
-    return (DINOv2Detector if name == "dinov2" else InceptionDetector)(weights, accelerator.device)
+    if name == "dinov2":
+        return DINOv2Detector(settings.dinov2_weights or find_encoder_weights(DINOV2_L), accelerator.device)
+    return InceptionDetector(settings.weights or fetch_weights(), accelerator.device)
 
 
 def open_reference(path: str | None, key: str, detectors: Sequence[str], resolution: int | None = None) -> ImageSet:

@@ -5,10 +5,9 @@ They wait over gloo, and not over NCCL, whose watchdog has to end a process soon
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
@@ -65,17 +64,6 @@ def wait_for_all() -> None:
     """Return once every process is here. An error names those that do not come."""
     if _group is not None:
         dist.monitored_barrier(_group, PATIENCE)
-
-
-@contextlib.contextmanager
-def one_per_node_first() -> Iterator[None]:
-    """One process of each node goes through the block first: it downloads, and the others find the file."""
-    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
-    if not is_first:
-        wait_for_all()
-    yield
-    if is_first:
-        wait_for_all()
 
 
 def gather_on_main(tensor: Tensor) -> list[Tensor]:
