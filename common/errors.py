@@ -16,12 +16,12 @@ def first_line(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def reading(what: object, kind: type[UserError] = UserError) -> Iterator[None]:
-    """Any error inside becomes one of this kind that names what could not be read: what is damaged can make any parser fail."""
+def reading(what: object) -> Iterator[None]:
+    """Any other error inside becomes a UserError that names what could not be read: what is damaged can make any parser fail."""
     try:
         yield
-    except kind:
+    except UserError:
         raise
     except Exception as e:
-        name = "" if isinstance(e, UserError) or type(e) is ValueError else f"{type(e).__name__}: "
-        raise kind(f"{what} cannot be read: {name}{first_line(e)}") from e
+        name = "" if type(e) is ValueError else f"{type(e).__name__}: "
+        raise UserError(f"{what} cannot be read: {name}{first_line(e)}") from e

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from common.errors import UserError
+from common.errors import UserError, reading
 from common.files import hash_bytes, hash_file, write_file
 from sampling.processes import on_main
 from training import checkpoint as checkpoints
@@ -141,9 +141,9 @@ def average_of(folder: Path, length: float) -> dict[str, Tensor]:
         files, lengths, factors, error = open_profiles(folder, length)
         log.info("EMA of length %g from averages at %d steps; its profile is met to %.2g%%", length, len(files), 100 * error)
         for i, file in enumerate(files.values()):
-            with checkpoints.reading(file), safe_open(file, framework="pt") as f:
+            with reading(file), safe_open(file, framework="pt") as f:
                 if file.parent != folder and hash_file(file) != file.stem.rpartition("_")[2]:
-                    raise UserError("it was altered: its hash is not the one in its name; remove it")
+                    raise ValueError("it was altered: its hash is not the one in its name; remove it")
                 for key in f.keys():  # noqa: SIM118 (not a dict)
                     one, _, name = key.partition("/")
                     factor = factors[i * len(lengths) + [f"{x:g}" for x in lengths].index(one)]

@@ -14,10 +14,10 @@ from unittest import mock
 import torch
 from conftest import run_train
 
+from common.errors import UserError
 from sampling import processes
 from training import checkpoint as checkpoints
 from training import speed
-from training.hooks import TrainingDiverged
 from training.sharding import local_shard
 from training.trainer import Trainer
 
@@ -67,12 +67,12 @@ def make_runs(folder: Path, records: dict) -> None:
     with mock.patch.object(Trainer, "train_step", spoiled):
         try:
             run("spoiled", *FSDP, "checkpoint.every=1", "train.num_steps=3")
-        except TrainingDiverged as e:
+        except UserError as e:
             records["spoiled"] = str(e)
     with mock.patch.object(checkpoints, "save", fail_to_save):
         try:
             run("unwritten", *FSDP, "checkpoint.every=1", "train.log_every=100", "train.num_steps=3")
-        except checkpoints.SaveError as e:
+        except UserError as e:
             records["unwritten"] = str(e)
 
 
@@ -117,4 +117,4 @@ def spoil_weights(trainer: Trainer, original, micro_batches) -> None:
 
 
 def fail_to_save(root: Path, checkpoint, *keep) -> None:
-    raise checkpoints.SaveError(f"no room for step {checkpoint.step}")
+    raise UserError(f"no room for step {checkpoint.step}")

@@ -109,7 +109,7 @@ def test_a_damaged_checkpoint_is_noticed_and_set_aside_and_the_previous_one_foun
     bad = run.checkpoints / "step_0000020"
     change, message = DAMAGES[damage]
     change(bad)
-    with pytest.raises(checkpoints.CheckpointError, match=message):
+    with pytest.raises(UserError, match=message):
         checkpoints.verify(bad)
     assert find_resume(run, "auto") == run.checkpoints / "step_0000010"
     assert names(run.checkpoints) == ["bad_step_0000020", "step_0000010"]
@@ -132,7 +132,7 @@ def test_a_bad_checkpoint_that_cannot_be_renamed_ends_the_start(tmp_path, monkey
 def test_training_does_not_start_over_when_only_bad_checkpoints_remain(tmp_path):
     run = RunFolder(tmp_path, "run")
     DAMAGES["truncated"][0](save(run.checkpoints, 10))
-    with pytest.raises(checkpoints.CheckpointError, match="does not silently start over.*name="):
+    with pytest.raises(UserError, match="does not silently start over.*name="):
         find_resume(run, "auto")
     assert names(run.checkpoints) == ["step_0000010"]
 
@@ -141,7 +141,7 @@ def test_checkpoints_that_cannot_be_listed_are_not_taken_for_none(tmp_path, monk
     run = RunFolder(tmp_path, "run")
     save(run.checkpoints, 10)
     monkeypatch.setattr(Path, "iterdir", lambda path: raise_os_error())
-    with pytest.raises(checkpoints.CheckpointError, match=f"{run.checkpoints} cannot be read: .*Permission denied"):
+    with pytest.raises(UserError, match=f"{run.checkpoints} cannot be read: .*Permission denied"):
         find_resume(run, "auto")
 
 
@@ -154,7 +154,7 @@ def test_loading_runs_no_code_from_the_file(tmp_path):
 
     torch.save({"state": Evil()}, folder / "optimizer.pt")
     renew_manifest(folder)
-    with pytest.raises(checkpoints.CheckpointError, match="optimizer.pt cannot be read: .*[wW]eights.only"):
+    with pytest.raises(UserError, match="optimizer.pt cannot be read: .*[wW]eights.only"):
         checkpoints.load(folder)
     assert not (tmp_path / "pwned").exists()
 
@@ -173,7 +173,7 @@ def test_weights_of_another_network_are_named_by_the_first_tensor(change, messag
     given = dict(like)
     checkpoints.check_tensors(Path("x"), given, like)
     change(given)
-    with pytest.raises(checkpoints.CheckpointError, match=f"^x: {message}"):
+    with pytest.raises(UserError, match=f"^x: {message}"):
         checkpoints.check_tensors(Path("x"), given, like)
 
 
@@ -188,14 +188,14 @@ def test_a_run_or_a_checkpoint_can_be_named_and_nothing_else(tmp_path):
     assert checkpoints.find_checkpoint(run, "init_from") == checkpoints.find_checkpoint(newest, "init_from") == newest
     assert checkpoints.run_of(newest) == run
     for wrong in (run / "checkpoints", newest / "ema.safetensors", run / "metrics.jsonl", tmp_path / "rnu", tmp_path):
-        with pytest.raises(checkpoints.CheckpointError, match=f"^init_from: {wrong} is not a folder of a run or of a whole c"):
+        with pytest.raises(UserError, match=f"^init_from: {wrong} is not a folder of a run or of a whole c"):
             checkpoints.find_checkpoint(wrong, "init_from")
     DAMAGES["truncated"][0](newest)
     assert checkpoints.find_checkpoint(run, "init_from").name == "step_0000010"
-    with pytest.raises(checkpoints.CheckpointError, match="step_0000020/model.safetensors has"):
+    with pytest.raises(UserError, match="step_0000020/model.safetensors has"):
         checkpoints.find_checkpoint(newest, "init_from")
     DAMAGES["truncated"][0](run / "checkpoints" / "step_0000010")
-    with pytest.raises(checkpoints.CheckpointError, match=f"^init_from={run} is a run without a whole checkpoint: .*; .*bytes"):
+    with pytest.raises(UserError, match=f"^init_from={run} is a run without a whole checkpoint: .*; .*bytes"):
         checkpoints.find_checkpoint(run, "init_from")
 
 
@@ -246,7 +246,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint_and_no_debris(tmp_path, num_
     save(tmp_path, 10)
     checkpoint = make(20)
     checkpoint.optimizer["state"][0]["exp_avg"] = torch.ones(num_values)
-    with file_size_limit(max_bytes), pytest.raises(checkpoints.SaveError) as error:
+    with file_size_limit(max_bytes), pytest.raises(UserError) as error:
         checkpoints.save(tmp_path, checkpoint, 10, 0)
     free = f"File too large.*; [0-9]+ MB are free on the disk of {tmp_path}"
     assert error.match(f"^cannot write the checkpoint .*step_0000020: .*{free}; intact before it: step_0000010$")

@@ -9,7 +9,6 @@ on. A checkpoint counts only if its files match the manifest; damaged ones are r
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import logging
 import os
@@ -25,8 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from common import errors
-from common.errors import UserError
+from common.errors import UserError, reading
 from common.files import hash_bytes, hash_file, remove_leftovers, why_not_written
 from common.progress import say_if_slow
 
@@ -53,17 +51,6 @@ class Checkpoint:
     tracked_ema: dict[str, Tensor] | None = None  # of `extras.posthoc_ema`; None: a run without
 
 
-class CheckpointError(UserError):
-    """A checkpoint that is missing, incomplete or altered."""
-
-
-reading = functools.partial(errors.reading, kind=CheckpointError)
-
-
-class SaveError(UserError):
-    """A checkpoint that could not be written; earlier ones are intact."""
-
-
 def folder_name(step: int) -> str:
     return f"step_{step:07d}"
 
@@ -78,7 +65,7 @@ def list_steps(root: Path) -> dict[int, Path]:
 def save(root: Path, checkpoint: Checkpoint, keep_last: int, keep_every: int) -> Path:
     """Write `checkpoint` below `root`, then delete old ones: all but the newest keep_last and the multiples of keep_every.
 
-    Raises SaveError if the disk is full, for example: the incomplete checkpoint is removed, earlier ones are untouched.
+    Raises UserError if the disk is full, for example: the incomplete checkpoint is removed, earlier ones are untouched.
     """
     final = root / folder_name(checkpoint.step)
     temporary = root / f".tmp_{final.name}"
@@ -93,7 +80,7 @@ def save(root: Path, checkpoint: Checkpoint, keep_last: int, keep_every: int) ->
     except (OSError, RuntimeError, SafetensorError) as e:  # torch.save raises RuntimeError on a full disk
         shutil.rmtree(temporary, ignore_errors=True)
         kept = ", ".join(path.name for path in list_steps(root).values()) or "none"
-        raise SaveError(f"cannot write the checkpoint {final}: {why_not_written(final, e)}; intact before it: {kept}") from e
+        raise UserError(f"cannot write the checkpoint {final}: {why_not_written(final, e)}; intact before it: {kept}") from e
     for step, path in list(list_steps(root).items())[:-keep_last]:
         if not (keep_every and step % keep_every == 0):
             with contextlib.suppress(OSError):  # the next save tries again
@@ -133,27 +120,27 @@ def verify(folder: Path) -> None:
     """Compare every file with the manifest, and the folder's name with its step.
 
     Raises:
-        CheckpointError: a file is missing, truncated, altered or unreadable, or the folder has the name of another step.
+        UserError: a file is missing, truncated, altered or unreadable, or the folder has the name of another step.
     """
     file = folder / MANIFEST
     with reading(file):
         if not file.is_file():
-            raise CheckpointError(f"{folder} is not a whole checkpoint: it has no {MANIFEST}")
+            raise UserError(f"{folder} is not a whole checkpoint: it has no {MANIFEST}")
         manifest = json.loads(file.read_text(encoding="utf-8"))
         expected = dict.fromkeys(FILES) | {name: (entry["size"], entry["blake2b"]) for name, entry in manifest.items()}
     with say_if_slow(log, "comparing %s with its checksums", folder):
         for file, entry in ((folder / name, entry) for name, entry in expected.items()):
             with reading(file):
                 if entry is None or not file.is_file():
-                    raise CheckpointError(f"{file} is missing")
+                    raise UserError(f"{file} is missing")
                 size, digest = entry
                 if (found := file.stat().st_size) != size:
-                    raise CheckpointError(f"{file} has {found} bytes instead of {size}: it is truncated or altered")
+                    raise UserError(f"{file} has {found} bytes instead of {size}: it is truncated or altered")
                 if hash_file(file) != digest:
-                    raise CheckpointError(f"{file} was altered: its hash is not the one in {MANIFEST}")
+                    raise UserError(f"{file} was altered: its hash is not the one in {MANIFEST}")
     step = step_of(folder)
     if _STEP.fullmatch(folder.name) and folder.name != folder_name(step):
-        raise CheckpointError(f"{folder} holds step {step}: it was renamed. Its name must be {folder_name(step)}")
+        raise UserError(f"{folder} holds step {step}: it was renamed. Its name must be {folder_name(step)}")
 
 
 def _read_state(folder: Path) -> dict:
@@ -194,7 +181,7 @@ def load_weights(folder: Path, weights: str) -> dict[str, Tensor]:
 
 
 def load(folder: Path) -> Checkpoint:
-    """Read a checkpoint. Raises CheckpointError naming the file that cannot be read."""
+    """Read a checkpoint. Raises UserError naming the file that cannot be read."""
     state = _read_state(folder)
     with reading(folder / "optimizer.pt"):
         optimizer = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True, mmap=True)
@@ -210,12 +197,12 @@ def check_tensors(file: Path, given: Mapping[str, Tensor], like: Mapping[str, Te
     """Compare what `file` holds with the tensors that are to take its values.
 
     Raises:
-        CheckpointError: with the first name that only one side has, or whose shape or type differs.
+        UserError: with the first name that only one side has, or whose shape or type differs.
     """
     for name in {**like, **given}:
         sides = [f"{list(side[name].shape)} {side[name].dtype}" if name in side else "missing" for side in (given, like)]
         if sides[0] != sides[1]:
-            raise CheckpointError(f"{file}: {name} is {sides[0]} there and {sides[1]} in this network")
+            raise UserError(f"{file}: {name} is {sides[0]} there and {sides[1]} in this network")
 
 
 def find_newest(root: Path) -> tuple[Path | None, dict[Path, str]]:
@@ -224,7 +211,7 @@ def find_newest(root: Path) -> tuple[Path | None, dict[Path, str]]:
     for path in reversed(list_steps(root).values()):
         try:
             verify(path)
-        except CheckpointError as e:
+        except UserError as e:
             problems[path] = str(e)
         else:
             return path, problems
@@ -232,16 +219,16 @@ def find_newest(root: Path) -> tuple[Path | None, dict[Path, str]]:
 
 
 def find_checkpoint(folder: Path, key: str) -> Path:
-    """A verified checkpoint: the folder itself, or the newest good one of a run. CheckpointError names `key` if there is none."""
+    """A verified checkpoint: the folder itself, or the newest good one of a run. UserError names `key` if there is none."""
     if (folder / MANIFEST).exists():
         verify(folder)
         return folder
     if not (folder / "checkpoints").is_dir():
         what = f"runs/<name> for its newest checkpoint, or runs/<name>/checkpoints/{folder_name(400)}"
-        raise CheckpointError(f"{key}: {folder} is not a folder of a run or of a whole checkpoint; give {what}")
+        raise UserError(f"{key}: {folder} is not a folder of a run or of a whole checkpoint; give {what}")
     newest, problems = find_newest(folder / "checkpoints")
     if newest is None:
-        raise CheckpointError(f"{key}={folder} is a run without a whole checkpoint: {'; '.join(problems.values()) or 'none yet'}")
+        raise UserError(f"{key}={folder} is a run without a whole checkpoint: {'; '.join(problems.values()) or 'none yet'}")
     for problem in problems.values():
         log.warning("%s; taking an earlier checkpoint", problem)
     return newest

@@ -28,17 +28,13 @@ from training.trainer import NEVER, Hook, Trainer
 log = logging.getLogger(__name__)
 
 
-class TrainingDiverged(UserError):
-    """The loss or the weights are no longer finite."""
-
-
 def reduce_losses(trainer: Trainer) -> list[float]:
-    """Mean losses over all processes since the last line of metrics. Raises TrainingDiverged if one was not finite."""
+    """Mean losses over all processes since the last line of metrics. Raises UserError if one was not finite."""
     accelerator = trainer.accelerator
     first_bad = int(accelerator.gather(trainer.first_bad_step.reshape(1)).min())
     trainer.loss_sums = accelerator.reduce(trainer.loss_sums, reduction="mean")
     if first_bad < NEVER:
-        raise TrainingDiverged(
+        raise UserError(
             f"loss or weights are not finite since step {first_bad}; earlier checkpoints are intact. Look for NaN in the latents "
             f"of {trainer.dataset.path}, lower train.lr={trainer.cfg.train.lr}, or set train.grad_clip_norm"
         )

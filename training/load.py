@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import guidance
-from common.errors import UserError
+from common.errors import UserError, first_line
 from configs import schema
 from configs.settings import validate
 from latents import autoencoders
@@ -27,9 +27,12 @@ log = logging.getLogger(__name__)
 
 
 def load_config(folder: Path) -> schema.TrainConfig:
-    """The configuration of the run that wrote a verified checkpoint. Raises CheckpointError if this version cannot read it."""
-    with checkpoints.reading(folder / "config.yaml"):
-        return validate(checkpoints.read_config(folder), schema.TrainConfig)
+    """The configuration of the run that wrote a verified checkpoint. Raises UserError if this version cannot read it."""
+    stored = checkpoints.read_config(folder)
+    try:
+        return validate(stored, schema.TrainConfig)
+    except UserError as e:
+        raise UserError(f"{folder / 'config.yaml'} cannot be read: {first_line(e)}") from e
 
 
 def load_network(

@@ -55,10 +55,10 @@ def find_resume(run: RunFolder, where: str) -> Path | None:
 
 
 def find_own(run: RunFolder) -> Path | None:
-    """The newest good checkpoint of a run; None: it has none yet. Newer damaged ones are renamed. CheckpointError: all are."""
+    """The newest good checkpoint of a run; None: it has none yet. Newer damaged ones are renamed. UserError: all are."""
     found, problems = checkpoints.find_newest(run.checkpoints)
     if found is None and problems:
-        raise checkpoints.CheckpointError(
+        raise UserError(
             f"no checkpoint below {run.checkpoints} is whole, and training does not silently start over: "
             f"{'; '.join(problems.values())}. Restore one, or start a run under another name=..."
         )

@@ -12,7 +12,7 @@ from common.errors import UserError
 from common.progress import say_if_slow
 from sampling.processes import on_main
 from training import checkpoint as checkpoints
-from training.hooks import TrainingDiverged, reduce_losses
+from training.hooks import reduce_losses
 from training.run import RunFolder
 from training.sharding import copy_state_dict, distribute_like, local_shard
 from training.trainer import Hook, Trainer
@@ -24,8 +24,7 @@ class Saving(Hook):
     """Has the main process write a checkpoint while training goes on; waits for the one before.
 
     Raises, on every process:
-        TrainingDiverged: the loss or the weights are not finite.
-        SaveError: a checkpoint could not be written.
+        UserError: the loss or the weights are not finite; a checkpoint could not be written.
     """
 
     def __init__(self, run: RunFolder, every: int, keep_last: int, keep_every: int):
@@ -46,7 +45,7 @@ class Saving(Hook):
         extremes = [torch.stack(shard.aminmax()) for shard in shards if shard.numel()]
         finite = torch.stack(extremes).isfinite().all()
         if not trainer.accelerator.gather(finite.reshape(1)).all().item():
-            raise TrainingDiverged(f"weights are not finite after step {trainer.step}; earlier checkpoints are intact")
+            raise UserError(f"weights are not finite after step {trainer.step}; earlier checkpoints are intact")
         states = {"model": trainer.net.state_dict(), "optimizer": trainer.optimizer.state_dict(), **trainer.ema.states()}
         if trainer.alignment is not None:
             states["projector"] = trainer.alignment.projector.state_dict()
