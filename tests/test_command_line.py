@@ -45,6 +45,7 @@ def test_a_sweep_of_two_processes_runs_each_under_its_own_name_and_again_does_no
     code, output = finish(start(*arguments))
     assert code == 0 and output.count("this run is complete at step 2") == 4, output
     arguments = ["sample.py", "-m", f"checkpoint={tmp_path / min(names)}", "num_steps=2,3", "num_samples=4", "batch_size=2"]
+    arguments += [f"hydra.sweep.dir={tmp_path}"]
     code, output = finish(start(*arguments, launcher=LAUNCH_2))
     assert code == 0 and len(list((tmp_path / min(names) / "generated").glob("*/samples_0-3.npz"))) == 2, output
 
