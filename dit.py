@@ -235,7 +235,6 @@ class DiT(nn.Module):
         drop_paths: Tensor | None = None,
         route_scores: Tensor | None = None,
         selection_ratios: float | Sequence[float] | None = None,
-        router: TokenRouter | None = None,
         generator: torch.Generator | None = None,
         tap: int | None = None,
     ) -> Tensor | tuple[Tensor, Tensor, Tensor | None]:
@@ -248,7 +247,6 @@ class DiT(nn.Module):
             route_scores: (B, R, N) uniform numbers for the selection rule; drawn when absent.
             selection_ratios: route with these ratios (one, or one per route), in evaluation mode too; 1 skips the routes' blocks.
                 By default the routes' own in training mode, and no routing in evaluation mode.
-            router: routes to use instead of the network's own, of the same depth; not for fused routes.
             generator: source of what is drawn here.
             tap: also return the tokens after this many blocks, 1 to depth.
 
@@ -271,11 +269,10 @@ class DiT(nn.Module):
         h, tables = self.x_embedder(x) + self.pos_embed, self.token_tables()  # (B, N, D), each (1, N, ...)
         c = self.t_embedder(t) + self.y_embedder(y, drop_labels)  # (B, D)
 
-        router = router or self.router
-        ratios = router.selection_ratios(selection_ratios if self.training or selection_ratios is not None else 0)
+        ratios = self.router.selection_ratios(selection_ratios if self.training or selection_ratios is not None else 0)
         active = [i for i, ratio in enumerate(ratios) if ratio > 0 or self.fusions]
-        starts = {router.routes[i].start_layer_idx: i for i in active}  # block index -> route
-        ends = {router.routes[i].end_layer_idx: i for i in active}
+        starts = {self.router.routes[i].start_layer_idx: i for i in active}  # block index -> route
+        ends = {self.router.routes[i].end_layer_idx: i for i in active}
         in_fp32 = {end + 1 for end in ends} if self.fp32_after_route else set()
 
         ids_keep, all_tables, tapped = None, tables, ()
@@ -284,9 +281,9 @@ class DiT(nn.Module):
                 scores = None if route_scores is None else route_scores[:, starts[i]]
                 skipped, ratio = h, ratios[starts[i]]  # (B, N, D)
                 if ratio > 0 or self.training:  # a fusion's mask token gets a gradient at ratio 0 too, or DDP refuses the step
-                    ids_keep = router.choose_ids_keep(h, ratio, scores=scores, generator=generator, rule=self.selection_rule)
-                    h = router.start_route(h, ids_keep)  # (B, K, D)
-                    tables = [router.start_route(table.expand(len(x), *table.shape[1:]), ids_keep) for table in all_tables]
+                    ids_keep = self.router.choose_ids_keep(h, ratio, scores=scores, generator=generator, rule=self.selection_rule)
+                    h = self.router.start_route(h, ids_keep)  # (B, K, D)
+                    tables = [self.router.start_route(table.expand(len(x), *table.shape[1:]), ids_keep) for table in all_tables]
             if h.shape[1] > 0:  # else all tokens skip
                 h = self._in_fp32(block, h, c, *tables) if i in in_fp32 else block(h, c, *tables)
             if i + 1 == tap:
@@ -295,7 +292,7 @@ class DiT(nn.Module):
                 if self.fusions:
                     h = self.fusions[ends[i]](h, skipped, ids_keep, drop_paths)  # (B, N, D)
                 else:
-                    h = router.end_route(h, skipped, ids_keep)  # (B, N, D)
+                    h = self.router.end_route(h, skipped, ids_keep)  # (B, N, D)
                 tables, ids_keep = all_tables, None
 
         out = self._in_fp32(self.final_layer, h, c) if len(self.blocks) in in_fp32 else self.final_layer(h, c)  # (B, N, p*p*C)

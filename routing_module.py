@@ -28,9 +28,6 @@ class Route:
     end_layer_idx: int
 
 
-DEFAULT_ROUTE = Route(selection_ratio=0.5, start_layer_idx=2, end_layer_idx=-4)  # TREAD, section 4
-
-
 # Selection rules: (tokens (B, N, D), uniform random numbers (B, N)) -> finite scores (B, N). The highest scores stay in the
 # route. NaN would count as the highest: nobody looks, as that would wait for the device.
 SelectionRule = Callable[[Tensor, Tensor], Tensor]

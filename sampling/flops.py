@@ -10,23 +10,22 @@ from collections.abc import Sequence
 from torch import nn
 
 import dit
-from routing_module import TokenRouter, num_kept_tokens
+from routing_module import num_kept_tokens
 
 
-def forward_flops(net: dit.DiT, selection_ratios: float | Sequence[float] | None = 0.0, router: TokenRouter | None = None) -> int:
+def forward_flops(net: dit.DiT, selection_ratios: float | Sequence[float] | None = 0.0) -> int:
     """FLOPs of one forward for one image.
 
     Args:
         selection_ratios: fraction of the tokens that SKIP, one for all routes or one for each. 0 is dense, as in sampling; 1
             skips the routes' blocks; None takes the routes' own, as in training.
-        router: instead of the network's.
     """
     N, D = net.num_tokens, net.pos_embed.shape[-1]
     conv, final = net.x_embedder.proj, net.final_layer
     patch_embedding = 2 * N * D * conv.in_channels * conv.kernel_size[0] * conv.kernel_size[1]
     conditioning = 2 * sum(layer.weight.numel() for layer in (net.t_embedder.mlp[0], net.t_embedder.mlp[2]))
-    router, tokens = router or net.router, [N] * len(net.blocks)
-    for route, ratio in zip(router.routes, router.selection_ratios(selection_ratios)):
+    tokens = [N] * len(net.blocks)
+    for route, ratio in zip(net.router.routes, net.router.selection_ratios(selection_ratios)):
         for i in range(route.start_layer_idx, route.end_layer_idx + 1):
             tokens[i] = num_kept_tokens(N, ratio)
     blocks = sum(block_flops(block, num_tokens) for block, num_tokens in zip(net.blocks, tokens) if num_tokens)

@@ -17,7 +17,6 @@ from configs.settings import explained
 from guidance import Guidance, GuidanceInputs
 from latents.autoencoders import Autoencoder, to_uint8
 from latents.shards import restore_latents
-from routing_module import TokenRouter
 from sampling.flops import forward_flops
 
 # The settings of the sampler that a result names and a sweep can go over, if the diffusion has them.
@@ -30,7 +29,6 @@ class ImageSampler:
 
     Attributes:
         net: in evaluation mode, on the device to sample on.
-        router: with the routes that sparse and path-drop guidance force.
         autoencoder: decodes latents as `restore_latents` makes them of `data`.
         data: shape, classes and scale of the latents.
         precision: of the networks, fp32 | bf16.
@@ -42,7 +40,6 @@ class ImageSampler:
 
     net: nn.Module
     diffusion: Diffusion
-    router: TokenRouter
     guidance: Guidance
     autoencoder: Autoencoder
     data: Data
@@ -72,13 +69,11 @@ class ImageSampler:
         calls: Counter[tuple] = Counter()  # of networks, per image
 
         def denoise(net: nn.Module, diffusion: Diffusion, x: Tensor, level: Tensor, y: Tensor, **routing) -> Tensor:
-            if routing:
-                routing["router"] = self.router
-            calls[net, routing.get("selection_ratios", 0.0), routing.get("router")] += len(x) / len(seeds)
+            calls[net, routing.get("selection_ratios", 0.0)] += len(x) / len(seeds)
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
                 return diffusion.denoise(net, x, level, y, **routing)
 
-        routes_shape = (len(self.router.routes), self.net.num_tokens)
+        routes_shape = (len(self.net.router.routes), self.net.num_tokens)
         inputs = GuidanceInputs(
             partial(denoise, self.net, self.diffusion),
             data.num_classes,

@@ -8,7 +8,7 @@ from common.errors import UserError
 from configs import schema
 from configs.settings import flatten
 from guidance import GUIDANCES, GuidanceInputs
-from routing_module import DEFAULT_ROUTE
+from routing_module import Route
 from sampling.sampler import sampler_with
 from training import build, load
 from training.run import name_run
@@ -67,6 +67,7 @@ def test_every_shipped_guidance_composes_and_builds_for_every_diffusion(name, di
         (["guidance.level_lo=3", "guidance.level_hi=2"], "level_lo=3"),
         (["guidance.level_lo=0", "guidance.level_hi=9", "guidance.channels=2"], "guidance.channels=2.*1 channels"),
         (["guidance=sparse", "guidance.r_strong=0.6"], "r_strong=0.6"),
+        (["model=dit", "guidance=sparse"], "guidance=sparse needs a network with routes"),
     ],
 )
 def test_guidance_that_does_not_fit_the_run_is_refused(overrides, words):
@@ -79,13 +80,6 @@ def test_an_interval_may_end_at_the_first_noise_level():
     for diffusion, top in (("edm", 80), ("sit", 1)):
         cfg = checked([f"diffusion={diffusion}", "guidance=interval", "guidance.level_lo=0", f"guidance.level_hi={top}"])
         load.check_guidance(cfg.guidance, cfg, cfg.diffusion)
-
-
-def test_sparse_guidance_of_a_network_without_routes_is_warned_of(caplog):
-    for model, num_warnings in (("tread", 0), ("dit", 1)):
-        cfg = checked([f"model={model}", "guidance=sparse"])
-        load.check_guidance(cfg.guidance, cfg, cfg.diffusion)
-        assert len(caplog.records) == num_warnings
 
 
 def test_the_sampler_takes_its_own_settings_and_no_others():
@@ -104,7 +98,7 @@ def test_the_sampler_takes_its_own_settings_and_no_others():
 
 def test_the_paper_is_the_default_away_from_the_digits():
     cfg = checked(["data=imagenet256"])
-    assert [vars(route) for route in cfg.model.routes] == [vars(DEFAULT_ROUTE)]
+    assert [vars(route) for route in cfg.model.routes] == [vars(Route(selection_ratio=0.5, start_layer_idx=2, end_layer_idx=-4))]
     assert (cfg.train.lr, cfg.train.batch_size, cfg.train.num_steps) == (1e-4, 256, 400_000)
     assert (cfg.train.ema_decay, cfg.model.class_dropout, cfg.train.precision) == (0.9999, 0.1, "bf16")
     assert (cfg.diffusion.P_mean, cfg.diffusion.P_std, cfg.diffusion.sigma_data) == (-1.2, 1.2, 0.5)

@@ -102,7 +102,7 @@ def test_a_compiled_network_meets_one_size_of_batch_and_weights_that_come_and_go
     shape = {"in_channels": 1, "input_size": 4, "num_classes": 3}
     data = SimpleNamespace(**shape, scale_factor=1.0, latents_mean=None, latents_std=None)
     with torch._dynamo.config.patch():
-        plain = ImageSampler(ema.net, diffusion, net.router, guidance, Identity(), data, torch.device("cpu"))
+        plain = ImageSampler(ema.net, diffusion, guidance, Identity(), data, torch.device("cpu"))
         expected = [plain([0, 1, 2], [0, 1, 2]), plain([3], [0])]
         compile_network(ema.net, "blocks")
         sampler = replace(plain, is_compiled=True)
@@ -134,12 +134,6 @@ def test_autoguidance_takes_a_second_checkpoint_of_the_same_latents_and_diffusio
     for checkpoint, words in ((runs["sit"], "diffusion.name: 'sit' -> 'edm'"), ("nowhere", "guidance.checkpoint")):
         with pytest.raises(UserError, match=words):
             sample("wrong", "guidance=autoguidance", f"guidance.checkpoint={checkpoint}")
-
-
-def test_sparse_guidance_of_a_network_without_routes_uses_treads(runs, sample):
-    plain = sample("plain", "seeds=0-1", checkpoint=runs["dense"])
-    sparse = sample("sparse", "seeds=0-1", "guidance=sparse", "guidance.w=3", checkpoint=runs["dense"])
-    assert_all_differ(plain, sparse)
 
 
 def test_the_npz_is_what_adm_reads(sample, tmp_path):

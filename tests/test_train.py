@@ -141,13 +141,6 @@ def test_routing_is_on_in_training_and_off_in_grids(train, monkeypatch):
     assert Image.open(run / "samples" / "step_0000002.png").size[0] > 3 * 64
 
 
-def test_sparse_guidance_routes_in_grids_of_a_dense_run_without_touching_training(train):
-    plain = train("plain", "train.num_steps=2", "model=dit")
-    sparse = train("sparse", "train.num_steps=2", "model=dit", "guidance=sparse", *GRIDS)
-    assert_same_files(plain, sparse, 2)
-    assert (sparse / "samples" / "step_0000002.png").exists()
-
-
 def test_bf16_trains_with_float32_weights(train):
     run = train("run", "train.precision=bf16", "train.num_steps=2")
     assert {w.dtype for w in weights(run, 2).values()} == {torch.float32}

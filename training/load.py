@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -16,14 +15,11 @@ from configs import schema
 from configs.settings import validate
 from latents import autoencoders
 from latents.autoencoders import Autoencoder
-from routing_module import DEFAULT_ROUTE, TokenRouter
 from sampling.sampler import ImageSampler
 from training import checkpoint as checkpoints
 from training.build import build_network
 from training.resume import find_checkpoint_together
 from training.speed import compile_network, resolve_compile
-
-log = logging.getLogger(__name__)
 
 
 def load_config(folder: Path) -> schema.TrainConfig:
@@ -96,7 +92,7 @@ def check_guidance(settings: schema.Guidance, run_cfg: schema.TrainConfig, diffu
     if channels > run_cfg.data.in_channels:
         raise UserError(f"guidance.channels={channels}, but the latents have {run_cfg.data.in_channels} channels")
     *_, patch_size = schema.NETWORKS[run_cfg.model.name].BACKBONES[run_cfg.model.backbone]
-    routes_shape = (1, (run_cfg.data.input_size // patch_size) ** 2)
+    routes_shape = (len(run_cfg.model.routes), (run_cfg.data.input_size // patch_size) ** 2)
     try:  # a denoiser is made, and none of its networks is called
         inputs = guidance.GuidanceInputs(None, run_cfg.data.num_classes, routes_shape, weak=id)
         build_guidance(settings)(inputs)
@@ -111,8 +107,6 @@ def check_guidance(settings: schema.Guidance, run_cfg: schema.TrainConfig, diffu
             f"guidance.level_lo={low} to guidance.level_hi={high} does not fit the {len(levels)} noise levels of the sampler of "
             f"diffusion={diffusion.name}, which go from {levels[0]:g} to {levels[-1]:.3g}"
         )
-    if settings.name == "sparse" and not run_cfg.model.routes:
-        log.warning("the network was trained without routes: guidance=sparse takes %s, which it never learned", DEFAULT_ROUTE)
 
 
 def find_second_checkpoint(settings: schema.Guidance, run_cfg: schema.TrainConfig) -> schema.Guidance:
@@ -157,7 +151,6 @@ def build_sampler(
         weak = load_network(folder, settings.weights, device, compile_mode), load_config(folder).diffusion
     return ImageSampler(
         net=net,
-        router=net.router if net.router.routes else TokenRouter([DEFAULT_ROUTE], len(net.blocks)),
         diffusion=diffusion,
         guidance=build_guidance(settings),
         autoencoder=autoencoder,

@@ -88,7 +88,6 @@ def test_the_same_seeds_give_the_images_of_the_cpu(device, size, precision):
         sampler = ImageSampler(
             net=net.to(where),
             diffusion=EDM(sampler=HeunSampler(num_steps=4)),
-            router=net.router,
             guidance=partial(cfg, cfg_scale=1.5),
             autoencoder=autoencoders.Identity(),
             data=data,
