@@ -15,7 +15,7 @@ from common.files import REPOSITORY
 from extras import lightningdit
 from extras.benchmarks import __main__ as benchmarks
 from extras.benchmarks import gpu, harness, rows
-from extras.benchmarks.evidence import SHOWN, evidence
+from extras.benchmarks.evidence import RESULTS, SHOWN, evidence
 from extras.benchmarks.harness import TimedRow, measure
 from routing_module import Route
 from sampling import flops
@@ -142,8 +142,11 @@ def test_the_evidence_compares_each_arm_at_its_best_rate_by_welchs_interval(tmp_
 
 def test_the_page_shows_what_the_command_prints(capsys):
     evidence()
+    tables = capsys.readouterr().out.strip().split("\n\n")
+    evidence(str(RESULTS.with_name("fashion_sprint.jsonl")))
+    rates, _, *compared = capsys.readouterr().out.strip().split("\n\n")  # the second one: one step of each arm
     page = (REPOSITORY / "docs" / "experiments.md").read_text(encoding="utf-8")
-    for table in capsys.readouterr().out.strip().split("\n\n"):
+    for table in (*tables, rates, *compared):
         assert table in page
 
 

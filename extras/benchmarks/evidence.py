@@ -1,6 +1,6 @@
-"""The tables and the plot of docs/experiments.md, "Does it work?", from extras/benchmarks/results/fashion_learning_rates.jsonl.
+"""The tables and the plot of docs/experiments.md, "Does it work?", from extras/benchmarks/results/fashion_*.jsonl.
 
-A line of that file is an evaluation: arm, lr, seed, step, num_samples, guidance and metrics. Those of 1,000 samples choose the
+A line of these files is an evaluation: arm, lr, seed, step, num_samples, guidance and metrics. Those of 1,000 samples choose the
 learning rate of each arm, those of 2,000 compare the arms. The rules are in the .md files beside it.
 """
 
@@ -67,16 +67,17 @@ def evidence(results: Text = str(RESULTS), plot: Text | None = None) -> None:
         rows.append([f"{step:,}", *map(", ".join, cells)])
     show(["step", *best], rows)
 
+    shown = [name for name in SHOWN if any(key[-1] == name for key in values)]
     rows, differences = [], []
     for guidance, arm in product(GUIDANCES, best):
-        theirs, ours = ([of(one, best[one], 2000, guidance, name) for name in SHOWN] for one in (arm, "C"))
+        theirs, ours = ([of(one, best[one], 2000, guidance, name) for name in shown] for one in (arm, "C"))
         label = arm + GUIDANCES[guidance]
         if all(theirs):
-            rows.append([label, f"{best[arm]:g}", str(len(theirs[0])), *map(mean, SHOWN, theirs)])
+            rows.append([label, f"{best[arm]:g}", str(len(theirs[0])), *map(mean, shown, theirs)])
             if arm != "C" and all(ours):
-                differences.append([f"C - {label}", *map(interval, SHOWN, ours, theirs)])
-    show(["", "learning rate", "seeds", *SHOWN.values()], rows)
-    show(["", *SHOWN.values()], differences)
+                differences.append([f"C - {label}", *map(interval, shown, ours, theirs)])
+    show(["", "learning rate", "seeds", *map(SHOWN.get, shown)], rows)
+    show(["", *map(SHOWN.get, shown)], differences)
     if plot:
         draw(curves, best, plot)
 
