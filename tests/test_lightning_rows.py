@@ -15,7 +15,6 @@ import dit
 import prepare_latents
 from guidance import none
 from latents.autoencoders import Identity
-from routing_module import TokenRouter
 from sampling.sampler import ImageSampler
 from sit import SiT
 from sit.sampler import FlowSampler
@@ -37,7 +36,7 @@ def test_what_is_decoded_is_the_networks_latents_with_the_normalisation_undone()
         data = SimpleNamespace(**shape, latents_mean=mean, latents_std=std)
         autoencoder = RecordingAutoencoder()
         sit = SiT(sampler=FlowSampler(num_steps=2, solver="euler"))
-        ImageSampler(net, sit, TokenRouter([], 1), none, autoencoder, data, torch.device("cpu"))([4, 7], [0, 1])
+        ImageSampler(net, sit, none, autoencoder, data, torch.device("cpu"))([4, 7], [0, 1])
         decoded.append(autoencoder.decoded)
     noise = decoded[0] * 0.5
     assert noise.std() == pytest.approx(1, abs=0.3)
