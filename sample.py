@@ -13,7 +13,7 @@ from __future__ import annotations
 from configs import command_line
 
 if __name__ == "__main__":  # before torch, whose import takes seconds that --help and a wrong key need not wait for
-    command_line.run("sample:main", "sample", "configs.schema:SampleConfig", __doc__)
+    command_line.run("sample:main", "sample", "configs.schema:SampleConfig", __doc__, at_end="sampling.processes:leave")
 
 import json
 import logging

@@ -16,7 +16,7 @@ from __future__ import annotations
 from configs import command_line
 
 if __name__ == "__main__":  # before torch, whose import takes seconds that --help and a wrong key need not wait for
-    command_line.run("train:main_named", "config", "configs.schema:TrainConfig", __doc__)
+    command_line.run("train:main_named", "config", "configs.schema:TrainConfig", __doc__, at_end="sampling.processes:leave")
 
 import logging
 import shutil

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import os
 import re
@@ -61,21 +62,29 @@ def guard(action: Callable[[], None]) -> None:
         sys.exit(f"error{'' if rank is None else f' (process {rank})'}: {error}")
 
 
-def run(main: str, config_name: str, settings: str, description: str) -> NoReturn:
+class SweepEnded(BaseException):
+    """Passes through Hydra, which goes on with the next run of a sweep after any Exception."""
+
+
+def run(main: str, config_name: str, settings: str, description: str, at_end: str) -> NoReturn:
     """Compose configs/<config_name>.yaml with the command line, check it by `settings`, and call `main` with it, guarded.
 
-    `main` and `settings` are "module:name" and imported when they are needed: --help and an unknown key do not wait for torch.
-    `description` stands above the help. The processes part after the last run of a sweep.
+    `main`, `settings` and `at_end`, which is called after the last run of a sweep, are "module:name" and imported when they are
+    needed: --help and an unknown key do not wait for torch. `description` stands above the help.
     """
-    failures: list[UserError] = []
+    failures: list[Exception] = []
 
     def checked(cfg: DictConfig) -> None:
         try:
             resolve_name(main)(check(cfg, resolve_name(settings)))
-        except UserError as e:
-            if HydraConfig.get().mode is RunMode.MULTIRUN:  # perhaps in another process
+        except Exception as e:
+            is_sweep = HydraConfig.get().mode is RunMode.MULTIRUN
+            is_one_of_several = os.environ.get("WORLD_SIZE", "1") != "1"
+            if is_sweep and not is_one_of_several:  # perhaps in another process
                 raise
             failures.append(e)  # Hydra prints a line of its own for what leaves this function
+            if is_sweep:  # the other processes may still be in this run
+                raise SweepEnded from e
 
     checked.__module__ = main.partition(":")[0]  # Hydra names the jobs of a cluster after it
 
@@ -83,12 +92,14 @@ def run(main: str, config_name: str, settings: str, description: str) -> NoRetur
         experiments.register(sys.argv[1:])
         os.environ[FULL_ERRORS] = "1"  # have Hydra raise its errors, and those of `main`, instead of printing them
         try:
-            hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(checked)()
+            with contextlib.suppress(SweepEnded):
+                hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(checked)()
         except HydraException as e:
             raise UserError(explain(e, config_name)) from e
         if failures:
             raise failures[0]
-        resolve_name("sampling.processes:leave")()
+        if "torch" in sys.modules:  # else nothing ran: --cfg, the shell's completion
+            resolve_name(at_end)()
 
     if HELP & set(sys.argv):
         sys.stdout.write(f"{description}\n{explain_keys(config_name)}")
