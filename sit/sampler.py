@@ -33,8 +33,7 @@ class FlowSampler:
 
     For the SDE only:
         last_step_size: the t at which the last step starts, one without noise; the other steps divide the rest evenly. w(t) is
-            2 t, as published samples have it. Differs: w/2 never exceeds t^2 / step, beyond which the score term, whose slope
-            reaches 1 / t^2, would overshoot.
+            2 t, as published samples have it.
     """
 
     num_steps: Steps = 40
@@ -87,11 +86,10 @@ class FlowSampler:
         return x.float()
 
     def _sde_step(self, x: Tensor, D_x: Tensor, t_cur: float, t_next: float, random: SampleRandom) -> Tensor:
-        """Euler-Maruyama."""
+        """Euler-Maruyama, with w(t) / 2 = t."""
         step = t_cur - t_next
-        half_w = min(t_cur, t_cur**2 / step)
         score = -(x - (1 - t_cur) * D_x) / t_cur**2
-        mean = x - step * ((x - D_x) / t_cur - half_w * score)
+        mean = x - step * ((x - D_x) / t_cur - t_cur * score)
         if t_next == 0:
             return mean
-        return mean + math.sqrt(2 * half_w * step) * random.randn(*x.shape[1:]).to(x.dtype)
+        return mean + math.sqrt(2 * t_cur * step) * random.randn(*x.shape[1:]).to(x.dtype)
