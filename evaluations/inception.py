@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from filelock import FileLock
 from torch import Tensor, nn
 
 from common.downloads import TIMEOUT_SEC
@@ -28,15 +29,17 @@ SPATIAL_CHANNELS = 7  # of mixed_6's 192: ADM keeps these, to have about as many
 def fetch_weights() -> Path:
     """The file of the published weights (96 MB), downloaded to $TORCH_HOME/hub/checkpoints if it is not there.
 
-    Raises UserError where it cannot be downloaded.
+    Of several processes one downloads, the others wait. Raises UserError where it cannot be downloaded.
     """
     file = Path(torch.hub.get_dir()) / "checkpoints" / WEIGHTS_NAME
     if not file.exists():
-        file.parent.mkdir(parents=True, exist_ok=True)
         before = socket.getdefaulttimeout()
         socket.setdefaulttimeout(TIMEOUT_SEC)  # torch.hub sets none, and would wait for ever
         try:
-            torch.hub.download_url_to_file(WEIGHTS_URL, str(file), hash_prefix=WEIGHTS_SHA256)  # whole or not at all
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(f"{file}.lock"):
+                if not file.exists():
+                    torch.hub.download_url_to_file(WEIGHTS_URL, str(file), hash_prefix=WEIGHTS_SHA256)  # whole or not at all
         except (OSError, RuntimeError) as e:  # RuntimeError: another SHA-256
             raise UserError(
                 f"the Inception weights cannot be downloaded ({first_line(e)}); run `python prepare_latents.py fetch` once where "

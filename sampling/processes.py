@@ -19,8 +19,8 @@ from torch import Tensor
 from common.errors import UserError
 from common.files import hash_file
 
-# For what one process does alone (hashing or saving checkpoints on a slow file system, metrics, downloads), and for how far
-# processes drift apart over 50,000 samples.
+# For what one process does alone (hashing or saving checkpoints on a slow file system, metrics), and for how far processes
+# drift apart over 50,000 samples.
 PATIENCE = timedelta(hours=2)
 
 T = TypeVar("T")
