@@ -100,7 +100,7 @@ def find(spec: str) -> Path | None:
         return None
     if Path(source).is_dir():
         return Path(source)
-    otherwise = f"autoencoder={spec}: there is no such folder; give one, or `python prepare_latents.py fetch autoencoder={spec}`"
+    otherwise = f"autoencoder={spec}: there is no such folder; give one, or an id of the hub that prepare_latents.py fetched"
     return find_on_hub(source, *HUB_FILES, otherwise=otherwise)[0].parent
 
 
