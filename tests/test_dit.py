@@ -151,13 +151,14 @@ def test_evaluation_is_dense_unless_routing_is_asked_for_and_a_ratio_of_0_is_den
 def test_the_layer_after_a_route_runs_in_float32_under_mixed_precision(end, fp32_layer):
     x, t, y, _ = inputs()
     for ratio, fp32_after_route in ((0.5, True), (0.5, False), (0.0, True)):
-        net = randomized(small(routes=[Route(ratio, 1, end)], fp32_after_route=fp32_after_route)).train()
+        net = randomized(small(routes=[Route(ratio, 1, end)], fp32_after_route=fp32_after_route))
         assert list(net.fp32_layers) == [fp32_layer] * fp32_after_route
         expected = [fp32_layer] if fp32_after_route and ratio > 0 else []
-        with torch.autocast("cpu", torch.bfloat16):
-            seen = seen_by_layers(net, x, t, y)
-        assert [i for i, (_, _, autocast) in enumerate(seen) if not autocast] == expected
-        assert all(seen[i][0].dtype == seen[i][1] == torch.float32 for i in expected)
+        for is_training, ratios in ((True, None), (False, ratio)):  # as sparse guidance asks for
+            with torch.autocast("cpu", torch.bfloat16):
+                seen = seen_by_layers(net.train(is_training), x, t, y, selection_ratios=ratios)
+            assert [i for i, (_, _, autocast) in enumerate(seen) if not autocast] == expected
+            assert all(seen[i][0].dtype == seen[i][1] == torch.float32 for i in expected)
 
 
 def test_labels_are_dropped_at_their_rate_in_training_and_never_in_evaluation():
