@@ -216,7 +216,10 @@ def test_without_evaluations_and_from_other_weights_there_is_no_speedup(tmp_path
     make_run(tmp_path, "experiment=final/xl2_dit", fid={400_000: 10.0})
     make_run(tmp_path, "experiment=final/xl2_tread_finetune_220", fid={400_000: 5.0})
     assert rows(speedup_table, tmp_path) == {}
-    assert "started from " in notes(results_table, tmp_path) and "whose training is not in" in notes(results_table, tmp_path)
+    assert "started from " in notes(results_table, tmp_path)
+    assert "whose training is not in the steps and hours" in notes(results_table, tmp_path)
+    make_run(tmp_path / "all", "experiment=final/xl2_tread_finetune_220", "init_state=all")  # without an evaluation, too
+    assert "whose training is not in the hours" in notes(results_table, tmp_path / "all")
 
 
 def test_results_of_fid_count_for_the_run_whose_checkpoint_they_name(tmp_path):

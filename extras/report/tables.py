@@ -47,6 +47,9 @@ def results_table(experiments: Sequence[Experiment]) -> Table:
         runs, measures = one.runs, one.measures()
         last, planned = max(run.step for run in runs), one.identity["train.num_steps"]
         row = {"Experiment": one.label, "Seeds": ", ".join(sorted(str(run.config["seed"]) for run in runs))}
+        if source := one.identity.get("init_from"):
+            missing = "hours" if one.identity["init_state"] == "all" else "steps and hours"
+            table.notes.append(f"{one.label}: started from {source}, whose training is not in the {missing}")
         row["Steps"] = f"{last:,} of {planned:,}" if last < planned else f"{last:,}"
         row["Images seen"] = f"{last * one.identity['train.batch_size']:,}"
         row["Hours"] = f"{fmean(run.clock[1][-1] for run in runs):.3g}"
@@ -83,8 +86,6 @@ def figure_notes(one: Experiment, figure: Figure) -> list[str]:
     notes = []
     if len(figure.values) < len(one.runs):
         notes.append(f"the figure at step {figure.step:,} is of {len(figure.values)} of {len(one.runs)} runs")
-    if source := one.identity.get("init_from"):
-        notes.append(f"started from {source}, whose training is not in the steps and hours")
     if one.baseline is not None and (different := differences_from(one, one.baseline)):
         notes.append(f"its dense runs differ in more than routes: {change_words(different)}")
     return notes
