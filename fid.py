@@ -214,7 +214,9 @@ class Judge:
                 precision = cfg.precision or run_cfg.eval.precision
                 options = {"weights": weights, "ema_length": ema_length, "diffusion": diffusion, "precision": precision}
                 loader = partial(load.load_sampler, folder, run_cfg, guidance, self.accelerator.device, command=cfg, **options)
-                points.append((Point({"checkpoint": str(folder), **settings, "precision": precision}, content, shown), loader))
+                point = Point({"checkpoint": str(folder), **settings, "precision": precision}, content, shown)
+                if point not in (known for known, _ in points):  # intervals of cfg_scale=1 are one point
+                    points.append((point, loader))
         return points
 
 
@@ -241,10 +243,12 @@ def with_settings_of_run(cfg: schema.FidConfig, run_cfg: schema.TrainConfig | No
 
 
 def guidance_settings(guidance: schema.Guidance) -> dict:
-    """Guidance in the settings of a point: cfg_scale alone means none or cfg; others have `guidance` and `guidance.*`."""
+    """Guidance in the settings of a point: cfg_scale alone means none (1) or cfg; others have `guidance` and `guidance.*`."""
+    if guidance.name == "none" or getattr(guidance, "cfg_scale", None) == 1:
+        return {"cfg_scale": 1.0}
     own = guidance.model_dump(exclude={"name"}, exclude_defaults=True)
-    if guidance.name == "none" or own.keys() == {"cfg_scale"}:
-        return {"cfg_scale": own.get("cfg_scale", 1.0)}
+    if own.keys() == {"cfg_scale"}:
+        return own
     scale = {"cfg_scale": own.pop("cfg_scale")} if "cfg_scale" in own else {}
     return {"guidance": guidance.name, **scale, **{f"guidance.{key}": value for key, value in own.items()}}
 
