@@ -254,13 +254,16 @@ class DiT(nn.Module):
             (B, out_channels, H, W). With `tap`, also the tokens there, (B, N, D), and None; inside a route, those that did not
             skip, (B, K, D), and their positions, (B, K) int64.
 
-        Raises ValueError for t, y or drop_* of another shape, ratios or scores that do not fit the routes, an unknown tap.
+        Raises ValueError for t, y or drop_* of another shape, drop_paths without a fusion, ratios or scores that do not fit the
+        routes, an unknown tap.
         """
         if tap is not None and not 1 <= tap <= len(self.blocks):
             raise ValueError(f"tap={tap} is outside a network of {len(self.blocks)} blocks; use 1 to {len(self.blocks)}")
         for name, value in (("t", t), ("y", y), ("drop_labels", drop_labels), ("drop_paths", drop_paths)):
             if value is not None and value.shape != x.shape[:1]:  # one number would broadcast
                 raise ValueError(f"{name} has shape {tuple(value.shape)}; {len(x)} latents need {(len(x),)}")
+        if drop_paths is not None and not self.fusions:
+            raise ValueError("drop_paths needs a network with fusion=concat")
         if self.training and drop_labels is None and self.class_dropout > 0:
             drop_labels = torch.rand(len(y), device=y.device, generator=generator) < self.class_dropout
         if self.training and drop_paths is None and self.path_drop > 0:

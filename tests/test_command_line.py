@@ -50,7 +50,7 @@ def test_a_sweep_of_two_processes_runs_each_under_its_own_name_and_again_does_no
     assert code == 0 and len(list((tmp_path / min(names) / "generated").glob("*/samples_0-3.npz"))) == 2, output
     guidances = ["guidance=path_drop,none", f"output={tmp_path}/refused"]  # one process would go on with the second one
     code, output = finish(start(*arguments, *guidances, launcher=LAUNCH_2))
-    assert code == 1 and "error (process 0): guidance=path_drop needs a run with" in output, output
+    assert code == 1 and "error (process 0): guidance=path_drop needs model.fusion=concat" in output, output
     assert not (tmp_path / "refused").exists()
 
 

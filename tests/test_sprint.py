@@ -104,6 +104,8 @@ def test_the_default_network_has_no_other_parameter_and_what_does_not_fit_is_ref
         small(**FUSED)
     with pytest.raises(ValueError, match="path_drop=0.1 needs fusion=concat"):
         small(path_drop=0.1, routes=[Route(0.5, 1, 2)])
+    with pytest.raises(ValueError, match="drop_paths needs"):
+        small()(*inputs()[:3], drop_paths=torch.ones(3, dtype=torch.bool))
     with pytest.raises(ValueError, match="a grid of 4 x 6 tokens does not fit the image's 16"):
         TokenRouter.choose_ids_keep(torch.zeros(1, 16, 1), 0.5, rule=sprint.grid_rule(4, 6))
 
@@ -146,10 +148,10 @@ def test_a_run_resumes_exactly_and_micro_batches_and_threads_change_nothing(whol
 
 def test_a_dense_second_stage_starts_from_it_and_keeps_the_fusion(whole, train, tmp_path):
     routes = "model.routes=[{selection_ratio:0,start_layer_idx:2,end_layer_idx:-3}]"
-    dense = train("dense", *SPRINT, routes, f"init_from={whole}", "train.num_steps=1", "train.lr=1e-30")
+    dense = train("dense", *SPRINT, routes.replace("-3", "9"), f"init_from={whole}", "train.num_steps=1", "train.lr=1e-30")
     before, after = weights(whole, 6), weights(dense, 1)
     assert all(torch.allclose(before[name], after[name], atol=1e-7) for name in before)
-    with pytest.raises(UserError, match=r"model.routes: blocks \[\(2, -3\)\] -> \[\(1, -3\)\]"):
+    with pytest.raises(UserError, match=r"model.routes: blocks \[\(2, 9\)\] -> \[\(1, 9\)\]"):
         train("moved", *SPRINT, routes.replace("start_layer_idx:2", "start_layer_idx:1"), f"init_from={whole}")
     with pytest.raises(UserError, match="model.fusion: 'concat' -> 'replace'"):
         train("tread", "model=tread", "model.backbone=DiT-XS/2", f"init_from={whole}")
@@ -170,7 +172,7 @@ def test_guided_samples_cost_less_than_cfgs_and_other_runs_are_refused(whole, tr
     assert 1.2 * plain < weak < 0.75 * cfg
     assert sample("sparse", "guidance=sparse", "guidance.r_weak=0.9") < cfg
     other = train("tread", "model=tread")
-    with pytest.raises(UserError, match="guidance=path_drop needs a run with model.fusion=concat"):
+    with pytest.raises(UserError, match="guidance=path_drop needs .* run tread has model.fusion=replace and model.path_drop=0"):
         sample("refused", "guidance=path_drop", checkpoint=other)
 
 
@@ -180,4 +182,7 @@ def test_grids_and_evaluations_of_a_run_are_guided_by_dropped_paths(whole, tmp_p
     assert (run / "samples" / "step_0000002.png").exists()
     where = [f"checkpoint={whole}", "num_samples=20", "batch_size=10", "num_steps=2", "cpu_threads=1"]
     run_fid(*where, "guidance=path_drop", "cfg_scale=[1,2]", f"output={tmp_path / 'fid'}")
+    assert (tmp_path / "fid" / "results.jsonl").read_text().count("\n") == 2
+    off = ["guidance=path_drop", "cfg_scale=1", "guidance.level_lo=[null,1]"]  # the unguided point, which is finished
+    run_fid(*where, *off, f"output={tmp_path / 'fid'}")
     assert (tmp_path / "fid" / "results.jsonl").read_text().count("\n") == 2

@@ -104,7 +104,8 @@ def check_initial(stored: schema.TrainConfig, step: int, cfg: schema.TrainConfig
         found = f"was imported from {imported_from} without an optimizer" if imported_from else f"is at step {step} already"
         raise UserError(f"init_state=all: init_from={cfg.init_from} {found}; set init_state=weights, or raise train.num_steps")
     changed = schema.differences(stored, cfg, [schema.Role.ARCHITECTURE])
-    old, new = ([(r.start_layer_idx, r.end_layer_idx) for r in one.model.routes] for one in (stored, cfg))
+    depth, *_ = schema.NETWORKS[cfg.model.name].BACKBONES[cfg.model.backbone]
+    old, new = ([(r.start_layer_idx % depth, r.end_layer_idx % depth) for r in one.model.routes] for one in (stored, cfg))
     if cfg.model.fusion == "concat" and old != new:  # a fusion has a place
         changed.append(f"model.routes: blocks {old} -> {new}")
     if cfg.init_state == "all":  # the optimizer of the projector goes on, and tracked averages

@@ -88,7 +88,8 @@ def check_guidance(settings: schema.Guidance, run_cfg: schema.TrainConfig, diffu
     if scale != 1 and run_cfg.model.class_dropout == 0:
         raise UserError(f"cfg_scale={scale:g} needs the null class, and the run was trained with model.class_dropout=0")
     if settings.name == "path_drop" and not run_cfg.model.path_drop:
-        raise UserError("guidance=path_drop needs a run with model.fusion=concat and model.path_drop above 0; this one has none")
+        found = f"{run_cfg.name} has model.fusion={run_cfg.model.fusion} and model.path_drop={run_cfg.model.path_drop:g}"
+        raise UserError(f"guidance=path_drop needs model.fusion=concat and model.path_drop above 0, but the run {found}")
     if channels > run_cfg.data.in_channels:
         raise UserError(f"guidance.channels={channels}, but the latents have {run_cfg.data.in_channels} channels")
     *_, patch_size = schema.NETWORKS[run_cfg.model.name].BACKBONES[run_cfg.model.backbone]
