@@ -58,7 +58,7 @@ def main(cfg: schema.TrainConfig) -> None:
     accelerator = machine.start_accelerator(
         cfg.train.cpu_threads,
         tf32=cfg.train.tf32,
-        mixed_precision=cfg.train.mixed_precision,
+        precision=cfg.train.precision,
         log_with="wandb" if cfg.wandb.mode != "disabled" else None,
     )
     check_processes(cfg.train, accelerator.num_processes, accelerator.distributed_type)

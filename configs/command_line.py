@@ -78,13 +78,12 @@ def run(main: str, config_name: str, settings: str, description: str, at_end: st
         try:
             resolve_name(main)(check(cfg, resolve_name(settings)))
         except Exception as e:
-            is_sweep = HydraConfig.get().mode is RunMode.MULTIRUN
-            is_one_of_several = os.environ.get("WORLD_SIZE", "1") != "1"
-            if is_sweep and not is_one_of_several:  # perhaps in another process
-                raise
             failures.append(e)  # Hydra prints a line of its own for what leaves this function
-            if is_sweep:  # the other processes may still be in this run
+            is_sweep = HydraConfig.get().mode is RunMode.MULTIRUN
+            if is_sweep and os.environ.get("WORLD_SIZE", "1") != "1":  # the other processes may still be in this run
                 raise SweepEnded from e
+            if is_sweep or not isinstance(e, UserError):  # of a sweep, perhaps in a process of its own
+                raise
 
     checked.__module__ = main.partition(":")[0]  # Hydra names the jobs of a cluster after it
 

@@ -179,11 +179,6 @@ class Train(Settings):
     cpu_threads: Count | None
     log_every: Count
 
-    @property
-    def mixed_precision(self) -> str:
-        """accelerate's word for the precision."""
-        return "bf16" if self.precision == "bf16" else "no"
-
 
 class CheckpointSettings(Settings):
     every: Count | None

@@ -28,11 +28,12 @@ NVIDIA_DEVICE = Path("/dev/nvidiactl")  # on Linux, wherever the driver is loade
 
 
 def start_accelerator(
-    cpu_threads: int | None, *, tf32: bool = True, timeout: timedelta = EXCHANGE_TIMEOUT, **settings
+    cpu_threads: int | None, *, tf32: bool = True, precision: str = "fp32", timeout: timedelta = EXCHANGE_TIMEOUT, **settings
 ) -> Accelerator:
     """accelerate, with its settings; this process's share of the cores; TF32; messages from the main process only.
 
     Args:
+        precision: `fp32` or `bf16`, of the networks that are prepared.
         timeout: a process that waits this long in an exchange ends with an error.
     """
     if torch.distributed.is_available():
@@ -46,7 +47,8 @@ def start_accelerator(
     AcceleratorState._reset_state()
     GradientState._reset_state()
     # Whatever accelerate is configured to compile, `compile` has compiled already.
-    accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)], dynamo_backend="no", **settings)
+    settings |= {"mixed_precision": "no" if precision == "fp32" else precision, "dynamo_backend": "no"}
+    accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)], **settings)
     processes.connect()
     log_to_stderr()
     if not accelerator.is_main_process:

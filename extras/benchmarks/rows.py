@@ -62,7 +62,7 @@ def write_random_latents(folder: Path, data: schema.Data, num_items: int) -> Pat
 
 def open_accelerator(cfg: schema.TrainConfig) -> Accelerator:
     """accelerate as train.py starts it, without trackers."""
-    return machine.start_accelerator(cfg.train.cpu_threads, tf32=cfg.train.tf32, mixed_precision=cfg.train.mixed_precision)
+    return machine.start_accelerator(cfg.train.cpu_threads, tf32=cfg.train.tf32, precision=cfg.train.precision)
 
 
 def open_trainer(accelerator: Accelerator, cfg: schema.TrainConfig) -> Trainer:
