@@ -198,7 +198,7 @@ class Trainer:
                 hook.finish(self)
             self.stop.finish()
             self.stopped_by = self.stop.signum
-        self.stop = None  # its process group is freed here, and not by the collector in some thread
+        self.stop = None  # so that `leave` frees its process group, and not the collector in some thread
         return is_complete
 
     def _call_hooks(self) -> None:
