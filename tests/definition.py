@@ -141,7 +141,7 @@ def worst_error(net, routes, patch=2, selection="uniform"):
     """Of the output, and of the gradients of the latents and of every weight, relative to the largest value of each."""
     x, t, y, scores = inputs(patch)
     dropped = torch.tensor([False, True, False])
-    drops = dict(drop_labels=dropped, drop_paths=dropped.roll(1))
+    drops = dict(drop_labels=dropped, drop_paths=dropped.roll(1) if net.fusions else None)
     out = net(x.requires_grad_(), t, y, **drops, route_scores=scores[:, : len(routes)])
     got = with_gradients(out, x, [p for p in net.parameters() if p.requires_grad])
     w = {name: p.detach().double().requires_grad_(p.requires_grad) for name, p in net.named_parameters()}
