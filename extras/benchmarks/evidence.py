@@ -1,7 +1,7 @@
 """The tables and the plot of docs/experiments.md, "Does it work?", from extras/benchmarks/results/fashion_*.jsonl.
 
 A line of these files is an evaluation: arm, lr, seed, step, num_samples, guidance and metrics. Those of 1,000 samples choose the
-learning rate of each arm, those of 2,000 compare the arms. The rules are in the .md files beside it.
+learning rate of each arm, those of 2,000 compare the arms. The rules are in the .md files beside them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 from statistics import fmean
 
@@ -33,10 +33,11 @@ ARMS = {  # name, and time of a step, relative to A's: results/fashion_sprint.md
     "C": ("routed, 64 images", 0.702),
     "S": ("SPRINT, 64 images", 0.524),
 }
+DENSE = ("A", "B")
 
 
 def evidence(results: Text = str(RESULTS), plot: Text | None = None) -> None:
-    """Print the tables: learning rates, steps, each arm at its best rate, and by how much C differs from the other arms there.
+    """Print the tables: learning rates, steps, each arm at its best rate, and there each routed arm against those before it.
 
     A rate counts when the first three seeds are there.
 
@@ -69,13 +70,14 @@ def evidence(results: Text = str(RESULTS), plot: Text | None = None) -> None:
 
     shown = [name for name in SHOWN if any(key[-1] == name for key in values)]
     rows, differences = [], []
-    for guidance, arm in product(GUIDANCES, best):
-        theirs, ours = ([of(one, best[one], 2000, guidance, name) for name in shown] for one in (arm, "C"))
-        label = arm + GUIDANCES[guidance]
-        if all(theirs):
-            rows.append([label, f"{best[arm]:g}", str(len(theirs[0])), *map(mean, shown, theirs)])
-            if arm != "C" and all(ours):
-                differences.append([f"C - {label}", *map(interval, shown, ours, theirs)])
+    for guidance, suffix in GUIDANCES.items():
+        found = {arm: [of(arm, best[arm], 2000, guidance, name) for name in shown] for arm in best}
+        found = {arm: columns for arm, columns in found.items() if all(columns)}
+        for arm, columns in found.items():
+            rows.append([arm + suffix, f"{best[arm]:g}", str(len(columns[0])), *map(mean, shown, columns)])
+        for other, arm in combinations(found, 2):
+            if arm not in DENSE:
+                differences.append([f"{arm} - {other}{suffix}", *map(interval, shown, found[arm], found[other])])
     show(["", "learning rate", "seeds", *map(SHOWN.get, shown)], rows)
     show(["", *map(SHOWN.get, shown)], differences)
     if plot:
