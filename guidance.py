@@ -1,6 +1,6 @@
 """Guidance: from a network's estimates to the denoiser that a sampler calls, (x, level, y) -> D_x.
 
-It combines denoised estimates and so works for every diffusion. What it is given is checked here, before it is used.
+Guidance combines denoised estimates, so it works for every diffusion. It checks its settings when a denoiser is made.
 Shapes: x (B, C, H, W); level (B,), the noise level (sigma for EDM, t for SiT), the same in every row; y (B,) int64 labels, of
 which num_classes is the null class; R routes, N tokens.
 
@@ -60,8 +60,8 @@ def cfg(
     Args:
         cfg_scale: 1 is off (one evaluation a step), 0 is unconditional, above 1 guides. Both estimates come from one
             batched evaluation.
-        channels: guide this many first channels of the latents, and take D_label for the others; None guides all. The
-            published code of DiT, and of SiT and LightningDiT after it, guides three.
+        channels: guide only the first `channels` channels of the latents, and take D_label for the others; None guides all.
+            The published code of DiT, SiT and LightningDiT guides three.
     """
 
     def label_and_null(x: Tensor, level: Tensor, y: Tensor) -> tuple[Tensor, ...]:
@@ -92,8 +92,8 @@ def sparse(
 ) -> Denoiser:
     """Sparse guidance (arXiv 2601.01608): D = D_weak + w * (D_strong - D_weak), both with the class label.
 
-    Both branches are the same network; in the weak one, more tokens skip its routes. Every evaluation draws the tokens anew; with
-    uniform selection, those that the weak branch keeps are among those that the strong one keeps.
+    Both branches use the same network; in the weak branch, more tokens skip its routes. Every evaluation draws new tokens. With
+    uniform selection, the strong branch keeps every token that the weak branch keeps.
 
     Args:
         w: 1 is off: the strong branch alone, which for r_strong = 0 is the dense network.
@@ -116,7 +116,7 @@ def sparse(
 
 
 def autoguidance(inputs: GuidanceInputs, *, w: float, level_lo: Bound = None, level_hi: Bound = None) -> Denoiser:
-    """Autoguidance (arXiv 2406.02507): D = D_weak + w * (D - D_weak), where D_weak is of a smaller or less trained network.
+    """Autoguidance (arXiv 2406.02507): D = D_weak + w * (D - D_weak), where a smaller or less trained network gives D_weak.
 
     w = 1 is off. Raises ValueError if there is no second network.
     """
@@ -137,9 +137,9 @@ def _guide(
     level_hi: Bound,
     channels: int | None = None,
 ) -> Denoiser:
-    """D_weak + scale * (D - D_weak) of the two `estimates` (D, D_weak); `unguided` for scale 1 and outside of the bounds.
+    """D_weak + scale * (D - D_weak) of the two `estimates` (D, D_weak); `unguided` for scale 1 and outside the bounds.
 
-    With `channels`, D itself beyond the first ones. Raises ValueError for bounds that leave nothing between them.
+    With `channels`, D alone gives the other channels. Raises ValueError if level_lo is not below level_hi.
     """
     low, high = -math.inf if level_lo is None else level_lo, math.inf if level_hi is None else level_hi
     if low >= high:
@@ -149,7 +149,7 @@ def _guide(
 
     def denoiser(x: Tensor, level: Tensor, y: Tensor) -> Tensor:
         if (low, high) != (-math.inf, math.inf):
-            # In the precision of `level`, so that a bound equal to one of the sampler's noise levels counts.
+            # Compare in the precision of `level`: a bound may equal one of the sampler's noise levels.
             inside = (level > low) & (level <= high)
             some, every = torch.stack([inside.any(), inside.all()]).tolist()  # waits for the device
             if some and not every:
@@ -159,7 +159,7 @@ def _guide(
         D, D_weak = estimates(x, level, y)
         C = x.shape[1] if channels is None else channels
         guided = D_weak[:, :C] + scale * (D[:, :C] - D_weak[:, :C])
-        return torch.cat([guided, D[:, C:]], dim=1)  # beyond x's channels, the learned variance of `ddpm.DDPM.denoise`
+        return torch.cat([guided, D[:, C:]], dim=1)  # D may hold more: the learned variance (`ddpm.DDPM.denoise`)
 
     return denoiser
 

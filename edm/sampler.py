@@ -20,9 +20,9 @@ class HeunSampler:
     """Heun's method along dx/dsigma = (x - D(x; sigma)) / sigma.
 
     Attributes:
-        num_steps: noise levels; 2 * num_steps - 1 evaluations of the denoiser.
+        num_steps: number of noise levels; the denoiser is called 2 * num_steps - 1 times.
         sigma_min, sigma_max: the lowest level above zero, and the first one.
-        rho: how the levels crowd towards sigma_min (Eq. 5).
+        rho: spacing of the levels; a larger rho puts more of them near sigma_min (Eq. 5).
         S_churn: noise added back, over the whole trajectory; 0 makes the sampler deterministic.
         S_min, S_max: noise is added only at levels in this range.
         S_noise: standard deviation of the added noise.
@@ -64,7 +64,7 @@ class HeunSampler:
         Args:
             denoiser: (x, sigma, y) -> D_x, for x (B, C, H, W) float32, sigma (B,) float32 and y (B,).
             noise: (B, C, H, W), unit normal.
-            y: (B,) int64 labels, handed on to the denoiser.
+            y: (B,) int64 labels, passed to the denoiser.
             random: source of the added noise; needed when S_churn > 0.
 
         Returns:

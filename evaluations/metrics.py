@@ -33,15 +33,15 @@ class Statistics:
 
     @functools.cached_property
     def root(self) -> Tensor:
-        """A [D, D] with sigma = A A^T; of a reference, computed once for all that is compared with it."""
+        """A [D, D] with sigma = A A^T. Cached, because many sets of samples are compared with one reference."""
         values, vectors = torch.linalg.eigh(_symmetric(self.sigma))
-        return vectors * values.clamp(min=0).sqrt()  # a covariance has no negative eigenvalues but by rounding
+        return vectors * values.clamp(min=0).sqrt()  # rounding alone makes eigenvalues negative
 
 
 def statistics_of(features: Tensor, chunk_size: int = 4096) -> Statistics:
     """Statistics of features [N, D] of any precision, on the CPU; only one chunk at a time is copied to float64.
 
-    In two passes: sums of x x^T would lose the digits that the mean has beyond the spread.
+    It takes two passes: a sum of x x^T would lose digits if the mean is large compared with the spread.
     """
     chunks = features.split(chunk_size)
     mean = sum(chunk.cpu().double().sum(0) for chunk in chunks) / len(features)
@@ -59,9 +59,9 @@ def frechet_distance(first: Statistics | Tensor, second: Statistics | Tensor) ->
     The trace of the root needs no root of a non-symmetric matrix and no complex numbers:
 
     - With sigma1 = A A^T, sigma1 sigma2 has the eigenvalues of the symmetric A^T sigma2 A.
-    - Of N <= D samples the covariance is singular, and the rounding of its zero eigenvalues would move the result by some
+    - With N <= D samples the covariance is singular, and rounding its zero eigenvalues would change the result by about
       1e-5. With X1 the centred samples over sqrt(N - 1), sigma1 sigma2 has the nonzero eigenvalues of X1 sigma2 X1^T.
-    - Where both sides are such samples, the trace is the nuclear norm of X1 X2^T.
+    - If both sides are such samples, the trace is the nuclear norm of X1 X2^T.
     """
     first, second = (statistics_of(x) if isinstance(x, Tensor) and len(x) > x.shape[1] else x for x in (first, second))
     if isinstance(first, Tensor) and isinstance(second, Tensor):
@@ -78,7 +78,7 @@ def frechet_distance(first: Statistics | Tensor, second: Statistics | Tensor) ->
 
 def _combine(mu1: Tensor, trace1: Tensor, mu2: Tensor, trace2: Tensor, trace_of_root: Tensor) -> float:
     distance = (mu1 - mu2).square().sum() + trace1 + trace2 - 2 * trace_of_root
-    return max(distance.item(), 0.0)  # of equal distributions, rounding leaves a little more or less than zero
+    return max(distance.item(), 0.0)  # for equal distributions, rounding can give less than zero
 
 
 def _symmetric(x: Tensor) -> Tensor:
@@ -97,9 +97,9 @@ def _centred(features: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def inception_score(logits: Tensor, split_size: int = 5000) -> float:
-    """exp(mean over samples of KL(p(y|x) || p(y))), averaged over consecutive splits, of which a short last one counts fully.
+    """exp(mean over samples of KL(p(y|x) || p(y))), averaged over consecutive splits; a short last split counts like the others.
 
-    It is Salimans et al.'s (2016), as ADM's evaluator computes it.
+    As in ADM's evaluator (Salimans et al. 2016).
     logits: [N, C], in the order of the samples; for Inception without the bias of the last layer.
     """
     scores = []
@@ -114,7 +114,7 @@ def inception_score(logits: Tensor, split_size: int = 5000) -> float:
 
 
 def class_agreement(logits: Tensor, labels: Tensor) -> float:
-    """Fraction of the samples, logits [N, C], whose most likely class is the one that was asked for, labels [N] int64.
+    """Fraction of the samples, logits [N, C], whose most likely class is the requested one, labels [N] int64.
 
     Raises UserError for labels outside 0 .. C - 1.
     """
@@ -125,7 +125,7 @@ def class_agreement(logits: Tensor, labels: Tensor) -> float:
 
 
 def standard_error(jackknife: Sequence[float]) -> float:
-    """Of a metric, from its values without each one of several groups of equal size (the delete-a-group jackknife)."""
+    """Standard error of a metric, from its values without each of several equal groups (the delete-a-group jackknife)."""
     return statistics.pstdev(jackknife) * (len(jackknife) - 1) ** 0.5
 
 
@@ -136,9 +136,9 @@ def precision_recall(reference: Tensor, samples: Tensor, tile_size: int = 2048) 
     """Share of samples [N, D] that lie in a ball around some reference [M, D], and of references in one around some sample.
 
     The ball of a point reaches to its third nearest other point of its own set, border included. Distances are computed tile
-    by tile: memory beyond a centred copy of the features is a few tiles. Features are float32 or float64; N and M are above 3.
+    by tile, so the memory needed is a centred copy of the features and a few tiles. Features are float32 or float64; N, M > 3.
     """
-    # |a|^2 + |b|^2 - 2ab loses the digits that the norms have beyond the distance; about a common centre they are small.
+    # |a|^2 + |b|^2 - 2ab loses digits if the norms are large compared with the distance. Centring makes the norms small.
     centre = reference.mean(0)
     reference, samples = reference - centre, samples - centre
     with full_float32():
@@ -156,7 +156,7 @@ def precision_recall(reference: Tensor, samples: Tensor, tile_size: int = 2048) 
 def neighbour_radii(x: Tensor, tile_size: int) -> Tensor:
     """Squared distance of each point of x [N, D] to its third nearest other point, [N].
 
-    Not below what rounding can make of a distance of zero, so that copies of a point count as inside its ball.
+    At least the rounding error of a distance of zero, so that copies of a point lie inside its ball.
     """
     nearest = x.new_full((len(x), NUM_NEIGHBOURS), float("inf"))
 
@@ -187,9 +187,9 @@ def _squared_distances(a: Tensor, b: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def full_float32():
-    """Products and convolutions of float32 in float32, even where the caller allows TF32 (cuDNN does by default).
+    """Compute float32 products and convolutions in float32, even if the caller allows TF32 (cuDNN does by default).
 
-    Ten bits of mantissa do not tell neighbours apart, and features would depend on the GPU.
+    TF32's ten bits of mantissa cannot tell neighbours apart, and features would depend on the GPU.
     """
     cudnn = torch.backends.cudnn
     matmul_before, cudnn_before = torch.get_float32_matmul_precision(), cudnn.allow_tf32

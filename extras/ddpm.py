@@ -1,6 +1,6 @@
 """DDPM's noise prediction (arXiv 2006.11239) with the learned variance of improved DDPM (arXiv 2102.09672), for sampling.
 
-It is what DiT's published weights were trained with (arXiv 2212.09748). There is no loss: train with edm/ or sit/.
+DiT's published weights were trained with it (arXiv 2212.09748). This file has no loss: train with edm/ or sit/.
 
 Shapes: B batch, C H W latents. t is one of the timesteps 0 (least noise) to 999, and the network receives t itself:
 
@@ -35,7 +35,7 @@ def alpha_bars() -> np.ndarray:
 
 @settings
 class AncestralSampler:
-    """Go down the chain x_999 .. x_0, or a part of its timesteps.
+    """Samples along the chain x_999 .. x_0, or along some of its timesteps.
 
     Attributes:
         num_steps: timesteps to visit, evenly spaced from 0 to 999; as many evaluations of the denoiser.
@@ -48,7 +48,7 @@ class AncestralSampler:
     def timesteps(self) -> list[int]:
         """The timesteps to visit, lowest first: 0, 999 / (num_steps - 1), ..., rounded as improved DDPM's code does."""
         stride = (NUM_TIMESTEPS - 1) / max(self.num_steps - 1, 1)
-        # Added up, not multiplied: sums round differently, and a timestep that ends with .5 could be another one.
+        # A running sum, as in that code: products round differently, which could change a timestep that ends in .5.
         return [round(t) for t in itertools.accumulate([stride] * (self.num_steps - 1), initial=0.0)]
 
     def evaluated_levels(self) -> list[float]:
@@ -59,11 +59,10 @@ class AncestralSampler:
     def __call__(self, denoiser: Callable[..., Tensor], noise: Tensor, y: Tensor, random: SampleRandom | None = None) -> Tensor:
         """Sample from the highest timestep to the latents.
 
-        With the timesteps that are visited, beta = 1 - alpha_bar / alpha_bar_prev is that of a longer step (arXiv 2102.09672,
-        section 4). The variance of a step is exp(v log(beta) + (1 - v) log(beta_tilde)) with the learned v (Eq. 15), and beta
-        for a denoiser that learned none.
+        Between two visited timesteps, beta = 1 - alpha_bar / alpha_bar_prev (arXiv 2102.09672, section 4). The variance of a step
+        is exp(v log(beta) + (1 - v) log(beta_tilde)) with the learned v (Eq. 15), or beta if the denoiser learned no variance.
 
-        Arguments and result are those of `edm.sampler.HeunSampler`, with t in place of sigma.
+        Arguments and result as for `edm.sampler.HeunSampler`, with t in place of sigma.
 
         Args:
             denoiser: (x, t, y) -> D_x or (D_x, v) along the channels, as `DDPM.denoise` makes them.
@@ -95,9 +94,9 @@ class AncestralSampler:
 
 
 def log_variance_bounds(alpha_bars: list[float]) -> list[tuple[float, float]]:
-    """Of each step, the logarithms of beta_tilde, the posterior's variance (arXiv 2006.11239, Eq. 7), and of beta.
+    """Logarithms of beta_tilde, the posterior's variance (arXiv 2006.11239, Eq. 7), and of beta, for each step.
 
-    `alpha_bars` are those of the timesteps that are visited, lowest first, after a 1 for the clean latents. The posterior's
+    `alpha_bars` starts with 1 for the clean latents; the values of the visited timesteps follow, lowest first. The posterior's
     variance of the last step is 0; its logarithm is clipped to that of the step before (arXiv 2102.09672).
     """
     pairs = list(itertools.pairwise(alpha_bars))
@@ -123,8 +122,8 @@ class DDPM:
             y: (B,) int64 labels.
 
         Returns:
-            (B, C, H, W) float32, the network's estimate of the clean latents. Of a network with 2C output channels
-            (B, 2C, H, W): then v in [0, 1] as well, where the variance lies between the posterior's and beta's
+            (B, C, H, W) float32, the network's estimate of the clean latents. A network with 2C output channels gives
+            (B, 2C, H, W): the second half is v in [0, 1], where 0 stands for the posterior's variance and 1 for beta
             (arXiv 2102.09672, Eq. 15). The published networks predict 2v - 1. Any other shape is a ValueError.
         """
         out = net(x, t, y, **net_kwargs).float()

@@ -1,8 +1,8 @@
 """LightningDiT (arXiv 2501.01423): DiT with rotary positions, RMSNorm and SwiGLU; routed as DiT is.
 
-Parameter names are those of hustvl/LightningDiT, so that published state dicts load with strict=True. Of its options the
-network has those of the published weights: rotary positions, RMSNorm and SwiGLU, no normalisation of queries and keys, and
-modulation with a shift.
+Parameter names are those of hustvl/LightningDiT, so that published state dicts load with strict=True. Only the options of the
+published weights are here: rotary positions, RMSNorm and SwiGLU, no normalisation of queries and keys, and modulation with a
+shift.
 
 Shapes: B batch, N tokens of a square grid, K tokens that a block sees, D width, H heads, d = D/H.
 """
@@ -27,8 +27,8 @@ def build(backbone: str, **kwargs) -> LightningDiT:
 def rotary_tables(grid_size: int, head_width: int) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the angles by which `rotate` turns, each (N, d), row-major.
 
-    The first half of the channels is turned by the row, the second by the column. Of the d/2 channels of a half, channels
-    2i and 2i + 1 are a pair, whose angle is position x 10000^(-2i / (d/2)).
+    The row turns the first half of the channels, the column the second half. In each half of d/2 channels, channels 2i and
+    2i + 1 form a pair with the angle position x 10000^(-2i / (d/2)).
     """
     axes = torch.meshgrid(torch.arange(grid_size), torch.arange(grid_size), indexing="ij")  # rows, columns
     halves = [sincos_1d(axis.flatten(), head_width // 2).float().chunk(2, dim=1) for axis in axes]  # sines, cosines (N, d/4)
@@ -54,14 +54,14 @@ class RotaryAttention(Attention):
 
 
 class RMSNorm(nn.RMSNorm):
-    """In float32, whatever the type of the tokens or of the gathered weight, as published."""
+    """RMSNorm in float32, whatever the type of the tokens or of the gathered weight, as in the published code."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x.float(), self.normalized_shape, self.weight.float(), self.eps).type_as(x)
 
 
 class SwiGLU(nn.Module):
-    """silu(first half) x second half of one product, then another (arXiv 2002.05202)."""
+    """w3(silu(gate) x value), where w12 gives gate and value (arXiv 2002.05202)."""
 
     def __init__(self, width: int, hidden: int):
         super().__init__()
@@ -74,10 +74,10 @@ class SwiGLU(nn.Module):
 
 
 class LightningDiTBlock(DiTBlock):
-    """DiT's block, of other parts."""
+    """DiT's block with RMSNorm, rotary attention and SwiGLU."""
 
     def __init__(self, width: int, num_heads: int):
-        nn.Module.__init__(self)  # DiT's parts would be made for nothing
+        nn.Module.__init__(self)  # without DiT's parts, which would be replaced
         self.norm1 = RMSNorm(width, eps=1e-6)
         self.attn = RotaryAttention(width, num_heads)
         self.norm2 = RMSNorm(width, eps=1e-6)
@@ -91,8 +91,8 @@ class LightningDiTBlock(DiTBlock):
 class LightningDiT(DiT):
     """The network; arguments, initialisation and `forward` are DiT's.
 
-    The tables of the rotary positions are parameters that are not trained, as `pos_embed` is. In published state dicts they are
-    buffers of the same names; a checkpoint's own tables replace those that are made here.
+    The rotary tables are parameters that are not trained, like `pos_embed`. Published state dicts hold them as buffers of the
+    same names; a loaded checkpoint replaces the tables made here.
 
     Raises:
         ValueError: as DiT; also heads whose width is not a multiple of 4.

@@ -29,8 +29,8 @@ class SiT:
     Attributes:
         timestep: how t is drawn in training: `uniform` in [0, 1), or `logit_normal`, logit(t) ~ N(logit_mean, logit_std^2)
             (arXiv 2403.03206, section 3.1).
-        logit_mean, logit_std: of `logit_normal`; a higher mean trains more at high noise.
-        cosine_weight: of the term 1 - cos(v, eps - x) in the loss; 0 is without, 1 is LightningDiT's.
+        logit_mean, logit_std: see `timestep`; a higher mean trains more at high noise.
+        cosine_weight: weight of the term 1 - cos(v, eps - x) in the loss; 0 leaves it out, LightningDiT uses 1.
         sampler: the settings of the sampler.
     """
 
@@ -53,7 +53,7 @@ class SiT:
         return v
 
     def denoise(self, net: Callable[..., Tensor], x: Tensor, t: Tensor, y: Tensor, **net_kwargs) -> Tensor:
-        """D_x = x_t - t v. Arguments and result are those of `edm.EDM.denoise`: x is x_t, and t, (B,) in [0, 1], the level."""
+        """D_x = x_t - t v. Arguments and result as for `edm.EDM.denoise`: x is x_t, and t (B,) in [0, 1] is the noise level."""
         return x - t.reshape(-1, 1, 1, 1) * self.velocity(net, x, t, y, **net_kwargs)
 
     def loss(self, net: Callable[..., Tensor], x: Tensor, y: Tensor, random: SampleRandom, **net_kwargs) -> Tensor:
@@ -62,7 +62,7 @@ class SiT:
         The cosine term is LightningDiT's (arXiv 2501.01423; from FasterDiT, arXiv 2410.10356): cosine_weight times
         1 - cos(v, eps - x), the cosine over the C channels of each position, averaged over H and W.
 
-        Arguments are those of `edm.EDM.loss`; `random` gives t, then the noise.
+        Arguments as for `edm.EDM.loss`; `random` draws t, then the noise.
         """
         t = random.rand() if self.timestep == "uniform" else (self.logit_mean + self.logit_std * random.randn()).sigmoid()  # (B,)
         eps = random.randn(*x.shape[1:])

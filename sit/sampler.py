@@ -1,7 +1,7 @@
 """Samplers of the linear path (SiT, arXiv 2401.08740, sections 2.2 and 2.4): Euler and Heun along the probability-flow ODE,
 Euler-Maruyama along the reverse SDE. t goes from 1 (noise) down to 0 (data).
 
-They need only D_x = E[x | x_t] of the model, so guidance, which combines denoised estimates, works as for EDM:
+The samplers need only D_x = E[x | x_t] from the model. Guidance combines denoised estimates, so it works as for EDM:
 
     E[eps | x_t] = (x_t - (1 - t) D_x) / t        v = (x_t - D_x) / t        score = -E[eps | x_t] / t
 """
@@ -26,14 +26,15 @@ class FlowSampler:
     """ODE: dx/dt = v. SDE, backwards in t: dx = (v - w/2 score) dt + sqrt(w) dW, with the same marginals for every w(t) >= 0.
 
     Attributes:
-        num_steps: steps in t; num_steps evaluations of the denoiser, for heun, whose last step is Euler's, 2 * num_steps - 1.
+        num_steps: steps in t. The denoiser is called num_steps times, and 2 * num_steps - 1 times for heun, whose last step is
+            Euler's.
         solver: `euler` or `heun` (ODE, deterministic), or `euler_maruyama` (SDE).
-        timestep_shift: s in t' = t / (s + (1 - s) t), which moves the evenly spaced t of the ODE's steps; 1 leaves them, below 1
-            puts more of them at high noise. It is LightningDiT's; SD3's shift (arXiv 2403.03206, section 5.3.2) is 1 / s.
+        timestep_shift: s in t' = t / (s + (1 - s) t), applied to the evenly spaced t of the ODE's steps. 1 changes nothing; below
+            1, more steps are at high noise. This is LightningDiT's s; SD3's shift (arXiv 2403.03206, section 5.3.2) is 1 / s.
 
     For the SDE only:
-        last_step_size: the t at which the last step starts, one without noise; the other steps divide the rest evenly. w(t) is
-            2 t, as published samples have it.
+        last_step_size: the t at which the last step starts. That step adds no noise; the other steps divide the rest evenly.
+            w(t) = 2 t, as for the published samples.
     """
 
     num_steps: Steps = 40
@@ -49,7 +50,7 @@ class FlowSampler:
         """The num_steps values of t at which steps begin, from 1 downwards, then 0."""
         if self.solver != "euler_maruyama":
             even = [1 - i / self.num_steps for i in range(self.num_steps)] + [0.0]
-            return [t / (1 - (1 - self.timestep_shift) * (1 - t)) for t in even]  # exactly t for 1, and 1 and 0 at the ends
+            return [t / (1 - (1 - self.timestep_shift) * (1 - t)) for t in even]  # s = 1 gives t exactly
         last = max(self.num_steps - 1, 1)
         return [1 - i / last * (1 - self.last_step_size) for i in range(self.num_steps)] + [0.0]
 
@@ -59,7 +60,7 @@ class FlowSampler:
 
     @torch.no_grad()
     def __call__(self, denoiser: Callable[..., Tensor], noise: Tensor, y: Tensor, random: SampleRandom | None = None) -> Tensor:
-        """Solve from t = 1 to 0. Arguments and result are those of `edm.sampler.HeunSampler`, with t in place of sigma.
+        """Solve from t = 1 to 0. Arguments and result as for `edm.sampler.HeunSampler`, with t in place of sigma.
 
         `random` is the source of the SDE's noise; the ODE needs none.
         """
