@@ -25,9 +25,9 @@ HUB_FILE = "model.safetensors"  # of timm's weights on the Hugging Face hub
 
 
 class Encoder:
-    """A vision transformer whose weights never change: images -> class token and patch tokens.
+    """A frozen vision transformer: images -> class token and patch tokens.
 
-    Images become a square by a bicubic filter, and get the mean and deviation that timm states for the weights.
+    A bicubic filter resizes images to a square; pixels are normalised by timm's mean and deviation for these weights.
 
     Args:
         name: timm's name of a VisionTransformer, with the tag of its weights: vit_base_patch14_dinov2.lvd142m.
@@ -36,14 +36,14 @@ class Encoder:
         input_size: height = width of what the network sees, in pixels, a multiple of its patches.
         recipe: how images and the table of positions are resampled. `repa`: images without antialias, positions by timm
             (bicubic with antialias). `edm2`, for FD-DINOv2: images with antialias, positions as DINOv2's own code does it.
-        precision: of its products, fp32 | bf16, whatever autocast the caller is in.
+        precision: fp32 | bf16 for its products, whatever autocast the caller uses.
 
     Attributes:
         width: D.
-        weights_hash: of the file of weights and the precision.
+        weights_hash: hash of the weights' file and the precision.
 
     Raises:
-        UserError: timm has no such network, or it is of another kind; the weights cannot be had or are of another network.
+        UserError: timm has no such VisionTransformer; the weights cannot be found or belong to another network.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Encoder:
         """The class token and the patch tokens, both after the last norm, float32 on the encoder's device.
 
         Args:
-            images: uint8 [B, H, W, 3] of any size; they are squeezed to a square.
+            images: uint8 [B, H, W, 3] of any size; they are resized to a square.
 
         Returns:
             [B, D] and [B, N, D], the patches row by row.
@@ -99,7 +99,7 @@ class DINOv2Detector(Encoder):
 
 
 def _build(name: str, input_size: int) -> tuple[nn.Module, tuple[float, ...], tuple[float, ...]]:
-    """The network without weights (on the meta device), and mean and deviation of the pixels that it was trained with."""
+    """The network without weights (on the meta device), and the mean and deviation of its training pixels."""
     import timm
     from timm.models.vision_transformer import VisionTransformer
 
@@ -124,7 +124,7 @@ def find_encoder_weights(name: str) -> Path:
 
 
 def _load(net: nn.Module, file: Path, recipe: str) -> None:
-    """Load a file of weights, its table of positions resampled. Code in the file is not run."""
+    """Load a file of weights and resample its table of positions. Code in the file does not run."""
     from timm.models import load_state_dict
     from timm.models.vision_transformer import checkpoint_filter_fn
 

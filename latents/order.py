@@ -16,9 +16,9 @@ from torch import Tensor
 class BatchOrder:
     """Exact shuffling: every epoch is a permutation of all items, drawn from (seed, epoch).
 
-    Item j of the global batch of step s has number k = s * batch_size + j in the endless stream of epochs, and is
-    permutation(seed, k // num_items)[k % num_items]. A process takes a slice of every global batch, so the stream does
-    not depend on the number of processes.
+    Item j of the global batch of step s has number k = s * batch_size + j in the endless stream of epochs. It is the item
+    permutation(seed, k // num_items)[k % num_items]. A process takes a slice of every global batch, so the stream does not
+    depend on the number of processes.
     """
 
     num_items: int
@@ -27,7 +27,7 @@ class BatchOrder:
     start_step: int  # the first step to yield
     num_steps: int  # of the run: the last step to yield is num_steps - 1
     slices: list[slice]  # the parts of each global batch that this process reads, one per micro-batch
-    with_flips: bool  # flip every item of every epoch with probability 1/2; otherwise never
+    with_flips: bool  # flip each item with probability 1/2, drawn anew in every epoch; otherwise never
 
     def global_batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """(indices [batch_size], flips [batch_size] bool) of a step."""
@@ -46,9 +46,9 @@ class BatchOrder:
                 yield indices[part], flips[part]
 
 
-@functools.lru_cache(maxsize=2)  # a batch spans two at the seam
+@functools.lru_cache(maxsize=2)  # a batch may span two epochs
 def _draw_epoch(num_items: int, seed: int, epoch: int, with_flips: bool) -> tuple[np.ndarray, np.ndarray]:
-    """The items [num_items] in their order, and flips [num_items] bool of the positions in it."""
+    """The items [num_items] in the order of an epoch, and whether each position is flipped, [num_items] bool."""
     rng = np.random.default_rng([seed, epoch])
     permutation = rng.permutation(num_items)
     return permutation, rng.random(num_items) < 0.5 if with_flips else np.zeros(num_items, dtype=bool)
@@ -56,7 +56,7 @@ def _draw_epoch(num_items: int, seed: int, epoch: int, with_flips: bool) -> tupl
 
 # (indices, flips) of a batch -> its tensors, as `LatentDataset.fetch`.
 Fetch = Callable[[np.ndarray, np.ndarray], tuple[Tensor, ...]]
-BATCHES_AHEAD = 2  # that each thread has read, or is reading, before they are asked for
+BATCHES_AHEAD = 2  # batches per thread that are read before training needs them
 
 
 def read_batches(fetch: Fetch, order: BatchOrder, num_workers: int, pin_memory: bool) -> Iterator[tuple[Tensor, ...]]:
@@ -65,8 +65,8 @@ def read_batches(fetch: Fetch, order: BatchOrder, num_workers: int, pin_memory: 
     Threads, not processes: reads release the lock, and handing a batch to another process costs several times its read.
 
     Args:
-        num_workers: threads that read ahead; 0 reads a batch when it is asked for.
-        pin_memory: have batches in pinned memory, from where a GPU copies without waiting.
+        num_workers: threads that read ahead; 0 reads a batch when it is needed.
+        pin_memory: put batches into pinned memory, from which a GPU copies without waiting.
     """
 
     def read(batch: tuple[np.ndarray, np.ndarray]) -> tuple[Tensor, ...]:

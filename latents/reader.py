@@ -1,4 +1,4 @@
-"""Reading at random places of many files. A file that is cut off or cannot be read is an error that names it."""
+"""Reading at random places of many files. A truncated or unreadable file raises an error that names it."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ import numpy as np
 
 from common.errors import UserError
 
-MAX_OPEN_FILES = 512  # of the 1,024 that a process may have open by default; what is beyond is opened anew at every read
+MAX_OPEN_FILES = 512  # a process may open 1,024 by default; further files are opened again at every read
 
 
 class FileReader:
     """Reads parts of files by number, from any number of threads.
 
-    Files are not mapped: what was cut off of a mapped file kills the process (SIGBUS), and a first touch reads up to a megabyte.
+    Files are not mapped: reading a truncated mapped file kills the process (SIGBUS), and a first access reads up to a megabyte.
     """
 
     def __init__(self, files: Sequence[Path]):
         self.files = files
-        self._open = functools.lru_cache(maxsize=MAX_OPEN_FILES)(FileIO)  # closes what is dropped when nobody reads it any more
+        self._open = functools.lru_cache(maxsize=MAX_OPEN_FILES)(FileIO)  # a dropped file is closed once its readers finish
 
     def read_into(self, part: np.ndarray, number: int, offset: int) -> None:
-        """Fill `part`, uint8 [n], with the bytes of file `number` from `offset` on. UserError: it ends before, or is not read."""
+        """Fill `part`, uint8 [n], with bytes of file `number` from `offset`. UserError if the file is too short or unreadable."""
         path = self.files[number]
         try:
             file = self._open(path)
             num_read = count = os.preadv(file.fileno(), (part,), offset)
-            while num_read < len(part) and count:  # some file systems give less than was asked for
+            while num_read < len(part) and count:  # some file systems return fewer bytes than requested
                 num_read += (count := os.preadv(file.fileno(), (part[num_read:],), offset + num_read))
         except OSError as e:
             raise UserError(f"cannot read {path}: {e.strerror}") from e

@@ -1,4 +1,4 @@
-"""WebDataset tars: members that share a key form a sample. Damaged tars, and samples that would be left out, are errors."""
+"""WebDataset tars: members that share a key form a sample. A damaged tar or an incomplete sample is an error."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from common.errors import UserError, reading
 from common.progress import progress_bar
 
 LABEL_EXTENSIONS = ("cls", "cls.txt")
-TAR_NAME = re.compile(r"\.(tar(\..*)?|tgz)$", re.IGNORECASE)  # also compressed ones, which are refused rather than left out
+TAR_NAME = re.compile(r"\.(tar(\..*)?|tgz)$", re.IGNORECASE)  # also compressed tars, which are errors
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def _index(file: Path, extensions: tuple[str, ...]) -> list[TarItem]:
     known = (*extensions, *LABEL_EXTENSIONS)
     with reading(f"{file} (an uncompressed tar with whole numbers in .cls)"), tarfile.open(file, "r:") as tar:
         while (member := tar.next()) is not None:
-            tar.members.clear()  # tarfile keeps all, which is gigabytes for a large tar
+            tar.members.clear()  # tarfile keeps every member: gigabytes for a large tar
             folder, slash, name = member.name.rpartition("/")
             stem, _, extension = name.partition(".")
             key, extension = folder + slash + stem, extension.lower()
@@ -62,7 +62,7 @@ def _index(file: Path, extensions: tuple[str, ...]) -> list[TarItem]:
                 members[key] = member.name, member.offset_data, member.size
         tar.fileobj.seek(tar.offset)
         rest = tar.fileobj.read(2 * tarfile.RECORDSIZE)
-    # tarfile takes a damaged header for the end. The end of a whole tar is a block of zeros, and nothing comes after.
+    # tarfile treats a damaged header as the end. A whole tar ends with blocks of zeros.
     if len(rest) < tarfile.BLOCKSIZE or any(rest):
         raise UserError(f"{file} is damaged, or followed by another tar, at byte {tar.offset}: no end of the archive")
     if unpaired := sorted(members.keys() ^ labels.keys()):

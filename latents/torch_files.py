@@ -1,4 +1,4 @@
-"""Files of tensors, read without running code that they name."""
+"""Files of tensors, read without running code inside them."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ def load_tensors(file: Path) -> Any:
     """What is in a .safetensors file, or what torch.save wrote: tensors, and dictionaries and lists of them.
 
     Raises:
-        UserError: it names anything else (other pickles can run code), is damaged, or cannot be read.
+        UserError: the file holds other objects (such pickles can run code), is damaged, or cannot be read.
     """
     with reading(file):
         if file.suffix == ".safetensors":
             return load_file(file)
         with open(file, "rb") as f:
             start = f.read(40)
-        if not start.startswith((b"PK", b"\x80")):  # a page of an error, a pointer to a large file
+        if not start.startswith((b"PK", b"\x80")):  # an HTML error page, a Git LFS pointer
             raise UserError(f"{file} is not a file of torch.save, an archive or a pickle: it begins with {start!r}")
         try:
             return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-        except pickle.UnpicklingError as e:  # torch's own words advise to run the code
+        except pickle.UnpicklingError as e:  # torch's message advises to run the code
             raise UserError(f"{file} cannot be read as tensors of torch.save: it holds other objects, or is damaged") from e
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from common.errors import UserError
 from latents.torch_files import load_tensors
 
-# Names in latent diffusion's state dict, and in that of diffusers, which also counts the decoder's levels the other way.
-# diffusers' own converter leaves out the attention inside levels, which VA-VAE has where its features are 16x16.
+# Names in latent diffusion's state dict, and in diffusers', which numbers the decoder's levels in reverse.
+# diffusers' own converter omits the attention inside levels, which VA-VAE has at features of 16x16.
 LDM_TO_DIFFUSERS = (
     (r"\.mid\.block_1\.", ".mid_block.resnets.0."),
     (r"\.mid\.block_2\.", ".mid_block.resnets.1."),
@@ -40,7 +40,7 @@ def find_va_vae(source: str) -> Path:
 
 
 def autoencoder_kl() -> type:
-    """diffusers' AutoencoderKL, which is slow to import, without what libraries warn of meanwhile."""
+    """diffusers' AutoencoderKL, imported here because it is slow, without the libraries' warnings."""
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
@@ -52,13 +52,13 @@ def autoencoder_kl() -> type:
 
 
 def load_va_vae(file: Path):
-    """diffusers' AutoencoderKL of a checkpoint of latent diffusion's, sized by its weights. UserError for other files."""
+    """diffusers' AutoencoderKL with the weights of a latent diffusion checkpoint, which give its sizes. UserError otherwise."""
     stored = load_tensors(file)
 
     def count(pattern: str) -> int:
         return len({match[0] for name in weights if (match := re.match(pattern, name))})
 
-    parts = ("encoder.", "decoder.", "quant_conv.", "post_quant_conv.")  # beside them: the discriminator, DINOv2
+    parts = ("encoder.", "decoder.", "quant_conv.", "post_quant_conv.")  # the file also holds the discriminator and DINOv2
     try:
         weights = {name: value for name, value in stored.get("state_dict", stored).items() if name.startswith(parts)}
         num_levels = count(r"encoder\.down\.\d+\.")

@@ -71,7 +71,7 @@ def test_routes_networks_and_adapters_that_do_not_fit_are_refused():
     for routes, message in ([], r"routes=\[\]"), ("quickest", "routes='quickest'"), ([Route(0.5, 1, 4)], "end_layer_idx=4"):
         with pytest.raises(ValueError, match=message):
             attach(network, routes)
-    with pytest.raises(ValueError, match="Linear is not known.*adapter=.*dit.DiT.*VisionTransformer"):
+    with pytest.raises(ValueError, match="does not know Linear.*adapter=.*dit.DiT.*VisionTransformer"):
         attach(torch.nn.Linear(2, 2), "balanced")
     with pytest.raises(ValueError, match="router.routes="):
         attach(build("DiT", routes=TWO), ONE)

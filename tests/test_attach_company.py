@@ -89,7 +89,7 @@ def test_a_recomputation_whose_subset_is_not_known_is_an_error_and_not_a_wrong_g
             return call(network, inputs).mean()
 
     network.enable_gradient_checkpointing()
-    with pytest.raises(RuntimeError, match="is not known; checkpoint the blocks with attachment.checkpoint"):
+    with pytest.raises(RuntimeError, match="is unknown; checkpoint the blocks with attachment.checkpoint"):
         loss_with_offloading().backward()
     network.enable_gradient_checkpointing(attachment.checkpoint)
     loss_with_offloading().backward()

@@ -1,4 +1,4 @@
-"""What `attach` must know of a network: its lists of blocks, and what in a block's arguments has a token axis.
+"""What `attach` must know about a network: its lists of blocks, and which arguments of a block have a token axis.
 
 Nothing here imports a network: `find_adapter` compares the names of classes and their packages.
 
@@ -24,7 +24,7 @@ class TokenAxis:
     """An argument of a block, besides the tokens themselves, that has one entry per token: positions, a mask."""
 
     argument: str  # its name in the block's forward
-    dim: int  # its token axis; 0 means that there is no batch axis: one table for the whole batch
+    dim: int  # its token axis; 0 means no batch axis: one table for the whole batch
     layout: Layout = "image"
     ndim: int | None = None  # only when the tensor has this many axes (an argument that is sometimes per token)
     items: tuple[int, ...] | None = None  # for a tuple, the elements that have the token axis; None is all of them
@@ -65,7 +65,7 @@ class Adapter:
     tokens_from: str  # "" is the network itself, before it runs
     blocks: tuple[BlockList, ...]  # in the order in which they run; layer indices of routes count through all lists
     count_tokens: Callable[[Mapping[str, Any], Any], ImageTokens] = count_embedded  # of the submodule's arguments and output
-    must_be_empty: str = ""  # a dotted attribute: routes of its own, dropout of tokens; otherwise `attach` refuses
+    must_be_empty: str = ""  # a dotted attribute (the network's own routes, token dropout): `attach` refuses a value
 
 
 def count_timm(arguments: Mapping[str, Any], output: Tensor) -> ImageTokens:
@@ -85,7 +85,7 @@ def count_z_image(arguments: Mapping[str, Any], output: None) -> ImageTokens:
 FLUX_AXES = (
     # (cos, sin), each (L, D_head): one table for text and image, for the whole batch.
     TokenAxis("image_rotary_emb", dim=0, layout="text_image"),
-    # Users mask padded text with it; no block takes a mask by itself.
+    # Users pass a mask of padded text in it; the blocks have no argument for a mask.
     TokenAxis("joint_attention_kwargs", dim=-1, layout="text_image", key="attention_mask", mask=True),
 )
 FLUX_DOUBLE = BlockList("transformer_blocks", output=1, axes=FLUX_AXES)
@@ -98,7 +98,7 @@ WAN_AXES = (
 )
 QWEN_AXES = (
     TokenAxis("image_rotary_emb", dim=0, items=(0,)),  # (image (N, D_head/2), text), complex
-    TokenAxis("modulate_index", dim=1),  # (B, N), when reference images have a timestep of their own
+    TokenAxis("modulate_index", dim=1),  # (B, N), if reference images have a different timestep
 )
 Z_IMAGE_AXES = (
     TokenAxis("freqs_cis", dim=1, layout="image_text"),  # (B, L, D_head/2) complex
@@ -126,9 +126,9 @@ ADAPTERS = {
 
 
 def find_adapter(network: nn.Module) -> Adapter:
-    """The adapter of a network, or of the class that it inherits from. Raises ValueError for a network that is not known."""
+    """The adapter of a network's class or of a class it inherits from. Raises ValueError for an unknown network."""
     for cls in type(network).__mro__:
         adapter = ADAPTERS.get(f"{cls.__module__.partition('.')[0]}.{cls.__name__}")
         if adapter is not None:
             return adapter
-    raise ValueError(f"{type(network).__name__} is not known to attach(); pass adapter=, or use one of {', '.join(ADAPTERS)}")
+    raise ValueError(f"attach() does not know {type(network).__name__}; pass adapter=, or use one of {', '.join(ADAPTERS)}")

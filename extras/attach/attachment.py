@@ -1,6 +1,6 @@
-"""Routing a network that is not ours: `attach(network, routes)`, through forward hooks and nothing else.
+"""Routing a network of another library: `attach(network, routes)` only adds forward hooks.
 
-`Attachment` decides which tokens stay in a forward pass; the hooks of hooks.py carry it out at the blocks.
+`Attachment` decides which tokens stay in a forward pass; the hooks in hooks.py shorten and restore the tokens at the blocks.
 
 Shapes: B batch, N image tokens, K kept of them.
 """
@@ -30,13 +30,13 @@ WRAPPED = {
     "BaseTuner": "model",  # of PEFT
 }
 
-# TREAD's own (section 4), and the first that SimpleTuner's documentation recommends.
+# TREAD's route (section 4), and the first route that SimpleTuner's documentation recommends.
 PRESETS = {"paper": Route(0.5, 2, -4), "balanced": Route(0.5, 2, -2)}
 
 
 def as_routes(routes: str | Mapping | Sequence[Route | Mapping]) -> tuple[Route, ...]:
     """Routes from the name of a preset; a `tread_config` of SimpleTuner, `{"routes": [...]}`; or a list of `Route` or of mappings
-    with the keys of `Route`. Errors are those of `attach`.
+    with the keys of `Route`. Raises as `attach` does.
     """
     if isinstance(routes, str):
         if routes not in PRESETS:
@@ -50,14 +50,14 @@ def as_routes(routes: str | Mapping | Sequence[Route | Mapping]) -> tuple[Route,
 
 
 def runs_in_backward() -> bool:
-    """Whether a backward pass runs, which computes blocks again; False in compiled code."""
+    """Whether a backward pass is running, which may recompute blocks; False in compiled code."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 class Attachment:
-    """The routes of one network; what `attach` returns. `router.routes` has them with absolute indices.
+    """The routes of one network, as `attach` returns them. `router.routes` holds them with absolute indices.
 
-    It lives in the hooks of the network: a deep copy of the network has an `Attachment` of its own (`attached(copy)`).
+    The network's hooks hold the attachment: a deep copy of the network has another one (`attached(copy)`).
     """
 
     def __init__(self, network: nn.Module, adapter: Adapter, routes, rule: SelectionRule, shared: bool, generator):
@@ -86,23 +86,23 @@ class Attachment:
             self.handles.append(block.register_forward_hook(hooks.after_block, with_kwargs=True, always_call=True))
 
     def _forget_passes(self) -> None:
-        """Start as if the network had never run."""
+        """Reset the state to that of a network that has never run."""
         self.ratios_now: tuple[float, ...] | None = None  # inside `routed()`
         self.forced: Tensor | None = None  # inside `force_keep()`: (B, N) bool
         self.num_forced = 0
-        self.plan: Plan | None = None  # of the forward pass that runs or ran last; None before its embedding
+        self.plan: Plan | None = None  # the plan of the current or last forward pass; None before its embedding
         self.bound: Plan | None = None  # inside a block that `checkpoint()` runs
         self.last = Plan()  # the last plan that routes
-        self.recent: deque[Plan] = deque(maxlen=64)  # of forward passes that may wait for their backward pass
+        self.recent: deque[Plan] = deque(maxlen=64)  # plans of forward passes whose backward pass may still come
 
     def __getstate__(self) -> dict:
-        """Copies and pickles know of no pass that is under way."""
+        """Copies and pickles hold no state of a running pass."""
         fresh = object.__new__(Attachment)
         fresh._forget_passes()
         return self.__dict__ | fresh.__dict__
 
     def detach(self) -> None:
-        """Remove every hook; the network is as it was. Calling it again does nothing."""
+        """Remove every hook, which restores the network. A second call does nothing."""
         for handle in self.handles:
             handle.remove()
         self.handles = []
@@ -111,9 +111,9 @@ class Attachment:
 
     @contextmanager
     def routed(self, selection_ratios: float | Sequence[float] | None = None) -> Iterator[None]:
-        """Inside, route in evaluation mode and without gradients too: for sparse guidance (arXiv 2601.01608).
+        """Inside the context, also route in evaluation mode and without gradients: for sparse guidance (arXiv 2601.01608).
 
-        `selection_ratios` replaces the routes' own: one number, or one per route. 0 switches routing off.
+        `selection_ratios` replaces the routes' own ratios: one number, or one per route. 0 switches routing off.
         """
         before, self.ratios_now = self.ratios_now, self.router.selection_ratios(selection_ratios)
         try:
@@ -123,10 +123,10 @@ class Attachment:
 
     @contextmanager
     def force_keep(self, mask: Tensor | None) -> Iterator[None]:
-        """Inside, the tokens where `mask` (B, N) is not zero never skip; None forces nothing.
+        """Inside the context, tokens with a nonzero `mask` (B, N) never skip; None forces nothing.
 
-        Every sample keeps as many tokens as the sample that forces most; `saving` reports what is left to skip.
-        Wrap the forward pass, which raises ValueError for a mask of another shape. Entering waits for the device once.
+        Every sample keeps as many tokens as the sample that forces most; `saving` then reports the share that still skips.
+        The forward pass raises ValueError for a mask of another shape. Entering the context waits for the device once.
         """
         before = self.forced, self.num_forced
         self.forced, self.num_forced = None, 0
@@ -140,13 +140,13 @@ class Attachment:
             self.forced, self.num_forced = before
 
     def checkpoint(self, function, *args, **kwargs) -> Any:
-        """Gradient checkpointing that recomputes blocks with the subset of their own forward pass.
+        """Gradient checkpointing that recomputes each block with the tokens of its forward pass.
 
-        For diffusers: `network.enable_gradient_checkpointing(attachment.checkpoint)`. Other functions work as well if they
-        checkpoint every block by itself and keep its input in place; otherwise the backward pass raises a RuntimeError.
+        For diffusers: `network.enable_gradient_checkpointing(attachment.checkpoint)`. Other checkpoint functions work if they
+        checkpoint every block separately and keep its input in place; otherwise the backward pass raises a RuntimeError.
         Under torch.compile, set `torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True`.
         """
-        if torch.compiler.is_compiling():  # the compiler keeps what it recomputes
+        if torch.compiler.is_compiling():  # the compiler recomputes from what it kept
             return checkpoint(function, *args, use_reentrant=False, **kwargs)
         plan = self.plan
 
@@ -161,12 +161,12 @@ class Attachment:
 
     @property
     def ids_keep(self) -> tuple[Tensor | None, ...]:
-        """(B, K) per route of the last routed forward pass: image tokens that stayed; None for a route that was off."""
+        """(B, K) per route: the image tokens that stayed in the last routed forward pass; None for a route that was off."""
         return tuple(self.last.ids_keep.get(i) for i in range(len(self.last.num_kept)))
 
     @property
     def saving(self) -> float:
-        """Share of all passes of image tokens through blocks that the last routed forward pass skipped; 0 before the first."""
+        """Fraction of (image token, block) pairs that the last routed forward pass skipped; 0 before the first."""
         if self.last.image is None:
             return 0.0
         N, kept_by_route = self.last.image.num_tokens, zip(self.last.num_kept, self.router.routes)
@@ -180,12 +180,12 @@ class Attachment:
     def _after_embedding(self, module: nn.Module, args: tuple, kwargs: dict, output: Any = None) -> None:
         """Hook of the embedding: make the plan of the forward pass, and draw all of its random numbers.
 
-        If a checkpointed block drew them, its recomputation would draw again, and dropout would differ.
+        If a checkpointed block drew them, its recomputation would draw again and get other dropout masks.
         """
         self.plan = Plan()
         if self.ratios_now is not None or (module.training and torch.is_grad_enabled()):
             if runs_in_backward():
-                raise RuntimeError("the backward pass computes a routed network again as a whole; checkpoint its blocks instead")
+                raise RuntimeError("the backward pass recomputes a whole routed network; checkpoint its blocks instead")
             image = self.adapter.count_tokens(dict(zip(self.embedding_arguments, args)) | kwargs, output)
             self.plan = self._make_plan(image)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -206,7 +206,7 @@ class Attachment:
         return plan
 
     def choose_ids_keep(self, plan: Plan, route: int, tokens: Tensor | None = None) -> None:
-        """Choose the tokens that stay in a route, by the tokens (B, N, D) that arrive at it; the uniform rule needs none."""
+        """Choose the tokens that stay in a route. Rules other than uniform need the tokens (B, N, D) that arrive at it."""
         scores = plan.uniform[route]
         if tokens is not None:
             scores = apply_rule(self.rule, tokens, scores.expand(len(tokens), -1))
@@ -218,10 +218,10 @@ class Attachment:
         plan.ids_keep[route] = TokenRouter.keep_highest(scores, plan.num_kept[route])  # (B, K)
 
     def find_plan(self, layer: int, tokens: Tensor) -> Plan:
-        """The plan of the forward pass that a block runs in, also when a backward pass computes the block again.
+        """The plan of the forward pass that a block belongs to, also when a backward pass recomputes the block.
 
-        `checkpoint` binds it. Under other checkpointing the block's input, which the checkpoint holds, identifies the pass. It
-        cannot if it was moved (as by offloading), was the input of several passes, or belongs to a pass too long ago.
+        `checkpoint` binds the plan. Other checkpoint functions hold the block's input, which identifies the pass. That fails if
+        the input was moved (as by offloading), was the input of several passes, or belongs to a pass too long ago.
         """
         compiling = torch.compiler.is_compiling()
         if self.bound is not None and not compiling:
@@ -229,7 +229,7 @@ class Attachment:
         if runs_in_backward():
             found = [plan for plan in self.recent if plan.inputs.get(layer) == memory_of(tokens)]
             if len(found) != 1:
-                why = f"block {layer} is computed again in the backward pass, and its forward pass is not known"
+                why = f"the backward pass recomputes block {layer}, whose forward pass is unknown"
                 raise RuntimeError(f"{why}; checkpoint the blocks with attachment.checkpoint (see its docstring)")
             return found[0]
         if self.plan is None:
@@ -241,13 +241,13 @@ class Attachment:
 
 
 def forget_compiled() -> None:
-    """Drop compiled code: it does not look at hooks again, so new ones would be silently ignored."""
+    """Drop compiled code, which would silently ignore new hooks."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
 
 
 def inner_module(module: nn.Module) -> nn.Module:
-    """The module that computes, below the wrappers of torch.compile, DDP, activation checkpointing and PEFT."""
+    """The module inside the wrappers of torch.compile, DDP, activation checkpointing and PEFT."""
     for cls in type(module).__mro__:
         if cls.__name__ in WRAPPED:
             return inner_module(getattr(module, WRAPPED[cls.__name__]))
@@ -255,7 +255,7 @@ def inner_module(module: nn.Module) -> nn.Module:
 
 
 def attached(network: nn.Module) -> Attachment | None:
-    """The attachment of a network, or of the copy of one; None when it has none."""
+    """The attachment of a network or of its deep copy; None if it has none."""
     for module in inner_module(network).modules():
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
             if isinstance(getattr(hook, "__self__", None), Attachment):
@@ -276,15 +276,15 @@ def attach(
 
     Args:
         network: one of `ADAPTERS`, or any that `adapter` describes; also inside DDP, torch.compile or PEFT. It gets forward
-            hooks and is not changed otherwise; `detach` removes them.
+            hooks, which `detach` removes; nothing else changes.
         routes: a preset, a SimpleTuner `tread_config`, or routes (see `as_routes`). selection_ratio is the fraction
             that SKIPS; layer indices count through all lists of blocks in order, and may be negative.
         selection: which tokens stay: `uniform` (the paper: a random subset), `importance` (tokens with a large L1-norm stay
-            more often), or a rule of your own, such as `partial(importance_scores, weight=1.0)`.
+            more often), or a function, such as `partial(importance_scores, weight=1.0)`.
         per_sample: a subset for every sample; False is one subset for the whole batch.
         generator: on the device of the tokens; None is torch's default, the only one that torch.compile traces in one graph.
 
-    Differs from TREAD, section 4: the block right after a route runs in the precision of all others under autocast.
+    Differs from TREAD, section 4: under autocast, the block right after a route runs in the same precision as the others.
 
     Raises:
         ValueError: an unknown preset, no routes, routes that do not fit the network's depth, or a network that cannot be routed.

@@ -1,8 +1,8 @@
-"""What `attach` does to the blocks of a network: hooks that shorten the tokens before a block and restore them after it.
+"""Hooks of `attach` on the blocks of a network: they shorten the tokens before a block and restore them after it.
 
-Positions and masks are shortened with the tokens. One subset serves the whole route, so this equals gathering once before the
-route and putting back once after it, but nothing between the blocks (residuals of a ControlNet, long skips, skipped layers,
-gradient checkpointing) ever sees a shortened sequence.
+They shorten positions and masks with the tokens. The same tokens stay in the whole route, so the result equals gathering once
+before the route and putting back once after it. But nothing between the blocks (residuals of a ControlNet, long skips, skipped
+layers, gradient checkpointing) ever sees a shortened sequence.
 
 Shapes: B batch, N image tokens, K kept of them, L tokens of a block's sequence (with text), D width.
 """
@@ -23,7 +23,7 @@ from routing_module import TokenRouter
 
 
 def argument_names(module: nn.Module) -> tuple[str, ...]:
-    """Names of the arguments of the module's forward, in order. By its class: hooks of others may replace the instance's."""
+    """Names of the arguments of the module's forward, in order. The class has it: other libraries may replace the instance's."""
     return tuple(inspect.signature(type(module).forward).parameters)[1:]
 
 
@@ -59,7 +59,7 @@ def gather_axis(x: Tensor, index: Tensor, dim: int) -> Tensor | PositionsPerSamp
 
 
 def memory_of(tokens: Tensor) -> tuple[StorageWeakRef, int]:
-    """What tells tokens from others that come to lie at the same address once they are freed. It keeps nothing alive."""
+    """A weak identity of a tensor's memory: a later tensor at the same address does not match. It keeps nothing alive."""
     return StorageWeakRef(tokens.untyped_storage()), tokens.storage_offset()
 
 
@@ -70,8 +70,8 @@ class Plan:
     image: ImageTokens | None = None  # None where the pass is dense
     num_kept: tuple[int, ...] = ()  # K per route
     in_evaluation: bool = False  # whether blocks in evaluation mode are routed too
-    uniform: dict[int, Tensor] = field(default_factory=dict)  # the random numbers (1 or B, N) of each route that is on
-    ids_keep: dict[int, Tensor] = field(default_factory=dict)  # (B, K) of each route that is on and has begun
+    uniform: dict[int, Tensor] = field(default_factory=dict)  # random numbers (1 or B, N) of each active route
+    ids_keep: dict[int, Tensor] = field(default_factory=dict)  # (B, K) of each active route that has begun
     inputs: dict[int, tuple] = field(default_factory=dict)  # `memory_of` the input of each block
 
     def is_on(self, route: int) -> bool:
@@ -89,7 +89,7 @@ class Plan:
         return x.detach().narrow(1, self.image_start(layout, x.shape[1]), self.image.num_tokens)
 
     def index(self, route: int, layout: str, length: int) -> Tensor:
-        """(B, L - N + K), the positions that stay in a sequence of `length` tokens: all that are not of the image, and K."""
+        """(B, L - N + K), the positions that stay in a sequence of `length` tokens: all other tokens and K image tokens."""
         start, ids_keep = self.image_start(layout, length), self.ids_keep[route]
         ends = ((0, start), (start + self.image.num_tokens, length))
         before, after = (torch.arange(*end, device=ids_keep.device).expand(len(ids_keep), -1) for end in ends)
@@ -97,7 +97,7 @@ class Plan:
 
 
 class BlockHooks:
-    """The two hooks of one block of a route; `layer` is its index through all lists, `names` those of its arguments."""
+    """The two hooks of one block of a route; `layer` counts blocks through all lists, `names` are those of its arguments."""
 
     def __init__(self, attachment, layer: int, route: int, spec: BlockList, names: tuple[str, ...]):
         self.attachment, self.layer, self.route, self.spec, self.names = attachment, layer, route, spec, names
@@ -109,13 +109,13 @@ class BlockHooks:
         arguments = dict(zip(self.names, args)) | kwargs
         tokens = arguments[self.spec.argument]  # (B, L, D)
         plan = self.attachment.find_plan(self.layer, tokens)
-        # A block in evaluation mode is a frozen part of a network in training.
+        # A block in evaluation mode belongs to a frozen part of a network in training.
         if not plan.is_on(self.route) or not (module.training or plan.in_evaluation):
             return None
         if self.route not in plan.ids_keep:
             self.attachment.choose_ids_keep(plan, self.route, plan.image_tokens(tokens, self.spec.layout))
 
-        indices: dict[tuple[str, int], Tensor] = {}  # of this call: cos and sin, and a mask, list the same tokens
+        indices: dict[tuple[str, int], Tensor] = {}  # cos, sin and a mask list the same tokens
 
         def index_of(layout: str, length: int) -> Tensor:
             if (layout, length) not in indices:
@@ -131,13 +131,13 @@ class BlockHooks:
         return (), arguments
 
     def after_block(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
-        """Forward hook: put the tokens back. Also called, without an output, when the block stops with an exception."""
-        before, self.before = self.before, None  # not kept alive: recomputation may stop half-way through a block
+        """Forward hook: put the tokens back. If the block stops with an exception, it is called without an output."""
+        before, self.before = self.before, None  # free the tokens: recomputation may stop half-way through a block
         if before is None or output is None:
             return None
         skipped, index = before
         tokens = output if self.spec.output is None else output[self.spec.output]
-        # Under autocast a block may answer in another precision than it was asked in; lose none of either.
+        # Under autocast a block may return another precision than it got; keep the higher one.
         tokens = TokenRouter.end_route(tokens, skipped.to(torch.promote_types(skipped.dtype, tokens.dtype)), index)
         if self.spec.output is None:
             return tokens
@@ -145,7 +145,7 @@ class BlockHooks:
 
 
 def shorten(value: Any, axis: TokenAxis, index_of: Callable[[str, int], Tensor]) -> Any:
-    """A block's argument with the entries of the tokens that stay, at index_of(layout, length) -> (B, K)."""
+    """A block's argument reduced to the tokens that stay, at index_of(layout, length) -> (B, K)."""
     if value is None:
         return None
     if isinstance(value, (tuple, list)):
