@@ -27,7 +27,7 @@ INITS = ("adaln_zero", "official_tread")
 
 
 def build(backbone: str, **kwargs) -> DiT:
-    """A network by its name, `DiT-B/2` say. Other keywords go to `DiT`, and replace the name's sizes."""
+    """A network by its name, such as `DiT-B/2`. Other keywords are passed to `DiT` and override the name's sizes."""
     return DiT(**sizes_of(backbone, BACKBONES) | kwargs)
 
 
@@ -55,14 +55,14 @@ def sincos_2d(grid_size: int, width: int) -> Tensor:
 
 
 class PatchEmbed(nn.Module):
-    """Patches -> tokens, row-major. The parameters are those of a convolution, as DiT names them."""
+    """Patches -> tokens, row-major. The parameters form a convolution, as in DiT."""
 
     def __init__(self, patch_size: int, in_channels: int, width: int):
         super().__init__()
         self.proj = nn.Conv2d(in_channels, width, patch_size, stride=patch_size)
 
     def forward(self, x: Tensor) -> Tensor:  # (B, C, H, W) -> (B, N, D)
-        # As a matrix product: its tokens are contiguous in memory. A convolution's are not, which slows every block.
+        # A matrix product gives tokens that are contiguous in memory. A convolution does not, which slows every block.
         patches = F.pixel_unshuffle(x, self.proj.stride[0])  # (B, C p p, H/p, W/p)
         return F.linear(patches.flatten(2).mT.contiguous(), self.proj.weight.flatten(1), self.proj.bias)
 
@@ -87,7 +87,7 @@ class TimestepEmbedder(nn.Module):
 
 
 class LabelEmbedder(nn.Module):
-    """Class label -> vector. Row `num_classes` is the null class, which stands for 'no label'."""
+    """Class label -> vector. Row `num_classes` is the null class, which means 'no label'."""
 
     def __init__(self, num_classes: int, width: int):
         super().__init__()
@@ -101,7 +101,7 @@ class LabelEmbedder(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention; the parameters are those of timm's."""
+    """Multi-head self-attention with timm's parameter names."""
 
     def __init__(self, width: int, num_heads: int):
         super().__init__()
@@ -123,7 +123,7 @@ class DiTBlock(nn.Module):
         self.norm1 = nn.LayerNorm(width, elementwise_affine=False, eps=1e-6)
         self.attn = Attention(width, num_heads)
         self.norm2 = nn.LayerNorm(width, elementwise_affine=False, eps=1e-6)
-        # timm's Mlp by its names; importing timm would take two thirds of the time that a command takes to start.
+        # timm's Mlp with its parameter names: importing timm would take two thirds of a command's start.
         fc1, fc2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
         self.mlp = nn.Sequential(OrderedDict(fc1=fc1, act=nn.GELU("tanh"), fc2=fc2))
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
@@ -153,17 +153,17 @@ class DiT(nn.Module):
         input_size: height = width of the latents; a multiple of patch_size.
         in_channels: C of the latents.
         num_classes: labels are 0 .. num_classes - 1, and num_classes is the null class.
-        learn_sigma: twice the output channels, as in published DiT checkpoints (the caller drops what it does not use).
+        learn_sigma: twice the output channels, as in published DiT checkpoints (the caller drops the unused half).
         class_dropout: probability that a label is replaced by the null class in training.
-        routes: windows that a part of the tokens skips; none is the plain DiT.
+        routes: windows of blocks that some tokens skip; without any, the network is the plain DiT.
         selection: the rule that chooses the tokens that stay, a name in `routing_module.SELECTIONS`, or `grid` (SPRINT's).
         fusion: how routes end: `replace` is TREAD's; `concat` (`extras.sprint.Fusion`) also ends routes of ratio 0.
-        path_drop: for `concat`, probability in training that mask tokens replace all that comes out of a sample's routes.
+        path_drop: for `concat`, probability in training that mask tokens replace the whole output of a sample's routes.
         fp32_after_route: under autocast, run the block (or final layer) after each active route in float32 (TREAD, section 4).
-        init: `adaln_zero` is DiT's: every block starts as the identity, the output as zero. In `official_tread`, the official
-            code's, modulation and final layers are Xavier-uniform like all others.
+        init: with `adaln_zero`, as in DiT, every block starts as the identity and the output as zero. With `official_tread`, as
+            in the official code, modulation and final layers are Xavier-uniform like all others.
 
-    Raises ValueError for routes that do not fit the depth or a fusion, and for latents that the patches do not fill.
+    Raises ValueError for routes that do not fit the depth or a fusion, and for latents whose size the patches do not divide.
     """
 
     block_class: type[nn.Module] = DiTBlock
@@ -240,22 +240,22 @@ class DiT(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor, Tensor | None]:
         """Args:
             x: (B, C, H, W) latents.
-            t: (B,) noise level, as the diffusion conditions on it (EDM: c_noise).
+            t: (B,) noise level in the diffusion's own conditioning (EDM: c_noise).
             y: (B,) int64 labels, 0 to num_classes, which is the null class. Other values stop the process on a GPU.
             drop_labels: (B,) bool, labels to replace by the null class; drawn in training mode when absent.
-            drop_paths: (B,) bool, samples whose fused routes give mask tokens alone; drawn in training mode when absent.
+            drop_paths: (B,) bool, samples whose fused routes output mask tokens only; drawn in training mode when absent.
             route_scores: (B, R, N) uniform numbers for the selection rule; drawn when absent.
             selection_ratios: route with these ratios (one, or one per route), in evaluation mode too; 1 skips the routes' blocks.
-                By default the routes' own in training mode, and no routing in evaluation mode.
-            generator: source of what is drawn here.
+                By default, training mode uses the routes' own ratios, and evaluation mode does not route.
+            generator: source of the numbers drawn here.
             tap: also return the tokens after this many blocks, 1 to depth.
 
         Returns:
-            (B, out_channels, H, W). With `tap`, also the tokens there, (B, N, D), and None; inside a route, those that did not
-            skip, (B, K, D), and their positions, (B, K) int64.
+            (B, out_channels, H, W). With `tap`, also the tokens there, (B, N, D), and None; inside a route, the tokens that did
+            not skip, (B, K, D), and their positions, (B, K) int64.
 
         Raises ValueError for t, y or drop_* of another shape, drop_paths without a fusion, ratios or scores that do not fit the
-        routes, an unknown tap.
+        routes, and an unknown tap.
         """
         if tap is not None and not 1 <= tap <= len(self.blocks):
             raise ValueError(f"tap={tap} is outside a network of {len(self.blocks)} blocks; use 1 to {len(self.blocks)}")
@@ -283,11 +283,11 @@ class DiT(nn.Module):
             if i in starts:
                 scores = None if route_scores is None else route_scores[:, starts[i]]
                 skipped, ratio = h, ratios[starts[i]]  # (B, N, D)
-                if ratio > 0 or self.training:  # a fusion's mask token gets a gradient at ratio 0 too, or DDP refuses the step
+                if ratio > 0 or self.training:  # DDP needs a gradient for a fusion's mask token, at ratio 0 too
                     ids_keep = self.router.choose_ids_keep(h, ratio, scores=scores, generator=generator, rule=self.selection_rule)
                     h = self.router.start_route(h, ids_keep)  # (B, K, D)
                     tables = [self.router.start_route(table.expand(len(x), *table.shape[1:]), ids_keep) for table in all_tables]
-            if h.shape[1] > 0:  # else all tokens skip
+            if h.shape[1] > 0:  # otherwise all tokens skip
                 h = self._in_fp32(block, h, c, *tables) if i in in_fp32 else block(h, c, *tables)
             if i + 1 == tap:
                 tapped = h, ids_keep
@@ -302,12 +302,15 @@ class DiT(nn.Module):
         return (self.unpatchify(out), *tapped) if tapped else self.unpatchify(out)
 
     def token_tables(self) -> tuple[Tensor, ...]:
-        """What blocks need of every token beside the tokens, each (1, N, ...): they get the rows of the tokens that they see."""
+        """Per-token tables that blocks take besides the tokens (rotary angles, say), each (1, N, ...).
+
+        In a route, a block gets the rows of the kept tokens.
+        """
         return ()
 
     @staticmethod
     def _in_fp32(layer: Callable[..., Tensor], h: Tensor, c: Tensor, *tables: Tensor) -> Tensor:
-        """Full precision under mixed precision; where the weights themselves are not float32, nothing changes."""
+        """Run a layer in float32 under autocast. Without autocast, nothing changes."""
         if not torch.is_autocast_enabled(h.device.type):
             return layer(h, c, *tables)
         with torch.autocast(h.device.type, enabled=False):

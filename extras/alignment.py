@@ -4,7 +4,7 @@ A projector maps the tokens after one block to the width of the encoder's patch 
 
     weight x mean over tokens of -cos(projected token, patch token of the same position)
 
-Only training needs the projector: the network and its weights are those of a run without alignment.
+Only training needs the projector: network and weights have the same form as without alignment.
 
 Shapes: B batch, N tokens, K tokens inside a route, D width of the network, E width of the encoder's tokens.
 """
@@ -29,9 +29,9 @@ from routing_module import TokenRouter
 
 
 class Projector(nn.Sequential):
-    """(B, K, width) -> (B, K, out_width), for every token alone: three linear layers with SiLU between them (REPA, appendix).
+    """(B, K, width) -> (B, K, out_width), token by token: three linear layers with SiLU between them (REPA, appendix).
 
-    Initialised as DiT's linear layers: Xavier-uniform weights, no biases.
+    Initialised like DiT's linear layers: Xavier-uniform weights, zero biases.
     """
 
     def __init__(self, width: int, hidden: int, out_width: int):
@@ -43,11 +43,11 @@ class Projector(nn.Sequential):
 
 
 class TappedNetwork:
-    """A network as a diffusion calls it, which keeps the tokens after block `tap` of the last call.
+    """A network that also stores the tokens after block `tap` of its last call; a diffusion can call it.
 
     Attributes:
-        tokens: (B, N, D), or inside a route those that are there, (B, K, D).
-        ids_keep: their positions, (B, K) int64; None where all tokens are there.
+        tokens: (B, N, D), or inside a route the kept tokens, (B, K, D).
+        ids_keep: positions of the kept tokens, (B, K) int64; None outside a route.
     """
 
     def __init__(self, net: Callable[..., tuple[Tensor, Tensor, Tensor | None]], tap: int):
@@ -64,11 +64,11 @@ class Alignment:
 
     Attributes:
         projector: trained with the network.
-        encode: the images that `fetch` read -> the encoder's patch tokens (B, N, E), without a gradient.
-        fetch: (indices, flips) of items -> stored latents, labels, and what `encode` takes.
+        encode: images from `fetch` -> the encoder's patch tokens (B, N, E), without a gradient.
+        fetch: (indices, flips) of items -> stored latents, labels, and images for `encode`.
         tap: the block after which tokens are aligned, from 1.
-        encoder: the hash of its weights.
-        weight: of the alignment in the loss.
+        encoder: hash of the encoder's weights.
+        weight: weight of the alignment in the loss.
     """
 
     projector: nn.Module
@@ -85,8 +85,8 @@ class Alignment:
         """() float32, weighted, after a call of `net`.
 
         Args:
-            projector: `self.projector` as accelerate wraps it.
-            shown: what `fetch` read for the latents of that call.
+            projector: `self.projector` as wrapped by accelerate.
+            shown: the images that `fetch` returned with the latents of that call.
         """
         return self.weight * alignment_loss(projector(net.tokens), self.encode(shown), net.ids_keep)
 
@@ -99,7 +99,7 @@ def alignment_loss(projected: Tensor, patches: Tensor, ids_keep: Tensor | None =
         patches: (B, N, E).
 
     Raises:
-        ValueError: tensors that are not of the same tokens, which would broadcast.
+        ValueError: tensors of different tokens, which would broadcast.
     """
     if ids_keep is not None:
         patches = TokenRouter.start_route(patches, ids_keep)
@@ -112,8 +112,8 @@ def build(cfg: TrainConfig, dataset: LatentDataset, accelerator: Accelerator) ->
     """alignment=repa, with its encoder on this process's device.
 
     Raises:
-        UserError: a block that is not there; latents without images; an encoder that cannot be had, or whose patches are not of
-            a known size.
+        UserError: the network has no such block; the latents come without images; the encoder cannot be loaded, or its name does
+            not give the size of its patches.
     """
     settings = cfg.alignment
     depth, width, _, patch_size = NETWORKS[cfg.model.name].BACKBONES[cfg.model.backbone]
@@ -134,7 +134,7 @@ def build(cfg: TrainConfig, dataset: LatentDataset, accelerator: Accelerator) ->
         )
     except UserError as e:
         raise UserError(f"alignment.encoder, alignment.weights: {e}") from e
-    with torch.random.fork_rng(devices=[]):  # whatever random numbers the encoder has taken
+    with torch.random.fork_rng(devices=[]):  # building the encoder may have used random numbers
         torch.manual_seed(2**32 + cfg.seed)  # no seed of a run
         projector = Projector(width, settings.projector_width, encoder.width)
     return Alignment(

@@ -1,4 +1,4 @@
-"""SPRINT (arXiv 2510.21986), TREAD's successor: what comes out of a route is fused with what went in.
+"""SPRINT (arXiv 2510.21986), TREAD's successor: a route's output is fused with its input.
 
 `model.selection=grid` and `model.fusion=concat`, for DiT and LightningDiT; its guidance is `guidance.path_drop`.
 
@@ -17,12 +17,13 @@ from routing_module import SelectionRule, TokenRouter
 
 
 def grid_rule(rows: int, columns: int) -> SelectionRule:
-    """Of each 2x2 group of neighbours, equally many tokens stay, drawn group by group: three, two or one of four.
+    """A rule by which equally many tokens of each 2x2 group stay, drawn group by group: three, two or one of four.
 
-    At other ratios than 1/4, 1/2 and 3/4, the numbers differ by at most one. For `attach` too: `selection=grid_rule(32, 48)`.
+    At other ratios than 1/4, 1/2 and 3/4, these numbers differ by at most one. `attach` takes it too:
+    `selection=grid_rule(32, 48)`.
 
     Args:
-        rows, columns: of the tokens of every image, which are row-major. Raises ValueError for an odd number.
+        rows, columns: size of every image's grid of tokens, row-major. Raises ValueError for an odd number.
     """
     if rows % 2 or columns % 2:
         raise ValueError(f"selection=grid needs even numbers of rows and columns of tokens, not {rows} x {columns}")
@@ -38,7 +39,7 @@ def _grid_scores(x: Tensor, uniform: Tensor, grid: tuple[int, int, int, int]) ->
 
 
 def build_fusions(fusion: str, path_drop: float, num_routes: int, width: int) -> nn.ModuleList:
-    """A `Fusion` per route for fusion=concat, none for replace. Raises ValueError for settings that do not fit each other."""
+    """A `Fusion` per route for fusion=concat, none for replace. Raises ValueError if the settings contradict each other."""
     number = {"replace": 0, "concat": num_routes}[fusion]
     if number == 0 and fusion == "concat":
         raise ValueError("fusion=concat needs a route; set fusion=replace path_drop=0 for a network without")
@@ -48,7 +49,7 @@ def build_fusions(fusion: str, path_drop: float, num_routes: int, width: int) ->
 
 
 class Fusion(nn.Module):
-    """Every token becomes Linear([before the route, after it]); one learned mask token stands for those that skipped.
+    """Every token becomes Linear([before the route, after it]); a learned mask token replaces the tokens that skipped.
 
     The mask token starts at zero. The network initialises the linear layer with its others.
     """
@@ -62,8 +63,8 @@ class Fusion(nn.Module):
         """Args:
             x: (B, K, D), the kept tokens after the route; K may be 0.
             skipped: (B, N, D), all tokens before it.
-            ids_keep: (B, K), of `TokenRouter.choose_ids_keep`; None: x is all tokens.
-            drop: (B,) bool, samples for which the mask token replaces all of x (path-drop); None: none.
+            ids_keep: (B, K), from `TokenRouter.choose_ids_keep`; None if x holds all tokens.
+            drop: (B,) bool, samples for which the mask token replaces all of x (path-drop); None for no sample.
 
         Returns:
             (B, N, D).

@@ -1,6 +1,6 @@
-"""FLOPs of a network's matrix products (dit.py, lightningdit.py), from its sizes. A multiply-add is 2 FLOPs.
+"""FLOPs of a network's matrix products (dit.py, lightningdit.py), computed from its sizes. A multiply-add is 2 FLOPs.
 
-Norms, activations, modulation and softmax are not counted, as is usual.
+As usual, norms, activations, modulation and softmax do not count.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def forward_flops(net: dit.DiT, selection_ratios: float | Sequence[float] | None
 
     Args:
         selection_ratios: fraction of the tokens that SKIP, one for all routes or one for each. 0 is dense, as in sampling; 1
-            skips the routes' blocks; None takes the routes' own, as in training.
+            skips the routes' blocks; None takes the routes' own ratios, as in training.
     """
     N, D = net.num_tokens, net.pos_embed.shape[-1]
     conv, final = net.x_embedder.proj, net.final_layer
