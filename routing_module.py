@@ -102,8 +102,10 @@ class TokenRouter:
                     raise ValueError(f"routes[{i}].{name}={idx} does not exist in a network of {known}")
             start, end = route.start_layer_idx % depth, route.end_layer_idx % depth
             first = self.routes[-1].end_layer_idx + 1 if self.routes else 0
-            if not first <= start <= end:
-                raise ValueError(f"routes[{i}] skips blocks {start} to {end}; need {first} <= start_layer_idx <= end_layer_idx")
+            if end < start:
+                raise ValueError(f"routes[{i}] ends with block {end}, before it starts with block {start}")
+            if start < first:
+                raise ValueError(f"routes[{i}] starts with block {start}, but routes[{i - 1}] ends with block {first - 1}")
             self.routes += (Route(float(route.selection_ratio), start, end),)
 
     def selection_ratios(self, overrides: float | Sequence[float] | None = None) -> tuple[float, ...]:

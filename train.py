@@ -16,7 +16,7 @@ from __future__ import annotations
 from configs import command_line
 
 if __name__ == "__main__":  # before torch, whose import takes seconds that --help and a wrong key need not wait for
-    command_line.run("train:main_named", "config", "configs.schema:TrainConfig", __doc__, at_end="sampling.processes:leave")
+    command_line.run("train:main", "config", "configs.schema:TrainConfig", __doc__, at_end="sampling.processes:leave")
 
 import logging
 import shutil
@@ -27,7 +27,6 @@ from functools import partial
 
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from hydra.core.hydra_config import HydraConfig
 
 from common.errors import UserError
 from common.files import append_line
@@ -42,7 +41,7 @@ from training.ema import EMA
 from training.hooks import Evaluations, Grids, Metrics
 from training.provenance import describe_start
 from training.resume import find_initial, find_resume
-from training.run import RunFolder, name_run
+from training.run import RunFolder
 from training.sharding import check_processes
 from training.trainer import Hook, Trainer
 
@@ -173,8 +172,3 @@ def describe(trainer: Trainer, run: RunFolder) -> None:
         log.info("train  steps %d to %d, %s", trainer.step, cfg.train.num_steps, ", ".join(how))
     else:
         log.info("this run is complete at step %d: train.num_steps=%d", trainer.step, cfg.train.num_steps)
-
-
-def main_named(cfg: schema.TrainConfig) -> None:
-    """`main`, with the run named after what was typed."""
-    main(cfg.model_copy(update={"name": name_run(cfg.name, HydraConfig.get().overrides.task)}))

@@ -6,18 +6,27 @@ import functools
 import math
 from typing import Annotated
 
-from pydantic import ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 # A dataclass that nobody writes to. An unknown field, and a value of another type or beyond its bounds, are ValueErrors.
 settings = functools.partial(dataclass, frozen=True, config=ConfigDict(extra="forbid", defer_build=True))
 
-# Upper bounds far above all that is sensible: a slip of the keyboard is an error, not a hang.
-Whole = Annotated[int, Field(ge=0, le=10**9)]
-Count = Annotated[int, Field(ge=1, le=10**9)]
-Steps = Annotated[int, Field(ge=1, le=10**5)]  # of a sampler
-Number = Annotated[float, Field(allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0, lt=math.inf)]
-NotNegative = Annotated[float, Field(ge=0, lt=math.inf)]
+
+def _number(value: object) -> object:
+    """Refuse true and false, which Python counts as 1 and 0. A whole number may be written as a float, such as 1e3."""
+    if isinstance(value, bool):
+        raise ValueError(f"{value} is not a number")
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+_NUMBER = BeforeValidator(_number)
+# The upper bounds are far above all sensible values: a typing error is an error, not a hang.
+Whole = Annotated[int, Field(ge=0, le=10**9), _NUMBER]
+Count = Annotated[int, Field(ge=1, le=10**9), _NUMBER]
+Steps = Annotated[int, Field(ge=1, le=10**5), _NUMBER]  # of a sampler
+Number = Annotated[float, Field(allow_inf_nan=False), _NUMBER]
+Positive = Annotated[float, Field(gt=0, lt=math.inf), _NUMBER]
+NotNegative = Annotated[float, Field(ge=0, lt=math.inf), _NUMBER]
 Text = Annotated[str, Field(min_length=1)]
 AutoencoderSpec = Annotated[str, Field(pattern=r"^(identity|none|(sd-vae|va-vae):.+)$")]

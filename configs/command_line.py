@@ -9,13 +9,17 @@ import os
 import re
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pkgutil import resolve_name
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import hydra
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -62,6 +66,15 @@ def guard(action: Callable[[], None]) -> None:
         sys.exit(f"error{'' if rank is None else f' (process {rank})'}: {error}")
 
 
+def load(name: str) -> Any:
+    """Import "module:name". Ctrl-C ends the process at once meanwhile: in the middle of an import, it can raise any error."""
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        return resolve_name(name)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 class SweepEnded(BaseException):
     """Passes through Hydra, which goes on with the next run of a sweep after any Exception."""
 
@@ -75,11 +88,14 @@ def run(main: str, config_name: str, settings: str, description: str, at_end: st
     failures: list[Exception] = []
 
     def checked(cfg: DictConfig) -> None:
+        is_sweep = HydraConfig.get().mode is RunMode.MULTIRUN
         try:
-            resolve_name(main)(check(cfg, resolve_name(settings)))
+            cfg = check(cfg, load(settings), HydraConfig.get().overrides.task)  # before `main` and torch are imported
+            load(main)(cfg)
         except Exception as e:
             failures.append(e)  # Hydra prints a line of its own for what leaves this function
-            is_sweep = HydraConfig.get().mode is RunMode.MULTIRUN
+            if is_sweep:  # the error lives until the end of the sweep: without its frames, this run's trainer does not
+                clear_frames(e)
             if is_sweep and os.environ.get("WORLD_SIZE", "1") != "1":  # the other processes may still be in this run
                 raise SweepEnded from e
             if is_sweep or not isinstance(e, UserError):  # of a sweep, perhaps in a process of its own
@@ -89,16 +105,21 @@ def run(main: str, config_name: str, settings: str, description: str, at_end: st
 
     def start() -> None:
         experiments.register(sys.argv[1:])
+        given, unknown = get_args_parser().parse_known_args()
+        if unknown:
+            raise UserError(f"{unknown[0]} is not an option; keys are written without dashes: {unknown[0].lstrip('-')}=<value>")
         os.environ[FULL_ERRORS] = "1"  # have Hydra raise its errors, and those of `main`, instead of printing them
         try:
+            if given.multirun:
+                check_sweep(given.overrides, config_name, load(settings))
             with contextlib.suppress(SweepEnded):
                 hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(checked)()
         except HydraException as e:
-            raise UserError(explain(e, config_name)) from e
+            raise UserError(explain(e, given.overrides, config_name)) from e
         if failures:
             raise failures[0]
         if "torch" in sys.modules:  # else nothing ran: --cfg, the shell's completion
-            resolve_name(at_end)()
+            load(at_end)()
 
     if HELP & set(sys.argv):
         sys.stdout.write(f"{description}\n{explain_keys(config_name)}")
@@ -107,28 +128,65 @@ def run(main: str, config_name: str, settings: str, description: str, at_end: st
     sys.exit()
 
 
+def check_sweep(overrides: Sequence[str], config_name: str, settings: type[S]) -> None:
+    """Compose and check every run of a sweep before the first one starts. Other sweepers than Hydra's own choose runs later.
+
+    Raises UserError for a run that `check` refuses, and for two runs that would share a folder.
+    """
+    if any(override.startswith("hydra/sweeper") for override in overrides):
+        return
+    runs: dict[tuple, str] = {}
+    for typed in BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(list(overrides)), None)[0]:
+        typed = [override for override in typed if not override.startswith("hydra")]
+        words = " ".join(typed)
+        try:
+            cfg = check(experiments.compose_overrides(typed, config_name), settings, typed)
+        except UserError as e:
+            raise UserError(f"{words}: {e}") from e
+        folder = tuple(getattr(cfg, key, None) for key in ("output_dir", "name"))
+        if folder != (None, None) and folder in runs:
+            raise UserError(f"two runs of the sweep have the folder {'/'.join(folder)}: {runs[folder]} and {words}; set name=...")
+        runs[folder] = words
+
+
+def clear_frames(error: BaseException | None) -> None:
+    """Drop the local variables that the tracebacks of an error and of its causes hold."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
 def explain_keys(config_name: str) -> str:
     """The files that say what every key means, and its default: the command's own, and those of its groups."""
     files = [CONFIGS / f"{config_name}.yaml", *sorted(CONFIGS.glob("*/*.yaml" if config_name == "config" else "guidance/*.yaml"))]
     return "\n".join(f"--- {file.relative_to(REPOSITORY)}\n{file.read_text(encoding='utf-8')}" for file in files)
 
 
-def explain(error: HydraException, config_name: str) -> str:
-    """What Hydra says, on one line, with the nearest key or row."""
+def explain(error: HydraException, overrides: Sequence[str], config_name: str) -> str:
+    """Hydra's message on one line, with the nearest key."""
+    if isinstance(error, OverrideParseException):
+        return f"{error.override!r} cannot be read; quote a value that holds spaces or special characters: 'key=\"a b\"'"
     text = " ".join(str(error).partition("Config search path")[0].split())
+    if text.startswith("Error merging override"):  # a dictionary in place of a list
+        return f"{text.partition('override ')[2]}: the key holds a list"
     if unknown := re.search(r"Could not override '([^']+)'", text):
-        known = flatten(OmegaConf.to_container(experiments.compose_overrides([], config_name)))
+        choices = [override for override in overrides if override.partition("=")[0] in experiments.GROUPS]
+        known = flatten(OmegaConf.to_container(experiments.compose_overrides(choices, config_name)))
         return f"{unknown[1]} is not a key{nearest(unknown[1], [*known, *(key.partition('.')[0] for key in known)])}"
     return text
 
 
-def check(cfg: DictConfig, settings: type[S]) -> S:
-    """The composed configuration as checked settings, with its interpolations resolved. Raises UserError."""
+def check(cfg: DictConfig, settings: type[S], overrides: Sequence[str] = ("name=",)) -> S:
+    """The composed configuration as checked settings, with its interpolations resolved. Raises UserError.
+
+    Args:
+        overrides: what was typed, which names a run without a `name=` (`Settings.named`).
+    """
     try:
         raw = OmegaConf.to_container(cfg, resolve=True)
     except OmegaConfBaseException as e:
         raise UserError(f"{e.full_key}: {str(e).splitlines()[0]}") from e
-    return validate(raw, settings)
+    return validate(raw, settings).named(overrides)
 
 
 def run_command(commands: dict[str, str], description: str, arguments: list[str], keys_of: dict[str, str] | None = None) -> None:
@@ -148,7 +206,7 @@ def run_command(commands: dict[str, str], description: str, arguments: list[str]
     if HELP & set(given):
         sys.stdout.write(source_of((commands | (keys_of or {}))[name]))
         return
-    function = resolve_name(commands[name])
+    function = load(commands[name])
     parameters = inspect.signature(function, eval_str=True).parameters.values()
     types = {p.name: (p.annotation, ... if p.default is p.empty else p.default) for p in parameters}
     function(**dict(parse_arguments(given, create_model(function.__name__, __base__=Settings, **types))))

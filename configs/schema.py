@@ -7,15 +7,20 @@ and their samplers are settings themselves: `cfg.diffusion` is an `edm.EDM`, say
 from __future__ import annotations
 
 import itertools
+import json
+import re
 from collections.abc import Sequence
 from dataclasses import fields
 from enum import Enum
 from typing import Annotated, Any, Literal
 
+from omegaconf import OmegaConf
 from pydantic import AfterValidator, BeforeValidator, Field, create_model, model_validator
 
 import dit
+from common.files import hash_bytes
 from common.types import AutoencoderSpec, Count, NotNegative, Number, Positive, Text, Whole, settings
+from configs.experiments import GROUPS, compose_overrides
 from configs.settings import OneOrMany, Settings, as_list, flatten, nearest
 from edm import EDM
 from edm.sampler import HeunSampler
@@ -26,6 +31,7 @@ from sit import SiT
 from sit.sampler import FlowSampler
 
 MAX_NUMBERS = 10**7  # of seeds or classes in a command
+MAX_NAME_LENGTH = 60  # of a run
 
 # model.name -> the module of its network.
 NETWORKS = dict.fromkeys(("dit", "tread", "sprint"), dit)
@@ -51,8 +57,14 @@ def known_detector(name: str) -> str:
     return name
 
 
+def folder_name(name: str) -> str:
+    if not name.strip(".") or {*name} & {*"/\\"}:
+        raise ValueError(f"{name!r} is not the name of a folder: it must not be empty, hold / or \\, or consist of dots")
+    return name
+
+
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-FolderName = Annotated[str, Field(pattern=r"^[^/\\]*[^./\\][^/\\]*$")]
+FolderName = Annotated[str, AfterValidator(folder_name)]
 Checkpoint = Text  # the folder of a checkpoint, or of a run for its newest
 Detector = Annotated[str, AfterValidator(known_detector)]
 Numbers = Annotated[list[int], BeforeValidator(parse_numbers)]
@@ -244,6 +256,33 @@ class TrainConfig(Settings):
     eval: Eval
     evaluation: EvaluationSettings
     wandb: Wandb
+
+    def named(self, overrides: Sequence[str]) -> TrainConfig:
+        """The configuration with its run's name: the default, then each changed key that makes a run another one.
+
+        A key is named by its last part and its value, unless the value is the default. Keys that may change when a run resumes,
+        such as train.num_steps, are not named, and neither is what the default says already (data, model, experiment and its
+        seed). A name of more than MAX_NAME_LENGTH characters ends with a hash.
+        """
+        typed = [override.lstrip("+~").partition("=")[0] for override in overrides]
+        if "name" in typed:
+            return self
+        choices = ("data", "model", "experiment")  # the default name holds them
+        own, composed = flatten(self.model_dump()), {}
+        for groups in (choices, GROUPS + choices):
+            chosen = [override for key, override in zip(typed, overrides) if key in groups]
+            composed[groups] = flatten(OmegaConf.to_container(compose_overrides(chosen), resolve=True))
+        words = [self.name]
+        for key in dict.fromkeys(typed):
+            is_named = role_of(key) in (*SAME_RUN, Role.NOTED) and not (key == "seed" and "experiment" in typed)
+            name, default = (f"{key}.name", composed[choices]) if key in GROUPS else (key, composed[GROUPS + choices])
+            if is_named and key not in choices and own[name] != default.get(name):
+                value = json.dumps(own[name]).strip('[]{}"/ ')
+                words.append(f"{key.rpartition('.')[2]}-{re.sub(r'[^0-9A-Za-z.+-]+', '-', value)}")
+        name = "_".join(words)
+        if len(name) > MAX_NAME_LENGTH:
+            name = f"{name[: MAX_NAME_LENGTH - 9]}_{hash_bytes(name.encode())[:8]}"
+        return self.model_copy(update={"name": name})
 
     def checkpoints_gb(self, num_parameters: int) -> float:
         """What checkpoints (weight, EMA, two moments, tracked averages, in float32) and snapshots (float16) take at most."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, TypeVar, Union
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -15,9 +15,13 @@ T = TypeVar("T")
 
 
 class Settings(BaseModel):
-    """Checked settings. An unknown key, a missing one and a value of another type are errors; nobody writes to them."""
+    """Checked settings. An unknown key, a missing key and a value of another type are errors; nobody writes to them."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", defer_build=True)  # built when first used
+
+    def named(self, overrides: Sequence[str]) -> Settings:
+        """The settings with a default name that shows what `overrides` changed, where they name something."""
+        return self
 
 
 S = TypeVar("S", bound=Settings)
@@ -46,12 +50,15 @@ def explained(raw: dict, known: Iterable[str]) -> Iterator[None]:
     try:
         yield
     except ValidationError as e:
-        lines: dict[str, str] = {}  # a key's branches (a number, or a list of them) on one line
+        problems: dict[str, str] = {}  # by key; the branches of a key (a number, or a list of numbers) are joined
         for error in e.errors():
             key = _dotted_key(error, raw)
-            text = (key + _explain(error, key, known)).removeprefix(": ")
-            lines[key] = f"{lines[key]} or {text.partition(': ')[2]}" if key in lines else text
-        raise UserError("\n".join(lines.values())) from e
+            text = _explain(error, key, known)
+            problems[key] = f"{problems[key]} or {text.partition(': ')[2]}" if key in problems else text
+        keys: dict[str, list[str]] = {}  # by problem: keys that take their value from another key share its problem
+        for key, text in problems.items():
+            keys.setdefault(text, []).append(key)
+        raise UserError("\n".join((", ".join(some) + text).removeprefix(": ") for text, some in keys.items())) from e
 
 
 def _dotted_key(error: dict, raw: dict) -> str:
@@ -76,19 +83,16 @@ def _explain(error: dict, key: str, known: Iterable[str]) -> str:
         return f" is not a key{nearest(key, known)}"
     if error["type"] == "value_error":  # raised by a function of ours
         return f": {error['ctx']['error']}"
-    return " is not set" if error["input"] is None else f"={error['input']!r:.100}: {error['msg']}"
+    value = " is not set" if error["input"] is None else f"={error['input']!r:.100}"
+    return f"{value}: {error['msg']}"
 
 
 def nearest(key: str, known: Iterable[str]) -> str:
-    """`; nearest: train.lr`: known keys that look alike, or whose last parts do, else those of the same group if it has few."""
-    parts, (group, _, name) = {other: other.rpartition(".") for other in known if other != key}, key.rpartition(".")
-    alike = difflib.get_close_matches(name, {part[2] for part in parts.values()}, n=3, cutoff=0.75)
-    lowered = {other.lower(): other for other in parts}
-    near = [lowered[found] for found in difflib.get_close_matches(key.lower(), lowered, n=3, cutoff=0.75)]
-    near = near or [other for other in parts if parts[other][2] in alike]
-    same = [other for other in parts if parts[other][0] == group]
-    near = near or (same if group or len(same) == len(parts) else [])  # top-level keys are no group
-    return f"; nearest: {', '.join(near)}" if 0 < len(near) <= 20 else ""
+    """`; nearest: train.lr`: up to three known keys that look alike, first those with the same last part."""
+    names = {other.lower(): other for other in known if other != key}
+    same = [other for name, other in names.items() if name.rpartition(".")[2] == key.lower().rpartition(".")[2]]
+    near = [*same, *(names[name] for name in difflib.get_close_matches(key.lower(), names, cutoff=0.75))]
+    return f"; nearest: {', '.join([*dict.fromkeys(near)][:3])}" if near else ""
 
 
 def flatten(config: dict, prefix: str = "") -> dict[str, object]:

@@ -22,7 +22,7 @@ from pydantic import Field
 from torch import Tensor
 
 from common.randomness import SampleRandom
-from common.types import settings
+from common.types import Steps, settings
 
 NUM_TIMESTEPS, BETA_FIRST, BETA_LAST = 1000, 1e-4, 0.02  # arXiv 2006.11239, section 4; DiT keeps them
 
@@ -42,7 +42,7 @@ class AncestralSampler:
         solver: `ancestral` draws from p(x_prev | x_t); `ddim` is deterministic (arXiv 2010.02502, Eq. 12 with sigma = 0).
     """
 
-    num_steps: Annotated[int, Field(ge=1, le=NUM_TIMESTEPS)] = 250
+    num_steps: Annotated[Steps, Field(le=NUM_TIMESTEPS)] = 250
     solver: Literal["ancestral", "ddim"] = "ancestral"
 
     def timesteps(self) -> list[int]:

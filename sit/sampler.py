@@ -40,7 +40,7 @@ class FlowSampler:
     num_steps: Steps = 40
     solver: Literal["euler", "heun", "euler_maruyama"] = "heun"
     timestep_shift: Positive = 1.0
-    last_step_size: Annotated[float, Field(gt=0, lt=1)] = 0.04
+    last_step_size: Annotated[Positive, Field(lt=1)] = 0.04
 
     def __post_init__(self):
         if self.solver == "euler_maruyama" and self.timestep_shift != 1:

@@ -1,6 +1,7 @@
 """What a command prints and returns: one line for a user's error, a traceback for ours, sweeps, help."""
 
 import signal
+import weakref
 from datetime import timedelta
 
 import pytest
@@ -54,6 +55,44 @@ def test_a_sweep_of_two_processes_runs_each_under_its_own_name_and_again_does_no
     assert not (tmp_path / "refused").exists()
 
 
+def test_what_cannot_be_read_on_a_command_line_is_one_line(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for arguments, words in (
+        (["--model", "tread"], "--model is not an option; keys are written without dashes: model=<value>"),
+        (["output_dir=out dir ü"], "'output_dir=out dir ü' cannot be read; quote a value that holds spaces"),
+        (["guidance=cfg", "cfg_scale=1.5"], "cfg_scale is not a key; nearest: guidance.cfg_scale, eval.cfg_scales"),
+        (["model.routes={selection_ratio:0.5}"], "model.routes={selection_ratio:0.5}: the key holds a list"),
+        (["-m", "train.lr=1e-3,abc"], "train.lr=abc: train.lr='abc': .*number"),
+        (["-m", "seed=0", "experiment=table2/dit_b2,table2/dit_b1"], "table2/dit_b1 is not a row"),
+        (["-m", "eval.num_steps=3,5"], "have the folder runs/digits_tread: eval.num_steps=3 and eval.num_steps=5"),
+    ):
+        monkeypatch.setattr("sys.argv", ["train.py", *arguments])
+        monkeypatch.setenv(command_line.FULL_ERRORS, "0")
+        with pytest.raises(SystemExit, match=words):
+            command_line.run("test_command_line:never", "config", "configs.schema:TrainConfig", "", at_end="builtins:print")
+    assert not list(tmp_path.iterdir())
+
+
+class Trainer:
+    """Stands for what a run holds in memory."""
+
+
+def fail_in_a_sweep(cfg):
+    trainer = Trainer()
+    started.append((weakref.ref(trainer), [found() for found, *_ in started]))
+    raise UserError("diverged")
+
+
+def test_the_failed_run_of_a_sweep_leaves_nothing_in_memory_for_the_next(monkeypatch, tmp_path):
+    started.clear()
+    monkeypatch.setattr("sys.argv", ["train.py", "-m", "seed=0,1", f"output_dir={tmp_path}"])
+    monkeypatch.setenv(command_line.FULL_ERRORS, "0")
+    with pytest.raises(SystemExit, match="diverged"):
+        command_line.run("test_command_line:fail_in_a_sweep", "config", "configs.schema:TrainConfig", "", at_end="builtins:print")
+    assert [alive for _, alive in started] == [[], [None]]
+
+
+started = []
 called = []
 
 

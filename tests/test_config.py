@@ -11,7 +11,6 @@ from guidance import GUIDANCES, GuidanceInputs
 from routing_module import Route
 from sampling.sampler import sampler_with
 from training import build, load
-from training.run import name_run
 
 SD = dict(channels=4, kind="moments", num_classes=1000, scale_factor=0.18215, autoencoder="sd-vae:some/vae")
 
@@ -139,7 +138,12 @@ def test_every_key_with_a_role_exists():
         ("data.autoencoder='sd-vae:'", "data.autoencoder='sd-vae:'"),
         ("evaluation.detector=[inception,vgg]", r"evaluation.detector\[1\]: 'vgg' is none of"),
         ("evaluation.detector=small-Fashion", "'small-Fashion' is none of"),
-        ("name=a/b", "name='a/b'"),
+        ("name=a/b", "name: 'a/b' is not the name of a folder"),
+        ("name=", "name: '' is not the name of a folder"),
+        ("model.routes=null", "model.routes is not set: .*list"),
+        ("train.lr=true", "train.lr: True is not a number"),
+        ("diffusion.sampler.num_steps=true", "num_steps: True is not a number"),
+        ("train.precision=fp16", "^train.precision, sample.precision, eval.precision='fp16': .*'bf16'$"),
         ("diffusion.sampler.S_churn=-1", "diffusion.sampler.S_churn=-1: .*0"),
         ("diffusion.sampler.sigma_min=90.0", "diffusion.sampler: .*sigma_min=90"),
         ("alignment.name=repo", "alignment=.*'none', 'repa'"),
@@ -148,6 +152,11 @@ def test_every_key_with_a_role_exists():
 def test_a_wrong_key_or_value_is_refused_with_what_is_accepted(override, words):
     with pytest.raises(UserError, match=words):
         checked([override])
+
+
+def test_a_count_may_be_written_as_a_float():
+    cfg = checked(["eval.num_samples=1e3", "diffusion.sampler.num_steps=3e1"])
+    assert (cfg.eval.num_samples, cfg.diffusion.sampler.num_steps) == (1000, 30)
 
 
 def test_all_wrong_keys_are_named_at_once():
@@ -186,12 +195,16 @@ def test_other_lists_are_refused(spec):
 
 def test_a_run_is_named_after_what_makes_it_another_run():
     def name(*overrides):
-        return name_run("digits_tread", overrides)
+        return checked(overrides).named(overrides).name
 
     assert name("model=tread", "train.num_steps=9", "train.log_every=3", "output_dir=x", "guidance=cfg") == "digits_tread"
-    assert name("train.lr=1e-4", "seed=2", "diffusion=sit") == "digits_tread_lr-1e-4_seed-2_diffusion-sit"
-    assert name("train.lr=1e-4", "name=mine") == "digits_tread"
-    assert name("diffusion.P_mean=-0.4") != name("diffusion.P_mean=0.4")
-    assert name_run("table2_dit_b2_seed2", ["experiment=table2/dit_b2", "seed=2"]) == "table2_dit_b2_seed2"
+    assert name("train.lr=1e-4", "seed=2", "diffusion=sit") == "digits_tread_lr-0.0001_seed-2_diffusion-sit"
+    assert name("train.lr=1e-3") == name("train.lr=0.001") == "digits_tread_lr-0.001"
+    assert name("train.lr=0.002", "seed=0", "diffusion=edm", "train.betas=[0.9,0.999]") == "digits_tread"  # the defaults
+    assert name("diffusion=sit", "diffusion.timestep=uniform", "model=dit") == "digits_dit_diffusion-sit"
+    assert name("train.ema_lengths=[0.05,0.10]") == "digits_tread_ema_lengths-0.05-0.1"
+    assert name("train.lr=1e-4", "name=mine") == "mine"
+    assert name("diffusion.P_mean=-0.4") == "digits_tread_P_mean--0.4" != name("diffusion.P_mean=0.4")
+    assert name("experiment=table2/dit_b2", "seed=2") == "table2_dit_b2_seed2"
     long = [name(f"model.routes=[{{selection_ratio:0.{i},start_layer_idx:2,end_layer_idx:-4}}]", "train.lr=1e-4") for i in (3, 4)]
     assert all(len(one) == 60 for one in long) and long[0] != long[1]

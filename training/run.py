@@ -1,42 +1,16 @@
-"""A run's name, and its folder: its lock, its metrics and where its files go."""
+"""The folder of a run: its lock, its metrics and where its files go."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import secrets
-from collections.abc import Sequence
 from pathlib import Path
 
 from omegaconf import OmegaConf
 
 from common.errors import UserError
-from common.files import hash_bytes, lock_file, read_lines, remove_leftovers, why_not_written, write_file
-from configs.schema import SAME_RUN, Role, role_of
-
-MAX_NAME_LENGTH = 60
-
-
-def name_run(default: str, overrides: Sequence[str]) -> str:
-    """The default name, and after it the last part and the value of every changed key that makes a run another one.
-
-    Keys that may change when a run goes on, such as train.num_steps, are not named, and neither is what the default says
-    already (data, model, experiment and its seed). A name of more than MAX_NAME_LENGTH characters ends with a hash.
-    """
-    changes = dict(override.lstrip("+~").partition("=")[::2] for override in overrides)
-    if "name" in changes:
-        return default
-    in_default = {"data", "model", "experiment"} | ({"seed"} if "experiment" in changes else set())
-    words = [
-        f"{key.rpartition('.')[2]}-{re.sub(r'[^0-9A-Za-z.+-]+', '-', value.strip('[]{}/ '))}"
-        for key, value in changes.items()
-        if role_of(key) in (*SAME_RUN, Role.NOTED) and key not in in_default
-    ]
-    name = "_".join([default, *words])
-    if len(name) <= MAX_NAME_LENGTH:
-        return name
-    return f"{name[: MAX_NAME_LENGTH - 9]}_{hash_bytes(name.encode())[:8]}"
+from common.files import lock_file, read_lines, remove_leftovers, why_not_written, write_file
 
 
 class RunFolder:
