@@ -35,7 +35,7 @@ import numpy as np
 
 from common.errors import UserError
 from common.files import whole_file
-from common.types import AutoencoderSpec, Count, Positive, Text
+from common.types import AutoencoderSpec, Colour, Count, Positive, Text
 from evaluations.classifiers import train_detector
 from evaluations.images import labelled_grid, open_images, read_ahead, write_npz
 from latents import autoencoders
@@ -75,7 +75,10 @@ def encode(**keys) -> None:
         source.labels, source.class_names = np.zeros_like(source.labels), None
     if Path(how.images).resolve() in (Path(how.output).resolve(), *Path(how.output).resolve().parents):
         raise UserError(f"output={how.output} lies in images={how.images}; give a folder elsewhere")
-    vae = autoencoders.build(how.autoencoder, accelerator.device, precision=how.precision)
+    try:
+        vae = autoencoders.build(how.autoencoder, accelerator.device, precision=how.precision)
+    except UserError as e:
+        raise UserError(f"{e}; or set autoencoder=identity, which keeps pixels and needs no weights") from e
     if how.resolution % vae.factor:
         raise UserError(f"resolution={how.resolution} is not a multiple of {vae.factor}, the pixels along one side of a latent")
     num_classes = count_classes(source.labels, how.num_classes, source.class_names)
@@ -88,7 +91,7 @@ def encode(**keys) -> None:
     encode_images(source, vae, writer, info, how, accelerator)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        writer.finish(source.class_names, how.normalize, how.sigma_data, source=how.images)
+        writer.finish(source.class_names, how.normalize, how.sigma_data, source=how.images, unread=source.unread)
     leave()
 
 
@@ -117,7 +120,7 @@ def inspect(
     file = Path(grid)
     if grid == "auto":
         folder = dataset.path if dataset.path.is_dir() else dataset.path.parent
-        file = folder / f"inspect_{dataset.fingerprint()[:8]}.png"
+        file = folder / f"inspect_{dataset.fingerprint[:8]}.png"
     elif file.exists():
         raise UserError(f"grid={file} exists; give another file, or remove it")
     is_drawn = grid != "none" and (grid != "auto" or autoencoder != "none")
@@ -148,12 +151,13 @@ def inspect(
     log.info("nothing wrong was found")
 
 
-def reference(images: Text, output: Text, resolution: Count | None = None) -> None:
+def reference(images: Text, output: Text, resolution: Count | None = None, background: Colour = "white") -> None:
     """Write images as a reference batch for fid.py, which caches their features beside it at the first evaluation.
 
     Args:
         images: a folder of images, an .npz, or a folder of shards of pixels, whose labels are kept.
         resolution: crop images of a folder to this size as encode does; null: they are of one size and taken as they are.
+        background: colour behind transparent images.
     """
     if not output.endswith(".npz") or Path(output).exists():
         raise UserError(f"output={output} must be a new file whose name ends in .npz")
@@ -166,7 +170,7 @@ def reference(images: Text, output: Text, resolution: Count | None = None) -> No
         batches = (dataset.fetch_with_images(items, np.zeros(len(items), dtype=bool))[2].numpy() for items in stretches)
         shape, labels = (len(dataset), dataset.height, dataset.width, 3), dataset.labels
     else:
-        image_set = open_images(images, convert_to_rgb=True, crop=resolution)
+        image_set = open_images(images, convert_to_rgb=True, crop=resolution, background=background)
         batches, shape, labels = image_set.batches(64), image_set.shape, image_set.labels
     write_npz(Path(output), (image for batch in read_ahead(batches) for image in batch), shape, labels)
     log.info("wrote %s", output)

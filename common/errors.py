@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 from collections.abc import Iterator
 
 
@@ -22,6 +23,8 @@ def reading(what: object) -> Iterator[None]:
         yield
     except UserError:
         raise
+    except pickle.UnpicklingError as e:  # torch's message advises to run the code
+        raise UserError(f"{what} cannot be read: it is damaged, or holds other objects than tensors and arrays") from e
     except Exception as e:
         name = "" if type(e) is ValueError else f"{type(e).__name__}: "
         raise UserError(f"{what} cannot be read: {name}{first_line(e)}") from e

@@ -6,11 +6,19 @@ import functools
 import math
 from typing import Annotated
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 # A dataclass that nobody writes to. An unknown field, and a value of another type or beyond its bounds, are ValueErrors.
 settings = functools.partial(dataclass, frozen=True, config=ConfigDict(extra="forbid", defer_build=True))
+
+
+def _colour(name: str) -> str:
+    from PIL import ImageColor
+
+    if len(ImageColor.getrgb(name)) != 3:  # raises ValueError for an unknown name
+        raise ValueError(f"{name!r} is transparent itself")
+    return name
 
 
 def _number(value: object) -> object:
@@ -29,4 +37,5 @@ Number = Annotated[float, Field(allow_inf_nan=False), _NUMBER]
 Positive = Annotated[float, Field(gt=0, lt=math.inf), _NUMBER]
 NotNegative = Annotated[float, Field(ge=0, lt=math.inf), _NUMBER]
 Text = Annotated[str, Field(min_length=1)]
+Colour = Annotated[str, AfterValidator(_colour)]  # white, #ffffff, rgb(255, 255, 255), ...
 AutoencoderSpec = Annotated[str, Field(pattern=r"^(identity|none|(sd-vae|va-vae):.+)$")]

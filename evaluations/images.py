@@ -8,6 +8,7 @@ project, and `mu_dinov2` [1024] and `sigma_dinov2` for statistics of DINOv2's cl
 from __future__ import annotations
 
 import os
+import stat
 import zipfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -38,15 +39,21 @@ def list_images(folder: Path) -> list[str]:
 
     Hidden files and folders, and what macOS adds to a .zip, are left out. UserError for a link to a folder that holds it.
     """
-    names = []
+    return list_files(folder)[0]
+
+
+def list_files(folder: Path) -> tuple[list[str], list[str]]:
+    """`list_images`, and the paths of other files whose suffix Pillow knows as that of an image."""
+    names, unread, suffixes = [], [], tuple(Image.registered_extensions().keys() - {*SUFFIXES})
     for root, folders, files in os.walk(folder, followlinks=True):
         here = Path(root)
         if here.resolve() in map(Path.resolve, here.parents):
             raise UserError(f"{here} is a link to a folder that holds it; remove it")
         folders[:] = [name for name in folders if not is_hidden(name)]
-        found = [name for name in files if not is_hidden(name) and name.lower().endswith(SUFFIXES)]
-        names += [(here / name).relative_to(folder).as_posix() for name in found]
-    return sorted(names)
+        for found, endings in ((names, SUFFIXES), (unread, suffixes)):
+            kept = [name for name in files if not is_hidden(name) and name.lower().endswith(endings)]
+            found += [(here / name).relative_to(folder).as_posix() for name in kept]
+    return sorted(names), sorted(unread)
 
 
 def is_hidden(name: str) -> bool:
@@ -68,34 +75,54 @@ def adm_center_crop(image: Image.Image, resolution: int) -> np.ndarray:
     return np.array(image.crop((left, top, left + resolution, top + resolution)))
 
 
-def read_rgb(file: str | Path | BinaryIO) -> Image.Image:
-    """Decode an image, upright as its EXIF says, as 8-bit RGB (alpha is dropped).
+def is_regular(file: Path) -> bool:
+    """Whether it is neither a pipe nor a device, which could be read for ever. Raises OSError if there is no such file."""
+    return stat.S_ISREG(file.stat().st_mode)
+
+
+def to_rgb(image: Image.Image, background: str) -> tuple[Image.Image, bool]:
+    """An image as 8-bit RGB on a background of this colour, and whether the background shows through."""
+    if not image.has_transparency_data:
+        return image.convert("RGB"), False
+    layer = image.convert("RGBA")
+    canvas = Image.new("RGBA", image.size, background)
+    canvas.alpha_composite(layer)
+    return canvas.convert("RGB"), layer.getextrema()[3][0] < 255
+
+
+def read_rgb(file: str | Path | BinaryIO, background: str = "white") -> tuple[Image.Image, bool]:
+    """Decode an image, upright as its EXIF says; the result of `to_rgb`.
 
     Raises ValueError for more than 8 bits a channel, or too small or narrow an image to crop; for a damaged file, anything.
     """
+    if isinstance(file, (str, Path)) and not is_regular(Path(file)):
+        raise ValueError("it is not a regular file")
     with Image.open(file) as image:
         if image.mode not in CONVERTIBLE_MODES:
             raise ValueError(f"mode {image.mode} is not one of 8 bits a channel")
         short, long = sorted(image.size)
         if short < 8 or long > 100 * short:  # to enlarge it would need gigabytes
             raise ValueError(f"{image.width}x{image.height} pixels: the shorter side must have 8, and 1% of the longer one")
-        return ImageOps.exif_transpose(image).convert("RGB")
+        return to_rgb(ImageOps.exif_transpose(image), background)
 
 
 class ImageFolder:
     """Image files of one size below a folder, sorted by their path relative to it. Hidden files are left out.
 
     Args:
-        convert_to_rgb: convert grey, palette, CMYK and RGBA images (dropping alpha) instead of refusing them.
+        convert_to_rgb: convert grey, palette, CMYK and RGBA images instead of refusing them.
         crop: crop images of any size to this resolution, as ADM does.
+        background: the colour behind transparent images, which `convert_to_rgb` and `crop` accept.
 
     Attributes:
         shape: (N, H, W, 3).
         files: in order.
     """
 
-    def __init__(self, path: str | Path, convert_to_rgb: bool = False, crop: int | None = None):
-        self.path, self.convert_to_rgb, self.crop = Path(path), convert_to_rgb, crop
+    def __init__(
+        self, path: str | Path, convert_to_rgb: bool = False, crop: int | None = None, background: str = "white"
+    ):
+        self.path, self.convert_to_rgb, self.crop, self.background = Path(path), convert_to_rgb, crop, background
         self.shape = ()  # unknown until the first image is read
         self.files = [self.path / name for name in list_images(self.path)]
         if (self.path / "settings.yaml").exists():  # of sample.py, whose grids lie beside its images
@@ -115,23 +142,31 @@ class ImageFolder:
             for i in range(0, len(files), batch_size):
                 yield np.stack(list(pool.map(self._read, files[i : i + batch_size])))
 
+    def outline(self) -> list:
+        """Equal for equal copies on other machines: the names, and the sizes in bytes of a few files."""
+        names = [file.relative_to(self.path).as_posix() for file in self.files]
+        return [self.crop, names, *(file.stat().st_size for file in self.files[:: len(self) // 64 + 1])]
+
     def fingerprint(self) -> str:
         """Number of files and a hash of their names, sizes and times of change; reading them would take as long as their use."""
         stats = [(file.relative_to(self.path).as_posix(), file.stat()) for file in self.files]
-        digest = hash_bytes(repr([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]).encode())
-        return f"{len(self)}-{digest}{'' if self.crop is None else f'-crop{self.crop}'}"
+        digest = hash_bytes(repr([(name, found.st_size, found.st_mtime_ns) for name, found in stats]).encode())
+        how = f"-{self.background}" if self.convert_to_rgb or self.crop else ""
+        return f"{len(self)}-{digest}{'' if self.crop is None else f'-crop{self.crop}'}{how}"
 
     def _read(self, file: Path) -> np.ndarray:
         with reading(file):
             if self.crop is not None:
-                return adm_center_crop(read_rgb(file), self.crop)
+                return adm_center_crop(read_rgb(file, self.background)[0], self.crop)
+            if not is_regular(file):
+                raise ValueError("it is not a regular file")
             with Image.open(file) as image:
                 if image.mode not in (CONVERTIBLE_MODES if self.convert_to_rgb else ("RGB",)):
                     raise ValueError(f"mode {image.mode}, not 8-bit RGB")
                 if self.shape and (image.height, image.width) != self.shape[1:3]:
                     how = "all must be of one size; `prepare_latents.py reference resolution=...` crops them"
                     raise ValueError(f"{image.width}x{image.height} pixels; {how}")
-                return np.array(image.convert("RGB"))
+                return np.array(to_rgb(image, self.background)[0])
 
 
 def write_npz(
@@ -186,7 +221,7 @@ class NpzImages:
                     np.lib.format.read_magic(f)
                     self.shape, fortran_order, dtype = np.lib.format.read_array_header_1_0(f)
                     self._header_bytes = f.tell()
-                if dtype != np.uint8 or len(self.shape) != 4 or self.shape[3] != 3 or fortran_order:
+                if dtype != np.uint8 or len(self.shape) != 4 or min(self.shape) < 0 or self.shape[3] != 3 or fortran_order:
                     raise ValueError(f"arr_0 is {dtype} {list(self.shape)}; need uint8 [N, H, W, 3] in C order")
             key = "labels" if "labels" in file else "arr_1"
             if key in file:
@@ -208,6 +243,11 @@ class NpzImages:
                     raise EOFError(f"arr_0 ends before image {i + len(images)} of {len(self)}")
                 yield images
 
+    def outline(self) -> list:
+        """Equal for equal copies on other machines: the checksums that the zip archive stores."""
+        with reading(self.path), zipfile.ZipFile(self.path) as archive:
+            return [(entry.filename, entry.CRC) for entry in archive.infolist()]
+
     def fingerprint(self) -> str:
         """Size and hash of the file."""
         self._hash = self._hash or hash_file(self.path)  # once: a search asks at every point
@@ -218,11 +258,13 @@ class NpzImages:
 ImageSet = NpzImages | ImageFolder
 
 
-def open_images(path: str | Path, convert_to_rgb: bool = False, crop: int | None = None) -> ImageSet:
+def open_images(
+    path: str | Path, convert_to_rgb: bool = False, crop: int | None = None, background: str = "white"
+) -> ImageSet:
     """A folder, with the arguments of `ImageFolder`, or an .npz, which must be RGB and of one size."""
     path = Path(path)
     if path.is_dir():
-        return ImageFolder(path, convert_to_rgb, crop)
+        return ImageFolder(path, convert_to_rgb, crop, background)
     if not path.is_file() or path.suffix.lower() != ".npz":
         raise UserError(f"{path} is neither a folder of images nor an .npz")
     if crop is not None:

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from latents.shards import mean_and_log_variance
+from latents.shards import LatentDataset, ShardInfo, mean_and_log_variance, normalize_latents, spread_items
+
+# Standard deviation of all values that the network sees, divided by sigma_data. With EDM's 0.5, scaled SD-VAE latents have 1.5
+# to 2, unscaled ones 10, and latents that were scaled twice 0.3.
+USUAL_STD = (0.5, 4.0)
 
 
 def channel_sums(latents: Tensor, kind: str) -> np.ndarray:
@@ -24,6 +29,34 @@ def mean_and_std(sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """[C] each, in the units of the stored latents, of `channel_sums`."""
     mean, square = sums[1:] / sums[0]
     return mean, np.sqrt(np.maximum(square - mean**2, 0))
+
+
+def for_network(mean: np.ndarray, std: np.ndarray, info: ShardInfo) -> tuple[list[float], list[float]]:
+    """Mean and deviation of each channel as the network sees it, from those of the stored latents."""
+    normalized = normalize_latents(torch.from_numpy(mean).reshape(-1, 1, 1), info)
+    return normalized.flatten().tolist(), (std * info.scale_factor / (info.latents_std or 1.0)).tolist()
+
+
+def estimate_std(dataset: LatentDataset) -> float:
+    """`overall_std` of what the network sees, from 256 items spread over the data."""
+    items = spread_items(len(dataset), 256)
+    sums = channel_sums(dataset.fetch(items, np.zeros(len(items), dtype=bool))[0], dataset.info.kind)
+    return overall_std(*for_network(*mean_and_std(sums), dataset.info))
+
+
+def are_mirrored(latents: Tensor, flipped: Tensor) -> bool:
+    """Whether `flipped` are latents of the mirrored images. Both are [n, C, H, W], one pair for each image.
+
+    An autoencoder of a mirrored image gives almost the mirrored latents. So most of `flipped` must be nearer to the mirrored
+    latents of their own image than to those of all others, and together nearer to them than to the latents themselves.
+    """
+    latents, flipped = (x.float().nan_to_num(0, 0, 0) for x in (latents, flipped))
+    mirrored = latents.flip(-1)
+    # The faster mode rounds: equal images would not be equally near.
+    distances = torch.cdist(flipped.flatten(1), mirrored.flatten(1), compute_mode="donot_use_mm_for_euclid_dist")
+    is_nearest = distances.diagonal() <= distances.amin(dim=1)
+    is_mirrored = (flipped - mirrored).square().sum() <= (flipped - latents).square().sum()
+    return bool(is_mirrored and is_nearest.float().mean() > 0.5)
 
 
 def overall_std(mean: Sequence[float], std: Sequence[float]) -> float:

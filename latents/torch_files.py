@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -26,10 +25,7 @@ def load_tensors(file: Path) -> Any:
             start = f.read(40)
         if not start.startswith((b"PK", b"\x80")):  # an HTML error page, a Git LFS pointer
             raise UserError(f"{file} is not a file of torch.save, an archive or a pickle: it begins with {start!r}")
-        try:
-            return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-        except pickle.UnpicklingError as e:  # torch's message advises to run the code
-            raise UserError(f"{file} cannot be read as tensors of torch.save: it holds other objects, or is damaged") from e
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
 
 
 def read_channel_statistics(file: Path, num_channels: int) -> tuple[list[float], list[float]]:

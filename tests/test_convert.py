@@ -230,3 +230,4 @@ def test_normalising_that_was_interrupted_is_done_to_the_end(tmp_path, monkeypat
     monkeypatch.undo()
     stopped = convert(tmp_path / "theirs", tmp_path / "stopped", *settings)
     assert [file.read_bytes() for file in stopped.files] == [file.read_bytes() for file in whole.files]
+    assert not list((tmp_path / "stopped").glob(".*"))

@@ -1,8 +1,10 @@
 """From images to shards: what is encoded is what the autoencoder makes, however often it was interrupted."""
 
+import gc
 import io
 import json
 import logging
+import os
 import re
 import shutil
 import tarfile
@@ -13,7 +15,7 @@ from threading import Barrier
 import numpy as np
 import pytest
 import torch
-from conftest import forget_accelerate, make_shard
+from conftest import checked, forget_accelerate, make_shard
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -22,12 +24,14 @@ from test_webdataset import write_tar
 import prepare_latents
 from common.errors import UserError
 from common.randomness import SeedRandom
-from evaluations.images import adm_center_crop, read_rgb
+from evaluations.images import adm_center_crop, open_images, read_rgb
 from latents import autoencoders
+from latents.channel_statistics import are_mirrored
+from latents.prepare import inspect as inspect_module
 from latents.prepare.images import open_labelled_images
 from latents.prepare.write import ShardWriter
 from latents.shards import LatentDataset, ShardInfo, latents_for_network, write_shard
-from training import machine
+from training import build, machine
 
 RESOLUTION = 32
 INFO = ShardInfo(kind="sample", scale_factor=0.5, autoencoder="identity", resolution=4, num_classes=3)
@@ -87,7 +91,7 @@ def test_latents_are_those_of_the_autoencoder(images, vae, tmp_path):
     assert dataset.labels.tolist() == [["ant", "bee", "cow"].index(name.split("/")[0]) for name in files]
     net = autoencoders.build(vae, torch.device("cpu"), 4).vae
     for index in (0, 7, 23, 39):
-        pixels = torch.from_numpy(adm_center_crop(read_rgb(images / files[index]), RESOLUTION)).permute(2, 0, 1) / 127.5 - 1
+        pixels = torch.from_numpy(adm_center_crop(read_rgb(images / files[index])[0], RESOLUTION)).permute(2, 0, 1) / 127.5 - 1
         for flip in (False, True):
             stored, _ = dataset.fetch(np.array([index]), np.array([flip]))
             with torch.no_grad():
@@ -163,7 +167,8 @@ def test_an_interrupted_encoding_continues_and_ends_in_the_same_files(images, va
     with pytest.raises(KeyboardInterrupt):
         encode(images, output, vae)
     monkeypatch.undo()
-    (output / ".tmp_latents_00002.safetensors").write_bytes(b"half")
+    gc.collect()  # the writer and its lock, which lie in a cycle with the error
+    (output / ".tmp_0123456789abcdef_latents_00002.safetensors").write_bytes(b"half")
     with pytest.raises(UserError, match="is not finished: run the prepare_latents.py command that makes it again"):
         LatentDataset(output)
     written_ns = {name: (output / name).stat().st_mtime_ns for name in contents(output)}
@@ -256,7 +261,7 @@ def test_a_mended_image_costs_no_more_than_its_shard(images, vae, tmp_path, capl
     file = folder / "cow" / "38.jpg"  # in the last of five shards
     good = file.read_bytes()
     file.write_bytes(good[:100])
-    with pytest.raises(UserError, match=r"cow/38.jpg cannot be read: .*; mend or remove it, or give on_error=skip"):
+    with pytest.raises(UserError, match=r"cow/38.jpg cannot be read: .*; repair or remove the image, or set on_error=skip"):
         encode(folder, tmp_path / "out", vae)
     finished = {f.name: f.stat().st_mtime_ns for f in (tmp_path / "out").glob("*.safetensors")}
     file.write_bytes(good)
@@ -328,7 +333,7 @@ def test_images_are_read_upright_and_in_colour(tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6  # to be turned clockwise: the left half is then above
     Image.fromarray(pixels).save(tmp_path / "a.png", exif=exif)
-    turned = np.asarray(read_rgb(tmp_path / "a.png"))
+    turned = np.asarray(read_rgb(tmp_path / "a.png")[0])
     assert turned.shape == (60, 40, 3) and turned[:30].min() == 250 and turned[30:].max() == 0
 
 
@@ -368,7 +373,7 @@ def test_kept_images_are_those_of_their_latents(images, vae, tmp_path, autoencod
     for flip in (False, True):
         found = dataset.fetch_with_images(np.arange(len(files)), np.full(len(files), flip))[2].numpy().astype(int)
         for image, file in zip(found, files):
-            error = np.abs(image - adm_center_crop(read_rgb(file), RESOLUTION)[:, :: -1 if flip else 1]).mean()
+            error = np.abs(image - adm_center_crop(read_rgb(file)[0], RESOLUTION)[:, :: -1 if flip else 1]).mean()
             assert error < (1 if autoencoder else 12), file  # pixels themselves; those of JPEG files
 
 
@@ -378,7 +383,7 @@ def test_images_are_read_from_tars(tmp_path, vae):
     assert found.labels.tolist() == [0, 1, 2, 1, 2, 0]
     with tarfile.open(folder / "1.tar") as tar:
         expected = np.asarray(Image.open(tar.extractfile("1000001.png")))
-    assert np.array_equal(np.asarray(read_rgb(found.open(4))), expected)
+    assert np.array_equal(np.asarray(read_rgb(found.open(4))[0]), expected)
     assert LatentDataset(encode(folder, tmp_path / "out", vae)).labels.tolist() == [0, 1, 2, 1, 2, 0]
     one_class = LatentDataset(encode(folder, tmp_path / "one", vae, "labels=none"))
     assert not one_class.labels.any() and one_class.info.num_classes == 1
@@ -420,7 +425,7 @@ def test_what_encode_does_not_accept_is_refused(images, vae, tmp_path):
         (["normalize=true", "sigma_data=0.5"], "normalize= and sigma_data= scale the latents each in its way"),
         ([f"latents_stats={write_statistics(tmp_path, 3)}"], "stats.pt is of 3 channels, and the latents have 4"),
         (["split=test"], "split=test is for images=torchvision:<name>"),
-        ([f"images={tmp_path / 'nowhere'}"], "nowhere holds no images"),
+        ([f"images={tmp_path / 'nowhere'}"], "nowhere does not exist"),
         ([f"output={images / 'latents'}"], "lies in images="),
     ):
         with pytest.raises(UserError, match=message):
@@ -438,12 +443,12 @@ def inspect(path, *settings):
 
 
 def test_good_latents_pass_inspection_and_are_drawn(images, vae, tmp_path, caplog):
-    folder = encode(images, tmp_path / "out", vae, "flips=true", "num_classes=9")  # of which the folder has three
+    folder = encode(images, tmp_path / "out", vae, "num_classes=9")  # of which the folder has three
     with caplog.at_level(logging.INFO):
         inspect(folder, "sigma_data=0.1")  # the little autoencoder's latents are small
     for line in (
         "40 latents in 5 files",
-        "kind moments, 4x16x16, for images of 32 pixels, latents of mirrored images: True",
+        "kind moments, 4x16x16, for images of 32 pixels, latents of mirrored images: False",
         "5 checksums agree with manifest.json",
         "3 classes of 13 to 14 items; smallest: 1 (bee) 13, 2 (cow) 13, 0 (ant) 14",
         "nothing wrong was found",
@@ -503,7 +508,7 @@ def test_inspection_tells_flips_from_copies(tmp_path):
     latents, labels = make_shard(tmp_path / "good" / "a.safetensors", num_items=30, flips=True)
     inspect(tmp_path / "good", "grid=none")
     write_shard(tmp_path / "bad" / "a.safetensors", latents, labels, INFO, latents_flip=latents.clone())
-    assert "latents_flip resemble the latents more than the mirrored latents" in problems_of(tmp_path / "bad")
+    assert "latents_flip do not resemble the mirrored latents" in problems_of(tmp_path / "bad")
 
 
 def test_shards_that_are_not_those_of_the_manifest_are_named(images, tmp_path):
@@ -528,3 +533,70 @@ def test_shards_that_are_not_those_of_the_manifest_are_named(images, tmp_path):
     (tmp_path / "manifest.json").write_text("{}")
     with pytest.raises(UserError, match="manifest.json is not a manifest of latent shards"):
         LatentDataset(tmp_path)
+
+
+def test_transparent_images_are_put_on_a_background_and_counted_and_other_files_are_named(tmp_path, caplog):
+    for name, alpha in (("a/clear", 0), ("a/half", 51), ("b/opaque", 255)):
+        (file := tmp_path / "images" / f"{name}.png").parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGBA", (8, 8), (200, 0, 0, alpha)).save(file)
+    palette = Image.new("P", (8, 8))
+    palette.save(tmp_path / "images" / "b" / "palette.png", transparency=0)
+    palette.save(tmp_path / "images" / "b" / "unread.gif")
+    caplog.set_level("INFO")
+    settings = [f"images={tmp_path / 'images'}", "autoencoder=identity", "kind=sample", "resolution=8", "dtype=float32"]
+    prepare_latents.main(["encode", *settings, f"output={tmp_path / 'white'}", "num_workers=0", "shard_size=2"])
+    manifest = json.loads((tmp_path / "white" / "manifest.json").read_text())
+    assert (manifest["num_transparent"], manifest["unread"], manifest["settings"]["background"]) == (3, ["b/unread.gif"], "white")
+    assert "1 images are not read: 1 .gif" in caplog.text and "3 images are transparent" in caplog.text
+    pixels = LatentDataset(tmp_path / "white").fetch_with_images(np.arange(4), np.zeros(4, dtype=bool))[2][:, 4, 4].tolist()
+    assert pixels == [[255, 255, 255], [244, 204, 204], [200, 0, 0], [255, 255, 255]]
+    prepare_latents.main(["encode", *settings, f"output={tmp_path / 'blue'}", "num_workers=0", "background='#0000ff'"])
+    cfg, dataset = build.open_data(checked(["data=custom", f"data.path={tmp_path / 'blue'}", "model.backbone=DiT-XS/2"]))
+    assert cfg.evaluation.background == "#0000ff"  # as a reference folder is read
+    read = next(open_images(tmp_path / "images", crop=8, background=cfg.evaluation.background).batches(4))
+    assert (read == dataset.fetch_with_images(np.arange(4), np.zeros(4, dtype=bool))[2].numpy()).all()
+    assert (inspect_module.fetch_originals(dataset, str(tmp_path / "images")) == read).all()
+    assert (next(open_images(tmp_path / "images", convert_to_rgb=True).batches(4))[:, 4, 4] == pixels).all()
+    assert open_images(tmp_path / "images", crop=8).fingerprint() != open_images(
+        tmp_path / "images", crop=8, background="black"
+    ).fingerprint()
+    with pytest.raises(UserError, match="background: unknown color specifier: 'whit'"):
+        prepare_latents.main(["encode", *settings, f"output={tmp_path / 'x'}", "background=whit"])
+
+
+def test_pipes_missing_folders_and_impossible_labels_are_one_line(tmp_path):
+    (folder := tmp_path / "images").mkdir()
+    random_image(np.random.default_rng(0)).save(folder / "a.png")
+    os.mkfifo(folder / "x.png")
+    settings = ["autoencoder=identity", "kind=sample", "resolution=8", "num_workers=0", f"output={tmp_path / 'out'}"]
+    with pytest.raises(UserError, match="x.png cannot be read: it is not a regular file"):
+        prepare_latents.main(["encode", f"images={folder}", "labels=none", *settings])
+    with pytest.raises(UserError, match="x.png cannot be read: it is not a regular file"):
+        list(open_images(folder, crop=8).batches(2))
+    with pytest.raises(UserError, match="images=.*nowhere does not exist"):
+        prepare_latents.main(["encode", f"images={tmp_path / 'nowhere'}", *settings])
+    with pytest.raises(UserError, match="nowhere does not exist"):
+        prepare_latents.main(["inspect", f"path={tmp_path / 'nowhere'}"])
+    for label in (-1, 10**6, 10**30):
+        (folder / "dataset.json").write_text(json.dumps({"labels": [["a.png", label]]}))
+        with pytest.raises(UserError, match="Input should be .*(0|1000000)"):
+            prepare_latents.main(["encode", f"images={folder}", *settings])
+    write_tar(tmp_path / "tars" / "0.tar", [("0.png", (folder / "a.png").read_bytes()), ("0.cls", b"-1")])
+    with pytest.raises(UserError, match="labels run from -1 to -1; they must be from 0 to 999,999"):
+        prepare_latents.main(["encode", f"images={tmp_path / 'tars'}", *settings])
+
+
+def test_inspection_finds_a_doubled_shard_and_foreign_flips_and_skips_what_encode_skipped(tmp_path, images):
+    latents, labels = make_shard(tmp_path / "twice" / "a.safetensors", num_items=20)
+    shutil.copy(tmp_path / "twice" / "a.safetensors", tmp_path / "twice" / "b.safetensors")
+    found = inspect_module.inspect_latents(LatentDataset(tmp_path / "twice"))
+    assert any("b.safetensors holds the latents of" in problem for problem in found.problems)
+    for seed in range(5):
+        other = torch.randn(latents.shape, generator=torch.Generator().manual_seed(seed + 1))
+        assert not are_mirrored(latents, other) and are_mirrored(latents, latents.flip(-1) + 0.5 * other)
+    assert not are_mirrored(latents, latents)
+    folder = copy_of(images, tmp_path / "some")
+    (folder / "cow" / "0.png").write_text("no image")
+    settings = [f"images={folder}", "autoencoder=identity", "kind=sample", "resolution=32", "on_error=skip", "num_workers=0"]
+    prepare_latents.main(["encode", *settings, f"output={tmp_path / 'out'}"])
+    assert len(inspect_module.fetch_originals(LatentDataset(tmp_path / "out"), str(folder))) == 16

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from common.errors import UserError, reading
 from common.progress import progress_bar
 from common.randomness import SeedRandom
-from common.types import Count, Positive, Whole
+from common.types import Colour, Count, Positive, Whole
 from latents.autoencoders import SD_VAE, Autoencoder, from_uint8
 from latents.prepare.images import LabelledImages, read_cropped, to_jpeg
 from latents.prepare.write import SHARD_SIZE, Dtype, Kind, ShardWriter
@@ -38,6 +38,7 @@ class Encoding:
     split: str = "train"  # of torchvision's sets: train | test, or another that the set has
     resolution: Resolution = 256  # of the square that ADM's centre crop leaves, in pixels; at most 65,536
     pad: Whole = 0  # black pixels that are added to every side before the crop: pad=2 makes 32x32 of 28x28
+    background: Colour = "white"  # behind transparent images: a name, or '#rrggbb' in quotes
     grey: bool = False  # keep the brightness alone, as one channel, with autoencoder=identity
     autoencoder: Annotated[str, Field(pattern="^(identity|(sd|va)-vae:.+)$")] = SD_VAE
     kind: Kind = "moments"  # moments (mean and log-variance, sampled afresh at every read) or sample (drawn once, from `seed`)
@@ -70,6 +71,7 @@ class _Batch(NamedTuple):
     images: Tensor  # uint8 [b, H, W, 3], those that could be read
     kept: list[int]  # their numbers
     left_out: list[dict]  # the others, {"name", "problem"} each
+    num_transparent: int  # of `images`, those that show the background
     jpegs: list[bytes]  # a file for each of `images`, where they are kept
 
 
@@ -80,18 +82,21 @@ class _CroppedImages(Dataset):
         self.images, self.how = images, how
 
     def __getitem__(self, numbers: range) -> _Batch:
-        how, pixels, kept, left_out = self.how, [], [], []
+        how, pixels, kept, left_out, num_transparent = self.how, [], [], [], 0
         for number in numbers:
             name = self.images.names[number]
             try:
                 with reading(name):
-                    pixels.append(read_cropped(self.images, number, how.resolution, how.pad, how.grey))
+                    image, is_transparent = read_cropped(self.images, number, how.resolution, how.background, how.pad, how.grey)
+                pixels.append(image)
+                num_transparent += is_transparent
                 kept.append(number)
             except UserError as e:
                 left_out.append({"name": name, "problem": str(e)})
         shape = (0, how.resolution, how.resolution, 3)
         jpegs = [to_jpeg(image) for image in pixels] if how.keep_images == "jpeg" else []
-        return _Batch(torch.from_numpy(np.stack(pixels) if pixels else np.zeros(shape, np.uint8)), kept, left_out, jpegs)
+        stacked = torch.from_numpy(np.stack(pixels) if pixels else np.zeros(shape, np.uint8))
+        return _Batch(stacked, kept, left_out, num_transparent, jpegs)
 
 
 def encode_images(
@@ -117,12 +122,13 @@ def encode_images(
     with bar, ThreadPoolExecutor(1) as pool:
         written = pool.submit(int)  # the shard before: none yet
         for shard in shards:
-            kept, left_out, encoded, jpegs = [], [], [], []
+            kept, left_out, encoded, jpegs, num_transparent = [], [], [], [], 0
             for _ in range(shard.start, shard.stop, batch_size):
                 batch = next(batches)
                 if batch.left_out and how.on_error == "stop":
-                    raise UserError(f"{batch.left_out[0]['problem']}; mend or remove it, or give on_error=skip")
+                    raise UserError(f"{batch.left_out[0]['problem']}; repair or remove the image, or set on_error=skip")
                 kept, left_out, jpegs = kept + batch.kept, left_out + batch.left_out, jpegs + batch.jpegs
+                num_transparent += batch.num_transparent
                 if batch.kept:
                     encoded.append(_encode(batch, vae, how, accelerator.device))
                 if len(encoded) > 1:  # fetched while the device works on the batch after it
@@ -131,7 +137,8 @@ def encode_images(
             tensors = {name: torch.cat([part[name].cpu() for part in encoded]) for name in (encoded[0] if encoded else ())}
             tensors |= pack_images(jpegs) if jpegs else {}
             written.result()  # at most one shard waits to be written
-            written = pool.submit(writer.write, shard, torch.from_numpy(source.labels[kept]), info, tensors, left_out)
+            labels = torch.from_numpy(source.labels[kept])
+            written = pool.submit(writer.write, shard, labels, info, tensors, left_out, num_transparent)
         written.result()
 
 

@@ -18,6 +18,7 @@ from common.errors import UserError, reading
 from common.files import hash_bytes
 from evaluations.images import read_rgb
 from latents.autoencoders import SD_SCALE, SD_VAE, known_scale_and_factor
+from latents.channel_statistics import are_mirrored
 from latents.prepare.images import count_classes, read_dataset_json, to_jpeg
 from latents.shards import ShardInfo, shard_files, spread_items
 from latents.tars import index_tars
@@ -76,8 +77,8 @@ class LatentSource:
 class MaskDiTLMDB(LatentSource):
     """MaskDiT's LMDB, the folder of data.mdb or a single file: moments [8, h, w] `z-<i>`, labels `y-<i>`, their number `length`.
 
-    With --xflip MaskDiT stores the mirrored images after all others, and nothing marks them: if the labels of the halves agree,
-    the second half becomes the flips. `inspect` finds flips that are not mirrored.
+    With --xflip MaskDiT stores the mirrored images after all others, and nothing marks them: if the labels of both halves agree
+    and the latents of the second half are mirrored, the second half becomes the flips.
 
     LMDB maps its file into memory: where a copy lacks pages at its end, reading them ends the process (SIGBUS). Copy it again.
     """
@@ -96,12 +97,19 @@ class MaskDiTLMDB(LatentSource):
         self.labels = np.array([int(self.transaction.get(f"y-{i}".encode())) for i in range(length)], dtype=np.int64)
         half = length // 2
         if length % 2 == 0 and np.array_equal(self.labels[:half], self.labels[half:]):
-            self.has_flips, self.labels = True, self.labels[:half]
-            self.note = f"latents_flip: the second {half} items, whose labels are those of the first, as after --xflip"
+            items = spread_items(half, 64).tolist()
+            first, second = (torch.from_numpy(np.stack([self._read(i + start)[:4] for i in items])) for start in (0, half))
+            self.note = f"the labels of the second {half} items are those of the first, but their latents are not mirrored"
+            if are_mirrored(first, second):
+                self.has_flips, self.labels = True, self.labels[:half]
+                self.note = f"latents_flip: the second {half} items, which are the first mirrored, as after --xflip"
 
     def _load(self, item: int) -> list[np.ndarray]:
-        values = [self.transaction.get(f"z-{i}".encode()) for i in (item, len(self.labels) + item)[: 1 + self.has_flips]]
-        return [np.frombuffer(value, dtype="<f4").reshape(8, size := math.isqrt(len(value) // 32), size) for value in values]
+        return [self._read(i) for i in (item, len(self.labels) + item)[: 1 + self.has_flips]]
+
+    def _read(self, item: int) -> np.ndarray:
+        value = self.transaction.get(f"z-{item}".encode())
+        return np.frombuffer(value, dtype="<f4").reshape(8, size := math.isqrt(len(value) // 32), size)
 
 
 class _ArrayUnpickler(pickle.Unpickler):
@@ -111,7 +119,7 @@ class _ArrayUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str):
         if (module, name) != ("_codecs", "encode") and not (module.split(".")[0] == "numpy" and name in self.ADMITTED):
-            raise pickle.UnpicklingError(f"it names {module}.{name}, and only NumPy arrays are admitted")
+            raise ValueError(f"it names {module}.{name}, and only NumPy arrays are admitted")
         return super().find_class(module, name)
 
 
@@ -188,7 +196,7 @@ class REPAFolder(LatentSource):
 
         def read_image(item: int) -> bytes:
             with reading(file := folder / names[image_of[item]]):
-                image = read_rgb(file)
+                image, _ = read_rgb(file)
                 if image.size != (resolution, resolution):
                     raise ValueError(f"{image.width}x{image.height} pixels instead of {resolution}x{resolution}")
                 return to_jpeg(np.asarray(image))

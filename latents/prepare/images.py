@@ -6,16 +6,17 @@ import contextlib
 import hashlib
 import io
 import logging
+from collections import Counter
 from pathlib import Path
-from typing import BinaryIO
+from typing import Annotated, BinaryIO
 
 import numpy as np
 from PIL import Image, ImageOps
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from common.errors import UserError
-from evaluations.images import SUFFIXES, adm_center_crop, is_hidden, list_images, read_rgb
-from latents.shards import spread_items
+from evaluations.images import SUFFIXES, adm_center_crop, is_hidden, is_regular, list_files, read_rgb
+from latents.shards import MAX_CLASSES, spread_items
 from latents.tars import TAR_NAME, index_tars
 
 log = logging.getLogger(__name__)
@@ -28,14 +29,19 @@ def to_jpeg(pixels: np.ndarray) -> bytes:
     return file.getvalue()
 
 
-def read_cropped(images: LabelledImages, number: int, resolution: int, pad: int, grey: bool) -> np.ndarray:
-    """uint8 [R, R, 3]: what `encode` encodes of an image."""
-    image = ImageOps.expand(read_rgb(images.open(number)), pad)
-    return adm_center_crop(image.convert("L").convert("RGB") if grey else image, resolution)
+def read_cropped(
+    images: LabelledImages, number: int, resolution: int, background: str, pad: int, grey: bool
+) -> tuple[np.ndarray, bool]:
+    """What `encode` encodes of an image, uint8 [R, R, 3], and whether it shows the background. Keys as of `Encoding`."""
+    image, is_transparent = read_rgb(images.open(number), background)
+    image = ImageOps.expand(image, pad)
+    return adm_center_crop(image.convert("L").convert("RGB") if grey else image, resolution), is_transparent
 
 
 def count_classes(labels: np.ndarray, num_classes: int | None, class_names: list[str] | None = None) -> int:
     """`num_classes`, or as many as the class names or the labels need. Raises UserError where it is too small."""
+    if not 0 <= labels.min() <= labels.max() < MAX_CLASSES:
+        raise UserError(f"labels run from {labels.min()} to {labels.max()}; they must be from 0 to {MAX_CLASSES - 1:,}")
     needed = len(class_names) if class_names else int(labels.max()) + 1
     if num_classes is not None and num_classes < needed:
         raise UserError(f"num_classes={num_classes}, but there are labels up to {needed - 1}")
@@ -43,7 +49,7 @@ def count_classes(labels: np.ndarray, num_classes: int | None, class_names: list
 
 
 class _DatasetJson(BaseModel):
-    labels: list[tuple[str, int]]
+    labels: list[tuple[str, Annotated[int, Field(ge=0, lt=MAX_CLASSES)]]]
 
 
 def read_dataset_json(folder: Path) -> tuple[list[str], np.ndarray]:
@@ -62,7 +68,13 @@ def read_dataset_json(folder: Path) -> tuple[list[str], np.ndarray]:
 
 
 class LabelledImages:
-    """Images by number: their names relative to the path, labels [N] int64, and names of the classes where there are any."""
+    """Images by number: their names relative to the path, labels [N] int64, and names of the classes where there are any.
+
+    Attributes:
+        unread: other files in the folder whose suffix is that of an image.
+    """
+
+    unread: list[str] = []
 
     def __init__(self, path: Path, names: list[str], labels: np.ndarray | list[int], class_names: list[str] | None = None):
         self.path, self.names, self.class_names = path, names, class_names
@@ -91,7 +103,10 @@ class LabelledImages:
                 digest.update(f"{self.names[index]}\0{self.size(index)}\0".encode(errors="surrogateescape"))
                 if index in spread:
                     image = self.open(index)
-                    digest.update(image.read_bytes() if isinstance(image, Path) else image.read())
+                    if not isinstance(image, Path):
+                        digest.update(image.read())
+                    elif is_regular(image):  # a pipe never ends
+                        digest.update(image.read_bytes())
         return digest.hexdigest()
 
 
@@ -120,13 +135,25 @@ def open_labelled_images(path: str | Path, labels: str = "auto") -> LabelledImag
         UserError: no images, a label for an image that is not there, or an image that is in no class's folder.
     """
     path = Path(path)
-    names = list_images(path) if path.is_dir() else []
+    if not path.exists():
+        raise UserError(f"images={path} does not exist")
+    names, unread = list_files(path) if path.is_dir() else ([], [])
     if not names:
         if not len(images := TarImages(path)):
             raise UserError(f"images={path} holds no images ({', '.join(SUFFIXES)}), nor tars of them")
         return images
     if any(TAR_NAME.search(f.name) for f in path.iterdir()):
         raise UserError(f"images={path} holds tars and images ({names[0]}, ...); put them into folders of their own")
+    images = _label(path, names, labels)
+    images.unread = unread
+    if unread:
+        counts = Counter(Path(name).suffix.lower() for name in unread)
+        counted = ", ".join(f"{count} {suffix}" for suffix, count in counts.most_common())
+        log.warning("%s: %d images are not read: %s; encode reads %s", path, len(unread), counted, ", ".join(SUFFIXES))
+    return images
+
+
+def _label(path: Path, names: list[str], labels: str) -> LabelledImages:
     if labels == "none":
         return LabelledImages(path, names, [0] * len(names))
     if not (path / "dataset.json").is_file():

@@ -6,25 +6,23 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from common.errors import UserError, reading
-from common.files import hash_file
+from common.files import hash_bytes, hash_file
 from common.progress import progress_bar
-from latents.channel_statistics import channel_sums, mean_and_std, overall_std
+from latents.channel_statistics import USUAL_STD, are_mirrored, channel_sums, for_network, mean_and_std, overall_std
 from latents.prepare.images import open_labelled_images, read_cropped
 from latents.shards import (
     MANIFEST,
     UNFINISHED,
     LatentDataset,
     mean_and_log_variance,
-    normalize_latents,
     read_manifest,
     spread_items,
 )
 
-# Times sigma_data. SD-VAE latents at their scale come to 1.5 to 2 times 0.5; unscaled ones to 10, scaled twice to 0.3.
-USUAL_STD = (0.5, 4.0)
 CHUNK = 1024
 
 
@@ -55,9 +53,9 @@ def inspect_latents(dataset: LatentDataset, sigma_data: float = 0.5) -> Findings
     _inspect_classes(dataset, found)
     _inspect_values(dataset, sigma_data, found)
     if dataset.has_flips:
-        latents, flipped = (x[:, : dataset.channels].float() for x in _fetch(dataset, spread_items(len(dataset), 256)))
-        if (flipped - latents.flip(-1)).square().sum() > (flipped - latents).square().sum():
-            found.problems.append("latents_flip resemble the latents more than the mirrored latents: not of the mirrored images")
+        latents, flipped = (x[:, : dataset.channels] for x in _fetch(dataset, spread_items(len(dataset), 256)))
+        if not are_mirrored(latents, flipped):
+            found.problems.append("latents_flip do not resemble the mirrored latents: they belong to other images")
     return found
 
 
@@ -65,6 +63,11 @@ def _inspect_files(dataset: LatentDataset, found: Findings) -> None:
     manifest = read_manifest(dataset.path)
     if manifest is None:
         found.lines.append(f"no {MANIFEST}: nothing says how these latents were made, or whether they are all there")
+        first_file = {}  # by the hash of the latents
+        for file in dataset.files:
+            digest = hash_bytes(load_file(file)["latents"].numpy().tobytes())
+            if (same := first_file.setdefault(digest, file)) != file:
+                found.problems.append(f"{file} holds the latents of {same} once more")
         if (dataset.path / UNFINISHED).exists():
             found.problems.append("not finished: run the command that makes it again")
         return
@@ -102,8 +105,7 @@ def _inspect_values(dataset: LatentDataset, sigma_data: float, found: Findings) 
     if not sums.any():
         return
     stored_mean, stored_std = mean_and_std(sums)
-    mean = normalize_latents(torch.from_numpy(stored_mean).reshape(-1, 1, 1), info).flatten().tolist()
-    std = stored_std * info.scale_factor / (info.latents_std or 1.0)
+    mean, std = for_network(stored_mean, stored_std, info)
     found.lines.append(" " * 20 + "".join(f"{f'channel {c}':>12}" for c in range(dataset.channels)))
     for title, values in {"stored mean": stored_mean, "stored std": stored_std, "network mean": mean, "network std": std}.items():
         found.lines.append(f"{title:20}" + "".join(f"{value:12.4f}" for value in values))
@@ -136,10 +138,14 @@ def fetch_images(dataset: LatentDataset, num_items: int = 16) -> np.ndarray:
 def fetch_originals(dataset: LatentDataset, folder: str) -> np.ndarray:
     """As `fetch_images`, of the folder that was encoded. Raises UserError if it holds another number of images."""
     source = open_labelled_images(folder, "none" if dataset.info.num_classes == 1 else "auto")
-    if len(source) != len(dataset):
-        raise UserError(f"images={folder} holds {len(source)} images, and {dataset.path} {len(dataset)} latents")
-    settings, crops = (read_manifest(dataset.path) or {}).get("settings", {}), []
+    manifest, crops = read_manifest(dataset.path) or {}, []
+    left_out = {entry["name"] for entry in manifest.get("left_out", [])}
+    numbers = [i for i, name in enumerate(source.names) if name not in left_out]
+    if len(numbers) != len(dataset):
+        raise UserError(f"images={folder} holds {len(numbers)} images, and {dataset.path} {len(dataset)} latents")
+    given = {"background": "white", "pad": 0, "grey": False}
+    settings = {key: dataset.settings.get(key, default) for key, default in given.items()}
     for i in spread_items(len(dataset), 16):
-        with reading(source.names[i]):
-            crops.append(read_cropped(source, i, dataset.info.resolution, settings.get("pad", 0), settings.get("grey", False)))
+        with reading(source.names[numbers[i]]):
+            crops.append(read_cropped(source, numbers[i], dataset.info.resolution, **settings)[0])
     return np.stack(crops)

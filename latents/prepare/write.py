@@ -130,7 +130,13 @@ class ShardWriter:
         return [shard for shard in self.shards if not self._record_file(shard.number).exists()][process_index::num_processes]
 
     def write(
-        self, shard: PlannedShard, labels: Tensor, info: ShardInfo, tensors: dict[str, Tensor], left_out: Sequence[dict] = ()
+        self,
+        shard: PlannedShard,
+        labels: Tensor,
+        info: ShardInfo,
+        tensors: dict[str, Tensor],
+        left_out: Sequence[dict] = (),
+        num_transparent: int = 0,
     ) -> None:
         """Write one shard and its record. Raises UserError as `write_shard` does.
 
@@ -138,8 +144,10 @@ class ShardWriter:
             labels: [b] int64.
             tensors: `latents` and perhaps `latents_flip`, [b, C or 2C, H, W] float32; perhaps the images, of `pack_images`.
             left_out: what is missing and why, {"name", "problem"} each.
+            num_transparent: images that show the background.
         """
         record = {"number": shard.number, "source": shard.source, "file": None, "left_out": list(left_out)}
+        record["num_transparent"] = num_transparent
         if not len(labels):
             self._write_record(record)
             return
@@ -151,6 +159,7 @@ class ShardWriter:
         file = self.output / record["file"]
         blob = serialize_shard(file, info, **tensors)
         record |= {"bytes": len(blob), "hash": hash_bytes(blob)}
+        file.unlink(missing_ok=True)  # with another header; after a kill, the shard is missing and not one of other data
         self._write_record(record)  # first: a shard under its final name always has one
         write_file(file, blob)
 
@@ -182,7 +191,7 @@ class ShardWriter:
         dataset = LatentDataset(self.output, check_folder=False)  # all shards agree, or this says which does not
         manifest = {
             "num_items": len(dataset),
-            "fingerprint": dataset.fingerprint(),
+            "fingerprint": dataset.fingerprint,
             **asdict(dataset.info),
             "shape": [dataset.channels, dataset.height, dataset.width],
             "mean": mean,
@@ -190,6 +199,7 @@ class ShardWriter:
             "class_names": class_names,
             "class_counts": np.bincount(dataset.labels, minlength=dataset.info.num_classes).tolist(),
             "left_out": left_out,
+            "num_transparent": (num_transparent := sum(record["num_transparent"] for record in records)),
             **about,
             "settings": self.settings,
             "shards": records,
@@ -197,6 +207,8 @@ class ShardWriter:
         write_file(self.output / MANIFEST, json.dumps(manifest, indent=1))
         self._close()
         log.info("%d latents %s are in %d shards in %s", len(dataset), manifest["shape"], len(shards), self.output)
+        if num_transparent:
+            log.info("%d images are transparent; they are on a background of %s", num_transparent, self.settings["background"])
         if left_out:
             log.warning("left out %d, listed in %s; the first: %s", len(left_out), MANIFEST, left_out[0])
 
