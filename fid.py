@@ -30,8 +30,8 @@ from pathlib import Path
 from accelerate import Accelerator
 
 import evaluations
-from common.errors import UserError, reading
-from common.files import hash_file, lock_file
+from common.errors import UserError
+from common.files import lock_file
 from configs import schema
 from configs.settings import as_list
 from evaluations.features import Features
@@ -39,8 +39,8 @@ from evaluations.images import ImageSet, open_images
 from evaluations.results import Point, Results, in_words
 from evaluations.suite import format_metrics, metrics_of
 from latents import autoencoders
-from sampling.evaluator import Evaluator, build_detectors, open_reference
-from sampling.processes import check_shared, on_main
+from sampling.evaluator import Evaluator, build_detectors, hash_weights, open_reference
+from sampling.processes import check_same, check_shared, on_main
 from sampling.sampler import NAMED_OF_SAMPLER, ImageSampler, labels_of, sampler_with, settings_of_sampler
 from training import checkpoint as checkpoints
 from training import load, machine
@@ -64,11 +64,17 @@ def main(cfg: schema.FidConfig) -> None:
         check_shared(folder / checkpoints.MANIFEST, "checkpoints" if cfg.checkpoints else "checkpoint")
     runs = {folder: load.load_config(folder) for folder in folders}
     cfg = with_settings_of_run(cfg, runs[folders[0]] if folders else None)
-    images = open_images(cfg.images, cfg.convert_to_rgb) if cfg.images else None
+    images = open_images(cfg.images, cfg.convert_to_rgb, background=cfg.evaluation.background) if cfg.images else None
+    if images is not None:
+        check_same(images.outline(), "images", images.path)
     if images is not None and len(images) == 0:
         raise UserError(f"images={cfg.images} holds statistics and no images")
-    resolution = images.shape[1] if images else runs[folders[0]].data.resolution
-    reference = open_reference(cfg.reference, "reference", cfg.evaluation.all_detectors, resolution)
+    sizes = {run_cfg.data.resolution: folder for folder, run_cfg in runs.items()}
+    if len(sizes) > 1:
+        raise UserError(f"checkpoints of different resolutions need a command each: {in_words(sizes)}")
+    resolution = images.shape[1] if images else next(iter(sizes))
+    judged = cfg.evaluation.all_detectors, resolution, cfg.evaluation.background
+    reference = open_reference(cfg.reference, "reference", *judged)
     num_samples = cfg.num_samples or (50_000 if images is None else len(images))
     if images and num_samples > len(images):
         raise UserError(f"num_samples={num_samples}, but {cfg.images} holds {len(images)} images; make more or lower it")
@@ -113,7 +119,10 @@ class Judge:
         for run_cfg in self.runs.values():  # before a detector and a reference that take minutes
             autoencoders.find(self.cfg.autoencoder or run_cfg.data.autoencoder)
         detectors = build_detectors(self.cfg.evaluation, self.accelerator)
-        return Evaluator(self.accelerator, detectors, self.reference, self.cfg.batch_size)
+        # Runs lie side by side and often share a reference.
+        run = None if self.cfg.output or not self.runs else checkpoints.run_of(next(iter(self.runs)))
+        cache = (run.parent if run else self.output) / "reference_features"
+        return Evaluator(self.accelerator, detectors, self.reference, self.cfg.batch_size, cache)
 
     def results(self, num_samples: int) -> Results:
         """The finished points of this number of samples."""
@@ -127,18 +136,9 @@ class Judge:
     @cached_property
     def same_for_all(self) -> dict:
         """What features depend on, beside their point and their seed."""
-        cfg, detectors = self.cfg, self.cfg.evaluation
-
-        def content(key: str, file: str | None) -> str | None:
-            with reading(f"evaluation.{key}={file}"):
-                return file and hash_file(Path(file))
-
-        return {
-            "autoencoder": cfg.autoencoder,
-            "detector": "+".join(detectors.all_detectors),
-            "detector_weights": content("weights", detectors.weights),
-            "dinov2_weights": content("dinov2_weights", detectors.dinov2_weights),
-        }
+        detectors = self.cfg.evaluation
+        about = {"autoencoder": self.cfg.autoencoder, "detector": "+".join(detectors.all_detectors)}
+        return about | hash_weights(detectors)
 
     def __call__(self, points: Sequence[tuple[Point, Callable | None]], num_samples: int) -> Results:
         """Evaluate those points that are not finished."""
@@ -171,7 +171,7 @@ class Judge:
         if self.cfg.keep_features:
             from extras import kept_features  # the registry's line
 
-            where = self.output / "features", [point.settings, point.content, self.cfg.labels, self.same_for_all]
+            where = self.output / "features", [point.identity, self.cfg.labels, self.same_for_all]
             features, cost = kept_features.features_of_samples(self.evaluator, load_sampler, labels, name, *where)
         else:
             sampler = load_sampler()
@@ -215,7 +215,7 @@ class Judge:
                 options = {"weights": weights, "ema_length": ema_length, "diffusion": diffusion, "precision": precision}
                 loader = partial(load.load_sampler, folder, run_cfg, guidance, self.accelerator.device, command=cfg, **options)
                 point = Point({"checkpoint": str(folder), **settings, "precision": precision}, content, shown)
-                if point not in (known for known, _ in points):  # intervals of cfg_scale=1 are one point
+                if point.identity not in (known.identity for known, _ in points):  # intervals of cfg_scale=1 are one point
                     points.append((point, loader))
         return points
 
@@ -238,6 +238,7 @@ def with_settings_of_run(cfg: schema.FidConfig, run_cfg: schema.TrainConfig | No
     if own.detector not in (None, stored["detector"]):
         stored["weights"] = None
     given = {key: getattr(own, key) or stored.get(key) for key in ("detector", "weights", "dinov2_weights")}
+    given["background"] = own.background or stored.get("background") or "white"
     evaluation = own.model_copy(update=given)
     return cfg.model_copy(update={"evaluation": evaluation, "reference": cfg.reference or stored.get("reference")})
 

@@ -26,7 +26,7 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 from common.errors import UserError, reading
-from common.files import hash_bytes, lock_file, whole_file, write_file
+from common.files import hash_bytes, is_leftover, lock_file, whole_file, write_file
 from common.progress import progress_bar
 from configs import schema
 from evaluations.images import labelled_grid, write_npz
@@ -114,12 +114,15 @@ def open_output(output: Path, settings: dict) -> IO[bytes]:
     """Create the folder, or make sure that the images in it were made with the same settings; returns its lock."""
     file = output / "settings.yaml"
     held = {path.name for path in output.iterdir()} if output.is_dir() else set()
-    if file.name not in held and not all(name == ".lock" or name.startswith(".tmp_") for name in held):
+    if file.name not in held and not all(name == ".lock" or is_leftover(name) for name in held):
         raise UserError(f"output={output} is not empty and not made by sample.py; choose another folder")
     lock = lock_file(output / ".lock", "sampling into", "output")
     if not file.exists():
         write_file(file, OmegaConf.to_yaml(OmegaConf.create(settings)))
-    elif changed := schema.differences(OmegaConf.to_container(OmegaConf.load(file)), settings):
+        return lock
+    with reading(f"{file} (choose another output=...)"):
+        changed = schema.differences(OmegaConf.to_container(OmegaConf.load(file)), settings)
+    if changed:
         raise UserError(f"{output} holds images of other settings ({'; '.join(changed)}); choose another output=...")
     return lock
 

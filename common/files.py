@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import platform
+import re
 import secrets
 import shlex
 import shutil
@@ -62,7 +63,8 @@ def write_file(path: Path, content: bytes | str) -> None:
 
 def why_not_written(path: Path, error: Exception) -> str:
     """The cause of an error in writing, in words; with the free space where the disk may be full."""
-    if isinstance(error.__context__, OSError):  # torch.save raises an error of its own while it handles the disk's
+    # torch.save raises an error of its own while it handles the disk's.
+    if not isinstance(error, OSError) and isinstance(error.__context__, OSError):
         error = error.__context__
     reason = getattr(error, "strerror", None) or first_line(error)
     if getattr(error, "errno", None) in (None, *_FULL):
@@ -72,9 +74,18 @@ def why_not_written(path: Path, error: Exception) -> str:
     return reason
 
 
+# Names of half-written files (`whole_file`) and of half-written or half-deleted checkpoints (training/checkpoint.py).
+_LEFTOVER = re.compile(r"\.tmp_[0-9a-f]{16}_.+|\.(tmp|del)_step_\d{7,}")
+
+
+def is_leftover(name: str) -> bool:
+    """Whether an interrupted command leaves files or folders of this name; all others are the user's."""
+    return _LEFTOVER.fullmatch(name) is not None
+
+
 def remove_leftovers(folder: Path) -> None:
     """Remove what an interrupted process left half written or half deleted. Only for a folder that this process has locked."""
-    for path in [*folder.glob(".tmp_*"), *folder.glob(".del_*")]:
+    for path in [path for path in folder.glob(".*") if is_leftover(path.name)]:
         with contextlib.suppress(OSError):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 

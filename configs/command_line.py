@@ -26,13 +26,14 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import create_model
 from yaml import YAMLError
 
-from common.errors import UserError
+from common.errors import UserError, first_line
 from common.files import REPOSITORY
 from common.progress import log_to_stderr
 from configs import experiments
 from configs.settings import S, Settings, flatten, nearest, validate
 
 FULL_ERRORS = "HYDRA_FULL_ERROR"  # Hydra's own switch, for all of our commands
+NO_NAME = "Config group override must be a string"  # Hydra's ValueError for model=3
 CONFIGS = REPOSITORY / "configs"
 HELP = {"--help", "-h"}
 
@@ -64,9 +65,13 @@ def guard(action: Callable[[], None]) -> None:
             sys.exit(128 + signal.SIGINT)
         rank = os.environ.get("RANK")
         sys.exit(f"error{'' if rank is None else f' (process {rank})'}: {error}")
+    except RuntimeError as error:
+        if wants_traceback or "gloo" not in str(error):
+            raise
+        sys.exit(f"error (process {os.environ.get('RANK')}): another process has ended, or does not answer: {first_line(error)}")
 
 
-def load(name: str) -> Any:
+def import_name(name: str) -> Any:
     """Import "module:name". Ctrl-C ends the process at once meanwhile: in the middle of an import, it can raise any error."""
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
@@ -90,11 +95,11 @@ def run(main: str, config_name: str, settings: str, description: str, at_end: st
     def checked(cfg: DictConfig) -> None:
         is_sweep = HydraConfig.get().mode is RunMode.MULTIRUN
         try:
-            cfg = check(cfg, load(settings), HydraConfig.get().overrides.task)  # before `main` and torch are imported
-            load(main)(cfg)
+            cfg = check(cfg, import_name(settings), HydraConfig.get().overrides.task)  # before `main` is imported
+            import_name(main)(cfg)
         except Exception as e:
             failures.append(e)  # Hydra prints a line of its own for what leaves this function
-            if is_sweep:  # the error lives until the end of the sweep: without its frames, this run's trainer does not
+            if is_sweep:  # Hydra keeps the error until the sweep ends, and the error's frames would keep this run's trainer
                 clear_frames(e)
             if is_sweep and os.environ.get("WORLD_SIZE", "1") != "1":  # the other processes may still be in this run
                 raise SweepEnded from e
@@ -104,22 +109,24 @@ def run(main: str, config_name: str, settings: str, description: str, at_end: st
     checked.__module__ = main.partition(":")[0]  # Hydra names the jobs of a cluster after it
 
     def start() -> None:
-        experiments.register(sys.argv[1:])
         given, unknown = get_args_parser().parse_known_args()
         if unknown:
             raise UserError(f"{unknown[0]} is not an option; keys are written without dashes: {unknown[0].lstrip('-')}=<value>")
         os.environ[FULL_ERRORS] = "1"  # have Hydra raise its errors, and those of `main`, instead of printing them
         try:
             if given.multirun:
-                check_sweep(given.overrides, config_name, load(settings))
+                check_sweep(given.overrides, config_name, import_name(settings))
+            experiments.register(given.overrides)
             with contextlib.suppress(SweepEnded):
                 hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(checked)()
-        except HydraException as e:
+        except (HydraException, ValueError) as e:
+            if not isinstance(e, HydraException) and not str(e).startswith(NO_NAME):  # it comes from `main`
+                raise
             raise UserError(explain(e, given.overrides, config_name)) from e
         if failures:
             raise failures[0]
         if "torch" in sys.modules:  # else nothing ran: --cfg, the shell's completion
-            load(at_end)()
+            import_name(at_end)()
 
     if HELP & set(sys.argv):
         sys.stdout.write(f"{description}\n{explain_keys(config_name)}")
@@ -162,11 +169,13 @@ def explain_keys(config_name: str) -> str:
     return "\n".join(f"--- {file.relative_to(REPOSITORY)}\n{file.read_text(encoding='utf-8')}" for file in files)
 
 
-def explain(error: HydraException, overrides: Sequence[str], config_name: str) -> str:
+def explain(error: HydraException | ValueError, overrides: Sequence[str], config_name: str) -> str:
     """Hydra's message on one line, with the nearest key."""
     if isinstance(error, OverrideParseException):
         return f"{error.override!r} cannot be read; quote a value that holds spaces or special characters: 'key=\"a b\"'"
     text = " ".join(str(error).partition("Config search path")[0].split())
+    if text.startswith(NO_NAME):
+        return f"{' '.join(overrides)}: the choice of a group is a name; --help lists them"
     if text.startswith("Error merging override"):  # a dictionary in place of a list
         return f"{text.partition('override ')[2]}: the key holds a list"
     if unknown := re.search(r"Could not override '([^']+)'", text):
@@ -206,7 +215,7 @@ def run_command(commands: dict[str, str], description: str, arguments: list[str]
     if HELP & set(given):
         sys.stdout.write(source_of((commands | (keys_of or {}))[name]))
         return
-    function = load(commands[name])
+    function = import_name(commands[name])
     parameters = inspect.signature(function, eval_str=True).parameters.values()
     types = {p.name: (p.annotation, ... if p.default is p.empty else p.default) for p in parameters}
     function(**dict(parse_arguments(given, create_model(function.__name__, __base__=Settings, **types))))

@@ -7,7 +7,6 @@ job` prints the whole configuration. To add a row, yield it from its table's fun
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -50,10 +49,11 @@ class Row:
 
 
 def register(overrides: Sequence[str]) -> None:
-    """Make the rows that `experiment=` names, with commas for a sweep, choices of Hydra's group `experiment`.
+    """Make the rows that `experiment=` names, with commas for a sweep, the only choices of Hydra's group `experiment`.
 
     Hydra copies what is registered at every step: all rows would make a start 0.4 s longer. UserError for an unknown row.
     """
+    ConfigStore.instance().repo.pop("experiment", None)
     for override in overrides:
         key, _, value = override.partition("=")
         for name in value.split(",") if key.lstrip("+") == "experiment" and value != "null" else ():
@@ -65,9 +65,10 @@ def register(overrides: Sequence[str]) -> None:
 
 def compose_overrides(overrides: Sequence[str], config_name: str = "config") -> DictConfig:
     """configs/<config_name>.yaml with these overrides, unresolved and unchecked. Raises UserError as `register` does."""
+    if GlobalHydra.instance().is_initialized():  # inside a command, which has registered all of its rows
+        return hydra.compose(config_name, overrides=list(overrides))
     register(overrides)
-    is_running = GlobalHydra.instance().is_initialized()  # inside a command
-    with nullcontext() if is_running else hydra.initialize_config_dir(str(Path(__file__).parent), version_base="1.3"):
+    with hydra.initialize_config_dir(str(Path(__file__).parent), version_base="1.3"):
         return hydra.compose(config_name, overrides=list(overrides))
 
 

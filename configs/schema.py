@@ -19,7 +19,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, create_model, model
 
 import dit
 from common.files import hash_bytes
-from common.types import AutoencoderSpec, Count, NotNegative, Number, Positive, Text, Whole, settings
+from common.types import AutoencoderSpec, Colour, Count, NotNegative, Number, Positive, Text, Whole, settings
 from configs.experiments import GROUPS, compose_overrides
 from configs.settings import OneOrMany, Settings, as_list, flatten, nearest
 from edm import EDM
@@ -57,14 +57,14 @@ def known_detector(name: str) -> str:
     return name
 
 
-def folder_name(name: str) -> str:
+def check_folder_name(name: str) -> str:
     if not name.strip(".") or {*name} & {*"/\\"}:
         raise ValueError(f"{name!r} is not the name of a folder: it must not be empty, hold / or \\, or consist of dots")
     return name
 
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-FolderName = Annotated[str, AfterValidator(folder_name)]
+FolderName = Annotated[str, AfterValidator(check_folder_name)]
 Checkpoint = Text  # the folder of a checkpoint, or of a run for its newest
 Detector = Annotated[str, AfterValidator(known_detector)]
 Numbers = Annotated[list[int], BeforeValidator(parse_numbers)]
@@ -221,6 +221,7 @@ class DetectorSettings(Settings):
     detector: OneOrMany[Detector] | None
     weights: Text | None
     dinov2_weights: Text | None
+    background: Colour | None
 
     @property
     def all_detectors(self) -> list[str]:
@@ -349,6 +350,8 @@ class FidConfig(_Sampling):
     @model_validator(mode="before")
     @classmethod
     def _combine(cls, raw: dict) -> dict:
+        if empty := [key for key, value in flatten(raw).items() if value == []]:
+            raise ValueError(f"{empty[0]}=[]: a list needs an entry")
         return raw | {"guidance": combinations(raw["guidance"])} if isinstance(raw.get("guidance"), dict) else raw
 
 

@@ -19,7 +19,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from common.errors import UserError
-from common.files import write_file
+from common.files import hash_bytes, write_file
 from common.progress import progress_bar
 from evaluations.images import ImageSet, read_ahead
 from evaluations.metrics import Statistics, statistics_of
@@ -118,15 +118,15 @@ def stored_statistics(images: ImageSet, detector: str) -> dict[str, Statistics]:
     return {layer: known for (name, layer), known in images.statistics.items() if name == detector}
 
 
-def _cache_of(images: ImageSet, detector: Detector) -> tuple[Path, dict[str, str]]:
-    """The cache, x.npz.inception-features.safetensors beside x.npz, and its header: which images and weights it is of."""
-    file = Path(f"{images.path.resolve()}.{detector.name}-features.safetensors")
-    return file, {"images": images.fingerprint(), "weights": detector.weights_hash}
+def _cache_of(folder: Path, images: ImageSet, detector: Detector) -> tuple[Path, dict[str, str]]:
+    """The cache, <folder>/x.npz_inception_<hash>.safetensors, and its header: the images and the weights."""
+    header = {"images": images.fingerprint(), "weights": detector.weights_hash}
+    return folder / f"{images.path.name}_{detector.name}_{hash_bytes(repr(header).encode())[:8]}.safetensors", header
 
 
-def read_cache(images: ImageSet, detector: Detector) -> Features | None:
+def read_cache(folder: Path, images: ImageSet, detector: Detector) -> Features | None:
     """The cached features with their statistics; None if there are none, or they are of other images or weights."""
-    file, header = _cache_of(images, detector)
+    file, header = _cache_of(folder, images, detector)
     try:
         with safe_open(file, framework="pt") as f:
             if f.metadata() != header:
@@ -139,7 +139,7 @@ def read_cache(images: ImageSet, detector: Detector) -> Features | None:
     return Features(detector.name, statistics=statistics, **tensors)
 
 
-def write_cache(images: ImageSet, detector: Detector, features: Features) -> Features:
+def write_cache(folder: Path, images: ImageSet, detector: Detector, features: Features) -> Features:
     """Cache the features with their statistics, and return both. If the folder cannot be written to, warn.
 
     A layer that has no more images than features gets no statistics: `frechet_distance` is exact on the features themselves.
@@ -149,7 +149,7 @@ def write_cache(images: ImageSet, detector: Detector, features: Features) -> Fea
     statistics = {layer: statistics_of(tensors[layer]) for layer in layers}
     for layer, known in statistics.items():
         tensors |= {f"{layer}.mu": known.mu, f"{layer}.sigma": known.sigma}
-    file, header = _cache_of(images, detector)
+    file, header = _cache_of(folder, images, detector)
     try:
         write_file(file, save(tensors, metadata=header))
     except UserError as e:

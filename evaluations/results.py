@@ -29,6 +29,11 @@ class Point:
     content: str
     shown: dict
 
+    @property
+    def identity(self) -> dict:
+        """What makes it another point: its content stands for the files, wherever they are."""
+        return without_paths({**self.settings, "content": self.content})
+
 
 class Results:
     """The finished points of a folder: results.jsonl, and the table and plot made of them.
@@ -49,8 +54,8 @@ class Results:
 
     def find(self, point: Point) -> dict | None:
         """The line of results.jsonl; None if the point is not finished."""
-        key = self._key(point)
-        return next((line for line in self.lines if line["point"] == key), None)
+        key = without_paths(self._key(point))
+        return next((line for line in self.lines if without_paths(line["point"]) == key), None)
 
     def add(self, point: Point, metrics: dict[str, float], jackknife: dict[str, list[float]], cost: dict[str, float]) -> None:
         values = {"metrics": metrics, "jackknife": jackknife, "cost": cost}
@@ -67,7 +72,7 @@ class Results:
             axes: of the plot, for the points of a search.
 
         Returns:
-            The Markdown.
+            The table for a terminal: the columns in which rows differ, and the metrics.
         """
 
         def conditions(line: dict) -> list:
@@ -98,7 +103,12 @@ class Results:
             values = [line["metrics"][plotted] for line in lines]
             errors = [standard_error(line["jackknife"].get(plotted) or [0.0]) for line in lines]
             write_file(self.folder / "results.png", plot([p.shown for p in points], values, errors, label, axes))
-        return table
+        return table_for_terminal(cells, self.lines)
+
+
+def without_paths(point: dict) -> dict:
+    """The settings of a point that do not say where a file is."""
+    return {name: value for name, value in point.items() if name not in ("checkpoint", "images", "guidance.checkpoint")}
 
 
 def differ(line: dict, other: dict, metric: str) -> bool:
@@ -126,6 +136,16 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str
     return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
 
 
+def table_for_terminal(rows: Sequence[dict[str, str]], lines: Sequence[dict]) -> str:
+    """Aligned columns: the metrics, and what differs between rows (`lines` are theirs in results.jsonl). All is in results.md."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    metrics = {name for line in lines for name in line["metrics"]}
+    shown = [name for name in names if name in metrics or len({row.get(name) for row in rows}) > 1]
+    table = [shown, *([row.get(name, "") for name in shown] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*table)]
+    return "".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() + "\n" for row in table)
+
+
 def in_words(settings: dict) -> str:
     return ", ".join(f"{name} {value}" for name, value in settings.items())
 
@@ -150,7 +170,8 @@ def plot(settings: list[dict], values: list[float], errors: list[float], label: 
             curves.setdefault(in_words({name: row[name] for name in others if name in row}), []).append((row[axis], value, error))
         for name, curve in curves.items():
             x, y, error = zip(*sorted(curve))
-            panel.errorbar(x, y, error, marker="o", capsize=3, linestyle="none" if axes else "-", label=name or None)
+            words = name.replace("$", r"\$")  # not the start of a formula
+            panel.errorbar(x, y, error, marker="o", capsize=3, linestyle="none" if axes else "-", label=words or None)
         panel.set(xlabel=axis, ylabel=label)
         panel.grid(alpha=0.3)
         if others:

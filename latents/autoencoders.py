@@ -154,7 +154,7 @@ def to_uint8(images: Tensor, rounding: str = "round") -> Tensor:
         UserError: NaN or infinity, which would look like black pixels.
     """
     if not images.isfinite().all():
-        raise UserError("decoded images hold NaN or infinity: the network or the autoencoder overflows; if it is bf16, try fp32")
+        raise UserError("decoded images hold NaN or infinity: the autoencoder overflows")
     levels = images * 127.5 + 127.5
     pixels = (levels.round() if rounding == "round" else levels).clamp(0, 255).to(torch.uint8)
     return pixels.expand(-1, 3, -1, -1).permute(0, 2, 3, 1).contiguous()

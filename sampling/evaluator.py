@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
-from common.errors import UserError
+from common.errors import UserError, reading
+from common.files import hash_file
 from common.progress import progress_bar, say_if_slow
 from configs import schema
 from evaluations.classifiers import DIGITS_WEIGHTS, ClassifierDetector
@@ -32,7 +33,7 @@ from evaluations.images import ImageSet, open_images
 from evaluations.inception import InceptionDetector, fetch_weights
 from evaluations.suite import evaluate, jackknife, set_of
 from evaluations.vit import DINOV2_L, DINOv2Detector, find_encoder_weights
-from sampling.processes import gather_on_main, on_main
+from sampling.processes import check_same, gather_on_main, on_main
 from sampling.sampler import ImageSampler
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,16 @@ def build_detectors(settings: schema.DetectorSettings, accelerator: Accelerator)
     return [_build_detector(name, settings, accelerator) for name in settings.all_detectors]
 
 
+def hash_weights(settings: schema.DetectorSettings) -> dict[str, str | None]:
+    """Hashes of the detectors' files, for results; None for the published weights. UserError where a file cannot be read."""
+
+    def content(key: str) -> str | None:
+        with reading(f"evaluation.{key}={(file := getattr(settings, key))}"):
+            return file and hash_file(Path(file))
+
+    return {"detector_weights": content("weights"), "dinov2_weights": content("dinov2_weights")}
+
+
 def _build_detector(name: str, settings: schema.DetectorSettings, accelerator: Accelerator) -> Detector:
     if name == "digits":
         return ClassifierDetector(name, DIGITS_WEIGHTS, accelerator.device)
@@ -54,10 +65,13 @@ def _build_detector(name: str, settings: schema.DetectorSettings, accelerator: A
         return ClassifierDetector(name, settings.weights, accelerator.device)
     if name == "dinov2":
         return DINOv2Detector(settings.dinov2_weights or find_encoder_weights(DINOV2_L), accelerator.device)
-    return InceptionDetector(settings.weights or fetch_weights(), accelerator.device)
+    given = None if any(map(set_of, settings.all_detectors)) else settings.weights  # of small-<set>, in a list with it
+    return InceptionDetector(given or fetch_weights(), accelerator.device)
 
 
-def open_reference(path: str | None, key: str, detectors: Sequence[str], resolution: int | None = None) -> ImageSet:
+def open_reference(
+    path: str | None, key: str, detectors: Sequence[str], resolution: int | None = None, background: str = "white"
+) -> ImageSet:
     """The reference that `key` names, for detectors by name. Images of a folder are cropped to the resolution, as in encode.
 
     Raises:
@@ -69,7 +83,8 @@ def open_reference(path: str | None, key: str, detectors: Sequence[str], resolut
             f"{key}: {problem}; give a folder of images or a reference batch (ADM's are at "
             "https://github.com/openai/guided-diffusion/tree/main/evaluations, `prepare_latents.py reference` makes one)"
         )
-    images = open_images(path, crop=resolution if Path(path).is_dir() else None)
+    images = open_images(path, crop=resolution if Path(path).is_dir() else None, background=background)
+    check_same(images.outline(), key, images.path)
     for name in detectors:  # before their weights are downloaded
         if len(images) == 0 and not stored_statistics(images, name):
             raise UserError(f"{key}={path} holds no images and no statistics of the {name} detector")
@@ -91,13 +106,18 @@ def until_stopped(batches: Iterable[T], stop: Callable[[], bool]) -> Iterator[T]
 class Evaluator:
     """Features of images, which all processes compute together, and metrics against one reference.
 
+    Args:
+        cache: a folder for features of the reference.
+
     Attributes:
         references: features of the reference by each detector, cached or computed by all processes together, with their
             statistics; None but on the main process, which alone computes metrics.
     """
 
-    def __init__(self, accelerator: Accelerator, detectors: Sequence[Detector], reference: ImageSet, batch_size: int):
-        self.accelerator, self.detectors, self.batch_size = accelerator, detectors, batch_size
+    def __init__(
+        self, accelerator: Accelerator, detectors: Sequence[Detector], reference: ImageSet, batch_size: int, cache: Path
+    ):
+        self.accelerator, self.detectors, self.batch_size, self.cache = accelerator, detectors, batch_size, cache
         self.references = [self._load_reference(reference, detector) for detector in detectors]
 
     def features_of_samples(
@@ -164,11 +184,11 @@ class Evaluator:
 
     def _load_reference(self, images: ImageSet, detector: Detector) -> Features | None:
         is_main = self.accelerator.is_main_process
-        features = read_cache(images, detector) if is_main else None
+        features = read_cache(self.cache, images, detector) if is_main else None
         if on_main(lambda: features is None):  # on other nodes the folder may be another one
             computed = self._features_of(images, [detector], len(images))
             if is_main:
-                features = write_cache(images, detector, computed[0]) if len(images) else computed[0]
+                features = write_cache(self.cache, images, detector, computed[0]) if len(images) else computed[0]
         return replace(features, statistics=features.statistics | stored_statistics(images, detector.name)) if is_main else None
 
     def _features_of(self, images: ImageSet, detectors: Sequence[Detector], count: int) -> list[Features]:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from common.errors import UserError
 from common.randomness import SeedRandom, key_of
 from configs.schema import Data, Diffusion
 from configs.settings import explained
@@ -85,6 +86,8 @@ class ImageSampler:
         latents = self.diffusion.sampler(self.guidance(inputs), noise, y, random)
         flops = sum(number * forward_flops(*what) for what, number in calls.items())
         self.cost = {"network_evaluations": sum(calls.values()), "gflops_per_image": flops / 1e9}
+        if not latents.isfinite().all():
+            raise UserError(f"the network gives NaN or infinity with precision={self.precision}; its weights may have diverged")
         images = self.autoencoder.decode(restore_latents(latents[:num_images], data))
         return to_uint8(images, self.rounding).cpu().numpy()
 

@@ -18,6 +18,7 @@ from evaluations.metrics import standard_error
 from evaluations.results import Point, Results, differ
 from evaluations.suite import metrics_of
 from extras import kept_features
+from extras.report.runs import read_runs
 from sampling.evaluator import Evaluator
 from sampling.sampler import ImageSampler
 from training import load
@@ -108,9 +109,39 @@ def test_fid_gives_the_figures_of_training_and_sweeps_keep_what_is_done(edm, fid
     assert Image.open(tmp_path / "out" / "results.png").size[0] > 300
 
 
+def test_a_renamed_run_keeps_its_results_and_what_is_printed_is_what_differs(edm, fid, tmp_path, capsys, monkeypatch):
+    shutil.copytree(edm, tmp_path / "runs" / "first", ignore=shutil.ignore_patterns("evaluations"))
+    monkeypatch.chdir(tmp_path)
+    points = ["guidance=cfg", "cfg_scale=[1.0,1.5]", *FID]
+    run_fid("checkpoint=runs/first", *points)
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert head.split()[:2] == ["cfg_scale", "best"] and "fd_digits" in head and "detector" not in head and len(rows) == 2
+    assert [file.name[:27] for file in Path("runs/reference_features").iterdir()] == ["digits_reference.npz_digits_"[:27]]
+    Path("runs/first").rename("runs/second")
+    spellings = ("runs/second", str(tmp_path / "runs" / "second"), "runs/../runs/second/checkpoints/step_0000004")
+    for spelling in (*spellings, f"[{','.join(spellings)}]"):
+        run_fid(f"checkpoint={spelling}", *points)
+    assert len((tmp_path / "runs/second/evaluations/results.jsonl").read_text().splitlines()) == 2
+    shutil.copytree("runs/second", "copies/second")
+    first, second = (read_runs([tmp_path / name])[0][0] for name in ("runs", "copies"))
+    assert first.figures == second.figures and not read_runs([tmp_path])[1]
+    (run,), problems = read_runs([tmp_path / "runs"])
+    guided = {measure.guidance for measure in run.figures if measure.num_samples == 70 and "reference" in measure.how}
+    assert not problems and "cfg_scale 1.5" in guided
+
+
+def test_a_changed_file_of_a_detector_is_another_evaluation(train, tmp_path):
+    shutil.copy(REPOSITORY / "evaluations" / "digits_detector.safetensors", weights := tmp_path / "a.safetensors")
+    settings = [*EVAL, "train.num_steps=1", "eval.cfg_scales=[1.0]", f"evaluation.weights={weights}"]
+    run = train("run", *settings)
+    weights.write_bytes(weights.read_bytes() + b" ")
+    train("run", *settings)
+    assert len({record["how"]["detector_weights"] for record in metrics(run) if "metrics" in record}) == 2
+
+
 def test_a_point_that_was_cut_off_while_it_was_written_is_left_out_and_joined_to_nothing(tmp_path):
     conditions = {"num_samples": 70, "reference": "reference"}
-    first, second = (Point({"images": name}, "content", {}) for name in ("a.npz", "b.npz"))
+    first, second = (Point({"images": name}, f"content of {name}", {}) for name in ("a.npz", "b.npz"))
     Results(tmp_path, conditions).add(first, {"fid": 1.0}, {}, {})
     with open(tmp_path / "results.jsonl", "a") as f:
         f.write('{"point": {"images": "b.npz"}')
@@ -191,12 +222,21 @@ def test_raw_weights_are_the_networks_own(edm, fid, tmp_path):
         (["images=a.npz", "cfg_scale=2"], "cfg_scale= is for sampling"),
         (["images=a.npz", "search=[cfg_scale:1:3]"], "search= is for sampling"),
         (["images=a.npz", "weights=[ema,best]"], r"weights\[1\]='best'"),
+        (["checkpoint=a", "num_steps=[]"], r"num_steps=\[\]: a list needs an entry"),
+        (["checkpoint=a", "search=[]"], r"search=\[\]: a list needs an entry"),
+        (["checkpoint=a", "guidance=sparse", "guidance.w=[]"], r"guidance.w=\[\]: a list needs an entry"),
+        (["checkpoint=[{edm},{other}]"], "checkpoints of different resolutions need a command each: 8 .*, 16 "),
     ],
 )
-def test_wrong_settings_are_refused_before_any_work(fid, tmp_path, monkeypatch, overrides, words):
+def test_wrong_settings_are_refused_before_any_work(fid, edm, tmp_path, monkeypatch, overrides, words):
     monkeypatch.chdir(REPOSITORY)
     np.savez(tmp_path / "statistics.npz", mu=np.zeros(2048), sigma=np.eye(2048))
-    overrides = [word.format(here=tmp_path) for word in overrides]
+    if "{other}" in "".join(overrides):
+        other = shutil.copytree(edm / "checkpoints" / "step_0000004", tmp_path / "step_0000004")
+        config = (other / "config.yaml").read_text()
+        (other / "config.yaml").write_text(config.replace("resolution: 8", "resolution: 16"))
+        renew_manifest(other)
+    overrides = [word.format(here=tmp_path, edm=edm, other=tmp_path / "step_0000004") for word in overrides]
     with pytest.raises(UserError, match=words):
         fid("out", *overrides)
     assert not (tmp_path / "out").exists()
@@ -251,7 +291,7 @@ def test_a_stopped_point_goes_on_after_its_kept_stretches_and_a_damaged_one_is_m
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    file.with_name(".tmp_0_000000060-000000090-0.safetensors").touch()  # of a process that was killed
+    file.with_name(".tmp_0123456789abcdef_000000060-000000090-0.safetensors").touch()  # of a process that was killed
     again = fid("out", f"checkpoint={edm}", "keep_features=true")
     assert again[0]["metrics"] == pytest.approx(fid("plain", f"checkpoint={edm}")[0]["metrics"], rel=1e-4)
     load_file(file)

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from conftest import file_size_limit, make_shard
 
 from common import files
 from common.errors import UserError
-from common.files import REPOSITORY
+from common.files import REPOSITORY, write_file
 from evaluations.images import list_images, write_npz
 from latents.shards import LatentDataset
 from training.run import RunFolder
@@ -74,10 +75,12 @@ def test_a_torn_line_is_not_joined_to_the_next_one(tmp_path):
     assert list(files.read_lines(file)) == [{"step": 0}, {"step": 2}]
 
 
-def test_a_run_removes_what_an_interrupted_save_left(tmp_path):
+def test_a_run_removes_what_an_interrupted_save_left_and_nothing_else(tmp_path):
     run = open_run(tmp_path / "run")
-    left = [run.checkpoints / ".tmp_step_0000002", run.checkpoints / ".del_step_0000001", run.samples / ".tmp_a.png"]
+    left = [run.checkpoints / ".tmp_step_0000002", run.checkpoints / ".del_step_0000001"]
+    left.append(run.samples / ".tmp_0123456789abcdef_a.png")
     kept = [run.checkpoints / "step_0000001", run.checkpoints / "bad_step_0000001"]
+    kept += [run.samples / name for name in (".tmp_mine", ".del_mine", ".tmp_step_one", ".tmp_0123_a.png")]  # the user's
     for path in left + kept:
         path.mkdir()
         (path / "model.safetensors").write_bytes(b"half")
@@ -161,3 +164,15 @@ def test_images_are_listed_through_links_and_a_loop_of_links_is_refused(tmp_path
     (tmp_path / "images" / "b" / "loop").symlink_to(tmp_path / "images")
     with pytest.raises(UserError, match="loop is a link to a folder that holds it"):
         list_images(tmp_path / "linked")
+
+
+def test_a_read_only_disk_is_named_as_such(tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
+        try:
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory")
+        except FileNotFoundError:
+            raise OSError(errno.EROFS, "Read-only file system")  # noqa: B904 (as pathlib's mkdir does)
+
+    monkeypatch.setattr(Path, "mkdir", fail)
+    with pytest.raises(UserError, match="Read-only file system"):
+        write_file(tmp_path / "a" / "b.txt", "x")

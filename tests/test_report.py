@@ -1,8 +1,10 @@
 """The report: what is read, grouped and compared, by figures worked out by hand; and the page."""
 
+import base64
 import functools
 import json
 import re
+import shutil
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -13,9 +15,9 @@ from omegaconf import OmegaConf
 from common.errors import UserError
 from configs.experiments import ROWS
 from extras.report.__main__ import main
-from extras.report.experiments import change_words, changes_of, curve_measure, group
+from extras.report.experiments import change_words, changes_of, curve_measure, drop_copies, group
 from extras.report.runs import read_run, read_runs
-from extras.report.tables import figures_table, results_table, speedup_table
+from extras.report.tables import duration, figures_table, results_table, speedup_table
 
 DIT, TREAD = "table2/dit_b2", "table2/dit_b2_tread"  # 400,000 steps of 256 images; the paper's FID: 43.47 and 21.34
 HOW = {"weights": "ema", "num_steps": 40, "precision": "fp32", "reference": "adm.npz"}
@@ -80,7 +82,8 @@ def test_seeds_are_one_experiment_with_mean_spread_and_the_papers_figure(runs):
     row = rows(results_table, runs)[DIT]
     # Means of 39 and 41; standard deviation sqrt(2); 400,000 steps of 256 images at 10 a second.
     assert (row["Seeds"], row["Measured"], row["Paper"]) == ("0, 1", "40.00 ± 1.41", "43.47, ours −3.47 (−8%)")
-    assert (row["Steps"], row["Images seen"], row["Hours"], row["Images/s"]) == ("400,000", "102,400,000", "11.1", "2,560.0")
+    assert (row["Steps"], row["Images seen"]) == ("400,000", "102,400,000")
+    assert (row["Training time"], row["Images/s"]) == ("11.1 h", "2,560.0")
     assert rows(results_table, runs)[TREAD]["Against dense"] == "−28.00 (−70%)"
 
 
@@ -292,3 +295,24 @@ def test_arguments_that_cannot_work_are_refused(tmp_path):
             main(arguments)
     with pytest.raises(UserError, match=f"no runs in {tmp_path}; use python -m extras.report"):
         main([str(tmp_path)])
+
+
+def test_a_copy_of_a_run_is_named_and_counted_once(runs, capsys):
+    shutil.copytree(min(runs.iterdir()), runs / "renamed")
+    write(runs / "renamed" / "metrics.jsonl", {"loss": 1.0})  # a line without its step
+    main([str(runs)])
+    output = capsys.readouterr().out
+    assert re.search(r"^left out: .*: a copy of .*: the same settings, seed and figures$", output, re.M)
+    assert output.startswith("4 runs in ") and "Seeds 0, 0" not in (runs / "report.html").read_text()
+    kept, problems = drop_copies(read_runs([runs])[0])
+    assert len(kept) == 4 and len(problems) == 1
+
+
+def test_times_have_their_unit_and_names_their_characters(tmp_path):
+    assert [duration(hours) for hours in (12.5, 0.25, 6.21e-5, 0.0)] == ["12.5 h", "15 min", "0.224 s", "0 s"]
+    make_run(tmp_path, "model=dit", name="_a$b$c", fid={400_000: 4})
+    write(tmp_path / "results.jsonl", {"theirs": 1}, {"point": "theirs"})
+    main([str(tmp_path)])
+    page = (tmp_path / "report.html").read_text()
+    chart = base64.b64decode(re.search(r"base64,([^\"]+)", page)[1]).decode()
+    assert "_a$b$c" in chart and "Training time" in page and "Against dense" not in page

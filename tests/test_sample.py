@@ -150,7 +150,7 @@ def test_interrupted_sampling_goes_on_with_the_missing_seeds(sample, tmp_path):
     names = sorted(before)
     times = {name: (tmp_path / "out" / name).stat().st_mtime_ns for name in names}
     (tmp_path / "out" / names[3]).unlink()
-    (tmp_path / "out" / f".tmp_{names[4]}").write_bytes(b"torn")
+    (tmp_path / "out" / f".tmp_0123456789abcdef_{names[4]}").write_bytes(b"torn")
     assert_same_images(before, sample("out", "seeds=0-4"))
     assert [name for name in names if (tmp_path / "out" / name).stat().st_mtime_ns != times[name]] == [names[3]]
     with pytest.raises(UserError, match="sampler.S_churn: 0.0 -> 2"):

@@ -99,7 +99,7 @@ def test_a_search_that_was_stopped_ends_where_it_would_have_with_the_same_evalua
         (["num_steps=[1,2]"], "the best of one point"),
         (["search=[guidance.w:1:2]"], "w is not a key"),
         (["cfg_scale=2"], "cfg_scale= and search=cfg_scale both say its value"),
-        (["search=[S_churn:-1:2]"], "S_churn=-1.0"),
+        (["search=[S_churn:-1:2]"], "S_churn=-1"),
     ],
 )
 def test_a_search_that_cannot_be_done_is_refused_before_slow_work(run, tmp_path, overrides, words):

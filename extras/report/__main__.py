@@ -25,7 +25,7 @@ from matplotlib.figure import Figure as Canvas
 from common.errors import UserError
 from common.files import write_file
 from configs import command_line as cli
-from extras.report.experiments import Experiment, change_words, curve_measure, group
+from extras.report.experiments import Experiment, change_words, curve_measure, drop_copies, group
 from extras.report.runs import LOSS, Measure, read_runs
 from extras.report.tables import figures_table, machine_of, results_table, speedup_table
 
@@ -43,6 +43,8 @@ def main(arguments: Sequence[str]) -> None:
     if wrong := [one for one in folders if not one.is_dir()] + [one for one in outputs if one.suffix != ".html"]:
         raise UserError(f"{wrong[0]} is not accepted; {USAGE}")
     runs, problems = read_runs(folders)
+    runs, copies = drop_copies(runs)
+    problems |= copies
     left_out = "".join(f"\nleft out: {file}: {why}" for file, why in problems.items())
     if not runs:
         raise UserError(f"no runs in {' '.join(arguments) or 'no folder'}; {USAGE}{left_out}")
@@ -78,8 +80,9 @@ def draw_curves(experiments: Sequence[Experiment]) -> str:
     leading = curve_measure(experiments)
     measures = dict.fromkeys(measure for one in experiments for measure in one.measures())
     rows = [*(measure for measure in measures if measure[1:] == leading[1:]), LOSS]
+    rows = [measure for measure in rows if any(len(one.curve(measure)) > 1 for one in experiments)] or [LOSS]
     canvas = Canvas((13, 3.4 * len(rows) + 0.25 * len(experiments)), layout="constrained")
-    colours = matplotlib.colormaps["turbo"](np.linspace(0.05, 0.95, len(experiments)))
+    colours = [matplotlib.colormaps["tab10" if len(experiments) <= 10 else "tab20"](i % 20) for i in range(len(experiments))]
     for axes, measure in zip(canvas.subplots(len(rows), 3, squeeze=False, sharey="row"), rows):
         for one, colour in zip(experiments, colours):
             draw_line(axes, one, measure, colour)
@@ -105,9 +108,11 @@ def draw_line(axes: Sequence[matplotlib.axes.Axes], one: Experiment, measure: Me
     steps = np.array([figure.step for figure in curve])
     hours = [one.hours_at(step, measure) for step in steps]
     values = np.array([[figure.mean, min(figure.values), max(figure.values)] for figure in curve]).reshape(-1, 3)
-    line, marker = "-" if one.is_routed else "--", None if measure == LOSS else "."
+    line, marker = "-" if one.is_routed else "--", None if measure == LOSS and len(curve) > 1 else "."
+    label = one.label.replace("$", r"\$")  # not the start of a formula
+    label = f" {label}" if label.startswith("_") else label  # matplotlib would leave it out of the legend
     for axis, x in zip(axes, (steps, steps * one.identity["train.batch_size"], hours)):
-        axis.plot(x, values[:, 0], color=colour, linestyle=line, marker=marker, label=one.label)
+        axis.plot(x, values[:, 0], color=colour, linestyle=line, marker=marker, label=label)
         if len(one.furthest(measure)) > 1:
             axis.fill_between(x, values[:, 1], values[:, 2], color=colour, alpha=0.15, linewidth=0)
 

@@ -97,6 +97,22 @@ def curve_measure(experiments: Sequence[Experiment]) -> Measure:
     return max(alike, key=lambda measure: sum(len(one.curve(measure)) for one in experiments))
 
 
+def drop_copies(runs: Sequence[Run]) -> tuple[list[Run], dict[str, str]]:
+    """The runs without copies of others, and why the copies are left out, by folder.
+
+    A copy has the settings and the seed of another run, and its figures wherever both have them. The run that got furthest stays.
+    """
+    kept: dict[tuple, list[Run]] = {}
+    problems = {}
+    for run in sorted(runs, key=lambda run: -run.step):
+        alike = kept.setdefault((run.config["seed"], repr(sorted(identity_of(run.config).items()))), [])
+        if other := next((other for other in alike if run.agrees_with(other)), None):
+            problems[str(run.path)] = f"a copy of {other.path}: the same settings, seed and figures"
+        else:
+            alike.append(run)
+    return [run for run in runs if str(run.path) not in problems], problems
+
+
 def group(runs: Sequence[Run]) -> dict[str, list[Experiment]]:
     """Experiments by table: the paper's in their order, then those without a row, by their data."""
     found: dict[tuple, Experiment] = {}

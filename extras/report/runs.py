@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 from collections.abc import Sequence
@@ -20,8 +21,10 @@ from common.errors import UserError
 from common.files import read_lines
 from configs.settings import flatten
 from evaluations.results import in_words
+from training import checkpoint as checkpoints
 
 UNGUIDED = "none"
+START_KEYS = {"step", "time", "command", "commit", "modified", "device", "num_processes", "torch"}
 NEEDED = {"experiment", "seed", "output_dir", "data.name", "model.routes", "train.num_steps", "train.batch_size"}
 # Of a point of fid.py, what a measure says elsewhere, and what it says only where it has another value.
 ELSEWHERE = ("checkpoint", "content", "num_samples", "detector")
@@ -62,6 +65,12 @@ class Run:
         """The last step that has a figure."""
         return max(map(max, self.figures.values()))
 
+    @cached_property
+    def identities(self) -> list[str]:
+        """Those of its checkpoints (`training.checkpoint.identity`)."""
+        folders = checkpoints.list_steps(self.path / "checkpoints").values()
+        return [checkpoints.identity(folder) for folder in folders if (folder / checkpoints.MANIFEST).exists()]
+
     @property
     def images_per_sec(self) -> float:
         """Median over the lines of training; NaN without any."""
@@ -77,6 +86,16 @@ class Run:
     def hours_at(self, step: float) -> float:
         """Interpolated linearly between the lines of training; NaN beyond them."""
         return float(np.interp(step, *self.clock, left=np.nan, right=np.nan))
+
+    def agrees_with(self, other: Run) -> bool:
+        """Whether both have figures of the same steps, and all of these are equal."""
+        pairs = [
+            (value, other.figures[measure][step])
+            for measure, values in self.figures.items()
+            for step, value in values.items()
+            if step in other.figures.get(measure, ())
+        ]
+        return bool(pairs) and all(value == theirs for value, theirs in pairs)
 
     def add(self, step: int, metrics: dict, num_samples: int, point: dict) -> None:
         """Keep the figures of one evaluation; `point` holds its guidance (cfg_scale, guidance.*) and how it was made."""
@@ -122,13 +141,15 @@ def read_run(path: Path) -> Run:
     config = flatten(stored) if isinstance(stored, dict) else {}
     if missing := NEEDED - config.keys():
         raise UserError(f"not a configuration of train.py: without {', '.join(sorted(missing))}")
-    run = Run(path, config, config.pop("experiment") or {}, list(read_lines(path / "starts.jsonl")))
+    starts = [line for line in read_lines(path / "starts.jsonl") if line.keys() >= START_KEYS]
+    run = Run(path, config, config.pop("experiment") or {}, starts)
     for line in read_lines(path / "metrics.jsonl"):
-        if "metrics" in line:
-            run.add(line["step"], line["metrics"], line["num_samples"], {"cfg_scale": line["cfg_scale"], **line["how"]})
-        elif "loss" in line:
-            run.figures.setdefault(LOSS, {})[line["step"]] = line["loss"]
-            run.speeds[line["step"]] = line["steps_per_sec"]
+        with contextlib.suppress(KeyError):  # a line that train.py did not write
+            if "metrics" in line:
+                run.add(line["step"], line["metrics"], line["num_samples"], {"cfg_scale": line["cfg_scale"], **line["how"]})
+            elif "loss" in line:
+                run.speeds[line["step"]] = line["steps_per_sec"]
+                run.figures.setdefault(LOSS, {})[line["step"]] = line["loss"]
     run.grid = max((path / "samples").glob("step_*.png"), default=None)
     return run
 
@@ -137,14 +158,17 @@ def add_results(file: Path, runs: Sequence[Run]) -> set[str]:
     """Add the results of fid.py in a file to their runs; returns the folders of checkpoints that belong to no run."""
     orphans = set()
     for line in read_lines(file):
-        point = line["point"]
-        if "checkpoint" not in point:  # images on disk
-            continue
-        checkpoint = Path(point["checkpoint"]).resolve()
-        folder = checkpoint.parent.parent
-        found = [run for run in runs if run.path == folder] or [run for run in runs if run.path.name == folder.name]
-        if len(found) == 1:  # of runs that were moved or copied here, the only one of its name
-            found[0].add(line["shown"]["step"], line["metrics"], point["num_samples"], point)
-        else:
+        point = line.get("point")
+        if not isinstance(point, dict) or not isinstance(point.get("checkpoint"), str) or not {"shown", "metrics"} <= line.keys():
+            continue  # images on disk, or a file of another project
+        folder = Path(point["checkpoint"]).resolve().parent.parent
+        found = [run for run in runs if point.get("content", "").startswith(tuple(run.identities))]  # wherever it is now
+        if not found:  # the checkpoint is gone: a run that was moved kept its name, and one that was renamed holds its results
+            alike = [run for run in runs if run.path == folder] or [run for run in runs if run.path.name == folder.name]
+            found = alike or [run for run in runs if run.path == file.parent.parent]
+            found = found if len(found) == 1 else []
+        for run in found:  # several are copies
+            run.add(line["shown"]["step"], line["metrics"], point["num_samples"], point)
+        if not found:
             orphans.add(str(folder))
     return orphans

@@ -41,7 +41,7 @@ def machine_of(start: dict) -> str:
 def results_table(experiments: Sequence[Experiment]) -> Table:
     """Of each experiment the leading figure, beside the paper's and the dense runs', and what it cost."""
     leading = leading_measure(experiments)
-    columns = ("Experiment", "Seeds", "Measured", "Paper", "Against dense", "Steps", "Images seen", "Hours", "Images/s")
+    columns = ("Experiment", "Seeds", "Measured", "Paper", "Against dense", "Steps", "Images seen", "Training time", "Images/s")
     table = Table(f"Results, {leading.in_words()}" if leading else "Results", columns)
     for one in experiments:
         runs, measures = one.runs, one.measures()
@@ -52,8 +52,10 @@ def results_table(experiments: Sequence[Experiment]) -> Table:
             table.notes.append(f"{one.label}: started from {source}, whose training is not in the {missing}")
         row["Steps"] = f"{last:,} of {planned:,}" if last < planned else f"{last:,}"
         row["Images seen"] = f"{last * one.identity['train.batch_size']:,}"
-        row["Hours"] = f"{fmean(run.clock[1][-1] for run in runs):.3g}"
+        row["Training time"] = duration(fmean(run.clock[1][-1] for run in runs))
         row["Images/s"] = f"{fmean(run.images_per_sec for run in runs):,.1f}"
+        if one.is_routed and one.baseline is None:
+            table.notes.append(f"{one.label}: there are no dense runs with the same settings")
         if measures:
             measure = leading if leading in measures else measures[0]
             figure = one.curve(measure)[-1]
@@ -67,8 +69,15 @@ def results_table(experiments: Sequence[Experiment]) -> Table:
                     row["Against dense"] = difference_text(measure, figure.mean, dense.mean)
         table.rows.append(row)
     if any("±" in row.get("Measured", "") for row in table.rows):
-        table.notes.append("Figures, hours and images/s are means over seeds; ± is the standard deviation (n − 1).")
+        table.notes.append("Figures, times and images/s are means over seeds; ± is the standard deviation (n − 1).")
+    table.columns = [name for name in columns if any(row.get(name, "—") != "—" for row in table.rows)]
     return table
+
+
+def duration(hours: float) -> str:
+    """2.5 h, 13 min or 5 s: three significant digits in the largest unit of which there is one."""
+    unit, size = next(((unit, size) for unit, size in (("h", 1), ("min", 60)) if hours * size >= 1), ("s", 3600))
+    return f"{hours * size:.3g} {unit}"
 
 
 def paper_text(one: Experiment, measure: Measure, figure: Figure) -> str:
