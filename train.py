@@ -27,18 +27,20 @@ from functools import partial
 
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from torch import nn
 
 from common.errors import UserError
 from common.files import append_line
 from common.progress import say_if_slow
 from configs import schema
 from sampling.evaluator import Evaluator, build_detectors, open_reference
-from sampling.processes import leave, on_main
+from sampling.flops import count_evaluations, forward_flops
+from sampling.processes import check_same, leave, on_main
 from sampling.sampler import sampler_with
 from training import build, load, machine, saving, speed
 from training import checkpoint as checkpoints
 from training.ema import EMA
-from training.hooks import Evaluations, Grids, Metrics
+from training.hooks import Evaluations, Grids, Metrics, has_all
 from training.provenance import describe_start
 from training.resume import find_initial, find_resume
 from training.run import RunFolder
@@ -60,6 +62,7 @@ def main(cfg: schema.TrainConfig) -> None:
         precision=cfg.train.precision,
         log_with="wandb" if cfg.wandb.mode != "disabled" else None,
     )
+    check_same(dataset.identity, "data.path", dataset.path)
     check_processes(cfg.train, accelerator.num_processes, accelerator.distributed_type)
     speed.check_machine(cfg.train, accelerator.device)
     alignment = build.build_alignment(cfg, dataset, accelerator)
@@ -68,7 +71,8 @@ def main(cfg: schema.TrainConfig) -> None:
         net = build.build_network(cfg)
     ema = build.build_ema(cfg.train, net)
     run = RunFolder(cfg.output_dir, cfg.name)
-    hooks = build_hooks(cfg, ema, run, accelerator)
+    # A repeated sweep holds complete runs, which need no autoencoder and no detector.
+    hooks = [] if on_main(partial(has_all, run, cfg)) else build_hooks(cfg, ema, run, accelerator)
 
     initial = find_initial(run, cfg.init_from, cfg.resume)
     if initial is not None:
@@ -77,6 +81,8 @@ def main(cfg: schema.TrainConfig) -> None:
     newest = find_resume(run, cfg.resume)
     if newest is not None:
         build.check_resume(load.load_config(newest), cfg, newest)
+    if not hooks and checkpoints.step_of(newest) < cfg.train.num_steps:  # the last checkpoint is damaged
+        hooks = build_hooks(cfg, ema, run, accelerator)
 
     trainer = Trainer(accelerator, cfg, net, ema, dataset, alignment, hooks)
     if newest is not None:
@@ -115,7 +121,7 @@ def build_hooks(cfg: schema.TrainConfig, ema: EMA, run: RunFolder, accelerator: 
     guidance = cfg.guidance if cfg.sample.every else schema.NoChoice(name="none")  # guidance.* is for the grids
     load.check_guidance(guidance, cfg, cfg.diffusion)
     if cfg.eval.every:
-        judged = cfg.evaluation.all_detectors, cfg.data.resolution
+        judged = cfg.evaluation.all_detectors, cfg.data.resolution, cfg.evaluation.background
         reference = open_reference(cfg.evaluation.reference, "evaluation.reference", *judged)
     autoencoder = build.build_autoencoder(cfg, accelerator.device)
     compile_mode = speed.resolve_compile(cfg.train.compile, accelerator.device)
@@ -134,9 +140,23 @@ def build_hooks(cfg: schema.TrainConfig, ema: EMA, run: RunFolder, accelerator: 
             own = {"guidance": load.build_guidance(scaled), "diffusion": diffusion, "weak": None}
             samplers[scale] = replace(sampler, **own, precision=cfg.eval.precision)
         detectors = build_detectors(cfg.evaluation, accelerator)
-        evaluator = Evaluator(accelerator, detectors, reference, cfg.eval.batch_size)
-        hooks.append(Evaluations(run, evaluator, cfg.evaluation, samplers, cfg.eval.every))
+        evaluator = Evaluator(accelerator, detectors, reference, cfg.eval.batch_size, run.path.parent / "reference_features")
+        hooks.append(Evaluations(run, evaluator, samplers, cfg.eval.every))
     return hooks
+
+
+def describe_evaluations(cfg: schema.TrainConfig, net: nn.Module, step: int) -> str:
+    """The evaluations after `step`, and how many steps of training take as many FLOPs."""
+    last, scales = cfg.train.num_steps, ", ".join(f"{scale:g}" for scale in cfg.eval.cfg_scales)
+    closing = cfg.eval.final_num_samples or cfg.eval.num_samples
+    num_earlier = sum(t > step for t in range(cfg.eval.every, last, cfg.eval.every))
+    num_samples = (num_earlier * cfg.eval.num_samples + closing) * sum(1 + (scale != 1) for scale in cfg.eval.cfg_scales)
+    diffusion = sampler_with(cfg.diffusion, num_steps=cfg.eval.num_steps)
+    sampling = num_samples * count_evaluations(diffusion) * forward_flops(net)
+    num_steps = sampling / (3 * cfg.train.batch_size * forward_flops(net, None))  # a backward costs two forwards
+    words = f"{closing:,} samples at step {last}, for each scale of {scales}"
+    words += f", and {cfg.eval.num_samples:,} at {num_earlier} steps before" if num_earlier else ""
+    return f"{words}; by FLOPs, this sampling takes as long as {num_steps:,.0f} steps"
 
 
 def start_wandb(accelerator: Accelerator, cfg: schema.TrainConfig, run: RunFolder) -> None:
@@ -157,7 +177,9 @@ def describe(trainer: Trainer, run: RunFolder) -> None:
         for r in net.router.routes
     ]
     shape = f"{data.channels}x{data.height}x{data.width}"
-    how = [f"batch {cfg.train.batch_size}, {trainer.accelerator.num_processes} x {trainer.device.type}", cfg.train.precision]
+    rate = f"lr {cfg.train.lr:g}" + (f" ({cfg.train.schedule})" if cfg.train.schedule != "constant" else "")
+    machine_words = f"{trainer.accelerator.num_processes} x {trainer.device.type}"
+    how = [f"batch {cfg.train.batch_size}", rate, machine_words, cfg.train.precision]
     how += ["tf32"] if trainer.device.type == "cuda" and cfg.train.tf32 else []
     how += ["compiled"] if speed.resolve_compile(cfg.train.compile, trainer.device) == "blocks" else []
     how += ["sharded (fsdp)"] if cfg.train.parallel == "fsdp" else []
@@ -170,5 +192,7 @@ def describe(trainer: Trainer, run: RunFolder) -> None:
     log.log(logging.WARNING if needed > free else logging.INFO, "disk   up to %.3g GB of checkpoints, %.3g GB free", needed, free)
     if trainer.step < cfg.train.num_steps:
         log.info("train  steps %d to %d, %s", trainer.step, cfg.train.num_steps, ", ".join(how))
+        if cfg.eval.every:
+            log.info("eval   %s", describe_evaluations(cfg, net, trainer.step))
     else:
         log.info("this run is complete at step %d: train.num_steps=%d", trainer.step, cfg.train.num_steps)

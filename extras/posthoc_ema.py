@@ -85,10 +85,13 @@ class Snapshots(Hook):
             full = full_tensor(average)  # every process helps to gather it
             if is_main:
                 tensors[name] = full.half().cpu()
-        on_main(lambda: self._write(trainer, save(tensors)))
+        on_main(lambda: self._write(trainer, tensors))
         self._is_first = False
 
-    def _write(self, trainer: Trainer, content: bytes) -> None:
+    def _write(self, trainer: Trainer, tensors: dict[str, Tensor]) -> None:
+        if wrong := [name for name, average in tensors.items() if not average.isfinite().all()]:
+            raise UserError(f"step {trainer.step}: the tracked average {wrong[0]} is not finite in float16; nothing was written")
+        content = save(tensors)
         for step, file in list_snapshots(self.run.path).items() if self._is_first else ():
             if step > trainer.first_step:  # of what was trained before a resume from an earlier step
                 file.unlink()

@@ -24,7 +24,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from common.errors import UserError, reading
-from common.files import read_json, write_file
+from common.files import hash_bytes, read_json, write_file
 from common.types import Number, Positive
 from latents.autoencoders import to_uint8
 from latents.reader import FileReader
@@ -33,7 +33,8 @@ KINDS = ("sample", "moments")
 MANIFEST = "manifest.json"  # what a folder of shards holds, written once it is complete
 UNFINISHED = ".unfinished"  # a folder beside the shards, as long as some of them are missing
 _STORED = ("latents", "latents_flip")
-NumClasses = Annotated[int, Field(ge=1, le=10**6)]  # beyond, tables over classes and images would not fit into memory
+MAX_CLASSES = 10**6  # beyond, tables over classes and images would not fit into memory
+NumClasses = Annotated[int, Field(ge=1, le=MAX_CLASSES)]
 Resolution = Annotated[int, Field(ge=1, le=2**16)]
 _parse_json = BeforeValidator(lambda value: json.loads(value) if isinstance(value, str) else value)
 
@@ -162,6 +163,8 @@ class LatentDataset:
 
     def __init__(self, path: str | Path, check_folder: bool = True):
         self.path = Path(path)
+        if not self.path.exists():
+            raise UserError(f"{self.path} does not exist")
         self.files = [self.path] if self.path.is_file() else shard_files(self.path)
         manifest = read_manifest(self.path)
         if check_folder and manifest is None and (self.path / UNFINISHED).exists():
@@ -184,10 +187,12 @@ class LatentDataset:
             self._images = [shard["image_offsets"].numpy() + starts["images"] for shard, starts in zip(shards, offsets)]
         self._first_item = np.cumsum([0] + [len(shard["labels"]) for shard in shards])
         self._reader = FileReader(self.files)
+        self._hashes = [record["hash"] for record in (manifest or {}).get("shards", []) if record["file"]]
         channels, self.height, self.width = self._shape
         self.channels = channels // (1 + (self.info.kind == "moments"))
         self.class_names: list[str] | None = (manifest or {}).get("class_names")
-        if check_folder and manifest is not None and manifest["fingerprint"] != self.fingerprint():
+        self.settings: dict = (manifest or {}).get("settings", {})
+        if check_folder and manifest is not None and manifest["fingerprint"] != self.fingerprint:
             raise UserError(f"{self.path}: the shards are not those that {MANIFEST} describes; inspect says which")
 
     def __len__(self) -> int:
@@ -241,11 +246,19 @@ class LatentDataset:
         self._reader.read_into(file, shard_idx, start)
         return file
 
+    @property
+    def identity(self) -> str:
+        """A hash that tells data sets apart: `fingerprint`, and the hashes of all shards where a manifest lists them."""
+        return hash_bytes("".join([self.fingerprint, *self._hashes]).encode())
+
+    @functools.cached_property
     def fingerprint(self) -> str:
-        """A hash of the headers, sizes, labels and 64 latents spread over the data: other data, another value."""
+        """A hash of the headers, sizes and labels, and of a few latents of every shard, 64 or more in all."""
         digest = hashlib.blake2b(repr((self.info, self._shape, self._first_item.tolist())).encode(), digest_size=16)
         digest.update(self.labels.tobytes())
-        spread = spread_items(len(self), 64)
+        starts, ends = self._first_item[:-1], self._first_item[1:]
+        few = [start + spread_items(end - start, 3) for start, end in zip(starts, ends)]
+        spread = np.unique(np.concatenate([spread_items(len(self), 64), *few]))
         for flip in (False, True)[: 1 + self.has_flips]:
             digest.update(self.fetch(spread, np.full(len(spread), flip))[0].numpy().tobytes())
         for index in spread.tolist() if self.has_jpegs else ():

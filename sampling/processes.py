@@ -77,20 +77,27 @@ def gather_on_main(tensor: Tensor) -> list[Tensor]:
 
 
 def check_shared(file: Path, key: str) -> None:
-    """Make sure that every process reads `file` as the main process does. A small file stands for the folder it lies in.
+    """Check that all processes see the same `file`. One small file is enough to tell whether they share its folder.
 
-    Raises:
-        UserError: on every process, if one has no such file or another one. It names the key, the host and the folder.
+    Raises UserError as `check_same` does.
+    """
+    if _group is not None:
+        check_same(hash_file(file) if file.is_file() else "missing", key, file.parent)
+
+
+def check_same(value: object, key: str, path: Path) -> None:
+    """Check that all processes found the same `value` at `path`, which `key` names.
+
+    Raises UserError on every process if one differs from the main process. It names the key, the hosts and the paths.
     """
     if _group is None:
         return
-    content = hash_file(file) if file.is_file() else "missing"
     found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (content, socket.gethostname(), os.path.abspath(file.parent)), group=_group)
-    main_content, main_host, main_folder = found[0]
-    for rank, (content, host, folder) in enumerate(found):
-        if content != main_content:
+    dist.all_gather_object(found, (value, socket.gethostname(), os.path.abspath(path)), group=_group)
+    main_value, main_host, main_path = found[0]
+    for rank, (value, host, path) in enumerate(found):
+        if value != main_value:
             raise UserError(
-                f"{key}: process {rank} on {host} does not see in {folder} what process 0 on {main_host} sees in {main_folder}; "
-                f"give {key} as an absolute path on a file system that all nodes share"
+                f"{key}: process {rank} on {host} does not see in {path} what process 0 on {main_host} sees in {main_path}; "
+                f"give {key} as an absolute path on a file system that all nodes share, or give all nodes equal copies"
             )

@@ -80,7 +80,7 @@ def test_tokens_are_told_by_their_memory_and_not_by_its_address_which_others_get
 def test_a_recomputation_whose_subset_is_not_known_is_an_error_and_not_a_wrong_gradient():
     network, inputs = build("PixArt"), NETWORKS["PixArt"].inputs(False)
     attachment = attach(network, ROUTES)
-    with pytest.raises(RuntimeError, match="again as a whole; checkpoint its blocks instead"):
+    with pytest.raises(RuntimeError, match="recomputes a whole routed network; checkpoint its blocks instead"):
         checkpoint(call, network, inputs, use_reentrant=False).mean().backward()
 
     def loss_with_offloading():

@@ -29,6 +29,9 @@ def test_errors_and_ctrl_c_end_a_command_with_one_line(monkeypatch, capsys):
         guard(lambda: fail(UserError("no luck")))
     with pytest.raises(SystemExit) as left:
         guard(lambda: fail(KeyboardInterrupt()))
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit, match=r"^error \(process 0\): another process has ended, or does not answer: .*by peer$"):
+        guard(lambda: fail(RuntimeError("[/x/third_party/gloo/pair.cc:5] Connection closed by peer\nmore")))
     assert left.value.code == 130 and "stopped" in capsys.readouterr().err
     monkeypatch.setenv(command_line.FULL_ERRORS, "1")
     with pytest.raises(UserError):
@@ -39,7 +42,7 @@ def test_a_sweep_of_two_processes_runs_each_under_its_own_name_and_again_does_no
     arguments = ["train.py", "-m", *TINY, "train.num_steps=2", "seed=0,1", "train.precision=fp32,bf16", f"output_dir={tmp_path}"]
     code, output = finish(start(*arguments, launcher=LAUNCH_2))
     assert code == 0, output
-    names = {f"digits_tread_batch_size-4_seed-{seed}_precision-{p}" for seed in (0, 1) for p in ("fp32", "bf16")}
+    names = {f"digits_tread_batch_size-4{seed}{p}" for seed in ("", "_seed-1") for p in ("", "_precision-bf16")}
     assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == names
     first = {name: metrics(tmp_path / name)[1]["loss"] for name in names}
     assert len(set(first.values())) == 4
@@ -60,6 +63,7 @@ def test_what_cannot_be_read_on_a_command_line_is_one_line(monkeypatch, tmp_path
     for arguments, words in (
         (["--model", "tread"], "--model is not an option; keys are written without dashes: model=<value>"),
         (["output_dir=out dir ü"], "'output_dir=out dir ü' cannot be read; quote a value that holds spaces"),
+        (["model=3"], "model=3: the choice of a group is a name"),
         (["guidance=cfg", "cfg_scale=1.5"], "cfg_scale is not a key; nearest: guidance.cfg_scale, eval.cfg_scales"),
         (["model.routes={selection_ratio:0.5}"], "model.routes={selection_ratio:0.5}: the key holds a list"),
         (["-m", "train.lr=1e-3,abc"], "train.lr=abc: train.lr='abc': .*number"),
@@ -156,6 +160,14 @@ def test_help_and_configurations_are_printed_on_request():
 def test_an_exchange_has_more_than_nccls_ten_minutes_and_a_hang_does_not_last_hours():
     forget_accelerate()
     assert machine.start_accelerator(1).init_handler.timeout == timedelta(minutes=20)
+
+
+def test_one_process_in_place_of_several_is_said(monkeypatch, caplog):
+    for name in ("ACCELERATE_MIXED_PRECISION", "MASTER_PORT"):  # as `accelerate launch --num_processes 2` on a CPU
+        monkeypatch.setenv(name, "no")
+    forget_accelerate()
+    machine.start_accelerator(1)
+    assert "accelerate launch started one process although it was asked for several" in caplog.text
 
 
 def test_what_accelerate_is_configured_to_compile_is_not_compiled_twice(monkeypatch):

@@ -7,13 +7,14 @@ import os
 import numpy as np
 import pytest
 import torch
-from conftest import make_shard
+from conftest import checked, make_shard
 from safetensors.torch import load_file, save_file
 
 from common.errors import UserError
 from latents import autoencoders
 from latents.order import BatchOrder
 from latents.shards import LatentDataset, ShardInfo, latents_for_network, restore_latents, write_shard
+from training import build
 
 INFO = ShardInfo(kind="sample", scale_factor=0.5, autoencoder="identity", resolution=4, num_classes=3)
 CPU = torch.device("cpu")
@@ -87,7 +88,7 @@ def test_a_fingerprint_changes_with_the_data(tmp_path):
     others = dict(b={}, c=dict(seed=1), d=dict(flips=True), e=dict(latents_mean=(0.1, 0.0), latents_std=(1.0, 1.0)))
     for name, settings in {"a": {}, **others}.items():
         make_shard(tmp_path / name / "x.safetensors", **settings)
-    a, b, *differing = (LatentDataset(tmp_path / name).fingerprint() for name in "abcde")
+    a, b, *differing = (LatentDataset(tmp_path / name).fingerprint for name in "abcde")
     assert a == b and a not in differing
 
 
@@ -236,3 +237,25 @@ def test_an_autoencoder_that_is_not_there_or_does_not_fit_is_refused(tmp_path):
     ):
         with pytest.raises(UserError, match=message):
             autoencoders.build(spec, CPU, 4)
+
+
+def test_any_replaced_shard_and_any_hash_of_a_manifest_is_another_data_set(tmp_path):
+    for i in range(100):  # 64 items spread over the data miss most shards
+        make_shard(tmp_path / f"{i:03}.safetensors", num_items=5, num_classes=1, seed=i)
+    identities = [LatentDataset(tmp_path).identity]
+    (tmp_path / "057.safetensors").unlink()
+    make_shard(tmp_path / "057.safetensors", num_items=5, num_classes=1, seed=1000)
+    identities.append(LatentDataset(tmp_path).identity)
+    manifest = {"settings": {}, "fingerprint": LatentDataset(tmp_path).fingerprint}
+    for digest in "ab":  # an item that is not read changes the hash of its shard alone
+        manifest["shards"] = [{"file": "000.safetensors", "hash": digest}]
+        (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+        identities.append(LatentDataset(tmp_path).identity)
+    assert len(set(identities)) == 4
+
+
+@pytest.mark.parametrize(("scale_factor", "warns"), [(0.02, True), (0.5, False), (1.9, False), (10.0, True)])
+def test_a_scale_that_is_far_off_is_warned_of(tmp_path, caplog, scale_factor, warns):
+    make_shard(tmp_path / "a.safetensors", scale_factor=scale_factor)  # deviation 1
+    build.open_data(checked(["data=custom", f"data.path={tmp_path}"]))
+    assert ("the network sees latents with a standard deviation of" in caplog.text) == warns

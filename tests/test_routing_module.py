@@ -82,8 +82,8 @@ def test_negative_indices_count_from_the_end():
     [
         ([Route(0.5, 2, 12)], r"routes\[0\].end_layer_idx=12 .* 12 blocks; use -12 to 11"),
         ([Route(0.5, -13, 3)], r"routes\[0\].start_layer_idx=-13"),
-        ([Route(0.5, 8, 2)], r"routes\[0\] skips blocks 8 to 2; need 0 <= start"),
-        ([Route(0.5, 2, 5), Route(0.5, 5, 8)], r"routes\[1\] skips blocks 5 to 8; need 6 <= start"),
+        ([Route(0.5, 8, 2)], r"routes\[0\] ends with block 2, before it starts with block 8"),
+        ([Route(0.5, 2, 5), Route(0.5, 5, 8)], r"routes\[1\] starts with block 5, but routes\[0\] ends with block 5"),
         ([Route(1.0, 2, 8)], r"routes\[0\].selection_ratio=1 leaves no token"),
         ([Route(float("nan"), 2, 8)], "selection_ratio=nan"),
     ],

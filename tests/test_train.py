@@ -19,6 +19,7 @@ from common.randomness import key_of
 from latents.order import BatchOrder
 from latents.shards import ShardInfo, write_shard
 from routing_module import TokenRouter
+from sampling.flops import forward_flops
 from training import build
 from training import checkpoint as checkpoints
 from training.load import load_config
@@ -467,3 +468,61 @@ def test_a_copy_of_a_state_dict_takes_the_memory_of_the_one_before():
     second = copy_state_dict(state, keep=True, into=first)
     assert second["state"][0]["exp_avg"] is copied and torch.equal(copied, state["state"][0]["exp_avg"])
     assert copy_state_dict(state, keep=False)["state"] == {0: {"step": None, "exp_avg": None}}
+
+
+def test_a_loss_that_explodes_and_stays_finite_ends_the_run_before_a_checkpoint_goes(train, tmp_path):
+    with pytest.raises(UserError, match=r"the loss is NaN, infinite or above 10000 since step \d+"):
+        train("run", "train.lr=1e4", "checkpoint.every=1", "checkpoint.keep_last=1", "train.num_steps=50", "train.log_every=50")
+    (last,) = checkpoints.list_steps(tmp_path / "run" / "checkpoints").values()
+    assert all(value.isfinite().all() for value in checkpoints.load_weights(last, "raw").values())
+
+
+def test_weights_for_other_classes_get_a_new_label_table(whole, train, tmp_path, caplog):
+    make_shard(tmp_path / "data" / "a.safetensors", channels=1, size=8, num_classes=3, scale_factor=2 / 3)
+    caplog.set_level("INFO")
+    data = [f"data.path={tmp_path / 'data'}", "data.num_classes=3", "train.num_steps=1", "train.lr=1e-12"]
+    run = train("tuned", *data, f"init_from={folder_of(whole, 6)}")
+    assert "the label table starts with new weights" in caplog.text and "has 10 classes, and the data have 3" in caplog.text
+    for file in ("model", "ema"):
+        assert weights(run, 1, file)["y_embedder.embedding_table.weight"].shape[0] == 4
+    old, new = weights(whole, 6), weights(run, 1)
+    assert all(torch.allclose(old[name], new[name], atol=1e-6) for name in old if "y_embedder" not in name)
+    with pytest.raises(UserError, match="data.num_classes: 10 -> 3"):
+        train("all", *data[:2], f"init_from={folder_of(whole, 4)}", "init_state=all")
+
+
+def test_a_start_says_its_rate_and_evaluations_and_a_complete_run_needs_no_detector(train, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    settings = ["eval.every=4", "eval.num_samples=6", "eval.num_steps=2", "sample.every=6", "sample.num_samples=2"]
+    run = train("run", *settings)
+    assert "train  steps 0 to 6, batch 4, lr 0.002, 1 x cpu, fp32" in caplog.text
+    # 12 samples of 3 network evaluations at scale 1, and of 6 at 1.5.
+    (line,) = [record.message for record in caplog.records if record.message.startswith("eval ")]
+    assert "6 samples at step 6, for each scale of 1, 1.5, and 6 at 1 steps before" in line
+    steps = 36 * 3 * forward_flops(build_digits_net()) / (3 * 4 * forward_flops(build_digits_net(), None))
+    assert line.endswith(f"takes as long as {steps:.0f} steps")
+
+    def fail(*args, **kwargs):
+        raise AssertionError("a complete run builds no detector")
+
+    (run / "samples" / "step_best.png").touch()  # the user's
+    with monkeypatch.context() as patch:
+        patch.setattr("train.build_detectors", fail)
+        train("run", *settings)
+        with pytest.raises(AssertionError):
+            train("run", *settings, "eval.num_steps=3")
+    before = len(metrics(run))
+    train("run", *settings, "eval.labels=balanced")
+    assert len(metrics(run)) == before + 2 and (run / "samples" / "step_best.png").exists()
+
+
+def build_digits_net():
+    return build.build_network(build.open_data(checked())[0])
+
+
+def test_a_folder_to_resume_from_that_does_not_exist_leaves_nothing(train, tmp_path):
+    with pytest.raises(UserError, match="resume=nowhere does not exist"):
+        train("run", "resume=nowhere")
+    with pytest.raises(UserError, match="data.path=nowhere does not exist"):
+        train("run", "data.path=nowhere")
+    assert not (tmp_path / "run").exists()

@@ -5,7 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
-from conftest import LAUNCH_2, finish, losses, run_train, start
+from conftest import LAUNCH_2, finish, losses, make_shard, run_train, start
 from PIL import Image
 from two_nodes import HERE, run
 
@@ -28,10 +28,13 @@ def folder(tmp_path_factory):
     shutil.copytree(folder / "node0" / "runs" / "one", damaged)
     (damaged / "checkpoints" / "step_0000003" / "manifest.json").write_text("{")
     (folder / "node1").mkdir()
-    for node in ("node0", "node1"):
+    for i, node in enumerate(("node0", "node1")):
         shutil.copy(REPOSITORY / "evaluations" / "digits_reference.npz", folder / node / "reference.npz")
+        np.savez(folder / node / "other.npz", arr_0=np.full((4, 8, 8, 3), i, dtype=np.uint8))
+        make_shard(folder / node / "data" / "a.safetensors", channels=1, size=8, num_classes=10, seed=i)
     reference, detector = open_images(folder / "node1" / "reference.npz"), ClassifierDetector("digits", DIGITS_WEIGHTS)
-    write_cache(reference, detector, features_of_images(reference, [detector], 64, 0, len(reference))[0])
+    cache = folder / "node1" / "scores" / "reference_features"
+    write_cache(cache, reference, detector, features_of_images(reference, [detector], 64, 0, len(reference))[0])
     (folder / "script.py").write_text(
         f"import sys; sys.path[:0] = [{str(REPOSITORY)!r}, {str(REPOSITORY / 'tests')!r}]\n"
         f"from pathlib import Path; import two_nodes; two_nodes.main(Path({str(folder)!r}))"
@@ -57,10 +60,12 @@ def errors(folder, name):
         ("autoguidance", "guidance.checkpoint"),
         ("fid", "checkpoint"),
         ("sweep", "checkpoints"),
+        ("data", "data.path"),
+        ("reference", "reference"),
     ],
 )
 def test_what_one_node_does_not_have_is_one_error_on_both(folder, name, key):
-    used = "images" if key == "output" else "runs/one/checkpoints/step_0000003"
+    used = {"output": "images", "data.path": "data", "reference": "other.npz"}.get(key, "runs/one/checkpoints/step_0000003")
     first, second = errors(folder, name)
     assert first == second and first.startswith(f"{key}: process 1 on ")
     assert f" does not see in {folder}/node1/{used} what process 0 on " in first and f" sees in {folder}/node0/{used}; " in first

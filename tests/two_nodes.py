@@ -32,6 +32,8 @@ RUNS = {
     ),
     "fid": ("fid", [*FID, f"checkpoint={HERE}"]),
     "sweep": ("fid", [*FID, f"checkpoints={HERE}"]),
+    "data": ("train", [*TINY, "name=other", "output_dir=runs", "data.path=data"]),
+    "reference": ("fid", [*FID, f"checkpoint={SHARED}", "output=judged", "reference=other.npz"]),
     "cached_by_one": ("fid", [*FID, f"checkpoint={SHARED}", "output=scores"]),
     "shared": ("sample", [*FEW, f"checkpoint={SHARED}", "output={shared}/images"]),
     "encoded": ("prepare_latents", [*ENCODE, "output={shared}/latents"]),

@@ -12,7 +12,9 @@ from accelerate import Accelerator
 import dit
 from common.errors import UserError
 from configs import schema
+from edm import EDM
 from latents import autoencoders
+from latents.channel_statistics import USUAL_STD, estimate_std
 from latents.shards import LatentDataset
 from training.ema import EMA
 
@@ -24,6 +26,8 @@ def open_data(cfg: schema.TrainConfig) -> tuple[schema.TrainConfig, LatentDatase
     data = cfg.data
     if data.path is None:
         raise UserError(f"data.path is not set: give the folder of the latent shards of {data.name}; docs/data.md makes them")
+    if not Path(data.path).exists():
+        raise UserError(f"data.path={data.path} does not exist")
     dataset = LatentDataset(data.path)
     found = {"in_channels": dataset.channels, "input_size": dataset.height}
     found |= {key: getattr(dataset.info, key) for key in ("num_classes", "scale_factor", "resolution")}
@@ -35,7 +39,13 @@ def open_data(cfg: schema.TrainConfig) -> tuple[schema.TrainConfig, LatentDatase
             found_there = f"the latents of {dataset.path} say {value}; data=custom takes it from them"
             raise UserError(f"data.{key}={getattr(data, key)}, but {found_there}")
     found["autoencoder"] = data.autoencoder or dataset.info.autoencoder
-    cfg = cfg.model_copy(update={"data": data.model_copy(update=found)})
+    std, sigma_data = estimate_std(dataset), getattr(cfg.diffusion, "sigma_data", EDM().sigma_data)
+    if not USUAL_STD[0] <= std / sigma_data <= USUAL_STD[1]:
+        words = f"the network sees latents with a standard deviation of {std:.3g}, and sigma_data is {sigma_data:g}"
+        log.warning("%s: %s; a wrong scale factor? `prepare_latents.py inspect` tells more", dataset.path, words)
+    background = cfg.evaluation.background or dataset.settings.get("background", "white")
+    evaluation = cfg.evaluation.model_copy(update={"background": background})
+    cfg = cfg.model_copy(update={"data": data.model_copy(update=found), "evaluation": evaluation})
     return fill_in_lengths(cfg, len(dataset)), dataset
 
 
@@ -97,8 +107,9 @@ def build_alignment(cfg: schema.TrainConfig, dataset: LatentDataset, accelerator
 def check_initial(stored: schema.TrainConfig, step: int, cfg: schema.TrainConfig, imported_from: str | None = None) -> None:
     """Compare the checkpoint that init_from names (`stored`, `step`) with the run that is to start from it.
 
-    Routes may differ, unless they are fused: they have no weights. Raises UserError with the keys that differ; with
-    init_state=all, also when no step is left to do, and for imported weights, which have no optimizer.
+    Routes may differ, unless they are fused: they have no weights. With init_state=weights, classes may differ, too: the run
+    starts with a new label table. Raises UserError with the keys that differ; with init_state=all, also when no step is left to
+    do, and for imported weights, which have no optimizer.
     """
     if cfg.init_state == "all" and (imported_from or step >= cfg.train.num_steps):
         found = f"was imported from {imported_from} without an optimizer" if imported_from else f"is at step {step} already"
@@ -108,7 +119,9 @@ def check_initial(stored: schema.TrainConfig, step: int, cfg: schema.TrainConfig
     old, new = ([(r.start_layer_idx % depth, r.end_layer_idx % depth) for r in one.model.routes] for one in (stored, cfg))
     if cfg.model.fusion == "concat" and old != new:  # a fusion has a place
         changed.append(f"model.routes: blocks {old} -> {new}")
-    if cfg.init_state == "all":  # the optimizer of the projector goes on, and tracked averages
+    if cfg.init_state == "weights":
+        changed = [line for line in changed if not line.startswith("data.num_classes")]
+    else:  # the projector's optimizer and tracked averages continue
         continued = schema.differences(stored, cfg, [schema.Role.FIXED, schema.Role.STARTED])
         changed += [line for line in continued if line.startswith(("alignment.", "train.ema_lengths"))]
     if changed:

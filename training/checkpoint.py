@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import yaml
 from omegaconf import OmegaConf
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -35,6 +36,10 @@ WEIGHTS = {"raw": "model.safetensors", "ema": "ema.safetensors"}
 OTHERS = ("projector", "tracked_ema")  # files of tensors that some checkpoints have
 FILES = (*WEIGHTS.values(), "optimizer.pt", "state.json", "config.yaml")  # of every checkpoint, beside the manifest
 _STEP = re.compile(r"step_(\d{7,})")
+
+
+class Damaged(UserError):
+    """A checkpoint is not as it was written."""
 
 
 @dataclass
@@ -120,8 +125,16 @@ def verify(folder: Path) -> None:
     """Compare every file with the manifest, and the folder's name with its step.
 
     Raises:
-        UserError: a file is missing, truncated, altered or unreadable, or the folder has the name of another step.
+        Damaged: a file is missing, truncated or altered, or the folder has the name of another step.
+        UserError: the disk cannot be read, which says nothing about the checkpoint.
     """
+    try:
+        _compare_files(folder)
+    except UserError as e:
+        raise e if isinstance(e.__cause__, OSError) else Damaged(str(e)) from e
+
+
+def _compare_files(folder: Path) -> None:
     file = folder / MANIFEST
     with reading(file):
         if not file.is_file():
@@ -145,7 +158,10 @@ def verify(folder: Path) -> None:
 
 def _read_state(folder: Path) -> dict:
     with reading(folder / "state.json"):
-        return json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        if not isinstance(state, dict) or type(state.get("step")) is not int:
+            raise ValueError("it holds no step")
+        return state
 
 
 def step_of(folder: Path) -> int:
@@ -170,8 +186,12 @@ def identity(folder: Path) -> str:
 
 def read_config(folder: Path) -> dict:
     """The resolved configuration of the run that wrote a checkpoint, as it was stored."""
-    with reading(folder / "config.yaml"):
-        return OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
+    with reading(file := folder / "config.yaml"), open(file, encoding="utf-8") as f:
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(f)):
+            raise ValueError("it holds aliases, which could multiply its size without end")
+        if not isinstance(config := OmegaConf.to_container(OmegaConf.load(file)), dict):
+            raise ValueError("it holds no configuration")
+        return config
 
 
 def load_weights(folder: Path, weights: str) -> dict[str, Tensor]:
@@ -185,6 +205,8 @@ def load(folder: Path) -> Checkpoint:
     state = _read_state(folder)
     with reading(folder / "optimizer.pt"):
         optimizer = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True, mmap=True)
+        if not isinstance(optimizer, dict):
+            raise ValueError("it holds no state of an optimizer")
     others = {}
     for name in OTHERS:
         with reading(file := folder / f"{name}.safetensors"):
@@ -206,12 +228,15 @@ def check_tensors(file: Path, given: Mapping[str, Tensor], like: Mapping[str, Te
 
 
 def find_newest(root: Path) -> tuple[Path | None, dict[Path, str]]:
-    """The newest checkpoint below `root` that verifies (None: there is none), and what is wrong with each newer one."""
+    """The newest checkpoint below `root` that verifies (None: there is none), and what is wrong with each newer one.
+
+    Raises UserError if the disk cannot be read.
+    """
     problems: dict[Path, str] = {}
     for path in reversed(list_steps(root).values()):
         try:
             verify(path)
-        except UserError as e:
+        except Damaged as e:
             problems[path] = str(e)
         else:
             return path, problems

@@ -59,10 +59,11 @@ class EMA:
 
     @torch.no_grad()
     def load(self, stored: dict[str, dict[str, Tensor]]) -> None:
-        """Load some of the states of a checkpoint: full tensors of the same names and shapes."""
+        """Load states of a checkpoint: full tensors of the same shapes. Averages without a stored tensor keep their values."""
         for file, averages in stored.items():
             for name, own in self.states()[file].items():
-                local_shard(own).copy_(local_shard(distribute_like(averages[name], own)))
+                if name in averages:
+                    local_shard(own).copy_(local_shard(distribute_like(averages[name], own)))
 
     @contextlib.contextmanager
     def full_weights(self) -> Iterator[None]:

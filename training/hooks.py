@@ -15,28 +15,28 @@ import torch
 from common.errors import UserError
 from common.files import append_line, whole_file
 from common.progress import progress_bar
-from configs.schema import EvaluationSettings
+from configs.schema import TrainConfig
 from evaluations.images import labelled_grid
 from evaluations.suite import display_name, format_metrics
-from sampling.evaluator import Evaluator, until_stopped
+from sampling.evaluator import Evaluator, hash_weights, until_stopped
 from sampling.processes import gather_on_main, on_main
-from sampling.sampler import ImageSampler, labels_of, settings_of_sampler
+from sampling.sampler import ImageSampler, labels_of, sampler_with, settings_of_sampler
 from training import checkpoint as checkpoints
 from training.run import RunFolder
-from training.trainer import NEVER, Hook, Trainer
+from training.trainer import MAX_LOSS, NEVER, Hook, Trainer
 
 log = logging.getLogger(__name__)
 
 
 def reduce_losses(trainer: Trainer) -> list[float]:
-    """Mean losses over all processes since the last line of metrics. Raises UserError if one was not finite."""
+    """Mean losses over all processes since the last line of metrics. Raises UserError if the run has diverged."""
     accelerator = trainer.accelerator
     first_bad = int(accelerator.gather(trainer.first_bad_step.reshape(1)).min())
     trainer.loss_sums = accelerator.reduce(trainer.loss_sums, reduction="mean")
     if first_bad < NEVER:
         raise UserError(
-            f"loss or weights are not finite since step {first_bad}; earlier checkpoints are intact. Look for NaN in the latents "
-            f"of {trainer.dataset.path}, lower train.lr={trainer.cfg.train.lr}, or set train.grad_clip_norm"
+            f"the loss is NaN, infinite or above {MAX_LOSS:g} since step {first_bad}; earlier checkpoints are intact. Look "
+            f"at the latents of {trainer.dataset.path}, lower train.lr={trainer.cfg.train.lr}, or set train.grad_clip_norm"
         )
     return (trainer.loss_sums / max(trainer.loss_count, 1)).tolist()
 
@@ -120,16 +120,14 @@ class Evaluations(Hook):
 
     run: RunFolder
     evaluator: Evaluator
-    settings: EvaluationSettings
     samplers: Mapping[float, ImageSampler]
     every: int
 
     def __call__(self, trainer: Trainer) -> None:
         cfg, accelerator, step = trainer.cfg.eval, trainer.accelerator, trainer.step
-        is_last = step == trainer.cfg.train.num_steps
-        num_samples = cfg.final_num_samples if is_last and cfg.final_num_samples else cfg.num_samples
-        for cfg_scale, sampler in self.samplers.items():
-            about = {"step": step, "num_samples": num_samples, "cfg_scale": cfg_scale, "how": self.how(sampler, cfg.labels)}
+        for about in on_main(partial(identify_evaluations, trainer.cfg, step)):
+            num_samples, cfg_scale = about["num_samples"], about["cfg_scale"]
+            sampler = self.samplers[cfg_scale]
             if on_main(partial(self.run.has_evaluation, about)):
                 continue
             start_sec = time.perf_counter()
@@ -144,8 +142,24 @@ class Evaluations(Hook):
                 log.info("step %d: %s", step, format_metrics(named))
             accelerator.log({"step": step, **named})
 
-    def how(self, sampler: ImageSampler, labels: str) -> dict:
-        """What else the figures depend on; a resume may change it. The keys are those of fid.py's results."""
-        detectors, reference = "+".join(self.settings.all_detectors), Path(self.settings.reference).name
-        made = {"weights": "ema", **settings_of_sampler(sampler.diffusion), "precision": sampler.precision, "labels": labels}
-        return made | {"detector": detectors, "reference": reference}
+def identify_evaluations(cfg: TrainConfig, step: int) -> list[dict]:
+    """What identifies the evaluations of a step, one for each guidance scale, as metrics.jsonl holds it.
+
+    `how` holds what else the figures depend on; a resume may change it. Its keys are those of fid.py's results.
+    """
+    diffusion = sampler_with(cfg.diffusion, num_steps=cfg.eval.num_steps)
+    how = {"weights": "ema", **settings_of_sampler(diffusion), "precision": cfg.eval.precision, "labels": cfg.eval.labels}
+    how |= {"detector": "+".join(cfg.evaluation.all_detectors), "reference": Path(cfg.evaluation.reference).name}
+    how |= hash_weights(cfg.evaluation)
+    is_last = step == cfg.train.num_steps
+    num_samples = cfg.eval.final_num_samples if is_last and cfg.eval.final_num_samples else cfg.eval.num_samples
+    return [{"step": step, "num_samples": num_samples, "cfg_scale": scale, "how": how} for scale in cfg.eval.cfg_scales]
+
+
+def has_all(run: RunFolder, cfg: TrainConfig) -> bool:
+    """Whether a run has the checkpoint, the grid and the evaluations of its last step, by their names."""
+    step = cfg.train.num_steps
+    if step not in checkpoints.list_steps(run.checkpoints):
+        return False
+    has_grid = not cfg.sample.every or (run.samples / f"{checkpoints.folder_name(step)}.png").exists()
+    return has_grid and (not cfg.eval.every or all(map(run.has_evaluation, identify_evaluations(cfg, step))))

@@ -21,6 +21,8 @@ from common.progress import log_to_stderr
 from sampling import processes
 from training.stop import LAUNCHERS
 
+log = logging.getLogger(__name__)
+
 # How long an exchange between processes may take. Where one of them works alone, the others wait in sampling/processes.py.
 # It is long enough for a process that compiles or loads more slowly, and short enough for GPUs that idle when NCCL hangs.
 EXCHANGE_TIMEOUT = timedelta(minutes=20)
@@ -51,6 +53,9 @@ def start_accelerator(
     accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)], **settings)
     processes.connect()
     log_to_stderr()
+    # accelerate's launcher for one process sets the port where it was asked for several.
+    if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ:
+        log.warning("accelerate launch started one process although it was asked for several; on a CPU, add --multi_gpu")
     if not accelerator.is_main_process:
         logging.getLogger().setLevel(logging.ERROR)
     use_cores(accelerator.device, cpu_threads)

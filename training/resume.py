@@ -68,7 +68,12 @@ def find_own(run: RunFolder) -> Path | None:
 
 
 def find_initial(run: RunFolder, init_from: str | None, resume: str) -> Path | None:
-    """The verified checkpoint that `init_from=` names; None without that key, and for a run with checkpoints of its own."""
+    """The verified checkpoint that `init_from=` names; None without that key, and for a run with checkpoints of its own.
+
+    Raises UserError also where `resume=` names a folder that does not exist, before the run's folder is made.
+    """
+    if resume not in ("auto", "never") and not on_main(Path(resume).exists):
+        raise UserError(f"resume={resume} does not exist; give auto, never, or the folder of a checkpoint or of a run")
 
     def decide() -> Path | None:
         if checkpoints.list_steps(run.checkpoints):

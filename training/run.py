@@ -60,10 +60,11 @@ class RunFolder:
 
     def keep_until(self, step: int) -> None:
         """Drop lines of metrics and grids after `step`, which the run makes again, and incomplete lines."""
-        kept = [line for line in read_lines(self.metrics) if line["step"] <= step]
+        kept = [line for line in read_lines(self.metrics) if line.get("step", 0) <= step]
         write_file(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
         for file in self.samples.glob("step_*.png"):
-            if int(file.stem.removeprefix("step_")) > step:
+            number = file.stem.removeprefix("step_")
+            if number.isdecimal() and int(number) > step:  # other names are the user's
                 file.unlink()
 
     def close(self) -> None:

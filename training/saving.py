@@ -19,6 +19,8 @@ from training.trainer import Hook, Trainer
 
 log = logging.getLogger(__name__)
 
+LABEL_TABLE = "y_embedder.embedding_table.weight"
+
 
 class Saving(Hook):
     """Has the main process write a checkpoint while training goes on; waits for the one before.
@@ -54,7 +56,7 @@ class Saving(Hook):
         if trainer.device.type == "cuda":
             torch.cuda.synchronize(trainer.device)
         state = {
-            "data_fingerprint": trainer.dataset.fingerprint(),
+            "data": trainer.dataset.identity,
             "ema_num_updates": trainer.ema.num_updates_before + trainer.step,
             "loss_sums": trainer.loss_sums.tolist(),
             "loss_count": trainer.loss_count,
@@ -94,7 +96,7 @@ class Saving(Hook):
 def resume(trainer: Trainer, folder: Path) -> None:
     """Continue a run from one of its checkpoints, verified. Raises UserError if it was trained on other latents or targets."""
     checkpoint = checkpoints.load(folder)
-    if checkpoint.state["data_fingerprint"] != trainer.dataset.fingerprint():
+    if checkpoint.state.get("data") != trainer.dataset.identity:
         raise UserError(
             f"resume: {folder} was trained on other latents or labels, of {checkpoint.config['data']['path']}, than data.path="
             f"{trainer.cfg.data.path}. Restore the data, or start another run with name=..."
@@ -114,9 +116,16 @@ def init_from(trainer: Trainer, folder: Path, init_state: str) -> None:
 @torch.no_grad()
 def _copy_values(trainer: Trainer, folder: Path, checkpoint: checkpoints.Checkpoint, *, with_optimizer: bool) -> None:
     """Copy the values of a checkpoint, tensor by tensor: a process never holds more than its own part in its memory."""
-    own, stored = trainer.net.state_dict(), checkpoint.model
+    own, stored, averages, stored_averages = trainer.net.state_dict(), checkpoint.model, trainer.ema.averages, checkpoint.ema
+    if not with_optimizer and stored[LABEL_TABLE].shape != own[LABEL_TABLE].shape:  # `build.check_initial` allows it
+        counts = [len(side[LABEL_TABLE]) - 1 for side in (stored, own)]
+        log.info("the label table starts with new weights: %s has %d classes, and the data have %d", folder, *counts)
+        own, stored, averages, stored_averages = (
+            {name: value for name, value in side.items() if name != LABEL_TABLE}
+            for side in (own, stored, averages, stored_averages)
+        )
     checkpoints.check_tensors(folder / checkpoints.WEIGHTS["raw"], stored, own)
-    checkpoints.check_tensors(folder / checkpoints.WEIGHTS["ema"], checkpoint.ema, trainer.ema.averages)
+    checkpoints.check_tensors(folder / checkpoints.WEIGHTS["ema"], stored_averages, averages)
     if with_optimizer and trainer.alignment is not None:  # init_state=weights starts with a projector of its own
         if checkpoint.state["encoder"] != trainer.alignment.encoder:
             raise UserError(f"{folder} was aligned with other weights of the encoder than those of alignment.weights")
@@ -125,7 +134,7 @@ def _copy_values(trainer: Trainer, folder: Path, checkpoint: checkpoints.Checkpo
         own, stored = own | projector, stored | checkpoint.projector
     for name, value in own.items():
         local_shard(value).copy_(local_shard(distribute_like(stored[name], value)))
-    trainer.ema.load({"ema": checkpoint.ema})
+    trainer.ema.load({"ema": stored_averages})
     # The EMA continues without a new warm-up.
     trainer.ema.num_updates_before = checkpoint.state["ema_num_updates"]
     if not with_optimizer:

@@ -23,6 +23,9 @@ from training.sharding import full_tensor, prepare
 from training.stop import StopSignal
 
 NEVER = 2**62  # the "first bad step" of a run that has none
+# A run that exceeds it has diverged. A network that predicts zero has a loss of (std / sigma_data)^2 or less: at most 16 for
+# latents of a usual scale.
+MAX_LOSS = 1e4
 
 
 class Hook:
@@ -59,7 +62,7 @@ class Trainer:
         step: optimizer steps done; `first_step`: those before this start.
         parts: the rows of the global batch in each of this process's micro-batches.
         loss_sums: of the diffusion's loss, and with alignment of its own, over the last `loss_count` steps. They and
-            `first_bad_step`, the first step whose loss was not finite, stay on the device, so that no step waits for it.
+            `first_bad_step`, the first step with a loss of NaN or MAX_LOSS or more, stay on the device: no step waits for it.
         stop: answers whether the run was asked to stop, while it trains.
         stopped_by: the number of the signal that stopped it; None: none did in this process.
     """
@@ -135,7 +138,7 @@ class Trainer:
 
         self.loss_sums += losses_of_step
         self.loss_count += 1
-        self.first_bad_step.clamp_(max=torch.where(losses_of_step.isfinite().all(), NEVER, self.step + 1))
+        self.first_bad_step.clamp_(max=torch.where((losses_of_step < MAX_LOSS).all(), NEVER, self.step + 1))
         self.step += 1
         self.clock.num_steps += 1
 
