@@ -265,19 +265,20 @@ class TrainConfig(Settings):
         such as train.num_steps, are not named, and neither is what the default says already (data, model, experiment and its
         seed). A name of more than MAX_NAME_LENGTH characters ends with a hash.
         """
-        typed = [override.lstrip("+~").partition("=")[0] for override in overrides]
-        if "name" in typed:
-            return self
+        typed = {override.lstrip("+~").partition("=")[0]: override for override in overrides}
         choices = ("data", "model", "experiment")  # the default name holds them
+        in_default = {*choices} | ({"seed"} if "experiment" in typed else set())
+        keys = [key for key in typed if role_of(key) in (*SAME_RUN, Role.NOTED) and key not in in_default]
+        if "name" in typed or not keys:
+            return self
         own, composed = flatten(self.model_dump()), {}
         for groups in (choices, GROUPS + choices):
-            chosen = [override for key, override in zip(typed, overrides) if key in groups]
+            chosen = [override for key, override in typed.items() if key in groups]
             composed[groups] = flatten(OmegaConf.to_container(compose_overrides(chosen), resolve=True))
         words = [self.name]
-        for key in dict.fromkeys(typed):
-            is_named = role_of(key) in (*SAME_RUN, Role.NOTED) and not (key == "seed" and "experiment" in typed)
+        for key in keys:
             name, default = (f"{key}.name", composed[choices]) if key in GROUPS else (key, composed[GROUPS + choices])
-            if is_named and key not in choices and own[name] != default.get(name):
+            if own[name] != default.get(name):
                 value = json.dumps(own[name]).strip('[]{}"/ ')
                 words.append(f"{key.rpartition('.')[2]}-{re.sub(r'[^0-9A-Za-z.+-]+', '-', value)}")
         name = "_".join(words)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import REPOSITORY
+from conftest import REPOSITORY, checked
 from safetensors.torch import load_file, save_file
 from torch_fidelity import feature_extractor_inceptionv3 as port
 
@@ -19,6 +20,7 @@ from evaluations.images import open_images
 from evaluations.inception import InceptionDetector
 from evaluations.metrics import class_agreement
 from latents.autoencoders import to_uint8
+from sampling import evaluator
 
 DIGITS = open_images(REPOSITORY / "evaluations" / "digits_reference.npz")
 
@@ -123,3 +125,14 @@ def test_several_detectors_see_each_batch_and_features_that_are_not_finite_are_r
     assert all(np.array_equal(one.pool, np.concatenate(batches)) for one in found)
     with pytest.raises(UserError, match="the a detector gives NaN or infinite pool features"):
         extract(detectors, [*batches, np.full((2, 3), np.nan)])
+
+
+def test_in_a_list_the_file_of_weights_belongs_to_the_detector_of_small_pictures(monkeypatch):
+    made = {}
+    for name in ("InceptionDetector", "ClassifierDetector"):
+        monkeypatch.setattr(evaluator, name, lambda *arguments, name=name: made.update({name: arguments[-2]}))
+    monkeypatch.setattr(evaluator, "fetch_weights", lambda: "downloaded")
+    for detector, expected in (("[inception,small-x]", ("downloaded", "a")), ("inception", ("a", "a"))):
+        cfg = checked([f"evaluation.detector={detector}", "evaluation.weights=a"])
+        evaluator.build_detectors(cfg.evaluation, SimpleNamespace(device="cpu"))
+        assert (made["InceptionDetector"], made.get("ClassifierDetector")) == expected

@@ -82,6 +82,10 @@ def test_a_damaged_or_short_array_is_found_while_reading(tmp_path):
     (tmp_path / "flipped.npz").write_bytes(data)
     with zipfile.ZipFile(tmp_path / "a.npz") as whole, zipfile.ZipFile(tmp_path / "short.npz", "w") as short:
         short.writestr("arr_0.npy", whole.read("arr_0.npy")[:-100])
+    with zipfile.ZipFile(tmp_path / "negative.npz", "w") as negative, negative.open("arr_0.npy", "w") as f:
+        np.lib.format.write_array_header_1_0(f, {"descr": "|u1", "fortran_order": False, "shape": (-1, 8, 8, 3)})
+    with pytest.raises(UserError, match=r"negative.npz cannot be read: arr_0 is uint8 \[-1, 8, 8, 3\]"):
+        NpzImages(tmp_path / "negative.npz")
     for name, message in (("flipped", "CRC"), ("short", "arr_0 ends before image 50 of 50")):
         with pytest.raises(UserError, match=rf"{name}\.npz cannot be read: .*{message}"):
             read(NpzImages(tmp_path / f"{name}.npz"), 8)

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import checked, run_sample, run_train
+from conftest import checked, renew_manifest, run_sample, run_train
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 import dit
 import guidance as guidances
@@ -204,3 +205,14 @@ def test_grids_show_every_image_with_its_label():
     assert centres == [[200] * 3] * 3 + [[255] * 3]
     captions = [pixels[4 + r * 82 : 4 + r * 82 + 14, 4 + c * 68 : 40 + c * 68] for r, c in tiles]
     assert [bool((caption < 128).any()) for caption in captions] == [True, True, True, False]
+
+
+def test_nan_of_the_network_and_settings_that_were_cut_off_are_named(runs, sample, tmp_path):
+    folder = shutil.copytree(runs["edm"] / "checkpoints" / "step_0000002", tmp_path / "copy")
+    save_file({name: x * np.nan for name, x in load_file(folder / "ema.safetensors").items()}, folder / "ema.safetensors")
+    renew_manifest(folder)
+    with pytest.raises(UserError, match="the network gives NaN or infinity with precision=fp32"):
+        sample("out", "seeds=0", checkpoint=folder)
+    (tmp_path / "out" / "settings.yaml").write_text("guidance: {na")
+    with pytest.raises(UserError, match="settings.yaml .choose another output=.* cannot be read: "):
+        sample("out", "seeds=0", checkpoint=folder)

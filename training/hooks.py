@@ -149,7 +149,7 @@ def identify_evaluations(cfg: TrainConfig, step: int) -> list[dict]:
     """
     diffusion = sampler_with(cfg.diffusion, num_steps=cfg.eval.num_steps)
     how = {"weights": "ema", **settings_of_sampler(diffusion), "precision": cfg.eval.precision, "labels": cfg.eval.labels}
-    how |= {"detector": "+".join(cfg.evaluation.all_detectors), "reference": Path(cfg.evaluation.reference).name}
+    how |= {"detector": "+".join(cfg.evaluation.all_detectors), "reference": Path(cfg.evaluation.reference or "").name}
     how |= hash_weights(cfg.evaluation)
     is_last = step == cfg.train.num_steps
     num_samples = cfg.eval.final_num_samples if is_last and cfg.eval.final_num_samples else cfg.eval.num_samples
