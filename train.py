@@ -8,7 +8,7 @@
     python train.py model=dit name=tuned init_from=runs/mine     # from the weights of another run, without routes
     python train.py -m model=dit,tread seed=0,1,2                # six runs, one after another
 
-The run lives in runs/<name>/. The same command again goes on where it stopped.
+The run lives in runs/<name>/. The same command again resumes it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ log = logging.getLogger("train")
 
 
 def main(cfg: schema.TrainConfig) -> None:
-    # Everything that can be wrong with the configuration, the data and the folder, before any slow work.
+    # Check the configuration, the data and the folder before any slow work.
     if cfg.diffusion.name == "ddpm":
         raise UserError("diffusion=ddpm is for sampling from imported weights and has no loss; train with diffusion=edm or sit")
     with say_if_slow(log, "opening data.path=%s", cfg.data.path):
@@ -102,14 +102,14 @@ def main(cfg: schema.TrainConfig) -> None:
     for tracker in accelerator.trackers:
         tracker.finish()
     if not is_complete:
-        log.warning("stopped after step %d, as asked; the same command goes on from there", trainer.step)
+        log.warning("stopped after step %d as requested; run the same command to resume", trainer.step)
         leave()
-        # Also out of a sweep. Ctrl-C ends a shell's loop around it too; a cluster's signals are no error.
+        # This also ends a sweep, and Ctrl-C a shell's loop around the command; a cluster's signals are no error.
         sys.exit(128 + signal.SIGINT if trainer.stopped_by == signal.SIGINT else 0)
 
 
 def build_hooks(cfg: schema.TrainConfig, ema: EMA, run: RunFolder, accelerator: Accelerator) -> list[Hook]:
-    """What happens between steps. Grids and evaluations sample from the EMA's network."""
+    """The hooks that run between steps. Grids and evaluations sample from the EMA's network."""
     checkpoint = saving.Saving(run, cfg.checkpoint.every, cfg.checkpoint.keep_last, cfg.checkpoint.keep_every)
     hooks = [Metrics(run, cfg.train.log_every, partial(checkpoint.check, wait=False)), checkpoint]
     if cfg.train.ema_lengths:
@@ -162,13 +162,13 @@ def describe_evaluations(cfg: schema.TrainConfig, net: nn.Module, step: int) -> 
 def start_wandb(accelerator: Accelerator, cfg: schema.TrainConfig, run: RunFolder) -> None:
     settings = {"name": cfg.name, "mode": cfg.wandb.mode, "dir": str(run.path), "id": run.wandb_id(), "resume": "allow"}
     accelerator.init_trackers(cfg.wandb.project, cfg.model_dump(), init_kwargs={"wandb": settings})
-    # By our steps and not by wandb's count, which ignores what goes back to an earlier step, as a resume does after a crash.
+    # Our own step is the axis: wandb's count ignores rows of an earlier step, which a resume after a crash writes.
     for tracker in accelerator.trackers:
         tracker.tracker.define_metric("*", step_metric="step")
 
 
 def describe(trainer: Trainer, run: RunFolder) -> None:
-    """What is about to run, in a few lines."""
+    """Log what is about to run."""
     cfg, net, data = trainer.cfg, trainer.net, trainer.dataset
     num_parameters = sum(p.numel() for p in net.parameters() if p.requires_grad)
     kind = f"({cfg.model.selection}, {cfg.model.fusion})"

@@ -1,4 +1,4 @@
-"""The error that a user can cause, and how those of parsers become it."""
+"""UserError, for mistakes of a user, and the conversion of parsers' errors to it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def first_line(error: Exception) -> str:
 
 @contextlib.contextmanager
 def reading(what: object) -> Iterator[None]:
-    """Any other error inside becomes a UserError that names what could not be read: what is damaged can make any parser fail."""
+    """Turn any error in the block into a UserError that names the file: damaged input can raise anything."""
     try:
         yield
     except UserError:

@@ -1,4 +1,4 @@
-"""Files as every part of the project reads and writes them: whole or not at all, hashed, as JSON lines, as Markdown tables."""
+"""Reading and writing of files: whole or not at all, locked, hashed, as JSON lines."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @contextlib.contextmanager
 def whole_file(path: Path, flush: bool = True) -> Iterator[IO[bytes]]:
-    """A file to write to, which appears under its name only when it is complete and on the disk. Its folder is created.
+    """A file to write to. It appears under its name only when it is complete and on the disk. Its folder is created.
 
     Args:
-        flush: False leaves it to the system when the content reaches the disk: for many files that can be made again.
+        flush: False lets the system choose when the content reaches the disk: for many files that can be made again.
 
     Raises:
-        UserError: it cannot be written. An earlier file of that name is untouched.
+        UserError: the file cannot be written. An earlier file of that name is untouched.
     """
     temporary = path.with_name(f".tmp_{secrets.token_hex(8)}_{path.name}")  # process ids repeat: containers share folders
     try:

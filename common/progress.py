@@ -1,4 +1,4 @@
-"""Progress bars and messages that read well in a terminal and in the log file of a batch job."""
+"""Progress bars and messages for terminals and for log files of batch jobs."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def progress_bar(items: Iterable | None = None, **settings) -> tqdm:
     settings = {"smoothing": 0.05, **settings}
     if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
         return tqdm(items, file=sys.stderr, dynamic_ncols=True, **settings)
-    if not settings.get("leave", True):  # a bar that goes away says nothing when it is short
+    if not settings.get("leave", True):  # a short bar that disappears writes no line
         settings["delay"] = LOG_EVERY_SEC
     return tqdm(items, file=_Lines(sys.stderr), **settings | {"mininterval": LOG_EVERY_SEC, "maxinterval": LOG_EVERY_SEC})
 
 
 class _Lines:
-    """A stream for tqdm that keeps every state of a bar as a line, without the characters that move the cursor."""
+    """A stream for tqdm that writes every state of a bar as a line, without characters that move the cursor."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream

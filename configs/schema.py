@@ -357,13 +357,13 @@ class FidConfig(_Sampling):
 
 
 class Role(Enum):
-    """A key without a role says where a run is, how it is watched or how fast it is."""
+    """Keys without a role (paths, logging, speed) do not affect results."""
 
-    ARCHITECTURE = "weights of another value do not fit: init_from and autoguidance refuse them, and so does a resume"
-    FIXED = "another value is another run: a resume refuses it"
-    STARTED = "is of a run from its start: a resume refuses another value; figures do not depend on it"
-    NOTED = "may change on a resume, which logs it; figures of another value are another experiment's"
-    COMPARED = "may change on a resume; figures of another value are another experiment's"
+    ARCHITECTURE = "weights of another value do not fit: init_from, autoguidance and a resume refuse them"
+    FIXED = "another value makes another run: a resume refuses it"
+    STARTED = "fixed when the run starts; does not affect its figures"
+    NOTED = "may change on a resume, which logs it; runs with other values are another experiment"
+    COMPARED = "may change on a resume; runs with other values are another experiment"
 
 
 SAME_RUN = (Role.ARCHITECTURE, Role.FIXED, Role.STARTED)

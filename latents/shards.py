@@ -207,7 +207,8 @@ class LatentDataset:
             UserError: a shard that cannot be read, or was cut off.
         """
         if len(indices) != len(flips) or (not self.has_flips and flips.any()):
-            raise ValueError(f"{len(indices)} items with {len(flips)} flips; mirrored latents are there: {self.has_flips}")
+            held = "hold" if self.has_flips else "hold no"
+            raise ValueError(f"got {len(indices)} indices and {len(flips)} flips; these shards {held} mirrored latents")
         if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
             raise IndexError(f"items {indices.min()} to {indices.max()} are not all in 0 .. {len(self) - 1}")
         shard_of = np.searchsorted(self._first_item, indices, side="right") - 1

@@ -1,6 +1,6 @@
-"""What several processes do together: one of them decides or computes alone, and the others wait for it.
+"""Coordination of processes: one of them decides or computes alone, and the others wait for it.
 
-They wait over gloo, and not over NCCL, whose watchdog has to end a process soon: an exchange that hangs keeps all GPUs idle.
+They wait over gloo. NCCL's watchdog must end a process soon, since an exchange that hangs keeps all GPUs idle.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor
 from common.errors import UserError
 from common.files import hash_file
 
-# For what one process does alone (hashing or saving checkpoints on a slow file system, metrics), and for how far processes
-# drift apart over 50,000 samples.
+# Long enough for work that one process does alone (hashing or saving checkpoints on a slow file system, metrics), and for the
+# time by which processes drift apart over 50,000 samples.
 PATIENCE = timedelta(hours=2)
 
 T = TypeVar("T")
@@ -35,7 +35,7 @@ def connect() -> None:
 
 
 def leave() -> None:
-    """The end of a command: the processes part. They cannot meet again."""
+    """Disconnect the processes at the end of a command. They cannot connect again."""
     global _group
     _group = None
     if dist.is_available() and dist.is_initialized():
@@ -43,7 +43,7 @@ def leave() -> None:
 
 
 def on_main(action: Callable[[], T]) -> T:
-    """What `action` returns in the main process, on every process. A UserError of it is raised on every process."""
+    """Call `action` in the main process and return its result on every process. Its UserError is raised on every process."""
     if _group is None:
         return action()
     value, error = None, None
@@ -61,7 +61,7 @@ def on_main(action: Callable[[], T]) -> T:
 
 
 def wait_for_all() -> None:
-    """Return once every process is here. An error names those that do not come."""
+    """Return once every process has called this. An error names the processes that did not."""
     if _group is not None:
         dist.monitored_barrier(_group, PATIENCE)
 

@@ -1,4 +1,4 @@
-"""From a checked configuration to what a run needs: data, network, autoencoder, alignment; and how a run may continue."""
+"""From a checked configuration to data, network, autoencoder and alignment; and whether a run may continue a checkpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 def open_data(cfg: schema.TrainConfig) -> tuple[schema.TrainConfig, LatentDataset]:
-    """Open the latents; the configuration gets what it left to them. Raises UserError where the two say different things."""
+    """Open the latents and fill in the keys that the configuration leaves to them. Raises UserError if the two disagree."""
     data = cfg.data
     if data.path is None:
         raise UserError(f"data.path is not set: give the folder of the latent shards of {data.name}; docs/data.md makes them")
@@ -50,7 +50,7 @@ def open_data(cfg: schema.TrainConfig) -> tuple[schema.TrainConfig, LatentDatase
 
 
 def fill_in_lengths(cfg: schema.TrainConfig, num_images: int) -> schema.TrainConfig:
-    """The configuration with what it leaves to the number of images, by the rule in configs/data/custom.yaml."""
+    """The configuration with lengths computed from the number of images, by the rule in configs/data/custom.yaml."""
     num_steps = cfg.train.num_steps or min(max(2000 * num_images, 2_560_000), 102_400_000) // cfg.train.batch_size
     every, ema_decay = max(num_steps // 20, min(num_steps, 500)), round(min(max(1 - 10 / num_steps, 0.9), 0.9999), 6)
     rule = {
@@ -70,7 +70,7 @@ def fill_in_lengths(cfg: schema.TrainConfig, num_images: int) -> schema.TrainCon
 
 
 def build_network(cfg: schema.TrainConfig) -> dit.DiT:
-    """The network of a configuration whose data.* is filled in. Raises UserError for routes or sizes that do not fit it."""
+    """The network of a configuration with data.* filled in. Raises UserError for routes or sizes that do not fit it."""
     model, data = cfg.model, cfg.data
     sizes = {key: getattr(data, key) for key in ("input_size", "in_channels", "num_classes")}
     settings = {name: getattr(model, name) for name in type(model).model_fields if name not in ("name", "backbone")}
@@ -129,14 +129,14 @@ def check_initial(stored: schema.TrainConfig, step: int, cfg: schema.TrainConfig
 
 
 def check_resume(stored: schema.TrainConfig, cfg: schema.TrainConfig, checkpoint: Path) -> None:
-    """Compare a checkpoint with the run that is to go on from it; log what may change and did.
+    """Compare a checkpoint with the run that resumes it, and log settings that may change and did.
 
     Raises UserError with the keys that differ, if they make it a checkpoint of another run.
     """
     if changed := schema.differences(stored, cfg, schema.SAME_RUN):
         raise UserError(
-            f"resume: {checkpoint} is of a run with other settings: {'; '.join(changed)}. Restore them, or start another run "
-            "with name=..."
+            f"resume: {checkpoint} belongs to a run with different settings: {'; '.join(changed)}. Restore them, or start "
+            "another run with name=..."
         )
     for line in schema.differences(stored, cfg, [schema.Role.NOTED]):
-        log.warning("resumed with another setting: %s", line)
+        log.warning("resumed with a changed setting: %s", line)

@@ -2,8 +2,8 @@
 
 step_0000400/ holds model.safetensors, ema.safetensors, optimizer.pt, state.json, config.yaml, with REPA projector.safetensors,
 with train.ema_lengths tracked_ema.safetensors, and manifest.json with the size and hash of each. `save` writes it under a
-temporary name, flushes it to disk and then renames it. The trainer calls it in a thread, with a copy of the weights, and trains
-on. A checkpoint counts only if its files match the manifest; damaged ones are renamed, never deleted.
+temporary name, flushes it to disk and then renames it. The trainer calls `save` in a thread with a copy of the weights, while it
+trains on. A checkpoint counts only if its files match the manifest; damaged ones are renamed, never deleted.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 WEIGHTS = {"raw": "model.safetensors", "ema": "ema.safetensors"}
-OTHERS = ("projector", "tracked_ema")  # files of tensors that some checkpoints have
-FILES = (*WEIGHTS.values(), "optimizer.pt", "state.json", "config.yaml")  # of every checkpoint, beside the manifest
+OTHERS = ("projector", "tracked_ema")  # further files of tensors, in some checkpoints
+FILES = (*WEIGHTS.values(), "optimizer.pt", "state.json", "config.yaml")  # in every checkpoint, with the manifest
 _STEP = re.compile(r"step_(\d{7,})")
 
 
@@ -44,7 +44,7 @@ class Damaged(UserError):
 
 @dataclass
 class Checkpoint:
-    """The content of a checkpoint. Tensors that `load` gives are maps of its files: copy them, and do not write to them."""
+    """The content of a checkpoint. `load` maps tensors from its files: copy them, and do not write to them."""
 
     step: int  # optimizer steps done
     model: dict[str, Tensor]
@@ -52,8 +52,8 @@ class Checkpoint:
     optimizer: dict  # its state dict; empty for imported weights
     state: dict  # plain values of the trainer (JSON)
     config: dict  # the resolved configuration of the run, of plain values
-    projector: dict[str, Tensor] | None = None  # alignment's; None: a run without
-    tracked_ema: dict[str, Tensor] | None = None  # of `extras.posthoc_ema`; None: a run without
+    projector: dict[str, Tensor] | None = None  # with alignment
+    tracked_ema: dict[str, Tensor] | None = None  # with `extras.posthoc_ema`
 
 
 def folder_name(step: int) -> str:
@@ -174,13 +174,13 @@ def imported_from(folder: Path) -> str | None:
 
 
 def run_of(folder: Path) -> Path | None:
-    """The folder of the run that a checkpoint lies in; None for a checkpoint that was copied elsewhere."""
+    """The folder of a checkpoint's run; None for a checkpoint that was copied elsewhere."""
     parent = folder.resolve().parent
     return parent.parent if parent.name == "checkpoints" else None
 
 
 def identity(folder: Path) -> str:
-    """A hash of everything in a checkpoint: of its manifest, which holds the hash of every file."""
+    """A hash of everything in a checkpoint, computed from its manifest, which holds the hash of every file."""
     return hash_bytes((folder / MANIFEST).read_bytes())[:16]
 
 

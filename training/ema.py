@@ -21,7 +21,7 @@ class EMA:
     Attributes:
         net: the copy. After `shard_like` it has values only inside `full_weights`.
         averages: by parameter name; sharded after `shard_like`.
-        num_updates_before: updates before step 0, in the run whose weights this run started from; they count in s.
+        num_updates_before: updates before step 0, in the run that gave the initial weights; they count in s.
     """
 
     def __init__(self, net: nn.Module, decay: float):
@@ -69,8 +69,8 @@ class EMA:
     def full_weights(self) -> Iterator[None]:
         """Inside the context, `net` holds full weights. Every process must enter it.
 
-        If the averages are sharded, every process holds all weights in float32 until the exit (DiT-XL/2: 2.5 GiB), at a time
-        without activations and gradients. Otherwise it does nothing.
+        If the averages are sharded, every process holds all weights in float32 until the exit (DiT-XL/2: 2.5 GiB); activations
+        and gradients do not exist at that time. Otherwise it does nothing.
         """
         if not self._is_sharded:
             yield

@@ -1,4 +1,4 @@
-"""What a run writes between its steps, beside checkpoints: lines of metrics, grids of samples, evaluations."""
+"""Hooks that write lines of metrics, grids of samples and evaluations between steps."""
 
 from __future__ import annotations
 

@@ -32,10 +32,10 @@ NVIDIA_DEVICE = Path("/dev/nvidiactl")  # on Linux, wherever the driver is loade
 def start_accelerator(
     cpu_threads: int | None, *, tf32: bool = True, precision: str = "fp32", timeout: timedelta = EXCHANGE_TIMEOUT, **settings
 ) -> Accelerator:
-    """accelerate, with its settings; this process's share of the cores; TF32; messages from the main process only.
+    """Start accelerate, and set this process's share of the cores, TF32, and messages from the main process only.
 
     Args:
-        precision: `fp32` or `bf16`, of the networks that are prepared.
+        precision: `fp32` or `bf16`, for the networks that accelerate prepares.
         timeout: a process that waits this long in an exchange ends with an error.
     """
     if torch.distributed.is_available():
@@ -43,12 +43,12 @@ def start_accelerator(
         # would never be freed, and gloo's threads can abort the process at its end.
         importlib.import_module("torch.distributed.nn.functional")
     check_gpus()
-    # Of the run before, in a sweep; the processes stay connected.
+    # In a sweep, forget the previous run; the processes stay connected.
     if is_initialized():
-        gc.collect()  # its networks lie in reference cycles
+        gc.collect()  # its networks are in reference cycles
     AcceleratorState._reset_state()
     GradientState._reset_state()
-    # Whatever accelerate is configured to compile, `compile` has compiled already.
+    # accelerate must not compile: `compile` has done so already.
     settings |= {"mixed_precision": "no" if precision == "fp32" else precision, "dynamo_backend": "no"}
     accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)], **settings)
     processes.connect()
@@ -64,9 +64,9 @@ def start_accelerator(
 
 
 def check_gpus() -> None:
-    """Raises UserError where an NVIDIA GPU is there that torch cannot use, or where two processes would share one.
+    """Raises UserError if torch cannot use this machine's NVIDIA GPU, or if two processes would share one.
 
-    accelerate would silently take the CPU, or let NCCL fail at the first exchange.
+    accelerate would silently use the CPU, or let NCCL fail at the first exchange.
     """
     # Slurm says NoDevFiles in a job without a GPU.
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles") or parse_flag_from_env("ACCELERATE_USE_CPU")

@@ -34,7 +34,7 @@ def find_resume(run: RunFolder, where: str) -> Path | None:
             return None
         goes_on = where == "auto"
         if not goes_on and newest_step >= 0 and run.path.resolve() not in (Path(where).resolve(), *Path(where).resolve().parents):
-            log.info("resume=%s is not read again: the run goes on from a checkpoint of its own", where)
+            log.info("resume=%s is not read again: the run resumes from its own checkpoint", where)
             goes_on = True
         found = find_own(run) if goes_on else checkpoints.find_checkpoint(Path(where), "resume")
         if found is None:
@@ -77,7 +77,7 @@ def find_initial(run: RunFolder, init_from: str | None, resume: str) -> Path | N
 
     def decide() -> Path | None:
         if checkpoints.list_steps(run.checkpoints):
-            log.info("init_from=%s is not read again: the run goes on from a checkpoint of its own", init_from)
+            log.info("init_from=%s is not read again: the run resumes from its own checkpoint", init_from)
         if checkpoints.list_steps(run.checkpoints) or resume not in ("auto", "never"):
             return None
         return checkpoints.find_checkpoint(Path(init_from), "init_from")

@@ -68,9 +68,9 @@ def prepare(accelerator: Accelerator, train: Train, modules: Sequence[nn.Module]
         ema.shard_like(net)
         # evaluation_mode: accelerate adds autocast, but no DDP.
         return [accelerator.prepare_model(module, device_placement=False, evaluation_mode=True) for module in modules]
-    # Buckets of one block, rounded down (DiT-XL/2: 91 MiB), as a bucket ends with the gradient that fills it; at least DDP's
-    # default. A bucket is sent as soon as its gradients are there, and the last one cannot hide behind the backward.
-    # Gradients that are views of them save a copy of all.
+    # One bucket per block (91 MiB for DiT-XL/2), never below DDP's default. DDP reduces a bucket as soon as it is full; only the
+    # last one cannot overlap with the backward. A bucket ends with the gradient that fills it, so the size is rounded down.
+    # Gradients as views of the buckets save a copy of all.
     bucket_mib = max(25, sum(p.nbytes for p in net.blocks[0].parameters()) // 2**20)
     accelerator.ddp_handler = DistributedDataParallelKwargs(gradient_as_bucket_view=True, bucket_cap_mb=bucket_mib)
     return [accelerator.prepare(module) for module in modules]

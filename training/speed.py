@@ -1,6 +1,6 @@
-"""What makes a training step fast, and whether the machine can do it.
+"""Compilation and recomputation of blocks, and checks that the machine can do what the keys ask for.
 
-Nothing here changes the names or values of parameters; results change by rounding only.
+Nothing here changes names or values of parameters. Results change by rounding only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def checkpoint_activations(net: dit.DiT, what: str) -> None:
     """Recompute activations in the backward to save memory.
 
     Args:
-        what: `none`, or `blocks`: only the input of every block is kept, for about a third more time.
+        what: `none`, or `blocks`: keep only the input of every block, for about a third more time.
     """
     if what == "blocks":
         for block in net.blocks:  # nothing in a block is random
@@ -48,10 +48,10 @@ def compile_network(net: dit.DiT, mode: str) -> None:
     """
     if mode == "none":
         return
-    # All networks of a process compile DiTBlock.forward. Its variants are few: in training dense, routed and in float32; in
-    # sampling one for each size of batch (ImageSampler fills up smaller ones). But 8 are soon reached, and more are an error.
+    # All networks of a process compile DiTBlock.forward. It has few variants: dense, routed and float32 in training, and one for
+    # each batch size in sampling (ImageSampler pads smaller batches). But they exceed the default limit of 8, which is an error.
     torch._dynamo.config.recompile_limit = 64
-    # DDP would cut blocks where its buckets end. They are small enough for communication to overlap, and cuts undo their fusion.
+    # DDP would split blocks where its buckets end, which undoes their fusion. Blocks are small enough to overlap communication.
     torch._dynamo.config.optimize_ddp = False
     for block in net.blocks:
         block.forward = torch.compile(block.forward, dynamic=False, fullgraph=True)

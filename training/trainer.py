@@ -1,4 +1,4 @@
-"""The trainer: one step, and the loop around it. Metrics, checkpoints, grids and evaluation hang on it as hooks."""
+"""The trainer: one step, and the loop around it. Metrics, checkpoints, grids and evaluations are hooks."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ MAX_LOSS = 1e4
 
 
 class Hook:
-    """What happens between steps: called after every `every` steps (0: never), after the last one, and at a start.
+    """An action between steps: called after every `every` steps (0: never), after the last one, and at a start.
 
-    A hook that was cut short by Interrupted is called again at the next start, with the same step.
+    If Interrupted cuts a hook short, the next start calls it again with the same step.
     """
 
     every: int
@@ -170,7 +170,7 @@ class Trainer:
     def train(self) -> bool:
         """Train from self.step to the end of the run, or until a signal; call the hooks when they are due.
 
-        A signal is obeyed after the step or the batch of samples; `finish` of the hooks then saves this step.
+        A signal takes effect after the step or the batch of samples; `finish` of the hooks then saves this step.
 
         Returns:
             Whether the run is complete.
@@ -213,7 +213,7 @@ class Trainer:
 
 
 def learning_rate(train: Train, step: int) -> float:
-    """Of step `step`, counted from 0: a function of the step, so that a resume goes on with it."""
+    """Learning rate of step `step` (from 0). It depends on the step alone, so a resumed run continues the schedule."""
     warmup = train.warmup_steps
     if step < warmup:
         return train.lr * (step + 1) / warmup

@@ -49,7 +49,7 @@ class ShardWriter:
 
     Args:
         output: the folder.
-        settings: all but the source that the latents depend on, of JSON's types. Continuing a folder requires identical ones.
+        settings: what the latents depend on besides the source, of JSON's types. Resuming a folder requires identical settings.
         hash_items: (start, stop) -> a hash of these items of the source. If it differs for a finished shard, that shard is made
             again. If it differs for all of them, the folder holds another data set.
         num_items: of the source.
