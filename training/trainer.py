@@ -24,8 +24,8 @@ from training.stop import StopSignal
 
 NEVER = 2**62  # the "first bad step" of a run that has none
 # A run that exceeds it has diverged. A network that predicts zero has a loss of (std / sigma_data)^2 or less: at most 16 for
-# latents of a usual scale.
-MAX_LOSS = 1e4
+# latents of a usual scale. A far too high learning rate can reach 1e4 and recover.
+MAX_LOSS = 1e6
 
 
 class Hook:
