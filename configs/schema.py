@@ -216,6 +216,11 @@ class Eval(Settings):
     batch_size: Count
     precision: Precision
 
+    @property
+    def closing_num_samples(self) -> int:
+        """Images per guidance scale at the last step."""
+        return self.final_num_samples or self.num_samples
+
 
 class DetectorSettings(Settings):
     detector: OneOrMany[Detector] | None

@@ -80,6 +80,13 @@ def is_regular(file: Path) -> bool:
     return stat.S_ISREG(file.stat().st_mode)
 
 
+def open_image(file: str | Path | BinaryIO) -> Image.Image:
+    """Pillow's image, not decoded yet. Raises ValueError for a pipe or a device."""
+    if isinstance(file, (str, Path)) and not is_regular(Path(file)):
+        raise ValueError("it is not a regular file")
+    return Image.open(file)
+
+
 def to_rgb(image: Image.Image, background: str) -> tuple[Image.Image, bool]:
     """An image as 8-bit RGB on a background of this colour, and whether the background shows through."""
     if not image.has_transparency_data:
@@ -95,9 +102,7 @@ def read_rgb(file: str | Path | BinaryIO, background: str = "white") -> tuple[Im
 
     Raises ValueError for more than 8 bits a channel, or too small or narrow an image to crop; for a damaged file, anything.
     """
-    if isinstance(file, (str, Path)) and not is_regular(Path(file)):
-        raise ValueError("it is not a regular file")
-    with Image.open(file) as image:
+    with open_image(file) as image:
         if image.mode not in CONVERTIBLE_MODES:
             raise ValueError(f"mode {image.mode} is not one of 8 bits a channel")
         short, long = sorted(image.size)
@@ -158,9 +163,7 @@ class ImageFolder:
         with reading(file):
             if self.crop is not None:
                 return adm_center_crop(read_rgb(file, self.background)[0], self.crop)
-            if not is_regular(file):
-                raise ValueError("it is not a regular file")
-            with Image.open(file) as image:
+            with open_image(file) as image:
                 if image.mode not in (CONVERTIBLE_MODES if self.convert_to_rgb else ("RGB",)):
                     raise ValueError(f"mode {image.mode}, not 8-bit RGB")
                 if self.shape and (image.height, image.width) != self.shape[1:3]:

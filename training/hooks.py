@@ -77,6 +77,10 @@ class Metrics(Hook):
         trainer.bar.set_postfix({"loss": f"{losses[0]:.4f}", "images/s": f"{record['images_per_sec']:.0f}"}, refresh=False)
 
 
+def grid_file(run: RunFolder, step: int) -> Path:
+    return run.samples / f"{checkpoints.folder_name(step)}.png"
+
+
 @dataclass
 class Grids(Hook):
     """samples/step_N.png, from the EMA. Image i has seed i and class i mod num_classes. The processes share the work."""
@@ -86,7 +90,7 @@ class Grids(Hook):
     every: int
 
     def __call__(self, trainer: Trainer) -> None:
-        file = self.run.samples / f"{checkpoints.folder_name(trainer.step)}.png"
+        file = grid_file(self.run, trainer.step)
         accelerator, is_main = trainer.accelerator, trainer.accelerator.is_main_process
         if on_main(file.exists):
             return
@@ -151,8 +155,7 @@ def identify_evaluations(cfg: TrainConfig, step: int) -> list[dict]:
     how = {"weights": "ema", **settings_of_sampler(diffusion), "precision": cfg.eval.precision, "labels": cfg.eval.labels}
     how |= {"detector": "+".join(cfg.evaluation.all_detectors), "reference": Path(cfg.evaluation.reference or "").name}
     how |= hash_weights(cfg.evaluation)
-    is_last = step == cfg.train.num_steps
-    num_samples = cfg.eval.final_num_samples if is_last and cfg.eval.final_num_samples else cfg.eval.num_samples
+    num_samples = cfg.eval.closing_num_samples if step == cfg.train.num_steps else cfg.eval.num_samples
     return [{"step": step, "num_samples": num_samples, "cfg_scale": scale, "how": how} for scale in cfg.eval.cfg_scales]
 
 
@@ -161,5 +164,5 @@ def has_all(run: RunFolder, cfg: TrainConfig) -> bool:
     step = cfg.train.num_steps
     if step not in checkpoints.list_steps(run.checkpoints):
         return False
-    has_grid = not cfg.sample.every or (run.samples / f"{checkpoints.folder_name(step)}.png").exists()
+    has_grid = not cfg.sample.every or grid_file(run, step).exists()
     return has_grid and (not cfg.eval.every or all(map(run.has_evaluation, identify_evaluations(cfg, step))))
