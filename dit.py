@@ -16,14 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from extras.sprint import build_fusions, grid_rule  # the registry's line
-from routing_module import SELECTIONS, Route, TokenRouter
+from common.randomness import SampleRandom
+from routing_module import SELECTIONS, Route, SelectionRule, TokenRouter
 
 # name: (depth, width, heads). S to XL are DiT's, Table 1 of arXiv 2212.09748; XS is ours, for the embedded digits.
 SIZES = {"XS": (12, 96, 3), "S": (12, 384, 6), "B": (12, 768, 12), "L": (24, 1024, 16), "XL": (28, 1152, 16)}
 PATCH_SIZES = (1, 2, 4, 8)
 BACKBONES = {f"DiT-{size}/{patch}": (*SIZES[size], patch) for size in SIZES for patch in PATCH_SIZES}
-INITS = ("adaln_zero", "official_tread")
 
 
 def build(backbone: str, **kwargs) -> DiT:
@@ -146,6 +145,30 @@ class FinalLayer(nn.Module):
         return self.linear(modulate(self.norm_final(x), shift, scale))
 
 
+class RouteEnd(nn.Module):
+    """The end of a route in TREAD: the kept tokens return to their own positions among those that skipped.
+
+    A successor with another end sets `DiT.route_end` to a class with the same interface, which may have weights.
+    """
+
+    ends_dense_routes = False  # a route of ratio 0 is no route
+
+    def __init__(self, width: int):
+        super().__init__()
+
+    def forward(self, x: Tensor, skipped: Tensor, ids_keep: Tensor | None, inputs: Tensor | None = None) -> Tensor:
+        """Args:
+            x: (B, K, D), the kept tokens after the route; K may be 0.
+            skipped: (B, N, D), all tokens before it.
+            ids_keep: (B, K), from `TokenRouter.choose_ids_keep`; None in a route of ratio 0, where x holds all tokens.
+            inputs: (B, ...), the network's `route_inputs`.
+
+        Returns:
+            (B, N, D).
+        """
+        return TokenRouter.end_route(x, skipped, ids_keep)
+
+
 class DiT(nn.Module):
     """The network. In evaluation mode it is dense; in training mode its routes are active.
 
@@ -156,17 +179,16 @@ class DiT(nn.Module):
         learn_sigma: twice the output channels, as in published DiT checkpoints (the caller drops the unused half).
         class_dropout: probability that a label is replaced by the null class in training.
         routes: windows of blocks that some tokens skip; without any, the network is the plain DiT.
-        selection: the rule that chooses the tokens that stay, a name in `routing_module.SELECTIONS`, or `grid` (SPRINT's).
-        fusion: how routes end: `replace` is TREAD's; `concat` (`extras.sprint.Fusion`) also ends routes of ratio 0.
-        path_drop: for `concat`, probability in training that mask tokens replace the whole output of a sample's routes.
+        selection: the rule that chooses the tokens that stay, or its name in `routing_module.SELECTIONS`.
         fp32_after_route: under autocast, run the block (or final layer) after each active route in float32 (TREAD, section 4).
         init: with `adaln_zero`, as in DiT, every block starts as the identity and the output as zero. With `official_tread`, as
             in the official code, modulation and final layers are Xavier-uniform like all others.
 
-    Raises ValueError for routes that do not fit the depth or a fusion, and for latents whose size the patches do not divide.
+    Raises ValueError for routes that do not fit the depth, and for latents whose size the patches do not divide.
     """
 
     block_class: type[nn.Module] = DiTBlock
+    route_end: type[nn.Module] = RouteEnd
 
     def __init__(
         self,
@@ -181,9 +203,7 @@ class DiT(nn.Module):
         learn_sigma: bool = False,
         class_dropout: float = 0.1,
         routes: Sequence[Route] = (),
-        selection: str = "uniform",
-        fusion: str = "replace",
-        path_drop: float = 0.0,
+        selection: str | SelectionRule = "uniform",
         fp32_after_route: bool = True,
         init: str = "adaln_zero",
     ):
@@ -203,8 +223,10 @@ class DiT(nn.Module):
         self.final_layer = FinalLayer(width, patch_size, self.out_channels)
 
         self.router = TokenRouter(routes, depth)
-        self.path_drop, self.fusions = path_drop, build_fusions(fusion, path_drop, len(self.router.routes), width)
-        self.selection_rule = grid_rule(*[input_size // patch_size] * 2) if selection == "grid" else SELECTIONS[selection]
+        # Named by their blocks: weights of one place do not load into another.
+        places = [f"{r.start_layer_idx}_{r.end_layer_idx}" for r in self.router.routes]
+        self.route_ends = nn.ModuleDict({place: self.route_end(width) for place in places})
+        self.selection_rule = SELECTIONS[selection] if isinstance(selection, str) else selection
         self.fp32_after_route = fp32_after_route
         self.fp32_layers = {r.end_layer_idx + 1 for r in self.router.routes} if fp32_after_route else set()
         self.initialize_weights(init)
@@ -232,74 +254,71 @@ class DiT(nn.Module):
         y: Tensor,
         *,
         drop_labels: Tensor | None = None,
-        drop_paths: Tensor | None = None,
         route_scores: Tensor | None = None,
+        route_inputs: Tensor | None = None,
         selection_ratios: float | Sequence[float] | None = None,
         generator: torch.Generator | None = None,
-        tap: int | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor, Tensor | None]:
+        observe: Callable[[int, Tensor, Tensor | None], None] | None = None,
+    ) -> Tensor:
         """Args:
             x: (B, C, H, W) latents.
             t: (B,) noise level in the diffusion's own conditioning (EDM: c_noise).
             y: (B,) int64 labels, 0 to num_classes, which is the null class. Other values stop the process on a GPU.
             drop_labels: (B,) bool, labels to replace by the null class; drawn in training mode when absent.
-            drop_paths: (B,) bool, samples whose fused routes output mask tokens only; drawn in training mode when absent.
             route_scores: (B, R, N) uniform numbers for the selection rule; drawn when absent.
+            route_inputs: (B, ...), what the ends of the routes take besides tokens; TREAD's take nothing.
             selection_ratios: route with these ratios (one, or one per route), in evaluation mode too; 1 skips the routes' blocks.
                 By default, training mode uses the routes' own ratios, and evaluation mode does not route.
             generator: source of the numbers drawn here.
-            tap: also return the tokens after this many blocks, 1 to depth.
+            observe: called after every block with its number, from 1, the tokens, (B, N, D), and None; inside a route with the
+                tokens that did not skip, (B, K, D), and their positions, (B, K) int64.
 
         Returns:
-            (B, out_channels, H, W). With `tap`, also the tokens there, (B, N, D), and None; inside a route, the tokens that did
-            not skip, (B, K, D), and their positions, (B, K) int64.
+            (B, out_channels, H, W).
 
-        Raises ValueError for t, y or drop_* of another shape, drop_paths without a fusion, ratios or scores that do not fit the
-        routes, and an unknown tap.
+        Raises ValueError for t, y or drop_labels of another shape, and for ratios or scores that do not fit the routes.
         """
-        if tap is not None and not 1 <= tap <= len(self.blocks):
-            raise ValueError(f"tap={tap} is outside a network of {len(self.blocks)} blocks; use 1 to {len(self.blocks)}")
-        for name, value in (("t", t), ("y", y), ("drop_labels", drop_labels), ("drop_paths", drop_paths)):
+        for name, value in (("t", t), ("y", y), ("drop_labels", drop_labels)):
             if value is not None and value.shape != x.shape[:1]:  # one number would broadcast
                 raise ValueError(f"{name} has shape {tuple(value.shape)}; {len(x)} latents need {(len(x),)}")
-        if drop_paths is not None and not self.fusions:
-            raise ValueError("drop_paths needs a network with fusion=concat")
         if self.training and drop_labels is None and self.class_dropout > 0:
             drop_labels = torch.rand(len(y), device=y.device, generator=generator) < self.class_dropout
-        if self.training and drop_paths is None and self.path_drop > 0:
-            drop_paths = torch.rand(len(y), device=y.device, generator=generator) < self.path_drop
 
         h, tables = self.x_embedder(x) + self.pos_embed, self.token_tables()  # (B, N, D), each (1, N, ...)
         c = self.t_embedder(t) + self.y_embedder(y, drop_labels)  # (B, D)
 
         ratios = self.router.selection_ratios(selection_ratios if self.training or selection_ratios is not None else 0)
-        active = [i for i, ratio in enumerate(ratios) if ratio > 0 or self.fusions]
+        active = [i for i, ratio in enumerate(ratios) if ratio > 0 or self.route_end.ends_dense_routes]
         starts = {self.router.routes[i].start_layer_idx: i for i in active}  # block index -> route
-        ends = {self.router.routes[i].end_layer_idx: i for i in active}
+        ends = {self.router.routes[i].end_layer_idx: [*self.route_ends.values()][i] for i in active}
         in_fp32 = {end + 1 for end in ends} if self.fp32_after_route else set()
 
-        ids_keep, all_tables, tapped = None, tables, ()
+        ids_keep, all_tables = None, tables
         for i, block in enumerate(self.blocks):
             if i in starts:
                 scores = None if route_scores is None else route_scores[:, starts[i]]
                 skipped, ratio = h, ratios[starts[i]]  # (B, N, D)
-                if ratio > 0 or self.training:  # DDP needs a gradient for a fusion's mask token, at ratio 0 too
+                if ratio > 0:
                     ids_keep = self.router.choose_ids_keep(h, ratio, scores=scores, generator=generator, rule=self.selection_rule)
                     h = self.router.start_route(h, ids_keep)  # (B, K, D)
                     tables = [self.router.start_route(table.expand(len(x), *table.shape[1:]), ids_keep) for table in all_tables]
             if h.shape[1] > 0:  # otherwise all tokens skip
                 h = self._in_fp32(block, h, c, *tables) if i in in_fp32 else block(h, c, *tables)
-            if i + 1 == tap:
-                tapped = h, ids_keep
+            if observe is not None:
+                observe(i + 1, h, ids_keep)
             if i in ends:
-                if self.fusions:
-                    h = self.fusions[ends[i]](h, skipped, ids_keep, drop_paths)  # (B, N, D)
-                else:
-                    h = self.router.end_route(h, skipped, ids_keep)  # (B, N, D)
+                h = ends[i](h, skipped, ids_keep, route_inputs)  # (B, N, D)
                 tables, ids_keep = all_tables, None
 
         out = self._in_fp32(self.final_layer, h, c) if len(self.blocks) in in_fp32 else self.final_layer(h, c)  # (B, N, p*p*C)
-        return (self.unpatchify(out), *tapped) if tapped else self.unpatchify(out)
+        return self.unpatchify(out)
+
+    def draw_inputs(self, random: Callable[[str], SampleRandom]) -> dict[str, Tensor]:
+        """Keyword arguments of `forward` that one step of training draws at random, each from a stream of its own name."""
+        draws = {"drop_labels": random("labels").rand() < self.class_dropout}
+        if self.router.routes:
+            draws["route_scores"] = random("routes").rand(len(self.router.routes), self.num_tokens)
+        return draws
 
     def token_tables(self) -> tuple[Tensor, ...]:
         """Per-token tables that blocks take besides the tokens (rotary angles, say), each (1, N, ...).

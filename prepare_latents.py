@@ -13,51 +13,43 @@
 
 from __future__ import annotations
 
-import sys
-
-from configs import command_line
-
-COMMANDS = {name: f"prepare_latents:{name}" for name in ("encode", "inspect", "reference", "detector")}
-COMMANDS |= {name: f"latents.prepare.{name}:{name}" for name in ("convert", "fetch")}
-KEYS_OF = {"encode": "latents.prepare.encode:Encoding"}
-if __name__ == "__main__":  # before torch, whose import takes seconds that --help need not wait for
-    command_line.guard(lambda: command_line.run_command(COMMANDS, __doc__, sys.argv[1:], KEYS_OF))
-    sys.exit()
-
 import contextlib
-import inspect as python_inspect
 import logging
+import sys
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from common.errors import UserError
 from common.files import whole_file
+from common.images import labelled_grid
 from common.types import AutoencoderSpec, Colour, Count, Positive, Text
-from evaluations.classifiers import train_detector
-from evaluations.images import labelled_grid, open_images, read_ahead, write_npz
-from latents import autoencoders
-from latents.prepare.encode import NOT_OF_THE_LATENTS, Encoding, encode_images
-from latents.prepare.images import count_classes, open_labelled_images
-from latents.prepare.inspect import fetch_images, fetch_originals, fetch_spread, inspect_latents
-from latents.prepare.torchvision_sets import TORCHVISION, TorchvisionImages
-from latents.prepare.write import ShardWriter
-from latents.shards import LatentDataset, ShardInfo, shard_files
-from latents.torch_files import read_channel_statistics
-from sampling.processes import leave
-from training import machine
+from configs import command_line
+
+if TYPE_CHECKING:
+    from latents.prepare.encode import Encoding
 
 log = logging.getLogger("prepare_latents")
 
 
-def encode(**keys) -> None:
-    """Encode images into a folder of shards, with as many processes as accelerate starts. The keys are those of `Encoding`."""
-    how = Encoding(**keys)
-    how = replace(how, num_workers=machine.cores_per_process() if how.num_workers is None else how.num_workers)
+def encode(how: Encoding) -> None:
+    """Encode images into a folder of shards, with as many processes as accelerate starts."""
+    from latents import autoencoders
+    from latents.prepare.encode import NOT_OF_THE_LATENTS, encode_images
+    from latents.prepare.images import count_classes, open_labelled_images
+    from latents.prepare.torchvision_sets import TORCHVISION, TorchvisionImages
+    from latents.prepare.write import ShardWriter
+    from latents.shards import ShardInfo
+    from latents.torch_files import read_channel_statistics
+    from runtime import processes
+    from runtime.machine import cores_per_process, start_accelerator
+
+    how = replace(how, num_workers=cores_per_process() if how.num_workers is None else how.num_workers)
     # A process that is done waits for the slowest one, however long that takes.
-    accelerator = machine.start_accelerator(how.cpu_threads, tf32=how.tf32, timeout=timedelta(days=7))
+    accelerator = start_accelerator(how.cpu_threads, tf32=how.tf32, timeout=timedelta(days=7))
     if how.autoencoder == "identity" and how.kind == "moments":
         raise UserError("kind=moments: pixels have no log-variance; use kind=sample with autoencoder=identity")
     if how.grey and how.autoencoder != "identity":
@@ -92,10 +84,7 @@ def encode(**keys) -> None:
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         writer.finish(source.class_names, how.normalize, how.sigma_data, source=how.images, unread=source.unread)
-    leave()
-
-
-encode.__signature__ = python_inspect.signature(Encoding, eval_str=True)  # its fields are the keys of the command
+    processes.leave()
 
 
 def inspect(
@@ -115,6 +104,11 @@ def inspect(
         grid: auto (<path>/inspect_<data>.png), a file to write, or none.
         sigma_data: standard deviation that the diffusion assumes.
     """
+    from latents import autoencoders
+    from latents.prepare.inspect import fetch_images, fetch_originals, fetch_spread, inspect_latents
+    from latents.shards import LatentDataset
+    from runtime.machine import start_accelerator
+
     dataset = LatentDataset(path, check_folder=False)
     autoencoder = autoencoder or dataset.info.autoencoder
     file = Path(grid)
@@ -125,7 +119,7 @@ def inspect(
         raise UserError(f"grid={file} exists; give another file, or remove it")
     is_drawn = grid != "none" and (grid != "auto" or autoencoder != "none")
     if is_drawn:
-        device = machine.start_accelerator(cpu_threads).device
+        device = start_accelerator(cpu_threads).device
         decoder = autoencoders.build(autoencoder, device, dataset.channels)
         originals = None if images is None else fetch_originals(dataset, images)
     found = inspect_latents(dataset, sigma_data)
@@ -159,6 +153,9 @@ def reference(images: Text, output: Text, resolution: Count | None = None, backg
         resolution: crop images of a folder to this size as encode does; null: they are of one size and taken as they are.
         background: colour behind transparent images.
     """
+    from evaluations.images import open_images, read_ahead, write_npz
+    from latents.shards import LatentDataset, shard_files
+
     if not output.endswith(".npz") or Path(output).exists():
         raise UserError(f"output={output} must be a new file whose name ends in .npz")
     if Path(images).is_dir() and shard_files(Path(images)):
@@ -182,10 +179,29 @@ def detector(reference: Text, output: Text, num_epochs: Count = 8, cpu_threads: 
     Args:
         output: detectors/<set>.safetensors; the set's name goes into those of the metrics: fd_<set>.
     """
-    device = machine.start_accelerator(cpu_threads).device
+    from evaluations.classifiers import train_detector
+    from evaluations.images import open_images
+    from runtime.machine import start_accelerator
+
+    device = start_accelerator(cpu_threads).device
     accuracy = train_detector(open_images(reference), Path(output), device, num_epochs)
     log.info("wrote %s: %.2f%% of the images held out get their own class", output, 100 * accuracy)
 
 
+COMMANDS = {
+    "encode": encode,
+    "convert": "latents.prepare.convert:convert",
+    "inspect": inspect,
+    "reference": reference,
+    "detector": detector,
+    "fetch": "latents.prepare.fetch:fetch",
+}
+KEYS = {"encode": "latents.prepare.encode:Encoding"}
+
+
 def main(arguments: list[str]) -> None:
-    command_line.run_command(COMMANDS, __doc__, arguments, KEYS_OF)
+    command_line.run_command(COMMANDS, __doc__, arguments, KEYS)
+
+
+if __name__ == "__main__":
+    command_line.guard(lambda: main(sys.argv[1:]))

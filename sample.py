@@ -10,16 +10,11 @@ again makes the images that are missing. Output: a PNG per seed, a labelled grid
 
 from __future__ import annotations
 
-from configs import command_line
-
-if __name__ == "__main__":  # before torch, whose import takes seconds that --help and a wrong key need not wait for
-    command_line.run("sample:main", "sample", "configs.schema:SampleConfig", __doc__, at_end="sampling.processes:leave")
-
 import json
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import numpy as np
 from omegaconf import OmegaConf
@@ -27,48 +22,38 @@ from PIL import Image
 
 from common.errors import UserError, reading
 from common.files import hash_bytes, is_leftover, lock_file, whole_file, write_file
+from common.images import labelled_grid
 from common.progress import progress_bar
-from configs import schema
-from evaluations.images import labelled_grid, write_npz
-from sampling.processes import check_shared, on_main, wait_for_all
-from sampling.sampler import ImageSampler, labels_of, sampler_with
-from training import checkpoint as checkpoints
-from training import load, machine
-from training.resume import find_checkpoint_together
-from training.speed import check_compile
+from configs import command_line
+from configs.schema import SampleConfig, differences
+from evaluations.images import write_npz
+
+if TYPE_CHECKING:
+    from sampling.recipe import Recipe
+    from sampling.sampler import ImageSampler
 
 log = logging.getLogger("sample")
 
 MAX_GRID_IMAGES = 100
 
 
-def main(cfg: schema.SampleConfig) -> None:
-    accelerator = machine.start_accelerator(cfg.cpu_threads, tf32=cfg.tf32)
+def main(cfg: SampleConfig) -> None:
+    from checkpoints.load import load_config
+    from checkpoints.resume import find_checkpoint_together
+    from runtime.compilation import check_compile
+    from runtime.machine import start_accelerator
+    from runtime.processes import check_shared, on_main, wait_for_all
+    from sampling.recipe import make_recipe
+
+    accelerator = start_accelerator(cfg.cpu_threads, tf32=cfg.tf32)
     check_compile("compile", cfg.compile, accelerator.device)
     checkpoint = find_checkpoint_together(cfg.checkpoint, "checkpoint")
-    run_cfg = load.load_config(checkpoint)
-    guidance = load.with_scale(cfg.guidance, cfg.cfg_scale)
-    diffusion = sampler_with(run_cfg.diffusion, **{key: getattr(cfg, key) for key in schema.SAMPLER_KEYS})
-    load.check_guidance(guidance, run_cfg, diffusion)
-    guidance = load.find_second_checkpoint(guidance, run_cfg)
-    labels = labels_of_seeds(cfg, run_cfg.data.num_classes)
-    settings = {  # what an image depends on, beside its seed
-        "checkpoint": checkpoints.identity(checkpoint),
-        "weights": cfg.weights,
-        "ema_length": cfg.ema_length,
-        "labels": None if cfg.classes else cfg.labels,
-        "classes": cfg.classes,
-        "autoencoder": cfg.autoencoder or run_cfg.data.autoencoder,
-        "guidance": guidance.model_dump(),
-        "sampler": vars(diffusion.sampler),
-        "precision": cfg.precision or run_cfg.sample.precision,
-    }
-    if cfg.ema_length is not None:
-        from extras import posthoc_ema  # the registry's line
-
-        settings["checkpoint"] += posthoc_ema.check_length(checkpoint, cfg.weights, cfg.ema_length)
-    if guidance.name == "autoguidance":
-        settings["guidance"]["checkpoint"] = checkpoints.identity(Path(guidance.checkpoint))
+    run = load_config(checkpoint)
+    about = {key: getattr(cfg, key) for key in ("cfg_scale", "weights", "ema_length", "autoencoder")}
+    precision = cfg.precision or run.sample.precision
+    recipe = make_recipe(run, cfg.guidance, precision, sampler=cfg.sampler_settings, checkpoint=checkpoint, **about)
+    labels = labels_of_seeds(cfg, run.data.num_classes)
+    settings = settings_of_images(cfg, recipe)
     output = Path(cfg.output) if cfg.output else default_output(checkpoint, settings)
     locks: list[IO] = []  # of the main process
     on_main(lambda: locks.append(open_output(output, settings)))
@@ -77,8 +62,7 @@ def main(cfg: schema.SampleConfig) -> None:
     missing = on_main(lambda: [seed for seed, file in files.items() if not file.exists()])
     log.info("%s: %d of %d images to make, in %s", checkpoint, len(missing), len(files), output)
     if missing:
-        options = {key: settings[key] for key in ("weights", "ema_length", "precision")} | {"diffusion": diffusion}
-        sampler = load.load_sampler(checkpoint, run_cfg, guidance, accelerator.device, command=cfg, **options)
+        sampler = recipe.load(accelerator.device, cfg.compile)
         mine = missing[accelerator.process_index :: accelerator.num_processes]
         make_images(sampler, {seed: labels[seed] for seed in mine}, files, cfg.batch_size, accelerator.is_main_process)
         log.info("cost     %(network_evaluations)g network evaluations and %(gflops_per_image).4g GFLOPs per image", sampler.cost)
@@ -88,8 +72,10 @@ def main(cfg: schema.SampleConfig) -> None:
         locks[0].close()
 
 
-def labels_of_seeds(cfg: schema.SampleConfig, num_classes: int) -> dict[int, int]:
+def labels_of_seeds(cfg: SampleConfig, num_classes: int) -> dict[int, int]:
     """The class of every seed: of `classes` in turn, or as `labels` says."""
+    from sampling.sampler import labels_of
+
     if cfg.seeds and cfg.num_samples:
         raise UserError(f"seeds= and num_samples={cfg.num_samples} both say which images: give one of them")
     seeds = cfg.seeds or range(cfg.num_samples or 50)
@@ -100,11 +86,29 @@ def labels_of_seeds(cfg: schema.SampleConfig, num_classes: int) -> dict[int, int
     return {seed: cfg.classes[seed % len(cfg.classes)] for seed in seeds}
 
 
+def settings_of_images(cfg: SampleConfig, recipe: Recipe) -> dict:
+    """What an image depends on besides its seed, as settings.yaml holds it. The hashes of checkpoints take the place of paths."""
+    guidance = recipe.guidance.model_dump()
+    return {
+        "checkpoint": recipe.content,
+        "weights": recipe.weights,
+        "ema_length": recipe.ema_length,
+        "labels": None if cfg.classes else cfg.labels,
+        "classes": cfg.classes,
+        "autoencoder": recipe.autoencoder,
+        "guidance": guidance | ({"checkpoint": "as above"} if "checkpoint" in guidance else {}),
+        "sampler": vars(recipe.diffusion.sampler),
+        "precision": recipe.precision,
+    }
+
+
 def default_output(checkpoint: Path, settings: dict) -> Path:
-    """<run>/generated/<step>_<weights>_<guidance>_<steps>_<hash of all settings>; beside a checkpoint that is in no run."""
+    """<run>/generated/<step>_<weights>_<guidance>_<steps>_<hash of all settings>; next to a checkpoint outside any run."""
+    from checkpoints import store
+
     guidance = settings["guidance"]
     scale = "".join(f"{guidance[key]:g}" for key in ("cfg_scale", "w") if key in guidance)
-    parent = (checkpoints.run_of(checkpoint) or checkpoint.resolve().parent) / "generated"
+    parent = (store.run_of(checkpoint) or checkpoint.resolve().parent) / "generated"
     digest = hash_bytes(json.dumps(settings).encode())[:6]
     steps = settings["sampler"]["num_steps"]
     return parent / f"{checkpoint.name}_{settings['weights']}_{guidance['name']}{scale}_{steps}steps_{digest}"
@@ -121,9 +125,9 @@ def open_output(output: Path, settings: dict) -> IO[bytes]:
         write_file(file, OmegaConf.to_yaml(OmegaConf.create(settings)))
         return lock
     with reading(f"{file} (choose another output=...)"):
-        changed = schema.differences(OmegaConf.to_container(OmegaConf.load(file)), settings)
+        changed = differences(OmegaConf.to_container(OmegaConf.load(file)), settings)
     if changed:
-        raise UserError(f"{output} holds images of other settings ({'; '.join(changed)}); choose another output=...")
+        raise UserError(f"{output} holds images with other settings ({'; '.join(changed)}); choose another output=...")
     return lock
 
 
@@ -142,7 +146,7 @@ def make_images(
         for start in range(0, len(seeds), batch_size):
             batch = seeds[start : start + batch_size]
             images = sampler(batch, [labels[seed] for seed in batch])
-            list(writing)  # the batch before was written beside this one; its errors are raised here
+            list(writing)  # the batch before was written meanwhile; its errors are raised here
             writing = threads.map(write, batch, images)
             bar.update(len(batch))
         list(writing)
@@ -168,3 +172,7 @@ def write_grid_and_npz(output: Path, npz: bool, files: dict[int, Path], labels: 
         npz_file = output / f"samples_{spec}.npz"
         write_npz(npz_file, map(read, files), (len(files), *read(shown[0]).shape), np.array(list(labels.values())))
         log.info("npz      %s", npz_file)
+
+
+if __name__ == "__main__":
+    command_line.run(main, "sample", SampleConfig, __doc__)

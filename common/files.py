@@ -74,7 +74,7 @@ def why_not_written(path: Path, error: Exception) -> str:
     return reason
 
 
-# Names of half-written files (`whole_file`) and of half-written or half-deleted checkpoints (training/checkpoint.py).
+# Names of half-written files (`whole_file`) and of half-written or half-deleted checkpoints (checkpoints/store.py).
 _LEFTOVER = re.compile(r"\.tmp_[0-9a-f]{16}_.+|\.(tmp|del)_step_\d{7,}")
 
 

@@ -10,9 +10,11 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import hydra
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -20,7 +22,6 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import create_model
@@ -40,9 +41,7 @@ HELP = {"--help", "-h"}
 
 def _backbone(size: str, _root_: DictConfig) -> str:
     """The backbone of this size ("XS/2") for model=<name>, in the configuration of the digits."""
-    from configs.schema import NETWORKS  # torch takes seconds
-
-    return next(backbone for backbone in NETWORKS[_root_.model.name].BACKBONES if backbone.endswith(f"-{size}"))
+    return f"{'LightningDiT' if _root_.model.name.startswith('lightning') else 'DiT'}-{size}"
 
 
 OmegaConf.register_new_resolver("backbone", _backbone, replace=True)
@@ -51,88 +50,96 @@ OmegaConf.register_new_resolver("repository", lambda path: str(REPOSITORY / path
 
 
 def guard(action: Callable[[], None]) -> None:
-    """Do it; an error that a user can cause becomes one line, and exit code 1. HYDRA_FULL_ERROR=1 keeps the traceback."""
+    """Call `action`. An error that a user can cause becomes one line, and exit code 1. HYDRA_FULL_ERROR=1 keeps the traceback."""
     wants_traceback = os.environ.get(FULL_ERRORS, "0") == "1"
+    interrupts: list[int] = []
+
+    def interrupt(signum: int, frame: object) -> NoReturn:
+        interrupts.append(signum)
+        raise KeyboardInterrupt
+
     log_to_stderr()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start without it
+    signal.signal(signal.SIGINT, interrupt)  # a shell's background jobs start without a handler
     try:
         action()
-    except (UserError, KeyboardInterrupt) as error:
+    except (Exception, KeyboardInterrupt) as error:
         if wants_traceback:
             raise
-        if isinstance(error, KeyboardInterrupt):
-            sys.stderr.write("stopped; the same command goes on after what is finished\n")
+        if interrupts:  # in the middle of an import, Ctrl-C can raise any error
+            sys.stderr.write("stopped; run the same command to resume\n")
             sys.exit(128 + signal.SIGINT)
-        rank = os.environ.get("RANK")
-        sys.exit(f"error{'' if rank is None else f' (process {rank})'}: {error}")
-    except RuntimeError as error:
-        if wants_traceback or "gloo" not in str(error):
+        if (line := in_one_line(error)) is None:
             raise
-        sys.exit(f"error (process {os.environ.get('RANK')}): another process has ended, or does not answer: {first_line(error)}")
+        sys.exit(line)
 
 
-def import_name(name: str) -> Any:
-    """Import "module:name". Ctrl-C ends the process at once meanwhile: in the middle of an import, it can raise any error."""
-    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        return resolve_name(name)
-    finally:
-        signal.signal(signal.SIGINT, before)
+def in_one_line(error: BaseException) -> str | None:
+    """What a command prints of an error that a user can cause; None for any other."""
+    rank = os.environ.get("RANK")
+    if isinstance(error, UserError):
+        return f"error{'' if rank is None else f' (process {rank})'}: {error}"
+    if isinstance(error, RuntimeError) and "gloo" in str(error):
+        return f"error (process {rank}): another process has ended, or does not answer: {first_line(error)}"
+    return None
 
 
-class SweepEnded(BaseException):
-    """Passes through Hydra, which goes on with the next run of a sweep after any Exception."""
-
-
-def run(main: str, config_name: str, settings: str, description: str, at_end: str) -> NoReturn:
+def run(main: Callable[[S], None], config_name: str, settings: type[S], description: str) -> None:
     """Compose configs/<config_name>.yaml with the command line, check it by `settings`, and call `main` with it, guarded.
 
-    `main`, `settings` and `at_end`, which is called after the last run of a sweep, are "module:name" and imported when they are
-    needed: --help and an unknown key do not wait for torch. `description` stands above the help.
+    `description` is printed above the help. `main` imports what it needs: torch takes seconds, which --help and a wrong key
+    need not wait for.
     """
-    failures: list[Exception] = []
-
-    def checked(cfg: DictConfig) -> None:
-        is_sweep = HydraConfig.get().mode is RunMode.MULTIRUN
-        try:
-            cfg = check(cfg, import_name(settings), HydraConfig.get().overrides.task)  # before `main` is imported
-            import_name(main)(cfg)
-        except Exception as e:
-            failures.append(e)  # Hydra prints a line of its own for what leaves this function
-            if is_sweep:  # Hydra keeps the error until the sweep ends, and the error's frames would keep this run's trainer
-                clear_frames(e)
-            if is_sweep and os.environ.get("WORLD_SIZE", "1") != "1":  # the other processes may still be in this run
-                raise SweepEnded from e
-            if is_sweep or not isinstance(e, UserError):  # of a sweep, perhaps in a process of its own
-                raise
-
-    checked.__module__ = main.partition(":")[0]  # Hydra names the jobs of a cluster after it
-
-    def start() -> None:
-        given, unknown = get_args_parser().parse_known_args()
-        if unknown:
-            raise UserError(f"{unknown[0]} is not an option; keys are written without dashes: {unknown[0].lstrip('-')}=<value>")
-        os.environ[FULL_ERRORS] = "1"  # have Hydra raise its errors, and those of `main`, instead of printing them
-        try:
-            if given.multirun:
-                check_sweep(given.overrides, config_name, import_name(settings))
-            experiments.register(given.overrides)
-            with contextlib.suppress(SweepEnded):
-                hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(checked)()
-        except (HydraException, ValueError) as e:
-            if not isinstance(e, HydraException) and not str(e).startswith(NO_NAME):  # it comes from `main`
-                raise
-            raise UserError(explain(e, given.overrides, config_name)) from e
-        if failures:
-            raise failures[0]
-        if "torch" in sys.modules:  # else nothing ran: --cfg, the shell's completion
-            import_name(at_end)()
-
     if HELP & set(sys.argv):
         sys.stdout.write(f"{description}\n{explain_keys(config_name)}")
     else:
-        guard(start)
-    sys.exit()
+        guard(partial(_run, main, config_name, settings))
+
+
+def _run(main: Callable[[S], None], config_name: str, settings: type[S]) -> None:
+    given, unknown = get_args_parser().parse_known_args()
+    if unknown:
+        raise UserError(f"{unknown[0]} is not an option; keys are written without dashes: {unknown[0].lstrip('-')}=<value>")
+    options = {name for name, value in vars(given).items() if value and name != "overrides"}
+    with explained_composition(given.overrides, config_name):
+        if "multirun" in options:
+            check_sweep(given.overrides, config_name, settings)
+        cfg = None if options else check(experiments.compose_overrides(given.overrides, config_name), settings, given.overrides)
+    if options:  # a sweep, --cfg, the shell's completion
+        run_by_hydra(main, config_name, settings, given.overrides)
+    else:
+        main(cfg)
+    if processes := sys.modules.get("runtime.processes"):  # otherwise nothing ran
+        processes.leave()
+
+
+def run_by_hydra(main: Callable[[S], None], config_name: str, settings: type[S], overrides: Sequence[str]) -> None:
+    """Let Hydra's sweeper and launcher call `main`."""
+
+    def checked(cfg: DictConfig) -> None:
+        try:
+            main(check(cfg, settings, HydraConfig.get().overrides.task))
+        except Exception as e:
+            clear_frames(e)  # Hydra keeps the error until the sweep ends, and its frames would keep this run's trainer
+            if os.environ.get("WORLD_SIZE", "1") != "1":  # the other processes may still be in this run: end the sweep
+                sys.exit(in_one_line(e) or traceback.format_exc())
+            raise
+
+    checked.__module__ = Path(sys.argv[0]).stem  # Hydra names the jobs of a cluster after it
+    os.environ[FULL_ERRORS] = "1"  # have Hydra raise errors instead of printing them
+    experiments.register(overrides)
+    with explained_composition(overrides, config_name):
+        hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(checked)()
+
+
+@contextlib.contextmanager
+def explained_composition(overrides: Sequence[str], config_name: str) -> Iterator[None]:
+    """A context in which Hydra's errors become UserErrors."""
+    try:
+        yield
+    except (HydraException, ValueError) as e:
+        if not isinstance(e, HydraException) and not str(e).startswith(NO_NAME):
+            raise
+        raise UserError(explain(e, overrides, config_name)) from e
 
 
 def check_sweep(overrides: Sequence[str], config_name: str, settings: type[S]) -> None:
@@ -198,13 +205,15 @@ def check(cfg: DictConfig, settings: type[S], overrides: Sequence[str] = ("name=
     return validate(raw, settings).named(overrides)
 
 
-def run_command(commands: dict[str, str], description: str, arguments: list[str], keys_of: dict[str, str] | None = None) -> None:
-    """Call the one of several functions that the first argument names; the others are its parameters, as `key=value`.
+def run_command(
+    commands: Mapping[str, Callable | str], description: str, arguments: list[str], keys: Mapping[str, str] | None = None
+) -> None:
+    """Call the one of several functions that the first argument names, with the others, `key=value`.
 
     Args:
-        commands: "module:function", which is imported when it is called.
+        commands: functions, or "module:function", which is imported when it is called.
         description: what `--help` prints.
-        keys_of: the class whose fields are a command's keys, where they are not the function's own parameters.
+        keys: for a command that takes an object, "module:class" of the object; for others, the parameters are the keys.
     """
     name, *given = arguments or ["--help"]
     if name in HELP:
@@ -212,19 +221,26 @@ def run_command(commands: dict[str, str], description: str, arguments: list[str]
         return
     if name not in commands:
         raise UserError(f"unknown command {name!r}; use one of {', '.join(commands)}")
+    kind = (keys or {}).get(name)
     if HELP & set(given):
-        sys.stdout.write(source_of((commands | (keys_of or {}))[name]))
+        sys.stdout.write(source_of(kind or commands[name]))
         return
-    function = import_name(commands[name])
-    parameters = inspect.signature(function, eval_str=True).parameters.values()
+    function = resolve_name(commands[name]) if isinstance(commands[name], str) else commands[name]
+    taker = resolve_name(kind) if kind else function
+    parameters = inspect.signature(taker, eval_str=True).parameters.values()
     types = {p.name: (p.annotation, ... if p.default is p.empty else p.default) for p in parameters}
-    function(**dict(parse_arguments(given, create_model(function.__name__, __base__=Settings, **types))))
+    values = dict(parse_arguments(given, create_model(name, __base__=Settings, **types)))
+    function(taker(**values)) if kind else function(**values)
 
 
-def source_of(name: str) -> str:
-    """Signature and docstring of "module:function", or the whole of "module:class", from the file: importing takes seconds."""
-    module, _, name = name.partition(":")
-    source = (REPOSITORY / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
+def source_of(what: Callable | str) -> str:
+    """Signature and docstring of a function or "module:function", or the whole of "module:class": importing takes seconds."""
+    if callable(what):
+        file, name = Path(inspect.getsourcefile(what)), what.__name__
+    else:
+        module, _, name = what.partition(":")
+        file = REPOSITORY / f"{module.replace('.', '/')}.py"
+    source = file.read_text(encoding="utf-8")
     node = next(node for node in ast.parse(source).body if getattr(node, "name", None) == name)
     end = node.end_lineno if isinstance(node, ast.ClassDef) else node.body[0].end_lineno
     return "\n".join(source.splitlines()[node.lineno - 1 : end]) + "\n"

@@ -1,41 +1,46 @@
 """The configuration of every command: its keys, what each accepts, and which of them make a run another run.
 
-A class per Hydra group. The values stand in configs/*.yaml, with a comment for every key; here stand their types. The diffusions
-and their samplers are settings themselves: `cfg.diffusion` is an `edm.EDM`, say.
+A class per Hydra group. configs/*.yaml hold the values, with a comment for every key, and this file their types. The diffusions
+and their samplers are settings themselves: `cfg.diffusion` is an `edm.EDM`, say. Modules of choices are imported only when they
+are chosen, after all other keys were checked: torch takes seconds to import.
 """
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import fields
 from enum import Enum
+from pkgutil import resolve_name
+from types import ModuleType
 from typing import Annotated, Any, Literal
 
 from omegaconf import OmegaConf
-from pydantic import AfterValidator, BeforeValidator, Field, create_model, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, create_model, model_validator
 
-import dit
+from common.errors import UserError
 from common.files import hash_bytes
-from common.types import AutoencoderSpec, Colour, Count, NotNegative, Number, Positive, Text, Whole, settings
+from common.types import AutoencoderSpec, Colour, Count, NotNegative, Number, Positive, Text, Whole
 from configs.experiments import GROUPS, compose_overrides
-from configs.settings import OneOrMany, Settings, as_list, flatten, nearest
-from edm import EDM
-from edm.sampler import HeunSampler
-from evaluations.suite import metrics_of
-from extras import ddpm, lightningdit
-from routing_module import SELECTIONS, Route
-from sit import SiT
-from sit.sampler import FlowSampler
+from configs.settings import OneOrMany, Settings, as_list, flatten, nearest, validate
 
 MAX_NUMBERS = 10**7  # of seeds or classes in a command
 MAX_NAME_LENGTH = 60  # of a run
 
-# model.name -> the module of its network.
-NETWORKS = dict.fromkeys(("dit", "tread", "sprint"), dit)
-NETWORKS |= {f"lightning{name}": lightningdit for name in ("dit", "dit_tread", "dit_sprint")}
+# model.name -> the module of its network: `build(backbone, **settings)`, and BACKBONES with the sizes by name.
+NETWORKS = {
+    "dit": "dit",
+    "tread": "dit",
+    "sprint": "extras.sprint",
+    "lightningdit": "extras.lightningdit",
+    "lightningdit_tread": "extras.lightningdit",
+    "lightningdit_sprint": "extras.sprint",
+}
+# diffusion.name -> its class: `loss`, `denoise` and a `sampler`.
+DIFFUSIONS = {"edm": "edm:EDM", "sit": "sit:SiT", "ddpm": "extras.ddpm:DDPM"}
+Diffusion = Any  # an object of one of these
 
 
 def parse_numbers(spec: str | int | list) -> list[int]:
@@ -51,12 +56,6 @@ def parse_numbers(spec: str | int | list) -> list[int]:
     return numbers
 
 
-def known_detector(name: str) -> str:
-    if not metrics_of(name):
-        raise ValueError(f"{name!r} is none of inception, dinov2, digits and small-<set>, with a set in small letters")
-    return name
-
-
 def check_folder_name(name: str) -> str:
     if not name.strip(".") or {*name} & {*"/\\"}:
         raise ValueError(f"{name!r} is not the name of a folder: it must not be empty, hold / or \\, or consist of dots")
@@ -66,38 +65,51 @@ def check_folder_name(name: str) -> str:
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 FolderName = Annotated[str, AfterValidator(check_folder_name)]
 Checkpoint = Text  # the folder of a checkpoint, or of a run for its newest
-Detector = Annotated[str, AfterValidator(known_detector)]
+Detector = Annotated[str, Field(pattern=r"^(inception|dinov2|digits|small-[a-z0-9_]+)$")]
 Numbers = Annotated[list[int], BeforeValidator(parse_numbers)]
 Weights = Literal["ema", "raw"]
 Precision = Literal["fp32", "bf16"]
-Compile = Literal["auto", "none", "blocks"]  # training.speed.compile_network
+Compile = Literal["auto", "none", "blocks"]  # runtime.compilation.compile_network
 Labels = Literal["random", "balanced"]  # sampling.sampler.labels_of
 EMALength = Annotated[float, Field(gt=0, le=0.28)]  # extras.posthoc_ema
 
-RouteSettings = settings(Route)  # routing_module.py needs torch alone
+
+class RouteSettings(Settings):
+    """A `routing_module.Route`, which TokenRouter checks against the network."""
+
+    selection_ratio: Number
+    start_layer_idx: int
+    end_layer_idx: int
 
 
 class Model(Settings):
-    name: Literal[tuple(NETWORKS)]
+    name: Literal["dit", "tread", "lightningdit", "lightningdit_tread"]
     backbone: str
     routes: list[RouteSettings]
-    selection: Literal[(*SELECTIONS, "grid")]
-    fusion: Literal["replace", "concat"]
-    path_drop: Fraction
+    selection: Literal["uniform", "importance", "grid"]
     fp32_after_route: bool
     class_dropout: Fraction
     learn_sigma: bool
-    init: Literal[dit.INITS]
+    init: Literal["adaln_zero", "official_tread"]
 
-    @model_validator(mode="after")
-    def _known_backbone(self) -> Model:
-        if self.backbone not in (known := NETWORKS[self.name].BACKBONES):
-            raise ValueError(f"model.backbone={self.backbone} is not one of model={self.name}{nearest(self.backbone, known)}")
-        return self
+    @property
+    def module(self) -> ModuleType:
+        """The module of its network."""
+        return importlib.import_module(NETWORKS[self.name])
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """depth, width, num_heads and patch_size."""
+        return dict(zip(("depth", "width", "num_heads", "patch_size"), self.module.BACKBONES[self.backbone]))
+
+
+class SPRINTModel(Model):
+    name: Literal["sprint", "lightningdit_sprint"]
+    path_drop: Fraction
 
 
 class Data(Settings):
-    """Keys with a default are filled in by `training.build.open_data`, as the latents have them."""
+    """`training.build.open_data` fills in the keys with a default: the latents say their values."""
 
     name: FolderName
     path: Text | None
@@ -110,9 +122,6 @@ class Data(Settings):
     latents_mean: list[Number] | None = None
     latents_std: list[Positive] | None = None
     resolution: Count | None = None
-
-
-Diffusion = Annotated[EDM | SiT | ddpm.DDPM, Field(discriminator="name")]
 
 
 class NoChoice(Settings):
@@ -251,7 +260,7 @@ class TrainConfig(Settings):
     resume: Text
     init_from: Text | None
     init_state: Literal["weights", "all"]
-    model: Model
+    model: Annotated[Model | SPRINTModel, Field(discriminator="name")]
     data: Data
     diffusion: Diffusion
     alignment: Alignment
@@ -262,6 +271,20 @@ class TrainConfig(Settings):
     eval: Eval
     evaluation: EvaluationSettings
     wandb: Wandb
+
+    @model_validator(mode="after")
+    def _import_choices(self) -> TrainConfig:
+        """Check what only the chosen modules know: the backbone and the diffusion."""
+        known = self.model.module.BACKBONES
+        if self.model.backbone not in known:
+            words = f"model.backbone={self.model.backbone} is not one of model={self.model.name}"
+            raise UserError(f"{words}{nearest(self.model.backbone, known)}")
+        if isinstance(self.diffusion, dict):
+            if (name := self.diffusion.get("name")) not in DIFFUSIONS:
+                raise UserError(f"diffusion.name={name} is not one of {', '.join(DIFFUSIONS)}")
+            checked = create_model("Chosen", __base__=Settings, diffusion=(resolve_name(DIFFUSIONS[name]), ...))
+            object.__setattr__(self, "diffusion", validate({"diffusion": self.diffusion}, checked).diffusion)
+        return self
 
     def named(self, overrides: Sequence[str]) -> TrainConfig:
         """The configuration with its run's name: the default, then each changed key that makes a run another one.
@@ -300,6 +323,9 @@ class TrainConfig(Settings):
 
 
 class _Sampling(Settings):
+    """Further keys are settings of the run's sampler (configs/sampling.yaml), which is known once its checkpoint is read."""
+
+    model_config = ConfigDict(extra="allow")
     output: Text | None
     labels: Labels
     autoencoder: AutoencoderSpec | None
@@ -309,8 +335,12 @@ class _Sampling(Settings):
     compile: Compile
     cpu_threads: Count | None
 
+    @property
+    def sampler_settings(self) -> dict[str, Any]:
+        return self.model_extra
 
-class _SampleConfig(_Sampling):
+
+class SampleConfig(_Sampling):
     checkpoint: Checkpoint
     weights: Weights
     ema_length: EMALength | None
@@ -320,12 +350,6 @@ class _SampleConfig(_Sampling):
     guidance: Guidance
     cfg_scale: Number | None
     npz: bool
-
-
-# Every setting of every sampler; `sampling.sampler.sampler_with` knows which of them the run's diffusion has.
-_SAMPLERS = (HeunSampler, FlowSampler, ddpm.AncestralSampler)
-SAMPLER_KEYS = tuple({field.name: None for sampler in _SAMPLERS for field in fields(sampler)})
-SampleConfig = create_model("SampleConfig", __base__=_SampleConfig, **{key: (Any, ...) for key in SAMPLER_KEYS})
 
 
 def combinations(chosen_from: dict) -> list[dict]:
@@ -347,9 +371,6 @@ class FidConfig(_Sampling):
     ema_length: OneOrMany[EMALength] | None
     guidance: list[Guidance]  # one for every combination of the values that the command lists
     cfg_scale: OneOrMany[Number] | None
-    num_steps: OneOrMany[Any]
-    S_churn: OneOrMany[Any]
-    solver: OneOrMany[Any]
     convert_to_rgb: bool
     evaluation: DetectorSettings
 
@@ -373,7 +394,7 @@ class Role(Enum):
 
 SAME_RUN = (Role.ARCHITECTURE, Role.FIXED, Role.STARTED)
 _ROLES = {  # a group stands for those of its keys that are not listed
-    Role.ARCHITECTURE: "model.backbone model.learn_sigma model.fusion diffusion.name diffusion.sigma_data data.scale_factor "
+    Role.ARCHITECTURE: "model.backbone model.learn_sigma diffusion.name diffusion.sigma_data data.scale_factor "
     "data.latents_mean data.latents_std data.in_channels data.input_size data.num_classes",
     Role.FIXED: "seed init_from init_state model diffusion alignment train.batch_size",
     Role.STARTED: "train.ema_lengths",

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from common.errors import UserError
-from configs.schema import NETWORKS, TrainConfig
+from configs.schema import TrainConfig
 from evaluations.vit import Encoder
 from latents.shards import LatentDataset
 from routing_module import TokenRouter
@@ -42,20 +42,23 @@ class Projector(nn.Sequential):
             nn.init.zeros_(layer.bias)
 
 
-class TappedNetwork:
-    """A network that also stores the tokens after block `tap` of its last call; a diffusion can call it.
+class ObservedNetwork:
+    """A network that also stores the tokens after block number `block`, from 1, of its last call; a diffusion can call it.
 
     Attributes:
         tokens: (B, N, D), or inside a route the kept tokens, (B, K, D).
         ids_keep: positions of the kept tokens, (B, K) int64; None outside a route.
     """
 
-    def __init__(self, net: Callable[..., tuple[Tensor, Tensor, Tensor | None]], tap: int):
-        self.net, self.tap = net, tap
+    def __init__(self, net: Callable[..., Tensor], block: int):
+        self.net, self.block = net, block
 
-    def __call__(self, x: Tensor, t: Tensor, y: Tensor, **kwargs) -> Tensor:
-        out, self.tokens, self.ids_keep = self.net(x, t, y, tap=self.tap, **kwargs)
-        return out
+    def __call__(self, x: Tensor, t: Tensor, y: Tensor, **inputs) -> Tensor:
+        return self.net(x, t, y, observe=self._store, **inputs)
+
+    def _store(self, block: int, tokens: Tensor, ids_keep: Tensor | None) -> None:
+        if block == self.block:
+            self.tokens, self.ids_keep = tokens, ids_keep
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ class Alignment:
         projector: trained with the network.
         encode: images from `fetch` -> the encoder's patch tokens (B, N, E), without a gradient.
         fetch: (indices, flips) of items -> stored latents, labels, and images for `encode`.
-        tap: the block after which tokens are aligned, from 1.
+        block: number of the block whose tokens are aligned, from 1.
         encoder: hash of the encoder's weights.
         weight: weight of the alignment in the loss.
     """
@@ -74,14 +77,14 @@ class Alignment:
     projector: nn.Module
     encode: Callable[[Tensor], Tensor]
     fetch: Callable[[np.ndarray, np.ndarray], tuple[Tensor, Tensor, Tensor]]
-    tap: int
+    block: int
     encoder: str = ""
     weight: float = 0.5
 
-    def tapped(self, net: Callable) -> TappedNetwork:
-        return TappedNetwork(net, self.tap)
+    def observe(self, net: Callable[..., Tensor]) -> ObservedNetwork:
+        return ObservedNetwork(net, self.block)
 
-    def loss(self, projector: Callable[[Tensor], Tensor], net: TappedNetwork, shown: Tensor) -> Tensor:
+    def loss(self, projector: Callable[[Tensor], Tensor], net: ObservedNetwork, shown: Tensor) -> Tensor:
         """() float32, weighted, after a call of `net`.
 
         Args:
@@ -116,9 +119,9 @@ def build(cfg: TrainConfig, dataset: LatentDataset, accelerator: Accelerator) ->
             not give the size of its patches.
     """
     settings = cfg.alignment
-    depth, width, _, patch_size = NETWORKS[cfg.model.name].BACKBONES[cfg.model.backbone]
-    if settings.block > depth:
-        raise UserError(f"alignment.block={settings.block} is beyond the {depth} blocks of {cfg.model.backbone}")
+    sizes = cfg.model.sizes
+    if settings.block > sizes["depth"]:
+        raise UserError(f"alignment.block={settings.block} is beyond the {sizes['depth']} blocks of {cfg.model.backbone}")
     if not dataset.has_images:
         raise UserError(
             f"alignment=repa needs the images of the latents, and {dataset.path} holds none; make them again with "
@@ -127,7 +130,7 @@ def build(cfg: TrainConfig, dataset: LatentDataset, accelerator: Accelerator) ->
     encoder_patch = re.search(r"_patch(\d+)_", settings.encoder)
     if encoder_patch is None:
         raise UserError(f"alignment.encoder={settings.encoder} has no patches of a known size (_patch<N>_) in its name")
-    size = int(encoder_patch[1]) * (cfg.data.input_size // patch_size)  # as many patches as the network has tokens
+    size = int(encoder_patch[1]) * (cfg.data.input_size // sizes["patch_size"])  # as many patches as the network has tokens
     try:
         encoder = Encoder(
             settings.encoder, settings.weights, size, accelerator.device, recipe="repa", precision=cfg.train.precision
@@ -136,12 +139,12 @@ def build(cfg: TrainConfig, dataset: LatentDataset, accelerator: Accelerator) ->
         raise UserError(f"alignment.encoder, alignment.weights: {e}") from e
     with torch.random.fork_rng(devices=[]):  # building the encoder may have used random numbers
         torch.manual_seed(2**32 + cfg.seed)  # no seed of a run
-        projector = Projector(width, settings.projector_width, encoder.width)
+        projector = Projector(sizes["width"], settings.projector_width, encoder.width)
     return Alignment(
         projector,
         encode=lambda images: encoder.encode(images)[1],
         fetch=dataset.fetch_with_images,
-        tap=settings.block,
+        block=settings.block,
         encoder=encoder.weights_hash,
         weight=settings.weight,
     )

@@ -13,8 +13,8 @@ from safetensors.torch import save
 
 from common.files import hash_bytes, hash_file, remove_leftovers, write_file
 from evaluations.features import Features, join_features
+from runtime.processes import on_main
 from sampling.evaluator import Evaluator
-from sampling.processes import on_main
 from sampling.sampler import ImageSampler
 
 STRETCH = 5000  # seeds in a file: what a stopped evaluation loses at most

@@ -20,12 +20,12 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from checkpoints import store
+from checkpoints.run import RunFolder
 from common.errors import UserError, reading
 from common.files import hash_bytes, hash_file, write_file
-from sampling.processes import on_main
-from training import checkpoint as checkpoints
+from runtime.processes import on_main
 from training.ema import EMA
-from training.run import RunFolder
 from training.sharding import full_tensor, local_shard
 from training.trainer import Hook, Trainer
 
@@ -95,7 +95,7 @@ class Snapshots(Hook):
         for step, file in list_snapshots(self.run.path).items() if self._is_first else ():
             if step > trainer.first_step:  # of what was trained before a resume from an earlier step
                 file.unlink()
-        name = f"{checkpoints.folder_name(trainer.step)}_{hash_bytes(content)}.safetensors"
+        name = f"{store.folder_name(trainer.step)}_{hash_bytes(content)}.safetensors"
         write_file(self.run.path / SNAPSHOTS / name, content)
 
 
@@ -108,8 +108,8 @@ def list_snapshots(run: Path | None) -> dict[int, Path]:
 
 def open_profiles(folder: Path, length: float) -> tuple[dict[int, Path], list[float], list[float], float]:
     """The files with averages up to a checkpoint's step, by step, their lengths, and what `solve` gives for this length."""
-    step, lengths = checkpoints.step_of(folder), checkpoints.read_config(folder)["train"]["ema_lengths"]
-    files = {t: file for t, file in list_snapshots(checkpoints.run_of(folder)).items() if t < step}
+    step, lengths = store.step_of(folder), store.read_config(folder)["train"]["ema_lengths"]
+    files = {t: file for t, file in list_snapshots(store.run_of(folder)).items() if t < step}
     files[step] = folder / f"{FILE}.safetensors"
     return files, lengths, *solve([(t, one) for t in files for one in lengths], (step, length))
 
@@ -156,7 +156,7 @@ def average_of(folder: Path, length: float) -> dict[str, Tensor]:
 
     names = on_main(add_up)
     averages = {name: on_main(lambda name=name: sums[name]) for name in names}
-    return checkpoints.load_weights(folder, "ema") | averages  # the former also has what is not trained
+    return store.load_weights(folder, "ema") | averages  # the former also has what is not trained
 
 
 def solve(tracked: list[tuple[int, float]], wanted: tuple[int, float]) -> tuple[list[float], float]:

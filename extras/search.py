@@ -6,19 +6,20 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from scipy.optimize import minimize_scalar
 
 from common.errors import UserError
 from configs.settings import validate
 from evaluations.results import in_words
-from sampling.processes import on_main
+from runtime.processes import on_main
+from sampling.judge import Judge
 
 log = logging.getLogger(__name__)
 
 GUIDANCE = ("w", "level_lo", "level_hi", "r_strong", "r_weak")
-NAMES = ("cfg_scale", "ema_length", "S_churn", *(f"guidance.{key}" for key in GUIDANCE))
+NAMES = ("cfg_scale", "ema_length", *(f"guidance.{key}" for key in GUIDANCE))  # and the settings of the sampler
 TOLERANCE = 0.05  # of an axis: to it an optimum is found
 MAX_TURNS = 3
 
@@ -29,8 +30,8 @@ class Axis(NamedTuple):
     high: float
 
 
-def parse(texts: Sequence[str]) -> list[Axis]:
-    """`cfg_scale:1:3` -> Axis("cfg_scale", 1.0, 3.0). Raises UserError for anything else, and for more than two."""
+def parse(texts: Sequence[str], names: Sequence[str]) -> list[Axis]:
+    """`cfg_scale:1:3` -> Axis("cfg_scale", 1.0, 3.0). Raises UserError for another form or name, and for more than two."""
     axes = []
     for text in texts:
         name, *bounds = text.split(":")
@@ -38,8 +39,8 @@ def parse(texts: Sequence[str]) -> list[Axis]:
             low, high = map(float, bounds)
         except ValueError:
             low = high = 0.0
-        if name not in NAMES or not -math.inf < low < high < math.inf:
-            raise UserError(f"search={text} is not <setting>:<lowest>:<highest>, with a setting of {', '.join(NAMES)}")
+        if name not in names or not -math.inf < low < high < math.inf:
+            raise UserError(f"search={text} is not <setting>:<lowest>:<highest>, with a setting of {', '.join(names)}")
         axes.append(Axis(name, low, high))
     if len({axis.name for axis in axes}) < len(axes) or len(axes) > 2:
         raise UserError(f"search={list(texts)}: one or two settings can be searched at once")
@@ -75,16 +76,13 @@ def minimise(axes: Sequence[Axis], function: Callable[[tuple[float, ...]], float
     return best
 
 
-def open_axes(judge: Any) -> list[Axis]:
+def open_axes(judge: Judge) -> list[Axis]:
     """The settings to search, with the bounds checked against the checkpoint.
-
-    Args:
-        judge: `fid.Judge`.
 
     Raises:
         UserError: a setting, a bound or their number is not accepted; there is no checkpoint, or more than one point.
     """
-    axes = parse(judge.cfg.search)
+    axes = parse(judge.cfg.search, (*NAMES, *judge.cfg.sampler_settings))
     if both := [axis.name for axis in axes if getattr(judge.cfg, axis.name, None) is not None]:
         raise UserError(f"{both[0]}= and search={both[0]} both say its value: give one of them")
     for corner in itertools.product(*((axis.low, axis.high) for axis in axes)):
@@ -93,16 +91,16 @@ def open_axes(judge: Any) -> list[Axis]:
     return axes
 
 
-def points_at(judge: Any, axes: Sequence[Axis], values: Sequence[float]) -> list:
+def points_at(judge: Judge, axes: Sequence[Axis], values: Sequence[float]) -> list:
     """The points of the command with these values. Raises UserError for a value that is not accepted."""
     given = {axis.name: value for axis, value in zip(axes, values)}
     own = {key: value for key, value in given.items() if "." not in key}
     of_guidance = {key.removeprefix("guidance."): value for key, value in given.items() if "." in key}
     guidance = [validate(one.model_dump() | of_guidance, type(one)) for one in judge.cfg.guidance]
-    return judge.sweep(judge.cfg.model_copy(update={"guidance": guidance, **own}))
+    return judge.points(judge.cfg.model_copy(update={"guidance": guidance, **own}))
 
 
-def search(judge: Any, axes: Sequence[Axis], metric: str, num_samples: int) -> tuple[list, int]:
+def search(judge: Judge, axes: Sequence[Axis], metric: str, num_samples: int) -> tuple[list, int]:
     """Find the settings with the lowest `metric` with few samples, and evaluate these with all.
 
     Returns:

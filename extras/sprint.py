@@ -1,6 +1,6 @@
 """SPRINT (arXiv 2510.21986), TREAD's successor: a route's output is fused with its input.
 
-`model.selection=grid` and `model.fusion=concat`, for DiT and LightningDiT; its guidance is `guidance.path_drop`.
+Its networks are model=sprint and model=lightningdit_sprint, its rule model.selection=grid, its guidance `guidance.path_drop`.
 
 Shapes: B batch, N tokens, K kept tokens, D width.
 """
@@ -8,11 +8,15 @@ Shapes: B batch, N tokens, K kept tokens, D width.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+import dit
+from common.randomness import SampleRandom
+from extras import lightningdit
 from routing_module import SelectionRule, TokenRouter
 
 
@@ -38,39 +42,75 @@ def _grid_scores(x: Tensor, uniform: Tensor, grid: tuple[int, int, int, int]) ->
     return ranks.unflatten(3, (2, 2)).transpose(2, 3).flatten(1) + uniform  # (B, N)
 
 
-def build_fusions(fusion: str, path_drop: float, num_routes: int, width: int) -> nn.ModuleList:
-    """A `Fusion` per route for fusion=concat, none for replace. Raises ValueError if the settings contradict each other."""
-    number = {"replace": 0, "concat": num_routes}[fusion]
-    if number == 0 and fusion == "concat":
-        raise ValueError("fusion=concat needs a route; set fusion=replace path_drop=0 for a network without")
-    if number == 0 and path_drop > 0:
-        raise ValueError(f"path_drop={path_drop} needs fusion=concat; set path_drop=0 for fusion=replace")
-    return nn.ModuleList(Fusion(width) for _ in range(number))
-
-
-class Fusion(nn.Module):
+class Fusion(dit.RouteEnd):
     """Every token becomes Linear([before the route, after it]); a learned mask token replaces the tokens that skipped.
 
     The mask token starts at zero. The network initialises the linear layer with its others.
     """
 
+    ends_dense_routes = True
+
     def __init__(self, width: int):
-        super().__init__()
+        super().__init__(width)
         self.mask_token = nn.Parameter(torch.zeros(width))
         self.proj = nn.Linear(2 * width, width)
 
-    def forward(self, x: Tensor, skipped: Tensor, ids_keep: Tensor | None, drop: Tensor | None = None) -> Tensor:
-        """Args:
-            x: (B, K, D), the kept tokens after the route; K may be 0.
-            skipped: (B, N, D), all tokens before it.
-            ids_keep: (B, K), from `TokenRouter.choose_ids_keep`; None if x holds all tokens.
-            drop: (B,) bool, samples for which the mask token replaces all of x (path-drop); None for no sample.
-
-        Returns:
-            (B, N, D).
-        """
+    def forward(self, x: Tensor, skipped: Tensor, ids_keep: Tensor | None, inputs: Tensor | None = None) -> Tensor:
+        """As `dit.RouteEnd.forward`; inputs: (B,) bool, samples in which the mask token replaces all of x (path-drop)."""
         masked = self.mask_token.to(skipped.dtype).expand_as(skipped)
+        if ids_keep is None and self.training:  # DDP needs a gradient for the mask token, even if no token skips
+            ids_keep = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
         after = x if ids_keep is None else TokenRouter.end_route(x, masked, ids_keep)
-        if drop is not None:
-            after = torch.where(drop[:, None, None], masked, after)
+        if inputs is not None:
+            after = torch.where(inputs[:, None, None], masked, after)
         return self.proj(torch.cat([skipped, after], dim=2)).to(skipped.dtype)  # autocast leaves the residual stream in float32
+
+
+class FusedRoutes:
+    """What SPRINT changes in a network with routes: their ends, and path-drop. It comes before the network among the bases.
+
+    Args:
+        path_drop: probability in training that mask tokens replace the whole output of a sample's routes.
+
+    Raises ValueError for a network without routes.
+    """
+
+    route_end = Fusion
+
+    def __init__(self, *, path_drop: float = 0.0, **settings):
+        super().__init__(**settings)
+        if not self.router.routes:
+            raise ValueError("model=sprint needs a route; a dense second stage has one with selection_ratio 0")
+        self.path_drop = path_drop
+
+    def forward(self, x: Tensor, t: Tensor, y: Tensor, *, drop_paths: Tensor | None = None, **inputs) -> Tensor:
+        """As `DiT.forward`; drop_paths: (B,) bool, samples whose routes output mask tokens only; drawn in training if absent.
+
+        Raises ValueError for drop_paths of another shape.
+        """
+        if drop_paths is not None and drop_paths.shape != x.shape[:1]:  # one number would broadcast
+            raise ValueError(f"drop_paths has shape {tuple(drop_paths.shape)}; {len(x)} latents need {(len(x),)}")
+        if self.training and drop_paths is None and self.path_drop > 0:
+            drop_paths = torch.rand(len(y), device=y.device, generator=inputs.get("generator")) < self.path_drop
+        return super().forward(x, t, y, route_inputs=drop_paths, **inputs)
+
+    def draw_inputs(self, random: Callable[[str], SampleRandom]) -> dict[str, Tensor]:
+        draws = super().draw_inputs(random)
+        return draws | ({"drop_paths": random("paths").rand() < self.path_drop} if self.path_drop > 0 else {})
+
+
+class SPRINT(FusedRoutes, dit.DiT):
+    """DiT with SPRINT's routes."""
+
+
+class LightningSPRINT(FusedRoutes, lightningdit.LightningDiT):
+    """LightningDiT with SPRINT's routes."""
+
+
+BACKBONES = dit.BACKBONES | lightningdit.BACKBONES
+
+
+def build(backbone: str, **settings) -> FusedRoutes:
+    """A network by its name, such as `DiT-B/2`. Other keywords go to the network, and replace the name's sizes."""
+    network = SPRINT if backbone in dit.BACKBONES else LightningSPRINT
+    return network(**dit.sizes_of(backbone, BACKBONES) | settings)

@@ -33,7 +33,7 @@ from evaluations.images import ImageSet, open_images
 from evaluations.inception import InceptionDetector, fetch_weights
 from evaluations.suite import evaluate, jackknife, set_of
 from evaluations.vit import DINOV2_L, DINOv2Detector, find_encoder_weights
-from sampling.processes import check_same, gather_on_main, on_main
+from runtime.processes import check_same, gather_on_main, on_main
 from sampling.sampler import ImageSampler
 
 log = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -14,14 +14,10 @@ from torch import Tensor, nn
 from common.errors import UserError
 from common.randomness import SeedRandom, key_of
 from configs.schema import Data, Diffusion
-from configs.settings import explained
 from guidance import Guidance, GuidanceInputs
 from latents.autoencoders import Autoencoder, to_uint8
 from latents.shards import restore_latents
 from sampling.flops import forward_flops
-
-# The settings of the sampler that a result names and a sweep can go over, if the diffusion has them.
-NAMED_OF_SAMPLER = ("num_steps", "S_churn", "solver")
 
 
 @dataclass
@@ -35,7 +31,7 @@ class ImageSampler:
         precision: of the networks, fp32 | bf16.
         rounding: of `latents.autoencoders.to_uint8`.
         is_compiled: the networks are compiled for each size of batch: fill up a batch to the largest one so far.
-        weak: the second network of autoguidance and its diffusion.
+        second: the second network of autoguidance and its diffusion.
         cost: network_evaluations and gflops_per_image, of both networks, counted in the last call.
     """
 
@@ -48,7 +44,7 @@ class ImageSampler:
     precision: str = "fp32"
     rounding: str = "round"
     is_compiled: bool = False
-    weak: tuple[nn.Module, Diffusion] | None = None
+    second: tuple[nn.Module, Diffusion] | None = None
     cost: dict[str, float] = field(default_factory=dict, init=False)
     _largest_batch: int = field(default=0, init=False)
 
@@ -80,7 +76,7 @@ class ImageSampler:
             data.num_classes,
             routes_shape,
             route_scores=lambda: random_routes.rand(*routes_shape),
-            weak=partial(denoise, *self.weak) if self.weak else None,
+            weak=partial(denoise, *self.second) if self.second else None,
         )
         noise = random.randn(data.in_channels, data.input_size, data.input_size)
         latents = self.diffusion.sampler(self.guidance(inputs), noise, y, random)
@@ -92,21 +88,8 @@ class ImageSampler:
         return to_uint8(images, self.rounding).cpu().numpy()
 
 
-def labels_of(seeds: Iterable[int], num_classes: int, how: str) -> dict[int, int]:
+def labels_of(seeds: Iterable[int], num_classes: int, rule: str) -> dict[int, int]:
     """The class of each seed, a function of the seed alone: uniformly `random`, or `balanced`, seed mod num_classes."""
-    if how == "balanced":
+    if rule == "balanced":
         return {seed: seed % num_classes for seed in seeds}
     return {seed: int(np.random.default_rng(key_of("class", seed)).integers(num_classes)) for seed in seeds}
-
-
-def sampler_with(diffusion: Diffusion, **overrides: object) -> Diffusion:
-    """The diffusion with other settings of its sampler; None changes nothing. Raises UserError, also for a key of another one."""
-    given = {key: value for key, value in overrides.items() if value is not None}
-    kind = type(diffusion.sampler)
-    with explained(given, known=vars(diffusion.sampler)):
-        return replace(diffusion, sampler=kind(**vars(diffusion.sampler) | given))
-
-
-def settings_of_sampler(diffusion: Diffusion) -> dict[str, object]:
-    """Those of NAMED_OF_SAMPLER that this sampler has, in their order."""
-    return {key: getattr(diffusion.sampler, key) for key in NAMED_OF_SAMPLER if hasattr(diffusion.sampler, key)}

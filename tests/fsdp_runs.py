@@ -14,10 +14,9 @@ from unittest import mock
 import torch
 from conftest import run_train
 
+from checkpoints import store
 from common.errors import UserError
-from sampling import processes
-from training import checkpoint as checkpoints
-from training import speed
+from runtime import compilation, processes
 from training.sharding import local_shard
 from training.trainer import Trainer
 
@@ -57,7 +56,7 @@ def make_runs(folder: Path, records: dict) -> None:
     run("cut", *FSDP, *TREAD)  # its folder holds step 3 of one process
     run("branch", *FSDP, f"init_from={folder / 'one' / 'checkpoints' / 'step_0000003'}", "init_state=all", *TREAD[-2:])
     # The code that inductor would write is not the matter here.
-    with mock.patch.object(speed.torch, "compile", functools.partial(torch.compile, backend="aot_eager")):
+    with mock.patch.object(compilation.torch, "compile", functools.partial(torch.compile, backend="aot_eager")):
         run("compiled", *FSDP, *DENSE, "train.compile=blocks", "train.activation_checkpointing=blocks", "train.num_steps=2")
     for parallel in ("ddp", "fsdp"):
         run(f"bf16_{parallel}", *BATCH, f"train.parallel={parallel}", "train.precision=bf16", "train.num_steps=3")
@@ -69,7 +68,7 @@ def make_runs(folder: Path, records: dict) -> None:
             run("spoiled", *FSDP, "checkpoint.every=1", "train.num_steps=3")
         except UserError as e:
             records["spoiled"] = str(e)
-    with mock.patch.object(checkpoints, "save", fail_to_save):
+    with mock.patch.object(store, "save", fail_to_save):
         try:
             run("unwritten", *FSDP, "checkpoint.every=1", "train.log_every=100", "train.num_steps=3")
         except UserError as e:

@@ -12,6 +12,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import dit
+from checkpoints.load import load_network
 from common.errors import UserError
 from common.randomness import SeedRandom
 from edm import EDM
@@ -19,7 +20,6 @@ from extras.alignment import Alignment, Projector, TappedNetwork, alignment_loss
 from latents.shards import LatentDataset, ShardInfo, pack_images, write_shard
 from routing_module import Route
 from sit import SiT
-from training.load import load_network
 
 CPU = torch.device("cpu")
 ENCODER = "vit_tiny_patch16_224.augreg_in21k"

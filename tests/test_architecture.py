@@ -25,7 +25,7 @@ REGISTRY = {
     "configs.schema": {"extras.lightningdit", "extras.ddpm"},
     "dit": {"extras.sprint"},
     "training.build": {"extras.alignment", "extras.posthoc_ema"},
-    "training.load": {"extras.posthoc_ema"},
+    "checkpoints.load": {"extras.posthoc_ema"},
     "train": {"extras.posthoc_ema"},
     "sample": {"extras.posthoc_ema"},
     "fid": {"extras.posthoc_ema", "extras.search", "extras.kept_features"},

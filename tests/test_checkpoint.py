@@ -10,16 +10,16 @@ import pytest
 import torch
 from conftest import file_size_limit, renew_manifest
 
+from checkpoints import store
+from checkpoints.resume import find_initial, find_resume
+from checkpoints.run import RunFolder
 from common.errors import UserError
 from common.files import append_line
-from training import checkpoint as checkpoints
-from training.resume import find_initial, find_resume
-from training.run import RunFolder
 
 
 def make(step, **state):
     weights = {"w": torch.full((50, 40), float(step)), "turned": torch.arange(6.0).view(2, 3).T}
-    return checkpoints.Checkpoint(
+    return store.Checkpoint(
         step=step,
         model=weights,
         ema={name: value * 2 for name, value in weights.items()},
@@ -31,7 +31,7 @@ def make(step, **state):
 
 def save(root, *steps, keep_last=10, keep_every=0):
     for step in steps:
-        folder = checkpoints.save(root, make(step), keep_last, keep_every)
+        folder = store.save(root, make(step), keep_last, keep_every)
     return folder
 
 
@@ -41,8 +41,8 @@ def names(root):
 
 def test_what_is_saved_is_what_is_loaded(tmp_path):
     folder, expected = save(tmp_path, 400), make(400)
-    assert folder.name == "step_0000400" and names(folder) == sorted([*checkpoints.FILES, "manifest.json"])
-    loaded = checkpoints.load(folder)
+    assert folder.name == "step_0000400" and names(folder) == sorted([*store.FILES, "manifest.json"])
+    loaded = store.load(folder)
     assert (loaded.step, loaded.state, loaded.config) == (400, expected.state, expected.config)
     for side in ("model", "ema"):
         assert all(torch.equal(getattr(loaded, side)[name], value) for name, value in getattr(expected, side).items())
@@ -58,9 +58,9 @@ def test_the_newest_and_every_mth_are_kept(tmp_path):
 def test_a_checkpoint_that_cannot_be_deleted_stays_until_a_later_save(tmp_path, monkeypatch):
     save(tmp_path, 10)
     with monkeypatch.context() as windows:  # which refuses while somebody reads it
-        windows.setattr(checkpoints.shutil, "rmtree", lambda *args, **settings: raise_os_error())
+        windows.setattr(store.shutil, "rmtree", lambda *args, **settings: raise_os_error())
         save(tmp_path, 20, keep_last=1)
-    assert list(checkpoints.list_steps(tmp_path)) == [20]
+    assert list(store.list_steps(tmp_path)) == [20]
     save(tmp_path, 30, keep_last=1)
     assert names(tmp_path) == ["step_0000030"]
 
@@ -107,14 +107,14 @@ def test_a_damaged_checkpoint_is_noticed_and_set_aside_and_the_previous_one_foun
     change, message = DAMAGES[damage]
     change(bad)
     with pytest.raises(UserError, match=message):
-        checkpoints.verify(bad)
+        store.verify(bad)
     assert find_resume(run, "auto") == run.checkpoints / "step_0000010"
     assert names(run.checkpoints) == ["bad_step_0000020", "step_0000010"]
 
 
 def test_a_second_bad_checkpoint_of_a_step_does_not_replace_the_first(tmp_path):
     for name in ("bad_step_0000010", "bad_step_0000010_2"):
-        assert checkpoints.set_aside(save(tmp_path, 10)).name == name
+        assert store.set_aside(save(tmp_path, 10)).name == name
 
 
 def test_a_bad_checkpoint_that_cannot_be_renamed_ends_the_start(tmp_path, monkeypatch):
@@ -152,7 +152,7 @@ def test_loading_runs_no_code_from_the_file(tmp_path):
     torch.save({"state": Evil()}, folder / "optimizer.pt")
     renew_manifest(folder)
     with pytest.raises(UserError, match="optimizer.pt cannot be read: it is damaged, or holds other objects"):
-        checkpoints.load(folder)
+        store.load(folder)
     assert not (tmp_path / "pwned").exists()
 
 
@@ -168,10 +168,10 @@ def test_loading_runs_no_code_from_the_file(tmp_path):
 def test_weights_of_another_network_are_named_by_the_first_tensor(change, message):
     like = {"a": torch.ones(2, 3), "b": torch.ones(3)}
     given = dict(like)
-    checkpoints.check_tensors(Path("x"), given, like)
+    store.check_tensors(Path("x"), given, like)
     change(given)
     with pytest.raises(UserError, match=f"^x: {message}"):
-        checkpoints.check_tensors(Path("x"), given, like)
+        store.check_tensors(Path("x"), given, like)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -182,18 +182,18 @@ def test_a_run_or_a_checkpoint_can_be_named_and_nothing_else(tmp_path):
     run = tmp_path / "run"
     save(run / "checkpoints", 10, 20)
     newest = run / "checkpoints" / "step_0000020"
-    assert checkpoints.find_checkpoint(run, "init_from") == checkpoints.find_checkpoint(newest, "init_from") == newest
-    assert checkpoints.run_of(newest) == run
+    assert store.find_checkpoint(run, "init_from") == store.find_checkpoint(newest, "init_from") == newest
+    assert store.run_of(newest) == run
     for wrong in (run / "checkpoints", newest / "ema.safetensors", run / "metrics.jsonl", tmp_path / "rnu", tmp_path):
         with pytest.raises(UserError, match=f"^init_from: {wrong} is not a folder of a run or of a whole c"):
-            checkpoints.find_checkpoint(wrong, "init_from")
+            store.find_checkpoint(wrong, "init_from")
     DAMAGES["truncated"][0](newest)
-    assert checkpoints.find_checkpoint(run, "init_from").name == "step_0000010"
+    assert store.find_checkpoint(run, "init_from").name == "step_0000010"
     with pytest.raises(UserError, match="step_0000020/model.safetensors has"):
-        checkpoints.find_checkpoint(newest, "init_from")
+        store.find_checkpoint(newest, "init_from")
     DAMAGES["truncated"][0](run / "checkpoints" / "step_0000010")
     with pytest.raises(UserError, match=f"^init_from={run} is a run without a whole checkpoint: .*; .*bytes"):
-        checkpoints.find_checkpoint(run, "init_from")
+        store.find_checkpoint(run, "init_from")
 
 
 def test_resume_overwrites_no_later_step_and_goes_on_from_no_import(tmp_path):
@@ -209,7 +209,7 @@ def test_resume_overwrites_no_later_step_and_goes_on_from_no_import(tmp_path):
         find_resume(run, str(run.checkpoints / "step_0000010"))
     with pytest.raises(UserError, match="resume=never, but .*mine/checkpoints holds checkpoints"):
         find_resume(run, "never")
-    checkpoints.save(run.checkpoints, make(30, imported_from="DiT-XL-2-256x256.pt"), 1, 0)
+    store.save(run.checkpoints, make(30, imported_from="DiT-XL-2-256x256.pt"), 1, 0)
     with pytest.raises(UserError, match=f"imported from DiT-XL-2-256x256.pt: it has no optimizer .*init_from={run.path}"):
         find_resume(run, "auto")
 
@@ -233,7 +233,7 @@ def test_nothing_is_renamed_before_it_is_on_the_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "rename", lambda path, target: done.append("rename") or rename(path, target))
     save(tmp_path, 10)
     *before, renamed, last = done
-    assert {*checkpoints.FILES, "manifest.json", ".tmp_step_0000010"} == set(before)
+    assert {*store.FILES, "manifest.json", ".tmp_step_0000010"} == set(before)
     assert (renamed, last) == ("rename", tmp_path.name)
 
 
@@ -244,11 +244,11 @@ def test_a_full_disk_leaves_the_previous_checkpoint_and_no_debris(tmp_path, num_
     checkpoint = make(20)
     checkpoint.optimizer["state"][0]["exp_avg"] = torch.ones(num_values)
     with file_size_limit(max_bytes), pytest.raises(UserError) as error:
-        checkpoints.save(tmp_path, checkpoint, 10, 0)
+        store.save(tmp_path, checkpoint, 10, 0)
     free = f"File too large.*; [0-9]+ MB are free on the disk of {tmp_path}"
     assert error.match(f"^cannot write the checkpoint .*step_0000020: .*{free}; intact before it: step_0000010$")
     assert names(tmp_path) == ["step_0000010"]
-    checkpoints.verify(tmp_path / "step_0000010")
+    store.verify(tmp_path / "step_0000010")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -279,10 +279,10 @@ def test_a_disk_that_cannot_be_read_says_nothing_about_a_checkpoint(tmp_path, mo
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoints, "hash_file", fail)
+        patch.setattr(store, "hash_file", fail)
         with pytest.raises(UserError, match="step_0000002/.* cannot be read: OSError: .*Input/output error"):
-            checkpoints.find_newest(tmp_path)
-    assert checkpoints.find_newest(tmp_path)[0].name == "step_0000002"
+            store.find_newest(tmp_path)
+    assert store.find_newest(tmp_path)[0].name == "step_0000002"
 
 
 @pytest.mark.parametrize(
@@ -302,4 +302,4 @@ def test_a_forged_file_is_named(tmp_path, name, content, words):
     else:
         (folder / name).write_bytes(content)
     with pytest.raises(UserError, match=words):
-        checkpoints.load(folder)
+        store.load(folder)

@@ -13,7 +13,7 @@ from common.types import Count, Text
 from configs import command_line
 from configs.command_line import guard, parse_arguments, run_command
 from configs.settings import Settings
-from training import machine
+from runtime import machine
 
 
 def test_errors_of_our_own_code_keep_their_traceback(capsys):

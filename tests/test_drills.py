@@ -18,7 +18,7 @@ from conftest import TINY
 from forked import Command, at_call, at_operation, contents, die, fail_with, run, send, start_server
 from PIL import Image
 
-from training import checkpoint as checkpoints
+from checkpoints import store
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, signals and /proc")
 FEW = ["num_steps=2", "cpu_threads=1"]
@@ -67,7 +67,7 @@ def expect_same(out, reference):
     kept = {name.split("/")[2] for name in reference if "/checkpoints/" in name}
     for folder in out.glob("run/checkpoints/step_*"):
         if folder.name not in kept:  # the command was killed before it deleted an old checkpoint
-            checkpoints.verify(folder)
+            store.verify(folder)
             shutil.rmtree(folder)
     ours = contents(out)
     assert [name for name in sorted(ours | reference) if ours.get(name) != reference.get(name)] == []
@@ -88,9 +88,9 @@ def disturb(out, arguments, reference, before):
 
 
 def newest_step(out):
-    newest, problems = checkpoints.find_newest(out / "run" / "checkpoints")
+    newest, problems = store.find_newest(out / "run" / "checkpoints")
     assert not problems
-    return -1 if newest is None else checkpoints.step_of(newest)
+    return -1 if newest is None else store.step_of(newest)
 
 
 def finish_alike(out, arguments, reference):
@@ -166,7 +166,7 @@ def test_a_full_disk_is_one_line_and_the_next_start_goes_on(name, undisturbed, t
 
 LOOKS = ["sample.batch_size=1", "eval.every=3", "eval.num_samples=4", "eval.batch_size=1", "eval.num_steps=1"]
 STEP, SAMPLER = "training.trainer:Trainer.train_step", "sampling.sampler:ImageSampler.__call__"
-MOMENTS = [(STEP, 2), ("training.checkpoint:_write_files", 1), (SAMPLER, 2), (SAMPLER, 5)]  # a step, save, grid and evaluation
+MOMENTS = [(STEP, 2), ("checkpoints.store:_write_files", 1), (SAMPLER, 2), (SAMPLER, 5)]  # a step, save, grid and evaluation
 
 
 def test_training_that_is_signalled_again_and_again_saves_each_time_and_ends_as_undisturbed(undisturbed, tmp_path):

@@ -9,7 +9,8 @@ import pytest
 from PIL import Image
 
 from common.errors import UserError
-from evaluations.images import ImageFolder, NpzImages, adm_center_crop, open_images, read_ahead, write_npz
+from common.images import adm_center_crop
+from evaluations.images import ImageFolder, NpzImages, open_images, read_ahead, write_npz
 from sampling.evaluator import open_reference
 
 

@@ -7,12 +7,12 @@ import torch
 from conftest import checked, composed, make_shard
 from hydra.core.config_store import ConfigStore
 
+from checkpoints.load import build_network
 from common.errors import UserError
 from configs import experiments
 from configs.experiments import ROWS
 from extras.report.experiments import change_words, changes_of
 from extras.report.runs import LOSS, read_run
-from training import build
 
 # TREAD (arXiv 2501.04765): FID of 50,000 unguided samples at 400K iterations.
 TABLE_2 = {  # EDM without and with routes, SiT without and with routes
@@ -49,7 +49,7 @@ def test_every_experiment_composes_and_builds(name):
     assert cfg.experiment["baseline"] in (None, *ROWS)
     assert bool(cfg.model.routes) == cfg.model.name.endswith(("tread", "sprint")) and cfg.model.init == "adaln_zero"
     with torch.device("meta"):  # shapes and routes, without the memory of an XL
-        net = build.build_network(cfg)
+        net = build_network(cfg)
     assert net.num_tokens == (cfg.data.input_size // net.patch_size) ** 2
 
 

@@ -13,6 +13,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import fid as script
+from checkpoints import load
 from common.errors import UserError
 from evaluations.metrics import standard_error
 from evaluations.results import Point, Results, differ
@@ -21,7 +22,6 @@ from extras import kept_features
 from extras.report.runs import read_runs
 from sampling.evaluator import Evaluator
 from sampling.sampler import ImageSampler
-from training import load
 
 NAMES = [metric.name for metric in metrics_of("digits")]
 EVAL = ["eval.every=2", "eval.num_samples=70", "eval.num_steps=2", "eval.batch_size=35", "train.num_steps=4", "train.lr=1e-2"]

@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 from conftest import file_size_limit, make_shard
 
+from checkpoints.run import RunFolder
 from common import files
 from common.errors import UserError
 from common.files import REPOSITORY, write_file
-from evaluations.images import list_images, write_npz
+from common.images import list_images
+from evaluations.images import write_npz
 from latents.shards import LatentDataset
-from training.run import RunFolder
 
 PIPES = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
@@ -106,7 +107,7 @@ def test_text_files_are_utf_8_everywhere():
 
 
 def test_a_second_process_is_told_who_is_there_until_the_first_is_killed(tmp_path):
-    code = "import sys; from training.run import RunFolder; run = RunFolder(*sys.argv[1:]); run.open(); print('open'); input()"
+    code = "import sys; from checkpoints.run import RunFolder; run = RunFolder(*sys.argv[1:]); run.open(); print('open'); input()"
     process = subprocess.Popen([sys.executable, "-uc", code, tmp_path, "run"], cwd=REPOSITORY, **PIPES)
     assert process.stdout.readline() == "open\n"
     words = rf"^another process is training in {tmp_path}/run \(process {process.pid} on .*, since 20.*: -c .* run\); .* name="

@@ -10,10 +10,10 @@ from gpu.runs import SMALL, keys_of_repa
 from PIL import Image, ImageChops
 from safetensors.torch import load_file
 
+from checkpoints import store
+from checkpoints.load import load_network
 from common.errors import UserError
 from extras.posthoc_ema import list_snapshots
-from training import checkpoint as checkpoints
-from training.load import load_network
 from training.sharding import check_processes
 
 
@@ -40,7 +40,7 @@ def runs(tmp_path_factory):
 
 
 def checkpoint(run, step):
-    return checkpoints.load(run / "checkpoints" / checkpoints.folder_name(step))
+    return store.load(run / "checkpoints" / store.folder_name(step))
 
 
 def norms(run):
@@ -102,7 +102,7 @@ def test_a_sharded_run_goes_on_in_one_process_and_is_sampled_from_as_any_other(r
     assert losses(runs / "back") == pytest.approx(losses(runs / "one"), rel=1e-5)
     assert_same_checkpoint(runs / "one", runs / "back", 6)
     folder = runs / "tread" / "checkpoints" / "step_0000006"
-    checkpoints.verify(folder)
+    store.verify(folder)
     net = load_network(folder, "ema", torch.device("cpu"))
     average = checkpoint(runs / "one", 6).ema
     assert all(torch.allclose(p, average[name], atol=5e-5) for name, p in net.named_parameters())
@@ -142,14 +142,14 @@ def test_each_process_of_a_node_holds_its_share(runs):
 
 def test_only_the_group_for_long_waits_waits_for_long(runs):
     timeouts = json.loads((runs / "records_four_0.json").read_text())["timeouts"]
-    # Two of the mesh, the default one, the stop signal's, and that of sampling/processes.py.
+    # Two of the mesh, the default one, the stop signal's, and that of runtime/processes.py.
     assert timeouts == [[2, 20 * 60], [2, 20 * 60], [4, 20 * 60], [4, 30 * 60], [4, 2 * 60 * 60]]
 
 
 def test_what_goes_wrong_on_one_process_stops_all(runs):
     main, other = (json.loads((runs / f"records_two_{rank}.json").read_text()) for rank in (0, 1))
     assert "not finite after step 2" in main["spoiled"] and "not finite after step 2" in other["spoiled"]
-    assert list(checkpoints.list_steps(runs / "spoiled" / "checkpoints")) == [1]
+    assert list(store.list_steps(runs / "spoiled" / "checkpoints")) == [1]
     assert main["unwritten"] == other["unwritten"] == "no room for step 1"
 
 

@@ -10,11 +10,11 @@ from conftest import run_sample
 from conftest import weights as tensors
 from safetensors.torch import load_file
 
+from checkpoints import store
+from checkpoints.run import RunFolder
 from common.errors import UserError
 from extras import posthoc_ema
 from extras.posthoc_ema import TrackedEMA, gamma_of, solve
-from training import checkpoint as checkpoints
-from training.run import RunFolder
 
 TRACK = ["train.ema_lengths=[0.1,0.25]", "train.ema_snapshot_every=2", "train.lr=1e-2", "checkpoint.every=3"]
 
@@ -113,7 +113,7 @@ def tracked(tmp_path_factory):
 
 
 def test_a_checkpoint_gives_a_tracked_average_itself_and_others_from_the_snapshots(tracked):
-    folder = checkpoints.find_checkpoint(tracked, "checkpoint")
+    folder = store.find_checkpoint(tracked, "checkpoint")
     own = tensors(tracked, 6, "tracked_ema")
     weights = {length: posthoc_ema.average_of(folder, length) for length in (0.1, 0.18, 0.25)}
     for length in (0.1, 0.25):
@@ -157,7 +157,7 @@ def test_a_run_that_tracks_none_gives_none_and_does_not_begin_later(train, tmp_p
 def test_missing_and_altered_snapshots_are_refused_and_other_files_are_not_looked_at(tracked, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(tracked, run)
-    folder, snapshots = checkpoints.find_checkpoint(run, "checkpoint"), posthoc_ema.list_snapshots(run)
+    folder, snapshots = store.find_checkpoint(run, "checkpoint"), posthoc_ema.list_snapshots(run)
     identity = posthoc_ema.check_length(folder, "ema", 0.18)
     shutil.copy(snapshots[2], snapshots[2].with_name("step_0000003 (copy).safetensors"))
     assert posthoc_ema.check_length(folder, "ema", 0.18) == identity

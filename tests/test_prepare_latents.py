@@ -23,15 +23,17 @@ from test_webdataset import write_tar
 
 import prepare_latents
 from common.errors import UserError
+from common.images import adm_center_crop, read_rgb
 from common.randomness import SeedRandom
-from evaluations.images import adm_center_crop, open_images, read_rgb
+from evaluations.images import open_images
 from latents import autoencoders
 from latents.channel_statistics import are_mirrored
 from latents.prepare import inspect as inspect_module
 from latents.prepare.images import open_labelled_images
 from latents.prepare.write import ShardWriter
 from latents.shards import LatentDataset, ShardInfo, latents_for_network, write_shard
-from training import build, machine
+from runtime import machine
+from training import build
 
 RESOLUTION = 32
 INFO = ShardInfo(kind="sample", scale_factor=0.5, autoencoder="identity", resolution=4, num_classes=3)

@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from common.errors import UserError
-from sampling import processes
+from runtime import processes
 from training import stop as stop_module
 rank, folder, what = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 os.environ["LOCAL_RANK"] = str(rank)

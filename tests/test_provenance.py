@@ -2,7 +2,7 @@
 
 import json
 
-from training import provenance
+from checkpoints import provenance
 
 
 def test_a_resumed_run_lists_its_starts_and_a_complete_one_adds_none(train):

@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 import dit
 import guidance as guidances
 from common.errors import UserError
-from evaluations.images import labelled_grid
+from common.images import labelled_grid
 from latents.autoencoders import Identity
+from runtime.compilation import compile_network
 from sampling.sampler import ImageSampler
 from training.ema import EMA
-from training.speed import compile_network
 
 FEW = ["num_steps=3", "cpu_threads=1"]
 

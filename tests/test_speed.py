@@ -15,9 +15,9 @@ from common.errors import UserError
 from evaluations.metrics import full_float32
 from extras.lightningdit import LightningDiT
 from routing_module import Route
-from training import machine, speed
-from training.machine import allow_tf32
-from training.speed import check_compile, check_machine, checkpoint_activations, compile_network, resolve_compile
+from runtime import compilation, machine
+from runtime.compilation import check_compile, check_machine, checkpoint_activations, compile_network, resolve_compile
+from runtime.machine import allow_tf32
 from training.stop import LAUNCHERS
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -169,9 +169,9 @@ def test_auto_compiles_blocks_on_a_gpu_and_nothing_on_a_cpu():
 @pytest.mark.parametrize(
     ("prepare", "words"),
     [
-        (lambda m: m.setattr(speed.importlib.util, "find_spec", lambda name: None), "triton"),
-        (lambda m: m.setattr(speed.shutil, "which", lambda name: None), "a C compiler"),
-        (lambda m: m.setattr(speed.sysconfig, "get_path", lambda *_: "/nowhere"), "Python's C headers"),
+        (lambda m: m.setattr(compilation.importlib.util, "find_spec", lambda name: None), "triton"),
+        (lambda m: m.setattr(compilation.shutil, "which", lambda name: None), "a C compiler"),
+        (lambda m: m.setattr(compilation.sysconfig, "get_path", lambda *_: "/nowhere"), "Python's C headers"),
         (lambda m: m.setenv("CC", "/nowhere/cc"), "/nowhere/cc"),
     ],
 )
@@ -179,7 +179,7 @@ def test_without_triton_or_its_compiler_auto_compiles_nothing_and_blocks_is_refu
     for name in ("CC", "CPATH", "C_INCLUDE_PATH"):
         monkeypatch.delenv(name, raising=False)
     prepare(monkeypatch)
-    speed._missing_for_triton.cache_clear()
+    compilation._missing_for_triton.cache_clear()
     try:
         with caplog.at_level(logging.WARNING):
             check_compile("train.compile", "auto", GPU)
@@ -188,7 +188,7 @@ def test_without_triton_or_its_compiler_auto_compiles_nothing_and_blocks_is_refu
             check_compile("train.compile", "blocks", GPU)
         check_compile("train.compile", "none", GPU)
     finally:
-        speed._missing_for_triton.cache_clear()
+        compilation._missing_for_triton.cache_clear()
 
 
 def test_compilation_without_a_compiler_and_bf16_without_bfloat16_are_refused(monkeypatch):

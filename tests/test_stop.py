@@ -10,9 +10,9 @@ import time
 import pytest
 from conftest import LAUNCH_2, REPOSITORY, TINY, finish, metrics, start, wait_for
 
+from checkpoints import store
 from common.errors import UserError
 from common.files import lock_file
-from training import checkpoint as checkpoints
 from training import stop as stop_module
 from training.stop import StopSignal
 
@@ -103,5 +103,5 @@ def test_the_processes_of_a_signalled_launcher_save_and_leave_even_while_they_ev
         process.kill()
     code, output = finish(process)  # when both have closed their output
     assert code == (-signal.SIGKILL if signum == signal.SIGKILL else 1), output
-    assert list(checkpoints.list_steps(run / "checkpoints")) == [2], output
+    assert list(store.list_steps(run / "checkpoints")) == [2], output
     assert f"{reason}: stopping after this step" in output and ("Traceback" in output) == (code == 1)  # the launcher's own

@@ -14,6 +14,8 @@ from accelerate.utils import set_seed
 from conftest import TINY, checked, losses, make_shard, metrics, run_train, wait_for, weights
 from PIL import Image
 
+from checkpoints import store
+from checkpoints.load import build_network, load_config
 from common.errors import UserError
 from common.randomness import key_of
 from latents.order import BatchOrder
@@ -21,8 +23,6 @@ from latents.shards import ShardInfo, write_shard
 from routing_module import TokenRouter
 from sampling.flops import forward_flops
 from training import build
-from training import checkpoint as checkpoints
-from training.load import load_config
 from training.sharding import copy_state_dict
 from training.stop import StopSignal
 from training.trainer import Clock, Trainer, learning_rate
@@ -32,7 +32,7 @@ EVALUATION = ["eval.every=2", "eval.num_samples=6", "eval.batch_size=2", "eval.n
 
 
 def folder_of(run, step):
-    return run / "checkpoints" / checkpoints.folder_name(step)
+    return run / "checkpoints" / store.folder_name(step)
 
 
 def assert_same_files(first, second, step):
@@ -75,7 +75,7 @@ def test_two_steps_are_those_of_their_definition(train, tmp_path):
     settings += ["train.lr=1e-2", "train.betas=[0.8,0.9]", "train.weight_decay=0.3", "train.num_steps=2"]
     cfg = load_config(folder_of(run := train("run", *settings), 2))
     set_seed(5)
-    net = build.build_network(cfg).train()
+    net = build_network(cfg).train()
     optimizer = torch.optim.AdamW(
         [p for p in net.parameters() if p.requires_grad], lr=1e-2, betas=(0.8, 0.9), weight_decay=0.3, fused=True
     )
@@ -153,7 +153,7 @@ def test_bf16_trains_with_float32_weights(train):
 
 def test_a_run_leaves_its_config_metrics_and_checkpoints(train):
     run = train("run", "checkpoint.every=2", "checkpoint.keep_last=2", "train.grad_clip_norm=1")
-    assert [p.name for p in checkpoints.list_steps(run / "checkpoints").values()] == ["step_0000004", "step_0000006"]
+    assert [p.name for p in store.list_steps(run / "checkpoints").values()] == ["step_0000004", "step_0000006"]
     last = metrics(run)[-1]
     assert last["step"] == 6 and last["images_seen"] == 24 and last["lr"] == 2e-3
     assert last["images_per_sec"] > 0 and last["grad_norm"] > 0
@@ -211,7 +211,7 @@ def test_a_loss_that_overflows_stops_the_run_and_keeps_the_checkpoints_before_it
     write_shard(file, latents, labels, ShardInfo("sample", 0.5, "identity", resolution=8, num_classes=10))
     with pytest.raises(UserError, match="since step 4"):
         train("run", f"data.path={file.parent}", "checkpoint.every=1", "train.log_every=6", "data.num_workers=2")
-    assert max(checkpoints.list_steps(tmp_path / "run" / "checkpoints")) == 3
+    assert max(store.list_steps(tmp_path / "run" / "checkpoints")) == 3
 
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine", "inverse_sqrt"])
@@ -361,7 +361,7 @@ def test_a_stop_while_it_samples_changes_nothing_of_the_run(train, monkeypatch, 
         patch.setattr(StopSignal, "requested_now", lambda self: asked.append(1) or len(asked) == 1)
         train("run", *looks)
     run = tmp_path / "run"
-    assert list(checkpoints.list_steps(run / "checkpoints")) == [2]
+    assert list(store.list_steps(run / "checkpoints")) == [2]
     train("run", *looks)
     whole = train("whole", *looks)
     assert losses(run) == losses(whole)
@@ -425,7 +425,7 @@ def test_weights_that_do_not_fit_are_refused(change):
 
 def patch_save(monkeypatch, before):
     """Call before(checkpoint) in the thread that writes, before it does; returns the steps trained so far."""
-    original_save, original_step, trained = checkpoints.save, Trainer.train_step, []
+    original_save, original_step, trained = store.save, Trainer.train_step, []
 
     def save(root, checkpoint, *args):
         before(checkpoint)
@@ -435,7 +435,7 @@ def patch_save(monkeypatch, before):
         original_step(trainer, micro_batches)
         trained.append(trainer.step)
 
-    monkeypatch.setattr(checkpoints, "save", save)
+    monkeypatch.setattr(store, "save", save)
     monkeypatch.setattr(Trainer, "train_step", train_step)
     return trained
 
@@ -473,8 +473,8 @@ def test_a_copy_of_a_state_dict_takes_the_memory_of_the_one_before():
 def test_a_loss_that_explodes_and_stays_finite_ends_the_run_before_a_checkpoint_goes(train, tmp_path):
     with pytest.raises(UserError, match=r"the loss is NaN, infinite or above 1e\+06 since step \d+"):
         train("run", "train.lr=1e4", "checkpoint.every=1", "checkpoint.keep_last=1", "train.num_steps=50", "train.log_every=50")
-    (last,) = checkpoints.list_steps(tmp_path / "run" / "checkpoints").values()
-    assert all(value.isfinite().all() for value in checkpoints.load_weights(last, "raw").values())
+    (last,) = store.list_steps(tmp_path / "run" / "checkpoints").values()
+    assert all(value.isfinite().all() for value in store.load_weights(last, "raw").values())
 
 
 def test_weights_for_other_classes_get_a_new_label_table(whole, train, tmp_path, caplog):
@@ -517,7 +517,7 @@ def test_a_start_says_its_rate_and_evaluations_and_a_complete_run_needs_no_detec
 
 
 def build_digits_net():
-    return build.build_network(build.open_data(checked())[0])
+    return build_network(build.open_data(checked())[0])
 
 
 def test_a_folder_to_resume_from_that_does_not_exist_leaves_nothing(train, tmp_path):

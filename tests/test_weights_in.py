@@ -16,6 +16,7 @@ from stand_ins import untrained_va_vae
 
 import dit
 import prepare_latents
+from checkpoints import load, store
 from common.errors import UserError
 from configs.command_line import run_command
 from edm import EDM
@@ -24,8 +25,6 @@ from extras.ddpm import DDPM
 from extras.weights import importing
 from extras.weights.__main__ import COMMANDS
 from sit import SiT
-from training import checkpoint as checkpoints
-from training import load
 
 WIDTH, DEPTH, HEADS, PATCH, CHANNELS, SIZE, CLASSES = 96, 12, 3, 2, 1, 8, 10  # DiT-XS/2 for the digits
 PIXELS = {"autoencoder": "identity", "scale_factor": 2 / 3}  # as the digits have them
@@ -65,7 +64,7 @@ def import_file(tmp_path):
     def run(content, kind, file="weights.pt", output="imported", **settings):
         (save_file if file.endswith(".safetensors") else torch.save)(content, tmp_path / file)
         importing.import_weights(str(tmp_path / file), kind, str(tmp_path / output), **settings)
-        folder = checkpoints.find_checkpoint(tmp_path / output, "checkpoint")
+        folder = store.find_checkpoint(tmp_path / output, "checkpoint")
         return load.load_config(folder), folder
 
     return run
@@ -139,7 +138,7 @@ def test_tread_brings_model_and_ema_and_its_step(import_file):
         F_x = published_output(w, x / (s**2 + 0.25).sqrt(), sigma.log() / 4, y)
         expected = 0.25 / (s**2 + 0.25) * x + s * 0.5 / (s**2 + 0.25).sqrt() * F_x
         assert_same(EDM().denoise(network(cfg, folder, weights), x, sigma, y), expected)
-    assert checkpoints.step_of(folder) == 400 and cfg.sample.rounding == "truncate"
+    assert store.step_of(folder) == 400 and cfg.sample.rounding == "truncate"
     with pytest.raises(UserError, match="output=.*imported exists"):  # nothing is overwritten
         import_file(stored, "tread", **PIXELS)
 
@@ -185,7 +184,7 @@ def test_lightningdits_weights_are_tuned_on_ones_own_images_that_were_encoded_by
     keys = ["model=lightningdit", "model.backbone=LightningDiT-XS/1", "diffusion=sit", "data=custom", "train.precision=fp32"]
     keys += ["train.num_steps=1", "guidance=none", f"init_from={tmp_path / 'imported'}"]
     assert (
-        checkpoints.find_checkpoint(train("tuned", *keys, f"data.path={tmp_path / 'good'}"), "checkpoint").name == "step_0000001"
+        store.find_checkpoint(train("tuned", *keys, f"data.path={tmp_path / 'good'}"), "checkpoint").name == "step_0000001"
     )
     with pytest.raises(UserError, match="init_from=.*imported does not fit this configuration: data.latents_mean: "):
         train("refused", *keys, f"data.path={tmp_path / 'other'}")
@@ -198,7 +197,7 @@ def images_of(checkpoint, output, *overrides):
 
 def test_an_imported_and_a_native_checkpoint_of_equal_weights_give_the_same_images(import_file, train, tmp_path):
     native = train("native", "diffusion=sit", "sample.rounding=truncate", "train.num_steps=2", "train.lr=1e-2")
-    weights = checkpoints.load_weights(checkpoints.find_checkpoint(native, "checkpoint"), "ema")
+    weights = store.load_weights(store.find_checkpoint(native, "checkpoint"), "ema")
     _, imported = import_file({name: value.clone() for name, value in weights.items()}, "repa", **PIXELS)
     same = ["seeds=0-4", "batch_size=3", "solver=heun"]
     ours, theirs = (images_of(folder, tmp_path / name, *same) for folder, name in ((native, "a"), (imported, "b")))
@@ -217,9 +216,9 @@ def test_images_of_imported_dit_weights_do_not_depend_on_the_batch(import_file, 
 def test_training_starts_from_imported_weights_and_their_ema_has_no_warm_up(import_file, train):
     _, folder = import_file(dit_weights(learn_sigma=True), "sit", **PIXELS)
     run = train("tuned", "diffusion=sit", f"init_from={folder}", "train.num_steps=1", "train.lr=1e-2")
-    after = checkpoints.find_checkpoint(run, "checkpoint")
+    after = store.find_checkpoint(run, "checkpoint")
     ema, raw, before = (
-        checkpoints.load_weights(*one)["blocks.0.attn.qkv.weight"] for one in ((after, "ema"), (after, "raw"), (folder, "ema"))
+        store.load_weights(*one)["blocks.0.attn.qkv.weight"] for one in ((after, "ema"), (after, "raw"), (folder, "ema"))
     )
     assert torch.allclose(ema - before, 1e-4 * (raw - before), atol=1e-7) and (raw - before).abs().max() > 1e-3
 

@@ -16,12 +16,12 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import dit
+from checkpoints import store
 from common.errors import UserError
 from configs import schema
 from extras.weights import export
 from extras.weights.export import export_checkpoint, join_source
 from extras.weights.importing import import_weights
-from training import checkpoint as checkpoints
 
 # Loads what sys.argv[1] lists, one after the other, and writes an .npy file of images (uint8) for each call.
 LOADER = """
@@ -174,10 +174,10 @@ def test_a_null_class_that_was_never_trained_is_not_used(pipeline):
 
 
 def test_an_export_holds_the_ema_or_the_raw_weights_and_no_private_paths(runs, exports, tmp_path):
-    (checkpoint,) = checkpoints.list_steps(runs["sit"] / "checkpoints").values()
+    (checkpoint,) = store.list_steps(runs["sit"] / "checkpoints").values()
     export_checkpoint(str(checkpoint), str(tmp_path / "raw"), weights="raw")
     for folder, weights in ((exports["sit"], "ema"), (tmp_path / "raw", "raw")):
-        stored = checkpoints.load_weights(checkpoint, weights)
+        stored = store.load_weights(checkpoint, weights)
         exported = load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
         assert exported.keys() == stored.keys() and all(torch.equal(exported[name], stored[name]) for name in stored)
     names = {file.relative_to(exports["sit"]).as_posix() for file in exports["sit"].rglob("*") if file.is_file()}

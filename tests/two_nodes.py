@@ -12,7 +12,7 @@ import torch
 from conftest import TINY, checked, forget_accelerate
 
 from common.errors import UserError
-from sampling import processes
+from runtime import processes
 
 FID = ["num_samples=5", "batch_size=2", "num_steps=2", "cpu_threads=1", "reference=reference.npz"]
 FEW = ["seeds=0-4", "classes=0-9", "num_steps=2", "cpu_threads=1"]

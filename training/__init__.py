@@ -1,1 +1,1 @@
-"""The trainer, what it is built from, and what a run needs on disk."""
+"""The trainer, and the hooks between its steps."""

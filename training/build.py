@@ -1,22 +1,31 @@
-"""From a checked configuration to data, network, autoencoder and alignment; and whether a run may continue a checkpoint."""
+"""From a checked configuration to the data, the EMA, the alignment and the hooks; whether a run may continue a checkpoint."""
 
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 
-import dit
+from checkpoints import store
+from checkpoints.load import load_config
+from checkpoints.run import RunFolder
 from common.errors import UserError
+from common.progress import say_if_slow
 from configs import schema
-from edm import EDM
 from latents import autoencoders
 from latents.channel_statistics import USUAL_STD, estimate_std
 from latents.shards import LatentDataset
+from runtime.compilation import compile_network, resolve_compile
+from runtime.processes import on_main
+from sampling.evaluator import Evaluator, build_detectors, open_reference
+from sampling.recipe import make_recipe
+from training import hooks, saving
 from training.ema import EMA
+from training.trainer import Hook
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +37,8 @@ def open_data(cfg: schema.TrainConfig) -> tuple[schema.TrainConfig, LatentDatase
         raise UserError(f"data.path is not set: give the folder of the latent shards of {data.name}; docs/data.md makes them")
     if not Path(data.path).exists():
         raise UserError(f"data.path={data.path} does not exist")
-    dataset = LatentDataset(data.path)
+    with say_if_slow(log, "opening data.path=%s", data.path):
+        dataset = LatentDataset(data.path)
     found = {"in_channels": dataset.channels, "input_size": dataset.height}
     found |= {key: getattr(dataset.info, key) for key in ("num_classes", "scale_factor", "resolution")}
     for key in ("latents_mean", "latents_std"):
@@ -39,7 +49,7 @@ def open_data(cfg: schema.TrainConfig) -> tuple[schema.TrainConfig, LatentDatase
             found_there = f"the latents of {dataset.path} say {value}; data=custom takes it from them"
             raise UserError(f"data.{key}={getattr(data, key)}, but {found_there}")
     found["autoencoder"] = data.autoencoder or dataset.info.autoencoder
-    std, sigma_data = estimate_std(dataset), getattr(cfg.diffusion, "sigma_data", EDM().sigma_data)
+    std, sigma_data = estimate_std(dataset), getattr(cfg.diffusion, "sigma_data", 0.5)
     if not USUAL_STD[0] <= std / sigma_data <= USUAL_STD[1]:
         words = f"the network sees latents with a standard deviation of {std:.3g}, and sigma_data is {sigma_data:g}"
         log.warning("%s: %s; a wrong scale factor? `prepare_latents.py inspect` tells more", dataset.path, words)
@@ -69,17 +79,6 @@ def fill_in_lengths(cfg: schema.TrainConfig, num_images: int) -> schema.TrainCon
     return cfg.model_copy(update=filled)
 
 
-def build_network(cfg: schema.TrainConfig) -> dit.DiT:
-    """The network of a configuration with data.* filled in. Raises UserError for routes or sizes that do not fit it."""
-    model, data = cfg.model, cfg.data
-    sizes = {key: getattr(data, key) for key in ("input_size", "in_channels", "num_classes")}
-    settings = {name: getattr(model, name) for name in type(model).model_fields if name not in ("name", "backbone")}
-    try:
-        return schema.NETWORKS[model.name].build(model.backbone, **sizes, **settings)
-    except ValueError as e:
-        raise UserError(f"model: {e}") from e
-
-
 def build_ema(train: schema.Train, net: torch.nn.Module) -> EMA:
     if not train.ema_lengths:
         return EMA(net, train.ema_decay)
@@ -104,21 +103,63 @@ def build_alignment(cfg: schema.TrainConfig, dataset: LatentDataset, accelerator
     return alignment.build(cfg, dataset, accelerator)
 
 
-def check_initial(stored: schema.TrainConfig, step: int, cfg: schema.TrainConfig, imported_from: str | None = None) -> None:
-    """Compare the checkpoint that init_from names (`stored`, `step`) with the run that is to start from it.
+def build_hooks(
+    cfg: schema.TrainConfig, ema: EMA, run: RunFolder, accelerator: Accelerator, newest: Path | None = None
+) -> list[Hook]:
+    """The hooks between steps. Grids and evaluations sample from the EMA's network.
 
-    Routes may differ, unless they are fused: they have no weights. With init_state=weights, classes may differ, too: the run
-    starts with a new label table. Raises UserError with the keys that differ; with init_state=all, also when no step is left to
-    do, and for imported weights, which have no optimizer.
+    Args:
+        newest: the checkpoint that the run resumes. A complete run, as a repeated sweep holds them, needs no hook that samples.
+
+    Raises:
+        UserError: guidance, reference, detector or autoencoder cannot be used.
     """
-    if cfg.init_state == "all" and (imported_from or step >= cfg.train.num_steps):
-        found = f"was imported from {imported_from} without an optimizer" if imported_from else f"is at step {step} already"
+    checkpoint = saving.Saving(run, cfg.checkpoint.every, cfg.checkpoint.keep_last, cfg.checkpoint.keep_every)
+    found: list[Hook] = [hooks.Metrics(run, cfg.train.log_every, partial(checkpoint.check, wait=False)), checkpoint]
+    if cfg.train.ema_lengths:
+        from extras import posthoc_ema  # the registry's line
+
+        found.append(posthoc_ema.Snapshots(run, cfg.train.ema_snapshot_every))
+    is_complete = newest is not None and store.step_of(newest) == cfg.train.num_steps and on_main(lambda: hooks.has_all(run, cfg))
+    if is_complete or not (cfg.sample.every or cfg.eval.every):
+        return found
+    # What can be wrong, before what takes time.
+    recipes = {"grid": make_recipe(cfg, cfg.guidance, cfg.sample.precision)} if cfg.sample.every else {}
+    if cfg.eval.every:
+        for scale in cfg.eval.cfg_scales:
+            guidance, sampler = schema.CFG(name="cfg", cfg_scale=scale), {"num_steps": cfg.eval.num_steps}
+            recipes[scale] = make_recipe(cfg, guidance, cfg.eval.precision, sampler=sampler)
+        detectors, background = cfg.evaluation.all_detectors, cfg.evaluation.background
+        reference = open_reference(
+            cfg.evaluation.reference, "evaluation.reference", detectors, cfg.data.resolution, background
+        )
+    decoder = build_autoencoder(cfg, accelerator.device)
+    mode = resolve_compile(cfg.train.compile, accelerator.device)
+    compile_network(ema.net, mode)
+    samplers = {key: recipe.sampler(ema.net, decoder, accelerator.device, mode) for key, recipe in recipes.items()}
+    if cfg.sample.every:
+        found.append(hooks.Grids(run, samplers.pop("grid"), cfg.sample.every))
+    if cfg.eval.every:
+        cache = run.path.parent / "reference_features"
+        evaluator = Evaluator(
+            accelerator, build_detectors(cfg.evaluation, accelerator), reference, cfg.eval.batch_size, cache
+        )
+        found.append(hooks.Evaluations(run, evaluator, samplers, cfg.eval.every))
+    return found
+
+
+def check_initial(checkpoint: Path, cfg: schema.TrainConfig) -> None:
+    """Compare the verified checkpoint that init_from names with the run that starts from it.
+
+    Routes may differ, unless their ends have weights, which do not load into others. With init_state=weights, classes may
+    differ, too: the run starts with a new label table. Raises UserError with the keys that differ; with init_state=all, also
+    if no step is left to do, and for imported weights, which have no optimizer.
+    """
+    stored, step, source = load_config(checkpoint), store.step_of(checkpoint), store.imported_from(checkpoint)
+    if cfg.init_state == "all" and (source or step >= cfg.train.num_steps):
+        found = f"was imported from {source} without an optimizer" if source else f"is at step {step} already"
         raise UserError(f"init_state=all: init_from={cfg.init_from} {found}; set init_state=weights, or raise train.num_steps")
     changed = schema.differences(stored, cfg, [schema.Role.ARCHITECTURE])
-    depth, *_ = schema.NETWORKS[cfg.model.name].BACKBONES[cfg.model.backbone]
-    old, new = ([(r.start_layer_idx % depth, r.end_layer_idx % depth) for r in one.model.routes] for one in (stored, cfg))
-    if cfg.model.fusion == "concat" and old != new:  # a fusion has a place
-        changed.append(f"model.routes: blocks {old} -> {new}")
     if cfg.init_state == "weights":
         changed = [line for line in changed if not line.startswith("data.num_classes")]
     else:  # the projector's optimizer and tracked averages continue
@@ -128,11 +169,12 @@ def check_initial(stored: schema.TrainConfig, step: int, cfg: schema.TrainConfig
         raise UserError(f"init_from={cfg.init_from} does not fit this configuration: {'; '.join(changed)}")
 
 
-def check_resume(stored: schema.TrainConfig, cfg: schema.TrainConfig, checkpoint: Path) -> None:
-    """Compare a checkpoint with the run that resumes it, and log settings that may change and did.
+def check_resume(checkpoint: Path, cfg: schema.TrainConfig) -> None:
+    """Compare a verified checkpoint with the run that resumes it, and log changed settings that may change.
 
     Raises UserError with the keys that differ, if they make it a checkpoint of another run.
     """
+    stored = load_config(checkpoint)
     if changed := schema.differences(stored, cfg, schema.SAME_RUN):
         raise UserError(
             f"resume: {checkpoint} belongs to a run with different settings: {'; '.join(changed)}. Restore them, or start "

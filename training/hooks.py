@@ -12,33 +12,20 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common.errors import UserError
+from checkpoints import store
+from checkpoints.run import RunFolder
 from common.files import append_line, whole_file
+from common.images import labelled_grid
 from common.progress import progress_bar
 from configs.schema import TrainConfig
-from evaluations.images import labelled_grid
 from evaluations.suite import display_name, format_metrics
+from runtime.processes import gather_on_main, on_main
 from sampling.evaluator import Evaluator, hash_weights, until_stopped
-from sampling.processes import gather_on_main, on_main
-from sampling.sampler import ImageSampler, labels_of, sampler_with, settings_of_sampler
-from training import checkpoint as checkpoints
-from training.run import RunFolder
-from training.trainer import MAX_LOSS, NEVER, Hook, Trainer
+from sampling.recipe import name_sampler, with_sampler
+from sampling.sampler import ImageSampler, labels_of
+from training.trainer import Hook, Trainer
 
 log = logging.getLogger(__name__)
-
-
-def reduce_losses(trainer: Trainer) -> list[float]:
-    """Mean losses over all processes since the last line of metrics. Raises UserError if the run has diverged."""
-    accelerator = trainer.accelerator
-    first_bad = int(accelerator.gather(trainer.first_bad_step.reshape(1)).min())
-    trainer.loss_sums = accelerator.reduce(trainer.loss_sums, reduction="mean")
-    if first_bad < NEVER:
-        raise UserError(
-            f"the loss is NaN, infinite or above {MAX_LOSS:g} since step {first_bad}; earlier checkpoints are intact. Look "
-            f"at the latents of {trainer.dataset.path}, lower train.lr={trainer.cfg.train.lr}, or set train.grad_clip_norm"
-        )
-    return (trainer.loss_sums / max(trainer.loss_count, 1)).tolist()
 
 
 @dataclass
@@ -51,34 +38,15 @@ class Metrics(Hook):
 
     def __call__(self, trainer: Trainer) -> None:
         self.check()
-        if trainer.clock.num_steps == 0:  # at a start
+        if trainer.record is None or trainer.record["step"] != trainer.step:  # at a start
             return
-        losses, steps_per_sec, train = reduce_losses(trainer), trainer.clock.steps_per_sec(), trainer.cfg.train
-        images = trainer.step * train.batch_size
-        record = {
-            "step": trainer.step,
-            **dict(zip(("loss", "alignment_loss"), losses)),
-            "lr": trainer.optimizer.param_groups[0]["lr"],
-            "steps_per_sec": steps_per_sec,
-            "images_per_sec": steps_per_sec * train.batch_size,
-            "images_seen": images,
-            "epoch": images / len(trainer.dataset),
-        }
-        if trainer.grad_norm is not None:
-            record["grad_norm"] = float(trainer.grad_norm)
-        if trainer.device.type == "cuda":
-            record["peak_memory_gib"] = torch.cuda.max_memory_allocated(trainer.device) / 2**30
         if trainer.accelerator.is_main_process:
-            append_line(self.run.metrics, record)
-        trainer.accelerator.log(record)
-        trainer.loss_sums, trainer.loss_count = torch.zeros_like(trainer.loss_sums), 0
-        trainer.clock.restart()
-        # Shown when the bar is drawn next.
-        trainer.bar.set_postfix({"loss": f"{losses[0]:.4f}", "images/s": f"{record['images_per_sec']:.0f}"}, refresh=False)
+            append_line(self.run.metrics, trainer.record)
+        trainer.accelerator.log(trainer.record)
 
 
 def grid_file(run: RunFolder, step: int) -> Path:
-    return run.samples / f"{checkpoints.folder_name(step)}.png"
+    return run.samples / f"{store.folder_name(step)}.png"
 
 
 @dataclass
@@ -151,8 +119,8 @@ def identify_evaluations(cfg: TrainConfig, step: int) -> list[dict]:
 
     `how` holds what else the figures depend on; a resume may change it. Its keys are those of fid.py's results.
     """
-    diffusion = sampler_with(cfg.diffusion, num_steps=cfg.eval.num_steps)
-    how = {"weights": "ema", **settings_of_sampler(diffusion), "precision": cfg.eval.precision, "labels": cfg.eval.labels}
+    diffusion = with_sampler(cfg.diffusion, {"num_steps": cfg.eval.num_steps})
+    how = {"weights": "ema", **name_sampler(diffusion), "precision": cfg.eval.precision, "labels": cfg.eval.labels}
     how |= {"detector": "+".join(cfg.evaluation.all_detectors), "reference": Path(cfg.evaluation.reference or "").name}
     how |= hash_weights(cfg.evaluation)
     num_samples = cfg.eval.closing_num_samples if step == cfg.train.num_steps else cfg.eval.num_samples
@@ -162,7 +130,7 @@ def identify_evaluations(cfg: TrainConfig, step: int) -> list[dict]:
 def has_all(run: RunFolder, cfg: TrainConfig) -> bool:
     """Whether a run has the checkpoint, the grid and the evaluations of its last step, by their names."""
     step = cfg.train.num_steps
-    if step not in checkpoints.list_steps(run.checkpoints):
+    if step not in store.list_steps(run.checkpoints):
         return False
     has_grid = not cfg.sample.every or grid_file(run, step).exists()
     return has_grid and (not cfg.eval.every or all(map(run.has_evaluation, identify_evaluations(cfg, step))))

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import torch
 
+from checkpoints import store
+from checkpoints.run import RunFolder
 from common.errors import UserError
 from common.progress import say_if_slow
-from sampling.processes import on_main
-from training import checkpoint as checkpoints
-from training.hooks import reduce_losses
-from training.run import RunFolder
+from runtime.processes import on_main
 from training.sharding import copy_state_dict, distribute_like, local_shard
 from training.trainer import Hook, Trainer
 
@@ -41,7 +40,7 @@ class Saving(Hook):
         if trainer.step in (self.saved_step, trainer.first_step):
             return
         self.check(wait=True)
-        reduce_losses(trainer)  # all processes have the same sums from here on: they go into the checkpoint
+        trainer.reduce_losses()  # all processes have the same sums from here on: they go into the checkpoint
         shards = [local_shard(p.detach()) for p in trainer.parameters]
         # The least and the greatest value; both are NaN where one is. Several times as fast as isfinite() of all of them.
         extremes = [torch.stack(shard.aminmax()) for shard in shards if shard.numel()]
@@ -64,12 +63,12 @@ class Saving(Hook):
         }
         self.saved_step = trainer.step
         if trainer.accelerator.is_main_process:
-            checkpoint = checkpoints.Checkpoint(trainer.step, **self._snapshot, state=state, config=trainer.cfg.model_dump())
+            checkpoint = store.Checkpoint(trainer.step, **self._snapshot, state=state, config=trainer.cfg.model_dump())
             self._writing = self._thread.submit(self._write, checkpoint)
 
-    def _write(self, checkpoint: checkpoints.Checkpoint) -> None:
+    def _write(self, checkpoint: store.Checkpoint) -> None:
         self.run.flush_metrics()  # a resume does not write the lines up to this step again
-        checkpoints.save(self.run.checkpoints, checkpoint, *self.keep)
+        store.save(self.run.checkpoints, checkpoint, *self.keep)
 
     def check(self, wait: bool) -> None:
         """Every process raises if a checkpoint could not be written. Every process must call it.
@@ -95,7 +94,7 @@ class Saving(Hook):
 
 def resume(trainer: Trainer, folder: Path) -> None:
     """Continue a run from one of its checkpoints, verified. Raises UserError if it was trained on other latents or targets."""
-    checkpoint = checkpoints.load(folder)
+    checkpoint = store.load(folder)
     if checkpoint.state.get("data") != trainer.dataset.identity:
         raise UserError(
             f"resume: {folder} was trained on other latents or labels, of {checkpoint.config['data']['path']}, than data.path="
@@ -109,28 +108,28 @@ def resume(trainer: Trainer, folder: Path) -> None:
 
 def init_from(trainer: Trainer, folder: Path, init_state: str) -> None:
     """Start from another run's weights and EMA (a verified checkpoint), with init_state=all also its optimizer and step."""
-    _copy_values(trainer, folder, checkpoints.load(folder), with_optimizer=init_state == "all")
+    _copy_values(trainer, folder, store.load(folder), with_optimizer=init_state == "all")
     log.info("weights and EMA from %s%s", folder, f", with optimizer and step {trainer.step}" if init_state == "all" else "")
 
 
 @torch.no_grad()
-def _copy_values(trainer: Trainer, folder: Path, checkpoint: checkpoints.Checkpoint, *, with_optimizer: bool) -> None:
+def _copy_values(trainer: Trainer, folder: Path, checkpoint: store.Checkpoint, *, with_optimizer: bool) -> None:
     """Copy the values of a checkpoint, tensor by tensor: a process never holds more than its own part in its memory."""
     own, stored, averages, stored_averages = trainer.net.state_dict(), checkpoint.model, trainer.ema.averages, checkpoint.ema
-    if not with_optimizer and stored[LABEL_TABLE].shape != own[LABEL_TABLE].shape:  # `build.check_initial` allows it
+    if not with_optimizer and stored[LABEL_TABLE].shape != own[LABEL_TABLE].shape:  # `training.build.check_initial` allows it
         counts = [len(side[LABEL_TABLE]) - 1 for side in (stored, own)]
         log.info("the label table starts with new weights: %s has %d classes, and the data have %d", folder, *counts)
         own, stored, averages, stored_averages = (
             {name: value for name, value in side.items() if name != LABEL_TABLE}
             for side in (own, stored, averages, stored_averages)
         )
-    checkpoints.check_tensors(folder / checkpoints.WEIGHTS["raw"], stored, own)
-    checkpoints.check_tensors(folder / checkpoints.WEIGHTS["ema"], stored_averages, averages)
+    store.check_tensors(folder / store.WEIGHTS["raw"], stored, own)
+    store.check_tensors(folder / store.WEIGHTS["ema"], stored_averages, averages)
     if with_optimizer and trainer.alignment is not None:  # init_state=weights starts with a projector of its own
         if checkpoint.state["encoder"] != trainer.alignment.encoder:
             raise UserError(f"{folder} was aligned with other weights of the encoder than those of alignment.weights")
         projector = trainer.alignment.projector.state_dict()
-        checkpoints.check_tensors(folder / "projector.safetensors", checkpoint.projector or {}, projector)
+        store.check_tensors(folder / "projector.safetensors", checkpoint.projector or {}, projector)
         own, stored = own | projector, stored | checkpoint.projector
     for name, value in own.items():
         local_shard(value).copy_(local_shard(distribute_like(stored[name], value)))

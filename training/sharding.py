@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from common.errors import UserError
 from configs.schema import Train
-from training.machine import EXCHANGE_TIMEOUT
-from training.speed import checkpoint_activations, compile_network, resolve_compile
+from runtime.compilation import checkpoint_activations, compile_network, resolve_compile
+from runtime.machine import EXCHANGE_TIMEOUT
 
 
 def check_processes(train: Train, num_processes: int, launched_as: str) -> None:

@@ -12,6 +12,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from common.errors import UserError
 from common.progress import progress_bar
 from common.randomness import StepRandom
 from configs.schema import Train, TrainConfig
@@ -63,6 +64,7 @@ class Trainer:
         parts: the rows of the global batch in each of this process's micro-batches.
         loss_sums: of the diffusion's loss, and with alignment of its own, over the last `loss_count` steps. They and
             `first_bad_step`, the first step with a loss of NaN or MAX_LOSS or more, stay on the device: no step waits for it.
+        record: the last line of metrics (`measure`); None before the first one.
         stop: answers whether the run was asked to stop, while it trains.
         stopped_by: the number of the signal that stopped it; None: none did in this process.
     """
@@ -99,6 +101,7 @@ class Trainer:
         self.loss_sums, self.loss_count = torch.zeros(len(self.modules), device=self.device), 0
         self.first_bad_step = torch.full((), NEVER, device=self.device)
         self.grad_norm: Tensor | None = None
+        self.record: dict[str, float] | None = None
         self.clock = Clock(self.device)
         self.stop: StopSignal | None = None
         self.stopped_by: int | None = None
@@ -156,13 +159,8 @@ class Trainer:
 
         stored, labels = stored.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)
         x = latents_for_network(stored, self.dataset.info, random("latents"))
-        draws = {"drop_labels": random("labels").rand() < self.net.class_dropout}
-        if self.net.path_drop:
-            draws["drop_paths"] = random("paths").rand() < self.net.path_drop
-        if self.net.router.routes:
-            draws["route_scores"] = random("routes").rand(len(self.net.router.routes), self.net.num_tokens)
-        net = self.models[0] if shown is None else self.alignment.tapped(self.models[0])
-        loss = self.cfg.diffusion.loss(net, x, labels, random("diffusion"), **draws).mean()
+        net = self.models[0] if shown is None else self.alignment.observe(self.models[0])
+        loss = self.cfg.diffusion.loss(net, x, labels, random("diffusion"), **self.net.draw_inputs(random)).mean()
         if shown is None:
             return [loss]
         return [loss, self.alignment.loss(self.models[1], net, shown.to(self.device, non_blocking=True))]
@@ -205,11 +203,55 @@ class Trainer:
         return is_complete
 
     def _call_hooks(self) -> None:
-        is_last = self.step == self.cfg.train.num_steps
-        for hook in self.hooks:
-            if self.step > 0 and hook.every and (is_last or self.step % hook.every == 0):
-                with self.clock.paused():
-                    hook(self)
+        def is_due(every: int) -> bool:
+            return self.step > 0 and every > 0 and (self.step == self.cfg.train.num_steps or self.step % every == 0)
+
+        due = [hook for hook in self.hooks if is_due(hook.every)]
+        measures = is_due(self.cfg.train.log_every) and self.clock.num_steps > 0
+        if not due and not measures:
+            return
+        with self.clock.paused():
+            if measures:
+                self.record = self.measure()
+            for hook in due:
+                hook(self)
+
+    def measure(self) -> dict[str, float]:
+        """A line of metrics: losses and speed since the last one. Every process must call it. Raises as `reduce_losses`."""
+        losses, train = self.reduce_losses(), self.cfg.train
+        images, images_per_sec = self.step * train.batch_size, self.clock.steps_per_sec() * train.batch_size
+        record = {
+            "step": self.step,
+            **dict(zip(("loss", "alignment_loss"), losses)),
+            "lr": self.optimizer.param_groups[0]["lr"],
+            "steps_per_sec": self.clock.steps_per_sec(),
+            "images_per_sec": images_per_sec,
+            "images_seen": images,
+            "epoch": images / len(self.dataset),
+        }
+        if self.grad_norm is not None:
+            record["grad_norm"] = float(self.grad_norm)
+        if self.device.type == "cuda":
+            record["peak_memory_gib"] = torch.cuda.max_memory_allocated(self.device) / 2**30
+        self.loss_sums, self.loss_count = torch.zeros_like(self.loss_sums), 0
+        self.clock.restart()
+        # Shown when the bar is drawn next.
+        self.bar.set_postfix({"loss": f"{losses[0]:.4f}", "images/s": f"{images_per_sec:.0f}"}, refresh=False)
+        return record
+
+    def reduce_losses(self) -> list[float]:
+        """Mean losses over all processes since the last line of metrics. From here on, all processes have the same sums.
+
+        Every process must call it. Raises UserError if the run has diverged.
+        """
+        first_bad = int(self.accelerator.gather(self.first_bad_step.reshape(1)).min())
+        self.loss_sums = self.accelerator.reduce(self.loss_sums, reduction="mean")
+        if first_bad < NEVER:
+            raise UserError(
+                f"the loss is NaN, infinite or above {MAX_LOSS:g} since step {first_bad}; earlier checkpoints are intact. Look "
+                f"at the latents of {self.dataset.path}, lower train.lr={self.cfg.train.lr}, or set train.grad_clip_norm"
+            )
+        return (self.loss_sums / max(self.loss_count, 1)).tolist()
 
 
 def learning_rate(train: Train, step: int) -> float:

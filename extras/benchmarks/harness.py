@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
+from checkpoints.provenance import describe_start
 from evaluations.results import markdown_table
-from training.provenance import describe_start
 
 NOTES = """`ms`: median of all timed calls. `host ms`: until the host has started all work of one; near `ms` it is the limit.
 `images/s`, `TFLOP/s`: of one process. `MFU`: of the bfloat16 peak that the vendor publishes. `time / first`: in each round, the

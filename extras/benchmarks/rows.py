@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from hydra.errors import HydraException
 
+from checkpoints import load
 from common.errors import UserError
 from common.types import Count, Whole
 from configs import schema
@@ -24,9 +25,11 @@ from evaluations.suite import evaluate
 from extras.benchmarks.harness import TimedRow, measure, report
 from latents import autoencoders
 from latents.shards import ShardInfo, write_shard
+from runtime import compilation, machine
+from runtime.processes import leave
 from sampling.flops import forward_flops
-from sampling.processes import leave
-from training import build, load, machine, speed
+from sampling.recipe import make_recipe
+from training import build
 from training.trainer import Trainer
 
 
@@ -70,8 +73,8 @@ def open_trainer(accelerator: Accelerator, cfg: schema.TrainConfig) -> Trainer:
     cfg, dataset = build.open_data(cfg)
     cfg = cfg.model_copy(update={"train": cfg.train.model_copy(update={"num_steps": 10**9})})
     set_seed(cfg.seed)
-    speed.check_machine(cfg.train, accelerator.device)
-    net, alignment = build.build_network(cfg), build.build_alignment(cfg, dataset, accelerator)
+    compilation.check_machine(cfg.train, accelerator.device)
+    net, alignment = load.build_network(cfg), build.build_alignment(cfg, dataset, accelerator)
     trainer = Trainer(accelerator, cfg, net, build.build_ema(cfg.train, net), dataset, alignment)
     accelerator.free_memory()  # it would keep a trainer that is given up
     return trainer
@@ -96,14 +99,13 @@ def open_sampling(accelerator: Accelerator, cfg: schema.TrainConfig) -> TimedRow
     """sample.batch_size images of an untrained network, with guidance.*; they are decoded if data.autoencoder is set."""
     cfg, _ = build.open_data(cfg)
     device, data, seeds = accelerator.device, cfg.data, list(range(cfg.sample.batch_size))
-    net = build.build_network(cfg).to(device).eval().requires_grad_(False)
-    compile_mode = speed.resolve_compile(cfg.train.compile, device)
-    speed.compile_network(net, compile_mode)
+    net = load.build_network(cfg).to(device).eval().requires_grad_(False)
+    compile_mode = compilation.resolve_compile(cfg.train.compile, device)
+    compilation.compile_network(net, compile_mode)
     decoder = SimpleNamespace(decode=lambda latents: latents[:, :3])
     if data.autoencoder != "none":
         decoder = autoencoders.build(data.autoencoder, device, data.in_channels)
-    how = {"diffusion": cfg.diffusion, "compile_mode": compile_mode, "precision": cfg.sample.precision}
-    sampler = load.build_sampler(net, cfg, cfg.guidance, decoder, device, **how)
+    sampler = make_recipe(cfg, cfg.guidance, cfg.sample.precision).sampler(net, decoder, device, compile_mode)
 
     def sample() -> None:
         sampler(seeds, [seed % data.num_classes for seed in seeds])

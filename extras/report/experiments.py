@@ -17,7 +17,7 @@ from configs.settings import flatten
 from extras.report.runs import LOSS, UNGUIDED, Measure, Run
 
 # What a dense run and a routed one may differ in.
-ROUTING = tuple(f"model.{key}" for key in ("name", "routes", "selection", "fusion", "path_drop", "fp32_after_route"))
+ROUTING = tuple(f"model.{key}" for key in ("name", "routes", "selection", "path_drop", "fp32_after_route"))
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Experiment:
 
     @property
     def is_routed(self) -> bool:
-        is_fused = self.identity.get("model.fusion") == "concat"  # with ratio 0 too, it is no dense network
+        is_fused = str(self.identity.get("model.name")).endswith("sprint")  # with ratio 0 too, it is no dense network
         return is_fused or any(route["selection_ratio"] > 0 for route in self.identity["model.routes"])
 
     def measures(self) -> list[Measure]:

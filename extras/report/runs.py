@@ -17,11 +17,11 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from checkpoints import store
 from common.errors import UserError
 from common.files import read_lines
 from configs.settings import flatten
 from evaluations.results import in_words
-from training import checkpoint as checkpoints
 
 UNGUIDED = "none"
 START_KEYS = {"step", "time", "command", "commit", "modified", "device", "num_processes", "torch"}
@@ -67,9 +67,9 @@ class Run:
 
     @cached_property
     def identities(self) -> list[str]:
-        """Those of its checkpoints (`training.checkpoint.identity`)."""
-        folders = checkpoints.list_steps(self.path / "checkpoints").values()
-        return [checkpoints.identity(folder) for folder in folders if (folder / checkpoints.MANIFEST).exists()]
+        """Those of its checkpoints (`checkpoints.store.identity`)."""
+        folders = store.list_steps(self.path / "checkpoints").values()
+        return [store.identity(folder) for folder in folders if (folder / store.MANIFEST).exists()]
 
     @property
     def images_per_sec(self) -> float:

@@ -12,15 +12,13 @@ from pathlib import Path
 import torch
 from omegaconf import OmegaConf
 
+from checkpoints import load, store
 from common.errors import UserError
 from common.files import REPOSITORY, read_json, write_file
 from common.types import Text
 from configs import schema
 from configs.schema import AutoencoderSpec, Checkpoint, Weights
-from dit import sizes_of
 from latents import autoencoders
-from training import checkpoint as checkpoints
-from training import load
 
 log = logging.getLogger(__name__)
 
@@ -65,10 +63,10 @@ def export_checkpoint(
     folder = Path(output)
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise UserError(f"output={output} is not empty; export overwrites nothing: give another folder, or remove it")
-    found = checkpoints.find_checkpoint(Path(checkpoint), "checkpoint")
+    found = store.find_checkpoint(Path(checkpoint), "checkpoint")
     cfg = load.load_config(found)
-    if cfg.model.fusion != "replace":
-        raise UserError(f"checkpoint={checkpoint} has model.fusion={cfg.model.fusion}, which export does not know")
+    if cfg.model.name.endswith("sprint"):
+        raise UserError(f"checkpoint={checkpoint} has model={cfg.model.name}, which export does not know")
     spec = autoencoder or cfg.data.autoencoder
     decoder = autoencoders.build(spec, torch.device("cpu"), cfg.data.in_channels)
     vae = getattr(decoder, "vae", None)
@@ -78,16 +76,16 @@ def export_checkpoint(
     network_class = {"DiT": pipeline.DiTModel, "LightningDiT": pipeline.LightningDiTModel}[cfg.model.backbone.partition("-")[0]]
     sizes = {key: getattr(cfg.data, key) for key in ("input_size", "in_channels", "num_classes")}
     with torch.device("meta"):
-        own = sizes_of(cfg.model.backbone, schema.NETWORKS[cfg.model.name].BACKBONES)
+        own = cfg.model.sizes
         net = network_class(**own, **sizes, learn_sigma=cfg.model.learn_sigma)
-    net.load_state_dict(checkpoints.load_weights(found, weights), assign=True)
+    net.load_state_dict(store.load_weights(found, weights), assign=True)
     if vae is not None:
         vae.register_to_config(_name_or_path="")  # which is a path on this machine
     pipeline.ClassToImagePipeline(net, vae, **describe_sampling(cfg)).save_pretrained(folder)
     _add_code(folder, network_class.__name__)
 
-    origin, told = f"after {checkpoints.step_of(found):,} steps", {"model": True, "alignment": True, "train": True}
-    if source := checkpoints.imported_from(found):  # no file says more of its training
+    origin, told = f"after {store.step_of(found):,} steps", {"model": True, "alignment": True, "train": True}
+    if source := store.imported_from(found):  # no file says more of its training
         origin, told = f"of {Path(source).name}", {"model": {"backbone", "learn_sigma"}}
     kind, _, where = spec.partition(":")
     about = cfg.model_dump(include=told | {"diffusion": True})

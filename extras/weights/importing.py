@@ -10,6 +10,8 @@ import torch
 from omegaconf import OmegaConf
 
 import dit
+from checkpoints import store
+from checkpoints.load import build_network
 from common.downloads import find_on_hub
 from common.errors import UserError
 from common.files import write_file
@@ -22,8 +24,6 @@ from extras import lightningdit
 from extras.weights.published import read_published, read_sizes, turn_clock_and_sign, without_projectors
 from latents.autoencoders import SD_VAE, known_scale_and_factor
 from latents.torch_files import read_channel_statistics
-from training import checkpoint as checkpoints
-from training.build import build_network
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ def import_weights(
     with torch.device("meta"):
         like = build_network(cfg).state_dict()
     for state in (model, ema):
-        checkpoints.check_tensors(file, state, like)
+        store.check_tensors(file, state, like)
         if wrong := [name for name, value in state.items() if not value.isfinite().all()]:
             raise UserError(f"{file}: {wrong[0]} holds NaN or infinity")
     config = cfg.model_dump()
@@ -100,8 +100,8 @@ def import_weights(
         config["model"]["learn_sigma"] = False
     state = {"ema_num_updates": step or LONG_TRAINED, "imported_from": f"{source} (kind={kind})"}
     write_file(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(config)))
-    checkpoint = checkpoints.Checkpoint(step, model, ema, optimizer={}, state=state, config=config)
-    written = checkpoints.save(folder / "checkpoints", checkpoint, keep_last=1, keep_every=0)
+    checkpoint = store.Checkpoint(step, model, ema, optimizer={}, state=state, config=config)
+    written = store.save(folder / "checkpoints", checkpoint, keep_last=1, keep_every=0)
     shape = "{in_channels}x{input_size}x{input_size}, {num_classes} classes".format(**data)
     log.info("%s: %s for latents of %s, in %s", file, cfg.model.backbone, shape, written)
     decoder = " autoencoder=va-vae:<file>" if data["autoencoder"] == "none" else ""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from common.errors import UserError, reading
 from common.files import hash_bytes
-from evaluations.images import read_rgb
+from common.images import read_rgb
 from latents.autoencoders import SD_SCALE, SD_VAE, known_scale_and_factor
 from latents.channel_statistics import are_mirrored
 from latents.prepare.images import count_classes, read_dataset_json, to_jpeg

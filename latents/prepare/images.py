@@ -15,7 +15,7 @@ from PIL import Image, ImageOps
 from pydantic import BaseModel, Field, ValidationError
 
 from common.errors import UserError
-from evaluations.images import SUFFIXES, adm_center_crop, is_hidden, is_regular, list_files, read_rgb
+from common.images import SUFFIXES, adm_center_crop, is_hidden, is_regular, list_files, read_rgb
 from latents.shards import MAX_CLASSES, spread_items
 from latents.tars import TAR_NAME, index_tars
 

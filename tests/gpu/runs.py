@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from extras.benchmarks.rows import compose_config, open_accelerator, open_trainer
 from latents.prepare.images import to_jpeg
 from latents.shards import ShardInfo, pack_images, write_shard
-from training import speed
+from runtime import compilation
 
 
 @dataclass(frozen=True)
@@ -64,4 +64,4 @@ def keys_of_repa(size, folder):
 def compiler_for(device):
     """On a CPU nothing is generated: dynamo and autograd's part of the compiler are what is looked at there."""
     compiler = torch.compile if device.type == "cuda" else partial(torch.compile, backend="aot_eager")
-    return mock.patch.object(speed.torch, "compile", compiler)
+    return mock.patch.object(compilation.torch, "compile", compiler)

@@ -16,8 +16,8 @@ from gpu.runs import compiler_for
 from guidance import cfg
 from latents import autoencoders
 from routing_module import Route
+from runtime.compilation import compile_network
 from sampling.sampler import ImageSampler
-from training.speed import compile_network
 
 # (lowest, highest) relative error of the output and of all gradients as one vector. float32: only the order of sums differs.
 # TF32 rounds the inputs of products to 11 bits (2^-12 = 0.02% each), bfloat16 everything to 8 (2^-9 = 0.2%). 12 blocks add such

@@ -13,10 +13,10 @@ import torch
 from conftest import LAUNCH_2, REPOSITORY, losses, run_fid, run_train
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from checkpoints import store
+from checkpoints.run import RunFolder
 from extras.posthoc_ema import gamma_of
 from gpu.runs import trainer_for
-from training import checkpoint as checkpoints
-from training.run import RunFolder
 from training.saving import Saving
 
 
@@ -44,8 +44,8 @@ def test_averages_of_chosen_lengths_are_tracked_on_the_device_and_sampled_from(d
     lengths = ["train.ema_lengths=[0.1,0.25]", "train.ema_snapshot_every=2", "train.precision=bf16", "train.num_steps=6"]
     run = run_train(tmp_path, "run", *lengths, "train.lr=1e-2", "checkpoint.every=1", "checkpoint.keep_last=6")
     gamma, average = gamma_of(0.25), None
-    for step, folder in checkpoints.list_steps(run / "checkpoints").items():
-        found, name, beta = checkpoints.load(folder), "final_layer.linear.weight", (1 - 1 / step) ** (gamma + 1)
+    for step, folder in store.list_steps(run / "checkpoints").items():
+        found, name, beta = store.load(folder), "final_layer.linear.weight", (1 - 1 / step) ** (gamma + 1)
         weights = found.model[name].double()
         average = weights if average is None else beta * average + (1 - beta) * weights
         assert torch.allclose(found.tracked_ema[f"0.25/{name}"].double(), average, rtol=1e-5, atol=1e-7)
@@ -64,8 +64,8 @@ def test_a_save_that_lasts_longer_than_a_step_holds_what_was_there_when_it_began
         moments = {f"{i}.{key}": value for i, state in states.items() for key, value in state.items()}
         return {name: x.detach().cpu().clone() for name, x in (trainer.net.state_dict() | trainer.ema.averages | moments).items()}
 
-    begun, may_write, save = [], threading.Event(), checkpoints.save
-    monkeypatch.setattr(checkpoints, "save", lambda *args: (begun.append(args[1].step), may_write.wait(60), save(*args))[2])
+    begun, may_write, save = [], threading.Event(), store.save
+    monkeypatch.setattr(store, "save", lambda *args: (begun.append(args[1].step), may_write.wait(60), save(*args))[2])
     trainer = trainer_for(device, size, tmp_path)
     run, batches, expected = RunFolder(str(tmp_path), "run"), trainer.batches(), {}
     run.open()
@@ -84,7 +84,7 @@ def test_a_save_that_lasts_longer_than_a_step_holds_what_was_there_when_it_began
     run.close()
     assert begun == [3, 8]
     for step, values in expected.items():
-        found = checkpoints.load(tmp_path / "run" / "checkpoints" / checkpoints.folder_name(step))
+        found = store.load(tmp_path / "run" / "checkpoints" / store.folder_name(step))
         moments = {f"{i}.{key}": value for i, state in found.optimizer["state"].items() for key, value in state.items()}
         assert (found.model | found.ema | moments).keys() == values.keys()
         assert all(torch.equal(x, values[name]) for name, x in (found.model | found.ema | moments).items())
@@ -111,7 +111,7 @@ def test_sigterm_ends_all_processes_soon_with_a_checkpoint(tmp_path, capsys):
             os.killpg(process.pid, signal.SIGKILL)
     with capsys.disabled():  # for the file of results
         sys.stdout.write(f"exit code {process.returncode}, all processes gone after {seconds:.1f} s\n")
-    assert max(checkpoints.list_steps(tmp_path / "run" / "checkpoints")) >= 10, output
+    assert max(store.list_steps(tmp_path / "run" / "checkpoints")) >= 10, output
 
 
 # Rounding of bfloat16, and other sizes of tiles where blocks are compiled.

@@ -16,7 +16,7 @@ from extras.benchmarks.harness import time_ms
 from extras.benchmarks.rows import compare
 from gpu.runs import compiler_for, keys_of_repa, trainer_for
 from routing_module import Route
-from training import machine
+from runtime import machine
 
 
 @contextlib.contextmanager

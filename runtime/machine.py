@@ -18,12 +18,12 @@ from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env
 
 from common.errors import UserError
 from common.progress import log_to_stderr
-from sampling import processes
+from runtime import processes
 from training.stop import LAUNCHERS
 
 log = logging.getLogger(__name__)
 
-# How long an exchange between processes may take. Where one of them works alone, the others wait in sampling/processes.py.
+# How long an exchange between processes may take. Where one of them works alone, the others wait in runtime/processes.py.
 # It is long enough for a process that compiles or loads more slowly, and short enough for GPUs that idle when NCCL hangs.
 EXCHANGE_TIMEOUT = timedelta(minutes=20)
 NVIDIA_DEVICE = Path("/dev/nvidiactl")  # on Linux, wherever the driver is loaded

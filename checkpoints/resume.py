@@ -6,10 +6,10 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
+from checkpoints import store
+from checkpoints.run import RunFolder
 from common.errors import UserError
-from sampling.processes import check_shared, on_main
-from training import checkpoint as checkpoints
-from training.run import RunFolder
+from runtime.processes import check_shared, on_main
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ def find_resume(run: RunFolder, where: str) -> Path | None:
     """
 
     def decide() -> Path | None:
-        newest_step = max(checkpoints.list_steps(run.checkpoints), default=-1)
+        newest_step = max(store.list_steps(run.checkpoints), default=-1)
         if where == "never":
             if newest_step >= 0:
                 raise UserError(f"resume=never, but {run.checkpoints} holds checkpoints; choose another name=..., or resume=auto")
@@ -36,18 +36,18 @@ def find_resume(run: RunFolder, where: str) -> Path | None:
         if not goes_on and newest_step >= 0 and run.path.resolve() not in (Path(where).resolve(), *Path(where).resolve().parents):
             log.info("resume=%s is not read again: the run resumes from its own checkpoint", where)
             goes_on = True
-        found = find_own(run) if goes_on else checkpoints.find_checkpoint(Path(where), "resume")
+        found = find_own(run) if goes_on else store.find_checkpoint(Path(where), "resume")
         if found is None:
             return None
-        if not goes_on and newest_step > checkpoints.step_of(found):
+        if not goes_on and newest_step > store.step_of(found):
             raise UserError(
                 f"resume={where}, but {run.checkpoints} already holds step {newest_step}, which would be overwritten; choose "
                 "another name=..."
             )
-        if source := checkpoints.imported_from(found):
+        if source := store.imported_from(found):
             raise UserError(
                 f"{found} was imported from {source}: it has no optimizer to resume with; start another run from its weights: "
-                f"name=<another> init_from={checkpoints.run_of(found) or found}"
+                f"name=<another> init_from={store.run_of(found) or found}"
             )
         return found
 
@@ -56,14 +56,14 @@ def find_resume(run: RunFolder, where: str) -> Path | None:
 
 def find_own(run: RunFolder) -> Path | None:
     """The newest good checkpoint of a run; None: it has none yet. Newer damaged ones are renamed. UserError: all are."""
-    found, problems = checkpoints.find_newest(run.checkpoints)
+    found, problems = store.find_newest(run.checkpoints)
     if found is None and problems:
         raise UserError(
             f"no checkpoint below {run.checkpoints} is whole, and training does not silently start over: "
             f"{'; '.join(problems.values())}. Restore one, or start a run under another name=..."
         )
     for folder, problem in problems.items():
-        log.warning("%s; set aside as %s", problem, checkpoints.set_aside(folder))
+        log.warning("%s; set aside as %s", problem, store.set_aside(folder))
     return found
 
 
@@ -76,22 +76,22 @@ def find_initial(run: RunFolder, init_from: str | None, resume: str) -> Path | N
         raise UserError(f"resume={resume} does not exist; give auto, never, or the folder of a checkpoint or of a run")
 
     def decide() -> Path | None:
-        if checkpoints.list_steps(run.checkpoints):
+        if store.list_steps(run.checkpoints):
             log.info("init_from=%s is not read again: the run resumes from its own checkpoint", init_from)
-        if checkpoints.list_steps(run.checkpoints) or resume not in ("auto", "never"):
+        if store.list_steps(run.checkpoints) or resume not in ("auto", "never"):
             return None
-        return checkpoints.find_checkpoint(Path(init_from), "init_from")
+        return store.find_checkpoint(Path(init_from), "init_from")
 
     return None if init_from is None else _see_together(decide, "init_from")
 
 
 def find_checkpoint_together(path: str, key: str) -> Path:
-    """`training.checkpoint.find_checkpoint` by one process for all: while a run trains, another could find a newer checkpoint."""
-    return _see_together(lambda: checkpoints.find_checkpoint(Path(path), key), key)
+    """`checkpoints.store.find_checkpoint` by one process for all: while a run trains, another could find a newer checkpoint."""
+    return _see_together(lambda: store.find_checkpoint(Path(path), key), key)
 
 
 def _see_together(decide: Callable[[], Path | None], key: str) -> Path | None:
     folder = on_main(decide)
     if folder is not None:
-        check_shared(folder / checkpoints.MANIFEST, key)
+        check_shared(folder / store.MANIFEST, key)
     return folder

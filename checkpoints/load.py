@@ -1,0 +1,78 @@
+"""From a checkpoint on disk to its configuration and its network."""
+
+from __future__ import annotations
+
+import gc
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import dit
+from checkpoints import store
+from common.errors import UserError, first_line
+from configs import schema
+from configs.settings import validate
+from runtime.compilation import compile_network, resolve_compile
+
+
+def load_config(folder: Path) -> schema.TrainConfig:
+    """The configuration of the run that wrote a verified checkpoint. Raises UserError if this version cannot read it."""
+    return _load_config(folder, store.identity(folder))
+
+
+@lru_cache(maxsize=1000)
+def _load_config(folder: Path, content: str) -> schema.TrainConfig:
+    try:
+        return validate(store.read_config(folder), schema.TrainConfig)
+    except UserError as e:
+        raise UserError(f"{folder / 'config.yaml'} cannot be read: {first_line(e)}") from e
+
+
+def build_network(cfg: schema.TrainConfig) -> dit.DiT:
+    """The network of a configuration with data.* filled in. Raises UserError for routes or sizes that do not fit it."""
+    model = cfg.model
+    settings = {name: getattr(model, name) for name in type(model).model_fields if name not in ("name", "backbone")}
+    settings |= {key: getattr(cfg.data, key) for key in ("input_size", "in_channels", "num_classes")}
+    try:
+        if model.selection == "grid":
+            from extras import sprint  # the registry's line
+
+            side = cfg.data.input_size // model.sizes["patch_size"]
+            settings["selection"] = sprint.grid_rule(side, side)
+        return model.module.build(model.backbone, **settings)
+    except ValueError as e:
+        raise UserError(f"model: {e}") from e
+
+
+def load_network(
+    folder: Path, weights: str, device: torch.device, compile_mode: str = "none", ema_length: float | None = None
+) -> nn.Module:
+    """The network of a verified checkpoint, in evaluation mode. The last two stay loaded: points of a sweep share them.
+
+    Args:
+        weights: `ema` or `raw`.
+        compile_mode: of `runtime.compilation.compile_network`.
+        ema_length: of a post-hoc EMA, instead of `weights`.
+    """
+    return _load_network(folder, store.identity(folder), weights, device, compile_mode, ema_length)
+
+
+@lru_cache(maxsize=2)
+def _load_network(
+    folder: Path, content: str, weights: str, device: torch.device, compile_mode: str, ema_length: float | None
+) -> nn.Module:
+    gc.collect()  # a compiled network is a cycle: Python would keep those before on the device
+    if ema_length is None:
+        stored = store.load_weights(folder, weights)
+    else:
+        from extras import posthoc_ema  # the registry's line
+
+        stored = posthoc_ema.average_of(folder, ema_length)
+    with torch.device("meta"):  # no time for random weights
+        net = build_network(load_config(folder)).eval().requires_grad_(False)
+    store.check_tensors(folder / store.WEIGHTS[weights], stored, net.state_dict())
+    net.to_empty(device=device).load_state_dict(stored)
+    compile_network(net, resolve_compile(compile_mode, device))
+    return net

@@ -1,0 +1,1 @@
+"""The machine: accelerate, the processes, and torch.compile."""

@@ -1,0 +1,136 @@
+"""Evaluates the points of fid.py: recipes, or images on disk. Finished points are kept."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+
+from accelerate import Accelerator
+
+from checkpoints import store
+from checkpoints.load import load_config
+from configs.schema import FidConfig, combinations
+from configs.settings import as_list
+from evaluations.features import Features
+from evaluations.images import ImageSet
+from evaluations.results import Point, Results, in_words
+from evaluations.suite import format_metrics
+from latents import autoencoders
+from runtime.processes import on_main
+from sampling.evaluator import Evaluator, build_detectors, hash_weights
+from sampling.recipe import Recipe, make_recipe
+from sampling.sampler import labels_of
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Judge:
+    """Evaluates points. They share detectors, features of the reference and networks.
+
+    Attributes:
+        cfg: with the detector and the reference filled in.
+        folders: verified checkpoints; [] for images on disk.
+        images: on disk, in place of checkpoints.
+        output: the folder of the results.
+    """
+
+    cfg: FidConfig
+    accelerator: Accelerator
+    folders: list[Path]
+    images: ImageSet | None
+    reference: ImageSet
+    output: Path
+
+    def points(self, cfg: FidConfig) -> list[tuple[Point, Recipe | None]]:
+        """Every combination of what `cfg` lists, checked against its checkpoint; or the images on disk, without a recipe.
+
+        Raises:
+            UserError: as `make_recipe`.
+        """
+        if self.images:
+            return [(Point({"images": cfg.images}, self.images.fingerprint(), {"images": Path(cfg.images).name}), None)]
+        points: list[tuple[Point, Recipe]] = []
+        samplers = combinations(cfg.sampler_settings)
+        lists = [as_list(x) for x in (cfg.weights, cfg.ema_length, cfg.guidance, cfg.cfg_scale)]
+        for folder in self.folders:
+            run = load_config(folder)
+            for weights, ema_length, guidance, scale, sampler in itertools.product(*lists, samplers):
+                about = {"checkpoint": folder, "weights": weights, "ema_length": ema_length, "autoencoder": cfg.autoencoder}
+                about |= {"cfg_scale": scale, "sampler": sampler}
+                recipe = make_recipe(run, guidance, cfg.precision or run.eval.precision, **about)
+                settings = recipe.settings()
+                given = {key: vars(recipe.diffusion.sampler)[key] for key, value in sampler.items() if value is not None}
+                name = (store.run_of(folder) or folder.resolve().parent).name
+                shown = {"run": name, "step": store.step_of(folder), **settings, **given}
+                point = Point({"checkpoint": str(folder), **settings, "precision": recipe.precision}, recipe.content, shown)
+                if point.identity not in (known.identity for known, _ in points):  # intervals of cfg_scale=1 are one point
+                    points.append((point, recipe))
+        return points
+
+    @cached_property
+    def evaluator(self) -> Evaluator:
+        for folder in self.folders:  # before a detector and a reference that take minutes
+            autoencoders.find(self.cfg.autoencoder or load_config(folder).data.autoencoder)
+        detectors = build_detectors(self.cfg.evaluation, self.accelerator)
+        # Runs are next to each other, and often share a reference.
+        run = None if self.cfg.output or not self.folders else store.run_of(self.folders[0])
+        cache = (run.parent if run else self.output) / "reference_features"
+        return Evaluator(self.accelerator, detectors, self.reference, self.cfg.batch_size, cache)
+
+    @cached_property
+    def conditions(self) -> dict:
+        """What features depend on, besides their point and their seed."""
+        about = {"autoencoder": self.cfg.autoencoder, "detector": "+".join(self.cfg.evaluation.all_detectors)}
+        return about | hash_weights(self.cfg.evaluation)
+
+    def results(self, num_samples: int) -> Results:
+        """The finished points of this number of samples."""
+        seeds = {} if self.images else {"first_seed": self.cfg.first_seed, "labels": self.cfg.labels}
+        conditions = {"num_samples": num_samples, **self.conditions, **seeds, "reference": self.reference.fingerprint()}
+        about = {"detector": conditions["detector"], "num_samples": num_samples, **seeds}
+        return Results(self.output, conditions, {"reference": Path(self.cfg.reference).name, **about})
+
+    def __call__(self, points: Sequence[tuple[Point, Recipe | None]], num_samples: int) -> Results:
+        """Evaluate the points that are not finished."""
+        results = self.results(num_samples)
+        missing = on_main(lambda: [i for i, (point, _) in enumerate(points) if not results.find(point)])
+        log.info("%d of %d evaluations to do, in %s", len(missing), len(points), self.output)
+        finished = []
+
+        def finish(point: Point, features: list[Features], labels: Sequence[int] | None, metrics: dict, cost: dict) -> None:
+            results.add(point, metrics, self.evaluator.jackknife(features, labels, num_groups=10), cost)
+            log.info("%s: %s", in_words(point.shown), format_metrics(metrics))
+
+        with ThreadPoolExecutor(1) as thread:  # the main process computes errors while the next point is sampled
+            for number, (point, recipe) in enumerate((points[i] for i in missing), start=1):
+                on_main(lambda: [future.result() for future in finished if future.done()])
+                features, labels, cost = self.features(point, recipe, num_samples, f"point {number} of {len(missing)}")
+                metrics = on_main(partial(self.evaluator.evaluate, features, labels))
+                if self.accelerator.is_main_process:
+                    finished.append(thread.submit(finish, point, features, labels, metrics, cost))
+        on_main(lambda: [future.result() for future in finished])
+        return results
+
+    def features(self, point: Point, recipe: Recipe | None, num_samples: int, name: str) -> tuple:
+        """The features of a point, the labels that its images were asked for, and the cost of an image."""
+        if recipe is None:
+            labels = self.images.labels
+            return self.evaluator.features_of_set(self.images, num_samples), None if labels is None else labels[:num_samples], {}
+        seeds = range(self.cfg.first_seed, self.cfg.first_seed + num_samples)
+        labels = labels_of(seeds, recipe.run.data.num_classes, self.cfg.labels)
+        load = partial(recipe.load, self.accelerator.device, self.cfg.compile)
+        if self.cfg.keep_features:
+            from extras import kept_features  # the registry's line
+
+            where = self.output / "features", [point.identity, self.cfg.labels, self.conditions]
+            features, cost = kept_features.features_of_samples(self.evaluator, load, labels, name, *where)
+        else:
+            sampler = load()
+            features, cost = self.evaluator.features_of_samples(sampler, labels, name=name), sampler.cost
+        return features, list(labels.values()), cost

@@ -1,0 +1,196 @@
+"""A recipe: all that determines an image besides its seed and its label. It is made, and checked, in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import guidance
+from checkpoints import store
+from checkpoints.load import load_config, load_network
+from checkpoints.resume import find_checkpoint_together
+from common.errors import UserError
+from configs import schema
+from configs.settings import explained
+from latents import autoencoders
+from latents.autoencoders import Autoencoder
+from runtime.compilation import resolve_compile
+from sampling.sampler import ImageSampler
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What determines an image.
+
+    Attributes:
+        run: the configuration of the run that trains the network, with data.* filled in.
+        diffusion: the run's, with the sampler to use.
+        guidance: guidance.*; that of autoguidance holds the verified folder of the second checkpoint.
+        precision: of the networks, fp32 | bf16.
+        autoencoder: decodes the latents.
+        checkpoint: the verified folder of the network's checkpoint; None: the network is in training.
+        weights: ema | raw.
+        ema_length: of a post-hoc EMA, which takes the place of `weights`.
+        content: hashes of the checkpoints.
+    """
+
+    run: schema.TrainConfig
+    diffusion: schema.Diffusion
+    guidance: schema.Guidance
+    precision: str
+    autoencoder: str
+    checkpoint: Path | None = None
+    weights: str = "ema"
+    ema_length: float | None = None
+    content: str = ""
+
+    def settings(self) -> dict:
+        """The settings as results name them: those of the sampler where they differ from its defaults, and num_steps."""
+        ema_length = {} if self.ema_length is None else {"ema_length": self.ema_length}
+        return {"weights": self.weights, **name_guidance(self.guidance), **name_sampler(self.diffusion), **ema_length}
+
+    def load(self, device: torch.device, compile_mode: str) -> ImageSampler:
+        """The sampler of the checkpoint's network."""
+        net = load_network(self.checkpoint, self.weights, device, compile_mode, self.ema_length)
+        decoder = autoencoders.build(self.autoencoder, device, self.run.data.in_channels)
+        return self.sampler(net, decoder, device, compile_mode)
+
+    def sampler(self, net: nn.Module, decoder: Autoencoder, device: torch.device, compile_mode: str) -> ImageSampler:
+        """The sampler of a network on the device, compiled as compile_mode says. Autoguidance's second network is loaded here."""
+        second = None
+        if self.guidance.name == "autoguidance":
+            folder = Path(self.guidance.checkpoint)
+            second = load_network(folder, self.guidance.weights, device, compile_mode), load_config(folder).diffusion
+        return ImageSampler(
+            net=net,
+            diffusion=self.diffusion,
+            guidance=build_guidance(self.guidance),
+            autoencoder=decoder,
+            data=self.run.data,
+            device=device,
+            precision=self.precision,
+            rounding=self.run.sample.rounding,
+            is_compiled=resolve_compile(compile_mode, device) != "none",
+            second=second,
+        )
+
+
+def make_recipe(
+    run: schema.TrainConfig,
+    guidance_settings: schema.Guidance,
+    precision: str,
+    *,
+    cfg_scale: float | None = None,
+    sampler: Mapping[str, object] | None = None,
+    checkpoint: Path | None = None,
+    weights: str = "ema",
+    ema_length: float | None = None,
+    autoencoder: str | None = None,
+) -> Recipe:
+    """A checked recipe.
+
+    Args:
+        cfg_scale: guidance.cfg_scale by its short name; None keeps it.
+        sampler: settings of the run's sampler; what is None keeps the run's.
+        autoencoder: None: the run's.
+
+    Raises:
+        UserError: a setting that the run's sampler, network or checkpoint does not have, or that does not fit the others.
+    """
+    diffusion = with_sampler(run.diffusion, sampler or {})
+    if cfg_scale is not None:
+        if not hasattr(guidance_settings, "cfg_scale"):
+            raise UserError(f"cfg_scale={cfg_scale:g} needs guidance=cfg, interval or path_drop, not {guidance_settings.name}")
+        guidance_settings = guidance_settings.model_copy(update={"cfg_scale": cfg_scale})
+    check_guidance(guidance_settings, run, diffusion)
+    content = "" if checkpoint is None else store.identity(checkpoint)
+    if ema_length is not None:
+        from extras import posthoc_ema  # the registry's line
+
+        content += posthoc_ema.check_length(checkpoint, weights, ema_length)
+    if guidance_settings.name == "autoguidance":
+        second = find_second_checkpoint(guidance_settings.checkpoint)
+        check_second_checkpoint(second, guidance_settings.checkpoint, run)
+        guidance_settings = guidance_settings.model_copy(update={"checkpoint": str(second)})
+        content += store.identity(second)
+    autoencoder = autoencoder or run.data.autoencoder
+    return Recipe(run, diffusion, guidance_settings, precision, autoencoder, checkpoint, weights, ema_length, content)
+
+
+def with_sampler(diffusion: schema.Diffusion, settings: Mapping[str, object]) -> schema.Diffusion:
+    """The diffusion with other settings of its sampler; None changes nothing. Raises UserError, also for a key of another one."""
+    given = {key: value for key, value in settings.items() if value is not None}
+    kind = type(diffusion.sampler)
+    with explained(given, known=vars(diffusion.sampler)):
+        return replace(diffusion, sampler=kind(**vars(diffusion.sampler) | given))
+
+
+def name_sampler(diffusion: schema.Diffusion) -> dict[str, object]:
+    """num_steps, and each setting of the sampler that differs from its default."""
+    default = vars(type(diffusion.sampler)())
+    return {key: x for key, x in vars(diffusion.sampler).items() if key == "num_steps" or x != default[key]}
+
+
+def name_guidance(settings: schema.Guidance) -> dict[str, object]:
+    """cfg_scale alone for no guidance (1) and for cfg; for others `guidance` and `guidance.*`, too."""
+    if settings.name == "none" or getattr(settings, "cfg_scale", None) == 1:
+        return {"cfg_scale": 1.0}
+    own = settings.model_dump(exclude={"name"}, exclude_defaults=True)
+    if own.keys() == {"cfg_scale"}:
+        return own
+    scale = {"cfg_scale": own.pop("cfg_scale")} if "cfg_scale" in own else {}
+    return {"guidance": settings.name, **scale, **{f"guidance.{key}": value for key, value in own.items()}}
+
+
+def build_guidance(settings: schema.Guidance) -> guidance.Guidance:
+    """guidance.* as a function of `guidance.GuidanceInputs`, which hold autoguidance's second network."""
+    return partial(guidance.GUIDANCES[settings.name], **settings.model_dump(exclude={"name", "checkpoint", "weights"}))
+
+
+def check_guidance(settings: schema.Guidance, run: schema.TrainConfig, diffusion: schema.Diffusion) -> None:
+    """Compare guidance.* with the run whose network it guides; `diffusion` has the sampler to use.
+
+    Raises:
+        UserError: settings that do not fit each other; a null class or path-drop that was never trained; too many channels;
+            an interval that goes beyond the sampler's noise levels, or holds none of them.
+    """
+    scale, channels = getattr(settings, "cfg_scale", 1.0), getattr(settings, "channels", None) or 0
+    if scale != 1 and run.model.class_dropout == 0:
+        raise UserError(f"cfg_scale={scale:g} needs the null class, and the run was trained with model.class_dropout=0")
+    if settings.name == "path_drop" and not getattr(run.model, "path_drop", 0):
+        found = f"{run.name} has model={run.model.name} and model.path_drop={getattr(run.model, 'path_drop', 0):g}"
+        raise UserError(f"guidance=path_drop needs a network of model=sprint and model.path_drop above 0, but the run {found}")
+    if channels > run.data.in_channels:
+        raise UserError(f"guidance.channels={channels}, but the latents have {run.data.in_channels} channels")
+    routes_shape = (len(run.model.routes), (run.data.input_size // run.model.sizes["patch_size"]) ** 2)
+    try:  # this makes a denoiser, and calls no network
+        build_guidance(settings)(guidance.GuidanceInputs(None, run.data.num_classes, routes_shape, weak=id))
+    except ValueError as e:
+        raise UserError(f"guidance: {e}") from e
+    levels = diffusion.sampler.evaluated_levels()
+    low, high = getattr(settings, "level_lo", None) or 0.0, getattr(settings, "level_hi", None)
+    top = levels[0] * (1 + 1e-6)  # levels are rounded to float32 when they are compared
+    holds_some = any(low < level and (high is None or level <= high * (1 + 1e-6)) for level in levels)
+    if not holds_some or (high is not None and high > top):  # sigma for a diffusion that counts in t, say
+        raise UserError(
+            f"guidance.level_lo={low} to guidance.level_hi={high} does not fit the {len(levels)} noise levels of the sampler of "
+            f"diffusion={diffusion.name}, which go from {levels[0]:g} to {levels[-1]:.3g}"
+        )
+
+
+@lru_cache(maxsize=100)
+def find_second_checkpoint(path: str) -> Path:
+    """The verified checkpoint of autoguidance's second network: the same for all points, even if its run goes on meanwhile."""
+    return find_checkpoint_together(path, "guidance.checkpoint")
+
+
+def check_second_checkpoint(folder: Path, path: str, run: schema.TrainConfig) -> None:
+    """Raises UserError if the network of a verified checkpoint denoises other latents, classes or noise levels than the run's."""
+    changed = schema.differences(load_config(folder), run, [schema.Role.ARCHITECTURE])
+    if changed := [line for line in changed if line.startswith(("data.", "diffusion.name"))]:
+        raise UserError(f"guidance.checkpoint={path} denoises other latents than the run: {'; '.join(changed)}")
