@@ -65,7 +65,7 @@ def guard(action: Callable[[], None]) -> None:
     except (Exception, KeyboardInterrupt) as error:
         if wants_traceback:
             raise
-        if interrupts:  # in the middle of an import, Ctrl-C can raise any error
+        if interrupts or isinstance(error, KeyboardInterrupt):  # in the middle of an import, Ctrl-C can raise any error
             sys.stderr.write("stopped; run the same command to resume\n")
             sys.exit(128 + signal.SIGINT)
         if (line := in_one_line(error)) is None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import importlib
 import logging
 import os
-import sys
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,13 +17,14 @@ from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env
 from common.errors import UserError
 from common.progress import log_to_stderr
 from runtime import processes
-from training.stop import LAUNCHERS
 
 log = logging.getLogger(__name__)
 
 # How long an exchange between processes may take. Where one of them works alone, the others wait in runtime/processes.py.
 # It is long enough for a process that compiles or loads more slowly, and short enough for GPUs that idle when NCCL hangs.
 EXCHANGE_TIMEOUT = timedelta(minutes=20)
+# Set by torch's elastic launcher, and by accelerate's for one process.
+LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_BACKEND")
 NVIDIA_DEVICE = Path("/dev/nvidiactl")  # on Linux, wherever the driver is loaded
 
 
@@ -58,7 +57,8 @@ def start_accelerator(
         log.warning("accelerate launch started one process although it was asked for several; on a CPU, add --multi_gpu")
     if not accelerator.is_main_process:
         logging.getLogger().setLevel(logging.ERROR)
-    use_cores(accelerator.device, cpu_threads)
+    # `accelerate launch` sets OMP_NUM_THREADS=1, which would leave the other cores idle in evaluations.
+    torch.set_num_threads(cpu_threads or cores_per_process())
     allow_tf32(accelerator.device, tf32)
     return accelerator
 
@@ -91,22 +91,6 @@ def allow_tf32(device: torch.device, allowed: bool) -> None:
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if allowed else "highest")
         torch.backends.cudnn.allow_tf32 = allowed
-
-
-def use_cores(device: torch.device, cpu_threads: int | None) -> None:
-    """Let this process use `cpu_threads` (None: its share of the cores), and on a CPU keep freed memory.
-
-    `accelerate launch` sets OMP_NUM_THREADS=1, which would leave the other cores idle in evaluations. Mapping every large tensor
-    of every step anew would take 4 to 12% of a step on a CPU.
-    """
-    torch.set_num_threads(cpu_threads or cores_per_process())
-    if device.type != "cpu":
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is not None:  # glibc; others have no such setting
-        M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
-        mallopt(M_TRIM_THRESHOLD, -1)
-        mallopt(M_MMAP_MAX, 0)
 
 
 def cores_per_process() -> int:

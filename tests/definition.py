@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from dit import DiT
 from extras.lightningdit import LightningDiT
+from extras.sprint import FusedRoutes
 from routing_module import Route
 
 WIDTH, HEADS, DEPTH, GRID, CHANNELS, CLASSES = 48, 3, 4, 4, 3, 5  # heads of 16
@@ -92,7 +93,7 @@ def skipping(h, route, uniform, selection):
 
 
 def definition(w, x, t, y, routes=(), scores=None, selection="uniform", drop_paths=None, depth=DEPTH):
-    """The output for weights by their published names, float64. With fusions, a route ends as SPRINT's."""
+    """The output for weights by their published names, float64. A route whose end has weights ends as SPRINT's."""
     rotary, patch = "feat_rope.freqs_cos" in w, w["x_embedder.proj.weight"].shape[-1]
     h = F.conv2d(x, w["x_embedder.proj.weight"], w["x_embedder.proj.bias"], stride=patch).flatten(2).mT
     h = h + fixed_positions(h.shape[2])
@@ -104,7 +105,7 @@ def definition(w, x, t, y, routes=(), scores=None, selection="uniform", drop_pat
         for number, route in enumerate(routes):
             if route.start_layer_idx == i:
                 skip, last = skipping(h, route, scores[:, number], selection), route.end_layer_idx
-                fusion, entered = f"fusions.{number}", h
+                end, entered = f"route_ends.{route.start_layer_idx}_{last}", h
         before, name = h, f"blocks.{i}"
         shift1, scale1, gate1, shift2, scale2, gate2 = linear(w, f"{name}.adaLN_modulation.1", c)[:, None].chunk(6, dim=2)
         a = normalized(w, f"{name}.norm1", h) * (1 + scale1) + shift1
@@ -123,9 +124,9 @@ def definition(w, x, t, y, routes=(), scores=None, selection="uniform", drop_pat
         h = h + gate2 * a
         if skip is not None:
             h = torch.where(skip[..., None], before, h)
-            if i == last and f"{fusion}.mask_token" in w:
-                h = torch.where((skip | drop_paths[:, None])[..., None], w[f"{fusion}.mask_token"], h)
-                h = linear(w, f"{fusion}.proj", torch.cat([entered, h], dim=2))
+            if i == last and f"{end}.mask_token" in w:
+                h = torch.where((skip | drop_paths[:, None])[..., None], w[f"{end}.mask_token"], h)
+                h = linear(w, f"{end}.proj", torch.cat([entered, h], dim=2))
             skip = skip if i < last else None
     shift, scale = linear(w, "final_layer.adaLN_modulation.1", c)[:, None].chunk(2, dim=2)
     out = linear(w, "final_layer.linear", normalized(w, "final_layer.norm_final", h) * (1 + scale) + shift)
@@ -141,12 +142,12 @@ def worst_error(net, routes, patch=2, selection="uniform"):
     """Of the output, and of the gradients of the latents and of every weight, relative to the largest value of each."""
     x, t, y, scores = inputs(patch)
     dropped = torch.tensor([False, True, False])
-    drops = dict(drop_labels=dropped, drop_paths=dropped.roll(1) if net.fusions else None)
+    drops = {"drop_labels": dropped} | ({"drop_paths": dropped.roll(1)} if isinstance(net, FusedRoutes) else {})
     out = net(x.requires_grad_(), t, y, **drops, route_scores=scores[:, : len(routes)])
     got = with_gradients(out, x, [p for p in net.parameters() if p.requires_grad])
     w = {name: p.detach().double().requires_grad_(p.requires_grad) for name, p in net.named_parameters()}
     x, y = x.detach().double().requires_grad_(), y.masked_fill(dropped, CLASSES)
-    out = definition(w, x, t.double(), y, routes, scores, selection, drops["drop_paths"])
+    out = definition(w, x, t.double(), y, routes, scores, selection, drops.get("drop_paths"))
     expected = with_gradients(out, x, [p for p in w.values() if p.requires_grad])
     assert all(value.any() for value in expected)
     return max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(got, expected, strict=True))

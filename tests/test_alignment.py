@@ -16,7 +16,7 @@ from checkpoints.load import load_network
 from common.errors import UserError
 from common.randomness import SeedRandom
 from edm import EDM
-from extras.alignment import Alignment, Projector, TappedNetwork, alignment_loss
+from extras.alignment import Alignment, ObservedNetwork, Projector, alignment_loss
 from latents.shards import LatentDataset, ShardInfo, pack_images, write_shard
 from routing_module import Route
 from sit import SiT
@@ -90,11 +90,11 @@ def test_tokens_and_patches_of_other_positions_are_refused():
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The tap.
+# Tokens of a block.
 
 
-@pytest.mark.parametrize("tap", range(1, 7))
-def test_the_tap_hands_out_the_tokens_after_its_block_and_changes_nothing(tap):
+@pytest.mark.parametrize("number", range(1, 7))
+def test_the_tokens_after_a_block_are_observed_and_nothing_changes(number):
     net, (x, t, y, kwargs) = tiny_network([Route(0.5, 1, 3)]), batch()
     kwargs["route_scores"] = scores()
     seen = []
@@ -102,33 +102,26 @@ def test_the_tap_hands_out_the_tokens_after_its_block_and_changes_nothing(tap):
         block.register_forward_hook(lambda _, args, out: seen.append(out))
     plain = net(x, t, y, **kwargs)
     seen.clear()
-    out, tokens, ids_keep = net(x, t, y, tap=tap, **kwargs)
-    assert torch.equal(out, plain)
-    assert torch.equal(tokens, seen[tap - 1])
-    if 2 <= tap <= 4:  # the route is blocks 1 to 3, counted from 0
-        assert torch.equal(ids_keep, kwargs["route_scores"][:, 0].topk(8).indices.sort().values)
+    observed = ObservedNetwork(net, number)
+    assert torch.equal(observed(x, t, y, **kwargs), plain)
+    assert torch.equal(observed.tokens, seen[number - 1])
+    if 2 <= number <= 4:  # the route is blocks 1 to 3, counted from 0
+        assert torch.equal(observed.ids_keep, kwargs["route_scores"][:, 0].topk(8).indices.sort().values)
     else:
-        assert ids_keep is None and tokens.shape == (3, 16, 16)
-
-
-def test_a_tap_outside_of_the_network_is_refused():
-    net, (x, t, y, kwargs) = tiny_network(), batch()
-    for tap in (0, 7):
-        with pytest.raises(ValueError, match=f"tap={tap} is outside a network of 6 blocks; use 1 to 6"):
-            net(x, t, y, tap=tap, **kwargs)
+        assert observed.ids_keep is None and observed.tokens.shape == (3, 16, 16)
 
 
 @pytest.mark.parametrize("routes", [(), [Route(0.5, 1, 3)]])
-def test_the_gradient_reaches_the_blocks_up_to_the_tap_and_none_after(routes):
+def test_the_gradient_reaches_the_blocks_up_to_the_aligned_one_and_none_after(routes):
     net, (x, t, y, kwargs) = tiny_network(routes), batch()
     projector = Projector(16, 8, 5)
-    tapped = TappedNetwork(net, 3)
+    observed = ObservedNetwork(net, 3)
     if routes:
         kwargs["route_scores"] = scores()
-    tapped(x, t, y, **kwargs)
+    observed(x, t, y, **kwargs)
     patches = torch.randn(3, 16, 5, generator=torch.Generator().manual_seed(6))
-    alignment = Alignment(projector, lambda shown: shown, fetch=None, tap=3, weight=0.5)
-    alignment.loss(projector, tapped, patches).backward()
+    alignment = Alignment(projector, lambda shown: shown, fetch=None, block=3, weight=0.5)
+    alignment.loss(projector, observed, patches).backward()
     for i, block in enumerate(net.blocks):
         gradients = [p.grad for p in block.parameters()]
         if i < 3:
@@ -140,10 +133,10 @@ def test_the_gradient_reaches_the_blocks_up_to_the_tap_and_none_after(routes):
 
 
 @pytest.mark.parametrize("diffusion", [EDM(), SiT()])
-def test_a_diffusion_calls_a_tapped_network_as_it_calls_the_network(diffusion):
+def test_a_diffusion_calls_an_observed_network_as_it_calls_the_network(diffusion):
     net, (x, _, y, kwargs) = tiny_network(), batch()
-    plain, tapped = (diffusion.loss(one, x, y, SeedRandom([1, 2, 3], CPU), **kwargs) for one in (net, TappedNetwork(net, 2)))
-    assert torch.equal(plain, tapped)
+    plain, observed = (diffusion.loss(f, x, y, SeedRandom([1, 2, 3], CPU), **kwargs) for f in (net, ObservedNetwork(net, 2)))
+    assert torch.equal(plain, observed)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -12,23 +12,23 @@ FLOORS = [
     ["train", "sample", "fid", "prepare_latents"],
     ["training"],
     ["sampling"],
-    ["configs"],
-    ["dit", "guidance", "edm", "sit"],
+    ["checkpoints"],
+    ["runtime"],
     ["latents"],
     ["evaluations"],
+    ["configs"],
+    ["dit", "guidance", "edm", "sit"],
     ["common"],
     ["routing_module"],
 ]
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms} | {"extras": -1}  # extras use everything
-# The lines where a choice names an extra: model=lightningdit or sprint, alignment=repa, ema_length=, search=, keep_features=true.
+# The lines where a choice names an extra. model=<name> and diffusion=ddpm name theirs as text, in configs/schema.py.
 REGISTRY = {
-    "configs.schema": {"extras.lightningdit", "extras.ddpm"},
-    "dit": {"extras.sprint"},
     "training.build": {"extras.alignment", "extras.posthoc_ema"},
-    "checkpoints.load": {"extras.posthoc_ema"},
-    "train": {"extras.posthoc_ema"},
-    "sample": {"extras.posthoc_ema"},
-    "fid": {"extras.posthoc_ema", "extras.search", "extras.kept_features"},
+    "sampling.judge": {"extras.kept_features"},
+    "sampling.recipe": {"extras.posthoc_ema"},
+    "checkpoints.load": {"extras.posthoc_ema", "extras.sprint"},
+    "fid": {"extras.search"},
 }
 
 

@@ -10,7 +10,8 @@ from configs import schema
 from configs.settings import flatten
 from guidance import GUIDANCES, GuidanceInputs
 from routing_module import Route
-from sampling.sampler import sampler_with
+from sampling import recipe
+from sampling.recipe import with_sampler
 from training import build
 
 SD = dict(channels=4, kind="moments", num_classes=1000, scale_factor=0.18215, autoencoder="sd-vae:some/vae")
@@ -48,14 +49,14 @@ def test_every_shipped_guidance_composes_and_builds_for_every_diffusion(name, di
         "path_drop": ["model=sprint"],
     }
     cfg = checked([f"guidance={name}", f"diffusion={diffusion}", *to_be_set.get(name, [])])
-    load.check_guidance(cfg.guidance, cfg, cfg.diffusion)
+    recipe.check_guidance(cfg.guidance, cfg, cfg.diffusion)
 
     def estimate(x, level, y, **routing):
         return x
 
     inputs = GuidanceInputs(estimate, 10, (1, 16), route_scores=lambda: torch.rand(1, 1, 16), weak=estimate)
     x, level, y = torch.ones(1, 1, 1, 1), torch.full((1,), 0.5), torch.ones(1, dtype=torch.int64)
-    assert load.build_guidance(cfg.guidance)(inputs)(x, level, y).item() == 1
+    assert recipe.build_guidance(cfg.guidance)(inputs)(x, level, y).item() == 1
 
 
 @pytest.mark.parametrize(
@@ -73,18 +74,18 @@ def test_every_shipped_guidance_composes_and_builds_for_every_diffusion(name, di
 def test_guidance_that_does_not_fit_the_run_is_refused(overrides, words):
     cfg = checked(["guidance=interval", *overrides] if "guidance=sparse" not in overrides else overrides)
     with pytest.raises(UserError, match=words):
-        load.check_guidance(cfg.guidance, cfg, cfg.diffusion)
+        recipe.check_guidance(cfg.guidance, cfg, cfg.diffusion)
 
 
 def test_an_interval_may_end_at_the_first_noise_level():
     for diffusion, top in (("edm", 80), ("sit", 1)):
         cfg = checked([f"diffusion={diffusion}", "guidance=interval", "guidance.level_lo=0", f"guidance.level_hi={top}"])
-        load.check_guidance(cfg.guidance, cfg, cfg.diffusion)
+        recipe.check_guidance(cfg.guidance, cfg, cfg.diffusion)
 
 
 def test_the_sampler_takes_its_own_settings_and_no_others():
     edm, sit = checked().diffusion, checked(["diffusion=sit"]).diffusion
-    assert sampler_with(sit, S_churn=None, num_steps=7, solver="euler").sampler.num_steps == 7
+    assert with_sampler(sit, {"S_churn": None, "num_steps": 7, "solver": "euler"}).sampler.num_steps == 7
     assert sit.sampler.num_steps == 20
     for diffusion, setting, words in (
         (sit, {"S_churn": 2.0}, "S_churn is not a key"),
@@ -93,7 +94,7 @@ def test_the_sampler_takes_its_own_settings_and_no_others():
         (sit, {"solver": "heum"}, "solver='heum'.*'euler', 'heun'"),
     ):
         with pytest.raises(UserError, match=words):
-            sampler_with(diffusion, **setting)
+            with_sampler(diffusion, setting)
 
 
 def test_the_paper_is_the_default_away_from_the_digits():

@@ -176,7 +176,7 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="latents of size 30 cannot be cut into patches of 4"):
         dit.build("DiT-S/4", input_size=30, in_channels=4, num_classes=10)
     x, t, y, _ = inputs()
-    arguments = {"t": t, "y": y, "drop_labels": torch.zeros(3, dtype=torch.bool), "drop_paths": torch.zeros(3, dtype=torch.bool)}
+    arguments = {"t": t, "y": y, "drop_labels": torch.zeros(3, dtype=torch.bool)}
     for name in arguments:  # one condition does not serve a whole batch
         with pytest.raises(ValueError, match=rf"{name} has shape \(1,\); 3 latents need \(3,\)"):
             small()(x, **arguments | {name: arguments[name][:1]})

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import dit
 from common.errors import UserError
 from evaluations.metrics import full_float32
+from extras.alignment import ObservedNetwork
 from extras.lightningdit import LightningDiT
 from routing_module import Route
 from runtime import compilation, machine
@@ -31,14 +32,15 @@ def net(request):
     return net.train()
 
 
-def outputs_and_gradients(net, seed=0, tap=None):
-    """With `tap`, the tokens there are part of the output."""
+def outputs_and_gradients(net, seed=0, block=None):
+    """With `block`, its tokens are part of the output."""
     g = torch.Generator().manual_seed(seed)
     x, t, y = torch.randn(2, 3, 8, 8, generator=g), torch.randn(2, generator=g), torch.arange(2)
     drop, scores = torch.tensor([True, False]), torch.rand(2, 1, 16, generator=g)
-    out = net(x, t, y, drop_labels=drop, route_scores=scores, tap=tap)
-    if tap is not None:
-        out = torch.cat([part.flatten() for part in out[:2]])
+    observed = ObservedNetwork(net, block)
+    out = observed(x, t, y, drop_labels=drop, route_scores=scores)
+    if block is not None:
+        out = torch.cat([out.flatten(), observed.tokens.flatten()])
     return [out, *torch.autograd.grad(out.square().sum(), [p for p in net.parameters() if p.requires_grad])]
 
 
@@ -88,12 +90,12 @@ def test_compiled_blocks_agree_with_plain_ones_and_are_compiled_once(net, graphs
     assert list(fast.state_dict()) == list(net.state_dict())
 
 
-@pytest.mark.parametrize("tap", [1, 3, 4])  # before the route, inside of it, at its end
-def test_compiled_blocks_hand_out_the_tokens_that_plain_ones_do(net, graphs, tap):
-    plain = outputs_and_gradients(net, tap=tap)
+@pytest.mark.parametrize("block", [1, 3, 4])  # before the route, inside of it, at its end
+def test_compiled_blocks_hand_out_the_tokens_that_plain_ones_do(net, graphs, block):
+    plain = outputs_and_gradients(net, block=block)
     fast = copy.deepcopy(net)
     compile_network(fast, "blocks")
-    for a, b in zip(outputs_and_gradients(fast, tap=tap), plain):
+    for a, b in zip(outputs_and_gradients(fast, block=block), plain):
         assert (a - b).norm() <= 1e-5 * b.norm() + 1e-7
     assert graphs
 
@@ -172,23 +174,17 @@ def test_auto_compiles_blocks_on_a_gpu_and_nothing_on_a_cpu():
         (lambda m: m.setattr(compilation.importlib.util, "find_spec", lambda name: None), "triton"),
         (lambda m: m.setattr(compilation.shutil, "which", lambda name: None), "a C compiler"),
         (lambda m: m.setattr(compilation.sysconfig, "get_path", lambda *_: "/nowhere"), "Python's C headers"),
-        (lambda m: m.setenv("CC", "/nowhere/cc"), "/nowhere/cc"),
     ],
 )
 def test_without_triton_or_its_compiler_auto_compiles_nothing_and_blocks_is_refused(monkeypatch, caplog, prepare, words):
-    for name in ("CC", "CPATH", "C_INCLUDE_PATH"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("CC", raising=False)
     prepare(monkeypatch)
-    compilation._missing_for_triton.cache_clear()
-    try:
-        with caplog.at_level(logging.WARNING):
-            check_compile("train.compile", "auto", GPU)
-        assert resolve_compile("auto", GPU) == "none" and "train.compile=auto compiles nothing" in caplog.text
-        with pytest.raises(UserError, match=f"train.compile=blocks .*{words}"):
-            check_compile("train.compile", "blocks", GPU)
-        check_compile("train.compile", "none", GPU)
-    finally:
-        compilation._missing_for_triton.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        check_compile("train.compile", "auto", GPU)
+    assert resolve_compile("auto", GPU) == "none" and "train.compile=auto compiles nothing" in caplog.text
+    with pytest.raises(UserError, match=f"train.compile=blocks .*{words}"):
+        check_compile("train.compile", "blocks", GPU)
+    check_compile("train.compile", "none", GPU)
 
 
 def test_compilation_without_a_compiler_and_bf16_without_bfloat16_are_refused(monkeypatch):
@@ -201,12 +197,11 @@ def test_compilation_without_a_compiler_and_bf16_without_bfloat16_are_refused(mo
         check_machine(SimpleNamespace(precision="bf16", compile="none"), GPU)
 
 
-def test_a_process_with_a_gpu_uses_its_share_of_the_cores_too(monkeypatch):
+def test_a_command_sets_the_number_of_threads():
     before = torch.get_num_threads()
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     try:
         torch.set_num_threads(1)  # as under accelerate launch
-        machine.use_cores(torch.device("cuda"), 2)
+        machine.start_accelerator(2)
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from conftest import losses, run_fid, run_sample, run_train, weights
-from definition import NETWORKS, N, inputs, randomized, small, worst_error
+from definition import N, inputs, randomized, small, worst_error
 from test_benchmarks import counted_flops
 from test_guidance import LABEL, NUM_CLASSES, Recorder, X, Y, make_inputs
 
@@ -19,14 +19,15 @@ from routing_module import Route, TokenRouter
 from sampling import flops
 
 ROUTES = {"one": [Route(0.75, 1, 2)], "two": [Route(0.25, 0, 1), Route(0.5, 2, 3)], "of ratio 0": [Route(0.0, 1, 2)]}
-FUSED = dict(fusion="concat", path_drop=0.1)
+NETWORKS = {"dit": sprint.SPRINT, "lightningdit": sprint.LightningSPRINT}
 
 
 @pytest.mark.parametrize("network", NETWORKS.values(), ids=NETWORKS)
 @pytest.mark.parametrize("routes", ROUTES.values(), ids=ROUTES)
 @pytest.mark.parametrize("selection", ["uniform", "grid"])
 def test_outputs_and_gradients_of_fused_routes_are_those_of_the_definition(network, routes, selection):
-    net = randomized(small(network, routes=routes, selection=selection, **FUSED)).train()
+    rule = sprint.grid_rule(4, 4) if selection == "grid" else selection
+    net = randomized(small(network, routes=routes, selection=rule)).train()
     assert worst_error(net, routes, selection=selection) < 1e-5
 
 
@@ -49,7 +50,7 @@ def test_of_every_2x2_group_equally_many_tokens_stay_and_every_choice_is_equally
 
 
 def test_evaluation_uses_all_tokens_and_a_ratio_of_1_runs_no_block_of_a_route():
-    net = randomized(small(routes=[Route(0.75, 1, 2)], **FUSED)).eval()
+    net = randomized(small(sprint.SPRINT, routes=[Route(0.75, 1, 2)])).eval()
     x, t, y, _ = inputs()
     state = torch.get_rng_state()
     dense = net(x, t, y)
@@ -70,8 +71,8 @@ def test_evaluation_uses_all_tokens_and_a_ratio_of_1_runs_no_block_of_a_route():
 
 
 def test_the_residual_stream_stays_float32_under_autocast():
-    net, seen = small(routes=[Route(0.75, 1, 2)], fp32_after_route=False, **FUSED), []
-    net.fusions[0].register_forward_hook(lambda module, args, out: seen.append((args[1].dtype, out.dtype)))
+    net, seen = small(sprint.SPRINT, routes=[Route(0.75, 1, 2)], fp32_after_route=False), []
+    net.route_ends["1_2"].register_forward_hook(lambda module, args, out: seen.append((args[1].dtype, out.dtype)))
     x, t, y, _ = inputs()
     with torch.autocast("cpu", torch.bfloat16):
         net(x, t, y)
@@ -81,14 +82,14 @@ def test_the_residual_stream_stays_float32_under_autocast():
 def test_guidance_costs_what_is_published():
     """0.477 TFLOPs per image and step with cfg, 0.274 with path-drop guidance, for XL/2 at 256 pixels."""
     with torch.device("meta"):
-        net = dit.build("DiT-XL/2", input_size=32, in_channels=4, num_classes=1000, routes=[Route(0.75, 2, -3)], **FUSED)
+        net = sprint.build("DiT-XL/2", input_size=32, in_channels=4, num_classes=1000, routes=[Route(0.75, 2, -3)])
     dense, weak = flops.forward_flops(net), flops.forward_flops(net, 1.0)
     assert [2 * dense / 1e12, (dense + weak) / 1e12] == pytest.approx([0.477, 0.274], rel=0.005)
 
 
 def test_paths_are_dropped_at_their_rate_in_training_and_never_in_evaluation():
-    net, seen = small(routes=[Route(0.75, 1, 2)], fusion="concat", path_drop=0.3), []
-    net.fusions[0].register_forward_pre_hook(lambda module, args: seen.append(args[3]))
+    net, seen = small(sprint.SPRINT, routes=[Route(0.75, 1, 2)], path_drop=0.3), []
+    net.route_ends["1_2"].register_forward_pre_hook(lambda module, args: seen.append(args[3]))
     x, t, y = torch.zeros(2000, 3, 8, 8), torch.zeros(2000), torch.zeros(2000, dtype=torch.int64)
     with torch.no_grad():
         net.train()(x, t, y, generator=torch.Generator().manual_seed(0))
@@ -97,15 +98,13 @@ def test_paths_are_dropped_at_their_rate_in_training_and_never_in_evaluation():
 
 
 def test_the_default_network_has_no_other_parameter_and_what_does_not_fit_is_refused():
-    assert {name for name in small(routes=[Route(0.5, 1, 2)]).state_dict() if "fusion" in name} == set()
-    names = {"fusions.0.mask_token", "fusions.0.proj.weight", "fusions.0.proj.bias"}
-    assert {name for name in small(routes=[Route(0.5, 1, 2)], **FUSED).state_dict() if "fusion" in name} == names
-    with pytest.raises(ValueError, match="fusion=concat needs a route"):
-        small(**FUSED)
-    with pytest.raises(ValueError, match="path_drop=0.1 needs fusion=concat"):
-        small(path_drop=0.1, routes=[Route(0.5, 1, 2)])
-    with pytest.raises(ValueError, match="drop_paths needs"):
-        small()(*inputs()[:3], drop_paths=torch.ones(3, dtype=torch.bool))
+    plain, fused = ({*small(network, routes=[Route(0.5, 1, 2)]).state_dict()} for network in (dit.DiT, sprint.SPRINT))
+    assert plain == {*small().state_dict()}
+    assert fused - plain == {f"route_ends.1_2.{name}" for name in ("mask_token", "proj.weight", "proj.bias")}
+    with pytest.raises(ValueError, match="model=sprint needs a route"):
+        small(sprint.SPRINT)
+    with pytest.raises(ValueError, match=r"drop_paths has shape \(1,\); 3 latents need \(3,\)"):
+        small(sprint.SPRINT, routes=[Route(0.5, 1, 2)])(*inputs()[:3], drop_paths=torch.ones(1, dtype=torch.bool))
     with pytest.raises(ValueError, match="a grid of 4 x 6 tokens does not fit the image's 16"):
         TokenRouter.choose_ids_keep(torch.zeros(1, 16, 1), 0.5, rule=sprint.grid_rule(4, 6))
 
@@ -141,7 +140,7 @@ def test_a_run_resumes_exactly_and_micro_batches_and_threads_change_nothing(whol
     cut = train("cut", *SPRINT)
     assert losses(cut) == losses(whole)
     first, second = weights(whole, 6), weights(cut, 6)
-    assert all(torch.equal(first[name], second[name]) for name in first) and first["fusions.0.mask_token"].any()
+    assert all(torch.equal(first[name], second[name]) for name in first) and first["route_ends.2_9.mask_token"].any()
     parts = train("parts", *SPRINT, "train.grad_accum_steps=2", "train.activation_checkpointing=blocks", "data.num_workers=2")
     assert losses(parts) == pytest.approx(losses(whole), rel=1e-4)
 
@@ -151,11 +150,11 @@ def test_a_dense_second_stage_starts_from_it_and_keeps_the_fusion(whole, train, 
     dense = train("dense", *SPRINT, routes.replace("-3", "9"), f"init_from={whole}", "train.num_steps=1", "train.lr=1e-30")
     before, after = weights(whole, 6), weights(dense, 1)
     assert all(torch.allclose(before[name], after[name], atol=1e-7) for name in before)
-    with pytest.raises(UserError, match=r"model.routes: blocks \[\(2, 9\)\] -> \[\(1, 9\)\]"):
+    with pytest.raises(UserError, match=r"model.safetensors: route_ends.1_9.mask_token is missing there"):
         train("moved", *SPRINT, routes.replace("start_layer_idx:2", "start_layer_idx:1"), f"init_from={whole}")
-    with pytest.raises(UserError, match="model.fusion: 'concat' -> 'replace'"):
+    with pytest.raises(UserError, match="model.safetensors: route_ends.2_9.mask_token is .* there and missing in this network"):
         train("tread", "model=tread", "model.backbone=DiT-XS/2", f"init_from={whole}")
-    with pytest.raises(UserError, match="model.fusion=concat, which export does not know"):
+    with pytest.raises(UserError, match="model=sprint, which export does not know"):
         export_checkpoint(str(whole), str(tmp_path / "exported"))
 
 
@@ -172,7 +171,7 @@ def test_guided_samples_cost_less_than_cfgs_and_other_runs_are_refused(whole, tr
     assert 1.2 * plain < weak < 0.75 * cfg
     assert sample("sparse", "guidance=sparse", "guidance.r_weak=0.9") < cfg
     other = train("tread", "model=tread")
-    with pytest.raises(UserError, match="guidance=path_drop needs .* run tread has model.fusion=replace and model.path_drop=0"):
+    with pytest.raises(UserError, match="guidance=path_drop needs .* run tread has model=tread and model.path_drop=0"):
         sample("refused", "guidance=path_drop", checkpoint=other)
 
 

@@ -177,12 +177,12 @@ def test_a_run_leaves_its_config_metrics_and_checkpoints(train):
         ("init_from=runs/other", "init_from: None -> 'runs/other'"),
     ],
 )
-def test_a_resume_as_another_run_is_refused_with_the_difference(tmp_path, change, words):
-    stored, current = checked(TINY), checked([*TINY, change])
+def test_a_resume_as_another_run_is_refused_with_the_difference(monkeypatch, tmp_path, change, words):
+    monkeypatch.setattr(build, "load_config", lambda folder: checked(TINY))
     with pytest.raises(UserError, match=words):
-        build.check_resume(stored, current, tmp_path)
+        build.check_resume(tmp_path, checked([*TINY, change]))
     harmless = ["train.lr=1", "train.num_steps=9", "diffusion.sampler.num_steps=3", "train.compile=none", "name=x"]
-    build.check_resume(stored, checked([*TINY, *harmless]), tmp_path)
+    build.check_resume(tmp_path, checked([*TINY, *harmless]))
 
 
 def test_a_resume_on_other_data_is_refused(train, tmp_path):
@@ -405,17 +405,19 @@ def test_init_state_all_goes_on_with_optimizer_and_step(whole, train):
 
 
 @pytest.mark.parametrize("change", ["model.backbone=DiT-XS/4", "model.learn_sigma=true", "diffusion=sit"])
-def test_weights_that_do_not_fit_are_refused(change):
-    stored, key = checked(TINY), "diffusion.name" if change == "diffusion=sit" else change.partition("=")[0]
+def test_weights_that_do_not_fit_are_refused(monkeypatch, tmp_path, change):
+    stored, key = [checked(TINY)], "diffusion.name" if change == "diffusion=sit" else change.partition("=")[0]
+    monkeypatch.setattr(build, "load_config", lambda folder: stored[-1])
+    monkeypatch.setattr(store, "step_of", lambda folder: 1)
+    monkeypatch.setattr(store, "imported_from", lambda folder: None)
     with pytest.raises(UserError, match=key):
-        build.check_initial(stored, 1, checked([*TINY, "init_from=x", change]))
-    build.check_initial(stored, 1, checked([*TINY, "init_from=x", "model=dit", "seed=3", "train.batch_size=2"]))
+        build.check_initial(tmp_path, checked([*TINY, "init_from=x", change]))
+    build.check_initial(tmp_path, checked([*TINY, "init_from=x", "model=dit", "seed=3", "train.batch_size=2"]))
     cfg = checked([*TINY, "init_from=x"])
-    scaled = cfg.model_copy(
-        update={"data": cfg.data.model_copy(update={"latents_mean": [0.1] * 128, "latents_std": [1.0] * 128})}
-    )
+    scaled = cfg.data.model_copy(update={"latents_mean": [0.1] * 128, "latents_std": [1.0] * 128})
+    stored.append(cfg.model_copy(update={"data": scaled}))
     with pytest.raises(UserError, match="does not fit this configuration: data.latents_mean") as refused:
-        build.check_initial(scaled, 1, cfg)
+        build.check_initial(tmp_path, cfg)
     assert len(str(refused.value)) < 500
 
 
