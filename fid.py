@@ -1,13 +1,13 @@
-"""Judge checkpoints, or images on disk, with ADM's evaluation suite: FID, sFID, Inception Score, precision and recall.
+"""Evaluate checkpoints, or images on disk, with ADM's evaluation suite: FID, sFID, Inception Score, precision and recall.
 
     python fid.py checkpoint=runs/x/checkpoints/step_0400000 reference=references/VIRTUAL_imagenet256_labeled.npz \\
         num_samples=50000 guidance=cfg cfg_scale=1.5
     python fid.py checkpoints=runs/x num_samples=5000 guidance=cfg cfg_scale=[1.0,1.25,1.5]     # a sweep
     python fid.py images=samples.npz reference=references/VIRTUAL_imagenet256_labeled.npz
 
-A list of checkpoints, weights, cfg_scale, ema_length, num_steps, S_churn, solver or of a setting of the guidance
-(guidance.w=[1.2,1.5]) makes a sweep over all combinations: tables with standard errors, and a plot. search=[cfg_scale:1:3] looks
-for the best value instead. Finished points are kept; the same command again computes those that are missing.
+A list of checkpoints, weights, cfg_scale or ema_length, of values of a sampler setting (num_steps=[20,40]) or of a guidance
+setting (guidance.w=[1.2,1.5]) makes a sweep over all combinations: tables with standard errors, and a plot.
+search=[cfg_scale:1:3] looks for the best value instead. Finished points are kept; the same command again computes missing ones.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main(cfg: FidConfig) -> None:
     from sampling.evaluator import open_reference
     from sampling.judge import Judge
 
-    # What is judged: checkpoints or images.
+    # Checkpoints or images.
     given = [key for key in ("checkpoint", "checkpoints", "images") if getattr(cfg, key) is not None]
     if len(given) != 1:
         raise UserError(f"give one of checkpoint=, checkpoints= and images=, not {' and '.join(given) or 'none of them'}")
@@ -58,7 +58,7 @@ def main(cfg: FidConfig) -> None:
     if images and num_samples > len(images):
         raise UserError(f"num_samples={num_samples}, but {cfg.images} holds {len(images)} images; make more or lower it")
 
-    # What it is compared with.
+    # The reference.
     sizes = {run.data.resolution: folder for folder, run in runs.items()}
     if len(sizes) > 1:
         raise UserError(f"checkpoints of different resolutions need a command each: {in_words(sizes)}")
@@ -105,17 +105,17 @@ def find_checkpoints(cfg: FidConfig) -> list[Path]:
 
 def with_settings_of_run(cfg: FidConfig, run: TrainConfig | None) -> FidConfig:
     """Take from the run what the command leaves open: reference, detector, and weights if the detector is the run's."""
-    own, stored = cfg.evaluation, run.evaluation.model_dump() if run else {"detector": "inception"}
-    if own.detector not in (None, stored["detector"]):
+    given, stored = cfg.evaluation.model_dump(), run.evaluation.model_dump() if run else {"detector": "inception"}
+    if given["detector"] not in (None, stored["detector"]):
         stored["weights"] = None
-    given = {key: getattr(own, key) or stored.get(key) for key in ("detector", "weights", "dinov2_weights")}
-    given["background"] = own.background or stored.get("background") or "white"
-    evaluation = own.model_copy(update=given)
-    return cfg.model_copy(update={"evaluation": evaluation, "reference": cfg.reference or stored.get("reference")})
+    evaluation = {key: value or stored.get(key) for key, value in given.items()}
+    evaluation["background"] = evaluation["background"] or "white"
+    update = {"evaluation": cfg.evaluation.model_copy(update=evaluation), "reference": cfg.reference or stored.get("reference")}
+    return cfg.model_copy(update=update)
 
 
 def default_folder(cfg: FidConfig, folders: list[Path]) -> Path:
-    """<run>/evaluations; beside a checkpoint that lies in no run; <images>_evaluations beside images."""
+    """<run>/evaluations, or next to a checkpoint outside any run; for images, <images>_evaluations."""
     from checkpoints import store
 
     if not folders:

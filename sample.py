@@ -26,7 +26,6 @@ from common.images import labelled_grid
 from common.progress import progress_bar
 from configs import command_line
 from configs.schema import SampleConfig, differences
-from evaluations.images import write_npz
 
 if TYPE_CHECKING:
     from sampling.recipe import Recipe
@@ -154,6 +153,8 @@ def make_images(
 
 def write_grid_and_npz(output: Path, npz: bool, files: dict[int, Path], labels: dict[int, int]) -> None:
     """grid_<seeds>.png with the first images, and samples_<seeds>.npz with all of them, in the order of the seeds."""
+    from evaluations.images import write_npz
+
     seeds = list(files)
     spec = f"{seeds[0]}-{seeds[-1]}"
     if seeds != list(range(seeds[0], seeds[-1] + 1)):

@@ -57,11 +57,11 @@ def main(cfg: TrainConfig) -> None:
     set_seed(cfg.seed)
     net = build_network(cfg)
     ema = build.build_ema(train, net)
+    hooks = build.build_hooks(cfg, ema, run, accelerator)
     processes.on_main(run.open)
     newest = find_resume(run, cfg.resume)
     if newest is not None:
         build.check_resume(newest, cfg)
-    hooks = build.build_hooks(cfg, ema, run, accelerator, newest)
 
     trainer = Trainer(accelerator, cfg, net, ema, dataset, alignment, hooks)
     if newest is not None:

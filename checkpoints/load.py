@@ -63,7 +63,7 @@ def load_network(
 def _load_network(
     folder: Path, content: str, weights: str, device: torch.device, compile_mode: str, ema_length: float | None
 ) -> nn.Module:
-    gc.collect()  # a compiled network is a cycle: Python would keep those before on the device
+    gc.collect()  # compiled networks are reference cycles: without this, earlier ones stay on the device
     if ema_length is None:
         stored = store.load_weights(folder, weights)
     else:

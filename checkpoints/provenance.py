@@ -1,4 +1,4 @@
-"""What produced a run's numbers: command, commit and machine of every start."""
+"""What produced the numbers of a run: command, commit and machine of every start."""
 
 from __future__ import annotations
 

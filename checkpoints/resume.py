@@ -1,4 +1,4 @@
-"""Which checkpoint a run starts or continues from. The main process decides for all, and the others see the same files."""
+"""The checkpoint that a run starts from or resumes. The main process chooses it; all processes must see the same files."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def find_resume(run: RunFolder, where: str) -> Path | None:
     """The verified checkpoint that `resume=` names; None: the run starts at step 0.
 
     Args:
-        where: auto (the newest good checkpoint of the run; damaged newer ones are renamed) | never | the folder of a
-            checkpoint, or of a run for its newest; of another run it is read until this one has checkpoints of its own.
+        where: auto (the newest good checkpoint of the run; newer damaged ones are renamed) | never | the folder of a
+            checkpoint, or of a run for its newest. The checkpoint of another run is used until this run has its own.
 
     Raises:
         UserError: all checkpoints are damaged; resume=never in a run with checkpoints; the named checkpoint is missing,
-            damaged or older than the newest of its run; it was imported; a node does not have it.
+            damaged, imported, or older than the newest one of its run; a node does not see it.
     """
 
     def decide() -> Path | None:
@@ -32,14 +32,14 @@ def find_resume(run: RunFolder, where: str) -> Path | None:
             if newest_step >= 0:
                 raise UserError(f"resume=never, but {run.checkpoints} holds checkpoints; choose another name=..., or resume=auto")
             return None
-        goes_on = where == "auto"
-        if not goes_on and newest_step >= 0 and run.path.resolve() not in (Path(where).resolve(), *Path(where).resolve().parents):
+        is_auto = where == "auto"
+        if not is_auto and newest_step >= 0 and run.path.resolve() not in (Path(where).resolve(), *Path(where).resolve().parents):
             log.info("resume=%s is not read again: the run resumes from its own checkpoint", where)
-            goes_on = True
-        found = find_own(run) if goes_on else store.find_checkpoint(Path(where), "resume")
+            is_auto = True
+        found = find_own(run) if is_auto else store.find_checkpoint(Path(where), "resume")
         if found is None:
             return None
-        if not goes_on and newest_step > store.step_of(found):
+        if not is_auto and newest_step > store.step_of(found):
             raise UserError(
                 f"resume={where}, but {run.checkpoints} already holds step {newest_step}, which would be overwritten; choose "
                 "another name=..."
@@ -55,7 +55,7 @@ def find_resume(run: RunFolder, where: str) -> Path | None:
 
 
 def find_own(run: RunFolder) -> Path | None:
-    """The newest good checkpoint of a run; None: it has none yet. Newer damaged ones are renamed. UserError: all are."""
+    """The newest good checkpoint of a run, or None; newer damaged ones are renamed. UserError if all are damaged."""
     found, problems = store.find_newest(run.checkpoints)
     if found is None and problems:
         raise UserError(
@@ -63,14 +63,14 @@ def find_own(run: RunFolder) -> Path | None:
             f"{'; '.join(problems.values())}. Restore one, or start a run under another name=..."
         )
     for folder, problem in problems.items():
-        log.warning("%s; set aside as %s", problem, store.set_aside(folder))
+        log.warning("%s; renamed to %s", problem, store.rename_damaged(folder))
     return found
 
 
 def find_initial(run: RunFolder, init_from: str | None, resume: str) -> Path | None:
-    """The verified checkpoint that `init_from=` names; None without that key, and for a run with checkpoints of its own.
+    """The verified checkpoint that `init_from=` names; None without that key, and if the run has checkpoints itself.
 
-    Raises UserError also where `resume=` names a folder that does not exist, before the run's folder is made.
+    Raises UserError also if `resume=` names a folder that does not exist: this runs before the run's folder is made.
     """
     if resume not in ("auto", "never") and not on_main(Path(resume).exists):
         raise UserError(f"resume={resume} does not exist; give auto, never, or the folder of a checkpoint or of a run")
@@ -86,7 +86,7 @@ def find_initial(run: RunFolder, init_from: str | None, resume: str) -> Path | N
 
 
 def find_checkpoint_together(path: str, key: str) -> Path:
-    """`checkpoints.store.find_checkpoint` by one process for all: while a run trains, another could find a newer checkpoint."""
+    """`store.find_checkpoint` on the main process for all: while a run trains, each could find another newest checkpoint."""
     return _see_together(lambda: store.find_checkpoint(Path(path), key), key)
 
 

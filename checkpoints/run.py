@@ -40,7 +40,7 @@ class RunFolder:
         write_file(self.path / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(config)))
 
     def wandb_id(self) -> str:
-        """The same for every start of this run, so that Weights & Biases continues its run instead of starting another."""
+        """An id that every start of this run shares, so that Weights & Biases continues one run."""
         file = self.path / "wandb_id"
         if not file.exists():
             write_file(file, secrets.token_hex(4))
@@ -59,7 +59,7 @@ class RunFolder:
         return any("metrics" in line and about.items() <= line.items() for line in read_lines(self.metrics))
 
     def keep_until(self, step: int) -> None:
-        """Drop lines of metrics and grids after `step`, which the run makes again, and incomplete lines."""
+        """Remove metrics and grids after `step`, which the run makes again, and incomplete lines."""
         kept = [line for line in read_lines(self.metrics) if line.get("step", 0) <= step]
         write_file(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
         for file in self.samples.glob("step_*.png"):
@@ -68,6 +68,6 @@ class RunFolder:
                 file.unlink()
 
     def close(self) -> None:
-        """Give the lock back, so that another run of this process may have it."""
+        """Release the lock."""
         if self._lock is not None:
             self._lock.close()

@@ -1,9 +1,9 @@
-"""Checkpoints: folders that are complete, or not there.
+"""The format of checkpoints: folders that are complete, or absent.
 
-step_0000400/ holds model.safetensors, ema.safetensors, optimizer.pt, state.json, config.yaml, with REPA projector.safetensors,
-with train.ema_lengths tracked_ema.safetensors, and manifest.json with the size and hash of each. `save` writes it under a
-temporary name, flushes it to disk and then renames it. The trainer calls `save` in a thread with a copy of the weights, while it
-trains on. A checkpoint counts only if its files match the manifest; damaged ones are renamed, never deleted.
+step_0000400/ holds model.safetensors, ema.safetensors, optimizer.pt, state.json, config.yaml, and manifest.json with the size and
+hash of each file; with REPA also projector.safetensors, with train.ema_lengths also tracked_ema.safetensors. `save` writes a
+temporary folder, flushes it to disk and renames it. The trainer calls `save` in a thread, with a copy of the weights, and trains
+on meanwhile. A checkpoint counts only if its files match the manifest. A damaged one is renamed, never deleted.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 WEIGHTS = {"raw": "model.safetensors", "ema": "ema.safetensors"}
-OTHERS = ("projector", "tracked_ema")  # further files of tensors, in some checkpoints
+OPTIONAL = ("projector", "tracked_ema")  # files of tensors that only some checkpoints have
 FILES = (*WEIGHTS.values(), "optimizer.pt", "state.json", "config.yaml")  # in every checkpoint, with the manifest
 _STEP = re.compile(r"step_(\d{7,})")
 
 
 class Damaged(UserError):
-    """A checkpoint is not as it was written."""
+    """A checkpoint differs from what was written."""
 
 
 @dataclass
@@ -98,7 +98,7 @@ def _write_files(folder: Path, checkpoint: Checkpoint) -> None:
     """Write every file, and last the manifest with their sizes and hashes; then flush all to the disk."""
     with open(folder / "optimizer.pt", "wb") as file:  # given a path, torch.save does not say when the last bytes fail
         torch.save(checkpoint.optimizer, file)
-    for name in ("model", "ema", *OTHERS):
+    for name in ("model", "ema", *OPTIONAL):
         if (tensors := getattr(checkpoint, name)) is not None:
             file = folder / f"{name}.safetensors"
             save_file({key: value.contiguous() for key, value in tensors.items()}, file)
@@ -169,12 +169,12 @@ def step_of(folder: Path) -> int:
 
 
 def imported_from(folder: Path) -> str | None:
-    """What the weights of a checkpoint were imported from: it has no optimizer. None for one of a training run."""
+    """The source of imported weights, which have no optimizer; None for a checkpoint of a training run."""
     return _read_state(folder).get("imported_from")
 
 
 def run_of(folder: Path) -> Path | None:
-    """The folder of a checkpoint's run; None for a checkpoint that was copied elsewhere."""
+    """The folder of the run that a checkpoint belongs to; None for a checkpoint that was copied elsewhere."""
     parent = folder.resolve().parent
     return parent.parent if parent.name == "checkpoints" else None
 
@@ -207,19 +207,19 @@ def load(folder: Path) -> Checkpoint:
         optimizer = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True, mmap=True)
         if not isinstance(optimizer, dict):
             raise ValueError("it holds no state of an optimizer")
-    others = {}
-    for name in OTHERS:
+    optional = {}
+    for name in OPTIONAL:
         with reading(file := folder / f"{name}.safetensors"):
-            others[name] = load_file(file) if file.exists() else None
+            optional[name] = load_file(file) if file.exists() else None
     model, ema = load_weights(folder, "raw"), load_weights(folder, "ema")
-    return Checkpoint(state.pop("step"), model, ema, optimizer, state, read_config(folder), **others)
+    return Checkpoint(state.pop("step"), model, ema, optimizer, state, read_config(folder), **optional)
 
 
 def check_tensors(file: Path, given: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
-    """Compare what `file` holds with the tensors that are to take its values.
+    """Compare the tensors that `file` holds with those that take their values.
 
     Raises:
-        UserError: with the first name that only one side has, or whose shape or type differs.
+        UserError: names the first tensor that is missing on one side, or whose shape or type differs.
     """
     for name in {**like, **given}:
         sides = [f"{list(side[name].shape)} {side[name].dtype}" if name in side else "missing" for side in (given, like)]
@@ -228,7 +228,7 @@ def check_tensors(file: Path, given: Mapping[str, Tensor], like: Mapping[str, Te
 
 
 def find_newest(root: Path) -> tuple[Path | None, dict[Path, str]]:
-    """The newest checkpoint below `root` that verifies (None: there is none), and what is wrong with each newer one.
+    """The newest checkpoint below `root` that verifies, or None, and what is wrong with each newer one.
 
     Raises UserError if the disk cannot be read.
     """
@@ -259,7 +259,7 @@ def find_checkpoint(folder: Path, key: str) -> Path:
     return newest
 
 
-def set_aside(folder: Path) -> Path:
+def rename_damaged(folder: Path) -> Path:
     """Rename a damaged checkpoint to bad_<name>, so that `list_steps` skips it; nothing is deleted. UserError if it cannot be."""
     target, number = folder.with_name(f"bad_{folder.name}"), 1
     while target.exists():

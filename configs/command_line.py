@@ -33,7 +33,7 @@ from common.progress import log_to_stderr
 from configs import experiments
 from configs.settings import S, Settings, flatten, nearest, validate
 
-FULL_ERRORS = "HYDRA_FULL_ERROR"  # Hydra's own switch, for all of our commands
+FULL_ERRORS = "HYDRA_FULL_ERROR"  # Hydra's switch, which holds for all commands here
 NO_NAME = "Config group override must be a string"  # Hydra's ValueError for model=3
 CONFIGS = REPOSITORY / "configs"
 HELP = {"--help", "-h"}
@@ -171,7 +171,7 @@ def clear_frames(error: BaseException | None) -> None:
 
 
 def explain_keys(config_name: str) -> str:
-    """The files that say what every key means, and its default: the command's own, and those of its groups."""
+    """The YAML files of a command and of its groups, which explain every key and hold its default."""
     files = [CONFIGS / f"{config_name}.yaml", *sorted(CONFIGS.glob("*/*.yaml" if config_name == "config" else "guidance/*.yaml"))]
     return "\n".join(f"--- {file.relative_to(REPOSITORY)}\n{file.read_text(encoding='utf-8')}" for file in files)
 
@@ -208,12 +208,12 @@ def check(cfg: DictConfig, settings: type[S], overrides: Sequence[str] = ("name=
 def run_command(
     commands: Mapping[str, Callable | str], description: str, arguments: list[str], keys: Mapping[str, str] | None = None
 ) -> None:
-    """Call the one of several functions that the first argument names, with the others, `key=value`.
+    """Call the function that the first argument names, with the other arguments, `key=value`.
 
     Args:
         commands: functions, or "module:function", which is imported when it is called.
         description: what `--help` prints.
-        keys: for a command that takes an object, "module:class" of the object; for others, the parameters are the keys.
+        keys: "module:class" of the object that a command takes; the fields of the class are its keys, in place of parameters.
     """
     name, *given = arguments or ["--help"]
     if name in HELP:

@@ -1,7 +1,7 @@
 """The paper's tables as runs of train.py: `experiment=table2/dit_b2_tread` sets all of a row, and any key can be set on top.
 
-A row holds what the paper (TREAD, arXiv 2501.04765) reports, and the overrides that train it, as one would type them. `--cfg
-job` prints the whole configuration. To add a row, yield it from its table's function, or from a new one in TABLES.
+A row holds what the paper (TREAD, arXiv 2501.04765) reports, and the overrides that train it, as a user would type them. `--cfg
+job` prints the whole configuration. To add a row, yield it from the function of its table, or add a function to TABLES.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class Row:
     """A row of a table. Its run is named after it and the seed: table2_dit_b2_tread_seed0."""
 
     name: str
-    table: str  # the heading that reports put it under
-    source: str  # where the figures stand
+    table: str  # its heading in reports
+    source: str  # the paper and table of the figures
     overrides: dict[str, Any]  # choices of groups ("model": "tread") and values of keys ("train.num_steps": 400_000)
-    paper: dict[str, float] = field(default_factory=dict)  # the paper's figure for each metric, of unguided samples
-    differs: str | None = None  # what is not as in the protocol of the figure, beyond docs/faithfulness.md
-    baseline: str | None = None  # name of the dense row that it is compared with
-    paper_guided: dict[str, float] = field(default_factory=dict)  # the same of guided samples
-    num_samples: int = 50_000  # that the paper's figures are of
+    paper: dict[str, float] = field(default_factory=dict)  # the paper's figure for each metric, without guidance
+    differs: str | None = None  # differences from the protocol of the figure, beyond docs/faithfulness.md
+    baseline: str | None = None  # name of the dense row to compare with
+    paper_guided: dict[str, float] = field(default_factory=dict)  # the same with guidance
+    num_samples: int = 50_000  # behind the paper's figures
 
     def to_config(self) -> DictConfig:
         """The row as Hydra would read it from a file."""
@@ -72,7 +72,7 @@ def compose_overrides(overrides: Sequence[str], config_name: str = "config") -> 
         return hydra.compose(config_name, overrides=list(overrides))
 
 
-# What rows share.
+# Settings that rows share.
 IMAGENET_256 = {
     "data": "imagenet256", "data.path": "data/imagenet256",
     "evaluation.reference": "references/VIRTUAL_imagenet256_labeled.npz",
@@ -115,8 +115,7 @@ TREAD = {"model": "tread"}  # half of the tokens skip blocks 2 to depth - 4
 
 def route(selection_ratio: float, start: int, end: int) -> dict[str, Any]:
     """Overrides for one route: a fraction of the tokens skips blocks start to end, inclusive."""
-    one = {"selection_ratio": selection_ratio, "start_layer_idx": start, "end_layer_idx": end}
-    return TREAD | {"model.routes": [one]}
+    return TREAD | {"model.routes": [{"selection_ratio": selection_ratio, "start_layer_idx": start, "end_layer_idx": end}]}
 
 
 def backbone(size: str) -> dict[str, Any]:
@@ -128,7 +127,7 @@ def row_name(table: str, network: str, size: str) -> str:
     return f"{table}/{network}_{size.replace('/', '').lower()}"
 
 
-# The paper's tables. FID is of 50,000 unguided samples after 400,000 steps, unless a table says otherwise.
+# The paper's tables. FID of 50,000 unguided samples after 400,000 steps, unless a table says otherwise.
 TABLE_2 = {
     #       DiT    +TREAD SiT    +TREAD
     "S/2": (68.40, 47.04, 57.60, 38.08),
@@ -136,7 +135,7 @@ TABLE_2 = {
     "L/2": (23.33, 9.10, 18.80, 5.91),
     "XL/2": (19.47, 7.38, 17.20, 4.89),
 }
-DENSE_PROTOCOLS = {  # of the dense figures, which are other papers' own
+DENSE_PROTOCOLS = {  # the dense figures come from other papers
     "dit": "the figure is DiT's: DDPM with learned variance; here EDM, sampled by Heun",
     "sit": "the figure is SiT's, sampled by the SDE; here by Heun's ODE",
 }
@@ -230,7 +229,7 @@ def final() -> Iterator[Row]:
         elif init_from:
             source, differs = f"{source}, rows (F)", interval if name.endswith("interval") else tuned
             overrides |= DENSE | {"init_from": f"${{output_dir}}/final_xl2_{init_from}_seed${{seed}}"}
-        paper, guided = (dict(zip(metrics, some)) for some in figures)
+        paper, guided = (dict(zip(metrics, values)) for values in figures)
         yield Row(f"final/xl2_{name}", "Final comparison", source, overrides, paper, differs, baseline, guided)
 
 
@@ -239,7 +238,7 @@ def repa() -> Iterator[Row]:
     table, source = "REPA", "REPA (arXiv 2410.06940), 400K iterations, 250 steps of the SDE"
     differs = "trained in bf16 (REPA: fp16), with an EMA that is warmed up"
     routed = f"{differs}; TREAD's project page says that both stack, without figures; tokens that skip are not aligned"
-    for size, block, fid in (("B/2", 4, 24.4), ("XL/2", 8, 7.9)):  # of B/2: sihyun-yu/REPA#5, gstoica27/DeltaFM#6
+    for size, block, fid in (("B/2", 4, 24.4), ("XL/2", 8, 7.9)):  # B/2: sihyun-yu/REPA#5, gstoica27/DeltaFM#6
         base, name = REPA | backbone(size) | {"alignment.block": block}, row_name("repa", "sit", size)
         yield Row(name, table, source, base | DENSE, {"fid": fid}, differs)
         yield Row(f"{name}_tread", table, "after REPA and TREAD", base | TREAD, {}, routed, name)

@@ -1,4 +1,4 @@
-"""The configuration of every command: its keys, what each accepts, and which of them make a run another run.
+"""The configuration of every command: its keys, what each accepts, and which of them a resumed run must keep.
 
 A class per Hydra group. configs/*.yaml hold the values, with a comment for every key, and this file their types. The diffusions
 and their samplers are settings themselves: `cfg.diffusion` is an `edm.EDM`, say. Modules of choices are imported only when they
@@ -26,8 +26,8 @@ from common.types import AutoencoderSpec, Colour, Count, NotNegative, Number, Po
 from configs.experiments import GROUPS, compose_overrides
 from configs.settings import OneOrMany, Settings, as_list, flatten, nearest, validate
 
-MAX_NUMBERS = 10**7  # of seeds or classes in a command
-MAX_NAME_LENGTH = 60  # of a run
+MAX_NUMBERS = 10**7  # how many seeds or classes a command may list
+MAX_NAME_LENGTH = 60  # characters of a run's name
 
 # model.name -> the module of its network: `build(backbone, **settings)`, and BACKBONES with the sizes by name.
 NETWORKS = {
@@ -40,7 +40,7 @@ NETWORKS = {
 }
 # diffusion.name -> its class: `loss`, `denoise` and a `sampler`.
 DIFFUSIONS = {"edm": "edm:EDM", "sit": "sit:SiT", "ddpm": "extras.ddpm:DDPM"}
-Diffusion = Any  # an object of one of these
+Diffusion = Any  # an object of one of these classes
 
 
 def parse_numbers(spec: str | int | list) -> list[int]:
@@ -49,7 +49,7 @@ def parse_numbers(spec: str | int | list) -> list[int]:
     for part in ",".join(map(str, as_list(spec))).split(","):
         ends = [end.strip() for end in part.split("-")]
         if len(ends) > 2 or not all(end.isdecimal() for end in ends) or not 0 <= int(ends[-1]) - int(ends[0]) < MAX_NUMBERS:
-            raise ValueError(f"{spec!r:.60} is no list of numbers and ranges such as [0-3,7], with at most {MAX_NUMBERS} numbers")
+            raise ValueError(f"{spec!r:.60} is not a list of at most {MAX_NUMBERS} numbers and ranges such as [0-3,7]")
         numbers.extend(range(int(ends[0]), int(ends[-1]) + 1))
     if not numbers or len(set(numbers)) < len(numbers):
         raise ValueError(f"{spec!r:.60} is empty or names a number twice")
@@ -209,7 +209,7 @@ class CheckpointSettings(Settings):
 
 class Sample(Settings):
     every: Whole | None
-    num_samples: Annotated[int, Field(ge=1, le=10**4)]  # one picture
+    num_samples: Annotated[int, Field(ge=1, le=10**4)]  # all in one image
     batch_size: Count
     precision: Precision
     rounding: Literal["round", "truncate"]
@@ -256,7 +256,7 @@ class TrainConfig(Settings):
     name: FolderName
     output_dir: Text
     experiment: dict[str, Any] | None  # configs.experiments.Row
-    seed: Annotated[int, Field(ge=0, le=2**32 - 1)]  # NumPy's global generator takes no other
+    seed: Annotated[int, Field(ge=0, le=2**32 - 1)]  # what NumPy's global generator takes
     resume: Text
     init_from: Text | None
     init_state: Literal["weights", "all"]
@@ -287,11 +287,10 @@ class TrainConfig(Settings):
         return self
 
     def named(self, overrides: Sequence[str]) -> TrainConfig:
-        """The configuration with its run's name: the default, then each changed key that makes a run another one.
+        """The configuration with the name of its run: the default name, then each key that was changed, with its value.
 
-        A key is named by its last part and its value, unless the value is the default. Keys that may change when a run resumes,
-        such as train.num_steps, are not named, and neither is what the default says already (data, model, experiment and its
-        seed). A name of more than MAX_NAME_LENGTH characters ends with a hash.
+        Without keys that may change when a run resumes, such as train.num_steps, and without those that are part of the default
+        name (data, model, experiment and its seed). A name of more than MAX_NAME_LENGTH characters ends with a hash.
         """
         typed = {override.lstrip("+~").partition("=")[0]: override for override in overrides}
         choices = ("data", "model", "experiment")  # the default name holds them
@@ -299,15 +298,15 @@ class TrainConfig(Settings):
         keys = [key for key in typed if role_of(key) in (*SAME_RUN, Role.NOTED) and key not in in_default]
         if "name" in typed or not keys:
             return self
-        own, composed = flatten(self.model_dump()), {}
+        values, composed = flatten(self.model_dump()), {}
         for groups in (choices, GROUPS + choices):
             chosen = [override for key, override in typed.items() if key in groups]
             composed[groups] = flatten(OmegaConf.to_container(compose_overrides(chosen), resolve=True))
         words = [self.name]
         for key in keys:
             name, default = (f"{key}.name", composed[choices]) if key in GROUPS else (key, composed[GROUPS + choices])
-            if own[name] != default.get(name):
-                value = json.dumps(own[name]).strip('[]{}"/ ')
+            if values[name] != default.get(name):
+                value = json.dumps(values[name]).strip('[]{}"/ ')
                 words.append(f"{key.rpartition('.')[2]}-{re.sub(r'[^0-9A-Za-z.+-]+', '-', value)}")
         name = "_".join(words)
         if len(name) > MAX_NAME_LENGTH:
@@ -315,7 +314,7 @@ class TrainConfig(Settings):
         return self.model_copy(update={"name": name})
 
     def checkpoints_gb(self, num_parameters: int) -> float:
-        """What checkpoints (weight, EMA, two moments, tracked averages, in float32) and snapshots (float16) take at most."""
+        """The most that checkpoints (float32: weights, EMA, moments, tracked averages) and snapshots (float16) take, in GB."""
         keep, every, lengths = self.checkpoint.keep_last + 1, self.checkpoint.keep_every, len(self.train.ema_lengths)
         num_checkpoints = keep + (self.train.num_steps // every if every else 0)  # one is written before another is removed
         num_snapshots = self.train.num_steps // self.train.ema_snapshot_every
@@ -369,7 +368,7 @@ class FidConfig(_Sampling):
     search_num_samples: Annotated[int, Field(ge=2)] | None
     weights: OneOrMany[Weights]
     ema_length: OneOrMany[EMALength] | None
-    guidance: list[Guidance]  # one for every combination of the values that the command lists
+    guidance: list[Guidance]  # one for each combination of the values that the command lists
     cfg_scale: OneOrMany[Number] | None
     convert_to_rgb: bool
     evaluation: DetectorSettings
@@ -385,26 +384,32 @@ class FidConfig(_Sampling):
 class Role(Enum):
     """Keys without a role (paths, logging, speed) do not affect results."""
 
-    ARCHITECTURE = "weights of another value do not fit: init_from, autoguidance and a resume refuse them"
-    FIXED = "another value makes another run: a resume refuses it"
+    ARCHITECTURE = "must be equal in all uses of the weights: init_from, autoguidance, resume"
+    FIXED = "fixed when the run starts"
     STARTED = "fixed when the run starts; does not affect its figures"
-    NOTED = "may change on a resume, which logs it; runs with other values are another experiment"
-    COMPARED = "may change on a resume; runs with other values are another experiment"
+    NOTED = "may change on a resume, which logs it; runs that differ in it are different experiments"
+    COMPARED = "may change on a resume; runs that differ in it are different experiments"
 
 
 SAME_RUN = (Role.ARCHITECTURE, Role.FIXED, Role.STARTED)
 _ROLES = {  # a group stands for those of its keys that are not listed
-    Role.ARCHITECTURE: "model.backbone model.learn_sigma diffusion.name diffusion.sigma_data data.scale_factor "
-    "data.latents_mean data.latents_std data.in_channels data.input_size data.num_classes",
-    Role.FIXED: "seed init_from init_state model diffusion alignment train.batch_size",
-    Role.STARTED: "train.ema_lengths",
-    Role.NOTED: "train.lr train.warmup_steps train.schedule train.betas train.weight_decay train.grad_clip_norm train.ema_decay "
-    "train.precision train.tf32",
-    Role.COMPARED: "data.name data.resolution data.autoencoder diffusion.sampler sample.rounding train.num_steps "
-    "eval.num_steps eval.labels eval.precision evaluation.detector",
-    None: "alignment.weights",
-}
-_ROLE_OF = {key: role for role, listed in _ROLES.items() for key in listed.split()}
+    Role.ARCHITECTURE: (
+        "model.backbone", "model.learn_sigma", "diffusion.name", "diffusion.sigma_data", "data.scale_factor", "data.latents_mean",
+        "data.latents_std", "data.in_channels", "data.input_size", "data.num_classes",
+    ),
+    Role.FIXED: ("seed", "init_from", "init_state", "model", "diffusion", "alignment", "train.batch_size"),
+    Role.STARTED: ("train.ema_lengths",),
+    Role.NOTED: (
+        "train.lr", "train.warmup_steps", "train.schedule", "train.betas", "train.weight_decay", "train.grad_clip_norm",
+        "train.ema_decay", "train.precision", "train.tf32",
+    ),
+    Role.COMPARED: (
+        "data.name", "data.resolution", "data.autoencoder", "diffusion.sampler", "sample.rounding", "train.num_steps",
+        "eval.num_steps", "eval.labels", "eval.precision", "evaluation.detector",
+    ),
+    None: ("alignment.weights",),
+}  # fmt: skip
+_ROLE_OF = {key: role for role, keys in _ROLES.items() for key in keys}
 
 
 def role_of(key: str) -> Role | None:
@@ -416,7 +421,7 @@ def role_of(key: str) -> Role | None:
 
 def differences(stored: Settings | dict, current: Settings | dict, roles: Sequence[Role] | None = None) -> list[str]:
     """`key: stored -> current` for every key that differs; with `roles`, for the keys of these roles alone."""
-    old, new = (flatten(one.model_dump() if isinstance(one, Settings) else one) for one in (stored, current))
+    old, new = (flatten(side.model_dump() if isinstance(side, Settings) else side) for side in (stored, current))
     return [
         f"{key}: {old.get(key, 'absent')!r:.100} -> {new.get(key, 'absent')!r:.100}"
         for key in sorted(old.keys() | new.keys())

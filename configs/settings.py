@@ -1,4 +1,4 @@
-"""Settings that are checked by their types: pydantic says what a key accepts, this file which key, and the nearest known one."""
+"""Settings that their types check. pydantic says what a key accepts; this file names the key, and the nearest known one."""
 
 from __future__ import annotations
 
@@ -45,24 +45,26 @@ def validate(raw: dict, settings: type[S]) -> S:
 def explained(raw: dict, known: Iterable[str]) -> Iterator[None]:
     """A context in which pydantic's ValidationError becomes a UserError with a line for every wrong key.
 
-    `raw` is what is validated, and `known` are the keys to offer for an unknown one.
+    Args:
+        raw: what is validated.
+        known: the keys among which to look for the nearest one.
     """
     try:
         yield
     except ValidationError as e:
-        problems: dict[str, str] = {}  # by key; the branches of a key (a number, or a list of numbers) are joined
+        problems: dict[str, str] = {}  # by key; a key that takes a number or a list of numbers has two problems
         for error in e.errors():
             key = _dotted_key(error, raw)
             text = _explain(error, key, known)
             problems[key] = f"{problems[key]} or {text.partition(': ')[2]}" if key in problems else text
-        keys: dict[str, list[str]] = {}  # by problem: keys that take their value from another key share its problem
+        keys: dict[str, list[str]] = {}  # by problem, which keys share if one takes its value from the other
         for key, text in problems.items():
             keys.setdefault(text, []).append(key)
-        raise UserError("\n".join((", ".join(some) + text).removeprefix(": ") for text, some in keys.items())) from e
+        raise UserError("\n".join((", ".join(names) + text).removeprefix(": ") for text, names in keys.items())) from e
 
 
 def _dotted_key(error: dict, raw: dict) -> str:
-    """The key of an error, without what pydantic calls the branches of a choice."""
+    """The key of an error, without the branches of a choice, which pydantic also names."""
     path, value = [], raw
     for part in error["loc"]:
         if isinstance(value, dict) and part in value:

@@ -82,7 +82,8 @@ def open_axes(judge: Judge) -> list[Axis]:
     Raises:
         UserError: a setting, a bound or their number is not accepted; there is no checkpoint, or more than one point.
     """
-    axes = parse(judge.cfg.search, (*NAMES, *judge.cfg.sampler_settings))
+    of_sampler = [key for key in judge.cfg.sampler_settings if key not in ("num_steps", "solver")]
+    axes = parse(judge.cfg.search, (*NAMES, *of_sampler))
     if both := [axis.name for axis in axes if getattr(judge.cfg, axis.name, None) is not None]:
         raise UserError(f"{both[0]}= and search={both[0]} both say its value: give one of them")
     for corner in itertools.product(*((axis.low, axis.high) for axis in axes)):

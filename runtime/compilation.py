@@ -48,10 +48,10 @@ def compile_network(net: dit.DiT, mode: str) -> None:
     """
     if mode == "none":
         return
-    # All networks of a process compile DiTBlock.forward. It has few variants: dense, routed and float32 in training, and one for
-    # each batch size in sampling (ImageSampler pads smaller batches). But they exceed the default limit of 8, which is an error.
+    # All networks of a process share the compiled variants of DiTBlock.forward: dense, routed and float32 in training, and one
+    # for each batch size in sampling (ImageSampler pads smaller batches). More than the default limit of 8 is an error.
     torch._dynamo.config.recompile_limit = 64
-    # DDP would split blocks where its buckets end, which undoes their fusion. Blocks are small enough to overlap communication.
+    # DDP would split blocks where its buckets end, which undoes kernel fusion. Whole blocks are small enough to overlap.
     torch._dynamo.config.optimize_ddp = False
     for block in net.blocks:
         block.forward = torch.compile(block.forward, dynamic=False, fullgraph=True)

@@ -1,4 +1,4 @@
-"""What a command needs of the machine before it starts: accelerate, one GPU per process, its share of the cores, TF32."""
+"""Starting a command on a machine: accelerate, one GPU per process, a share of the cores, TF32."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from runtime import processes
 
 log = logging.getLogger(__name__)
 
-# How long an exchange between processes may take. Where one of them works alone, the others wait in runtime/processes.py.
-# It is long enough for a process that compiles or loads more slowly, and short enough for GPUs that idle when NCCL hangs.
+# The longest time of a collective. Long enough for a process that compiles or loads more slowly, short enough when NCCL hangs and
+# all GPUs idle. While one process works alone, the others wait in runtime/processes.py, which has a timeout of its own.
 EXCHANGE_TIMEOUT = timedelta(minutes=20)
 # Set by torch's elastic launcher, and by accelerate's for one process.
 LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_BACKEND")
@@ -35,24 +35,24 @@ def start_accelerator(
 
     Args:
         precision: `fp32` or `bf16`, for the networks that accelerate prepares.
-        timeout: a process that waits this long in an exchange ends with an error.
+        timeout: a process that waits this long in a collective ends with an error.
     """
     if torch.distributed.is_available():
-        # AdamW would import it later, and its functions keep the process group of that moment as a default argument: the group
-        # would never be freed, and gloo's threads can abort the process at its end.
+        # Import it before there is a process group. AdamW would import it later, and the default arguments of its functions would
+        # keep the group of that moment for ever; gloo's threads can then abort the process at its end.
         importlib.import_module("torch.distributed.nn.functional")
     check_gpus()
-    # In a sweep, forget the previous run; the processes stay connected.
+    # In a sweep, reset what the previous run left; the processes stay connected.
     if is_initialized():
-        gc.collect()  # its networks are in reference cycles
+        gc.collect()  # the networks of that run are in reference cycles
     AcceleratorState._reset_state()
     GradientState._reset_state()
-    # accelerate must not compile: `compile` has done so already.
+    # accelerate must not compile: runtime/compilation.py does.
     settings |= {"mixed_precision": "no" if precision == "fp32" else precision, "dynamo_backend": "no"}
     accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)], **settings)
     processes.connect()
     log_to_stderr()
-    # accelerate's launcher for one process sets the port where it was asked for several.
+    # The launcher for one process sets the port only if the user asked for several processes.
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ:
         log.warning("accelerate launch started one process although it was asked for several; on a CPU, add --multi_gpu")
     if not accelerator.is_main_process:
@@ -64,11 +64,11 @@ def start_accelerator(
 
 
 def check_gpus() -> None:
-    """Raises UserError if torch cannot use this machine's NVIDIA GPU, or if two processes would share one.
+    """Raises UserError if torch cannot use this machine's NVIDIA GPU, or if two processes would share a GPU.
 
-    accelerate would silently use the CPU, or let NCCL fail at the first exchange.
+    Otherwise accelerate would silently use the CPU, or NCCL would fail at the first collective.
     """
-    # Slurm says NoDevFiles in a job without a GPU.
+    # Slurm sets NoDevFiles in a job without a GPU.
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles") or parse_flag_from_env("ACCELERATE_USE_CPU")
     if is_hidden or torch.version.cuda is None:
         return
@@ -94,7 +94,7 @@ def allow_tf32(device: torch.device, allowed: bool) -> None:
 
 
 def cores_per_process() -> int:
-    """OMP_NUM_THREADS, unless a launcher has set it; else the machine's cores divided by the processes on it, at least 1."""
+    """The user's OMP_NUM_THREADS (not a launcher's); by default the cores divided by the processes on this node, at least 1."""
     given = os.environ.get("OMP_NUM_THREADS", "")
     if given.isdecimal() and int(given) > 0 and not any(name in os.environ for name in LAUNCHERS):
         return int(given)

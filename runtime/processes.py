@@ -1,6 +1,6 @@
-"""Coordination of processes: one of them decides or computes alone, and the others wait for it.
+"""Coordination of processes: one decides or computes alone, and the others wait for it.
 
-They wait over gloo. NCCL's watchdog must end a process soon, since an exchange that hangs keeps all GPUs idle.
+They wait over gloo, which has a long timeout. NCCL's is short, because a collective that hangs keeps all GPUs idle.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from torch import Tensor
 from common.errors import UserError
 from common.files import hash_file
 
-# Long enough for work that one process does alone (hashing or saving checkpoints on a slow file system, metrics), and for the
-# time by which processes drift apart over 50,000 samples.
+# Long enough for work of one process (hashing or saving checkpoints on a slow file system, metrics), and for the drift between
+# processes over 50,000 samples.
 PATIENCE = timedelta(hours=2)
 
 T = TypeVar("T")
-_group: dist.ProcessGroup | None = None  # of all processes; None: there is one
+_group: dist.ProcessGroup | None = None  # all processes; None if there is only one
 
 
 def connect() -> None:
-    """Let the processes find each other. `start_accelerator` does it; in a sweep they stay connected."""
+    """Connect the processes; `start_accelerator` calls it. In a sweep they stay connected."""
     global _group
     if _group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         _group = dist.new_group(backend="gloo", timeout=PATIENCE)
 
 
 def leave() -> None:
-    """Disconnect the processes at the end of a command. They cannot connect again."""
+    """Disconnect the processes at the end of a command; they cannot connect again."""
     global _group
     _group = None
     if dist.is_available() and dist.is_initialized():

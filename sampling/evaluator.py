@@ -1,4 +1,4 @@
-"""Detectors, references, and metrics of a sampler or of images on disk. All processes share the work; no files lie in between."""
+"""Metrics of a sampler or of images on disk against a reference. All processes share the work, without files in between."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ T = TypeVar("T")
 
 
 def build_detectors(settings: schema.DetectorSettings, accelerator: Accelerator) -> list[Detector]:
-    """What evaluation.* asks for, on this process's device. Raises UserError where the weights cannot be had."""
+    """The detectors of evaluation.*, on this process's device. Raises UserError if weights are missing."""
     return [_build_detector(name, settings, accelerator) for name in settings.all_detectors]
 
 
 def hash_weights(settings: schema.DetectorSettings) -> dict[str, str | None]:
-    """Hashes of the detectors' files, for results; None for the published weights. UserError where a file cannot be read."""
+    """Hashes of the detectors' files for results; None for published weights. UserError if a file cannot be read."""
 
     def content(key: str) -> str | None:
         with reading(f"evaluation.{key}={(file := getattr(settings, key))}"):
@@ -65,14 +65,18 @@ def _build_detector(name: str, settings: schema.DetectorSettings, accelerator: A
         return ClassifierDetector(name, settings.weights, accelerator.device)
     if name == "dinov2":
         return DINOv2Detector(settings.dinov2_weights or find_encoder_weights(DINOV2_L), accelerator.device)
-    given = None if any(map(set_of, settings.all_detectors)) else settings.weights  # of small-<set>, in a list with it
-    return InceptionDetector(given or fetch_weights(), accelerator.device)
+    # In a list with small-<set>, evaluation.weights is the file of small-<set>.
+    file = None if any(map(set_of, settings.all_detectors)) else settings.weights
+    return InceptionDetector(file or fetch_weights(), accelerator.device)
 
 
 def open_reference(
     path: str | None, key: str, detectors: Sequence[str], resolution: int | None = None, background: str = "white"
 ) -> ImageSet:
-    """The reference that `key` names, for detectors by name. Images of a folder are cropped to the resolution, as in encode.
+    """The reference that `key` names. Images of a folder are cropped to the resolution, as in encode.
+
+    Args:
+        detectors: by name; the reference must suit all of them.
 
     Raises:
         UserError: it cannot be used, or holds neither images nor statistics of a detector.
@@ -92,11 +96,11 @@ def open_reference(
 
 
 class Interrupted(Exception):
-    """Sampling was given up because it was asked to stop."""
+    """Sampling stopped early, after a signal."""
 
 
 def until_stopped(batches: Iterable[T], stop: Callable[[], bool]) -> Iterator[T]:
-    """The batches. Asks `stop` before each one, and raises Interrupted if it answers yes."""
+    """Yield the batches; call `stop` before each one, and raise Interrupted if it returns True."""
     for batch in batches:
         if stop():
             raise Interrupted
@@ -110,8 +114,8 @@ class Evaluator:
         cache: a folder for features of the reference.
 
     Attributes:
-        references: features of the reference by each detector, cached or computed by all processes together, with their
-            statistics; None but on the main process, which alone computes metrics.
+        references: features and statistics of the reference from each detector, on the main process, which computes the metrics;
+            None on the others.
     """
 
     def __init__(
@@ -127,15 +131,15 @@ class Evaluator:
         stop: Callable[[], bool] = lambda: False,
         name: str = "evaluation",
     ) -> list[Features]:
-        """Features of an image for each seed, by each detector; [] but on the main process.
+        """Features of an image for each seed from each detector, on the main process; [] on the others.
 
         Args:
             labels: the class of each seed.
-            stop: asked before every batch, equally often on every process, which all must get the same answer.
+            stop: is called before every batch, equally often on every process, and must return the same value on all.
             name: of the progress bar, which counts the images of this process.
 
         Raises:
-            Interrupted: `stop` answered yes.
+            Interrupted: `stop` returned True.
         """
         all_seeds = list(labels)
 
@@ -155,19 +159,19 @@ class Evaluator:
         return shared_features(self.accelerator, len(labels), compute)
 
     def features_of_set(self, images: ImageSet, num_samples: int) -> list[Features]:
-        """Features of the first num_samples images on disk, by each detector; [] but on the main process.
+        """Features of the first num_samples images on disk from each detector, on the main process; [] on the others.
 
-        As in ADM's evaluator, statistics that the file stores are used, if all of its images are evaluated.
+        If all images of the file are evaluated, its stored statistics are used, as in ADM's evaluator.
         """
         features = self._features_of(images, self.detectors, num_samples)
         if num_samples == len(images):
-            features = [replace(one, statistics=stored_statistics(images, one.detector)) for one in features]
+            features = [replace(x, statistics=stored_statistics(images, x.detector)) for x in features]
         return features
 
     def evaluate(self, samples: Sequence[Features], labels: Sequence[int] | None) -> dict[str, float]:
         """Metrics of features. Only the main process can call it.
 
-        labels: the classes that were asked for, in the order of the samples; class_agreement needs them.
+        labels: the class of each sample, for class_agreement.
         """
         values, y = {}, None if labels is None else torch.as_tensor(labels)
         with say_if_slow(log, "computing the metrics of %d images", len(samples[0])):
@@ -176,7 +180,7 @@ class Evaluator:
         return values
 
     def jackknife(self, samples: Sequence[Features], labels: Sequence[int] | None, num_groups: int) -> dict[str, list[float]]:
-        """Of the metrics (`evaluations.suite.jackknife`). It may run in a thread: it leaves the device and its settings alone."""
+        """`evaluations.suite.jackknife` of the metrics. It may run in a thread, since it does not use the device."""
         values, y = {}, None if labels is None else torch.as_tensor(labels)
         for pair in zip(self.references, samples):
             values |= jackknife(*pair, y, num_groups)
@@ -192,29 +196,28 @@ class Evaluator:
         return replace(features, statistics=features.statistics | stored_statistics(images, detector.name)) if is_main else None
 
     def _features_of(self, images: ImageSet, detectors: Sequence[Detector], count: int) -> list[Features]:
-        """Features of the first `count` images on disk; [] but on the main process."""
+        """Features of the first `count` images on disk, on the main process; [] on the others."""
         is_main = self.accelerator.is_main_process
         compute = partial(features_of_images, images, detectors, self.batch_size, show_progress=is_main)
         return shared_features(self.accelerator, count, compute)
 
 
 def shared_features(accelerator: Accelerator, count: int, compute: Callable[[int, int], list[Features]]) -> list[Features]:
-    """Features of items 0 .. count - 1 in order; [] but on the main process. Each computes a stretch: compute(start, stop)."""
+    """Features of items 0 to count - 1, on the main process; [] on the others. Each process calls compute(start, stop) once."""
     num_processes = accelerator.num_processes
     if num_processes == 1 or count < num_processes:
-        own = compute(0, count)  # on every process, since what it asks of all may be exchanged
-        return own if accelerator.is_main_process else []
-    # Gathering needs stretches of one length: the last ones start earlier, and each keeps what lies before the next one.
+        features = compute(0, count)  # on every process, since `compute` may call collectives
+        return features if accelerator.is_main_process else []
+    # Gathering needs equal lengths: the last ranges start earlier, and each keeps only the items before the next range.
     length = -(-count // num_processes)
     starts = [min(rank * length, count - length) for rank in range(num_processes)]
     kept = [end - start for start, end in pairwise([*starts, count])]
-    own = compute(starts[accelerator.process_index], starts[accelerator.process_index] + length)
-
-    gathered = [{name: gather_on_main(x) for name, x in one.tensors().items()} for one in own]
+    features = compute(starts[accelerator.process_index], starts[accelerator.process_index] + length)
+    gathered = [{name: gather_on_main(tensor) for name, tensor in x.tensors().items()} for x in features]
     if not accelerator.is_main_process:
         return []
-    each = list(zip(own, gathered))
+    detectors = [x.detector for x in features]
     return join_features(
-        [Features(one.detector, **{name: x[rank][:num] for name, x in parts.items()}) for one, parts in each]
+        [Features(name, **{key: x[rank][:num] for key, x in parts.items()}) for name, parts in zip(detectors, gathered)]
         for rank, num in enumerate(kept)
     )

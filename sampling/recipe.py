@@ -105,7 +105,8 @@ def make_recipe(
     diffusion = with_sampler(run.diffusion, sampler or {})
     if cfg_scale is not None:
         if not hasattr(guidance_settings, "cfg_scale"):
-            raise UserError(f"cfg_scale={cfg_scale:g} needs guidance=cfg, interval or path_drop, not {guidance_settings.name}")
+            chosen = f"guidance={guidance_settings.name}"
+            raise UserError(f"cfg_scale={cfg_scale:g} needs guidance=cfg, interval or path_drop, not {chosen}")
         guidance_settings = guidance_settings.model_copy(update={"cfg_scale": cfg_scale})
     check_guidance(guidance_settings, run, diffusion)
     content = "" if checkpoint is None else store.identity(checkpoint)

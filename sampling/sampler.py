@@ -26,13 +26,13 @@ class ImageSampler:
 
     Attributes:
         net: in evaluation mode, on the device to sample on.
-        autoencoder: decodes latents as `restore_latents` makes them of `data`.
+        autoencoder: decodes the latents, after `restore_latents`.
         data: shape, classes and scale of the latents.
-        precision: of the networks, fp32 | bf16.
-        rounding: of `latents.autoencoders.to_uint8`.
-        is_compiled: the networks are compiled for each size of batch: fill up a batch to the largest one so far.
+        precision: the networks', fp32 | bf16.
+        rounding: see `latents.autoencoders.to_uint8`.
+        is_compiled: pad each batch to the largest one so far, because compiled networks are compiled again for each size.
         second: the second network of autoguidance and its diffusion.
-        cost: network_evaluations and gflops_per_image, of both networks, counted in the last call.
+        cost: network_evaluations and gflops_per_image of both networks together, counted in the last call.
     """
 
     net: nn.Module

@@ -100,7 +100,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_noticed_and_set_aside_and_the_previous_one_found(tmp_path, damage):
+def test_a_damaged_checkpoint_is_noticed_and_renamed_and_the_previous_one_found(tmp_path, damage):
     run = RunFolder(tmp_path, "run")
     save(run.checkpoints, 10, 20)
     bad = run.checkpoints / "step_0000020"
@@ -114,7 +114,7 @@ def test_a_damaged_checkpoint_is_noticed_and_set_aside_and_the_previous_one_foun
 
 def test_a_second_bad_checkpoint_of_a_step_does_not_replace_the_first(tmp_path):
     for name in ("bad_step_0000010", "bad_step_0000010_2"):
-        assert store.set_aside(save(tmp_path, 10)).name == name
+        assert store.rename_damaged(save(tmp_path, 10)).name == name
 
 
 def test_a_bad_checkpoint_that_cannot_be_renamed_ends_the_start(tmp_path, monkeypatch):

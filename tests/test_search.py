@@ -5,11 +5,10 @@ import json
 import pytest
 from conftest import run_fid, run_train
 
-import fid as script
 from common.errors import UserError
 from common.files import hash_file
 from evaluations import images
-from extras.search import Axis, minimise, parse
+from extras.search import NAMES, Axis, minimise, parse
 
 
 def counted(function):
@@ -43,7 +42,7 @@ def test_two_settings_that_depend_on_each_other_are_found_in_turns():
 )
 def test_what_is_no_axis_is_refused_with_what_is_accepted(texts):
     with pytest.raises(UserError, match=r"search=.*(<setting>:<lowest>:<highest>.*cfg_scale, ema_length|one or two settings)"):
-        parse(texts)
+        parse(texts, NAMES)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +71,7 @@ def test_a_search_that_was_stopped_ends_where_it_would_have_with_the_same_evalua
     assert (tmp_path / "whole" / "results.png").exists()
     assert len(hashed) == 1
 
-    evaluate, count = script.Evaluator.evaluate, 0
+    evaluate, count = Evaluator.evaluate, 0
 
     def stopped(self, *arguments):
         nonlocal count
@@ -81,7 +80,7 @@ def test_a_search_that_was_stopped_ends_where_it_would_have_with_the_same_evalua
             raise KeyboardInterrupt
         return evaluate(self, *arguments)
 
-    monkeypatch.setattr(script.Evaluator, "evaluate", stopped)
+    monkeypatch.setattr(Evaluator, "evaluate", stopped)
     while True:
         try:
             cut = search(run, tmp_path / "cut")

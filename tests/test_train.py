@@ -341,7 +341,7 @@ def test_a_step_pauses_the_clock_only_where_something_is_due(train, monkeypatch)
     pauses, paused = [], Clock.paused
     monkeypatch.setattr(Clock, "paused", lambda clock: pauses.append(clock) or paused(clock))
     train("run", "train.num_steps=4", "train.log_every=100", *GRIDS)
-    assert len(pauses) == 4  # two grids; metrics and checkpoint at the last step
+    assert len(pauses) == 2  # a grid; metrics, checkpoint and grid at the last step
 
 
 def test_evaluations_are_lines_of_their_own_with_fields(train):
@@ -509,7 +509,7 @@ def test_a_start_says_its_rate_and_evaluations_and_a_complete_run_needs_no_detec
 
     (run / "samples" / "step_best.png").touch()  # the user's
     with monkeypatch.context() as patch:
-        patch.setattr("train.build_detectors", fail)
+        patch.setattr("training.build.build_detectors", fail)
         train("run", *settings)
         with pytest.raises(AssertionError):
             train("run", *settings, "eval.num_steps=3")

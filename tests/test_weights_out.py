@@ -1,6 +1,7 @@
 """`python -m extras.weights export`: others load the folder with diffusers alone, and get the images of sample.py."""
 
 import ast
+import importlib
 import json
 import os
 import subprocess
@@ -207,7 +208,7 @@ def test_every_diffusion_and_network_of_the_configuration_can_be_exported():
     from extras.weights import pipeline
 
     assert {file.stem for file in (REPOSITORY / "configs" / "diffusion").glob("*.yaml")} == pipeline.DIFFUSIONS.keys()
-    backbones = [name for module in schema.NETWORKS.values() for name in module.BACKBONES]
+    backbones = [name for module in schema.NETWORKS.values() for name in importlib.import_module(module).BACKBONES]
     assert all(hasattr(pipeline, f"{name.partition('-')[0]}Model") for name in backbones)
 
 

@@ -103,16 +103,11 @@ def build_alignment(cfg: schema.TrainConfig, dataset: LatentDataset, accelerator
     return alignment.build(cfg, dataset, accelerator)
 
 
-def build_hooks(
-    cfg: schema.TrainConfig, ema: EMA, run: RunFolder, accelerator: Accelerator, newest: Path | None = None
-) -> list[Hook]:
+def build_hooks(cfg: schema.TrainConfig, ema: EMA, run: RunFolder, accelerator: Accelerator) -> list[Hook]:
     """The hooks between steps. Grids and evaluations sample from the EMA's network.
 
-    Args:
-        newest: the checkpoint that the run resumes. A complete run, as a repeated sweep holds them, needs no hook that samples.
-
-    Raises:
-        UserError: guidance, reference, detector or autoencoder cannot be used.
+    A complete run, which a repeated sweep finds, needs neither: its detector and autoencoder are not loaded.
+    Raises UserError if guidance, reference, detector or autoencoder cannot be used.
     """
     checkpoint = saving.Saving(run, cfg.checkpoint.every, cfg.checkpoint.keep_last, cfg.checkpoint.keep_every)
     found: list[Hook] = [hooks.Metrics(run, cfg.train.log_every, partial(checkpoint.check, wait=False)), checkpoint]
@@ -120,8 +115,7 @@ def build_hooks(
         from extras import posthoc_ema  # the registry's line
 
         found.append(posthoc_ema.Snapshots(run, cfg.train.ema_snapshot_every))
-    is_complete = newest is not None and store.step_of(newest) == cfg.train.num_steps and on_main(lambda: hooks.has_all(run, cfg))
-    if is_complete or not (cfg.sample.every or cfg.eval.every):
+    if not (cfg.sample.every or cfg.eval.every) or on_main(lambda: hooks.has_all(run, cfg)):
         return found
     # What can be wrong, before what takes time.
     recipes = {"grid": make_recipe(cfg, cfg.guidance, cfg.sample.precision)} if cfg.sample.every else {}
@@ -129,10 +123,8 @@ def build_hooks(
         for scale in cfg.eval.cfg_scales:
             guidance, sampler = schema.CFG(name="cfg", cfg_scale=scale), {"num_steps": cfg.eval.num_steps}
             recipes[scale] = make_recipe(cfg, guidance, cfg.eval.precision, sampler=sampler)
-        detectors, background = cfg.evaluation.all_detectors, cfg.evaluation.background
-        reference = open_reference(
-            cfg.evaluation.reference, "evaluation.reference", detectors, cfg.data.resolution, background
-        )
+        needs = cfg.evaluation.all_detectors, cfg.data.resolution, cfg.evaluation.background
+        reference = open_reference(cfg.evaluation.reference, "evaluation.reference", *needs)
     decoder = build_autoencoder(cfg, accelerator.device)
     mode = resolve_compile(cfg.train.compile, accelerator.device)
     compile_network(ema.net, mode)
@@ -141,9 +133,8 @@ def build_hooks(
         found.append(hooks.Grids(run, samplers.pop("grid"), cfg.sample.every))
     if cfg.eval.every:
         cache = run.path.parent / "reference_features"
-        evaluator = Evaluator(
-            accelerator, build_detectors(cfg.evaluation, accelerator), reference, cfg.eval.batch_size, cache
-        )
+        detectors = build_detectors(cfg.evaluation, accelerator)
+        evaluator = Evaluator(accelerator, detectors, reference, cfg.eval.batch_size, cache)
         found.append(hooks.Evaluations(run, evaluator, samplers, cfg.eval.every))
     return found
 

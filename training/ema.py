@@ -21,7 +21,7 @@ class EMA:
     Attributes:
         net: the copy. After `shard_like` it has values only inside `full_weights`.
         averages: by parameter name; sharded after `shard_like`.
-        num_updates_before: updates before step 0, in the run that gave the initial weights; they count in s.
+        num_updates_before: updates before step 0, in the run that gave the initial weights. s includes them.
     """
 
     def __init__(self, net: nn.Module, decay: float):
@@ -44,7 +44,7 @@ class EMA:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Update the averages after step `step`, counted from 0: once per step, in order, which it does not check.
+        """Update the averages after step `step`, counted from 0. Call it once per step, in order; it does not check this.
 
         Sharded averages need no communication. Buffers (the statistics of a BatchNorm) are not averaged.
         """
@@ -54,7 +54,7 @@ class EMA:
         torch._foreach_lerp_(averages, weights, 1 - decay)
 
     def states(self) -> dict[str, dict[str, Tensor]]:
-        """What a checkpoint holds, by the name of its file."""
+        """The tensors for a checkpoint, by the name of the file."""
         return {"ema": self.averages}
 
     @torch.no_grad()

@@ -51,7 +51,7 @@ def grid_file(run: RunFolder, step: int) -> Path:
 
 @dataclass
 class Grids(Hook):
-    """samples/step_N.png, from the EMA. Image i has seed i and class i mod num_classes. The processes share the work."""
+    """Grids of samples from the EMA, samples/step_N.png. Image i has seed i and class i mod num_classes."""
 
     run: RunFolder
     sampler: ImageSampler
@@ -64,7 +64,7 @@ class Grids(Hook):
             return
         num_samples, size = trainer.cfg.sample.num_samples, trainer.cfg.sample.batch_size
         labels = [seed % self.sampler.data.num_classes for seed in range(num_samples)]
-        length = -(-num_samples // accelerator.num_processes)  # equal shares can be gathered; the last repeat an image
+        length = -(-num_samples // accelerator.num_processes)  # gathering needs equal shares; the last ones repeat an image
         start = accelerator.process_index * length
         seeds = [min(seed, num_samples - 1) for seed in range(start, start + length)]
         with trainer.ema.full_weights():
@@ -115,9 +115,9 @@ class Evaluations(Hook):
             accelerator.log({"step": step, **named})
 
 def identify_evaluations(cfg: TrainConfig, step: int) -> list[dict]:
-    """What identifies the evaluations of a step, one for each guidance scale, as metrics.jsonl holds it.
+    """The records that identify the evaluations of a step, one for each guidance scale, in metrics.jsonl.
 
-    `how` holds what else the figures depend on; a resume may change it. Its keys are those of fid.py's results.
+    `how` holds the other settings that figures depend on and that a resume may change; its keys are those of fid.py's results.
     """
     diffusion = with_sampler(cfg.diffusion, {"num_steps": cfg.eval.num_steps})
     how = {"weights": "ema", **name_sampler(diffusion), "precision": cfg.eval.precision, "labels": cfg.eval.labels}

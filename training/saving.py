@@ -22,7 +22,7 @@ LABEL_TABLE = "y_embedder.embedding_table.weight"
 
 
 class Saving(Hook):
-    """Has the main process write a checkpoint while training goes on; waits for the one before.
+    """The main process writes a checkpoint while training continues, after the previous one is written.
 
     Raises, on every process:
         UserError: the loss or the weights are not finite; a checkpoint could not be written.
@@ -32,7 +32,7 @@ class Saving(Hook):
         self.run, self.every, self.keep = run, every, (keep_last, keep_every)
         self.saved_step: int | None = None
         self._thread = ThreadPoolExecutor(1, "checkpoint")
-        # On the main process: the checkpoint that is being written, and the memory that holds its tensors.
+        # On the main process: the write in progress, and the memory that holds its tensors.
         self._writing: Future | None = None
         self._snapshot: dict | None = None
 
@@ -40,9 +40,9 @@ class Saving(Hook):
         if trainer.step in (self.saved_step, trainer.first_step):
             return
         self.check(wait=True)
-        trainer.reduce_losses()  # all processes have the same sums from here on: they go into the checkpoint
+        trainer.reduce_losses()  # the checkpoint holds the same sums for all processes
         shards = [local_shard(p.detach()) for p in trainer.parameters]
-        # The least and the greatest value; both are NaN where one is. Several times as fast as isfinite() of all of them.
+        # Minimum and maximum, which are NaN if any value is: several times as fast as isfinite() of every value.
         extremes = [torch.stack(shard.aminmax()) for shard in shards if shard.numel()]
         finite = torch.stack(extremes).isfinite().all()
         if not trainer.accelerator.gather(finite.reshape(1)).all().item():
@@ -50,7 +50,7 @@ class Saving(Hook):
         states = {"model": trainer.net.state_dict(), "optimizer": trainer.optimizer.state_dict(), **trainer.ema.states()}
         if trainer.alignment is not None:
             states["projector"] = trainer.alignment.projector.state_dict()
-        # Every process helps to gather sharded tensors; the main process receives them.
+        # All processes take part in gathering sharded tensors; the main process receives them.
         self._snapshot = copy_state_dict(states, keep=trainer.accelerator.is_main_process, into=self._snapshot)
         if trainer.device.type == "cuda":
             torch.cuda.synchronize(trainer.device)
@@ -67,14 +67,14 @@ class Saving(Hook):
             self._writing = self._thread.submit(self._write, checkpoint)
 
     def _write(self, checkpoint: store.Checkpoint) -> None:
-        self.run.flush_metrics()  # a resume does not write the lines up to this step again
+        self.run.flush_metrics()  # a resumed run does not write the lines up to this step again
         store.save(self.run.checkpoints, checkpoint, *self.keep)
 
     def check(self, wait: bool) -> None:
         """Every process raises if a checkpoint could not be written. Every process must call it.
 
         Args:
-            wait: for the checkpoint that is being written; otherwise its error is raised by a later call.
+            wait: wait for the write in progress; otherwise a later call raises its error.
         """
 
         def result() -> None:
@@ -93,7 +93,7 @@ class Saving(Hook):
 
 
 def resume(trainer: Trainer, folder: Path) -> None:
-    """Continue a run from one of its checkpoints, verified. Raises UserError if it was trained on other latents or targets."""
+    """Resume a run from a verified checkpoint. Raises UserError if it was trained on other latents, labels or targets."""
     checkpoint = store.load(folder)
     if checkpoint.state.get("data") != trainer.dataset.identity:
         raise UserError(
@@ -107,14 +107,14 @@ def resume(trainer: Trainer, folder: Path) -> None:
 
 
 def init_from(trainer: Trainer, folder: Path, init_state: str) -> None:
-    """Start from another run's weights and EMA (a verified checkpoint), with init_state=all also its optimizer and step."""
+    """Start from the weights and EMA of another run's verified checkpoint; with init_state=all, also its optimizer and step."""
     _copy_values(trainer, folder, store.load(folder), with_optimizer=init_state == "all")
     log.info("weights and EMA from %s%s", folder, f", with optimizer and step {trainer.step}" if init_state == "all" else "")
 
 
 @torch.no_grad()
 def _copy_values(trainer: Trainer, folder: Path, checkpoint: store.Checkpoint, *, with_optimizer: bool) -> None:
-    """Copy the values of a checkpoint, tensor by tensor: a process never holds more than its own part in its memory."""
+    """Copy a checkpoint tensor by tensor, so that a process never holds more than its own shards in memory."""
     own, stored, averages, stored_averages = trainer.net.state_dict(), checkpoint.model, trainer.ema.averages, checkpoint.ema
     if not with_optimizer and stored[LABEL_TABLE].shape != own[LABEL_TABLE].shape:  # `training.build.check_initial` allows it
         counts = [len(side[LABEL_TABLE]) - 1 for side in (stored, own)]
@@ -125,9 +125,9 @@ def _copy_values(trainer: Trainer, folder: Path, checkpoint: store.Checkpoint, *
         )
     store.check_tensors(folder / store.WEIGHTS["raw"], stored, own)
     store.check_tensors(folder / store.WEIGHTS["ema"], stored_averages, averages)
-    if with_optimizer and trainer.alignment is not None:  # init_state=weights starts with a projector of its own
+    if with_optimizer and trainer.alignment is not None:  # init_state=weights starts with a new projector
         if checkpoint.state["encoder"] != trainer.alignment.encoder:
-            raise UserError(f"{folder} was aligned with other weights of the encoder than those of alignment.weights")
+            raise UserError(f"{folder} was aligned with other encoder weights than alignment.weights")
         projector = trainer.alignment.projector.state_dict()
         store.check_tensors(folder / "projector.safetensors", checkpoint.projector or {}, projector)
         own, stored = own | projector, stored | checkpoint.projector
@@ -147,5 +147,5 @@ def _copy_values(trainer: Trainer, folder: Path, checkpoint: store.Checkpoint, *
         i: {key: distribute_like(value, parameters[i]) if key != "step" else value.clone() for key, value in values.items()}
         for i, values in checkpoint.optimizer["state"].items()
     }
-    # Learning rate, betas and weight decay are this start's: a resume may change them.
+    # Keep this start's learning rate, betas and weight decay: a resume may change them.
     trainer.optimizer.load_state_dict({"state": state, "param_groups": trainer.optimizer.state_dict()["param_groups"]})

@@ -1,10 +1,10 @@
 """One process or several: DDP, or FSDP2, where every process holds a shard of weights, gradients, states and EMA.
 
-FSDP uses torch's `fully_shard`, not accelerate's plugin, which gives all units one precision (the block after a route has
-its own), builds its device mesh without regard to the accelerator's device and knows no EMA.
+FSDP uses torch's `fully_shard`. accelerate's plugin gives all units one precision (the block after a route has its own), builds
+its device mesh without regard to the accelerator's device, and does not shard the EMA.
 
-A sharded tensor is a DTensor, split along its first dimension. torch.distributed.fsdp and .tensor are imported where they
-are used: that takes seconds, which train.parallel=ddp need not spend.
+A sharded tensor is a DTensor, split along its first dimension. torch.distributed.fsdp and .tensor take seconds to import, so
+that functions import them.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ def check_processes(train: Train, num_processes: int, launched_as: str) -> None:
 
 
 def processes_per_node(num_processes: int) -> int:
-    """As the launcher says; without a launcher, all of them."""
+    """The number that the launcher gives; without a launcher, all processes."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", num_processes))
 
 
 def prepare(accelerator: Accelerator, train: Train, modules: Sequence[nn.Module], ema) -> list[nn.Module]:
-    """What trains `modules` on the accelerator's device: compiled, checkpointed, and wrapped in DDP or sharded by FSDP.
+    """The modules as they are trained: on the device, compiled, checkpointed, and wrapped in DDP or sharded by FSDP.
 
     Args:
         modules: the network first, with the same values on every process.
-        ema: an `EMA` of the network, which moves or is sharded with it.
+        ema: the network's `EMA`, which moves or is sharded with it.
     """
     net, device = modules[0], accelerator.device
     if train.parallel == "ddp":
@@ -79,15 +79,14 @@ def prepare(accelerator: Accelerator, train: Train, modules: Sequence[nn.Module]
 def shard_network(modules: Sequence[nn.Module], device: torch.device, num_processes: int, precision: str) -> None:
     """Shard the trained parameters on `device`: one FSDP unit per block, one for the rest, and one for every other module.
 
-    Weights are sharded within a node and replicated across nodes. FSDP gathers a unit before it computes, keeps it until the
-    backward, and averages and shards its gradients, in float32, while the backward of the next unit runs. Call it after
+    Weights are sharded within a node and replicated across nodes. FSDP gathers a unit before it computes and keeps it until the
+    backward. While the backward of the next unit runs, it averages and shards the gradients, in float32. Call this after
     `compile_network` and `checkpoint_activations`, so that neither contains the communication.
 
     Args:
-        precision: shards are float32, and autocast works as without FSDP. With bf16, blocks are gathered in bfloat16: their
-            parameters belong to linear layers, which autocast would round to the same values, so half of the communication
-            gives the same numbers. (The gains of LightningDiT's norms are rounded here only.) Blocks after a route
-            (net.fp32_layers) and everything outside the blocks are gathered in float32.
+        precision: with bf16, blocks are gathered in bfloat16, which halves the communication. The numbers stay the same, since
+            autocast rounds the weights of linear layers anyway (only the gains of LightningDiT's norms are rounded more). Blocks
+            after a route (net.fp32_layers) and everything outside the blocks are gathered in float32. Shards are float32.
     """
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -106,7 +105,7 @@ def shard_network(modules: Sequence[nn.Module], device: torch.device, num_proces
     for i, block in enumerate(net.blocks):
         policy = in_bf16 if precision == "bf16" and i not in net.fp32_layers else in_fp32
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    # The positions are not trained and small, and their first dimension, 1, cannot be split: every process holds them.
+    # Every process holds the positions: they are small, not trained, and their first dimension, 1, cannot be split.
     fixed = {p for p in net.parameters() if not p.requires_grad}
     fully_shard(net, mesh=mesh, mp_policy=in_fp32, ignored_params=fixed)
     for module in others:
@@ -116,22 +115,22 @@ def shard_network(modules: Sequence[nn.Module], device: torch.device, num_proces
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """This process's shard, which shares memory with `tensor`; a plain tensor as it is."""
+    """This process's shard, which shares memory with `tensor`; a plain tensor is returned as it is."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """A sharded tensor gathered on its device; a plain tensor as it is. Every process must call it."""
+    """A sharded tensor, gathered on its device; a plain tensor is returned as it is. Every process must call it."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def distribute_like(full: Tensor, like: Tensor) -> Tensor:
-    """A copy of `full`, which every process has, on the device of `like` and sharded as it is."""
+    """A copy of `full`, which every process holds, on the device of `like` and with its sharding."""
     if not hasattr(like, "to_local"):
         return full.to(like.device, copy=True)
     from torch.distributed.tensor import distribute_tensor
 
-    # src_data_rank=None: no communication, every process cuts its own shard. It is a view; the clone lets `full` be freed.
+    # src_data_rank=None: every process cuts its own shard, without communication. The clone allows `full` to be freed.
     return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None).clone()
 
 
@@ -144,7 +143,7 @@ def copy_state_dict(state: object, keep: bool, into: object = None) -> object:
 
     Args:
         keep: without it, None takes the place of tensors.
-        into: an earlier copy of the same state dict, whose memory is used again: new memory costs more than the copy.
+        into: an earlier copy, whose memory is reused: to allocate memory costs more than to copy.
     """
     if isinstance(state, dict):
         return {key: copy_state_dict(value, keep, into.get(key) if into else None) for key, value in state.items()}

@@ -1,4 +1,4 @@
-"""A signal, or the end of the launcher, asks training to save a checkpoint and leave; a second signal ends it at once."""
+"""After a signal, or when the launcher ends, training saves a checkpoint and stops; a second signal ends it at once."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from runtime.machine import LAUNCHERS
 
 log = logging.getLogger(__name__)
 
-# Slurm and submitit warn with USR1 and USR2, a terminal that closes with HUP. Windows has neither.
+# Slurm and submitit send USR1 and USR2 as warnings, a closing terminal sends HUP. Windows has none of them.
 STOP_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)]
 # A second one of these ends the run at once. The others are warnings, which a SIGTERM may follow while the run still saves.
 URGENT = (signal.SIGTERM, signal.SIGINT)
 # Terminal and launcher both forward a Ctrl-C: signals this close together are one request.
 SAME_REQUEST_SEC = 1.0
-PATIENCE = timedelta(minutes=30)  # between two calls of one process and of the slowest
+PATIENCE = timedelta(minutes=30)  # how long a process waits for the slowest one
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PARENT = os.getppid()  # read at the import: the launcher may end before training starts
 
@@ -32,21 +32,21 @@ _PARENT = os.getppid()  # read at the import: the launcher may end before traini
 class StopSignal:
     """Whether this run was asked to stop, with the same answer on every process.
 
-    The processes agree by an all-reduce on the CPU, started at one step and read at the next: none waits for an accelerator,
-    and all stop after the same step.
+    The processes agree by an all-reduce on the CPU, which starts in one step and is read in the next. No process waits for an
+    accelerator, and all stop after the same step.
 
     Python calls the handler between two bytecodes of the main thread: on a CPU, signals within one long backward count as one.
     On Linux, the system sends SIGTERM when the launcher that started this process ends.
     """
 
     def __init__(self):
-        self.signum: int | None = None  # that this process was first asked to stop by
+        self.signum: int | None = None  # the first signal
         self._first_urgent_sec: float | None = None
         self._group = None
         if dist.is_initialized() and dist.get_world_size() > 1:
             self._group = dist.new_group(backend="gloo", timeout=PATIENCE)
         self._pending: tuple[dist.Work, torch.Tensor] | None = None
-        # A warning that somebody handles or ignores already stays theirs: nohup ignores SIGHUP.
+        # Leave warnings alone that somebody handles or ignores already: nohup ignores SIGHUP.
         signals = [s for s in STOP_SIGNALS if s in URGENT or signal.getsignal(s) == signal.SIG_DFL]
         self._previous = {s: signal.signal(s, self._handle) for s in signals}
         if sys.platform == "linux" and any(name in os.environ for name in LAUNCHERS):
@@ -76,7 +76,7 @@ class StopSignal:
         return answer
 
     def requested_now(self) -> bool:
-        """`requested` without the delay: it waits for the other processes. For batches of samples, which take seconds."""
+        """`requested` without the delay of a step: it waits for all processes. For batches of samples, which take seconds."""
         return self.requested() or self.finish()
 
     def finish(self) -> bool:

@@ -23,16 +23,16 @@ from training.ema import EMA
 from training.sharding import full_tensor, prepare
 from training.stop import StopSignal
 
-NEVER = 2**62  # the "first bad step" of a run that has none
+NEVER = 2**62  # `first_bad_step` of a run without one
 # A run that exceeds it has diverged. A network that predicts zero has a loss of (std / sigma_data)^2 or less: at most 16 for
 # latents of a usual scale. A far too high learning rate can reach 1e4 and recover.
 MAX_LOSS = 1e6
 
 
 class Hook:
-    """An action between steps: called after every `every` steps (0: never), after the last one, and at a start.
+    """An action between steps: called after every `every` steps (0: never), after the last step, and when training starts.
 
-    If Interrupted cuts a hook short, the next start calls it again with the same step.
+    It reads the trainer and does not write to it. After an Interrupted, the next start calls it again with the same step.
     """
 
     every: int
@@ -53,20 +53,20 @@ class Trainer:
     Args:
         cfg: with data.* filled in.
         net: the plain network, whose weights a checkpoint holds; train.parallel=fsdp shards them.
-        ema: of `net`, without updates so far.
+        ema: the EMA of `net`, before its first update.
         alignment: `extras.alignment.Alignment`; None: none.
         hooks: in the order in which they are called.
 
     Attributes:
-        modules: what is trained: `net`, and with alignment its projector; `models`: as accelerate wraps them;
-            `parameters`: of all of them, also those that are not trained.
-        step: optimizer steps done; `first_step`: those before this start.
+        modules: the modules that are trained: `net`, and with alignment its projector. `models` are the same as accelerate
+            wraps them, and `parameters` all their parameters, trained or not.
+        step: optimizer steps done; `first_step`: those done before this start.
         parts: the rows of the global batch in each of this process's micro-batches.
-        loss_sums: of the diffusion's loss, and with alignment of its own, over the last `loss_count` steps. They and
-            `first_bad_step`, the first step with a loss of NaN or MAX_LOSS or more, stay on the device: no step waits for it.
+        loss_sums: sums over the last `loss_count` steps of the diffusion's loss, and of the alignment's. They stay on the device,
+            so that no step waits for it. So does `first_bad_step`, the first step with a loss of NaN or above MAX_LOSS.
         record: the last line of metrics (`measure`); None before the first one.
-        stop: answers whether the run was asked to stop, while it trains.
-        stopped_by: the number of the signal that stopped it; None: none did in this process.
+        stop: while the run trains, answers whether somebody asked it to stop.
+        stopped_by: the signal that stopped this process; None: no signal.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Trainer:
         """Forward, backward, optimizer and EMA for one global batch. Nothing here waits for the device.
 
         Args:
-            micro_batches: (stored latents, labels) for each of self.parts; with alignment, also what it is shown.
+            micro_batches: (stored latents, labels) for each of self.parts; with alignment also images.
         """
         losses_of_step = torch.zeros_like(self.loss_sums)
         for m, (part, micro_batch) in enumerate(zip(self.parts, micro_batches)):
@@ -151,7 +151,7 @@ class Trainer:
         Every random number depends on (seed, step, row of the global batch) alone.
 
         Args:
-            shown: to alignment's encoder (`Alignment.fetch`); None: without alignment.
+            shown: images for alignment's encoder (`Alignment.fetch`); None without alignment.
         """
 
         def random(stream: str) -> StepRandom:
@@ -168,13 +168,13 @@ class Trainer:
     def train(self) -> bool:
         """Train from self.step to the end of the run, or until a signal; call the hooks when they are due.
 
-        A signal takes effect after the step or the batch of samples; `finish` of the hooks then saves this step.
+        A signal takes effect after the current step or batch of samples. `Hook.finish` then saves this step.
 
         Returns:
             Whether the run is complete.
 
         Raises:
-            UserError: of a hook.
+            UserError: from a hook, or because the run has diverged.
         """
         batches, num_steps = self.batches(), self.cfg.train.num_steps
         is_silent = self.step >= num_steps or not self.accelerator.is_main_process
@@ -184,7 +184,7 @@ class Trainer:
             for hook in self.hooks:
                 stack.callback(hook.close)
             try:
-                self._call_hooks()  # what an interruption left undone
+                self._call_hooks()  # those that an interruption cut short
                 while self.step < num_steps:
                     self.train_step(next(batches))
                     self.bar.update()
@@ -199,7 +199,7 @@ class Trainer:
                 hook.finish(self)
             self.stop.finish()
             self.stopped_by = self.stop.signum
-        self.stop = None  # so that `leave` frees its process group, and not the collector in some thread
+        self.stop = None  # free its process group here, and not in whichever thread collects garbage
         return is_complete
 
     def _call_hooks(self) -> None:
@@ -265,10 +265,7 @@ def learning_rate(train: Train, step: int) -> float:
 
 
 class Clock:
-    """Seconds of training, without pauses, and the steps in them.
-
-    `restart` is for the inside of a pause.
-    """
+    """Counts steps, and seconds of training without pauses. Call `restart` inside a pause."""
 
     def __init__(self, device: torch.device):
         self.device, self._start_sec = device, time.perf_counter()
