@@ -9,6 +9,7 @@ from common.errors import UserError
 from common.files import hash_file
 from evaluations import images
 from extras.search import NAMES, Axis, minimise, parse
+from sampling.evaluator import Evaluator
 
 
 def counted(function):
