@@ -30,7 +30,7 @@ from yaml import YAMLError
 from common.errors import UserError, first_line
 from common.files import REPOSITORY
 from common.progress import log_to_stderr
-from configs import experiments
+from configs.compose import GROUPS, compose_overrides, register
 from configs.settings import S, Settings, flatten, nearest, validate
 
 FULL_ERRORS = "HYDRA_FULL_ERROR"  # Hydra's switch, which holds for all commands here
@@ -103,7 +103,7 @@ def _run(main: Callable[[S], None], config_name: str, settings: type[S]) -> None
     with explained_composition(given.overrides, config_name):
         if "multirun" in options:
             check_sweep(given.overrides, config_name, settings)
-        cfg = None if options else check(experiments.compose_overrides(given.overrides, config_name), settings, given.overrides)
+        cfg = None if options else check(compose_overrides(given.overrides, config_name), settings, given.overrides)
     if options:  # a sweep, --cfg, the shell's completion
         run_by_hydra(main, config_name, settings, given.overrides)
     else:
@@ -126,7 +126,7 @@ def run_by_hydra(main: Callable[[S], None], config_name: str, settings: type[S],
 
     checked.__module__ = Path(sys.argv[0]).stem  # Hydra names the jobs of a cluster after it
     os.environ[FULL_ERRORS] = "1"  # have Hydra raise errors instead of printing them
-    experiments.register(overrides)
+    register(overrides)
     with explained_composition(overrides, config_name):
         hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(checked)()
 
@@ -154,7 +154,7 @@ def check_sweep(overrides: Sequence[str], config_name: str, settings: type[S]) -
         typed = [override for override in typed if not override.startswith("hydra")]
         words = " ".join(typed)
         try:
-            cfg = check(experiments.compose_overrides(typed, config_name), settings, typed)
+            cfg = check(compose_overrides(typed, config_name), settings, typed)
         except UserError as e:
             raise UserError(f"{words}: {e}") from e
         folder = tuple(getattr(cfg, key, None) for key in ("output_dir", "name"))
@@ -186,8 +186,8 @@ def explain(error: HydraException | ValueError, overrides: Sequence[str], config
     if text.startswith("Error merging override"):  # a dictionary in place of a list
         return f"{text.partition('override ')[2]}: the key holds a list"
     if unknown := re.search(r"Could not override '([^']+)'", text):
-        choices = [override for override in overrides if override.partition("=")[0] in experiments.GROUPS]
-        known = flatten(OmegaConf.to_container(experiments.compose_overrides(choices, config_name)))
+        choices = [override for override in overrides if override.partition("=")[0] in GROUPS]
+        known = flatten(OmegaConf.to_container(compose_overrides(choices, config_name)))
         return f"{unknown[1]} is not a key{nearest(unknown[1], [*known, *(key.partition('.')[0] for key in known)])}"
     return text
 

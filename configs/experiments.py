@@ -8,18 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
-import hydra
-from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
-from common.errors import UserError
-from configs.settings import nearest
-
-GROUPS = ("data", "model", "diffusion", "alignment", "guidance")
+from configs.compose import GROUPS
 
 
 @dataclass(frozen=True)
@@ -46,30 +39,6 @@ class Row:
             if key not in GROUPS:
                 OmegaConf.update(config, key, value)
         return config
-
-
-def register(overrides: Sequence[str]) -> None:
-    """Make the rows that `experiment=` names, with commas for a sweep, the only choices of Hydra's group `experiment`.
-
-    Hydra copies what is registered at every step: all rows would make a start 0.4 s longer. UserError for an unknown row.
-    """
-    ConfigStore.instance().repo.pop("experiment", None)
-    for override in overrides:
-        key, _, value = override.partition("=")
-        for name in value.split(",") if key.lstrip("+") == "experiment" and value != "null" else ():
-            if name not in ROWS:
-                raise UserError(f"experiment={name} is not a row of configs/experiments.py{nearest(name, ROWS)}")
-            group, _, last = f"experiment/{name}".rpartition("/")
-            ConfigStore.instance().store(group=group, name=last, node=ROWS[name].to_config(), package="_global_")
-
-
-def compose_overrides(overrides: Sequence[str], config_name: str = "config") -> DictConfig:
-    """configs/<config_name>.yaml with these overrides, unresolved and unchecked. Raises UserError as `register` does."""
-    if GlobalHydra.instance().is_initialized():  # inside a command, which has registered all of its rows
-        return hydra.compose(config_name, overrides=list(overrides))
-    register(overrides)
-    with hydra.initialize_config_dir(str(Path(__file__).parent), version_base="1.3"):
-        return hydra.compose(config_name, overrides=list(overrides))
 
 
 # Settings that rows share.

@@ -18,7 +18,6 @@ from common.errors import UserError, reading
 from common.files import hash_file
 from common.progress import progress_bar, say_if_slow
 from configs import schema
-from evaluations.classifiers import DIGITS_WEIGHTS, ClassifierDetector
 from evaluations.features import (
     Detector,
     Features,
@@ -30,9 +29,7 @@ from evaluations.features import (
     write_cache,
 )
 from evaluations.images import ImageSet, open_images
-from evaluations.inception import InceptionDetector, fetch_weights
 from evaluations.suite import evaluate, jackknife, set_of
-from evaluations.vit import DINOV2_L, DINOv2Detector, find_encoder_weights
 from runtime.processes import check_same, gather_on_main, on_main
 from sampling.sampler import ImageSampler
 
@@ -57,14 +54,19 @@ def hash_weights(settings: schema.DetectorSettings) -> dict[str, str | None]:
 
 
 def _build_detector(name: str, settings: schema.DetectorSettings, accelerator: Accelerator) -> Detector:
-    if name == "digits":
-        return ClassifierDetector(name, DIGITS_WEIGHTS, accelerator.device)
-    if set_of(name):
-        if settings.weights is None:
+    if name == "digits" or set_of(name):
+        from evaluations.classifiers import DIGITS_WEIGHTS, ClassifierDetector
+
+        if name != "digits" and settings.weights is None:
             raise UserError(f"evaluation.detector={name} needs evaluation.weights=<the file of prepare_latents.py detector>")
-        return ClassifierDetector(name, settings.weights, accelerator.device)
+        return ClassifierDetector(name, DIGITS_WEIGHTS if name == "digits" else settings.weights, accelerator.device)
     if name == "dinov2":
+        from evaluations.vit import DINOV2_L, DINOv2Detector, find_encoder_weights
+
         return DINOv2Detector(settings.dinov2_weights or find_encoder_weights(DINOV2_L), accelerator.device)
+
+    from evaluations.inception import InceptionDetector, fetch_weights
+
     # In a list with small-<set>, evaluation.weights is the file of small-<set>.
     file = None if any(map(set_of, settings.all_detectors)) else settings.weights
     return InceptionDetector(file or fetch_weights(), accelerator.device)

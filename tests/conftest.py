@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from common.files import REPOSITORY, hash_file
 from configs import schema
 from configs.command_line import check
-from configs.experiments import compose_overrides
+from configs.compose import compose_overrides
 from latents.shards import ShardInfo, write_shard
 
 # tests/gpu needs a CUDA device; tests/test_gpu_code.py runs its code on a CPU.

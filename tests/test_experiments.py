@@ -9,8 +9,8 @@ from hydra.core.config_store import ConfigStore
 
 from checkpoints.load import build_network
 from common.errors import UserError
-from configs import experiments
-from configs.experiments import ROWS
+from configs.compose import register
+from configs.experiments import ROWS, TABLES
 from extras.report.experiments import change_words, changes_of
 from extras.report.runs import LOSS, read_run
 
@@ -54,16 +54,16 @@ def test_every_experiment_composes_and_builds(name):
 
 
 def test_no_two_rows_share_a_name_or_run_and_only_the_named_ones_are_registered():
-    assert len({name.replace("/", "_") for name in ROWS}) == len([row for table in experiments.TABLES for row in table()]) == 66
+    assert len({name.replace("/", "_") for name in ROWS}) == len([row for table in TABLES for row in table()]) == 66
 
     def registered(*overrides):
-        experiments.register(overrides)
+        register(overrides)
         return ConfigStore.instance().repo.get("experiment", {})
 
     assert registered("seed=1") == registered("experiment=null") == {}
     found = registered("experiment=table2/dit_b2,selection_rate/50", "seed=0,1")
     with pytest.raises(UserError, match="experiment=table2/dit_b3 is not a row .*nearest: table2/dit_b2"):
-        experiments.register(["experiment=table2/dit_b3"])
+        register(["experiment=table2/dit_b3"])
     assert {*found} == {"table2", "selection_rate"} and [*found["table2"]] == ["dit_b2.yaml"]
 
 

@@ -19,7 +19,7 @@ from common.errors import UserError
 from common.types import Count, Whole
 from configs import schema
 from configs.command_line import check
-from configs.experiments import compose_overrides
+from configs.compose import compose_overrides
 from evaluations.features import Features
 from evaluations.suite import evaluate
 from extras.benchmarks.harness import TimedRow, measure, report

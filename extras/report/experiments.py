@@ -11,7 +11,8 @@ from functools import cache
 
 from omegaconf import DictConfig, OmegaConf
 
-from configs.experiments import ROWS, compose_overrides
+from configs.compose import compose_overrides
+from configs.experiments import ROWS
 from configs.schema import Role, role_of
 from configs.settings import flatten
 from extras.report.runs import LOSS, UNGUIDED, Measure, Run

@@ -18,7 +18,8 @@ from common.files import write_file
 from common.types import Count, Positive, Text, Whole
 from configs import schema
 from configs.command_line import check
-from configs.experiments import LIGHTNING_DIFFUSION, SIT_SAMPLER, compose_overrides
+from configs.compose import compose_overrides
+from configs.experiments import LIGHTNING_DIFFUSION, SIT_SAMPLER
 from configs.schema import AutoencoderSpec
 from extras import lightningdit
 from extras.weights.published import read_published, read_sizes, turn_clock_and_sign, without_projectors
