@@ -26,7 +26,7 @@ BACKBONES = {f"DiT-{size}/{patch}": (*SIZES[size], patch) for size in SIZES for 
 
 
 def build(backbone: str, **kwargs) -> DiT:
-    """A network by its name, such as `DiT-B/2`. Other keywords are passed to `DiT` and override the name's sizes."""
+    """A network by its name, such as `DiT-B/2`. Other keywords go to `DiT`, and override the sizes of the name."""
     return DiT(**sizes_of(backbone, BACKBONES) | kwargs)
 
 
@@ -181,8 +181,8 @@ class DiT(nn.Module):
         routes: windows of blocks that some tokens skip; without any, the network is the plain DiT.
         selection: the rule that chooses the tokens that stay, or its name in `routing_module.SELECTIONS`.
         fp32_after_route: under autocast, run the block (or final layer) after each active route in float32 (TREAD, section 4).
-        init: with `adaln_zero`, as in DiT, every block starts as the identity and the output as zero. With `official_tread`, as
-            in the official code, modulation and final layers are Xavier-uniform like all others.
+        init: `adaln_zero`, as in DiT: every block starts as the identity, and the output as zero. `official_tread`, as in the
+            official code: modulation and final layers are Xavier-uniform like all others.
 
     Raises ValueError for routes that do not fit the depth, and for latents whose size the patches do not divide.
     """
@@ -279,7 +279,7 @@ class DiT(nn.Module):
         Raises ValueError for t, y or drop_labels of another shape, and for ratios or scores that do not fit the routes.
         """
         for name, value in (("t", t), ("y", y), ("drop_labels", drop_labels)):
-            if value is not None and value.shape != x.shape[:1]:  # one number would broadcast
+            if value is not None and value.shape != x.shape[:1]:  # a scalar would broadcast
                 raise ValueError(f"{name} has shape {tuple(value.shape)}; {len(x)} latents need {(len(x),)}")
         if self.training and drop_labels is None and self.class_dropout > 0:
             drop_labels = torch.rand(len(y), device=y.device, generator=generator) < self.class_dropout
@@ -321,7 +321,7 @@ class DiT(nn.Module):
         return draws
 
     def token_tables(self) -> tuple[Tensor, ...]:
-        """Per-token tables that blocks take besides the tokens (rotary angles, say), each (1, N, ...).
+        """Per-token tables that blocks take besides the tokens (such as rotary angles), each (1, N, ...).
 
         In a route, a block gets the rows of the kept tokens.
         """

@@ -43,7 +43,7 @@ class Projector(nn.Sequential):
 
 
 class ObservedNetwork:
-    """A network that also stores the tokens after block number `block`, from 1, of its last call; a diffusion can call it.
+    """A network that stores the tokens after block number `block`, from 1, at each call. A diffusion calls it like a network.
 
     Attributes:
         tokens: (B, N, D), or inside a route the kept tokens, (B, K, D).
@@ -63,7 +63,7 @@ class ObservedNetwork:
 
 @dataclass(frozen=True)
 class Alignment:
-    """What a trainer needs to align its network.
+    """The parts with which a trainer aligns its network.
 
     Attributes:
         projector: trained with the network.
@@ -102,7 +102,7 @@ def alignment_loss(projected: Tensor, patches: Tensor, ids_keep: Tensor | None =
         patches: (B, N, E).
 
     Raises:
-        ValueError: tensors of different tokens, which would broadcast.
+        ValueError: other shapes, which would broadcast.
     """
     if ids_keep is not None:
         patches = TokenRouter.start_route(patches, ids_keep)
@@ -112,11 +112,11 @@ def alignment_loss(projected: Tensor, patches: Tensor, ids_keep: Tensor | None =
 
 
 def build(cfg: TrainConfig, dataset: LatentDataset, accelerator: Accelerator) -> Alignment:
-    """alignment=repa, with its encoder on this process's device.
+    """The parts for alignment=repa, with the encoder on this process's device.
 
     Raises:
-        UserError: the network has no such block; the latents come without images; the encoder cannot be loaded, or its name does
-            not give the size of its patches.
+        UserError: the network has no such block; the shards hold no images; the encoder cannot be loaded, or its name does not
+            give the size of its patches.
     """
     settings = cfg.alignment
     sizes = cfg.model.sizes

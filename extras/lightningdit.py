@@ -1,8 +1,7 @@
-"""LightningDiT (arXiv 2501.01423): DiT with rotary positions, RMSNorm and SwiGLU; routed as DiT is.
+"""LightningDiT (arXiv 2501.01423): DiT with rotary positions, RMSNorm and SwiGLU, with the same routes as DiT.
 
-Parameter names are those of hustvl/LightningDiT, so that published state dicts load with strict=True. Only the options of the
-published weights are here: rotary positions, RMSNorm and SwiGLU, no normalisation of queries and keys, and modulation with a
-shift.
+Parameter names are those of hustvl/LightningDiT, so that published state dicts load with strict=True. It has only the options
+of the published weights: rotary positions, RMSNorm, SwiGLU, modulation with a shift, no normalisation of queries and keys.
 
 Shapes: B batch, N tokens of a square grid, K tokens that a block sees, D width, H heads, d = D/H.
 """
@@ -20,12 +19,12 @@ BACKBONES = {f"LightningDiT-{size}/{patch}": (*SIZES[size], patch) for size in (
 
 
 def build(backbone: str, **kwargs) -> LightningDiT:
-    """A network by its name, `LightningDiT-XL/1` say. Other keywords go to `LightningDiT`, and replace the name's sizes."""
+    """A network by its name, such as `LightningDiT-XL/1`. Other keywords override the sizes of the name."""
     return LightningDiT(**sizes_of(backbone, BACKBONES) | kwargs)
 
 
 def rotary_tables(grid_size: int, head_width: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the angles by which `rotate` turns, each (N, d), row-major.
+    """Cosines and sines of the angles for `rotate`, each (N, d), row-major.
 
     The row turns the first half of the channels, the column the second half. In each half of d/2 channels, channels 2i and
     2i + 1 form a pair with the angle position x 10000^(-2i / (d/2)).
@@ -37,13 +36,13 @@ def rotary_tables(grid_size: int, head_width: int) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn every pair of neighbouring channels: (a, b) -> (a cos - b sin, b cos + a sin), in the precision of the tables."""
+    """Rotate every pair of neighbouring channels: (a, b) -> (a cos - b sin, b cos + a sin), in the precision of the tables."""
     a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
     return x * cos + torch.stack([-b, a], dim=-1).flatten(-2) * sin
 
 
 class RotaryAttention(Attention):
-    """Multi-head self-attention whose queries and keys are turned by the positions of their tokens."""
+    """Multi-head self-attention with rotary positions."""
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # (B, K, D), (B or 1, K, d) twice -> (B, K, D)
         width = x.shape[2]
@@ -77,7 +76,7 @@ class LightningDiTBlock(DiTBlock):
     """DiT's block with RMSNorm, rotary attention and SwiGLU."""
 
     def __init__(self, width: int, num_heads: int):
-        nn.Module.__init__(self)  # without DiT's parts, which would be replaced
+        nn.Module.__init__(self)  # DiT's parts would all be replaced
         self.norm1 = RMSNorm(width, eps=1e-6)
         self.attn = RotaryAttention(width, num_heads)
         self.norm2 = RMSNorm(width, eps=1e-6)
@@ -91,8 +90,8 @@ class LightningDiTBlock(DiTBlock):
 class LightningDiT(DiT):
     """The network; arguments, initialisation and `forward` are DiT's.
 
-    The rotary tables are parameters that are not trained, like `pos_embed`. Published state dicts hold them as buffers of the
-    same names; a loaded checkpoint replaces the tables made here.
+    The rotary tables are parameters that are not trained, like `pos_embed`. Published state dicts hold buffers of the same names,
+    which replace the tables when they are loaded.
 
     Raises:
         ValueError: as DiT; also heads whose width is not a multiple of 4.

@@ -21,9 +21,9 @@ from routing_module import SelectionRule, TokenRouter
 
 
 def grid_rule(rows: int, columns: int) -> SelectionRule:
-    """A rule by which equally many tokens of each 2x2 group stay, drawn group by group: three, two or one of four.
+    """A rule that keeps equally many tokens in each 2x2 group, drawn group by group: three, two or one of four.
 
-    At other ratios than 1/4, 1/2 and 3/4, these numbers differ by at most one. `attach` takes it too:
+    At other ratios than 1/4, 1/2 and 3/4, the numbers of two groups differ by at most one. `attach` takes the rule, too:
     `selection=grid_rule(32, 48)`.
 
     Args:
@@ -88,7 +88,7 @@ class FusedRoutes:
 
         Raises ValueError for drop_paths of another shape.
         """
-        if drop_paths is not None and drop_paths.shape != x.shape[:1]:  # one number would broadcast
+        if drop_paths is not None and drop_paths.shape != x.shape[:1]:  # a scalar would broadcast
             raise ValueError(f"drop_paths has shape {tuple(drop_paths.shape)}; {len(x)} latents need {(len(x),)}")
         if self.training and drop_paths is None and self.path_drop > 0:
             drop_paths = torch.rand(len(y), device=y.device, generator=inputs.get("generator")) < self.path_drop
@@ -111,6 +111,6 @@ BACKBONES = dit.BACKBONES | lightningdit.BACKBONES
 
 
 def build(backbone: str, **settings) -> FusedRoutes:
-    """A network by its name, such as `DiT-B/2`. Other keywords go to the network, and replace the name's sizes."""
+    """A network by its name, such as `DiT-B/2`. Other keywords go to the network, and override the sizes of the name."""
     network = SPRINT if backbone in dit.BACKBONES else LightningSPRINT
     return network(**dit.sizes_of(backbone, BACKBONES) | settings)
