@@ -42,15 +42,13 @@ def main(cfg: SampleConfig) -> None:
     from runtime.compilation import check_compile
     from runtime.machine import start_accelerator
     from runtime.processes import check_shared, on_main, wait_for_all
-    from sampling.recipe import make_recipe
+    from sampling.recipe import Recipe
 
     accelerator = start_accelerator(cfg.cpu_threads, tf32=cfg.tf32)
     check_compile("compile", cfg.compile, accelerator.device)
     checkpoint = find_checkpoint_together(cfg.checkpoint, "checkpoint")
     run = load_config(checkpoint)
-    about = {key: getattr(cfg, key) for key in ("cfg_scale", "weights", "ema_length", "autoencoder")}
-    precision = cfg.precision or run.sample.precision
-    recipe = make_recipe(run, cfg.guidance, precision, sampler=cfg.sampler_settings, checkpoint=checkpoint, **about)
+    recipe = Recipe.for_checkpoint(checkpoint, cfg, run.sample.precision)
     labels = labels_of_seeds(cfg, run.data.num_classes)
     settings = settings_of_images(cfg, recipe)
     output = Path(cfg.output) if cfg.output else default_output(checkpoint, settings)

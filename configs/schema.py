@@ -380,6 +380,11 @@ class FidConfig(_Sampling):
             raise ValueError(f"{empty[0]}=[]: a list needs an entry")
         return raw | {"guidance": combinations(raw["guidance"])} if isinstance(raw.get("guidance"), dict) else raw
 
+    def choices(self) -> list[FidConfig]:
+        """Every combination of the values that weights, ema_length, guidance, cfg_scale and settings of the sampler list."""
+        listed = {key: getattr(self, key) for key in ("weights", "ema_length", "guidance", "cfg_scale")}
+        return [self.model_copy(update=choice) for choice in combinations(listed | self.sampler_settings)]
+
 
 class Role(Enum):
     """Keys without a role (paths, logging, speed) do not affect results."""

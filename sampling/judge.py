@@ -14,8 +14,7 @@ from accelerate import Accelerator
 
 from checkpoints import store
 from checkpoints.load import load_config
-from configs.schema import FidConfig, combinations
-from configs.settings import as_list
+from configs.schema import FidConfig
 from evaluations.features import Features
 from evaluations.images import ImageSet
 from evaluations.results import Point, Results, in_words
@@ -23,7 +22,7 @@ from evaluations.suite import format_metrics
 from latents import autoencoders
 from runtime.processes import on_main
 from sampling.evaluator import Evaluator, build_detectors, hash_weights
-from sampling.recipe import Recipe, make_recipe
+from sampling.recipe import Recipe
 from sampling.sampler import labels_of
 
 log = logging.getLogger(__name__)
@@ -51,26 +50,20 @@ class Judge:
         """Every combination of what `cfg` lists, checked against its checkpoint; or the images on disk, without a recipe.
 
         Raises:
-            UserError: as `make_recipe`.
+            UserError: as `Recipe.for_checkpoint`.
         """
         if self.images:
             return [(Point({"images": cfg.images}, self.images.fingerprint(), {"images": Path(cfg.images).name}), None)]
         points: list[tuple[Point, Recipe]] = []
-        samplers = combinations(cfg.sampler_settings)
-        lists = [as_list(x) for x in (cfg.weights, cfg.ema_length, cfg.guidance, cfg.cfg_scale)]
-        for folder in self.folders:
-            run = load_config(folder)
-            for weights, ema_length, guidance, scale, sampler in itertools.product(*lists, samplers):
-                about = {"checkpoint": folder, "weights": weights, "ema_length": ema_length, "autoencoder": cfg.autoencoder}
-                about |= {"cfg_scale": scale, "sampler": sampler}
-                recipe = make_recipe(run, guidance, cfg.precision or run.eval.precision, **about)
-                settings = recipe.settings()
-                given = {key: vars(recipe.diffusion.sampler)[key] for key, value in sampler.items() if value is not None}
-                name = (store.run_of(folder) or folder.resolve().parent).name
-                shown = {"run": name, "step": store.step_of(folder), **settings, **given}
-                point = Point({"checkpoint": str(folder), **settings, "precision": recipe.precision}, recipe.content, shown)
-                if point.identity not in (known.identity for known, _ in points):  # intervals of cfg_scale=1 are one point
-                    points.append((point, recipe))
+        for folder, choice in itertools.product(self.folders, cfg.choices()):
+            recipe = Recipe.for_checkpoint(folder, choice, load_config(folder).eval.precision)
+            settings, sampler = recipe.settings(), vars(recipe.diffusion.sampler)
+            given = {key: sampler[key] for key, value in choice.sampler_settings.items() if value is not None}
+            name = (store.run_of(folder) or folder.resolve().parent).name
+            shown = {"run": name, "step": store.step_of(folder), **settings, **given}
+            point = Point({"checkpoint": str(folder), **settings, "precision": recipe.precision}, recipe.content, shown)
+            if point.identity not in (earlier.identity for earlier, _ in points):  # intervals of cfg_scale=1 are one point
+                points.append((point, recipe))
         return points
 
     @cached_property

@@ -25,18 +25,18 @@ from sampling.sampler import ImageSampler
 
 @dataclass(frozen=True)
 class Recipe:
-    """What determines an image.
+    """What determines an image. Raises UserError if guidance.* does not fit the run.
 
     Attributes:
         run: the configuration of the run that trains the network, with data.* filled in.
         diffusion: the run's, with the sampler to use.
-        guidance: guidance.*; that of autoguidance holds the verified folder of the second checkpoint.
+        guidance: guidance.*; autoguidance holds the folder of the second checkpoint, which is verified here.
         precision: of the networks, fp32 | bf16.
         autoencoder: decodes the latents.
         checkpoint: the verified folder of the network's checkpoint; None: the network is in training.
         weights: ema | raw.
         ema_length: of a post-hoc EMA, which takes the place of `weights`.
-        content: hashes of the checkpoints.
+        content: hashes of the checkpoints, which stand for the files in results.
     """
 
     run: schema.TrainConfig
@@ -48,6 +48,49 @@ class Recipe:
     weights: str = "ema"
     ema_length: float | None = None
     content: str = ""
+
+    def __post_init__(self):
+        check_guidance(self.guidance, self.run, self.diffusion)
+        if self.guidance.name == "autoguidance":
+            folder = find_second_checkpoint(self.guidance.checkpoint)
+            check_second_checkpoint(folder, self.guidance.checkpoint, self.run)
+            object.__setattr__(self, "guidance", self.guidance.model_copy(update={"checkpoint": str(folder)}))
+            object.__setattr__(self, "content", self.content + store.identity(folder))
+
+    @classmethod
+    def for_checkpoint(cls, folder: Path, command: schema.SampleConfig | schema.FidConfig, precision: str) -> Recipe:
+        """The recipe of a verified checkpoint, with the settings of a command.
+
+        Args:
+            command: with one value for each key; None keeps the run's value.
+            precision: where the command gives none.
+
+        Raises:
+            UserError: a setting that the run's sampler, network or checkpoint does not have, or that does not fit the others.
+        """
+        run, content = load_config(folder), store.identity(folder)
+        if command.ema_length is not None:
+            from extras import posthoc_ema  # the registry's line
+
+            content += posthoc_ema.check_length(folder, command.weights, command.ema_length)
+        return cls(
+            run,
+            with_sampler(run.diffusion, command.sampler_settings),
+            with_scale(command.guidance, command.cfg_scale),
+            command.precision or precision,
+            command.autoencoder or run.data.autoencoder,
+            folder,
+            command.weights,
+            command.ema_length,
+            content,
+        )
+
+    @classmethod
+    def in_training(
+        cls, run: schema.TrainConfig, guidance: schema.Guidance, precision: str, num_steps: int | None = None
+    ) -> Recipe:
+        """The recipe of the network in training. num_steps: the sampler's; None keeps the run's."""
+        return cls(run, with_sampler(run.diffusion, {"num_steps": num_steps}), guidance, precision, run.data.autoencoder)
 
     def settings(self) -> dict:
         """The settings as results name them: those of the sampler where they differ from its defaults, and num_steps."""
@@ -80,47 +123,13 @@ class Recipe:
         )
 
 
-def make_recipe(
-    run: schema.TrainConfig,
-    guidance_settings: schema.Guidance,
-    precision: str,
-    *,
-    cfg_scale: float | None = None,
-    sampler: Mapping[str, object] | None = None,
-    checkpoint: Path | None = None,
-    weights: str = "ema",
-    ema_length: float | None = None,
-    autoencoder: str | None = None,
-) -> Recipe:
-    """A checked recipe.
-
-    Args:
-        cfg_scale: guidance.cfg_scale by its short name; None keeps it.
-        sampler: settings of the run's sampler; what is None keeps the run's.
-        autoencoder: None: the run's.
-
-    Raises:
-        UserError: a setting that the run's sampler, network or checkpoint does not have, or that does not fit the others.
-    """
-    diffusion = with_sampler(run.diffusion, sampler or {})
-    if cfg_scale is not None:
-        if not hasattr(guidance_settings, "cfg_scale"):
-            chosen = f"guidance={guidance_settings.name}"
-            raise UserError(f"cfg_scale={cfg_scale:g} needs guidance=cfg, interval or path_drop, not {chosen}")
-        guidance_settings = guidance_settings.model_copy(update={"cfg_scale": cfg_scale})
-    check_guidance(guidance_settings, run, diffusion)
-    content = "" if checkpoint is None else store.identity(checkpoint)
-    if ema_length is not None:
-        from extras import posthoc_ema  # the registry's line
-
-        content += posthoc_ema.check_length(checkpoint, weights, ema_length)
-    if guidance_settings.name == "autoguidance":
-        second = find_second_checkpoint(guidance_settings.checkpoint)
-        check_second_checkpoint(second, guidance_settings.checkpoint, run)
-        guidance_settings = guidance_settings.model_copy(update={"checkpoint": str(second)})
-        content += store.identity(second)
-    autoencoder = autoencoder or run.data.autoencoder
-    return Recipe(run, diffusion, guidance_settings, precision, autoencoder, checkpoint, weights, ema_length, content)
+def with_scale(settings: schema.Guidance, cfg_scale: float | None) -> schema.Guidance:
+    """guidance.* with `cfg_scale=`, the short name of guidance.cfg_scale. Raises UserError for guidance without it."""
+    if cfg_scale is None:
+        return settings
+    if not hasattr(settings, "cfg_scale"):
+        raise UserError(f"cfg_scale={cfg_scale:g} needs guidance=cfg, interval or path_drop, not guidance={settings.name}")
+    return settings.model_copy(update={"cfg_scale": cfg_scale})
 
 
 def with_sampler(diffusion: schema.Diffusion, settings: Mapping[str, object]) -> schema.Diffusion:

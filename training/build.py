@@ -22,7 +22,7 @@ from latents.shards import LatentDataset
 from runtime.compilation import compile_network, resolve_compile
 from runtime.processes import on_main
 from sampling.evaluator import Evaluator, build_detectors, open_reference
-from sampling.recipe import make_recipe
+from sampling.recipe import Recipe
 from training import hooks, saving
 from training.ema import EMA
 from training.trainer import Hook
@@ -118,11 +118,11 @@ def build_hooks(cfg: schema.TrainConfig, ema: EMA, run: RunFolder, accelerator: 
     if not (cfg.sample.every or cfg.eval.every) or on_main(lambda: hooks.has_all(run, cfg)):
         return found
     # What can be wrong, before what takes time.
-    recipes = {"grid": make_recipe(cfg, cfg.guidance, cfg.sample.precision)} if cfg.sample.every else {}
+    recipes = {"grid": Recipe.in_training(cfg, cfg.guidance, cfg.sample.precision)} if cfg.sample.every else {}
     if cfg.eval.every:
         for scale in cfg.eval.cfg_scales:
-            guidance, sampler = schema.CFG(name="cfg", cfg_scale=scale), {"num_steps": cfg.eval.num_steps}
-            recipes[scale] = make_recipe(cfg, guidance, cfg.eval.precision, sampler=sampler)
+            guidance = schema.CFG(name="cfg", cfg_scale=scale)
+            recipes[scale] = Recipe.in_training(cfg, guidance, cfg.eval.precision, cfg.eval.num_steps)
         needs = cfg.evaluation.all_detectors, cfg.data.resolution, cfg.evaluation.background
         reference = open_reference(cfg.evaluation.reference, "evaluation.reference", *needs)
     decoder = build_autoencoder(cfg, accelerator.device)

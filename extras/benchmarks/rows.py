@@ -28,7 +28,7 @@ from latents.shards import ShardInfo, write_shard
 from runtime import compilation, machine
 from runtime.processes import leave
 from sampling.flops import forward_flops
-from sampling.recipe import make_recipe
+from sampling.recipe import Recipe
 from training import build
 from training.trainer import Trainer
 
@@ -105,7 +105,7 @@ def open_sampling(accelerator: Accelerator, cfg: schema.TrainConfig) -> TimedRow
     decoder = SimpleNamespace(decode=lambda latents: latents[:, :3])
     if data.autoencoder != "none":
         decoder = autoencoders.build(data.autoencoder, device, data.in_channels)
-    sampler = make_recipe(cfg, cfg.guidance, cfg.sample.precision).sampler(net, decoder, device, compile_mode)
+    sampler = Recipe.in_training(cfg, cfg.guidance, cfg.sample.precision).sampler(net, decoder, device, compile_mode)
 
     def sample() -> None:
         sampler(seeds, [seed % data.num_classes for seed in seeds])
