@@ -30,7 +30,7 @@ class Recipe:
     Attributes:
         run: the configuration of the run that trains the network, with data.* filled in.
         diffusion: the run's, with the sampler to use.
-        guidance: guidance.*; autoguidance holds the folder of the second checkpoint, which is verified here.
+        guidance: guidance.*; autoguidance holds the verified folder of the second checkpoint.
         precision: of the networks, fp32 | bf16.
         autoencoder: decodes the latents.
         checkpoint: the verified folder of the network's checkpoint; None: the network is in training.
@@ -51,11 +51,6 @@ class Recipe:
 
     def __post_init__(self):
         check_guidance(self.guidance, self.run, self.diffusion)
-        if self.guidance.name == "autoguidance":
-            folder = find_second_checkpoint(self.guidance.checkpoint)
-            check_second_checkpoint(folder, self.guidance.checkpoint, self.run)
-            object.__setattr__(self, "guidance", self.guidance.model_copy(update={"checkpoint": str(folder)}))
-            object.__setattr__(self, "content", self.content + store.identity(folder))
 
     @classmethod
     def for_checkpoint(cls, folder: Path, command: schema.SampleConfig | schema.FidConfig, precision: str) -> Recipe:
@@ -69,6 +64,9 @@ class Recipe:
             UserError: a setting that the run's sampler, network or checkpoint does not have, or that does not fit the others.
         """
         run, content = load_config(folder), store.identity(folder)
+        guidance = with_second_checkpoint(with_scale(command.guidance, command.cfg_scale), run)
+        if guidance.name == "autoguidance":
+            content += store.identity(Path(guidance.checkpoint))
         if command.ema_length is not None:
             from extras import posthoc_ema  # the registry's line
 
@@ -76,7 +74,7 @@ class Recipe:
         return cls(
             run,
             with_sampler(run.diffusion, command.sampler_settings),
-            with_scale(command.guidance, command.cfg_scale),
+            guidance,
             command.precision or precision,
             command.autoencoder or run.data.autoencoder,
             folder,
@@ -90,7 +88,8 @@ class Recipe:
         cls, run: schema.TrainConfig, guidance: schema.Guidance, precision: str, num_steps: int | None = None
     ) -> Recipe:
         """The recipe of the network in training. num_steps: the sampler's; None keeps the run's."""
-        return cls(run, with_sampler(run.diffusion, {"num_steps": num_steps}), guidance, precision, run.data.autoencoder)
+        diffusion, guidance = with_sampler(run.diffusion, {"num_steps": num_steps}), with_second_checkpoint(guidance, run)
+        return cls(run, diffusion, guidance, precision, run.data.autoencoder)
 
     def settings(self) -> dict:
         """The settings as results name them: those of the sampler where they differ from its defaults, and num_steps."""
@@ -199,8 +198,15 @@ def find_second_checkpoint(path: str) -> Path:
     return find_checkpoint_together(path, "guidance.checkpoint")
 
 
-def check_second_checkpoint(folder: Path, path: str, run: schema.TrainConfig) -> None:
-    """Raises UserError if the network of a verified checkpoint denoises other latents, classes or noise levels than the run's."""
+def with_second_checkpoint(settings: schema.Guidance, run: schema.TrainConfig) -> schema.Guidance:
+    """guidance.* with the verified folder of autoguidance's second checkpoint; other guidance is returned as it is.
+
+    Raises UserError if there is none, or if its network denoises other latents, classes or noise levels than the run's.
+    """
+    if settings.name != "autoguidance":
+        return settings
+    folder = find_second_checkpoint(settings.checkpoint)
     changed = schema.differences(load_config(folder), run, [schema.Role.ARCHITECTURE])
     if changed := [line for line in changed if line.startswith(("data.", "diffusion.name"))]:
-        raise UserError(f"guidance.checkpoint={path} denoises other latents than the run: {'; '.join(changed)}")
+        raise UserError(f"guidance.checkpoint={settings.checkpoint} denoises other latents than the run: {'; '.join(changed)}")
+    return settings.model_copy(update={"checkpoint": str(folder)})
