@@ -9,7 +9,8 @@ import functools
 import hashlib
 import io
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
@@ -24,7 +25,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from common.errors import UserError, reading
-from common.files import hash_bytes, read_json, write_file
+from common.files import hash_bytes, hash_file, read_json, write_file
 from common.types import Number, Positive
 from latents.autoencoders import to_uint8
 from latents.reader import FileReader
@@ -62,21 +63,21 @@ class ShardInfo:
 
 
 def pack_images(files: Sequence[bytes]) -> dict[str, Tensor]:
-    """`images` and `image_offsets` of a shard, from the JPEG file of every item."""
+    """The tensors `images` and `image_offsets` of a shard, from the JPEG file of every item."""
     offsets = torch.tensor([0, *(len(file) for file in files)], dtype=torch.int64).cumsum(0)
-    return {"images": torch.frombuffer(bytearray(b"".join(files)), dtype=torch.uint8), "image_offsets": offsets}
+    return {"images": torch.from_numpy(np.frombuffer(bytearray(b"".join(files)), np.uint8)), "image_offsets": offsets}
 
 
 def write_shard(path: str | Path, latents: Tensor, labels: Tensor, info: ShardInfo, **more: Tensor | None) -> None:
-    """Write one shard, whole or not at all.
+    """Write a shard. The file appears only when it is complete.
 
     Args:
         latents: [M, C, H, W] (2C channels for kind `moments`), float16 or float32.
         labels: [M] int64.
-        more: latents_flip, as latents; images and image_offsets, of `pack_images`.
+        more: latents_flip, like latents; images and image_offsets, from `pack_images`.
 
     Raises:
-        UserError: the file exists; other shapes or types, labels outside num_classes, values that are not finite.
+        UserError: the file exists; a shape, a type or a label is wrong; a value is not finite.
     """
     path = Path(path)
     if path.exists():
@@ -84,19 +85,55 @@ def write_shard(path: str | Path, latents: Tensor, labels: Tensor, info: ShardIn
     write_file(path, serialize_shard(path, info, latents=latents, labels=labels, **more))
 
 
-def serialize_shard(path: Path, info: ShardInfo, **tensors: Tensor | None) -> bytes:
-    """The bytes of the file that `write_shard` writes: equal data give equal bytes. Raises as `write_shard` does."""
+def serialize_shard(path: Path, info: ShardInfo, provenance: dict | None = None, **tensors: Tensor | None) -> bytes:
+    """The content of a shard's file. Equal data give equal bytes. Raises UserError as `write_shard` does.
+
+    Args:
+        path: names the shard in errors.
+        provenance: how the shard was made, in JSON's types. `read_provenance` returns it.
+    """
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
     _check_tensors(path, info, tensors)
     for name in {*_STORED} & tensors.keys():
         finite = tensors[name].flatten(1).isfinite().all(dim=1).tolist()
         if not all(finite):
             raise UserError(f"{path}: {name} of item {finite.index(False)} are not finite as {tensors[name].dtype}")
-    blob = save(tensors, metadata=info.to_metadata())
-    # safetensors orders the keys of its header anew in every run.
-    size = int.from_bytes(blob[:8], "little")
-    header = json.dumps(json.loads(blob[8 : 8 + size]), sort_keys=True, separators=(",", ":"))
-    return blob[:8] + header.encode().ljust(size) + blob[8 + size :]
+    blob = save(tensors, metadata=info.to_metadata() | ({"provenance": json.dumps(provenance)} if provenance else {}))
+    start = 8 + int.from_bytes(blob[:8], "little")
+    header, data = json.loads(blob[8:start]), memoryview(blob)[start:]
+    header["__metadata__"]["hash"] = _hash_content(header, [data])
+    text = json.dumps(header, sort_keys=True).encode()  # safetensors' own order of the keys differs from run to run
+    text = text.ljust(-(-len(text) // 8) * 8)
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def _hash_content(header: dict, chunks: Iterable[bytes]) -> str:
+    """The hash of a shard's header, which does not hold it yet, and of its tensors."""
+    digest = hashlib.blake2b(json.dumps(header, sort_keys=True).encode(), digest_size=16)
+    for chunk in chunks:
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+def read_header(file: Path) -> tuple[dict, int]:
+    """The header of a safetensors file, and the byte at which its tensors begin. Raises UserError if there is none."""
+    with reading(file), open(file, "rb") as f:
+        size = int.from_bytes(f.read(8), "little")
+        return {"__metadata__": {}} | json.loads(f.read(size)), 8 + size
+
+
+def read_provenance(file: Path) -> dict | None:
+    """How `encode` or `convert` made this shard; None for other shards. Raises UserError for a file without a header."""
+    return json.loads(read_header(file)[0]["__metadata__"].get("provenance", "null"))
+
+
+def is_intact(file: Path) -> bool:
+    """Whether the file has the hash that its header gives, or gives none. Reads the whole file."""
+    header, start = read_header(file)
+    expected = header["__metadata__"].pop("hash", None)
+    with open(file, "rb") as f:
+        f.seek(start)
+        return expected in (None, _hash_content(header, iter(lambda: f.read(1 << 22), b"")))
 
 
 def _check_tensors(file: Path, info: ShardInfo, shard: dict[str, Tensor]) -> None:
@@ -110,14 +147,15 @@ def _check_tensors(file: Path, info: ShardInfo, shard: dict[str, Tensor]) -> Non
     need({"latents", "labels"} <= shard.keys() <= {*_STORED, "labels", "images", "image_offsets"}, "latents and labels")
     latents, labels = shard["latents"], shard["labels"]
     is_float = latents.dtype in (torch.float16, torch.float32)
-    need(latents.ndim == 4 and is_float and len(latents) > 0, "latents [M, C, H, W] of float16 or float32")
+    need(latents.ndim == 4 and is_float, "latents [M, C, H, W] of float16 or float32")
     flips = shard.get("latents_flip", latents)
     need((flips.shape, flips.dtype) == (latents.shape, latents.dtype), "latents_flip like latents")
     need(info.kind == "sample" or latents.shape[1] % 2 == 0, "an even number of channels for kind=moments")
     channels = latents.shape[1] // (1 + (info.kind == "moments"))
     need(len(info.latents_mean or range(channels)) == channels, f"latents_mean and latents_std of {channels} channels")
     need(labels.dtype == torch.int64 and labels.shape == latents.shape[:1], "labels [M] of int64")
-    need(labels.min() >= 0 and labels.max() < info.num_classes, f"labels from 0 to {info.num_classes - 1}, as num_classes says")
+    are_classes = ((labels >= 0) & (labels < info.num_classes)).all()
+    need(are_classes, f"labels from 0 to {info.num_classes - 1}, as num_classes says")
     need("images" not in shard or len(shard.get("image_offsets", ())) == len(labels) + 1, "image_offsets [M + 1] of images")
 
 
@@ -137,7 +175,7 @@ def read_manifest(folder: Path) -> dict | None:
     if not file.exists():
         return None
     manifest = read_json(file)
-    if not (isinstance(manifest, dict) and {"shards", "settings", "fingerprint"} <= manifest.keys()):
+    if not (isinstance(manifest, dict) and {"shards", "settings"} <= manifest.keys()):
         raise UserError(f"{file} is not a manifest of latent shards; make the folder again, or remove this file")
     return manifest
 
@@ -178,8 +216,9 @@ class LatentDataset:
                 raise UserError(f"{file} does not belong with {self.files[0]}: {layout} against {layouts[0]}")
         self.info: ShardInfo = infos[0]
         self.labels: np.ndarray = np.concatenate([shard["labels"].numpy() for shard in shards])
-        first = shards[0]["latents"][0].numpy()
-        self._shape, self._dtype, self._item_bytes = first.shape, first.dtype, first.nbytes
+        latents = shards[0]["latents"][:0].numpy()
+        self._shape, self._dtype = latents.shape[1:], latents.dtype
+        self._item_bytes = math.prod(self._shape) * self._dtype.itemsize
         self.has_flips, self.has_jpegs = "latents_flip" in shards[0], "images" in shards[0]
         self.has_images = self.has_jpegs or self.info.autoencoder == "identity"
         self._offsets = [[starts[name] for starts in offsets] for name in _STORED[: 1 + self.has_flips]]  # by flip, shard
@@ -187,12 +226,11 @@ class LatentDataset:
             self._images = [shard["image_offsets"].numpy() + starts["images"] for shard, starts in zip(shards, offsets)]
         self._first_item = np.cumsum([0] + [len(shard["labels"]) for shard in shards])
         self._reader = FileReader(self.files)
-        self._hashes = [record["hash"] for record in (manifest or {}).get("shards", []) if record["file"]]
         channels, self.height, self.width = self._shape
         self.channels = channels // (1 + (self.info.kind == "moments"))
         self.class_names: list[str] | None = (manifest or {}).get("class_names")
         self.settings: dict = (manifest or {}).get("settings", {})
-        if check_folder and manifest is not None and manifest["fingerprint"] != self.fingerprint:
+        if check_folder and manifest is not None and manifest["shards"] != self.hashes:
             raise UserError(f"{self.path}: the shards are not those that {MANIFEST} describes; inspect says which")
 
     def __len__(self) -> int:
@@ -247,42 +285,32 @@ class LatentDataset:
         self._reader.read_into(file, shard_idx, start)
         return file
 
+    @functools.cached_property
+    def hashes(self) -> dict[str, str]:
+        """Name of each shard's file -> its hash, from the header. Where the header has none, the whole file is read."""
+        return {file.name: read_header(file)[0]["__metadata__"].get("hash") or hash_file(file) for file in self.files}
+
     @property
     def identity(self) -> str:
-        """A hash that tells data sets apart: `fingerprint`, and the hashes of all shards where a manifest lists them."""
-        return hash_bytes("".join([self.fingerprint, *self._hashes]).encode())
-
-    @functools.cached_property
-    def fingerprint(self) -> str:
-        """A hash of the headers, sizes and labels, and of a few latents of every shard, 64 or more in all."""
-        digest = hashlib.blake2b(repr((self.info, self._shape, self._first_item.tolist())).encode(), digest_size=16)
-        digest.update(self.labels.tobytes())
-        starts, ends = self._first_item[:-1], self._first_item[1:]
-        few = [start + spread_items(end - start, 3) for start, end in zip(starts, ends)]
-        spread = np.unique(np.concatenate([spread_items(len(self), 64), *few]))
-        for flip in (False, True)[: 1 + self.has_flips]:
-            digest.update(self.fetch(spread, np.full(len(spread), flip))[0].numpy().tobytes())
-        for index in spread.tolist() if self.has_jpegs else ():
-            digest.update(self._read_image(index).tobytes())
-        return digest.hexdigest()
+        """A hash that tells data sets apart."""
+        return hash_bytes("".join(self.hashes.values()).encode())
 
 
 def _open_shard(file: Path) -> tuple[ShardInfo, dict[str, Tensor], dict[str, int]]:
-    """The header, the tensors (mapped, and not read until used), and where in the file each begins."""
+    """The header, the tensors (mapped: reading starts when they are used), and the byte of the file at which each begins."""
     try:
         with safe_open(file, framework="pt") as f:
             shard = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 (not a dict)
-        with open(file, "rb") as f:  # safe_open has checked the header, and does not say where tensors lie
-            header = json.loads(f.read(size := int.from_bytes(f.read(8), "little")))
     except (SafetensorError, OSError) as e:
         raise UserError(f"{file} is truncated or not a safetensors file: {e}") from e
+    header, start = read_header(file)
     try:
-        info = ShardInfo(**header.get("__metadata__", {}))
+        info = ShardInfo(**header["__metadata__"])
     except pydantic.ValidationError as e:
         key, message = ".".join(map(str, e.errors()[0]["loc"])), e.errors()[0]["msg"]
         raise UserError(f"{file} is not a latent shard: in its header, {key}: {message}") from e
     _check_tensors(file, info, shard)
-    return info, shard, {name: 8 + size + header[name]["data_offsets"][0] for name in shard}
+    return info, shard, {name: start + header[name]["data_offsets"][0] for name in shard}
 
 
 def mean_and_log_variance(stored: Tensor, kind: str) -> tuple[Tensor, Tensor | None]:

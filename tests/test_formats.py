@@ -13,7 +13,8 @@ from test_webdataset import npy_members, sd_moments, write_tar
 
 from common.errors import UserError
 from latents.autoencoders import SD_SCALE
-from latents.prepare.formats import REPAFolder, open_latents, settle_header
+from latents.prepare.convert import Conversion, settle_header
+from latents.prepare.formats import REPAFolder, open_latents
 
 
 def write_lmdb(folder, latents, labels, length=None, leave_out=()):
@@ -247,9 +248,8 @@ def test_what_fits_no_format_or_several_is_refused_and_native_shards_are_not_con
 
 
 def test_what_a_format_does_not_say_is_asked_for_by_its_key(tmp_path):
-    def describe(source, kind=None, scale=None, autoencoder=None, normalize=None, **given):
-        given = {"scale_factor": None, "resolution": None, "num_classes": None} | given
-        return settle_header(source, kind, scale, autoencoder, normalize, **given)
+    def describe(source, kind=None, scale=None, autoencoder=None, **keys):
+        return settle_header(source, Conversion("in", "out", kind, scale, autoencoder=autoencoder, **keys))
 
     write_tar(tmp_path / "a.tar", npy_members(sd_moments(2), [0, 1]))
     write_tar(tmp_path / "samples" / "a.tar", npy_members(sd_moments(2)[:, :4], [0, 1]))

@@ -17,10 +17,10 @@ from torch import Tensor
 from common.errors import UserError, reading
 from common.files import hash_bytes
 from common.images import read_rgb
-from latents.autoencoders import SD_SCALE, SD_VAE, known_scale_and_factor
+from latents.autoencoders import SD_SCALE
 from latents.channel_statistics import are_mirrored
-from latents.prepare.images import count_classes, read_dataset_json, to_jpeg
-from latents.shards import ShardInfo, shard_files, spread_items
+from latents.prepare.images import read_dataset_json, to_jpeg
+from latents.shards import shard_files, spread_items
 from latents.tars import index_tars
 from latents.torch_files import read_channel_statistics
 
@@ -250,44 +250,3 @@ def open_latents(path: str | Path) -> LatentSource:
         found = " and ".join(of.__name__ for of in fitting) or f"none of {', '.join(of.__name__ for of in FORMATS)}"
         raise UserError(f"path={path} looks like {found}; give the file or folder of one format, as docs/data.md names them")
     return fitting[0](path)
-
-
-def settle_header(
-    source: LatentSource,
-    kind: str | None,
-    scale: float | None,
-    autoencoder: str | None,
-    normalize: bool | None,
-    scale_factor: float | None,
-    resolution: int | None,
-    num_classes: int | None,
-) -> tuple[ShardInfo, float]:
-    """The header of the shards to make, and what the stored values were multiplied by: as given, or as the format says.
-
-    Args:
-        normalize: None: by the statistics that come with the format, where there are any.
-
-    Raises:
-        UserError: neither says it, or what they say does not fit the latents.
-    """
-    kind = kind or source.kind
-    scale = scale or source.scale or (1.0 if kind == "moments" else None)
-    channels, height, width = source.shape
-    is_sd = channels == (8 if kind == "moments" else 4)
-    autoencoder = autoencoder or (SD_VAE if is_sd else None)
-    factor, pixels = known_scale_and_factor(autoencoder or "none") or (None, None)
-    statistics = source.channel_statistics if normalize is None else None
-    found = {
-        "kind": kind,
-        "autoencoder": autoencoder,
-        "scale_factor": scale_factor or (1.0 if statistics or normalize else factor),
-        "resolution": resolution or (pixels and pixels * height),
-        "num_classes": count_classes(source.labels, num_classes),
-    }
-    if missing := [f"{key}=" for key, value in {**found, "scale": scale}.items() if value is None]:
-        raise UserError(f"{source.path}: give {', '.join(missing)}, which latents {list(source.shape)} of this format do not say")
-    if height != width or (kind == "moments" and (scale != 1 or channels % 2)):
-        words = f"{source.path}: latents {list(source.shape)}, kind={kind}, scale={scale:g}"
-        raise UserError(f"{words}: they must be square, and moments unscaled, with mean and log-variance")
-    mean, std = (tuple(value / scale for value in values) for values in statistics) if statistics else (None, None)
-    return ShardInfo(**found, latents_mean=mean, latents_std=std), scale
