@@ -98,7 +98,7 @@ def inspect(
         sigma_data: standard deviation that the diffusion assumes.
     """
     from latents import autoencoders
-    from latents.prepare.inspect import fetch_images, fetch_originals, fetch_spread, inspect_latents
+    from latents.prepare.inspect import fetch_images, fetch_originals, fetch_spread, find_problems
     from latents.shards import LatentDataset
     from runtime.machine import start_accelerator
 
@@ -115,9 +115,7 @@ def inspect(
         device = start_accelerator(cpu_threads).device
         decoder = autoencoders.build(autoencoder, device, dataset.channels)
         originals = None if images is None else fetch_originals(dataset, images)
-    findings = inspect_latents(dataset, sigma_data)
-    for line in findings.lines:
-        log.info("%s", line)
+    problems = find_problems(dataset, sigma_data)
     if is_drawn:
         latents, labels = fetch_spread(dataset)
         decoded, num_columns = list(autoencoders.to_uint8(decoder.decode(latents.to(device)).cpu()).numpy()), 4
@@ -133,8 +131,8 @@ def inspect(
             log.info("drew %d of them in %s", len(latents), file)
         except UserError as e:
             log.warning("%s; grid=<file> draws elsewhere", e)
-    if findings.problems:
-        raise UserError("\n- ".join([f"{path}: {len(findings.problems)} problems", *findings.problems]))
+    if problems:
+        raise UserError("\n- ".join([f"{path}: {len(problems)} problems", *problems]))
     log.info("nothing wrong was found")
 
 

@@ -470,8 +470,7 @@ def test_good_latents_pass_inspection_and_are_drawn(images, vae, tmp_path, caplo
         inspect(folder, "sigma_data=0.1")  # the little autoencoder's latents are small
     for line in (
         "40 latents in 5 files",
-        "kind moments, 4x16x16, for images of 32 pixels, latents of mirrored images: False",
-        "5 of 5 files agree with their checksums",
+        "kind moments, 4x16x16, for images of 32 pixels",
         "3 classes of 13 to 14 items; smallest: 1 (bee) 13, 2 (cow) 13, 0 (ant) 14",
         "nothing wrong was found",
     ):
@@ -613,8 +612,8 @@ def test_pipes_missing_folders_and_impossible_labels_are_one_line(tmp_path):
 def test_inspection_finds_a_doubled_shard_and_foreign_flips_and_skips_what_encode_skipped(tmp_path, images):
     latents, labels = make_shard(tmp_path / "twice" / "a.safetensors", num_items=20)
     shutil.copy(tmp_path / "twice" / "a.safetensors", tmp_path / "twice" / "b.safetensors")
-    found = inspect_module.inspect_latents(LatentDataset(tmp_path / "twice"))
-    assert any("b.safetensors is a copy of a.safetensors" in problem for problem in found.problems)
+    problems = inspect_module.find_problems(LatentDataset(tmp_path / "twice"))
+    assert any("b.safetensors is a copy of a.safetensors" in problem for problem in problems)
     for seed in range(5):
         other = torch.randn(latents.shape, generator=torch.Generator().manual_seed(seed + 1))
         assert not are_mirrored(latents, other) and are_mirrored(latents, latents.flip(-1) + 0.5 * other)

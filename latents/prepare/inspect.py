@@ -1,8 +1,9 @@
-"""What a folder of latents holds, and whether a training can use it."""
+"""Checks of latents: what they are is logged, and what is wrong with them is returned."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -14,76 +15,72 @@ from latents.channel_statistics import USUAL_STD, are_mirrored, channel_sums, fo
 from latents.prepare.images import open_labelled_images, read_cropped
 from latents.shards import MANIFEST, UNFINISHED, LatentDataset, is_intact, mean_and_log_variance, read_manifest, spread_items
 
+log = logging.getLogger(__name__)
+
 CHUNK = 1024  # latents that are read at once
 
 
-@dataclass
-class Findings:
-    """What the folder holds (lines), and what is wrong with it (problems)."""
+def find_problems(dataset: LatentDataset, sigma_data: float = 0.5) -> list[str]:
+    """Read all latents, log what they are, and return what is wrong with them.
 
-    lines: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+    Args:
+        sigma_data: the standard deviation that the diffusion assumes.
+    """
+    info, size = dataset.info, f"{dataset.channels}x{dataset.height}x{dataset.width}"
+    log.info("%s: %d latents in %d files", dataset.path, len(dataset), len(dataset.files))
+    log.info("kind %s, %s, for images of %d pixels", info.kind, size, info.resolution)
+    log.info("latents of mirrored images: %s, JPEG files: %s", dataset.has_flips, dataset.has_jpegs)
+    normalized = info.latents_mean is not None
+    log.info("autoencoder %s, scale factor %g, normalised: %s", info.autoencoder, info.scale_factor, normalized)
+    return [*_check_files(dataset), *_check_images(dataset), *_check_classes(dataset), *_check_values(dataset, sigma_data)]
 
 
-def inspect_latents(dataset: LatentDataset, sigma_data: float = 0.5) -> Findings:
-    """Read all latents and check them. `sigma_data` is the standard deviation that the diffusion assumes."""
-    info, findings = dataset.info, Findings()
-    findings.lines += [
-        f"{dataset.path}: {len(dataset)} latents in {len(dataset.files)} files",
-        f"kind {info.kind}, {dataset.channels}x{dataset.height}x{dataset.width}, for images of {info.resolution} pixels, latents "
-        f"of mirrored images: {dataset.has_flips}, JPEG files: {dataset.has_jpegs}",
-        f"autoencoder {info.autoencoder}, scale factor {info.scale_factor:g}, normalised: {info.latents_mean is not None}",
-    ]
-    _inspect_files(dataset, findings)
+def _check_files(dataset: LatentDataset) -> Iterator[str]:
+    hashes, first_file = dataset.hashes, {}  # first_file: by hash
+    for file in progress_bar(dataset.files, unit="shards", desc="checksums"):
+        if not is_intact(file):
+            yield f"{file}: its checksum differs"
+        elif (first := first_file.setdefault(hashes[file.name], file)) != file:
+            yield f"{file} is a copy of {first.name}"
+    manifest = read_manifest(dataset.path)
+    if manifest is None:
+        log.info("no %s: nothing says whether all latents are there", MANIFEST)
+        if (dataset.path / UNFINISHED).exists():
+            yield "not finished: run the command that makes it again"
+        return
+    log.info("%d items could not be read when it was made", len(manifest["left_out"]))
+    listed = manifest["shards"]
+    for name in sorted(listed.keys() | hashes.keys()):
+        if name not in hashes or name not in listed:
+            yield f"{dataset.path / name} is only {f'in {MANIFEST}' if name in listed else 'in the folder'}"
+        elif hashes[name] != listed[name]:
+            yield f"{dataset.path / name} is not the file that {MANIFEST} lists"
+
+
+def _check_images(dataset: LatentDataset) -> Iterator[str]:
     if dataset.has_jpegs:
         try:
             fetch_images(dataset, 256)
         except UserError as e:
-            findings.problems.append(str(e))
-    _inspect_classes(dataset, findings)
-    _inspect_values(dataset, sigma_data, findings)
+            yield str(e)
     if dataset.has_flips:
         latents, flipped = (x[:, : dataset.channels] for x in _fetch(dataset, spread_items(len(dataset), 256)))
         if not are_mirrored(latents, flipped):
-            findings.problems.append("latents_flip do not resemble the mirrored latents: they belong to other images")
-    return findings
+            yield "latents_flip do not resemble the mirrored latents: they belong to other images"
 
 
-def _inspect_files(dataset: LatentDataset, findings: Findings) -> None:
-    intact = [file for file in progress_bar(dataset.files, unit="shards", desc="checksums") if is_intact(file)]
-    findings.lines.append(f"{len(intact)} of {len(dataset.files)} files agree with their checksums")
-    findings.problems += [f"{file}: its checksum differs" for file in dataset.files if file not in intact]
-    first_file = {}  # by checksum
-    for name, checksum in dataset.hashes.items():
-        if (first := first_file.setdefault(checksum, name)) != name:
-            findings.problems.append(f"{dataset.path / name} is a copy of {first}")
-    manifest = read_manifest(dataset.path)
-    if manifest is None:
-        findings.lines.append(f"no {MANIFEST}: nothing says whether all latents are there")
-        if (dataset.path / UNFINISHED).exists():
-            findings.problems.append("not finished: run the command that makes it again")
-        return
-    listed = manifest["shards"]
-    for name in sorted(listed.keys() | dataset.hashes.keys()):
-        if name not in dataset.hashes or name not in listed:
-            findings.problems.append(f"{dataset.path / name} is only {f'in {MANIFEST}' if name in listed else 'in the folder'}")
-        elif dataset.hashes[name] != listed[name]:
-            findings.problems.append(f"{dataset.path / name} is not the file that {MANIFEST} lists")
-    findings.lines.append(f"{len(manifest['left_out'])} items could not be read when it was made")
-
-
-def _inspect_classes(dataset: LatentDataset, findings: Findings) -> None:
+def _check_classes(dataset: LatentDataset) -> Iterator[str]:
     counts = np.bincount(dataset.labels, minlength=dataset.info.num_classes)
     names = [f" ({name})" for name in dataset.class_names] if dataset.class_names else [""] * len(counts)
     counts = counts[: len(names)]  # num_classes= of encode may be larger
     smallest = [f"{label}{names[label]} {counts[label]}" for label in np.argsort(counts, kind="stable")]
-    findings.lines.append(f"{len(counts)} classes of {counts.min()} to {counts.max()} items; smallest: {', '.join(smallest[:3])}")
+    log.info("%d classes of %d to %d items; smallest: %s", len(counts), counts.min(), counts.max(), ", ".join(smallest[:3]))
     if num_empty := int((counts == 0).sum()):
-        findings.problems.append(f"{num_empty} of {len(counts)} classes have no item: {', '.join(smallest[: min(num_empty, 5)])}")
+        yield f"{num_empty} of {len(counts)} classes have no item: {', '.join(smallest[: min(num_empty, 5)])}"
 
 
-def _inspect_values(dataset: LatentDataset, sigma_data: float, findings: Findings) -> None:
-    """Find NaN and Inf, and compare the standard deviation that the network sees with the one that the diffusion assumes."""
+def _check_values(dataset: LatentDataset, sigma_data: float) -> Iterator[str]:
+    """Find NaN and Inf, and compare the standard deviation that the network sees with `sigma_data`."""
     info, sums, not_finite = dataset.info, np.zeros((3, dataset.channels)), []
     for start in progress_bar(range(0, len(dataset), CHUNK), unit=f"x {CHUNK} latents", desc="reading"):
         latents, *flipped = _fetch(dataset, np.arange(start, min(start + CHUNK, len(dataset))))
@@ -91,20 +88,20 @@ def _inspect_values(dataset: LatentDataset, sigma_data: float, findings: Finding
         not_finite += (start + (~finite).nonzero()[:, 0]).tolist()
         sums += channel_sums(latents[finite], info.kind)
     if not_finite:
-        findings.problems.append(f"{len(not_finite)} items hold NaN or Inf, {not_finite[0]} first")
+        yield f"{len(not_finite)} items hold NaN or Inf, {not_finite[0]} first"
     if not sums.any():
         return
     stored_mean, stored_std = mean_and_std(sums)
     mean, std = for_network(stored_mean, stored_std, info)
-    findings.lines.append(" " * 20 + "".join(f"{f'channel {c}':>12}" for c in range(dataset.channels)))
+    log.info(" " * 20 + "".join(f"{f'channel {c}':>12}" for c in range(dataset.channels)))
     for title, values in {"stored mean": stored_mean, "stored std": stored_std, "network mean": mean, "network std": std}.items():
-        findings.lines.append(f"{title:20}" + "".join(f"{value:12.4f}" for value in values))
+        log.info(f"{title:20}" + "".join(f"{value:12.4f}" for value in values))
     overall = overall_std(mean, std)
     words = f"a standard deviation of {overall:.3f} over all channels, {overall / sigma_data:.2f} times sigma_data={sigma_data:g}"
-    findings.lines.append(f"the network sees {words}")
+    log.info("the network sees %s", words)
     if not USUAL_STD[0] <= overall / sigma_data <= USUAL_STD[1]:
         reasons = f"a wrong scale factor ({info.scale_factor:g}) or kind ({info.kind}), or scale= of convert"
-        findings.problems.append(f"{words}, cannot be right: {reasons}")
+        yield f"{words}, cannot be right: {reasons}"
 
 
 def _fetch(dataset: LatentDataset, indices: np.ndarray) -> list[Tensor]:
