@@ -56,8 +56,6 @@ def encode(encoding: Encoding) -> None:
     if len(ways := [key for key in ("normalize", "sigma_data", "latents_stats") if getattr(encoding, key)]) > 1:
         raise UserError(f"{'= and '.join(ways)}= each scale the latents; give one of them")
     source = open_labelled_images(encoding.images, encoding.labels)
-    if encoding.labels == "none":
-        source.labels, source.class_names = np.zeros_like(source.labels), None
     if Path(encoding.images).resolve() in (Path(encoding.output).resolve(), *Path(encoding.output).resolve().parents):
         raise UserError(f"output={encoding.output} lies in images={encoding.images}; give a folder elsewhere")
     try:

@@ -1,6 +1,6 @@
 """The native shard format (docs/data.md, The format): safetensors files that are read by index, in batches.
 
-Images are stored as they are, and mirrored when they are read.
+Shards hold JPEG files unmirrored; reading mirrors their pixels.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import hashlib
 import io
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
@@ -19,9 +19,9 @@ import numpy as np
 import pydantic
 import torch
 from PIL import Image
-from pydantic import BeforeValidator, Field
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from pydantic import Field
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from common.errors import UserError, reading
@@ -30,36 +30,31 @@ from common.types import Number, Positive
 from latents.autoencoders import to_uint8
 from latents.reader import FileReader
 
-KINDS = ("sample", "moments")
-MANIFEST = "manifest.json"  # what a folder of shards holds, written once it is complete
-UNFINISHED = ".unfinished"  # a folder beside the shards, as long as some of them are missing
+MANIFEST = "manifest.json"  # lists the shards of a folder; written when the folder is complete
+UNFINISHED = ".unfinished"  # the lock file of the command that writes the folder; an interrupted command leaves it there
 _STORED = ("latents", "latents_flip")
-MAX_CLASSES = 10**6  # beyond, tables over classes and images would not fit into memory
+Kind = Literal["sample", "moments"]
+MAX_CLASSES = 10**6  # more would not fit into the memory for tables over classes and images
 NumClasses = Annotated[int, Field(ge=1, le=MAX_CLASSES)]
 Resolution = Annotated[int, Field(ge=1, le=2**16)]
-_parse_json = BeforeValidator(lambda value: json.loads(value) if isinstance(value, str) else value)
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
 class ShardInfo:
-    """What the header of a shard says; equal for all shards of a folder. Raises ValueError for other values."""
+    """How to read a shard, from its header; equal for all shards of a folder. Raises ValueError for a wrong value."""
 
-    kind: Literal[KINDS]  # sample (C channels) | moments (2C channels: mean, log-variance; sampled afresh at every read)
-    scale_factor: Positive  # multiplies a stored latent to give what the network sees
+    kind: Kind  # sample (C channels) | moments (2C channels: mean, log-variance; sampled afresh at every read)
+    scale_factor: Positive  # the network sees stored latents times this
     autoencoder: str  # identity | none | sd-vae:<hub id or folder> | va-vae:<file or folder>
     resolution: Resolution  # height = width of the images, in pixels
     num_classes: NumClasses  # labels are 0 .. num_classes - 1
-    # Mean and standard deviation of each of the C channels, over all latents; both None: nothing is subtracted or divided.
-    latents_mean: Annotated[tuple[Number, ...] | None, _parse_json] = None
-    latents_std: Annotated[tuple[Positive, ...] | None, _parse_json] = None
+    # Mean and standard deviation of each of the C channels, over all latents; both None: the network sees unnormalised latents.
+    latents_mean: tuple[Number, ...] | None = None
+    latents_std: tuple[Positive, ...] | None = None
 
     def __post_init__(self):
         if len(self.latents_mean or ()) != len(self.latents_std or ()):
             raise ValueError("latents_mean and latents_std need a number for each channel")
-
-    def to_metadata(self) -> dict[str, str]:
-        given = {name: value for name, value in asdict(self).items() if value is not None}
-        return {name: json.dumps(value) if isinstance(value, tuple) else str(value) for name, value in given.items()}
 
 
 def pack_images(files: Sequence[bytes]) -> dict[str, Tensor]:
@@ -90,7 +85,7 @@ def serialize_shard(path: Path, info: ShardInfo, provenance: dict | None = None,
 
     Args:
         path: names the shard in errors.
-        provenance: how the shard was made, in JSON's types. `read_provenance` returns it.
+        provenance: how the shard was made, in JSON's types.
     """
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
     _check_tensors(path, info, tensors)
@@ -98,42 +93,42 @@ def serialize_shard(path: Path, info: ShardInfo, provenance: dict | None = None,
         finite = tensors[name].flatten(1).isfinite().all(dim=1).tolist()
         if not all(finite):
             raise UserError(f"{path}: {name} of item {finite.index(False)} are not finite as {tensors[name].dtype}")
-    blob = save(tensors, metadata=info.to_metadata() | ({"provenance": json.dumps(provenance)} if provenance else {}))
-    start = 8 + int.from_bytes(blob[:8], "little")
-    header, data = json.loads(blob[8:start]), memoryview(blob)[start:]
-    header["__metadata__"]["hash"] = _hash_content(header, [data])
-    text = json.dumps(header, sort_keys=True).encode()  # safetensors' own order of the keys differs from run to run
-    text = text.ljust(-(-len(text) // 8) * 8)
-    return len(text).to_bytes(8, "little") + text + data
+    about = asdict(info) | ({"provenance": provenance} if provenance else {})
+    about["hash"] = _hash(tensors, about)
+    return save(tensors, metadata={"about": json.dumps(about)})  # one entry: safetensors writes several in a random order
 
 
-def _hash_content(header: dict, chunks: Iterable[bytes]) -> str:
-    """The hash of a shard's header, which does not hold it yet, and of its tensors."""
-    digest = hashlib.blake2b(json.dumps(header, sort_keys=True).encode(), digest_size=16)
-    for chunk in chunks:
-        digest.update(chunk)
+def _hash(tensors: dict[str, Tensor], about: dict) -> str:
+    digest = hashlib.blake2b(json.dumps(about).encode(), digest_size=16)
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.flatten().numpy())
     return digest.hexdigest()
 
 
-def read_header(file: Path) -> tuple[dict, int]:
-    """The header of a safetensors file, and the byte at which its tensors begin. Raises UserError if there is none."""
+def _read_header(file: Path) -> tuple[dict, dict, int]:
+    """Of a safetensors file: the header, the `about` in it ({} if there is none), and the byte at which the tensors begin."""
     with reading(file), open(file, "rb") as f:
         size = int.from_bytes(f.read(8), "little")
-        return {"__metadata__": {}} | json.loads(f.read(size)), 8 + size
+        header = json.loads(f.read(size))
+        return header, dict(json.loads(header.get("__metadata__", {}).get("about", "{}"))), 8 + size
 
 
-def read_provenance(file: Path) -> dict | None:
-    """How `encode` or `convert` made this shard; None for other shards. Raises UserError for a file without a header."""
-    return json.loads(read_header(file)[0]["__metadata__"].get("provenance", "null"))
+def read_about(file: Path) -> dict:
+    """What a shard's header says: the fields of ShardInfo, `hash` and perhaps `provenance`; {} for other safetensors files.
+
+    Raises UserError for a file without a header.
+    """
+    return _read_header(file)[1]
 
 
 def is_intact(file: Path) -> bool:
-    """Whether the file has the hash that its header gives, or gives none. Reads the whole file."""
-    header, start = read_header(file)
-    expected = header["__metadata__"].pop("hash", None)
-    with open(file, "rb") as f:
-        f.seek(start)
-        return expected in (None, _hash_content(header, iter(lambda: f.read(1 << 22), b"")))
+    """Whether a shard still has the hash that its header says, or its header says none. Reads the whole file."""
+    try:
+        about = read_about(file)
+        return about.pop("hash", None) in (None, _hash(load_file(file), about))
+    except (SafetensorError, UserError):
+        return False
 
 
 def _check_tensors(file: Path, info: ShardInfo, shard: dict[str, Tensor]) -> None:
@@ -288,7 +283,7 @@ class LatentDataset:
     @functools.cached_property
     def hashes(self) -> dict[str, str]:
         """Name of each shard's file -> its hash, from the header. Where the header has none, the whole file is read."""
-        return {file.name: read_header(file)[0]["__metadata__"].get("hash") or hash_file(file) for file in self.files}
+        return {file.name: read_about(file).get("hash") or hash_file(file) for file in self.files}
 
     @property
     def identity(self) -> str:
@@ -297,15 +292,14 @@ class LatentDataset:
 
 
 def _open_shard(file: Path) -> tuple[ShardInfo, dict[str, Tensor], dict[str, int]]:
-    """The header, the tensors (mapped: reading starts when they are used), and the byte of the file at which each begins."""
+    """The header, the tensors (mapped: the file is read when they are used), and the byte of the file at which each begins."""
     try:
-        with safe_open(file, framework="pt") as f:
-            shard = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 (not a dict)
+        shard = load_file(file)
     except (SafetensorError, OSError) as e:
         raise UserError(f"{file} is truncated or not a safetensors file: {e}") from e
-    header, start = read_header(file)
+    header, about, start = _read_header(file)
     try:
-        info = ShardInfo(**header["__metadata__"])
+        info = ShardInfo(**about)
     except pydantic.ValidationError as e:
         key, message = ".".join(map(str, e.errors()[0]["loc"])), e.errors()[0]["msg"]
         raise UserError(f"{file} is not a latent shard: in its header, {key}: {message}") from e
@@ -332,26 +326,27 @@ def latents_for_network(stored: Tensor, info: ShardInfo, random=None) -> Tensor:
     return normalize_latents(draw_latents(stored.float(), info.kind, random), info)
 
 
-def normalize_latents(latents: Tensor, how: ShardInfo) -> Tensor:
-    """[b, C, H, W] of the autoencoder -> as the network sees them, (x - latents_mean) / latents_std * scale_factor.
+def normalize_latents(latents: Tensor, info: ShardInfo) -> Tensor:
+    """Latents of the autoencoder [b, C, H, W] -> what the network sees: (x - latents_mean) / latents_std * scale_factor.
 
-    `how` is anything with these three fields: a header, data.* of a configuration, a sampler.
+    `info` may be any object with these three fields: a header, data.* of a configuration, a sampler.
     """
-    if how.latents_mean is not None:
-        mean, std = (_per_channel(tuple(values), latents.device) for values in (how.latents_mean, how.latents_std))
-        latents = (latents - mean) / std
-    return latents * how.scale_factor
+    mean, std = _mean_and_std(info, latents.device)
+    return (latents - mean) / std * info.scale_factor
 
 
-def restore_latents(latents: Tensor, how: ShardInfo) -> Tensor:
-    """The inverse of `normalize_latents`, for the autoencoder that decodes them."""
-    latents = latents / how.scale_factor
-    if how.latents_mean is not None:
-        mean, std = (_per_channel(tuple(values), latents.device) for values in (how.latents_mean, how.latents_std))
-        latents = latents * std + mean
-    return latents
+def restore_latents(latents: Tensor, info: ShardInfo) -> Tensor:
+    """The inverse of `normalize_latents`, for the autoencoder that decodes the latents."""
+    mean, std = _mean_and_std(info, latents.device)
+    return latents / info.scale_factor * std + mean
 
 
-@functools.lru_cache(maxsize=16)  # a new one for every batch would have the device wait
+def _mean_and_std(info: ShardInfo, device: torch.device) -> tuple[Tensor, Tensor] | tuple[float, float]:
+    if info.latents_mean is None:
+        return 0.0, 1.0
+    return _per_channel(tuple(info.latents_mean), device), _per_channel(tuple(info.latents_std), device)
+
+
+@functools.lru_cache(maxsize=16)  # copying the values for every batch would synchronise with the device
 def _per_channel(values: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device=device).reshape(-1, 1, 1)

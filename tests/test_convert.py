@@ -97,7 +97,7 @@ def test_what_cannot_be_stored_or_known_is_refused_before_anything_is_written(tm
     for settings, message in (
         ([], "give kind="),
         (["kind=moments", "num_classes=9"], "num_classes=9"),
-        (["kind=moments", "keep_images=jpeg"], "keep_images=jpeg needs the images beside the latents"),
+        (["kind=moments", "keep_images=jpeg"], "keep_images=jpeg needs REPA.s folder images"),
     ):
         with pytest.raises(UserError, match=message):
             convert(tmp_path, out, *settings)

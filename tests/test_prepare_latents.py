@@ -9,6 +9,7 @@ import re
 import shutil
 import tarfile
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from threading import Barrier
 
@@ -469,8 +470,9 @@ def test_good_latents_pass_inspection_and_are_drawn(images, vae, tmp_path, caplo
     with caplog.at_level(logging.INFO):
         inspect(folder, "sigma_data=0.1")  # the little autoencoder's latents are small
     for line in (
-        "40 latents in 5 files",
-        "kind moments, 4x16x16, for images of 32 pixels",
+        "40 latents 4x16x16 in 5 files",
+        "latents of mirrored images: False",
+        "kind='moments', scale_factor=0.18215",
         "3 classes of 13 to 14 items; smallest: 1 (bee) 13, 2 (cow) 13, 0 (ant) 14",
         "nothing wrong was found",
     ):
@@ -515,7 +517,8 @@ def test_inspection_finds_what_is_wrong(tmp_path):
     latents, labels = make_shard(tmp_path / "a.safetensors", num_items=30)
     labels[:] = torch.arange(30) % 2  # nothing of class 2
     latents[4, 0, 1, 1] = float("nan")
-    save_file({"latents": latents * 20, "labels": labels}, tmp_path / "a.safetensors", metadata=INFO.to_metadata())
+    metadata = {"about": json.dumps(asdict(INFO))}
+    save_file({"latents": latents * 20, "labels": labels}, tmp_path / "a.safetensors", metadata=metadata)
     found = problems_of(tmp_path)
     assert "3 problems" in found and "1 items hold NaN or Inf, 4 first" in found
     assert "1 of 3 classes have no item: 2 0" in found

@@ -14,8 +14,8 @@ from common.types import AutoencoderSpec, Count, Positive, Text
 from latents.autoencoders import SD_VAE, known_scale_and_factor
 from latents.prepare.formats import LatentSource, open_latents
 from latents.prepare.images import count_classes
-from latents.prepare.write import SHARD_SIZE, Dtype, Kind, ShardWriter
-from latents.shards import ShardInfo, pack_images
+from latents.prepare.write import SHARD_SIZE, Dtype, ShardWriter
+from latents.shards import Kind, ShardInfo, pack_images
 
 log = logging.getLogger(__name__)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from pydantic import Field
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from common.errors import UserError, reading
 from common.progress import progress_bar
@@ -20,8 +21,8 @@ from common.randomness import SeedRandom
 from common.types import Colour, Count, Positive, Whole
 from latents.autoencoders import SD_VAE, Autoencoder, from_uint8
 from latents.prepare.images import LabelledImages, read_cropped, to_jpeg
-from latents.prepare.write import SHARD_SIZE, Dtype, Kind, ShardWriter
-from latents.shards import NumClasses, Resolution, ShardInfo, draw_latents, pack_images
+from latents.prepare.write import SHARD_SIZE, Dtype, ShardWriter
+from latents.shards import Kind, NumClasses, Resolution, ShardInfo, draw_latents, pack_images
 
 log = logging.getLogger(__name__)
 
@@ -72,28 +73,24 @@ class _Batch(NamedTuple):
     jpegs: list[bytes]  # the file of each of `images`; empty unless keep_images=jpeg
 
 
-class _CroppedImages(Dataset):
-    """For a DataLoader with batch_size=None: an item of this data set is a batch."""
-
-    def __init__(self, images: LabelledImages, encoding: Encoding):
-        self.images, self.encoding = images, encoding
-
-    def __getitem__(self, numbers: range) -> _Batch:
-        encoding, pixels, kept, left_out, num_transparent = self.encoding, [], [], [], 0
-        crop = encoding.resolution, encoding.background, encoding.pad, encoding.grey
-        for number in numbers:
-            name = self.images.names[number]
-            try:
-                with reading(name):
-                    image, is_transparent = read_cropped(self.images, number, *crop)
-                pixels.append(image)
-                num_transparent += is_transparent
-                kept.append(number)
-            except UserError as e:
-                left_out.append({"name": name, "problem": str(e)})
-        jpegs = [to_jpeg(image) for image in pixels] if encoding.keep_images == "jpeg" else []
-        shape = len(pixels), encoding.resolution, encoding.resolution, 3
-        return _Batch(torch.from_numpy(np.array(pixels, np.uint8).reshape(shape)), kept, left_out, num_transparent, jpegs)
+def _read_batch(source: LabelledImages, encoding: Encoding, numbers: list[int]) -> _Batch:
+    pixels, kept, left_out, num_transparent, jpegs = [], [], [], 0, []
+    crop = encoding.resolution, encoding.background, encoding.pad, encoding.grey
+    for number in numbers:
+        name = source.names[number]
+        try:
+            with reading(name):
+                image, is_transparent = read_cropped(source, number, *crop)
+        except UserError as e:
+            left_out.append({"name": name, "problem": str(e)})
+            continue
+        pixels.append(image)
+        kept.append(number)
+        num_transparent += is_transparent
+        if encoding.keep_images == "jpeg":
+            jpegs.append(to_jpeg(image))
+    stacked = np.array(pixels, np.uint8).reshape(-1, encoding.resolution, encoding.resolution, 3)
+    return _Batch(torch.from_numpy(stacked), kept, left_out, num_transparent, jpegs)
 
 
 def encode_images(
@@ -113,8 +110,9 @@ def encode_images(
     accelerator.wait_for_everyone()  # all processes have listed the missing shards before one writes
     log.info("%d images in %d classes; %d of %d shards to make", len(source), info.num_classes, num_missing, len(writer.shards))
     batch_ranges = [range(i, min(i + batch_size, s.stop)) for s in shards for i in range(s.start, s.stop, batch_size)]
-    loading = {"sampler": batch_ranges, "num_workers": encoding.num_workers, "pin_memory": accelerator.device.type == "cuda"}
-    batches = iter(DataLoader(_CroppedImages(source, encoding), batch_size=None, **loading))
+    loading = {"num_workers": encoding.num_workers, "pin_memory": accelerator.device.type == "cuda"}
+    loading |= {"batch_sampler": batch_ranges, "collate_fn": functools.partial(_read_batch, source, encoding)}
+    batches = iter(DataLoader(range(len(source)), **loading))
     bar = progress_bar(total=sum(s.stop - s.start for s in shards), unit="images", desc=f"process {rank + 1} of {num_processes}")
     with bar, ThreadPoolExecutor(1) as pool:
         written = pool.submit(int)  # the previous shard: none yet

@@ -141,6 +141,8 @@ def open_labelled_images(path: str | Path, labels: str = "auto") -> LabelledImag
     if not names:
         if not len(images := TarImages(path)):
             raise UserError(f"images={path} holds no images ({', '.join(SUFFIXES)}), nor tars of them")
+        if labels == "none":
+            images.labels = np.zeros_like(images.labels)
         return images
     if any(TAR_NAME.search(f.name) for f in path.iterdir()):
         raise UserError(f"images={path} holds tars and images ({names[0]}, ...); put them into folders of their own")

@@ -26,12 +26,10 @@ def find_problems(dataset: LatentDataset, sigma_data: float = 0.5) -> list[str]:
     Args:
         sigma_data: the standard deviation that the diffusion assumes.
     """
-    info, size = dataset.info, f"{dataset.channels}x{dataset.height}x{dataset.width}"
-    log.info("%s: %d latents in %d files", dataset.path, len(dataset), len(dataset.files))
-    log.info("kind %s, %s, for images of %d pixels", info.kind, size, info.resolution)
+    size = f"{dataset.channels}x{dataset.height}x{dataset.width}"
+    log.info("%s: %d latents %s in %d files", dataset.path, len(dataset), size, len(dataset.files))
     log.info("latents of mirrored images: %s, JPEG files: %s", dataset.has_flips, dataset.has_jpegs)
-    normalized = info.latents_mean is not None
-    log.info("autoencoder %s, scale factor %g, normalised: %s", info.autoencoder, info.scale_factor, normalized)
+    log.info("%s", dataset.info)
     return [*_check_files(dataset), *_check_images(dataset), *_check_classes(dataset), *_check_values(dataset, sigma_data)]
 
 

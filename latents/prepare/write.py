@@ -24,23 +24,12 @@ from common.errors import UserError
 from common.files import lock_file, write_file
 from common.progress import progress_bar
 from latents.channel_statistics import channel_sums, mean_and_std, overall_std
-from latents.shards import (
-    KINDS,
-    MANIFEST,
-    UNFINISHED,
-    LatentDataset,
-    ShardInfo,
-    is_intact,
-    read_provenance,
-    serialize_shard,
-    shard_files,
-)
+from latents.shards import MANIFEST, UNFINISHED, LatentDataset, ShardInfo, is_intact, read_about, serialize_shard, shard_files
 
 log = logging.getLogger(__name__)
 
 DTYPES = {"float16": torch.float16, "float32": torch.float32}
 Dtype = Literal[tuple(DTYPES)]
-Kind = Literal[KINDS]
 SHARD_SIZE = 4096  # items of the source per shard: 64 MiB of moments for images of 256x256
 
 
@@ -89,7 +78,7 @@ class ShardWriter:
         """
         sources, changed = set(), []
         for file in shard_files(self.output):
-            provenance = read_provenance(file)
+            provenance = read_about(file).get("provenance")
             if provenance is None or not re.fullmatch(r"latents_\d{5,}\.safetensors", file.name):
                 raise UserError(f"output={self.output} holds {file.name}, which this command did not write; choose another")
             sources.add((file, provenance["source"]))
@@ -166,7 +155,7 @@ class ShardWriter:
             UserError: no item could be read; a channel to scale is constant; the folder holds shards of other commands.
         """
         self._read_sources()
-        provenance = [read_provenance(shard.file) for shard in self.shards]
+        provenance = [read_about(shard.file)["provenance"] for shard in self.shards]
         left_out = [entry for shard in provenance for entry in shard["left_out"]]
         sums = np.sum([shard["sums"] for shard in provenance], axis=0)
         if not sums.any():
@@ -208,5 +197,5 @@ class ShardWriter:
         for shard in progress_bar(self.shards, unit="shards", desc="headers"):
             info = LatentDataset(shard.file).info
             if (changed := replace(info, **entries)) != info:
-                blob = serialize_shard(shard.file, changed, read_provenance(shard.file), **load_file(shard.file))
+                blob = serialize_shard(shard.file, changed, read_about(shard.file)["provenance"], **load_file(shard.file))
                 write_file(shard.file, blob)
