@@ -106,33 +106,30 @@ def _hash(tensors: dict[str, Tensor], about: dict) -> str:
     return digest.hexdigest()
 
 
-def _read_header(file: Path) -> tuple[dict, dict, int]:
-    """Of a safetensors file: the header, the `about` in it ({} if there is none), and the byte at which the tensors begin."""
+def read_header(file: Path) -> tuple[dict, dict[str, int]]:
+    """(about, starts) of a safetensors file. Raises UserError for other files.
+
+    `about` holds the fields of ShardInfo, `hash`, and `provenance` if encode or convert made the shard; {} if it is no shard.
+    `starts` gives the byte of the file at which each tensor begins.
+    """
     with reading(file), open(file, "rb") as f:
         size = int.from_bytes(f.read(8), "little")
         header = json.loads(f.read(size))
-        return header, dict(json.loads(header.get("__metadata__", {}).get("about", "{}"))), 8 + size
-
-
-def read_about(file: Path) -> dict:
-    """What a shard's header says: the fields of ShardInfo, `hash` and perhaps `provenance`; {} for other safetensors files.
-
-    Raises UserError for a file without a header.
-    """
-    return _read_header(file)[1]
+        about = dict(json.loads(header.pop("__metadata__", {}).get("about", "{}")))
+        return about, {name: 8 + size + entry["data_offsets"][0] for name, entry in header.items()}
 
 
 def is_intact(file: Path) -> bool:
-    """Whether a shard still has the hash that its header says, or its header says none. Reads the whole file."""
+    """Whether a shard has the hash that its header gives; True if it gives none. Reads the whole file."""
     try:
-        about = read_about(file)
+        about, _ = read_header(file)
         return about.pop("hash", None) in (None, _hash(load_file(file), about))
     except (SafetensorError, UserError):
         return False
 
 
 def _check_tensors(file: Path, info: ShardInfo, shard: dict[str, Tensor]) -> None:
-    """Raises UserError where names, shapes, types or labels are not those of a shard."""
+    """Raises UserError if names, shapes, types or labels do not make a shard."""
     held = ", ".join(f"{name} {tensor.dtype} {list(tensor.shape)}" for name, tensor in shard.items())
 
     def need(is_so: bool, what: str) -> None:
@@ -155,17 +152,17 @@ def _check_tensors(file: Path, info: ShardInfo, shard: dict[str, Tensor]) -> Non
 
 
 def spread_items(num_items: int, at_most: int) -> np.ndarray:
-    """[n] int64: item numbers spread evenly over the data, first and last among them."""
+    """[n] int64: item numbers spread evenly over the data, including the first and the last."""
     return np.unique(np.linspace(0, num_items - 1, num=min(at_most, num_items)).astype(np.int64))
 
 
 def shard_files(folder: Path) -> list[Path]:
-    """The shards of a folder in order; hidden files are half-written ones."""
+    """The shards of a folder in order, without hidden files, which are half-written shards."""
     return sorted(f for f in folder.glob("*.safetensors") if not f.name.startswith("."))
 
 
 def read_manifest(folder: Path) -> dict | None:
-    """The manifest of a folder, or None where there is none. Raises UserError where it is not one of latents."""
+    """The manifest of a folder; None if there is none. Raises UserError if it does not describe latents."""
     file = folder / MANIFEST
     if not file.exists():
         return None
@@ -180,18 +177,20 @@ class LatentDataset:
 
     Attributes:
         labels: [N] int64.
-        channels, height, width: of the latents that the network sees (half the stored channels for `moments`).
-        has_flips: there are latents of the mirrored images.
-        has_jpegs: JPEG files lie beside the latents; has_images: they do, or the latents are pixels.
+        channels, height, width: shape of a latent that the network sees (half the stored channels for `moments`).
+        has_flips: shards hold latents of the mirrored images.
+        has_jpegs: shards hold the images as JPEG files.
+        has_images: `fetch_with_images` works: shards hold JPEG files, or the latents are pixels.
         class_names: from the manifest, or None.
+        settings: of the command that made the folder, from the manifest, or {}.
 
     Args:
-        path: a folder of shards, or one shard.
-        check_folder: False opens the shards that are there, finished or not and whatever the manifest says (the writer, inspect).
+        path: a folder of shards, or a shard.
+        check_folder: False opens an unfinished folder, or one whose manifest lists other shards.
 
     Raises:
-        UserError: no shards; a shard that is truncated, is none, or disagrees with the first one; a folder that is not
-            finished, or whose shards are not those of its manifest.
+        UserError: no shards; a damaged shard; a shard that differs from the first in header, tensors or shape; an unfinished
+            folder; a folder whose manifest lists other shards.
     """
 
     def __init__(self, path: str | Path, check_folder: bool = True):
@@ -201,14 +200,14 @@ class LatentDataset:
         self.files = [self.path] if self.path.is_file() else shard_files(self.path)
         manifest = read_manifest(self.path)
         if check_folder and manifest is None and (self.path / UNFINISHED).exists():
-            raise UserError(f"{self.path} is not finished: run the prepare_latents.py command that makes it again; it continues")
+            raise UserError(f"{self.path} is not finished: run the prepare_latents.py command that makes it again to resume")
         if not self.files:
-            raise UserError(f"{self.path} holds no latent shards (*.safetensors), which encode and convert make")
+            raise UserError(f"{self.path} holds no latent shards (*.safetensors); encode and convert make them")
         infos, shards, offsets = zip(*map(_open_shard, self.files))
         layouts = [(i, sorted(shard), shard["latents"].dtype, shard["latents"].shape[1:]) for i, shard in zip(infos, shards)]
         for file, layout in zip(self.files, layouts):
             if layout != layouts[0]:
-                raise UserError(f"{file} does not belong with {self.files[0]}: {layout} against {layouts[0]}")
+                raise UserError(f"{file} does not belong with {self.files[0]}: {layout}, not {layouts[0]}")
         self.info: ShardInfo = infos[0]
         self.labels: np.ndarray = np.concatenate([shard["labels"].numpy() for shard in shards])
         latents = shards[0]["latents"][:0].numpy()
@@ -217,7 +216,7 @@ class LatentDataset:
         self.has_flips, self.has_jpegs = "latents_flip" in shards[0], "images" in shards[0]
         self.has_images = self.has_jpegs or self.info.autoencoder == "identity"
         self._offsets = [[starts[name] for starts in offsets] for name in _STORED[: 1 + self.has_flips]]  # by flip, shard
-        if self.has_jpegs:  # of each shard, [M + 1]: where in the file an image starts, and the last one ends
+        if self.has_jpegs:  # per shard, [M + 1]: the byte of the file at which each image starts, and the end of the last
             self._images = [shard["image_offsets"].numpy() + starts["images"] for shard, starts in zip(shards, offsets)]
         self._first_item = np.cumsum([0] + [len(shard["labels"]) for shard in shards])
         self._reader = FileReader(self.files)
@@ -226,18 +225,22 @@ class LatentDataset:
         self.class_names: list[str] | None = (manifest or {}).get("class_names")
         self.settings: dict = (manifest or {}).get("settings", {})
         if check_folder and manifest is not None and manifest["shards"] != self.hashes:
-            raise UserError(f"{self.path}: the shards are not those that {MANIFEST} describes; inspect says which")
+            raise UserError(f"{self.path}: the shards are not those that {MANIFEST} lists; inspect names them")
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def fetch(self, indices: np.ndarray, flips: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Item numbers [b] and flips [b] bool -> latents [b, C or 2C, H, W] as stored, or latents_flip, and labels [b] int64.
+        """Latents [b, C or 2C, H, W] as stored (latents_flip where `flips`), and labels [b] int64.
+
+        Args:
+            indices: [b] item numbers.
+            flips: [b] bool.
 
         Raises:
-            ValueError: flips and indices of different lengths, or flips where there are none.
-            IndexError: an item that does not exist; negative numbers do not count from the end.
-            UserError: a shard that cannot be read, or was cut off.
+            ValueError: the lengths differ, or `flips` asks for mirrored latents and there are none.
+            IndexError: an item does not exist. Negative numbers are refused.
+            UserError: a shard is truncated or cannot be read.
         """
         if len(indices) != len(flips) or (not self.has_flips and flips.any()):
             held = "hold" if self.has_flips else "hold no"
@@ -248,15 +251,15 @@ class LatentDataset:
         rows = indices - self._first_item[shard_of]
         values = np.empty((len(indices), *self._shape), dtype=self._dtype)
         parts = values.view(np.uint8).reshape(len(indices), self._item_bytes)
-        # Item by item: where a batch is spread over as many shards as it has items, indexing shard by shard costs ten times more.
+        # Read item by item: indexing shard by shard takes ten times longer if a batch touches as many shards as it has items.
         for part, shard_idx, row, flip in zip(parts, shard_of.tolist(), rows.tolist(), flips.tolist()):
             self._reader.read_into(part, shard_idx, self._offsets[flip][shard_idx] + row * self._item_bytes)
         return torch.from_numpy(values), torch.from_numpy(self.labels[indices])
 
     def fetch_with_images(self, indices: np.ndarray, flips: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
-        """`fetch`, and the images, uint8 [b, R, R, 3], mirrored where the latents are; only where `has_images`.
+        """What `fetch` returns, and the images, uint8 [b, R, R, 3], mirrored where `flips`. Needs `has_images`.
 
-        Raises UserError also for an image that is no JPEG of this size.
+        Also raises UserError for an image that is not a JPEG of R pixels.
         """
         latents, labels = self.fetch(indices, flips)
         if self.info.autoencoder == "identity":
@@ -265,7 +268,7 @@ class LatentDataset:
         images = np.empty((len(indices), size, size, 3), dtype=np.uint8)
         for pixels, index, flip in zip(images, indices.tolist(), flips.tolist()):
             jpeg = io.BytesIO(self._read_image(index))
-            # Pillow decodes without holding up other threads; torchvision's decoder is deprecated.
+            # Pillow releases the lock while it decodes; torchvision's decoder is deprecated.
             with reading(f"{self.path}: image {index}"), Image.open(jpeg, formats=["JPEG"]) as image:
                 if image.size != (size, size):
                     raise ValueError(f"{image.width}x{image.height} pixels, not {size}x{size}")
@@ -273,7 +276,7 @@ class LatentDataset:
         return latents, labels, torch.from_numpy(images)
 
     def _read_image(self, index: int) -> np.ndarray:
-        """uint8 [bytes], the JPEG file of an item."""
+        """The JPEG file of an item, uint8 [bytes]."""
         shard_idx = int(np.searchsorted(self._first_item, index, side="right")) - 1
         start, stop = self._images[shard_idx][index - self._first_item[shard_idx] :][:2].tolist()
         file = np.empty(stop - start, dtype=np.uint8)
@@ -282,8 +285,8 @@ class LatentDataset:
 
     @functools.cached_property
     def hashes(self) -> dict[str, str]:
-        """Name of each shard's file -> its hash, from the header. Where the header has none, the whole file is read."""
-        return {file.name: read_about(file).get("hash") or hash_file(file) for file in self.files}
+        """Name of each shard -> hash from its header. A shard without one is read and hashed as a whole."""
+        return {file.name: read_header(file)[0].get("hash") or hash_file(file) for file in self.files}
 
     @property
     def identity(self) -> str:
@@ -297,18 +300,18 @@ def _open_shard(file: Path) -> tuple[ShardInfo, dict[str, Tensor], dict[str, int
         shard = load_file(file)
     except (SafetensorError, OSError) as e:
         raise UserError(f"{file} is truncated or not a safetensors file: {e}") from e
-    header, about, start = _read_header(file)
+    about, starts = read_header(file)
     try:
         info = ShardInfo(**about)
     except pydantic.ValidationError as e:
         key, message = ".".join(map(str, e.errors()[0]["loc"])), e.errors()[0]["msg"]
         raise UserError(f"{file} is not a latent shard: in its header, {key}: {message}") from e
     _check_tensors(file, info, shard)
-    return info, shard, {name: start + header[name]["data_offsets"][0] for name in shard}
+    return info, shard, starts
 
 
 def mean_and_log_variance(stored: Tensor, kind: str) -> tuple[Tensor, Tensor | None]:
-    """[b, C or 2C, H, W] -> [b, C, H, W] each: the latents (the mean, of `moments`) and the log-variance, None for `sample`."""
+    """[b, C or 2C, H, W] -> [b, C, H, W] each: mean and log-variance of `moments`, or the latents and None for `sample`."""
     if kind == "sample":
         return stored, None
     mean, log_variance = stored.chunk(2, dim=1)
@@ -316,13 +319,13 @@ def mean_and_log_variance(stored: Tensor, kind: str) -> tuple[Tensor, Tensor | N
 
 
 def draw_latents(stored: Tensor, kind: str, random=None) -> Tensor:
-    """[b, C or 2C, H, W] -> [b, C, H, W]: samples as stored, `moments` with the noise of `random.randn(C, H, W)` [b, C, H, W]."""
+    """[b, C or 2C, H, W] -> [b, C, H, W]. For `moments`, `random.randn(C, H, W)` gives the noise [b, C, H, W]."""
     mean, log_variance = mean_and_log_variance(stored, kind)
     return mean if log_variance is None else mean + (log_variance / 2).exp() * random.randn(*mean.shape[1:])
 
 
 def latents_for_network(stored: Tensor, info: ShardInfo, random=None) -> Tensor:
-    """Stored latents [b, C or 2C, H, W] -> float32 [b, C, H, W] as the network sees them. Arguments as of `draw_latents`."""
+    """Stored latents [b, C or 2C, H, W] -> what the network sees, float32 [b, C, H, W]. `random` as for `draw_latents`."""
     return normalize_latents(draw_latents(stored.float(), info.kind, random), info)
 
 

@@ -87,22 +87,6 @@ def test_maskdit_items_are_read_in_numeric_order_and_nothing_is_written(tmp_path
     check(open_latents(tmp_path / "train" / "data.mdb"), latents, labels)
 
 
-def test_a_second_half_with_the_same_labels_becomes_the_flips_if_its_latents_are_mirrored(tmp_path):
-    latents, labels = sd_moments(9), [1, 2, 0] * 3
-    mirrored = latents[..., ::-1] + np.float32(0.5)
-    write_lmdb(tmp_path / "a", np.concatenate([latents, mirrored]), labels * 2)
-    source = open_latents(tmp_path / "a")
-    check(source, latents, labels, mirrored)
-    assert "latents_flip: the second 9 items" in source.note
-    other = [2, 1, 0] * 3
-    write_lmdb(tmp_path / "b", np.concatenate([latents, mirrored]), labels + other)
-    check(open_latents(tmp_path / "b"), np.concatenate([latents, mirrored]), labels + other)
-    both = np.concatenate([latents, sd_moments(9, seed=1)])
-    write_lmdb(tmp_path / "c", both, labels * 2)  # labels in turn, and no flips
-    check(source := open_latents(tmp_path / "c"), both, labels * 2)
-    assert "their latents are not mirrored" in source.note
-
-
 @pytest.mark.parametrize(
     "settings",
     [{"leave_out": ["length"]}, {"leave_out": ["y-2"]}, {"leave_out": ["z-2"]}, {"length": 5}, {"length": "x"}, {"length": 0}],
@@ -221,7 +205,7 @@ def test_bad_lightningdit_files_are_refused_by_name(tmp_path, tensors, message):
 @pytest.mark.parametrize(
     ("statistics", "message"),
     [
-        ({"mean": torch.zeros(1, 3, 1, 1), "std": torch.ones(1, 3, 1, 1)}, "is of 3 channels, and the latents have 4"),
+        ({"mean": torch.zeros(1, 3, 1, 1), "std": torch.ones(1, 3, 1, 1)}, "has 3 channels, and the latents have 4"),
         ({"mean": torch.zeros(1, 4, 1, 1)}, "does not hold the tensors mean and std"),
         ({"mean": open}, "cannot be read: it is damaged, or holds other objects"),
     ],

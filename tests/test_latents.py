@@ -256,7 +256,7 @@ def test_an_autoencoder_that_is_not_there_or_does_not_fit_is_refused(tmp_path):
     for spec, message in (
         (f"sd-vae:{tmp_path / 'nowhere'}", "autoencoder=sd-vae:.*nowhere: there is no such folder"),
         ("identity", "autoencoder=identity shows latents as pixels, which have 1 or 3 channels, not 4"),
-        ("none", "autoencoder=none: nothing is known that decodes these latents"),
+        ("none", "autoencoder=none: these latents name no autoencoder"),
     ):
         with pytest.raises(UserError, match=message):
             autoencoders.build(spec, CPU, 4)

@@ -69,28 +69,23 @@ class _Batch(NamedTuple):
     images: Tensor  # uint8 [b, H, W, 3], those that could be read
     kept: list[int]  # their numbers
     left_out: list[dict]  # the others, {"name", "problem"} each
-    num_transparent: int  # how many of `images` show the background
     jpegs: list[bytes]  # the file of each of `images`; empty unless keep_images=jpeg
 
 
 def _read_batch(source: LabelledImages, encoding: Encoding, numbers: list[int]) -> _Batch:
-    pixels, kept, left_out, num_transparent, jpegs = [], [], [], 0, []
+    pixels, kept, left_out = [], [], []
     crop = encoding.resolution, encoding.background, encoding.pad, encoding.grey
     for number in numbers:
         name = source.names[number]
         try:
             with reading(name):
-                image, is_transparent = read_cropped(source, number, *crop)
+                pixels.append(read_cropped(source, number, *crop))
+            kept.append(number)
         except UserError as e:
             left_out.append({"name": name, "problem": str(e)})
-            continue
-        pixels.append(image)
-        kept.append(number)
-        num_transparent += is_transparent
-        if encoding.keep_images == "jpeg":
-            jpegs.append(to_jpeg(image))
+    jpegs = [to_jpeg(image) for image in pixels] if encoding.keep_images == "jpeg" else []
     stacked = np.array(pixels, np.uint8).reshape(-1, encoding.resolution, encoding.resolution, 3)
-    return _Batch(torch.from_numpy(stacked), kept, left_out, num_transparent, jpegs)
+    return _Batch(torch.from_numpy(stacked), kept, left_out, jpegs)
 
 
 def encode_images(
@@ -117,14 +112,12 @@ def encode_images(
     with bar, ThreadPoolExecutor(1) as pool:
         written = pool.submit(int)  # the previous shard: none yet
         for shard in shards:
-            kept, left_out, jpegs, num_transparent = [], [], [], 0
-            encoded = [_no_latents(vae, encoding)]
+            kept, left_out, jpegs, encoded = [], [], [], [_no_latents(vae, encoding)]
             for _ in range(shard.start, shard.stop, batch_size):
                 batch = next(batches)
                 if batch.left_out and encoding.on_error == "stop":
                     raise UserError(f"{batch.left_out[0]['problem']}; repair or remove the image, or set on_error=skip")
                 kept, left_out, jpegs = kept + batch.kept, left_out + batch.left_out, jpegs + batch.jpegs
-                num_transparent += batch.num_transparent
                 if batch.kept:
                     latents = _encode(batch, vae, encoding, accelerator.device)
                     encoded[-1] = {name: tensor.cpu() for name, tensor in encoded[-1].items()}  # while the device encodes
@@ -133,8 +126,7 @@ def encode_images(
             tensors = {name: torch.cat([part[name].cpu() for part in encoded]) for name in encoded[0]}
             tensors |= pack_images(jpegs) if encoding.keep_images == "jpeg" else {}
             written.result()  # at most one shard waits to be written
-            labels = torch.from_numpy(source.labels[kept])
-            written = pool.submit(writer.write, shard, labels, info, tensors, left_out, num_transparent)
+            written = pool.submit(writer.write, shard, torch.from_numpy(source.labels[kept]), info, tensors, left_out)
         written.result()
 
 

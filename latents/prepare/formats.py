@@ -18,7 +18,6 @@ from common.errors import UserError, reading
 from common.files import hash_bytes
 from common.images import read_rgb
 from latents.autoencoders import SD_SCALE
-from latents.channel_statistics import are_mirrored
 from latents.prepare.images import read_dataset_json, to_jpeg
 from latents.shards import shard_files, spread_items
 from latents.tars import index_tars
@@ -77,8 +76,7 @@ class LatentSource:
 class MaskDiTLMDB(LatentSource):
     """MaskDiT's LMDB, the folder of data.mdb or a single file: moments [8, h, w] `z-<i>`, labels `y-<i>`, their number `length`.
 
-    With --xflip MaskDiT appends the mirrored images to the others and does not mark them. If the labels of both halves agree
-    and the latents of the second half are mirrored, the second half becomes the flips.
+    With --xflip MaskDiT appends the mirrored images as items of their own, and they stay so.
 
     LMDB maps its file into memory. If a copy lacks its end, reading it ends the process (SIGBUS): copy it again.
     """
@@ -92,24 +90,12 @@ class MaskDiTLMDB(LatentSource):
         # Without a lock, LMDB writes nothing: the folder may be read-only.
         options = {"subdir": self.path.is_dir(), "readonly": True, "lock": False, "readahead": False, "create": False}
         self.transaction = lmdb.open(str(self.path), **options).begin()
-        length = int(self.transaction.get(b"length"))
-        self.items = range(length)
-        self.labels = np.array([int(self.transaction.get(f"y-{i}".encode())) for i in range(length)], dtype=np.int64)
-        half = length // 2
-        if length % 2 == 0 and np.array_equal(self.labels[:half], self.labels[half:]):
-            spread = spread_items(half, 64).tolist()
-            first, second = (torch.from_numpy(np.stack([self._read(i + start)[:4] for i in spread])) for start in (0, half))
-            self.note = f"the labels of the second {half} items are those of the first, but their latents are not mirrored"
-            if are_mirrored(first, second):
-                self.has_flips, self.labels = True, self.labels[:half]
-                self.note = f"latents_flip: the second {half} items, which are the first mirrored, as after --xflip"
+        self.items = range(int(self.transaction.get(b"length")))
+        self.labels = np.array([int(self.transaction.get(f"y-{i}".encode())) for i in self.items], dtype=np.int64)
 
     def _load(self, number: int) -> list[np.ndarray]:
-        return [self._read(i) for i in (number, len(self.labels) + number)[: 1 + self.has_flips]]
-
-    def _read(self, number: int) -> np.ndarray:
         value = self.transaction.get(f"z-{number}".encode())
-        return np.frombuffer(value, dtype="<f4").reshape(8, size := math.isqrt(len(value) // 32), size)
+        return [np.frombuffer(value, dtype="<f4").reshape(8, size := math.isqrt(len(value) // 32), size)]
 
 
 class _ArrayUnpickler(pickle.Unpickler):

@@ -48,11 +48,9 @@ def _check_files(dataset: LatentDataset) -> Iterator[str]:
         return
     log.info("%d items could not be read when it was made", len(manifest["left_out"]))
     listed = manifest["shards"]
-    for name in sorted(listed.keys() | hashes.keys()):
-        if name not in hashes or name not in listed:
-            yield f"{dataset.path / name} is only {f'in {MANIFEST}' if name in listed else 'in the folder'}"
-        elif hashes[name] != listed[name]:
-            yield f"{dataset.path / name} is not the file that {MANIFEST} lists"
+    for name in sorted(listed | hashes):
+        if listed.get(name) != hashes.get(name):
+            yield f"{dataset.path / name} {f'is not a file that {MANIFEST} lists' if name in hashes else 'is missing'}"
 
 
 def _check_images(dataset: LatentDataset) -> Iterator[str]:
@@ -132,5 +130,5 @@ def fetch_originals(dataset: LatentDataset, folder: str) -> np.ndarray:
     settings = {key: dataset.settings.get(key, default) for key, default in defaults.items()}
     for i in spread_items(len(dataset), 16):
         with reading(source.names[numbers[i]]):
-            crops.append(read_cropped(source, numbers[i], dataset.info.resolution, **settings)[0])
+            crops.append(read_cropped(source, numbers[i], dataset.info.resolution, **settings))
     return np.stack(crops)

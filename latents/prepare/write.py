@@ -24,12 +24,11 @@ from common.errors import UserError
 from common.files import lock_file, write_file
 from common.progress import progress_bar
 from latents.channel_statistics import channel_sums, mean_and_std, overall_std
-from latents.shards import MANIFEST, UNFINISHED, LatentDataset, ShardInfo, is_intact, read_about, serialize_shard, shard_files
+from latents.shards import MANIFEST, UNFINISHED, LatentDataset, ShardInfo, is_intact, read_header, serialize_shard, shard_files
 
 log = logging.getLogger(__name__)
 
-DTYPES = {"float16": torch.float16, "float32": torch.float32}
-Dtype = Literal[tuple(DTYPES)]
+Dtype = Literal["float16", "float32"]
 SHARD_SIZE = 4096  # items of the source per shard: 64 MiB of moments for images of 256x256
 
 
@@ -62,7 +61,7 @@ class ShardWriter:
     def __init__(
         self, output: str, settings: dict, hash_items: Callable[[int, int], str], num_items: int, shard_size: int, dtype: Dtype
     ):
-        self.output, self.dtype = Path(output), DTYPES[dtype]
+        self.output, self.dtype = Path(output), getattr(torch, dtype)
         self.settings = json.loads(json.dumps({**settings, "shard_size": shard_size, "dtype": dtype}))
         self.shards = []
         for number, start in enumerate(range(0, num_items, shard_size)):
@@ -78,7 +77,7 @@ class ShardWriter:
         """
         sources, changed = set(), []
         for file in shard_files(self.output):
-            provenance = read_about(file).get("provenance")
+            provenance = read_header(file)[0].get("provenance")
             if provenance is None or not re.fullmatch(r"latents_\d{5,}\.safetensors", file.name):
                 raise UserError(f"output={self.output} holds {file.name}, which this command did not write; choose another")
             sources.add((file, provenance["source"]))
@@ -115,13 +114,7 @@ class ShardWriter:
         return [shard for shard in self.shards if not shard.file.exists()][process_index::num_processes]
 
     def write(
-        self,
-        shard: PlannedShard,
-        labels: Tensor,
-        info: ShardInfo,
-        tensors: dict[str, Tensor],
-        left_out: Sequence[dict] = (),
-        num_transparent: int = 0,
+        self, shard: PlannedShard, labels: Tensor, info: ShardInfo, tensors: dict[str, Tensor], left_out: Sequence[dict] = ()
     ) -> None:
         """Write a shard. Raises UserError as `write_shard` does.
 
@@ -129,14 +122,12 @@ class ShardWriter:
             labels: [b] int64.
             tensors: `latents` and optionally `latents_flip`, [b, C or 2C, H, W] float32; optionally images, from `pack_images`.
             left_out: items that could not be read, {"name", "problem"} each.
-            num_transparent: number of images that show the background.
         """
         stored = {name: x.to(self.dtype) if x.is_floating_point() else x for name, x in tensors.items()}
         provenance = {
             "settings": self.settings,
             "source": shard.source,
             "left_out": list(left_out),
-            "num_transparent": num_transparent,
             "sums": channel_sums(stored["latents"], info.kind).tolist(),
         }
         write_file(shard.file, serialize_shard(shard.file, info, provenance, labels=labels, **stored))
@@ -155,7 +146,7 @@ class ShardWriter:
             UserError: no item could be read; a channel to scale is constant; the folder holds shards of other commands.
         """
         self._read_sources()
-        provenance = [read_about(shard.file)["provenance"] for shard in self.shards]
+        provenance = [read_header(shard.file)[0]["provenance"] for shard in self.shards]
         left_out = [entry for shard in provenance for entry in shard["left_out"]]
         sums = np.sum([shard["sums"] for shard in provenance], axis=0)
         if not sums.any():
@@ -178,7 +169,6 @@ class ShardWriter:
             "class_names": class_names,
             "class_counts": np.bincount(dataset.labels, minlength=dataset.info.num_classes).tolist(),
             "left_out": left_out,
-            "num_transparent": (num_transparent := sum(shard["num_transparent"] for shard in provenance)),
             **about,
             "settings": self.settings,
             "shards": dataset.hashes,
@@ -187,8 +177,6 @@ class ShardWriter:
         (self.output / UNFINISHED).unlink()
         self._lock.close()
         log.info("%d latents %s are in %d shards in %s", len(dataset), manifest["shape"], len(self.shards), self.output)
-        if num_transparent:
-            log.info("%d images are transparent; they are on a background of %s", num_transparent, self.settings["background"])
         if left_out:
             log.warning("left out %d, listed in %s; the first: %s", len(left_out), MANIFEST, left_out[0])
 
@@ -197,5 +185,5 @@ class ShardWriter:
         for shard in progress_bar(self.shards, unit="shards", desc="headers"):
             info = LatentDataset(shard.file).info
             if (changed := replace(info, **entries)) != info:
-                blob = serialize_shard(shard.file, changed, read_about(shard.file)["provenance"], **load_file(shard.file))
+                blob = serialize_shard(shard.file, changed, read_header(shard.file)[0]["provenance"], **load_file(shard.file))
                 write_file(shard.file, blob)
