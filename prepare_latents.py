@@ -8,7 +8,7 @@
     python prepare_latents.py detector reference=<file.npz> output=detectors/<set>.safetensors  # for small pictures
     python prepare_latents.py fetch                      # the SD-VAE and Inception, once where there is a network
 
-`encode` and `convert` continue where they were stopped when the same command is given again.
+To resume an interrupted `encode` or `convert`, run the same command again.
 """
 
 from __future__ import annotations
@@ -86,14 +86,14 @@ def inspect(
     sigma_data: Positive = 0.5,
     cpu_threads: Count | None = None,
 ) -> None:
-    """Read all latents once, print what is there, draw 16 of them; the exit code is not 0 when something is wrong.
+    """Read all latents, print what they are, and draw 16 of them. The exit code is 1 if something is wrong.
 
     Args:
         path: a folder of shards, or a shard.
-        images: the folder that was encoded: its images are drawn beside what their latents decode to.
-        autoencoder: decodes the grid; null: the one that the shards name.
+        images: the folder that was encoded; the grid shows its images next to the decoded latents.
+        autoencoder: decodes the grid; null: the autoencoder that the shards name.
         grid: auto (<path>/inspect_<data>.png), a file to write, or none.
-        sigma_data: standard deviation that the diffusion assumes.
+        sigma_data: the standard deviation that the diffusion assumes.
     """
     from latents import autoencoders
     from latents.prepare.inspect import fetch_images, fetch_originals, fetch_spread, find_problems
@@ -118,9 +118,9 @@ def inspect(
         latents, labels = fetch_spread(dataset)
         decoded, num_columns = list(autoencoders.to_uint8(decoder.decode(latents.to(device)).cpu()).numpy()), 4
         if originals is None and dataset.has_jpegs:
-            with contextlib.suppress(UserError):  # an image that cannot be read is among the problems
+            with contextlib.suppress(UserError):  # find_problems has reported images that cannot be read
                 originals = fetch_images(dataset)
-        if originals is not None:  # beside what their latents decode to
+        if originals is not None:
             decoded, labels = sum(zip(decoded, originals), ()), [label for label in labels for _ in range(2)]
             num_columns = 8
         try:

@@ -222,9 +222,9 @@ class LatentDataset:
         self._reader = FileReader(self.files)
         channels, self.height, self.width = self._shape
         self.channels = channels // (1 + (self.info.kind == "moments"))
-        self.class_names: list[str] | None = (manifest or {}).get("class_names")
-        self.settings: dict = (manifest or {}).get("settings", {})
-        if check_folder and manifest is not None and manifest["shards"] != self.hashes:
+        self.class_names: list[str] | None = manifest and manifest.get("class_names")
+        self.settings: dict = manifest["settings"] if manifest else {}
+        if check_folder and manifest and manifest["shards"] != self.hashes:
             raise UserError(f"{self.path}: the shards are not those that {MANIFEST} lists; inspect names them")
 
     def __len__(self) -> int:
@@ -247,12 +247,10 @@ class LatentDataset:
             raise ValueError(f"got {len(indices)} indices and {len(flips)} flips; these shards {held} mirrored latents")
         if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
             raise IndexError(f"items {indices.min()} to {indices.max()} are not all in 0 .. {len(self) - 1}")
-        shard_of = np.searchsorted(self._first_item, indices, side="right") - 1
-        rows = indices - self._first_item[shard_of]
         values = np.empty((len(indices), *self._shape), dtype=self._dtype)
         parts = values.view(np.uint8).reshape(len(indices), self._item_bytes)
         # Read item by item: indexing shard by shard takes ten times longer if a batch touches as many shards as it has items.
-        for part, shard_idx, row, flip in zip(parts, shard_of.tolist(), rows.tolist(), flips.tolist()):
+        for part, shard_idx, row, flip in zip(parts, *self._locate(indices), flips.tolist()):
             self._reader.read_into(part, shard_idx, self._offsets[flip][shard_idx] + row * self._item_bytes)
         return torch.from_numpy(values), torch.from_numpy(self.labels[indices])
 
@@ -266,22 +264,20 @@ class LatentDataset:
             return latents, labels, to_uint8(mean_and_log_variance(latents.float(), self.info.kind)[0])
         size = self.info.resolution
         images = np.empty((len(indices), size, size, 3), dtype=np.uint8)
-        for pixels, index, flip in zip(images, indices.tolist(), flips.tolist()):
-            jpeg = io.BytesIO(self._read_image(index))
+        for pixels, index, shard_idx, row, flip in zip(images, indices, *self._locate(indices), flips.tolist()):
+            start, stop = self._images[shard_idx][row : row + 2].tolist()
+            self._reader.read_into(jpeg := np.empty(stop - start, dtype=np.uint8), shard_idx, start)
             # Pillow releases the lock while it decodes; torchvision's decoder is deprecated.
-            with reading(f"{self.path}: image {index}"), Image.open(jpeg, formats=["JPEG"]) as image:
+            with reading(f"{self.path}: image {index}"), Image.open(io.BytesIO(jpeg), formats=["JPEG"]) as image:
                 if image.size != (size, size):
                     raise ValueError(f"{image.width}x{image.height} pixels, not {size}x{size}")
                 pixels[:] = np.array(image.convert("RGB"))[:, :: -1 if flip else 1]
         return latents, labels, torch.from_numpy(images)
 
-    def _read_image(self, index: int) -> np.ndarray:
-        """The JPEG file of an item, uint8 [bytes]."""
-        shard_idx = int(np.searchsorted(self._first_item, index, side="right")) - 1
-        start, stop = self._images[shard_idx][index - self._first_item[shard_idx] :][:2].tolist()
-        file = np.empty(stop - start, dtype=np.uint8)
-        self._reader.read_into(file, shard_idx, start)
-        return file
+    def _locate(self, indices: np.ndarray) -> tuple[list[int], list[int]]:
+        """The shard of each item, and its row in the shard."""
+        shards = np.searchsorted(self._first_item, indices, side="right") - 1
+        return shards.tolist(), (indices - self._first_item[shards]).tolist()
 
     @functools.cached_property
     def hashes(self) -> dict[str, str]:
