@@ -51,7 +51,7 @@ def convert(conversion: Conversion) -> None:
     read_image = source.find_images(info.resolution) if conversion.keep_images == "jpeg" else None
     fingerprint, num_items = source.fingerprint(), len(source.labels)
     shard_size, dtype = conversion.shard_size, conversion.dtype
-    writer = ShardWriter(conversion.output, settings, lambda start, stop: fingerprint, num_items, shard_size, dtype)
+    writer = ShardWriter(conversion.output, settings, lambda start, _: f"{fingerprint} {start}", num_items, shard_size, dtype)
     writer.open()
     for shard in progress_bar(writer.missing(), unit="shards"):
         tensors = {name: latents / scale for name, latents in source.read(shard.start, shard.stop).items()}

@@ -92,10 +92,9 @@ class ShardWriter:
         return sources
 
     def open(self) -> None:
-        """Lock the folder, verify its shards, and rename those that have to be made again. Only one process calls this, before
-        any process calls `missing`.
+        """Lock the folder, verify its shards, and rename those to make again. One process does, before any calls `missing`.
 
-        Raises UserError where the folder cannot be written to, or another process is writing to it.
+        Raises UserError if the folder cannot be written to, or another process is writing to it.
         """
         self._lock = lock_file(self.output / UNFINISHED, "writing to", "output")
         for file, source in sorted(self._read_sources()):  # again: the process that held the lock may have written shards
