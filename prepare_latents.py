@@ -8,7 +8,7 @@
     python prepare_latents.py detector reference=<file.npz> output=detectors/<set>.safetensors  # for small pictures
     python prepare_latents.py fetch                      # the SD-VAE and Inception, once where there is a network
 
-`encode` and `convert` continue where they were stopped when the same command is given again.
+To resume an interrupted `encode` or `convert`, run the same command again.
 """
 
 from __future__ import annotations
@@ -35,55 +35,46 @@ if TYPE_CHECKING:
 log = logging.getLogger("prepare_latents")
 
 
-def encode(how: Encoding) -> None:
+def encode(encoding: Encoding) -> None:
     """Encode images into a folder of shards, with as many processes as accelerate starts."""
     from latents import autoencoders
-    from latents.prepare.encode import NOT_OF_THE_LATENTS, encode_images
+    from latents.prepare.encode import NOT_IN_LATENTS, encode_images
     from latents.prepare.images import count_classes, open_labelled_images
-    from latents.prepare.torchvision_sets import TORCHVISION, TorchvisionImages
     from latents.prepare.write import ShardWriter
     from latents.shards import ShardInfo
     from latents.torch_files import read_channel_statistics
     from runtime import processes
     from runtime.machine import cores_per_process, start_accelerator
 
-    how = replace(how, num_workers=cores_per_process() if how.num_workers is None else how.num_workers)
-    # A process that is done waits for the slowest one, however long that takes.
-    accelerator = start_accelerator(how.cpu_threads, tf32=how.tf32, timeout=timedelta(days=7))
-    if how.autoencoder == "identity" and how.kind == "moments":
+    encoding = replace(encoding, num_workers=cores_per_process() if encoding.num_workers is None else encoding.num_workers)
+    # Processes that finish early wait for the slowest; a short timeout would end them.
+    accelerator = start_accelerator(encoding.cpu_threads, tf32=encoding.tf32, timeout=timedelta(days=7))
+    if encoding.autoencoder == "identity" and encoding.kind == "moments":
         raise UserError("kind=moments: pixels have no log-variance; use kind=sample with autoencoder=identity")
-    if how.grey and how.autoencoder != "identity":
-        raise UserError(f"grey=true: autoencoder={how.autoencoder} encodes RGB; use autoencoder=identity")
-    if len(ways := [key for key in ("normalize", "sigma_data", "latents_stats") if getattr(how, key)]) > 1:
-        raise UserError(f"{'= and '.join(ways)}= scale the latents each in its way; give one of them")
-    if how.images.startswith(TORCHVISION):
-        with accelerator.local_main_process_first():  # one process of a machine downloads, the others find the files
-            source = TorchvisionImages(how.images.removeprefix(TORCHVISION), how.root, how.split)
-    elif how.split != "train":
-        raise UserError(f"split={how.split} is for images={TORCHVISION}<name>; give the folder of that split")
-    else:
-        source = open_labelled_images(how.images, how.labels)
-    if how.labels == "none":
-        source.labels, source.class_names = np.zeros_like(source.labels), None
-    if Path(how.images).resolve() in (Path(how.output).resolve(), *Path(how.output).resolve().parents):
-        raise UserError(f"output={how.output} lies in images={how.images}; give a folder elsewhere")
+    if encoding.grey and encoding.autoencoder != "identity":
+        raise UserError(f"grey=true: autoencoder={encoding.autoencoder} encodes RGB; use autoencoder=identity")
+    if len(ways := [key for key in ("normalize", "sigma_data", "latents_stats") if getattr(encoding, key)]) > 1:
+        raise UserError(f"{'= and '.join(ways)}= each scale the latents; give one of them")
+    source = open_labelled_images(encoding.images, encoding.labels)
+    if Path(encoding.images).resolve() in (Path(encoding.output).resolve(), *Path(encoding.output).resolve().parents):
+        raise UserError(f"output={encoding.output} lies in images={encoding.images}; give a folder elsewhere")
     try:
-        vae = autoencoders.build(how.autoencoder, accelerator.device, precision=how.precision)
+        vae = autoencoders.build(encoding.autoencoder, accelerator.device, precision=encoding.precision)
     except UserError as e:
         raise UserError(f"{e}; or set autoencoder=identity, which keeps pixels and needs no weights") from e
-    if how.resolution % vae.factor:
-        raise UserError(f"resolution={how.resolution} is not a multiple of {vae.factor}, the pixels along one side of a latent")
-    num_classes = count_classes(source.labels, how.num_classes, source.class_names)
-    statistics = read_channel_statistics(Path(how.latents_stats), vae.channels) if how.latents_stats else ()
-    scale_factor = 1.0 if how.normalize or statistics else vae.scale_factor
-    info = ShardInfo(how.kind, scale_factor, how.autoencoder, how.resolution, num_classes, *statistics)
-    settings = {name: value for name, value in asdict(how).items() if name not in NOT_OF_THE_LATENTS}
+    if encoding.resolution % vae.factor:
+        raise UserError(f"resolution={encoding.resolution} is not a multiple of {vae.factor}, the downsampling factor")
+    num_classes = count_classes(source.labels, encoding.num_classes, source.class_names)
+    statistics = read_channel_statistics(Path(encoding.latents_stats), vae.channels) if encoding.latents_stats else ()
+    scale_factor = 1.0 if encoding.normalize or statistics else vae.scale_factor
+    info = ShardInfo(encoding.kind, scale_factor, encoding.autoencoder, encoding.resolution, num_classes, *statistics)
+    settings = {name: value for name, value in asdict(encoding).items() if name not in NOT_IN_LATENTS}
     settings |= {"command": "encode", **asdict(info), "weights": vae.fingerprint(), "crop": "adm_center_crop"}
-    writer = ShardWriter(how.output, settings, source.fingerprint, len(source), how.shard_size, how.dtype)
-    encode_images(source, vae, writer, info, how, accelerator)
+    writer = ShardWriter(encoding.output, settings, source.fingerprint, len(source), encoding.shard_size, encoding.dtype)
+    encode_images(source, vae, writer, info, encoding, accelerator)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        writer.finish(source.class_names, how.normalize, how.sigma_data, source=how.images, unread=source.unread)
+        writer.finish(source.class_names, encoding.normalize, encoding.sigma_data, source=encoding.images, unread=source.unread)
     processes.leave()
 
 
@@ -95,17 +86,17 @@ def inspect(
     sigma_data: Positive = 0.5,
     cpu_threads: Count | None = None,
 ) -> None:
-    """Read all latents once, print what is there, draw 16 of them; the exit code is not 0 when something is wrong.
+    """Read all latents, print what they are, and draw 16 of them. The exit code is 1 if something is wrong.
 
     Args:
         path: a folder of shards, or a shard.
-        images: the folder that was encoded: its images are drawn beside what their latents decode to.
-        autoencoder: decodes the grid; null: the one that the shards name.
+        images: the folder that was encoded; the grid shows its images next to the decoded latents.
+        autoencoder: decodes the grid; null: the autoencoder that the shards name.
         grid: auto (<path>/inspect_<data>.png), a file to write, or none.
-        sigma_data: standard deviation that the diffusion assumes.
+        sigma_data: the standard deviation that the diffusion assumes.
     """
     from latents import autoencoders
-    from latents.prepare.inspect import fetch_images, fetch_originals, fetch_spread, inspect_latents
+    from latents.prepare.inspect import fetch_images, fetch_originals, fetch_spread, find_problems
     from latents.shards import LatentDataset
     from runtime.machine import start_accelerator
 
@@ -114,7 +105,7 @@ def inspect(
     file = Path(grid)
     if grid == "auto":
         folder = dataset.path if dataset.path.is_dir() else dataset.path.parent
-        file = folder / f"inspect_{dataset.fingerprint[:8]}.png"
+        file = folder / f"inspect_{dataset.identity[:8]}.png"
     elif file.exists():
         raise UserError(f"grid={file} exists; give another file, or remove it")
     is_drawn = grid != "none" and (grid != "auto" or autoencoder != "none")
@@ -122,16 +113,14 @@ def inspect(
         device = start_accelerator(cpu_threads).device
         decoder = autoencoders.build(autoencoder, device, dataset.channels)
         originals = None if images is None else fetch_originals(dataset, images)
-    found = inspect_latents(dataset, sigma_data)
-    for line in found.lines:
-        log.info("%s", line)
+    problems = find_problems(dataset, sigma_data)
     if is_drawn:
         latents, labels = fetch_spread(dataset)
         decoded, num_columns = list(autoencoders.to_uint8(decoder.decode(latents.to(device)).cpu()).numpy()), 4
         if originals is None and dataset.has_jpegs:
-            with contextlib.suppress(UserError):  # an image that cannot be read is among the problems
+            with contextlib.suppress(UserError):  # find_problems has reported images that cannot be read
                 originals = fetch_images(dataset)
-        if originals is not None:  # beside what their latents decode to
+        if originals is not None:
             decoded, labels = sum(zip(decoded, originals), ()), [label for label in labels for _ in range(2)]
             num_columns = 8
         try:
@@ -140,8 +129,8 @@ def inspect(
             log.info("drew %d of them in %s", len(latents), file)
         except UserError as e:
             log.warning("%s; grid=<file> draws elsewhere", e)
-    if found.problems:
-        raise UserError("\n- ".join([f"{path}: {len(found.problems)} problems", *found.problems]))
+    if problems:
+        raise UserError("\n- ".join([f"{path}: {len(problems)} problems", *problems]))
     log.info("nothing wrong was found")
 
 
@@ -196,7 +185,7 @@ COMMANDS = {
     "detector": detector,
     "fetch": "latents.prepare.fetch:fetch",
 }
-KEYS = {"encode": "latents.prepare.encode:Encoding"}
+KEYS = {"encode": "latents.prepare.encode:Encoding", "convert": "latents.prepare.convert:Conversion"}
 
 
 def main(arguments: list[str]) -> None:

@@ -172,7 +172,8 @@ def clear_frames(error: BaseException | None) -> None:
 
 def explain_keys(config_name: str) -> str:
     """The YAML files of a command and of its groups, which explain every key and hold its default."""
-    files = [CONFIGS / f"{config_name}.yaml", *sorted(CONFIGS.glob("*/*.yaml" if config_name == "config" else "guidance/*.yaml"))]
+    groups = ["*/*.yaml"] if config_name == "config" else ["sampling.yaml", "guidance/*.yaml"]
+    files = [CONFIGS / f"{config_name}.yaml", *(file for group in groups for file in sorted(CONFIGS.glob(group)))]
     return "\n".join(f"--- {file.relative_to(REPOSITORY)}\n{file.read_text(encoding='utf-8')}" for file in files)
 
 

@@ -1,1 +1,1 @@
-"""Latent shards (reading, writing, the order of training batches) and the autoencoders that made them."""
+"""Latent shards (reading, writing, the order of training batches) and the autoencoders that make latents."""

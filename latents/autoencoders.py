@@ -1,4 +1,4 @@
-"""From images to latents and back. Latents here are as the autoencoder makes them, without the shard's scale factor."""
+"""From images to latents and back. These latents are unscaled: the scale factor is for the network."""
 
 from __future__ import annotations
 
@@ -21,17 +21,16 @@ log = logging.getLogger(__name__)
 SD_VAES = ("stabilityai/sd-vae-ft-ema", "stabilityai/sd-vae-ft-mse")
 SD_VAE = f"sd-vae:{SD_VAES[0]}"
 SD_SCALE = 0.18215  # brings SD-VAE latents, whose standard deviation is about 5.5, to about 1
-# An SD-VAE decodes this many pixels at once: 16 images of 256x256. Its largest activations, 256 channels, take 1 GiB each.
-DECODED_PIXELS = 2**20
-ENCODED_PIXELS = 2**22  # 2 GiB for each activation of 128 channels
+DECODED_PIXELS = 2**20  # at once: 16 images of 256x256. The largest activations, of 256 channels, take 1 GiB each.
+ENCODED_PIXELS = 2**22  # at once: activations of 128 channels take 2 GiB each
 HUB_FILES = ("config.json", "diffusion_pytorch_model.safetensors")
 
 
 class Identity:
-    """For data whose latents are the pixels."""
+    """An autoencoder whose latents are the pixels."""
 
-    scale_factor = 1.0  # what latents are multiplied by for the network
-    factor = 1  # pixels of an image along one side of a latent
+    scale_factor = 1.0  # the network sees latents times this
+    factor = 1  # downsampling: an image has this many times the height and width of its latent
     channels = 3  # of a latent
 
     def fingerprint(self) -> str:
@@ -39,7 +38,7 @@ class Identity:
         return "identity"
 
     def encode_moments(self, images: Tensor) -> Tensor:
-        """[B, 1 or 3, H, W], float32, -1 to 1 (of `from_uint8`) -> float32 [B, 2C, h, w]: mean, then log-variance."""
+        """Images [B, 1 or 3, H, W], float32, -1 to 1 -> float32 [B, 2C, h, w]: mean, then log-variance."""
         return torch.cat([images, torch.full_like(images, -30.0)], dim=1)  # no variance
 
     def decode(self, latents: Tensor) -> Tensor:
@@ -48,21 +47,21 @@ class Identity:
 
 
 class KLAutoencoder:
-    """A diffusers AutoencoderKL, with the methods of Identity. The arguments are those of `build`."""
+    """A diffusers AutoencoderKL. Methods and attributes as in Identity, arguments as in `build`."""
 
     def __init__(self, spec: str, device: torch.device, channels: int | None, precision: str = "fp32"):
         file, self.precision = find(spec), precision
         try:
             with say_if_slow(log, "loading the autoencoder %s", spec):
                 vae = load_va_vae(file) if spec.startswith("va-vae:") else autoencoder_kl().from_pretrained(file)
-        except (OSError, ValueError) as e:  # and load_va_vae's UserError
+        except (OSError, ValueError) as e:  # ValueError includes load_va_vae's UserError
             raise UserError(f"autoencoder={spec} cannot be loaded: {first_line(e)}") from e
         self.vae = vae.to(device).eval().requires_grad_(False)
         self.channels = self.vae.config.latent_channels
         if channels not in (None, self.channels):
-            raise UserError(f"autoencoder={spec} has {self.channels} channels, and the latents {channels}")
+            raise UserError(f"autoencoder={spec} has {self.channels} channels, and the latents have {channels}")
         if getattr(self.vae.config, "shift_factor", None):
-            raise UserError(f"autoencoder={spec} shifts its latents (shift_factor), which shards have no place for")
+            raise UserError(f"autoencoder={spec} shifts its latents (shift_factor), which shards cannot store")
         self.scale_factor, self.factor = _scale_and_factor(self.vae.config)
 
     def fingerprint(self) -> str:
@@ -88,10 +87,9 @@ Autoencoder = Identity | KLAutoencoder
 
 
 def find(spec: str) -> Path | None:
-    """The file or folder that `build` loads, downloaded where the hub's cache lacks it. None: there is nothing to load.
+    """The file or folder that `build` loads, from the hub's cache or downloaded to it. None if there is nothing to load.
 
-    Raises:
-        UserError: there is no such file, folder or model, or it cannot be downloaded.
+    Raises UserError if there is no such file, folder or model, or it cannot be downloaded.
     """
     kind, _, source = spec.partition(":")
     if kind == "va-vae":
@@ -109,7 +107,7 @@ def _scale_and_factor(config: dict) -> tuple[float, int]:
 
 
 def known_scale_and_factor(spec: str) -> tuple[float, int] | None:
-    """(scale factor, pixels along one side of a latent) of an autoencoder that need not be loaded for that; None: not known."""
+    """(scale factor, downsampling factor) of an autoencoder, without loading it; None if that does not say them."""
     kind, _, source = spec.partition(":")
     known = {"identity": (Identity.scale_factor, Identity.factor), "va-vae": (1.0, 16)}
     if source in SD_VAES:
@@ -119,19 +117,19 @@ def known_scale_and_factor(spec: str) -> tuple[float, int] | None:
     return known.get(kind)
 
 
-@functools.lru_cache(maxsize=1)  # the points of a sweep share it
+@functools.lru_cache(maxsize=1)  # a sweep builds the same autoencoder for every point
 def build(spec: str, device: torch.device, channels: int | None = None, precision: str = "fp32") -> Autoencoder:
     """The autoencoder that shards and data.autoencoder name: identity, sd-vae:<hub id or folder> or va-vae:<file or folder>.
 
     Args:
-        channels: of the latents to decode; None: any.
-        precision: of encoding, fp32 | bf16.
+        channels: number of channels of the latents to decode; None: any.
+        precision: fp32 | bf16, for encoding.
 
     Raises:
-        UserError: it is `none`, cannot be loaded, or decodes other latents.
+        UserError: `spec` is none, cannot be loaded, or has another number of channels.
     """
     if spec == "none":
-        raise UserError("autoencoder=none: nothing is known that decodes these latents; give autoencoder= if there is")
+        raise UserError("autoencoder=none: these latents name no autoencoder; give autoencoder= to decode them")
     if spec != "identity":
         return KLAutoencoder(spec, device, channels, precision)
     if channels not in (None, 1, 3):
@@ -148,10 +146,10 @@ def to_uint8(images: Tensor, rounding: str = "round") -> Tensor:
     """float32 [B, 1 or 3, H, W], -1 to 1 -> uint8 [B, H, W, 3]; grey becomes RGB.
 
     Args:
-        rounding: of levels from 0 to 255: `round` to the nearest, or `truncate` to the one below.
+        rounding: of values from 0 to 255: `round` to the nearest integer, or `truncate` to the one below.
 
     Raises:
-        UserError: NaN or infinity, which would look like black pixels.
+        UserError: there are NaN or infinite values, which would look like black pixels.
     """
     if not images.isfinite().all():
         raise UserError("decoded images hold NaN or infinity: the autoencoder overflows")

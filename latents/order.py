@@ -1,4 +1,4 @@
-"""Which items a training step reads: a pure function of (seed, step), so that there is no position to save."""
+"""The items that a training step reads: a pure function of (seed, step), so that checkpoints need no position in the data."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from torch import Tensor
 class BatchOrder:
     """Exact shuffling: every epoch is a permutation of all items, drawn from (seed, epoch).
 
-    Item j of the global batch of step s has number k = s * batch_size + j in the endless stream of epochs. It is the item
-    permutation(seed, k // num_items)[k % num_items]. A process takes a slice of every global batch, so the stream does not
-    depend on the number of processes.
+    Entry j of the global batch of step s has position k = s * batch_size + j in the stream of epochs. It is item
+    permutation(seed, k // num_items)[k % num_items]. Each process reads its slices of every global batch, so the stream does
+    not depend on the number of processes.
     """
 
     num_items: int
-    batch_size: int  # of all processes together
+    batch_size: int  # over all processes
     seed: int  # of the run
     start_step: int  # the first step to yield
     num_steps: int  # of the run: the last step to yield is num_steps - 1
-    slices: list[slice]  # the parts of each global batch that this process reads, one per micro-batch
+    slices: list[slice]  # the parts of each global batch that this process reads, one slice per micro-batch
     with_flips: bool  # flip each item with probability 1/2, drawn anew in every epoch; otherwise never
 
     def global_batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
@@ -48,7 +48,7 @@ class BatchOrder:
 
 @functools.lru_cache(maxsize=2)  # a batch may span two epochs
 def _draw_epoch(num_items: int, seed: int, epoch: int, with_flips: bool) -> tuple[np.ndarray, np.ndarray]:
-    """The items [num_items] in the order of an epoch, and whether each position is flipped, [num_items] bool."""
+    """The items in the order of an epoch, [num_items] int64, and whether each of them is flipped, [num_items] bool."""
     rng = np.random.default_rng([seed, epoch])
     permutation = rng.permutation(num_items)
     return permutation, rng.random(num_items) < 0.5 if with_flips else np.zeros(num_items, dtype=bool)
@@ -60,13 +60,13 @@ BATCHES_AHEAD = 2  # batches per thread that are read before training needs them
 
 
 def read_batches(fetch: Fetch, order: BatchOrder, num_workers: int, pin_memory: bool) -> Iterator[tuple[Tensor, ...]]:
-    """Micro-batches (latents, labels) in the given order; the same for any number of workers.
+    """Micro-batches (latents, labels) in the given order, which does not depend on the number of workers.
 
-    Threads, not processes: reads release the lock, and handing a batch to another process costs several times its read.
+    Workers are threads: reads release the lock, and passing a batch between processes takes several times as long as reading it.
 
     Args:
-        num_workers: threads that read ahead; 0 reads a batch when it is needed.
-        pin_memory: put batches into pinned memory, from which a GPU copies without waiting.
+        num_workers: threads that read ahead; 0 reads each batch when it is needed.
+        pin_memory: put batches into pinned memory, so that copies to a GPU do not block.
     """
 
     def read(batch: tuple[np.ndarray, np.ndarray]) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""Reading at random places of many files. A truncated or unreadable file raises an error that names it."""
+"""Random access to many files. Errors name the file that is truncated or cannot be read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from common.errors import UserError
 
-MAX_OPEN_FILES = 512  # a process may open 1,024 by default; further files are opened again at every read
+MAX_OPEN_FILES = 512  # of 1,024 that a process may open by default; further files are opened again for every read
 
 
 class FileReader:
@@ -26,7 +26,7 @@ class FileReader:
         self._open = functools.lru_cache(maxsize=MAX_OPEN_FILES)(FileIO)  # a dropped file is closed once its readers finish
 
     def read_into(self, part: np.ndarray, number: int, offset: int) -> None:
-        """Fill `part`, uint8 [n], with bytes of file `number` from `offset`. UserError if the file is too short or unreadable."""
+        """Fill `part`, uint8 [n], from byte `offset` of file `number`. UserError if the file is truncated or cannot be read."""
         path = self.files[number]
         try:
             file = self._open(path)
@@ -36,4 +36,4 @@ class FileReader:
         except OSError as e:
             raise UserError(f"cannot read {path}: {e.strerror}") from e
         if num_read < len(part):
-            raise UserError(f"{path} is truncated: it ends before byte {offset + len(part)}; restore it and start again")
+            raise UserError(f"{path} is truncated: it ends before byte {offset + len(part)}; restore it")

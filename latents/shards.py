@@ -1,6 +1,6 @@
 """The native shard format (docs/data.md, The format): safetensors files that are read by index, in batches.
 
-Images are stored as they are, and mirrored when they are read.
+Shards hold JPEG files unmirrored; reading mirrors their pixels.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import functools
 import hashlib
 import io
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -18,65 +19,60 @@ import numpy as np
 import pydantic
 import torch
 from PIL import Image
-from pydantic import BeforeValidator, Field
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from pydantic import Field
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from common.errors import UserError, reading
-from common.files import hash_bytes, read_json, write_file
+from common.files import hash_bytes, hash_file, read_json, write_file
 from common.types import Number, Positive
 from latents.autoencoders import to_uint8
 from latents.reader import FileReader
 
-KINDS = ("sample", "moments")
-MANIFEST = "manifest.json"  # what a folder of shards holds, written once it is complete
-UNFINISHED = ".unfinished"  # a folder beside the shards, as long as some of them are missing
+MANIFEST = "manifest.json"  # lists the shards of a folder; written when the folder is complete
+UNFINISHED = ".unfinished"  # the lock file of the command that writes the folder; an interrupted command leaves it there
 _STORED = ("latents", "latents_flip")
-MAX_CLASSES = 10**6  # beyond, tables over classes and images would not fit into memory
+Kind = Literal["sample", "moments"]
+MAX_CLASSES = 10**6  # more would not fit into the memory for tables over classes and images
 NumClasses = Annotated[int, Field(ge=1, le=MAX_CLASSES)]
 Resolution = Annotated[int, Field(ge=1, le=2**16)]
-_parse_json = BeforeValidator(lambda value: json.loads(value) if isinstance(value, str) else value)
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
 class ShardInfo:
-    """What the header of a shard says; equal for all shards of a folder. Raises ValueError for other values."""
+    """How to read a shard, from its header; equal for all shards of a folder. Raises ValueError for a wrong value."""
 
-    kind: Literal[KINDS]  # sample (C channels) | moments (2C channels: mean, log-variance; sampled afresh at every read)
-    scale_factor: Positive  # multiplies a stored latent to give what the network sees
+    kind: Kind  # sample (C channels) | moments (2C channels: mean, log-variance; sampled afresh at every read)
+    scale_factor: Positive  # the network sees stored latents times this
     autoencoder: str  # identity | none | sd-vae:<hub id or folder> | va-vae:<file or folder>
     resolution: Resolution  # height = width of the images, in pixels
     num_classes: NumClasses  # labels are 0 .. num_classes - 1
-    # Mean and standard deviation of each of the C channels, over all latents; both None: nothing is subtracted or divided.
-    latents_mean: Annotated[tuple[Number, ...] | None, _parse_json] = None
-    latents_std: Annotated[tuple[Positive, ...] | None, _parse_json] = None
+    # Mean and standard deviation of each of the C channels, over all latents; both None: the network sees unnormalised latents.
+    latents_mean: tuple[Number, ...] | None = None
+    latents_std: tuple[Positive, ...] | None = None
 
     def __post_init__(self):
         if len(self.latents_mean or ()) != len(self.latents_std or ()):
             raise ValueError("latents_mean and latents_std need a number for each channel")
 
-    def to_metadata(self) -> dict[str, str]:
-        given = {name: value for name, value in asdict(self).items() if value is not None}
-        return {name: json.dumps(value) if isinstance(value, tuple) else str(value) for name, value in given.items()}
-
 
 def pack_images(files: Sequence[bytes]) -> dict[str, Tensor]:
-    """`images` and `image_offsets` of a shard, from the JPEG file of every item."""
+    """The tensors `images` and `image_offsets` of a shard, from the JPEG file of every item."""
     offsets = torch.tensor([0, *(len(file) for file in files)], dtype=torch.int64).cumsum(0)
-    return {"images": torch.frombuffer(bytearray(b"".join(files)), dtype=torch.uint8), "image_offsets": offsets}
+    return {"images": torch.from_numpy(np.frombuffer(bytearray(b"".join(files)), np.uint8)), "image_offsets": offsets}
 
 
 def write_shard(path: str | Path, latents: Tensor, labels: Tensor, info: ShardInfo, **more: Tensor | None) -> None:
-    """Write one shard, whole or not at all.
+    """Write a shard. The file appears only when it is complete.
 
     Args:
         latents: [M, C, H, W] (2C channels for kind `moments`), float16 or float32.
         labels: [M] int64.
-        more: latents_flip, as latents; images and image_offsets, of `pack_images`.
+        more: latents_flip, like latents; images and image_offsets, from `pack_images`.
 
     Raises:
-        UserError: the file exists; other shapes or types, labels outside num_classes, values that are not finite.
+        UserError: the file exists; a shape, a type or a label is wrong; a value is not finite.
     """
     path = Path(path)
     if path.exists():
@@ -84,23 +80,56 @@ def write_shard(path: str | Path, latents: Tensor, labels: Tensor, info: ShardIn
     write_file(path, serialize_shard(path, info, latents=latents, labels=labels, **more))
 
 
-def serialize_shard(path: Path, info: ShardInfo, **tensors: Tensor | None) -> bytes:
-    """The bytes of the file that `write_shard` writes: equal data give equal bytes. Raises as `write_shard` does."""
+def serialize_shard(path: Path, info: ShardInfo, provenance: dict | None = None, **tensors: Tensor | None) -> bytes:
+    """The content of a shard's file. Equal data give equal bytes. Raises UserError as `write_shard` does.
+
+    Args:
+        path: names the shard in errors.
+        provenance: how the shard was made, in JSON's types.
+    """
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
     _check_tensors(path, info, tensors)
     for name in {*_STORED} & tensors.keys():
         finite = tensors[name].flatten(1).isfinite().all(dim=1).tolist()
         if not all(finite):
             raise UserError(f"{path}: {name} of item {finite.index(False)} are not finite as {tensors[name].dtype}")
-    blob = save(tensors, metadata=info.to_metadata())
-    # safetensors orders the keys of its header anew in every run.
-    size = int.from_bytes(blob[:8], "little")
-    header = json.dumps(json.loads(blob[8 : 8 + size]), sort_keys=True, separators=(",", ":"))
-    return blob[:8] + header.encode().ljust(size) + blob[8 + size :]
+    about = asdict(info) | ({"provenance": provenance} if provenance else {})
+    about["hash"] = _hash(tensors, about)
+    return save(tensors, metadata={"about": json.dumps(about)})  # one entry: safetensors writes several in a random order
+
+
+def _hash(tensors: dict[str, Tensor], about: dict) -> str:
+    digest = hashlib.blake2b(json.dumps(about).encode(), digest_size=16)
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.flatten().numpy())
+    return digest.hexdigest()
+
+
+def read_header(file: Path) -> tuple[dict, dict[str, int]]:
+    """(about, starts) of a safetensors file. Raises UserError for other files.
+
+    `about` holds the fields of ShardInfo, `hash`, and `provenance` if encode or convert made the shard; {} if it is no shard.
+    `starts` gives the byte of the file at which each tensor begins.
+    """
+    with reading(file), open(file, "rb") as f:
+        size = int.from_bytes(f.read(8), "little")
+        header = json.loads(f.read(size))
+        about = dict(json.loads(header.pop("__metadata__", {}).get("about", "{}")))
+        return about, {name: 8 + size + entry["data_offsets"][0] for name, entry in header.items()}
+
+
+def is_intact(file: Path) -> bool:
+    """Whether a shard has the hash that its header gives; True if it gives none. Reads the whole file."""
+    try:
+        about, _ = read_header(file)
+        return about.pop("hash", None) in (None, _hash(load_file(file), about))
+    except (SafetensorError, UserError):
+        return False
 
 
 def _check_tensors(file: Path, info: ShardInfo, shard: dict[str, Tensor]) -> None:
-    """Raises UserError where names, shapes, types or labels are not those of a shard."""
+    """Raises UserError if names, shapes, types or labels do not make a shard."""
     held = ", ".join(f"{name} {tensor.dtype} {list(tensor.shape)}" for name, tensor in shard.items())
 
     def need(is_so: bool, what: str) -> None:
@@ -110,34 +139,35 @@ def _check_tensors(file: Path, info: ShardInfo, shard: dict[str, Tensor]) -> Non
     need({"latents", "labels"} <= shard.keys() <= {*_STORED, "labels", "images", "image_offsets"}, "latents and labels")
     latents, labels = shard["latents"], shard["labels"]
     is_float = latents.dtype in (torch.float16, torch.float32)
-    need(latents.ndim == 4 and is_float and len(latents) > 0, "latents [M, C, H, W] of float16 or float32")
+    need(latents.ndim == 4 and is_float, "latents [M, C, H, W] of float16 or float32")
     flips = shard.get("latents_flip", latents)
     need((flips.shape, flips.dtype) == (latents.shape, latents.dtype), "latents_flip like latents")
     need(info.kind == "sample" or latents.shape[1] % 2 == 0, "an even number of channels for kind=moments")
     channels = latents.shape[1] // (1 + (info.kind == "moments"))
     need(len(info.latents_mean or range(channels)) == channels, f"latents_mean and latents_std of {channels} channels")
     need(labels.dtype == torch.int64 and labels.shape == latents.shape[:1], "labels [M] of int64")
-    need(labels.min() >= 0 and labels.max() < info.num_classes, f"labels from 0 to {info.num_classes - 1}, as num_classes says")
+    are_classes = ((labels >= 0) & (labels < info.num_classes)).all()
+    need(are_classes, f"labels from 0 to {info.num_classes - 1}, as num_classes says")
     need("images" not in shard or len(shard.get("image_offsets", ())) == len(labels) + 1, "image_offsets [M + 1] of images")
 
 
 def spread_items(num_items: int, at_most: int) -> np.ndarray:
-    """[n] int64: item numbers spread evenly over the data, first and last among them."""
+    """[n] int64: item numbers spread evenly over the data, including the first and the last."""
     return np.unique(np.linspace(0, num_items - 1, num=min(at_most, num_items)).astype(np.int64))
 
 
 def shard_files(folder: Path) -> list[Path]:
-    """The shards of a folder in order; hidden files are half-written ones."""
+    """The shards of a folder in order, without hidden files, which are half-written shards."""
     return sorted(f for f in folder.glob("*.safetensors") if not f.name.startswith("."))
 
 
 def read_manifest(folder: Path) -> dict | None:
-    """The manifest of a folder, or None where there is none. Raises UserError where it is not one of latents."""
+    """The manifest of a folder; None if there is none. Raises UserError if it does not describe latents."""
     file = folder / MANIFEST
     if not file.exists():
         return None
     manifest = read_json(file)
-    if not (isinstance(manifest, dict) and {"shards", "settings", "fingerprint"} <= manifest.keys()):
+    if not (isinstance(manifest, dict) and {"shards", "settings"} <= manifest.keys()):
         raise UserError(f"{file} is not a manifest of latent shards; make the folder again, or remove this file")
     return manifest
 
@@ -147,18 +177,20 @@ class LatentDataset:
 
     Attributes:
         labels: [N] int64.
-        channels, height, width: of the latents that the network sees (half the stored channels for `moments`).
-        has_flips: there are latents of the mirrored images.
-        has_jpegs: JPEG files lie beside the latents; has_images: they do, or the latents are pixels.
+        channels, height, width: shape of a latent that the network sees (half the stored channels for `moments`).
+        has_flips: shards hold latents of the mirrored images.
+        has_jpegs: shards hold the images as JPEG files.
+        has_images: `fetch_with_images` works: shards hold JPEG files, or the latents are pixels.
         class_names: from the manifest, or None.
+        settings: of the command that made the folder, from the manifest, or {}.
 
     Args:
-        path: a folder of shards, or one shard.
-        check_folder: False opens the shards that are there, finished or not and whatever the manifest says (the writer, inspect).
+        path: a folder of shards, or a shard.
+        check_folder: False opens an unfinished folder, or one whose manifest lists other shards.
 
     Raises:
-        UserError: no shards; a shard that is truncated, is none, or disagrees with the first one; a folder that is not
-            finished, or whose shards are not those of its manifest.
+        UserError: no shards; a damaged shard; a shard that differs from the first in header, tensors or shape; an unfinished
+            folder; a folder whose manifest lists other shards.
     """
 
     def __init__(self, path: str | Path, check_folder: bool = True):
@@ -168,125 +200,114 @@ class LatentDataset:
         self.files = [self.path] if self.path.is_file() else shard_files(self.path)
         manifest = read_manifest(self.path)
         if check_folder and manifest is None and (self.path / UNFINISHED).exists():
-            raise UserError(f"{self.path} is not finished: run the prepare_latents.py command that makes it again; it continues")
+            raise UserError(f"{self.path} is not finished: run the prepare_latents.py command that makes it again to resume")
         if not self.files:
-            raise UserError(f"{self.path} holds no latent shards (*.safetensors), which encode and convert make")
+            raise UserError(f"{self.path} holds no latent shards (*.safetensors); encode and convert make them")
         infos, shards, offsets = zip(*map(_open_shard, self.files))
         layouts = [(i, sorted(shard), shard["latents"].dtype, shard["latents"].shape[1:]) for i, shard in zip(infos, shards)]
         for file, layout in zip(self.files, layouts):
             if layout != layouts[0]:
-                raise UserError(f"{file} does not belong with {self.files[0]}: {layout} against {layouts[0]}")
+                raise UserError(f"{file} does not belong with {self.files[0]}: {layout}, not {layouts[0]}")
         self.info: ShardInfo = infos[0]
         self.labels: np.ndarray = np.concatenate([shard["labels"].numpy() for shard in shards])
-        first = shards[0]["latents"][0].numpy()
-        self._shape, self._dtype, self._item_bytes = first.shape, first.dtype, first.nbytes
+        latents = shards[0]["latents"][:0].numpy()
+        self._shape, self._dtype = latents.shape[1:], latents.dtype
+        self._item_bytes = math.prod(self._shape) * self._dtype.itemsize
         self.has_flips, self.has_jpegs = "latents_flip" in shards[0], "images" in shards[0]
         self.has_images = self.has_jpegs or self.info.autoencoder == "identity"
         self._offsets = [[starts[name] for starts in offsets] for name in _STORED[: 1 + self.has_flips]]  # by flip, shard
-        if self.has_jpegs:  # of each shard, [M + 1]: where in the file an image starts, and the last one ends
+        if self.has_jpegs:  # per shard, [M + 1]: the byte of the file at which each image starts, and the end of the last
             self._images = [shard["image_offsets"].numpy() + starts["images"] for shard, starts in zip(shards, offsets)]
         self._first_item = np.cumsum([0] + [len(shard["labels"]) for shard in shards])
         self._reader = FileReader(self.files)
-        self._hashes = [record["hash"] for record in (manifest or {}).get("shards", []) if record["file"]]
         channels, self.height, self.width = self._shape
         self.channels = channels // (1 + (self.info.kind == "moments"))
-        self.class_names: list[str] | None = (manifest or {}).get("class_names")
-        self.settings: dict = (manifest or {}).get("settings", {})
-        if check_folder and manifest is not None and manifest["fingerprint"] != self.fingerprint:
-            raise UserError(f"{self.path}: the shards are not those that {MANIFEST} describes; inspect says which")
+        self.class_names: list[str] | None = manifest and manifest.get("class_names")
+        self.settings: dict = manifest["settings"] if manifest else {}
+        if check_folder and manifest and manifest["shards"] != self.hashes:
+            raise UserError(f"{self.path}: the shards are not those that {MANIFEST} lists; inspect names them")
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def fetch(self, indices: np.ndarray, flips: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Item numbers [b] and flips [b] bool -> latents [b, C or 2C, H, W] as stored, or latents_flip, and labels [b] int64.
+        """Latents [b, C or 2C, H, W] as stored (latents_flip where `flips`), and labels [b] int64.
+
+        Args:
+            indices: [b] item numbers.
+            flips: [b] bool.
 
         Raises:
-            ValueError: flips and indices of different lengths, or flips where there are none.
-            IndexError: an item that does not exist; negative numbers do not count from the end.
-            UserError: a shard that cannot be read, or was cut off.
+            ValueError: the lengths differ, or `flips` asks for mirrored latents and there are none.
+            IndexError: an item does not exist. Negative numbers are refused.
+            UserError: a shard is truncated or cannot be read.
         """
         if len(indices) != len(flips) or (not self.has_flips and flips.any()):
             held = "hold" if self.has_flips else "hold no"
             raise ValueError(f"got {len(indices)} indices and {len(flips)} flips; these shards {held} mirrored latents")
         if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
             raise IndexError(f"items {indices.min()} to {indices.max()} are not all in 0 .. {len(self) - 1}")
-        shard_of = np.searchsorted(self._first_item, indices, side="right") - 1
-        rows = indices - self._first_item[shard_of]
         values = np.empty((len(indices), *self._shape), dtype=self._dtype)
         parts = values.view(np.uint8).reshape(len(indices), self._item_bytes)
-        # Item by item: where a batch is spread over as many shards as it has items, indexing shard by shard costs ten times more.
-        for part, shard_idx, row, flip in zip(parts, shard_of.tolist(), rows.tolist(), flips.tolist()):
+        # Read item by item: indexing shard by shard takes ten times longer if a batch touches as many shards as it has items.
+        for part, shard_idx, row, flip in zip(parts, *self._locate(indices), flips.tolist()):
             self._reader.read_into(part, shard_idx, self._offsets[flip][shard_idx] + row * self._item_bytes)
         return torch.from_numpy(values), torch.from_numpy(self.labels[indices])
 
     def fetch_with_images(self, indices: np.ndarray, flips: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
-        """`fetch`, and the images, uint8 [b, R, R, 3], mirrored where the latents are; only where `has_images`.
+        """What `fetch` returns, and the images, uint8 [b, R, R, 3], mirrored where `flips`. Needs `has_images`.
 
-        Raises UserError also for an image that is no JPEG of this size.
+        Also raises UserError for an image that is not a JPEG of R pixels.
         """
         latents, labels = self.fetch(indices, flips)
         if self.info.autoencoder == "identity":
             return latents, labels, to_uint8(mean_and_log_variance(latents.float(), self.info.kind)[0])
         size = self.info.resolution
         images = np.empty((len(indices), size, size, 3), dtype=np.uint8)
-        for pixels, index, flip in zip(images, indices.tolist(), flips.tolist()):
-            jpeg = io.BytesIO(self._read_image(index))
-            # Pillow decodes without holding up other threads; torchvision's decoder is deprecated.
-            with reading(f"{self.path}: image {index}"), Image.open(jpeg, formats=["JPEG"]) as image:
+        for pixels, index, shard_idx, row, flip in zip(images, indices, *self._locate(indices), flips.tolist()):
+            start, stop = self._images[shard_idx][row : row + 2].tolist()
+            self._reader.read_into(jpeg := np.empty(stop - start, dtype=np.uint8), shard_idx, start)
+            # Pillow releases the lock while it decodes; torchvision's decoder is deprecated.
+            with reading(f"{self.path}: image {index}"), Image.open(io.BytesIO(jpeg), formats=["JPEG"]) as image:
                 if image.size != (size, size):
                     raise ValueError(f"{image.width}x{image.height} pixels, not {size}x{size}")
                 pixels[:] = np.array(image.convert("RGB"))[:, :: -1 if flip else 1]
         return latents, labels, torch.from_numpy(images)
 
-    def _read_image(self, index: int) -> np.ndarray:
-        """uint8 [bytes], the JPEG file of an item."""
-        shard_idx = int(np.searchsorted(self._first_item, index, side="right")) - 1
-        start, stop = self._images[shard_idx][index - self._first_item[shard_idx] :][:2].tolist()
-        file = np.empty(stop - start, dtype=np.uint8)
-        self._reader.read_into(file, shard_idx, start)
-        return file
+    def _locate(self, indices: np.ndarray) -> tuple[list[int], list[int]]:
+        """The shard of each item, and its row in the shard."""
+        shards = np.searchsorted(self._first_item, indices, side="right") - 1
+        return shards.tolist(), (indices - self._first_item[shards]).tolist()
+
+    @functools.cached_property
+    def hashes(self) -> dict[str, str]:
+        """Name of each shard -> hash from its header. A shard without one is read and hashed as a whole."""
+        return {file.name: read_header(file)[0].get("hash") or hash_file(file) for file in self.files}
 
     @property
     def identity(self) -> str:
-        """A hash that tells data sets apart: `fingerprint`, and the hashes of all shards where a manifest lists them."""
-        return hash_bytes("".join([self.fingerprint, *self._hashes]).encode())
-
-    @functools.cached_property
-    def fingerprint(self) -> str:
-        """A hash of the headers, sizes and labels, and of a few latents of every shard, 64 or more in all."""
-        digest = hashlib.blake2b(repr((self.info, self._shape, self._first_item.tolist())).encode(), digest_size=16)
-        digest.update(self.labels.tobytes())
-        starts, ends = self._first_item[:-1], self._first_item[1:]
-        few = [start + spread_items(end - start, 3) for start, end in zip(starts, ends)]
-        spread = np.unique(np.concatenate([spread_items(len(self), 64), *few]))
-        for flip in (False, True)[: 1 + self.has_flips]:
-            digest.update(self.fetch(spread, np.full(len(spread), flip))[0].numpy().tobytes())
-        for index in spread.tolist() if self.has_jpegs else ():
-            digest.update(self._read_image(index).tobytes())
-        return digest.hexdigest()
+        """A hash that tells data sets apart."""
+        return hash_bytes("".join(self.hashes.values()).encode())
 
 
 def _open_shard(file: Path) -> tuple[ShardInfo, dict[str, Tensor], dict[str, int]]:
-    """The header, the tensors (mapped, and not read until used), and where in the file each begins."""
+    """The header, the tensors (mapped: the file is read when they are used), and the byte of the file at which each begins."""
     try:
-        with safe_open(file, framework="pt") as f:
-            shard = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 (not a dict)
-        with open(file, "rb") as f:  # safe_open has checked the header, and does not say where tensors lie
-            header = json.loads(f.read(size := int.from_bytes(f.read(8), "little")))
+        shard = load_file(file)
     except (SafetensorError, OSError) as e:
         raise UserError(f"{file} is truncated or not a safetensors file: {e}") from e
+    about, starts = read_header(file)
     try:
-        info = ShardInfo(**header.get("__metadata__", {}))
+        info = ShardInfo(**about)
     except pydantic.ValidationError as e:
         key, message = ".".join(map(str, e.errors()[0]["loc"])), e.errors()[0]["msg"]
         raise UserError(f"{file} is not a latent shard: in its header, {key}: {message}") from e
     _check_tensors(file, info, shard)
-    return info, shard, {name: 8 + size + header[name]["data_offsets"][0] for name in shard}
+    return info, shard, starts
 
 
 def mean_and_log_variance(stored: Tensor, kind: str) -> tuple[Tensor, Tensor | None]:
-    """[b, C or 2C, H, W] -> [b, C, H, W] each: the latents (the mean, of `moments`) and the log-variance, None for `sample`."""
+    """[b, C or 2C, H, W] -> [b, C, H, W] each: mean and log-variance of `moments`, or the latents and None for `sample`."""
     if kind == "sample":
         return stored, None
     mean, log_variance = stored.chunk(2, dim=1)
@@ -294,36 +315,37 @@ def mean_and_log_variance(stored: Tensor, kind: str) -> tuple[Tensor, Tensor | N
 
 
 def draw_latents(stored: Tensor, kind: str, random=None) -> Tensor:
-    """[b, C or 2C, H, W] -> [b, C, H, W]: samples as stored, `moments` with the noise of `random.randn(C, H, W)` [b, C, H, W]."""
+    """[b, C or 2C, H, W] -> [b, C, H, W]. For `moments`, `random.randn(C, H, W)` gives the noise [b, C, H, W]."""
     mean, log_variance = mean_and_log_variance(stored, kind)
     return mean if log_variance is None else mean + (log_variance / 2).exp() * random.randn(*mean.shape[1:])
 
 
 def latents_for_network(stored: Tensor, info: ShardInfo, random=None) -> Tensor:
-    """Stored latents [b, C or 2C, H, W] -> float32 [b, C, H, W] as the network sees them. Arguments as of `draw_latents`."""
+    """Stored latents [b, C or 2C, H, W] -> what the network sees, float32 [b, C, H, W]. `random` as for `draw_latents`."""
     return normalize_latents(draw_latents(stored.float(), info.kind, random), info)
 
 
-def normalize_latents(latents: Tensor, how: ShardInfo) -> Tensor:
-    """[b, C, H, W] of the autoencoder -> as the network sees them, (x - latents_mean) / latents_std * scale_factor.
+def normalize_latents(latents: Tensor, info: ShardInfo) -> Tensor:
+    """Latents of the autoencoder [b, C, H, W] -> what the network sees: (x - latents_mean) / latents_std * scale_factor.
 
-    `how` is anything with these three fields: a header, data.* of a configuration, a sampler.
+    `info` may be any object with these three fields: a header, data.* of a configuration, a sampler.
     """
-    if how.latents_mean is not None:
-        mean, std = (_per_channel(tuple(values), latents.device) for values in (how.latents_mean, how.latents_std))
-        latents = (latents - mean) / std
-    return latents * how.scale_factor
+    mean, std = _mean_and_std(info, latents.device)
+    return (latents - mean) / std * info.scale_factor
 
 
-def restore_latents(latents: Tensor, how: ShardInfo) -> Tensor:
-    """The inverse of `normalize_latents`, for the autoencoder that decodes them."""
-    latents = latents / how.scale_factor
-    if how.latents_mean is not None:
-        mean, std = (_per_channel(tuple(values), latents.device) for values in (how.latents_mean, how.latents_std))
-        latents = latents * std + mean
-    return latents
+def restore_latents(latents: Tensor, info: ShardInfo) -> Tensor:
+    """The inverse of `normalize_latents`, for the autoencoder that decodes the latents."""
+    mean, std = _mean_and_std(info, latents.device)
+    return latents / info.scale_factor * std + mean
 
 
-@functools.lru_cache(maxsize=16)  # a new one for every batch would have the device wait
+def _mean_and_std(info: ShardInfo, device: torch.device) -> tuple[Tensor, Tensor] | tuple[float, float]:
+    if info.latents_mean is None:
+        return 0.0, 1.0
+    return _per_channel(tuple(info.latents_mean), device), _per_channel(tuple(info.latents_std), device)
+
+
+@functools.lru_cache(maxsize=16)  # copying the values for every batch would synchronise with the device
 def _per_channel(values: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device=device).reshape(-1, 1, 1)

@@ -13,10 +13,9 @@ from common.errors import UserError, reading
 
 
 def load_tensors(file: Path) -> Any:
-    """What is in a .safetensors file, or what torch.save wrote: tensors, and dictionaries and lists of them.
+    """The tensors, or dictionaries and lists of tensors, in a file of safetensors or torch.save.
 
-    Raises:
-        UserError: the file holds other objects (such pickles can run code), is damaged, or cannot be read.
+    Raises UserError if the file holds other objects (such pickles can run code), is damaged, or cannot be read.
     """
     with reading(file):
         if file.suffix == ".safetensors":
@@ -29,12 +28,12 @@ def load_tensors(file: Path) -> Any:
 
 
 def read_channel_statistics(file: Path, num_channels: int) -> tuple[list[float], list[float]]:
-    """LightningDiT's latents_stats.pt: mean and standard deviation of each channel. Raises UserError for another file."""
+    """Mean and standard deviation of each channel, from LightningDiT's latents_stats.pt. UserError for another file."""
     stored = load_tensors(file)
     try:
         mean, std = (stored[name].double().flatten().tolist() for name in ("mean", "std"))
     except (LookupError, TypeError, AttributeError) as e:
         raise UserError(f"{file} does not hold the tensors mean and std") from e
     if not len(mean) == len(std) == num_channels:
-        raise UserError(f"{file} is of {len(mean)} channels, and the latents have {num_channels}")
+        raise UserError(f"{file} has {len(mean)} channels, and the latents have {num_channels}")
     return mean, std

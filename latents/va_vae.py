@@ -1,4 +1,4 @@
-"""VA-VAE (LightningDiT, arXiv 2501.01423): latent diffusion's AutoencoderKL (arXiv 2112.10752), as diffusers computes it."""
+"""VA-VAE (LightningDiT, arXiv 2501.01423): latent diffusion's AutoencoderKL (arXiv 2112.10752), computed by diffusers."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ LDM_TO_DIFFUSERS = (
 
 
 def find_va_vae(source: str) -> Path:
-    """The file of weights: `source` itself, or the only *.pt, *.ckpt or *.safetensors in that folder. Raises UserError."""
+    """The file of weights: `source`, or the only *.pt, *.ckpt or *.safetensors in that folder. UserError if there is not one."""
     path = Path(source)
     files = [path] if path.is_file() else [f for f in path.glob("*") if f.suffix in (".pt", ".ckpt", ".safetensors")]
-    files = [file for file in files if file.name != "latents_stats.pt"]  # published beside the weights
+    files = [file for file in files if file.name != "latents_stats.pt"]  # published with the weights
     if len(files) != 1:
         raise UserError(f"autoencoder=va-vae:{source} holds {len(files)} files of weights; give one")
     return files[0]
@@ -52,7 +52,7 @@ def autoencoder_kl() -> type:
 
 
 def load_va_vae(file: Path):
-    """diffusers' AutoencoderKL with the weights of a latent diffusion checkpoint, which give its sizes. UserError otherwise."""
+    """diffusers' AutoencoderKL with the weights and sizes of a latent diffusion checkpoint. UserError for other files."""
     stored = load_tensors(file)
 
     def count(pattern: str) -> int:

@@ -214,7 +214,7 @@ def test_other_images_are_another_data_set(tmp_path):
         about = ShardInfo("sample", 0.5, "none", 16, 3)
         labels = torch.zeros(4, dtype=torch.int64)
         write_shard(tmp_path / name / "a.safetensors", torch.ones(4, 3, 8, 8), labels, about, **shown)
-    first, second = (LatentDataset(tmp_path / name).fingerprint for name in "ab")
+    first, second = (LatentDataset(tmp_path / name).identity for name in "ab")
     assert first != second
 
 

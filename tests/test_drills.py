@@ -122,7 +122,7 @@ KILLS = {
     ],
     "sample": [r"open images/\.tmp_settings", r"open images/\.tmp_seed_000002", r"rename \S*seed_000003", r"rename \S*npz"],
     "fid": [r"open scores/results\.jsonl", r"rename \S*results"],
-    "encode": [r"rename \S*latents_00001", r"open \S*manifest\.json", r"rename latents/\.unfinished"],
+    "encode": [r"rename \S*latents_00001", r"open \S*manifest\.json", r"remove latents/\.unfinished"],
 }  # fmt: skip
 
 

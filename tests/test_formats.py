@@ -13,7 +13,8 @@ from test_webdataset import npy_members, sd_moments, write_tar
 
 from common.errors import UserError
 from latents.autoencoders import SD_SCALE
-from latents.prepare.formats import REPAFolder, open_latents, settle_header
+from latents.prepare.convert import Conversion, settle_header
+from latents.prepare.formats import REPAFolder, open_latents
 
 
 def write_lmdb(folder, latents, labels, length=None, leave_out=()):
@@ -84,22 +85,6 @@ def test_maskdit_items_are_read_in_numeric_order_and_nothing_is_written(tmp_path
     check(open_latents(tmp_path / "train"), latents, labels)
     assert [f.name for f in (tmp_path / "train").iterdir()] == ["data.mdb"]
     check(open_latents(tmp_path / "train" / "data.mdb"), latents, labels)
-
-
-def test_a_second_half_with_the_same_labels_becomes_the_flips_if_its_latents_are_mirrored(tmp_path):
-    latents, labels = sd_moments(9), [1, 2, 0] * 3
-    mirrored = latents[..., ::-1] + np.float32(0.5)
-    write_lmdb(tmp_path / "a", np.concatenate([latents, mirrored]), labels * 2)
-    source = open_latents(tmp_path / "a")
-    check(source, latents, labels, mirrored)
-    assert "latents_flip: the second 9 items" in source.note
-    other = [2, 1, 0] * 3
-    write_lmdb(tmp_path / "b", np.concatenate([latents, mirrored]), labels + other)
-    check(open_latents(tmp_path / "b"), np.concatenate([latents, mirrored]), labels + other)
-    both = np.concatenate([latents, sd_moments(9, seed=1)])
-    write_lmdb(tmp_path / "c", both, labels * 2)  # labels in turn, and no flips
-    check(source := open_latents(tmp_path / "c"), both, labels * 2)
-    assert "their latents are not mirrored" in source.note
 
 
 @pytest.mark.parametrize(
@@ -220,7 +205,7 @@ def test_bad_lightningdit_files_are_refused_by_name(tmp_path, tensors, message):
 @pytest.mark.parametrize(
     ("statistics", "message"),
     [
-        ({"mean": torch.zeros(1, 3, 1, 1), "std": torch.ones(1, 3, 1, 1)}, "is of 3 channels, and the latents have 4"),
+        ({"mean": torch.zeros(1, 3, 1, 1), "std": torch.ones(1, 3, 1, 1)}, "has 3 channels, and the latents have 4"),
         ({"mean": torch.zeros(1, 4, 1, 1)}, "does not hold the tensors mean and std"),
         ({"mean": open}, "cannot be read: it is damaged, or holds other objects"),
     ],
@@ -247,9 +232,8 @@ def test_what_fits_no_format_or_several_is_refused_and_native_shards_are_not_con
 
 
 def test_what_a_format_does_not_say_is_asked_for_by_its_key(tmp_path):
-    def describe(source, kind=None, scale=None, autoencoder=None, normalize=None, **given):
-        given = {"scale_factor": None, "resolution": None, "num_classes": None} | given
-        return settle_header(source, kind, scale, autoencoder, normalize, **given)
+    def describe(source, kind=None, scale=None, autoencoder=None, **keys):
+        return settle_header(source, Conversion("in", "out", kind, scale, autoencoder=autoencoder, **keys))
 
     write_tar(tmp_path / "a.tar", npy_members(sd_moments(2), [0, 1]))
     write_tar(tmp_path / "samples" / "a.tar", npy_members(sd_moments(2)[:, :4], [0, 1]))

@@ -9,6 +9,7 @@ import re
 import shutil
 import tarfile
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from threading import Barrier
 
@@ -29,6 +30,7 @@ from evaluations.images import open_images
 from latents import autoencoders
 from latents.channel_statistics import are_mirrored
 from latents.prepare import inspect as inspect_module
+from latents.prepare.encode import Encoding
 from latents.prepare.images import open_labelled_images
 from latents.prepare.write import ShardWriter
 from latents.shards import LatentDataset, ShardInfo, latents_for_network, write_shard
@@ -161,7 +163,7 @@ def test_an_interrupted_encoding_continues_and_ends_in_the_same_files(images, va
     whole, output, write = contents(encode(images, tmp_path / "whole", vae)), tmp_path / "out", ShardWriter.write
 
     def stop_at_the_third(self, shard, *arguments):
-        if shard.number == 2:
+        if shard.start == 16:
             raise KeyboardInterrupt
         write(self, shard, *arguments)
 
@@ -171,7 +173,7 @@ def test_an_interrupted_encoding_continues_and_ends_in_the_same_files(images, va
     monkeypatch.undo()
     gc.collect()  # the writer and its lock, which lie in a cycle with the error
     (output / ".tmp_0123456789abcdef_latents_00002.safetensors").write_bytes(b"half")
-    with pytest.raises(UserError, match="is not finished: run the prepare_latents.py command that makes it again"):
+    with pytest.raises(UserError, match="is not finished: run the prepare_latents.py command that makes it again to resume"):
         LatentDataset(output)
     written_ns = {name: (output / name).stat().st_mtime_ns for name in contents(output)}
     assert len(written_ns) == 2
@@ -196,8 +198,9 @@ def test_two_processes_write_the_same_shards_as_one(images, vae, tmp_path, monke
     processes = iter([Process(0, barrier), Process(1, barrier)])
     monkeypatch.setattr(machine, "start_accelerator", lambda *args, **settings: next(processes))
     keys = dict(resolution=RESOLUTION, autoencoder=vae, num_workers=0, shard_size=8, batch_size=3, kind="sample")
+    encoding = Encoding(images=str(images), output=str(tmp_path / "two"), **keys)
     with ThreadPoolExecutor(2) as pool:
-        both = [pool.submit(prepare_latents.encode, images=str(images), output=str(tmp_path / "two"), **keys) for _ in range(2)]
+        both = [pool.submit(prepare_latents.encode, encoding) for _ in range(2)]
         assert [future.result(timeout=60) for future in both] == [None, None]
     assert contents(tmp_path / "two") == contents(one)
     assert (tmp_path / "two" / "manifest.json").read_text() == (one / "manifest.json").read_text()
@@ -214,14 +217,15 @@ def test_a_folder_is_locked_until_it_has_its_manifest_and_may_be_locked_again_at
     before = contents(tmp_path)
     with pytest.raises(UserError, match="another process is writing to "):
         second.open()
-    remove = Path.rmdir
+    remove = Path.unlink
 
-    def open_another_before(folder):
-        monkeypatch.undo()
-        second.open()
-        remove(folder)
+    def open_another_at_once(file, missing_ok=False):
+        remove(file, missing_ok)
+        if file.name == ".unfinished":
+            monkeypatch.undo()
+            second.open()
 
-    monkeypatch.setattr(Path, "rmdir", open_another_before)
+    monkeypatch.setattr(Path, "unlink", open_another_at_once)
     first.finish()
     assert second.missing() == []
     with pytest.raises(UserError, match="another process is writing to "):
@@ -235,7 +239,7 @@ def test_a_changed_shard_is_set_aside_and_made_again(images, vae, tmp_path, capl
     before, file = contents(folder), folder / "latents_00001.safetensors"
     file.write_bytes(damaged := file.read_bytes()[:-1] + b"\x00")
     encode(images, folder, vae)
-    assert "latents_00001.safetensors is not as it was written" in caplog.text
+    assert "latents_00001.safetensors changed after it was written; renamed to" in caplog.text
     assert (folder / ".changed_latents_00001.safetensors").read_bytes() == damaged != before[file.name]
     assert contents(folder) == before and (folder / "manifest.json").exists()
 
@@ -246,7 +250,7 @@ def test_a_folder_with_other_latents_is_refused(images, vae, tmp_path):
     with pytest.raises(UserError, match=r"already holds another data set \(flips: False -> True\); choose another folder"):
         encode(images, folder, vae, "flips=true")
     make_shard(tmp_path / "mine" / "a.safetensors")
-    with pytest.raises(UserError, match="holds a.safetensors, which this command did not write; choose another folder"):
+    with pytest.raises(UserError, match="holds a.safetensors, which this command did not write; choose another"):
         encode(images, tmp_path / "mine", vae)
     assert (contents(folder), (folder / "manifest.json").read_bytes()) == before
 
@@ -272,7 +276,7 @@ def test_a_mended_image_costs_no_more_than_its_shard(images, vae, tmp_path, capl
     assert all((tmp_path / "out" / name).stat().st_mtime_ns == at for name, at in finished.items())
     file.unlink()  # and an image that is removed: those before it stay
     encode(folder, tmp_path / "out", vae)
-    assert "latents_00004.safetensors is of other items than the source holds now; set aside" in caplog.text
+    assert "latents_00004.safetensors was made from other items than the source holds now; renamed" in caplog.text
     assert len(LatentDataset(tmp_path / "out")) == 39
     assert all((tmp_path / "out" / name).stat().st_mtime_ns == at for name, at in finished.items())
 
@@ -311,6 +315,24 @@ def test_unreadable_images_can_be_skipped_and_are_counted(images, vae, tmp_path,
     good, every = LatentDataset(encode(images, tmp_path / "good", vae)), (np.arange(40), np.zeros(40, dtype=bool))
     found = LatentDataset(tmp_path / "out").fetch(*every)[0].float()
     assert torch.allclose(found, good.fetch(*every)[0].float(), atol=2e-3)
+
+
+@pytest.mark.parametrize("autoencoder", ["identity", None])
+def test_a_shard_of_which_no_image_can_be_read_is_empty_and_is_not_made_again(images, vae, tmp_path, autoencoder):
+    folder = copy_of(images, tmp_path / "images")
+    names = open_labelled_images(folder).names
+    for name in names[8:16]:
+        (folder / name).write_text("not an image")
+    settings = ["on_error=skip", "kind=sample", "flips=true", "keep_images=jpeg"]
+    out = encode(folder, tmp_path / "out", autoencoder or vae, *settings)
+    before = {file.name: file.stat().st_mtime_ns for file in out.glob("latents_*")}
+    dataset = LatentDataset(encode(folder, out, autoencoder or vae, *settings))
+    assert {file.name: file.stat().st_mtime_ns for file in out.glob("latents_*")} == before and len(before) == 5
+    assert len(dataset) == 32 and len(dataset.fetch_with_images(np.arange(32), np.ones(32, dtype=bool))[2]) == 32
+    for name in names:
+        (folder / name).write_text("not an image")
+    with pytest.raises(UserError, match="none of the 40 items could be read; the first: .*ant"):
+        encode(folder, tmp_path / "none", autoencoder or vae, *settings)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -424,9 +446,8 @@ def test_what_encode_does_not_accept_is_refused(images, vae, tmp_path):
         (["resolution=33"], "resolution=33 is not a multiple of 2"),
         (["autoencoder=identity"], "kind=moments: pixels have no log-variance"),
         (["grey=true"], "grey=true: autoencoder=.* encodes RGB"),
-        (["normalize=true", "sigma_data=0.5"], "normalize= and sigma_data= scale the latents each in its way"),
-        ([f"latents_stats={write_statistics(tmp_path, 3)}"], "stats.pt is of 3 channels, and the latents have 4"),
-        (["split=test"], "split=test is for images=torchvision:<name>"),
+        (["normalize=true", "sigma_data=0.5"], "normalize= and sigma_data= each scale the latents"),
+        ([f"latents_stats={write_statistics(tmp_path, 3)}"], "stats.pt has 3 channels, and the latents have 4"),
         ([f"images={tmp_path / 'nowhere'}"], "nowhere does not exist"),
         ([f"output={images / 'latents'}"], "lies in images="),
     ):
@@ -449,9 +470,9 @@ def test_good_latents_pass_inspection_and_are_drawn(images, vae, tmp_path, caplo
     with caplog.at_level(logging.INFO):
         inspect(folder, "sigma_data=0.1")  # the little autoencoder's latents are small
     for line in (
-        "40 latents in 5 files",
-        "kind moments, 4x16x16, for images of 32 pixels, latents of mirrored images: False",
-        "5 checksums agree with manifest.json",
+        "40 latents 4x16x16 in 5 files",
+        "latents of mirrored images: False",
+        "kind='moments', scale_factor=0.18215",
         "3 classes of 13 to 14 items; smallest: 1 (bee) 13, 2 (cow) 13, 0 (ant) 14",
         "nothing wrong was found",
     ):
@@ -496,12 +517,13 @@ def test_inspection_finds_what_is_wrong(tmp_path):
     latents, labels = make_shard(tmp_path / "a.safetensors", num_items=30)
     labels[:] = torch.arange(30) % 2  # nothing of class 2
     latents[4, 0, 1, 1] = float("nan")
-    save_file({"latents": latents * 20, "labels": labels}, tmp_path / "a.safetensors", metadata=INFO.to_metadata())
+    metadata = {"about": json.dumps(asdict(INFO))}
+    save_file({"latents": latents * 20, "labels": labels}, tmp_path / "a.safetensors", metadata=metadata)
     found = problems_of(tmp_path)
     assert "3 problems" in found and "1 items hold NaN or Inf, 4 first" in found
     assert "1 of 3 classes have no item: 2 0" in found
     assert re.search(
-        r"a standard deviation of (9|10)\.\d+ over all channels, (19|20)\.\d+ times sigma_data=0.5, cannot be: .*\(0.5\)",
+        r"a standard deviation of (9|10)\.\d+ over all channels, (19|20)\.\d+ times sigma_data=0.5, cannot be right: .*\(0.5\)",
         found,
     )
 
@@ -519,17 +541,19 @@ def test_shards_that_are_not_those_of_the_manifest_are_named(images, tmp_path):
     blob = file.read_bytes()
 
     def problems():
-        with pytest.raises(UserError, match="the shards are not those that manifest.json describes; inspect says which"):
+        with pytest.raises(UserError, match="the shards are not those that manifest.json lists; inspect names them"):
             LatentDataset(tmp_path)
         return problems_of(tmp_path)
 
     file.write_bytes(blob[:-1] + bytes([blob[-1] ^ 1]))
-    assert "latents_00002.safetensors is not the file that manifest.json describes" in problems()
+    assert "latents_00002.safetensors: its checksum differs" in problems_of(tmp_path)
+    file.write_bytes((tmp_path / "latents_00001.safetensors").read_bytes())
+    assert "latents_00002.safetensors is not a file that manifest.json lists" in problems()
     file.unlink()
-    assert "latents_00002.safetensors is in manifest.json alone" in problems()
+    assert "latents_00002.safetensors is missing" in problems()
     file.write_bytes(blob)
     (tmp_path / "mine.safetensors").write_bytes(blob)
-    assert "mine.safetensors is in the folder alone" in problems()
+    assert "mine.safetensors is not a file that manifest.json lists" in problems()
     (tmp_path / "mine.safetensors").unlink()
     assert len(LatentDataset(tmp_path)) == 40
     (tmp_path / "manifest.json").write_text("{}")
@@ -537,7 +561,7 @@ def test_shards_that_are_not_those_of_the_manifest_are_named(images, tmp_path):
         LatentDataset(tmp_path)
 
 
-def test_transparent_images_are_put_on_a_background_and_counted_and_other_files_are_named(tmp_path, caplog):
+def test_transparent_images_are_put_on_a_background_and_other_files_are_named(tmp_path, caplog):
     for name, alpha in (("a/clear", 0), ("a/half", 51), ("b/opaque", 255)):
         (file := tmp_path / "images" / f"{name}.png").parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGBA", (8, 8), (200, 0, 0, alpha)).save(file)
@@ -548,8 +572,8 @@ def test_transparent_images_are_put_on_a_background_and_counted_and_other_files_
     settings = [f"images={tmp_path / 'images'}", "autoencoder=identity", "kind=sample", "resolution=8", "dtype=float32"]
     prepare_latents.main(["encode", *settings, f"output={tmp_path / 'white'}", "num_workers=0", "shard_size=2"])
     manifest = json.loads((tmp_path / "white" / "manifest.json").read_text())
-    assert (manifest["num_transparent"], manifest["unread"], manifest["settings"]["background"]) == (3, ["b/unread.gif"], "white")
-    assert "1 images are not read: 1 .gif" in caplog.text and "3 images are transparent" in caplog.text
+    assert (manifest["unread"], manifest["settings"]["background"]) == (["b/unread.gif"], "white")
+    assert "1 images are not read, b/unread.gif first" in caplog.text
     pixels = LatentDataset(tmp_path / "white").fetch_with_images(np.arange(4), np.zeros(4, dtype=bool))[2][:, 4, 4].tolist()
     assert pixels == [[255, 255, 255], [244, 204, 204], [200, 0, 0], [255, 255, 255]]
     prepare_latents.main(["encode", *settings, f"output={tmp_path / 'blue'}", "num_workers=0", "background='#0000ff'"])
@@ -591,8 +615,8 @@ def test_pipes_missing_folders_and_impossible_labels_are_one_line(tmp_path):
 def test_inspection_finds_a_doubled_shard_and_foreign_flips_and_skips_what_encode_skipped(tmp_path, images):
     latents, labels = make_shard(tmp_path / "twice" / "a.safetensors", num_items=20)
     shutil.copy(tmp_path / "twice" / "a.safetensors", tmp_path / "twice" / "b.safetensors")
-    found = inspect_module.inspect_latents(LatentDataset(tmp_path / "twice"))
-    assert any("b.safetensors holds the latents of" in problem for problem in found.problems)
+    problems = inspect_module.find_problems(LatentDataset(tmp_path / "twice"))
+    assert any("b.safetensors is a copy of a.safetensors" in problem for problem in problems)
     for seed in range(5):
         other = torch.randn(latents.shape, generator=torch.Generator().manual_seed(seed + 1))
         assert not are_mirrored(latents, other) and are_mirrored(latents, latents.flip(-1) + 0.5 * other)

@@ -1,66 +1,88 @@
-"""Latents of other projects, rewritten as shards: the command `prepare_latents.py convert`."""
+"""The command `prepare_latents.py convert`: rewrite the latents of other projects as shards."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 import torch
 
+from common.errors import UserError
 from common.progress import progress_bar
 from common.types import AutoencoderSpec, Count, Positive, Text
-from latents.prepare.formats import open_latents, settle_header
-from latents.prepare.write import SHARD_SIZE, Dtype, Kind, ShardWriter
-from latents.shards import pack_images
+from latents.autoencoders import SD_VAE, known_scale_and_factor
+from latents.prepare.formats import LatentSource, open_latents
+from latents.prepare.images import count_classes
+from latents.prepare.write import SHARD_SIZE, Dtype, ShardWriter
+from latents.shards import Kind, ShardInfo, pack_images
 
 log = logging.getLogger(__name__)
 
 
-def convert(
-    path: Text,
-    output: Text,
-    kind: Kind | None = None,
-    scale: Positive | None = None,
-    scale_factor: Positive | None = None,
-    autoencoder: AutoencoderSpec | None = None,
-    resolution: Count | None = None,
-    num_classes: Count | None = None,
-    normalize: bool | None = None,
-    keep_images: Literal["none", "jpeg"] = "none",
-    dtype: Dtype = "float16",
-    shard_size: Count = SHARD_SIZE,
-) -> None:
-    """Rewrite the latents of another project as shards.
+@dataclass(frozen=True)
+class Conversion:
+    """The keys of `prepare_latents.py convert`. null: what the format or the autoencoder says."""
 
-    Args:
-        path: where they are.
-        kind: moments | sample, where the format does not say it (tars).
-        scale: what samples were multiplied by before they were stored (1, or 0.18215), where the format does not say it; shards
-            hold them without.
-        scale_factor: what the network's input is multiplied by; null: as the autoencoder has it.
-        autoencoder: sd-vae:<hub id or folder>, va-vae:<file or folder>, identity, or none where nothing decodes them; null:
-            SD-VAE, for latents of 4 channels.
-        resolution: of the images, in pixels; null: as the autoencoder has it.
-        num_classes: null: the largest label + 1.
-        normalize: true: the network sees each channel with a mean of 0 and a standard deviation of 1, measured over all
-            latents; null: so by LightningDiT's latents_stats.pt, where there is one; false: never.
-        keep_images: none | jpeg: put the images that lie beside REPA's latents into the shards, for alignment.
-        dtype: of the stored latents.
-    """
-    source = open_latents(path)
-    log.info("%s: %d items, %s. %s", path, len(source.labels), type(source).__name__, source.note)
-    info, scale = settle_header(source, kind, scale, autoencoder, normalize, scale_factor, resolution, num_classes)
-    log.info("%s, stored values divided by %g; `inspect` shows whether they are so", info, scale)
+    path: Text  # the latents: a file or folder of one format of docs/data.md
+    output: Text  # folder
+    kind: Kind | None = None  # moments | sample; needed for tars
+    scale: Positive | None = None  # what samples were multiplied by before they were stored (1, or 0.18215); needed for tars
+    scale_factor: Positive | None = None  # what the network's input is multiplied by
+    autoencoder: AutoencoderSpec | None = None  # as for encode, or none; null: SD-VAE for latents of 4 channels
+    resolution: Count | None = None  # of the images, in pixels
+    num_classes: Count | None = None  # null: the largest label + 1
+    # true: measure the mean and standard deviation of each channel, and normalise by them; null: use LightningDiT's
+    # latents_stats.pt if it is there; false: do not normalise.
+    normalize: bool | None = None
+    keep_images: Literal["none", "jpeg"] = "none"  # jpeg: also store the images next to REPA's latents, for alignment
+    dtype: Dtype = "float16"  # of the stored latents
+    shard_size: Count = SHARD_SIZE  # latents per shard
+
+
+def convert(conversion: Conversion) -> None:
+    """Rewrite the latents of another project as shards."""
+    source = open_latents(conversion.path)
+    log.info("%s: %d items, %s. %s", conversion.path, len(source.labels), type(source).__name__, source.note)
+    info, scale = settle_header(source, conversion)
+    log.info("%s; stored values are divided by %g. Check the result with `inspect`", info, scale)
     settings = {"command": "convert", "format": type(source).__name__, **asdict(info), "scale": scale}
-    settings |= {"normalize": normalize, "keep_images": keep_images}
-    read_image = source.find_images(info.resolution) if keep_images == "jpeg" else None
-    fingerprint = source.fingerprint()
-    writer = ShardWriter(output, settings, lambda start, stop: fingerprint, len(source.labels), shard_size, dtype)
+    settings |= {"normalize": conversion.normalize, "keep_images": conversion.keep_images}
+    read_image = source.find_images(info.resolution) if conversion.keep_images == "jpeg" else None
+    fingerprint, num_items = source.fingerprint(), len(source.labels)
+    shard_size, dtype = conversion.shard_size, conversion.dtype
+    writer = ShardWriter(conversion.output, settings, lambda start, _: f"{fingerprint} {start}", num_items, shard_size, dtype)
     writer.open()
     for shard in progress_bar(writer.missing(), unit="shards"):
         tensors = {name: latents / scale for name, latents in source.read(shard.start, shard.stop).items()}
         if read_image is not None:
             tensors |= pack_images([read_image(item) for item in range(shard.start, shard.stop)])
         writer.write(shard, torch.from_numpy(source.labels[shard.start : shard.stop]), info, tensors)
-    writer.finish(normalize=bool(normalize), source=path)
+    writer.finish(normalize=bool(conversion.normalize), source=conversion.path)
+
+
+def settle_header(source: LatentSource, conversion: Conversion) -> tuple[ShardInfo, float]:
+    """The header of the shards, and what the stored values were multiplied by. Keys that are given come before the format's.
+
+    Raises UserError if a value is unknown, or does not fit the latents.
+    """
+    channels, height, width = source.shape
+    kind = conversion.kind or source.kind
+    scale = conversion.scale or source.scale or (1.0 if kind == "moments" else None)
+    autoencoder = conversion.autoencoder or (SD_VAE if channels == (8 if kind == "moments" else 4) else None)
+    scale_factor, factor = known_scale_and_factor(autoencoder or "none") or (None, None)
+    statistics = source.channel_statistics if conversion.normalize is None else None
+    header = {
+        "kind": kind,
+        "autoencoder": autoencoder,
+        "scale_factor": conversion.scale_factor or (1.0 if statistics or conversion.normalize else scale_factor),
+        "resolution": conversion.resolution or (factor and factor * height),
+        "num_classes": count_classes(source.labels, conversion.num_classes),
+    }
+    if missing := [f"{key}=" for key, value in {**header, "scale": scale}.items() if value is None]:
+        raise UserError(f"{source.path}: give {', '.join(missing)}, which latents {list(source.shape)} of this format do not say")
+    if height != width or (kind == "moments" and (scale != 1 or channels % 2)):
+        latents = f"{source.path}: latents {list(source.shape)}, kind={kind}, scale={scale:g}"
+        raise UserError(f"{latents}: they must be square, and moments unscaled, with mean and log-variance")
+    mean, std = (tuple(value / scale for value in values) for values in statistics) if statistics else (None, None)
+    return ShardInfo(**header, latents_mean=mean, latents_std=std), scale

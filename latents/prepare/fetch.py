@@ -1,4 +1,4 @@
-"""Weights into their caches, where there is a network: the command `prepare_latents.py fetch`."""
+"""The command `prepare_latents.py fetch`: download weights into their caches."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ log = logging.getLogger(__name__)
 
 
 def fetch(autoencoder: AutoencoderSpec = autoencoders.SD_VAE, encoder: Text | None = None) -> None:
-    """Download autoencoder, Inception and timm's vision transformer `encoder` into their caches; what is there is checked."""
+    """Download autoencoder, Inception and timm's vision transformer `encoder` if the caches lack them, and check the files."""
     log.info("%s is complete: %s", autoencoder, autoencoders.find(autoencoder))
-    autoencoders.build(autoencoder, torch.device("cpu"))  # reads it whole
+    autoencoders.build(autoencoder, torch.device("cpu"))  # checks the weights
     log.info("Inception is complete: %s", fetch_weights())
     if encoder is not None:
         log.info("%s is complete: %s", encoder, find_encoder_weights(encoder))

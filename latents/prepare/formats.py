@@ -1,4 +1,4 @@
-"""Latents as other projects store them, read in order for conversion to native shards. One class per format."""
+"""Latents as other projects store them. One class per format; `convert` reads the items in order and writes shards."""
 
 from __future__ import annotations
 
@@ -17,30 +17,29 @@ from torch import Tensor
 from common.errors import UserError, reading
 from common.files import hash_bytes
 from common.images import read_rgb
-from latents.autoencoders import SD_SCALE, SD_VAE, known_scale_and_factor
-from latents.channel_statistics import are_mirrored
-from latents.prepare.images import count_classes, read_dataset_json, to_jpeg
-from latents.shards import ShardInfo, shard_files, spread_items
+from latents.autoencoders import SD_SCALE
+from latents.prepare.images import read_dataset_json, to_jpeg
+from latents.shards import shard_files, spread_items
 from latents.tars import index_tars
 from latents.torch_files import read_channel_statistics
 
 
 class LatentSource:
-    """Latents of another project, opened by `open_latents`.
+    """Latents of another project; `open_latents` chooses the subclass.
 
-    A subclass gives `_open()`, which sets labels and where, and `_load(item)`: its array, and that of the mirrored image where
-    has_flips. Both may raise anything.
+    A subclass has `_open()`, which sets `labels` and `items`, and `_load(number)`, which returns the array of an item, and that
+    of the mirrored image if has_flips. Both may raise any error.
     """
 
-    signs: tuple[str, ...]  # patterns of names: what such a folder is called or holds
+    patterns: tuple[str, ...]  # file names by which the format is recognised
     labels: np.ndarray  # [N] int64
-    shape: tuple[int, ...]  # (C, h, w) of an item as `read` gives it; 2C channels where items are moments
-    where: Sequence  # of each item, for messages
-    has_flips = False  # `read` also gives latents of the mirrored images
-    kind: str | None = None  # moments | sample, where the format says so
-    scale: float | None = None  # what the stored values were multiplied by, where the format says so
+    items: Sequence  # [N]: what identifies each item in the files, also in errors
+    shape: tuple[int, ...]  # (C, h, w) of an item in `read`; 2C channels for moments
+    has_flips = False  # `read` also returns latents of the mirrored images
+    kind: str | None = None  # moments | sample, if the format says it
+    scale: float | None = None  # what the stored values were multiplied by, if the format says it
     channel_statistics: tuple[list[float], list[float]] | None = None  # mean and deviation of each stored channel, if known
-    note = ""  # what was found on opening, for the log
+    note = ""  # for the log: what `_open` found
 
     def __init__(self, path: Path):
         self.path = path
@@ -51,25 +50,25 @@ class LatentSource:
             self.shape = self._load(0)[0].shape
 
     def read(self, start: int, stop: int) -> dict[str, Tensor]:
-        """`latents` of the items start .. stop - 1 as stored, float32 [b, *shape], and `latents_flip` where has_flips.
+        """Items start .. stop - 1 as stored: `latents`, float32 [b, *shape], and `latents_flip` if has_flips.
 
         Raises UserError for an item that is missing, damaged, of another shape, or not finite.
         """
         latents = np.empty((1 + self.has_flips, stop - start, *self.shape), dtype=np.float32)
-        for item in range(start, stop):
-            with reading(name := f"{self.path}: item {item} ({self.where[item]})"):
-                arrays = [np.asarray(array, dtype=np.float32) for array in self._load(item)]
+        for number in range(start, stop):
+            with reading(name := f"{self.path}: item {number} ({self.items[number]})"):
+                arrays = [np.asarray(array, dtype=np.float32) for array in self._load(number)]
             if any(array.shape != self.shape or not np.isfinite(array).all() for array in arrays):
                 raise UserError(f"{name} is {list(arrays[0].shape)} or not finite; need finite numbers {list(self.shape)}")
-            latents[:, item - start] = arrays
+            latents[:, number - start] = arrays
         return dict(zip(("latents", "latents_flip"), torch.from_numpy(latents)))
 
     def find_images(self, resolution: int) -> Callable[[int], bytes]:
-        """What gives the image of an item, of `resolution` pixels, as a JPEG file. Raises UserError without images."""
-        raise UserError(f"keep_images=jpeg needs the images beside the latents, as REPA keeps them; {self.path} has none")
+        """A function from an item's number to its image, a JPEG file of `resolution` pixels. UserError if there are no images."""
+        raise UserError(f"keep_images=jpeg needs REPA's folder images/ next to vae-sd/; {self.path} has none")
 
     def fingerprint(self) -> str:
-        """A hash of the labels and of items spread over the data: cheap, and another one for other data."""
+        """A hash of the labels and of 256 items spread over the data: reading all would take as long as converting them."""
         spread = [self.read(i, i + 1)["latents"].numpy().tobytes() for i in spread_items(len(self.labels), 256).tolist()]
         return hash_bytes(b"".join([f"{self.shape} {self.has_flips}".encode(), self.labels.tobytes(), *spread]))
 
@@ -77,43 +76,30 @@ class LatentSource:
 class MaskDiTLMDB(LatentSource):
     """MaskDiT's LMDB, the folder of data.mdb or a single file: moments [8, h, w] `z-<i>`, labels `y-<i>`, their number `length`.
 
-    With --xflip MaskDiT stores the mirrored images after all others, and nothing marks them: if the labels of both halves agree
-    and the latents of the second half are mirrored, the second half becomes the flips.
+    With --xflip MaskDiT appends the mirrored images as items of their own, and they stay so.
 
-    LMDB maps its file into memory: where a copy lacks pages at its end, reading them ends the process (SIGBUS). Copy it again.
+    LMDB maps its file into memory. If a copy lacks its end, reading it ends the process (SIGBUS): copy it again.
     """
 
     kind, scale = "moments", 1.0
-    signs = ("*.mdb",)
+    patterns = ("*.mdb",)
 
     def _open(self) -> None:
-        import lmdb  # this format alone needs it
+        import lmdb  # only this format needs it
 
-        # No lock: nothing is written to a folder that may be read-only, and nobody writes while this reads.
-        how = {"subdir": self.path.is_dir(), "readonly": True, "lock": False, "readahead": False, "create": False}
-        self.transaction = lmdb.open(str(self.path), **how).begin()
-        length = int(self.transaction.get(b"length"))
-        self.where = range(length)
-        self.labels = np.array([int(self.transaction.get(f"y-{i}".encode())) for i in range(length)], dtype=np.int64)
-        half = length // 2
-        if length % 2 == 0 and np.array_equal(self.labels[:half], self.labels[half:]):
-            items = spread_items(half, 64).tolist()
-            first, second = (torch.from_numpy(np.stack([self._read(i + start)[:4] for i in items])) for start in (0, half))
-            self.note = f"the labels of the second {half} items are those of the first, but their latents are not mirrored"
-            if are_mirrored(first, second):
-                self.has_flips, self.labels = True, self.labels[:half]
-                self.note = f"latents_flip: the second {half} items, which are the first mirrored, as after --xflip"
+        # Without a lock, LMDB writes nothing: the folder may be read-only.
+        options = {"subdir": self.path.is_dir(), "readonly": True, "lock": False, "readahead": False, "create": False}
+        self.transaction = lmdb.open(str(self.path), **options).begin()
+        self.items = range(int(self.transaction.get(b"length")))
+        self.labels = np.array([int(self.transaction.get(f"y-{i}".encode())) for i in self.items], dtype=np.int64)
 
-    def _load(self, item: int) -> list[np.ndarray]:
-        return [self._read(i) for i in (item, len(self.labels) + item)[: 1 + self.has_flips]]
-
-    def _read(self, item: int) -> np.ndarray:
-        value = self.transaction.get(f"z-{item}".encode())
-        return np.frombuffer(value, dtype="<f4").reshape(8, size := math.isqrt(len(value) // 32), size)
+    def _load(self, number: int) -> list[np.ndarray]:
+        value = self.transaction.get(f"z-{number}".encode())
+        return [np.frombuffer(value, dtype="<f4").reshape(8, size := math.isqrt(len(value) // 32), size)]
 
 
 class _ArrayUnpickler(pickle.Unpickler):
-    """Reads a pickled NumPy array. It names these functions, of old and new NumPy; whatever else a pickle names is refused."""
+    """Reads a pickled NumPy array. It refuses every name but those that old and new NumPy write: other pickles can run code."""
 
     ADMITTED = ("_reconstruct", "ndarray", "dtype", "_frombuffer")
 
@@ -124,78 +110,78 @@ class _ArrayUnpickler(pickle.Unpickler):
 
 
 class Tars(LatentSource):
-    """Uncompressed WebDataset tars, a folder or one: `<key>.latent` (a pickled array), `.latent.npy` or `.npy`, and `.cls`.
+    """Uncompressed WebDataset tars, a folder or a file: `<key>.latent` (a pickled array), `.latent.npy` or `.npy`, and `.cls`.
 
     MaskDiT's lmdb2wds.py makes them for the official TREAD trainer.
     """
 
-    signs = ("[!.]*.tar",)
+    patterns = ("[!.]*.tar",)
 
     def _open(self) -> None:
-        self.where = index_tars(self.path, ("latent", "latent.npy", "npy"))
-        self.labels = np.array([item.label for item in self.where], dtype=np.int64)
+        self.items = index_tars(self.path, ("latent", "latent.npy", "npy"))
+        self.labels = np.array([item.label for item in self.items], dtype=np.int64)
 
-    def _load(self, item: int) -> list[np.ndarray]:
-        content = io.BytesIO(self.where[item].read())
-        return [np.load(content) if self.where[item].name.endswith(".npy") else _ArrayUnpickler(content).load()]
+    def _load(self, number: int) -> list[np.ndarray]:
+        content = io.BytesIO(self.items[number].read())
+        return [np.load(content) if self.items[number].name.endswith(".npy") else _ArrayUnpickler(content).load()]
 
 
 class FastDiTFolder(LatentSource):
     """fast-DiT's `<name>_features/<i>.npy`, float32 [B, 4, h, w] times 0.18215, and `<name>_labels/<i>.npy`, int64 [B]."""
 
     kind, scale = "sample", SD_SCALE
-    signs = ("*_features",)
+    patterns = ("*_features",)
 
     def _open(self) -> None:
-        found = [self.path] if self.path.match("*_features") else list(self.path.glob("*_features"))
-        if len(found) != 1:
-            raise UserError(f"{self.path} holds {len(found)} folders <name>_features; give the path of one of them")
-        (features,) = found
+        folders = [self.path] if self.path.match("*_features") else list(self.path.glob("*_features"))
+        if len(folders) != 1:
+            raise UserError(f"{self.path} holds {len(folders)} folders <name>_features; give the path of one of them")
+        features = folders[0]
         labels = features.with_name(f"{features.name.removesuffix('_features')}_labels")
         names = {file.name for folder in (features, labels) for file in folder.glob("*.npy")}
         names = sorted(names, key=lambda name: int(Path(name).stem))  # 2 comes before 10
         parts = [(features / name, np.load(labels / name)) for name in names]
-        self.where = [(file, row) for file, values in parts for row in range(len(values))]
+        self.items = [(file, row) for file, values in parts for row in range(len(values))]
         self.labels = np.concatenate([values for _, values in parts]).astype(np.int64, casting="safe")
 
-    def _load(self, item: int) -> list[np.ndarray]:
-        file, row = self.where[item]
+    def _load(self, number: int) -> list[np.ndarray]:
+        file, row = self.items[number]
         return [np.load(file, mmap_mode="r")[row]]
 
 
 class REPAFolder(LatentSource):
-    """REPA's and EDM2's `vae-sd/`: dataset.json with "labels": [[name, label], ...], and .npy files float32 [8, h, w].
+    """REPA's and EDM2's `vae-sd/`, the folder that holds it, or a .zip of either.
 
-    That folder, the one that holds `vae-sd/`, or a .zip of either. The files hold mean and standard deviation; `read` gives
-    mean and log-variance.
+    dataset.json has "labels": [[name, label], ...]. The .npy files, float32 [8, h, w], hold mean and standard deviation; `read`
+    returns mean and log-variance.
     """
 
     kind, scale = "moments", 1.0
-    signs = ("dataset.json", "vae-sd/dataset.json", "*.zip")
+    patterns = ("dataset.json", "vae-sd/dataset.json", "*.zip")
 
     def _open(self) -> None:
-        root = zipfile.Path(self.path) if self.path.is_file() else self.path  # read alike
+        root = zipfile.Path(self.path) if self.path.is_file() else self.path
         self.root = root if (root / "dataset.json").exists() else root / "vae-sd"
-        self.where, self.labels = read_dataset_json(self.root)
+        self.items, self.labels = read_dataset_json(self.root)
 
-    def _load(self, item: int) -> list[np.ndarray]:
-        mean, std = np.split(np.load(io.BytesIO((self.root / self.where[item]).read_bytes())), 2)
+    def _load(self, number: int) -> list[np.ndarray]:
+        mean, std = np.split(np.load(io.BytesIO((self.root / self.items[number]).read_bytes())), 2)
         if (std < 0).any():
             raise ValueError("there are negative standard deviations")
         return [np.concatenate([mean, 2 * np.log(np.maximum(std, math.exp(-15)))])]  # the autoencoder clamps at -30
 
     def find_images(self, resolution: int) -> Callable[[int], bytes]:
-        """From `images/` beside `vae-sd/`, with a dataset.json of its own. As in REPA, files belong together by their order."""
+        """Reads `images/` next to `vae-sd/`, which has its own dataset.json. Like REPA, it pairs both lists in sorted order."""
         folder = Path(str(self.root)).parent / "images"
         with reading(folder):
             names, labels = read_dataset_json(folder)
-        order, of_images = np.argsort(self.where), np.argsort(names)
-        if not np.array_equal(self.labels[order], labels[of_images]):
+        latent_order, image_order = np.argsort(self.items), np.argsort(names)
+        if not np.array_equal(self.labels[latent_order], labels[image_order]):
             raise UserError(f"{folder} and {self.root} do not hold the same items: their labels differ")
-        image_of = dict(zip(order.tolist(), of_images.tolist()))
+        image_of = dict(zip(latent_order.tolist(), image_order.tolist()))
 
-        def read_image(item: int) -> bytes:
-            with reading(file := folder / names[image_of[item]]):
+        def read_image(number: int) -> bytes:
+            with reading(file := folder / names[image_of[number]]):
                 image, _ = read_rgb(file)
                 if image.size != (resolution, resolution):
                     raise ValueError(f"{image.width}x{image.height} pixels instead of {resolution}x{resolution}")
@@ -205,32 +191,32 @@ class REPAFolder(LatentSource):
 
 
 class LightningDiTFolder(LatentSource):
-    """LightningDiT's safetensors, a folder or one: `latents` [M, C, h, w], `latents_flip`, `labels` [M]; unscaled samples.
+    """LightningDiT's safetensors, a folder or a file: `latents` [M, C, h, w], `latents_flip`, `labels` [M]; unscaled samples.
 
-    latents_stats.pt beside them holds `mean` and `std` [1, C, 1, 1] of each channel, by which LightningDiT normalises.
+    LightningDiT normalises each channel by `mean` and `std` [1, C, 1, 1] of latents_stats.pt in the same folder.
     """
 
     kind, scale = "sample", 1.0
-    signs = ("[!.]*.safetensors",)
+    patterns = ("[!.]*.safetensors",)
 
     def _open(self) -> None:
-        self.where, labels = [], []
+        self.items, labels = [], []
         for file in [self.path] if self.path.is_file() else shard_files(self.path):
             with reading(file), safe_open(file, framework="pt") as f:
-                if "kind" in (f.metadata() or {}):
+                if "about" in (f.metadata() or {}):
                     raise UserError(f"{file} is a native shard, which training reads as it is")
                 labels.append(f.get_tensor("labels").numpy())
                 self.has_flips |= "latents_flip" in f.keys()  # noqa: SIM118 (not a dict)
-            self.where += [(file, row) for row in range(len(labels[-1]))]
+            self.items += [(file, row) for row in range(len(labels[-1]))]
         self.labels = np.concatenate(labels).astype(np.int64, casting="safe")
-        statistics = self.where[0][0].with_name("latents_stats.pt")
+        statistics = self.items[0][0].with_name("latents_stats.pt")
         self.note = f"no {statistics}, by which LightningDiT normalises; normalize=true measures it"
         if statistics.exists():
             self.channel_statistics = read_channel_statistics(statistics, len(self._load(0)[0]))
             self.note = f"latents_mean and latents_std: those of {statistics.name}"
 
-    def _load(self, item: int) -> list[np.ndarray]:
-        file, row = self.where[item]
+    def _load(self, number: int) -> list[np.ndarray]:
+        file, row = self.items[number]
         with safe_open(file, framework="pt") as f:
             return [f.get_slice(name)[row].float().numpy() for name in ("latents", "latents_flip")[: 1 + self.has_flips]]
 
@@ -239,55 +225,13 @@ FORMATS = (MaskDiTLMDB, Tars, FastDiTFolder, REPAFolder, LightningDiTFolder)
 
 
 def open_latents(path: str | Path) -> LatentSource:
-    """Open latents of another project, of the format whose signs the path shows.
+    """Open latents of another project. The names of its files say in which format they are.
 
-    Raises:
-        UserError: no format or several fit; files that are missing, damaged or of another format.
+    Raises UserError if no format or several fit, or a file is missing, damaged or of another format.
     """
     path = Path(path)
-    fitting = [of for of in FORMATS if any(path.match(sign) or any(path.glob(sign)) for sign in of.signs)]
+    fitting = [f for f in FORMATS if any(path.match(pattern) or any(path.glob(pattern)) for pattern in f.patterns)]
     if len(fitting) != 1:
-        found = " and ".join(of.__name__ for of in fitting) or f"none of {', '.join(of.__name__ for of in FORMATS)}"
-        raise UserError(f"path={path} looks like {found}; give the file or folder of one format, as docs/data.md names them")
+        names = " and ".join(f.__name__ for f in fitting) or f"none of {', '.join(f.__name__ for f in FORMATS)}"
+        raise UserError(f"path={path} looks like {names}; give the file or folder of one format, as docs/data.md names them")
     return fitting[0](path)
-
-
-def settle_header(
-    source: LatentSource,
-    kind: str | None,
-    scale: float | None,
-    autoencoder: str | None,
-    normalize: bool | None,
-    scale_factor: float | None,
-    resolution: int | None,
-    num_classes: int | None,
-) -> tuple[ShardInfo, float]:
-    """The header of the shards to make, and what the stored values were multiplied by: as given, or as the format says.
-
-    Args:
-        normalize: None: by the statistics that come with the format, where there are any.
-
-    Raises:
-        UserError: neither says it, or what they say does not fit the latents.
-    """
-    kind = kind or source.kind
-    scale = scale or source.scale or (1.0 if kind == "moments" else None)
-    channels, height, width = source.shape
-    is_sd = channels == (8 if kind == "moments" else 4)
-    autoencoder = autoencoder or (SD_VAE if is_sd else None)
-    factor, pixels = known_scale_and_factor(autoencoder or "none") or (None, None)
-    statistics = source.channel_statistics if normalize is None else None
-    found = {
-        "kind": kind,
-        "autoencoder": autoencoder,
-        "scale_factor": scale_factor or (1.0 if statistics or normalize else factor),
-        "resolution": resolution or (pixels and pixels * height),
-        "num_classes": count_classes(source.labels, num_classes),
-    }
-    if missing := [f"{key}=" for key, value in {**found, "scale": scale}.items() if value is None]:
-        raise UserError(f"{source.path}: give {', '.join(missing)}, which latents {list(source.shape)} of this format do not say")
-    if height != width or (kind == "moments" and (scale != 1 or channels % 2)):
-        words = f"{source.path}: latents {list(source.shape)}, kind={kind}, scale={scale:g}"
-        raise UserError(f"{words}: they must be square, and moments unscaled, with mean and log-variance")
-    mean, std = (tuple(value / scale for value in values) for values in statistics) if statistics else (None, None)
-    return ShardInfo(**found, latents_mean=mean, latents_std=std), scale

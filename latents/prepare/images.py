@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import io
 import logging
-from collections import Counter
 from pathlib import Path
 from typing import Annotated, BinaryIO
 
@@ -29,17 +28,14 @@ def to_jpeg(pixels: np.ndarray) -> bytes:
     return file.getvalue()
 
 
-def read_cropped(
-    images: LabelledImages, number: int, resolution: int, background: str, pad: int, grey: bool
-) -> tuple[np.ndarray, bool]:
-    """What `encode` encodes of an image, uint8 [R, R, 3], and whether it shows the background. Keys as of `Encoding`."""
-    image, is_transparent = read_rgb(images.open(number), background)
-    image = ImageOps.expand(image, pad)
-    return adm_center_crop(image.convert("L").convert("RGB") if grey else image, resolution), is_transparent
+def read_cropped(images: LabelledImages, number: int, resolution: int, background: str, pad: int, grey: bool) -> np.ndarray:
+    """An image as `encode` takes it, uint8 [R, R, 3]. The arguments are keys of `Encoding`."""
+    image = ImageOps.expand(read_rgb(images.open(number), background)[0], pad)
+    return adm_center_crop(image.convert("L").convert("RGB") if grey else image, resolution)
 
 
 def count_classes(labels: np.ndarray, num_classes: int | None, class_names: list[str] | None = None) -> int:
-    """`num_classes`, or as many as the class names or the labels need. Raises UserError where it is too small."""
+    """`num_classes`; if None, as many as the class names or the labels need. Raises UserError if it is too small."""
     if not 0 <= labels.min() <= labels.max() < MAX_CLASSES:
         raise UserError(f"labels run from {labels.min()} to {labels.max()}; they must be from 0 to {MAX_CLASSES - 1:,}")
     needed = len(class_names) if class_names else int(labels.max()) + 1
@@ -53,10 +49,9 @@ class _DatasetJson(BaseModel):
 
 
 def read_dataset_json(folder: Path) -> tuple[list[str], np.ndarray]:
-    """(names, labels [N] int64) of EDM's dataset.json, {"labels": [[name, label], ...]}; also of a folder in a .zip.
+    """(names, labels [N] int64) from EDM's dataset.json, {"labels": [[name, label], ...]}. `folder` may be a zipfile.Path.
 
-    Raises:
-        UserError: another form, or no entry.
+    Raises UserError if the file has another form or no entry.
     """
     try:
         entries = _DatasetJson.model_validate_json((folder / "dataset.json").read_bytes(), strict=True).labels
@@ -68,10 +63,13 @@ def read_dataset_json(folder: Path) -> tuple[list[str], np.ndarray]:
 
 
 class LabelledImages:
-    """Images by number: their names relative to the path, labels [N] int64, and names of the classes where there are any.
+    """Images by number.
 
     Attributes:
-        unread: other files in the folder whose suffix is that of an image.
+        names: relative to `path`.
+        labels: [N] int64.
+        class_names: None if unknown.
+        unread: other files in the folder, whose suffix is that of an image.
     """
 
     unread: list[str] = []
@@ -84,7 +82,7 @@ class LabelledImages:
         return len(self.names)
 
     def open(self, index: int) -> Path | BinaryIO:
-        """What `read_rgb` reads."""
+        """The argument for `read_rgb`."""
         return self.path / self.names[index]
 
     def size(self, index: int) -> int:
@@ -92,14 +90,14 @@ class LabelledImages:
         return (self.path / self.names[index]).stat().st_size
 
     def fingerprint(self, start: int, stop: int) -> str:
-        """A hash of names, sizes in bytes and labels of images start .. stop - 1, and of the bytes of a few of them.
+        """A hash of names, sizes in bytes and labels of images start .. stop - 1, and of the bytes of four of them.
 
-        Reading them all would take as long as encoding them.
+        Reading all of them would take as long as encoding them.
         """
         digest = hashlib.blake2b(self.labels[start:stop].tobytes(), digest_size=16)
         spread = set((start + spread_items(stop - start, 4)).tolist())
         for index in range(start, stop):
-            with contextlib.suppress(OSError):  # encoding names what cannot be read
+            with contextlib.suppress(OSError):  # encoding reports files that cannot be read
                 digest.update(f"{self.names[index]}\0{self.size(index)}\0".encode(errors="surrogateescape"))
                 if index in spread:
                     image = self.open(index)
@@ -128,47 +126,48 @@ def open_labelled_images(path: str | Path, labels: str = "auto") -> LabelledImag
     """Find the images and their labels.
 
     Args:
-        path: a folder of images; a folder of WebDataset tars, or one tar.
-        labels: `auto` (dataset.json if there is one, else a folder per class) or `none` (one class).
+        path: a folder of images, a folder of WebDataset tars, or a tar.
+        labels: `none` (all images belong to one class) or `auto` (.cls in tars; otherwise dataset.json, or a folder per class).
 
     Raises:
-        UserError: no images, a label for an image that is not there, or an image that is in no class's folder.
+        UserError: there are no images, dataset.json lists a missing image, or an image is outside the class folders.
     """
     path = Path(path)
     if not path.exists():
         raise UserError(f"images={path} does not exist")
     names, unread = list_files(path) if path.is_dir() else ([], [])
+    if names and any(TAR_NAME.search(f.name) for f in path.iterdir()):
+        raise UserError(f"images={path} holds tars and images ({names[0]}, ...); put them into separate folders")
     if not names:
-        if not len(images := TarImages(path)):
-            raise UserError(f"images={path} holds no images ({', '.join(SUFFIXES)}), nor tars of them")
-        return images
-    if any(TAR_NAME.search(f.name) for f in path.iterdir()):
-        raise UserError(f"images={path} holds tars and images ({names[0]}, ...); put them into folders of their own")
-    images = _label(path, names, labels)
-    images.unread = unread
+        images = TarImages(path)
+    elif labels == "none":
+        images = LabelledImages(path, names, [0] * len(names))
+    elif (path / "dataset.json").is_file():
+        images = _label_by_json(path, names)
+    else:
+        images = _label_by_folder(path, names)
+    if not len(images):
+        raise UserError(f"images={path} holds no images ({', '.join(SUFFIXES)}), nor tars of them")
+    if labels == "none":
+        images.labels[:] = 0
     if unread:
-        counts = Counter(Path(name).suffix.lower() for name in unread)
-        counted = ", ".join(f"{count} {suffix}" for suffix, count in counts.most_common())
-        log.warning("%s: %d images are not read: %s; encode reads %s", path, len(unread), counted, ", ".join(SUFFIXES))
+        log.warning("%s: %d images are not read, %s first; encode reads %s", path, len(unread), unread[0], ", ".join(SUFFIXES))
+    images.unread = unread
     return images
 
 
-def _label(path: Path, names: list[str], labels: str) -> LabelledImages:
-    if labels == "none":
-        return LabelledImages(path, names, [0] * len(names))
-    if not (path / "dataset.json").is_file():
-        return _label_by_folder(path, names)
-    listed, numbers = read_dataset_json(path)
+def _label_by_json(path: Path, names: list[str]) -> LabelledImages:
+    listed, labels = read_dataset_json(path)
     if missing := sorted(set(listed) - set(names)):
         raise UserError(f"{path / 'dataset.json'} lists {missing[0]}, which is not there ({len(missing)} such images)")
     if len(listed) < len(names):
         log.info("%s/dataset.json does not list %d of %d images: they are left out", path, len(names) - len(listed), len(names))
     order = np.argsort(listed)
-    return LabelledImages(path, [listed[i] for i in order], numbers[order])
+    return LabelledImages(path, [listed[i] for i in order], labels[order])
 
 
 def _label_by_folder(path: Path, names: list[str]) -> LabelledImages:
-    """The first folder below `path` is the class; classes are numbered in the order of their names, as everywhere."""
+    """The first folder below `path` is the class. Classes are numbered in the order of their names, as in torchvision."""
     loose = [name for name in names if "/" not in name]
     class_of = [name.partition("/")[0] for name in names]
     classes = sorted(set(class_of))

@@ -1,99 +1,82 @@
-"""What is in a folder of latents, and whether it is fit to be trained on."""
+"""Checks of latents: what they are is logged, and what is wrong with them is returned."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Iterator
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from common.errors import UserError, reading
-from common.files import hash_bytes, hash_file
 from common.progress import progress_bar
 from latents.channel_statistics import USUAL_STD, are_mirrored, channel_sums, for_network, mean_and_std, overall_std
 from latents.prepare.images import open_labelled_images, read_cropped
-from latents.shards import (
-    MANIFEST,
-    UNFINISHED,
-    LatentDataset,
-    mean_and_log_variance,
-    read_manifest,
-    spread_items,
-)
+from latents.shards import MANIFEST, UNFINISHED, LatentDataset, is_intact, mean_and_log_variance, read_manifest, spread_items
 
-CHUNK = 1024
+log = logging.getLogger(__name__)
+
+CHUNK = 1024  # latents that are read at once
 
 
-@dataclass
-class Findings:
-    """What is there (lines), and what is wrong with it (problems)."""
+def find_problems(dataset: LatentDataset, sigma_data: float = 0.5) -> list[str]:
+    """Read all latents, log what they are, and return what is wrong with them.
 
-    lines: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+    Args:
+        sigma_data: the standard deviation that the diffusion assumes.
+    """
+    size = f"{dataset.channels}x{dataset.height}x{dataset.width}"
+    log.info("%s: %d latents %s in %d files", dataset.path, len(dataset), size, len(dataset.files))
+    log.info("latents of mirrored images: %s, JPEG files: %s", dataset.has_flips, dataset.has_jpegs)
+    log.info("%s", dataset.info)
+    return [*_check_files(dataset), *_check_images(dataset), *_check_classes(dataset), *_check_values(dataset, sigma_data)]
 
 
-def inspect_latents(dataset: LatentDataset, sigma_data: float = 0.5) -> Findings:
-    """Read everything once. `sigma_data` is the standard deviation that the diffusion assumes of the network's input."""
-    info, found = dataset.info, Findings()
-    found.lines += [
-        f"{dataset.path}: {len(dataset)} latents in {len(dataset.files)} files",
-        f"kind {info.kind}, {dataset.channels}x{dataset.height}x{dataset.width}, for images of {info.resolution} pixels, latents "
-        f"of mirrored images: {dataset.has_flips}, JPEG files: {dataset.has_jpegs}",
-        f"autoencoder {info.autoencoder}, scale factor {info.scale_factor:g}, normalised: {info.latents_mean is not None}",
-    ]
-    if dataset.path.is_dir():
-        _inspect_files(dataset, found)
+def _check_files(dataset: LatentDataset) -> Iterator[str]:
+    hashes, first_file = dataset.hashes, {}  # first_file: by hash
+    for file in progress_bar(dataset.files, unit="shards", desc="checksums"):
+        if not is_intact(file):
+            yield f"{file}: its checksum differs"
+        elif (first := first_file.setdefault(hashes[file.name], file)) != file:
+            yield f"{file} is a copy of {first.name}"
+    manifest = read_manifest(dataset.path)
+    if manifest is None:
+        log.info("no %s: nothing says whether all latents are there", MANIFEST)
+        if (dataset.path / UNFINISHED).exists():
+            yield "not finished: run the command that makes it again"
+        return
+    log.info("%d items could not be read when it was made", len(manifest["left_out"]))
+    listed = manifest["shards"]
+    for name in sorted(listed | hashes):
+        if listed.get(name) != hashes.get(name):
+            yield f"{dataset.path / name} {f'is not a file that {MANIFEST} lists' if name in hashes else 'is missing'}"
+
+
+def _check_images(dataset: LatentDataset) -> Iterator[str]:
     if dataset.has_jpegs:
         try:
             fetch_images(dataset, 256)
         except UserError as e:
-            found.problems.append(str(e))
-    _inspect_classes(dataset, found)
-    _inspect_values(dataset, sigma_data, found)
+            yield str(e)
     if dataset.has_flips:
         latents, flipped = (x[:, : dataset.channels] for x in _fetch(dataset, spread_items(len(dataset), 256)))
         if not are_mirrored(latents, flipped):
-            found.problems.append("latents_flip do not resemble the mirrored latents: they belong to other images")
-    return found
+            yield "latents_flip do not resemble the mirrored latents: they belong to other images"
 
 
-def _inspect_files(dataset: LatentDataset, found: Findings) -> None:
-    manifest = read_manifest(dataset.path)
-    if manifest is None:
-        found.lines.append(f"no {MANIFEST}: nothing says how these latents were made, or whether they are all there")
-        first_file = {}  # by the hash of the latents
-        for file in dataset.files:
-            digest = hash_bytes(load_file(file)["latents"].numpy().tobytes())
-            if (same := first_file.setdefault(digest, file)) != file:
-                found.problems.append(f"{file} holds the latents of {same} once more")
-        if (dataset.path / UNFINISHED).exists():
-            found.problems.append("not finished: run the command that makes it again")
-        return
-    listed = {record["file"]: record["hash"] for record in manifest["shards"] if record["file"]}
-    hashes = {file.name: hash_file(file) for file in dataset.files}
-    for name in sorted(listed.keys() | hashes.keys()):
-        if name not in hashes or name not in listed:
-            found.problems.append(f"{dataset.path / name} is {f'in {MANIFEST}' if name in listed else 'in the folder'} alone")
-        elif hashes[name] != listed[name]:
-            found.problems.append(f"{dataset.path / name} is not the file that {MANIFEST} describes: its checksum differs")
-    found.lines.append(f"{len(listed.items() & hashes.items())} checksums agree with {MANIFEST}")
-    found.lines.append(f"{len(manifest['left_out'])} items were left out when it was made")
-
-
-def _inspect_classes(dataset: LatentDataset, found: Findings) -> None:
+def _check_classes(dataset: LatentDataset) -> Iterator[str]:
     counts = np.bincount(dataset.labels, minlength=dataset.info.num_classes)
     names = [f" ({name})" for name in dataset.class_names] if dataset.class_names else [""] * len(counts)
-    counts = counts[: len(names)]  # num_classes= of encode may leave room for more
+    counts = counts[: len(names)]  # num_classes= of encode may be larger
     smallest = [f"{label}{names[label]} {counts[label]}" for label in np.argsort(counts, kind="stable")]
-    found.lines.append(f"{len(counts)} classes of {counts.min()} to {counts.max()} items; smallest: {', '.join(smallest[:3])}")
+    log.info("%d classes of %d to %d items; smallest: %s", len(counts), counts.min(), counts.max(), ", ".join(smallest[:3]))
     if num_empty := int((counts == 0).sum()):
-        found.problems.append(f"{num_empty} of {len(counts)} classes have no item: {', '.join(smallest[: min(num_empty, 5)])}")
+        yield f"{num_empty} of {len(counts)} classes have no item: {', '.join(smallest[: min(num_empty, 5)])}"
 
 
-def _inspect_values(dataset: LatentDataset, sigma_data: float, found: Findings) -> None:
-    """NaN; and what the network sees, against what the diffusion assumes."""
+def _check_values(dataset: LatentDataset, sigma_data: float) -> Iterator[str]:
+    """Find NaN and Inf, and compare the standard deviation that the network sees with `sigma_data`."""
     info, sums, not_finite = dataset.info, np.zeros((3, dataset.channels)), []
     for start in progress_bar(range(0, len(dataset), CHUNK), unit=f"x {CHUNK} latents", desc="reading"):
         latents, *flipped = _fetch(dataset, np.arange(start, min(start + CHUNK, len(dataset))))
@@ -101,20 +84,20 @@ def _inspect_values(dataset: LatentDataset, sigma_data: float, found: Findings) 
         not_finite += (start + (~finite).nonzero()[:, 0]).tolist()
         sums += channel_sums(latents[finite], info.kind)
     if not_finite:
-        found.problems.append(f"{len(not_finite)} items hold NaN or Inf, {not_finite[0]} first")
+        yield f"{len(not_finite)} items hold NaN or Inf, {not_finite[0]} first"
     if not sums.any():
         return
     stored_mean, stored_std = mean_and_std(sums)
     mean, std = for_network(stored_mean, stored_std, info)
-    found.lines.append(" " * 20 + "".join(f"{f'channel {c}':>12}" for c in range(dataset.channels)))
+    log.info(" " * 20 + "".join(f"{f'channel {c}':>12}" for c in range(dataset.channels)))
     for title, values in {"stored mean": stored_mean, "stored std": stored_std, "network mean": mean, "network std": std}.items():
-        found.lines.append(f"{title:20}" + "".join(f"{value:12.4f}" for value in values))
+        log.info(f"{title:20}" + "".join(f"{value:12.4f}" for value in values))
     overall = overall_std(mean, std)
     words = f"a standard deviation of {overall:.3f} over all channels, {overall / sigma_data:.2f} times sigma_data={sigma_data:g}"
-    found.lines.append(f"the network sees {words}")
+    log.info("the network sees %s", words)
     if not USUAL_STD[0] <= overall / sigma_data <= USUAL_STD[1]:
         reasons = f"a wrong scale factor ({info.scale_factor:g}) or kind ({info.kind}), or scale= of convert"
-        found.problems.append(f"{words}, cannot be: {reasons}")
+        yield f"{words}, cannot be right: {reasons}"
 
 
 def _fetch(dataset: LatentDataset, indices: np.ndarray) -> list[Tensor]:
@@ -123,29 +106,29 @@ def _fetch(dataset: LatentDataset, indices: np.ndarray) -> list[Tensor]:
 
 
 def fetch_spread(dataset: LatentDataset) -> tuple[Tensor, list[int]]:
-    """Latents [16, C, h, w] float32 (the means, of `moments`; 0 for NaN and Inf) and labels, of items spread over the data."""
+    """Latents [16, C, h, w] float32 (for `moments` the means; 0 for NaN and Inf) and labels of items spread over the data."""
     indices = spread_items(len(dataset), 16)
     stored, labels = dataset.fetch(indices, np.zeros(len(indices), dtype=bool))
     return mean_and_log_variance(stored.float(), dataset.info.kind)[0].nan_to_num(0, 0, 0), labels.tolist()
 
 
 def fetch_images(dataset: LatentDataset, num_items: int = 16) -> np.ndarray:
-    """uint8 [n, R, R, 3], the images of items spread over the data, those of `fetch_spread`."""
+    """uint8 [n, R, R, 3], the stored images of the items that `fetch_spread` takes."""
     indices = spread_items(len(dataset), num_items)
     return dataset.fetch_with_images(indices, np.zeros(len(indices), dtype=bool))[2].numpy()
 
 
 def fetch_originals(dataset: LatentDataset, folder: str) -> np.ndarray:
-    """As `fetch_images`, of the folder that was encoded. Raises UserError if it holds another number of images."""
+    """Like `fetch_images`, from the folder that was encoded. Raises UserError if it holds another number of images."""
     source = open_labelled_images(folder, "none" if dataset.info.num_classes == 1 else "auto")
     manifest, crops = read_manifest(dataset.path) or {}, []
     left_out = {entry["name"] for entry in manifest.get("left_out", [])}
     numbers = [i for i, name in enumerate(source.names) if name not in left_out]
     if len(numbers) != len(dataset):
         raise UserError(f"images={folder} holds {len(numbers)} images, and {dataset.path} {len(dataset)} latents")
-    given = {"background": "white", "pad": 0, "grey": False}
-    settings = {key: dataset.settings.get(key, default) for key, default in given.items()}
+    defaults = {"background": "white", "pad": 0, "grey": False}
+    settings = {key: dataset.settings.get(key, default) for key, default in defaults.items()}
     for i in spread_items(len(dataset), 16):
         with reading(source.names[numbers[i]]):
-            crops.append(read_cropped(source, numbers[i], dataset.info.resolution, **settings)[0])
+            crops.append(read_cropped(source, numbers[i], dataset.info.resolution, **settings))
     return np.stack(crops)
