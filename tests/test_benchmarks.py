@@ -74,8 +74,8 @@ def test_ratios_are_paired_by_rounds_and_mfu_is_of_the_published_peak():
     fast.host_ms = [7, 9]
     found = harness.summarise(fast, slow, peak=1e11)
     assert found["time / first"] == (0.5 + 0.75) / 2 and found["lowest, highest"] == [0.5, 0.75]
-    assert found["ms"] == 80 and found["host ms"] == 8 and found["images/s"] == 100 and found["quartiles"] == [10, 150]
-    assert (found["GFLOP/image"], found["TFLOP/s"], found["MFU"]) == (0.5, 0.05, 0.5)
+    assert found["ms"] == 80 and found["host ms"] == 8 and found["images/s"] == 100
+    assert (found["GFLOP/image"], found["MFU"]) == (0.5, 0.5)
 
 
 def test_the_published_peak_is_that_of_the_whole_name_or_unknown(monkeypatch):
@@ -113,13 +113,9 @@ def test_a_step_is_timed_dense_and_routed_with_machine_and_command(run):
     assert all(f"\n- {key}: " in text for key in ("time", "command", "commit", "device", "torch"))
 
 
-def test_batches_and_samples_are_timed(run):
+def test_batches_are_timed(run):
     _, batches = run("loader", "variants=[data.num_workers=0, data.num_workers=2]", "rounds=1", "steps=2", *SMALL)
     assert len(batches) == 2 and all(float(row["images/s"]) > 0 for row in batches)
-    few = ["sample.batch_size=2", "diffusion.sampler.num_steps=3", "rounds=1", "steps=1", "warmup=0", "model=tread"]
-    _, samples = run("sampling", "variants=[guidance=none, guidance=cfg, guidance=sparse]", *few, *SMALL)
-    assert [row["evaluations/image"] for row in samples] == ["5", "10", "10"]
-    assert float(samples[2]["GFLOP/image"]) < float(samples[1]["GFLOP/image"])
 
 
 def test_the_evidence_compares_each_arm_at_its_best_rate_by_welchs_interval(tmp_path, capsys):
@@ -196,7 +192,7 @@ def test_a_part_that_fails_is_noted_in_the_results_file_and_the_next_part_runs(r
     assert file.name.startswith("gpu_example-gpu-80gb-_20")
     text = file.read_text()
     assert "## tests: exit code 3" in text and "## loader: stopped after 30 s" in text and text.count("reason") == 2
-    assert "## sampling: done" in text and "\noutput of -m extras.benchmarks sampling\n" in text
+    assert "## step_xl2: done" in text and "\noutput of -m extras.benchmarks step\n" in text
     assert run_script(parts="step_b2")[0] == 0 and file.read_text().count("## step_b2: done") == 2  # appended
 
 
@@ -209,10 +205,10 @@ def test_the_benchmarks_of_the_script_are_accepted(run_script, tmp_path, monkeyp
         if "extras.benchmarks" in arguments:
             forget_accelerate()
             benchmarks.main(arguments[arguments.index("extras.benchmarks") + 1 :])
-    assert measured == [3, 3, 2, 2, 3]  # variants
+    assert measured == [3, 3, 2, 2]  # variants
 
 
 def test_the_script_refuses_unknown_parts_and_a_machine_without_a_gpu(run_script, tmp_path):
-    assert run_script(parts="test") == (1, "PARTS=test is not a part; use tests step_b2 step_xl2 step_parallel loader sampling\n")
+    assert run_script(parts="test") == (1, "PARTS=test is not a part; use tests step_b2 step_xl2 step_parallel loader\n")
     assert run_script(python="false") == (1, "gpu: torch finds no CUDA GPU on this machine\n")
     assert not [*(tmp_path / "extras/benchmarks/results").iterdir()]

@@ -1,10 +1,9 @@
-"""How long a training step, a batch of latents and a batch of samples take on this machine.
+"""How long a training step and a batch of latents take on this machine.
 
     python -m extras.benchmarks step 'variants=[model=dit,model=tread]' model.backbone=DiT-S/2 train.batch_size=8
     python -m extras.benchmarks step 'variants=[model=dit,model=tread train.compile=blocks]' train.precision=fp32
     accelerate launch --multi_gpu --num_processes 8 -m extras.benchmarks step 'variants=[train.parallel=ddp,train.parallel=fsdp]'
     python -m extras.benchmarks loader 'variants=[data.num_workers=0,data.num_workers=4]' data.path=data/imagenet256 steps=200
-    python -m extras.benchmarks sampling 'variants=[guidance=none,guidance=cfg]' model.backbone=DiT-S/2 sample.batch_size=4
     python -m extras.benchmarks evidence                 # the tables of "Does it work?" in docs/experiments.md
 
 `variants`, `rounds`, `steps` and `warmup` are keys of the benchmark; all others are keys of train.py. A variant is one or more
@@ -21,7 +20,7 @@ from collections.abc import Sequence
 
 from configs import command_line as cli
 
-MEASURED = ("step", "loader", "sampling")
+MEASURED = ("step", "loader")
 COMMANDS = dict.fromkeys(MEASURED, "extras.benchmarks.rows:compare") | {"evidence": "extras.benchmarks.evidence:evidence"}
 OWN_KEYS = ("variants", "rounds", "steps", "warmup")
 

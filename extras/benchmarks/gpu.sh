@@ -7,7 +7,7 @@
 # extras/benchmarks/results/gpu_<device>_<year>-<month>.md. A part that fails or exceeds its time is noted there, and the next one runs.
 cd "$(dirname "$0")/../.." || exit 1
 PYTHON=${PYTHON:-python}
-all="tests step_b2 step_xl2 step_parallel loader sampling"
+all="tests step_b2 step_xl2 step_parallel loader"
 PARTS=${PARTS:-$all}
 
 fail() {
@@ -61,8 +61,6 @@ run_part step_xl2 100 $step $xl2 train.batch_size=64 \
 [ "$num_gpus" = 1 ] || run_part step_parallel 100 -m accelerate.commands.launch --multi_gpu --num_processes "$num_gpus" \
     --mixed_precision no --dynamo_backend no $step model=tread $xl2 'variants=[train.parallel=ddp, train.parallel=fsdp]'
 run_part loader 30 -m extras.benchmarks loader steps=200 'variants=[data.num_workers=0, data.num_workers=4]'
-run_part sampling 70 -m extras.benchmarks sampling rounds=2 steps=1 warmup=0 model=tread $xl2 \
-    diffusion.sampler.num_steps=10 sample.precision=bf16 'variants=[guidance=none, guidance=cfg, guidance=sparse]'
 
 echo "results: $results"
 [ -z "$failed" ] || fail "failed:$failed; $results says why"

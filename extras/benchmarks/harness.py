@@ -18,7 +18,7 @@ from checkpoints.provenance import describe_start
 from evaluations.results import markdown_table
 
 NOTES = """`ms`: median of all timed calls. `host ms`: time in which the CPU queues a call; near `ms`, the GPU waits for the CPU.
-`images/s`, `TFLOP/s`: per process. `MFU`: relative to the vendor's bfloat16 peak. `time / first`: median over rounds of the
+`images/s`: per process. `MFU`: relative to the vendor's bfloat16 peak. `time / first`: median over rounds of the
 variant's median over the first variant's.
 """
 
@@ -119,14 +119,11 @@ def measure(
 
 def summarise(row: TimedRow, first: TimedRow | None, peak: float | None) -> dict[str, object]:
     """The columns of a row. `first` is the first variant's row (None if it ran out of memory), `peak` is in FLOP/s."""
-    low, middle, high = np.percentile(row.turns, (25, 50, 75))
-    images_per_sec = 1000 * row.num_images / middle
-    columns = {"ms": middle, "quartiles": [low, high]} | ({"host ms": np.median(row.host_ms)} if row.host_ms else {})
-    columns["images/s"] = images_per_sec
+    columns = {"ms": np.median(row.turns)} | ({"host ms": np.median(row.host_ms)} if row.host_ms else {})
+    columns["images/s"] = images_per_sec = 1000 * row.num_images / columns["ms"]
     if row.flops_per_image:
-        flops_per_sec = row.flops_per_image * images_per_sec
-        columns |= {"GFLOP/image": row.flops_per_image / 1e9, "TFLOP/s": flops_per_sec / 1e12}
-        columns["MFU"] = flops_per_sec / peak if peak else None
+        columns["GFLOP/image"] = row.flops_per_image / 1e9
+        columns["MFU"] = row.flops_per_image * images_per_sec / peak if peak else None
     if first is not None:
         ratios = np.median(row.turns, axis=1) / np.median(first.turns, axis=1)
         columns |= {"time / first": np.median(ratios), "lowest, highest": [ratios.min(), ratios.max()]}

@@ -1,4 +1,4 @@
-"""What the benchmarks time: training steps, batches of latents, and batches of samples."""
+"""What the benchmarks time: training steps and batches of latents."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import SimpleNamespace
 
 import torch
 from accelerate import Accelerator
@@ -21,12 +20,10 @@ from configs import schema
 from configs.command_line import check
 from configs.experiments import compose_overrides
 from extras.benchmarks.harness import TimedRow, measure, report
-from latents import autoencoders
 from latents.shards import ShardInfo, write_shard
 from runtime import compilation, machine
 from runtime.processes import leave
 from sampling.flops import forward_flops
-from sampling.recipe import make_recipe
 from training import build
 from training.trainer import Trainer
 
@@ -88,28 +85,7 @@ def open_loader(accelerator: Accelerator, cfg: schema.TrainConfig) -> TimedRow:
     return TimedRow(lambda: next(batches), cfg.train.batch_size // accelerator.num_processes)
 
 
-def open_sampling(accelerator: Accelerator, cfg: schema.TrainConfig) -> TimedRow:
-    """sample.batch_size images of an untrained network with guidance.*, decoded if data.autoencoder is set."""
-    cfg, _ = build.open_data(cfg)
-    device, data, seeds = accelerator.device, cfg.data, list(range(cfg.sample.batch_size))
-    net = load.build_network(cfg).to(device).eval().requires_grad_(False)
-    compile_mode = compilation.resolve_compile(cfg.train.compile, device)
-    compilation.compile_network(net, compile_mode)
-    decoder = SimpleNamespace(decode=lambda latents: latents[:, :3])
-    if data.autoencoder != "none":
-        decoder = autoencoders.build(data.autoencoder, device, data.in_channels)
-    sampler = make_recipe(cfg, cfg.guidance, cfg.sample.precision).sampler(net, decoder, device, compile_mode)
-
-    def sample() -> None:
-        sampler(seeds, [seed % data.num_classes for seed in seeds])
-        row.flops_per_image = 1e9 * sampler.cost["gflops_per_image"]
-        row.columns["evaluations/image"] = sampler.cost["network_evaluations"]
-
-    row = TimedRow(sample, len(seeds))
-    return row
-
-
-OPENERS = {"step": open_step, "loader": open_loader, "sampling": open_sampling}
+OPENERS = {"step": open_step, "loader": open_loader}
 
 
 def compare(
