@@ -15,7 +15,7 @@ from configs.experiments import ROWS
 from extras.report.__main__ import main
 from extras.report.experiments import change_words, changes_of, curve_measure, drop_copies, group
 from extras.report.runs import read_run, read_runs
-from extras.report.tables import figures_table, results_table, speedup_table
+from extras.report.tables import results_table, speedup_table
 
 DIT, TREAD = "table2/dit_b2", "table2/dit_b2_tread"  # 400,000 steps of 256 images; the paper's FID: 43.47 and 21.34
 HOW = {"weights": "ema", "num_steps": 40, "precision": "fp32", "reference": "adm.npz"}
@@ -78,10 +78,9 @@ def notes(make_table, root):
 def test_seeds_are_one_experiment_with_mean_spread_and_the_papers_figure(runs):
     row = rows(results_table, runs)[DIT]
     # Means of 39 and 41; standard deviation sqrt(2); 400,000 steps of 256 images, at 10 steps a second.
-    assert (row["Seeds"], row["Measured"], row["Paper"]) == ("0, 1", "40.00 ± 1.41", "43.47, ours −3.47 (−8%)")
-    assert (row["Steps"], row["Images seen"]) == ("400,000", "102,400,000")
-    assert row["Hours of training"] == "11.1"
-    assert rows(results_table, runs)[TREAD]["Against dense"] == "−28.00 (−70%)"
+    assert (row["Seeds"], row["fid"]) == ("0, 1", "40.00 ± 1.41 (paper 43.47, -8%)")
+    assert (row["Step"], row["Images seen"], row["Hours"]) == ("400,000", "102,400,000", "11.1")
+    assert rows(results_table, runs)[TREAD]["fid"] == "12.00 ± 1.41 (paper 21.34, -44%; dense 40.00, -70%)"
 
 
 def test_a_speedup_is_to_the_best_figure_that_both_reach(runs):
@@ -117,8 +116,8 @@ def test_the_table_of_metrics_says_which_direction_is_better(tmp_path):
 def test_the_mean_and_the_hours_are_of_the_seeds_that_got_furthest_and_the_machines_are_said(runs):
     file = next(runs.glob("*b2_seed1*")) / "metrics.jsonl"
     file.write_text("".join(line for line in file.read_text().splitlines(keepends=True) if '"step": 400000' not in line))
-    assert rows(results_table, runs)[DIT]["Measured"] == "39.00"
-    assert f"{DIT}: only 1 of 2 runs have the figure at step 400,000" in notes(results_table, runs)
+    row = rows(results_table, runs)[DIT]
+    assert (row["Seeds"], row["fid"]) == ("0", "39.00 (paper 43.47, -10%)")
     # The other seed's best is 39 after 40,000 s; the routed mean is there at step 152,500, after 7,625 s.
     assert rows(speedup_table, runs)[TREAD]["Speedup in hours"] == "5.25×"
     start = json.loads((next(runs.glob("*tread*")) / "starts.jsonl").read_text())
@@ -129,14 +128,14 @@ def test_the_mean_and_the_hours_are_of_the_seeds_that_got_furthest_and_the_machi
 def test_papers_figures_stand_beside_those_of_as_many_samples_guided_or_not(tmp_path):
     make_run(tmp_path / "few", f"experiment={TREAD}", fid={400_000: 30.0}, num_samples=5_000)
     row = rows(results_table, tmp_path / "few")[TREAD]
-    assert (row["Measured"], row["Paper"]) == ("30.00", "21.34, 50,000 samples")
+    assert row["fid"] == "30.00 (paper 21.34 with 50,000 samples)"
     folder = make_run(tmp_path / "guided", "experiment=final/xl2_dit", fid={7_000_000: 9.0})
     write(
         folder / "metrics.jsonl",
         {"step": 7_000_000, "num_samples": 50_000, "cfg_scale": 1.5, "how": HOW, "metrics": {"fid": 2.0}},
     )
-    cells = {row["Guidance"]: row["fid"] for row in figures_table(grouped(tmp_path / "guided")).rows}
-    assert cells == {"none": "9.00 (paper: 9.62)", "cfg_scale 1.5": "2.00 (paper: 2.27)"}
+    cells = {row["Guidance"]: row["fid"] for row in results_table(grouped(tmp_path / "guided")).rows}
+    assert cells == {"none": "9.00 (paper 9.62, -6%)", "cfg_scale 1.5": "2.00 (paper 2.27, -12%)"}
 
 
 def test_curves_and_speedups_are_of_the_sample_count_that_was_evaluated_often(runs):
@@ -147,7 +146,6 @@ def test_curves_and_speedups_are_of_the_sample_count_that_was_evaluated_often(ru
     dense, routed = grouped(runs)
     assert curve_measure(dense, routed).num_samples == 5_000
     assert rows(speedup_table, runs)[TREAD]["Reached"] == "step 150,000"
-    assert rows(results_table, runs)[TREAD]["Measured"] == "30.00 ± 0.00"
 
 
 def test_runs_without_a_row_are_compared_with_the_dense_run_of_the_same_settings(tmp_path):
@@ -155,7 +153,7 @@ def test_runs_without_a_row_are_compared_with_the_dense_run_of_the_same_settings
     make_run(tmp_path, "model=tread", "data=imagenet256", name="r_seed0", fid={400_000: 15.0})
     make_run(tmp_path, "model=tread", "data=imagenet256", "train.batch_size=8", name="s", fid={400_000: 10.0})
     found = rows(results_table, tmp_path)
-    assert found["r"]["Against dense"] == "−15.00 (−50%)" and "Against dense" not in found["s"]
+    assert (found["r"]["fid"], found["s"]["fid"]) == ("15.00 (dense 30.00, -50%)", "10.00")
 
 
 @pytest.mark.parametrize(
@@ -193,11 +191,10 @@ def test_a_run_that_changed_its_row_stands_apart_and_is_compared_only_with_its_l
     make_run(tmp_path, f"experiment={TREAD}", fid={400_000: 25.0})
     make_run(tmp_path, f"experiment={TREAD}", small, fid={400_000: 80.0})
     found = rows(results_table, tmp_path)
-    assert found[TREAD]["Paper"] == "21.34, ours +3.66 (+17%)" and found[TREAD]["Against dense"] == "−15.00 (−38%)"
-    assert found[label]["Measured"] == "80.00" and "Paper" not in found[label] and "Against dense" not in found[label]
+    assert found[TREAD]["fid"] == "25.00 (paper 21.34, +17%; dense 40.00, -38%)" and found[label]["fid"] == "80.00"
     make_run(tmp_path, f"experiment={DIT}", small, fid={400_000: 100.0})
     found = rows(results_table, tmp_path)
-    assert found[label]["Against dense"] == "−20.00 (−20%)" and found[TREAD]["Against dense"] == "−15.00 (−38%)"
+    assert found[label]["fid"] == "80.00 (dense 100.00, -20%)" and "dense 40.00" in found[TREAD]["fid"]
 
 
 def test_other_routes_are_compared_with_the_rows_dense_run_and_another_length_is_said(tmp_path):
@@ -206,14 +203,15 @@ def test_other_routes_are_compared_with_the_rows_dense_run_and_another_length_is
     make_run(tmp_path, f"experiment={TREAD}", "train.num_steps=500000", fid={400_000: 20.0})
     make_run(tmp_path, f"experiment={TREAD}", "model=dit", fid={400_000: 41.0})  # a dense run itself
     found = rows(results_table, tmp_path)
-    assert sorted(row.get("Against dense", "") for row in found.values()) == ["", "", "−10.00 (−25%)", "−20.00 (−50%)"]
+    cells = sorted(row["fid"] for row in found.values())
+    assert cells == ["20.00 (dense 40.00, -50%)", "30.00 (dense 40.00, -25%)", "40.00 (paper 43.47, -8%)", "41.00"]
     assert notes(results_table, tmp_path).count("differ in more than routes: train.num_steps=400000 instead of 500000") == 1
 
 
 def test_without_evaluations_and_from_other_weights_there_is_no_speedup(tmp_path):
     for name in (DIT, TREAD):
         make_run(tmp_path / "new", f"experiment={name}")
-    assert rows(speedup_table, tmp_path / "new") == {} and "Measured" not in rows(results_table, tmp_path / "new")[DIT]
+    assert rows(speedup_table, tmp_path / "new") == {} and "fid" not in rows(results_table, tmp_path / "new")[DIT]
     tmp_path /= "final"
     make_run(tmp_path, "experiment=final/xl2_dit", fid={400_000: 10.0})
     make_run(tmp_path, "experiment=final/xl2_tread_finetune_220", fid={400_000: 5.0})
@@ -263,7 +261,7 @@ def test_what_cannot_be_read_is_listed_and_the_rest_is_shown(runs):
         (runs / name / "config.yaml").write_text(text)
     (make_run(runs, "model=dit", name="empty") / "metrics.jsonl").write_text("")
     found, problems = read_runs([runs, runs])
-    assert len(found) == 4 and rows(results_table, runs)[DIT]["Measured"] == "40.00 ± 1.41"
+    assert len(found) == 4 and rows(results_table, runs)[DIT]["fid"].startswith("40.00 ± 1.41 ")
     said = {Path(path).relative_to(runs).parts[0]: words for path, words in problems.items()}
     assert said.keys() == {"torn", "foreign", "list", "empty"} and said["empty"] == "no figures yet"
     assert said["torn"].startswith("cannot be read") and "not a configuration of train.py" in said["foreign"]
@@ -273,7 +271,7 @@ def test_the_report_holds_tables_rows_commands_and_machines(runs, capsys):
     main([str(runs)])
     text = capsys.readouterr().out
     assert "\n  - source: TREAD, Table 2" in text
-    assert "| 40.00 ± 1.41 |" in text and "| 2.67× |" in text and "(paper: 21.34) |" in text and "Left out" not in text
+    assert "| 40.00 ± 1.41 (paper 43.47, -8%) |" in text and "| 2.67× |" in text and "Left out" not in text
     assert "`python train.py` from step 0 on 8 × Example GPU" in text and "commit 0123abcd with local changes" in text
 
 

@@ -67,17 +67,11 @@ class Experiment:
         return self.paper(measure) is not None and self.row["num_samples"] == measure.num_samples
 
 
-def leading_measure(experiments: Sequence[Experiment]) -> Measure | None:
-    """What the paper reports if possible, then unguided before guided figures, then what most experiments have."""
-    counts = Counter(measure for experiment in experiments for measure in experiment.measures())
-    compared = {m for experiment in experiments for m in experiment.measures() if experiment.has_paper(m)}
-    return min(counts, key=lambda m: (m not in compared, m.guidance != UNGUIDED, -counts[m]), default=None)
-
-
 def curve_measure(dense: Experiment, routed: Experiment) -> Measure | None:
-    """The leading measure that both have, with the number of samples that was evaluated most often; None if they share none.
+    """What to compare over training: a figure that both have, the paper's if possible, then an unguided one; None without any.
 
-    FID of 50,000 samples often exists for the last step alone, and FID of 5,000 samples for many steps.
+    Of several numbers of samples, it is the one that was evaluated most often. FID of 50,000 samples often exists for the last
+    step alone, and FID of 5,000 samples for many steps.
     """
     shared = [measure for measure in routed.measures() if measure in dense.measures()]
     leading = min(shared, key=lambda m: (not routed.has_paper(m), m.guidance != UNGUIDED), default=None)

@@ -8,7 +8,8 @@ from statistics import fmean
 
 from evaluations.results import markdown_table
 from evaluations.suite import find_metric, format_mean, format_metric
-from extras.report.experiments import Experiment, change_words, curve_measure, differences, leading_measure
+from extras.report.experiments import Experiment, change_words, curve_measure, differences
+from extras.report.runs import LOSS, Measure
 
 
 @dataclass
@@ -25,52 +26,52 @@ class Table:
         return f"### {self.caption}\n\n{table}" + "".join(f"\n- {note}" for note in dict.fromkeys(self.notes))
 
 
-def difference_text(metric: str, value: float, reference: float) -> str:
-    """`+2.00 (+20%)`."""
-    sign = "+" if value >= reference else "−"
-    relative = f" ({sign}{abs((value - reference) / reference):.0%})" if reference else ""
-    return f"{sign}{format_metric(metric, abs(value - reference))}{relative}"
-
-
-def machine_of(start: dict) -> str:
-    return f"{start['num_processes']} × {start['device']}"
-
-
 def results_table(experiments: Sequence[Experiment]) -> Table:
-    """The leading figure of each experiment, against the paper's and the dense runs', and its cost."""
-    leading = leading_measure(experiments)
-    table = Table(f"Results, {leading.in_words()}" if leading else "Results")
+    """The last figures of each experiment, one row per way to measure them, with the paper's and the dense runs' figures."""
+    table = Table("Results")
     for experiment in experiments:
-        runs, baseline, measures = experiment.runs, experiment.baseline, experiment.measures()
-        row = {"Experiment": experiment.label, "Seeds": ", ".join(sorted(str(run.config["seed"]) for run in runs))}
-        last, planned = max(run.step for run in runs), experiment.identity["train.num_steps"]
-        row["Steps"] = f"{last:,} of {planned:,}" if last < planned else f"{last:,}"
-        row["Images seen"] = f"{last * experiment.identity['train.batch_size']:,}"
-        row["Hours of training"] = f"{fmean(run.clock[1][-1] for run in runs):.3g}"
-        notes = []
-        if measures:
-            measure = leading if leading in measures else measures[0]
+        rows: dict[tuple, dict[str, str]] = {}
+        planned, batch_size = experiment.identity["train.num_steps"], experiment.identity["train.batch_size"]
+        for measure in experiment.measures() or [LOSS]:
             step, values = [*experiment.curve(measure).items()][-1]
-            row["Measured"] = format_mean(measure.metric, values) + (f" ({measure.in_words()})" if measure != leading else "")
-            if (paper := experiment.paper(measure)) is not None:
-                is_comparable = experiment.has_paper(measure)
-                ours = f"ours {difference_text(measure.metric, fmean(values), paper)}"
-                samples = f"{experiment.row['num_samples']:,} samples"
-                row["Paper"] = f"{format_metric(measure.metric, paper)}, {ours if is_comparable else samples}"
-            if baseline and (dense := baseline.curve(measure).get(step)):
-                row["Against dense"] = difference_text(measure.metric, fmean(values), fmean(dense))
-            if len(values) < len(runs):
-                notes.append(f"only {len(values)} of {len(runs)} runs have the figure at step {step:,}")
-        if baseline and (different := differences(experiment, baseline)):
+            row = {
+                "Experiment": experiment.label,
+                "Seeds": ", ".join(sorted(str(run.config["seed"]) for run in experiment.furthest(measure))),
+                "Step": f"{step:,} of {planned:,}" if step < planned else f"{step:,}",
+                "Images seen": f"{step * batch_size:,}",
+                "Hours": f"{experiment.hours_at(step, measure):.3g}",
+                "Samples": f"{measure.num_samples:,}" if measure.num_samples else "",
+                "Guidance": measure.guidance,
+                "Measured with": measure.how,
+            }
+            rows.setdefault((measure[1:], step), row)[measure.metric] = figure_text(experiment, measure, step, values)
+        table.rows += rows.values()
+        notes = []
+        if experiment.baseline and (different := differences(experiment, experiment.baseline)):
             notes.append(f"its dense runs differ in more than routes: {change_words(different)}")
-        if experiment.is_routed and baseline is None:
+        if experiment.is_routed and experiment.baseline is None:
             notes.append("there are no dense runs with the same settings")
         if source := experiment.identity.get("init_from"):
             missing = "hours" if experiment.identity["init_state"] == "all" else "steps and hours"
             notes.append(f"started from {source}, whose training is not in the {missing}")
-        table.rows.append(row)
         table.notes += [f"{experiment.label}: {note}" for note in notes]
     return table
+
+
+def figure_text(experiment: Experiment, measure: Measure, step: int, values: Sequence[float]) -> str:
+    """`12.00 ± 1.41 (paper 21.34, -44%; dense 40.00, -70%)`: mean and standard deviation over seeds, and what to compare with."""
+
+    def reference_text(name: str, reference: float) -> str:
+        relative = f", {(fmean(values) - reference) / reference:+.0%}" if reference else ""
+        return f"{name} {format_metric(measure.metric, reference)}{relative}"
+
+    references = []
+    if (paper := experiment.paper(measure)) is not None:
+        other = f"paper {format_metric(measure.metric, paper)} with {experiment.row['num_samples']:,} samples"
+        references.append(reference_text("paper", paper) if experiment.has_paper(measure) else other)
+    if experiment.baseline and (dense := experiment.baseline.curve(measure).get(step)):
+        references.append(reference_text("dense", fmean(dense)))
+    return format_mean(measure.metric, values) + (f" ({'; '.join(references)})" if references else "")
 
 
 def speedup_table(experiments: Sequence[Experiment]) -> Table:
@@ -88,19 +89,21 @@ def speedup_table(experiments: Sequence[Experiment]) -> Table:
         target = max(min(curve.values()) for curve in curves)
         (dense_step, dense_is_bound), (step, is_bound) = (first_reached(curve, target) for curve in curves)
         bound = "≤ " if dense_is_bound else "≥ " if is_bound else ""
-        hours = [experiment.hours_at(at, measure) for experiment, at in ((dense, dense_step), (routed, step))]
-        table.rows.append({
-            "Routed": routed.label,
-            "Best that both reach": f"{format_metric(measure.metric, sign * target)} ({measure.in_words()})",
-            "Dense": f"{dense.label}, {'at or before ' if dense_is_bound else ''}step {dense_step:,.0f}",
-            "Reached": f"{'at or before ' if is_bound else ''}step {step:,.0f}",
-            "Speedup in steps": f"{bound}{dense_step / step:.3g}×",
-            "Speedup in hours": f"{bound}{hours[0] / hours[1]:.3g}×",
-        })  # fmt: skip
+        best = f"{format_metric(measure.metric, sign * target)} ({measure.in_words()})"
+        row = {"Routed": routed.label, "Best that both reach": best}
+        row["Dense"] = f"{dense.label}, {'at or before ' if dense_is_bound else ''}step {dense_step:,.0f}"
+        row["Reached"] = f"{'at or before ' if is_bound else ''}step {step:,.0f}"
+        row["Speedup in steps"] = f"{bound}{dense_step / step:.3g}×"
+        row["Speedup in hours"] = f"{bound}{dense.hours_at(dense_step, measure) / routed.hours_at(step, measure):.3g}×"
+        table.rows.append(row)
         machines = [" and ".join(sorted({machine_of(s) for run in e.runs for s in run.starts})) for e in (routed, dense)]
         if machines[0] != machines[1]:
             table.notes.append(f"{routed.label}: hours on {machines[0]} against hours on {machines[1]}")
     return table
+
+
+def machine_of(start: dict) -> str:
+    return f"{start['num_processes']} × {start['device']}"
 
 
 def first_reached(curve: Mapping[int, float], target: float) -> tuple[float, bool]:
@@ -116,19 +119,3 @@ def first_reached(curve: Mapping[int, float], target: float) -> tuple[float, boo
     if before is None or value == target:
         return step, value < target
     return before[0] + (step - before[0]) * (before[1] - target) / (before[1] - value), False
-
-
-def figures_table(experiments: Sequence[Experiment]) -> Table:
-    """Every figure at its last step, and how it was measured."""
-    table = Table("Every figure, and how it was measured")
-    for experiment in experiments:
-        rows: dict[tuple, dict[str, str]] = {}
-        for measure in experiment.measures():
-            metric, num_samples, guidance, settings = measure
-            step, values = [*experiment.curve(measure).items()][-1]
-            row = {"Experiment": experiment.label, "Samples": f"{num_samples:,}", "Guidance": guidance, "Measured with": settings}
-            row |= {"Step": f"{step:,}", "Runs": str(len(values))}
-            paper = f" (paper: {format_metric(metric, experiment.paper(measure))})" if experiment.has_paper(measure) else ""
-            rows.setdefault((measure[1:], step), row)[metric] = format_mean(metric, values) + paper
-        table.rows += rows.values()
-    return table
