@@ -46,7 +46,7 @@ def test_flops_are_those_that_torch_counts_dense_and_routed(file, backbone, rout
 
 def test_variants_take_turns_after_they_have_warmed_up():
     calls = []
-    openers = {name: lambda name=name: TimedRow(lambda: calls.append(name), num_images=4) for name in "ab"}
+    openers = {name: lambda name=name: TimedRow(lambda: calls.append(name), 4, 1e9) for name in "ab"}
     records = measure(openers, CPU, rounds=2, steps=3, warmup=2)
     assert "".join(calls) == "aaa" + "bbb" + "aaaabbbb" * 2  # a turn begins with a call that is not timed
     assert [record["variant"] for record in records] == ["a", "b"] and records[0]["time / first"] == 1
@@ -62,7 +62,7 @@ def test_a_variant_that_runs_out_of_memory_is_a_row_and_the_others_go_on(when):
         if len(calls) > when:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    openers = {"large": lambda: TimedRow(fill, 1), "small": lambda: TimedRow(int, 1)}
+    openers = {"large": lambda: TimedRow(fill, 1, 0), "small": lambda: TimedRow(int, 1, 0)}
     first, second = measure(openers, CPU, rounds=3, steps=1, warmup=1)
     assert first == {"variant": "large", "problem": "out of memory"}
     assert second["ms"] > 0 and "time / first" not in second
@@ -113,11 +113,6 @@ def test_a_step_is_timed_dense_and_routed_with_machine_and_command(run):
     assert all(f"\n- {key}: " in text for key in ("time", "command", "commit", "device", "torch"))
 
 
-def test_batches_are_timed(run):
-    _, batches = run("loader", "variants=[data.num_workers=0, data.num_workers=2]", "rounds=1", "steps=2", *SMALL)
-    assert len(batches) == 2 and all(float(row["images/s"]) > 0 for row in batches)
-
-
 def test_the_evidence_compares_each_arm_at_its_best_rate_by_welchs_interval(tmp_path, capsys):
     values = {("A", 1): (10, 12, 11), ("A", 2): (20, 21, 22), ("A", 3): (1,), ("C", 1): (9, 10, 8), ("C", 2): (5, 6, 7, 8)}
     about = [(arm, lr, seed, n, v) for (arm, lr), vs in values.items() for seed, v in enumerate(vs) for n in (1000, 2000)]
@@ -155,7 +150,7 @@ def test_a_wrong_argument_is_refused():
             benchmarks.main(arguments)
 
 
-# Stands for Python on a machine with 2 GPUs. It records its arguments; the tests fail, and the loader exceeds its time.
+# Stands for Python on a machine with 2 GPUs. It records its arguments; the tests fail, and step_xl2 exceeds its time.
 PYTHON = """#!{python}
 import json, sys
 if sys.argv[1] == "-c":
@@ -165,7 +160,7 @@ with open("calls.jsonl", "a") as f:
     f.write(json.dumps(sys.argv[1:]) + "\\n")
 print("output of", *sys.argv[1:4])
 print("reason", file=sys.stderr)
-sys.exit({{"pytest": 3, "extras.benchmarks": 124 * ("loader" in sys.argv)}}.get(sys.argv[2], 0))
+sys.exit({{"pytest": 3, "extras.benchmarks": 124 * ("train.batch_size=64" in sys.argv)}}.get(sys.argv[2], 0))
 """
 
 
@@ -187,12 +182,12 @@ def run_script(tmp_path):
 
 def test_a_part_that_fails_is_noted_in_the_results_file_and_the_next_part_runs(run_script, tmp_path):
     code, output = run_script()
-    assert code == 1 and "failed: tests loader; " in output and "step_parallel: done" in output
+    assert code == 1 and "failed: tests step_xl2; " in output and "step_parallel: done" in output
     (file,) = (tmp_path / "extras/benchmarks/results").iterdir()
     assert file.name.startswith("gpu_example-gpu-80gb-_20")
     text = file.read_text()
-    assert "## tests: exit code 3" in text and "## loader: stopped after 30 s" in text and text.count("reason") == 2
-    assert "## step_xl2: done" in text and "\noutput of -m extras.benchmarks step\n" in text
+    assert "## tests: exit code 3" in text and "## step_xl2: stopped after 100 s" in text and text.count("reason") == 2
+    assert "## step_b2: done" in text and "\noutput of -m extras.benchmarks step\n" in text
     assert run_script(parts="step_b2")[0] == 0 and file.read_text().count("## step_b2: done") == 2  # appended
 
 
@@ -205,10 +200,10 @@ def test_the_benchmarks_of_the_script_are_accepted(run_script, tmp_path, monkeyp
         if "extras.benchmarks" in arguments:
             forget_accelerate()
             benchmarks.main(arguments[arguments.index("extras.benchmarks") + 1 :])
-    assert measured == [3, 3, 2, 2]  # variants
+    assert measured == [3, 3, 2]  # variants
 
 
 def test_the_script_refuses_unknown_parts_and_a_machine_without_a_gpu(run_script, tmp_path):
-    assert run_script(parts="test") == (1, "PARTS=test is not a part; use tests step_b2 step_xl2 step_parallel loader\n")
+    assert run_script(parts="test") == (1, "PARTS=test is not a part; use tests step_b2 step_xl2 step_parallel\n")
     assert run_script(python="false") == (1, "gpu: torch finds no CUDA GPU on this machine\n")
     assert not [*(tmp_path / "extras/benchmarks/results").iterdir()]

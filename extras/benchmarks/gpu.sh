@@ -1,5 +1,5 @@
 #!/bin/sh
-# tests/gpu and the benchmarks on this machine's GPUs, in under 10 minutes on one H100: `make gpu`.
+# tests/gpu and the benchmarks of a step on this machine's GPUs, in under 10 minutes on one H100: `make gpu`.
 #
 #     PYTHON=python PARTS="tests step_b2" sh extras/benchmarks/gpu.sh
 #
@@ -7,7 +7,7 @@
 # extras/benchmarks/results/gpu_<device>_<year>-<month>.md. A part that fails or exceeds its time is noted there, and the next one runs.
 cd "$(dirname "$0")/../.." || exit 1
 PYTHON=${PYTHON:-python}
-all="tests step_b2 step_xl2 step_parallel loader"
+all="tests step_b2 step_xl2 step_parallel"
 PARTS=${PARTS:-$all}
 
 fail() {
@@ -60,7 +60,6 @@ run_part step_xl2 100 $step $xl2 train.batch_size=64 \
     'variants=[model=dit, model=tread, model=tread train.activation_checkpointing=blocks]'
 [ "$num_gpus" = 1 ] || run_part step_parallel 100 -m accelerate.commands.launch --multi_gpu --num_processes "$num_gpus" \
     --mixed_precision no --dynamo_backend no $step model=tread $xl2 'variants=[train.parallel=ddp, train.parallel=fsdp]'
-run_part loader 30 -m extras.benchmarks loader steps=200 'variants=[data.num_workers=0, data.num_workers=4]'
 
 echo "results: $results"
 [ -z "$failed" ] || fail "failed:$failed; $results says why"

@@ -62,7 +62,7 @@ class TimedRow:
 
     action: Callable[[], object]  # the timed call
     num_images: int  # images per call in this process
-    flops_per_image: float = 0.0  # of matrix products, a multiply-add counted twice; 0 if they are not counted
+    flops_per_image: float  # of matrix products, a multiply-add counted twice
     columns: dict[str, object] = field(default_factory=dict)  # further columns of the table
     turns: list[list[float]] = field(default_factory=list)  # per turn, the milliseconds of each call
     host_ms: list[float] = field(default_factory=list)  # per turn, the milliseconds in which the CPU queued a call
@@ -76,35 +76,17 @@ def measure(
     Args:
         openers: variant -> a function that builds its row, which stays on the device. Running out of memory becomes a record.
         steps: timed calls in each of `rounds` turns.
-        warmup: untimed calls before a variant's first turn; each turn begins with one more.
+        warmup: untimed calls before a variant's first turn.
     """
     rows: dict[str, TimedRow] = {}
     records: dict[str, dict[str, object]] = {name: {"variant": name} for name in openers}
-    is_cuda = device.type == "cuda"
-
-    def open_row(name: str) -> None:
-        before = torch.cuda.memory_allocated() if is_cuda else 0
-        if is_cuda:
-            torch.cuda.reset_peak_memory_stats()
-        row = openers[name]()
-        row.columns["first call s"] = time_ms(row.action, 1, device)[0] / 1000
-        time_ms(row.action, 0, device, warmup)
-        if is_cuda:
-            row.columns["peak GiB"] = (torch.cuda.max_memory_allocated() - before) / 2**30
-        rows[name] = row
-
-    def take_turn(name: str) -> None:
-        if is_cuda:
-            torch.cuda.synchronize(device)  # an empty queue: the CPU does not wait
-            start_sec = time.perf_counter()
-            rows[name].action()
-            rows[name].host_ms.append(1000 * (time.perf_counter() - start_sec))
-        rows[name].turns.append(time_ms(rows[name].action, steps, device, warmup=0 if is_cuda else min(warmup, 1)))
-
-    for action, name in itertools.product((open_row, *[take_turn] * rounds), openers):
+    for turn, name in itertools.product(range(rounds + 1), openers):
         if "problem" not in records[name]:
             try:
-                action(name)
+                if turn == 0:
+                    rows[name] = open_row(openers[name], device, warmup)
+                else:
+                    take_turn(rows[name], device, steps)
             except torch.OutOfMemoryError:
                 records[name]["problem"] = "out of memory"
             if "problem" in records[name]:  # outside of `except`, the error no longer holds tensors
@@ -117,13 +99,37 @@ def measure(
     return list(records.values())
 
 
+def open_row(opener: Callable[[], TimedRow], device: torch.device, warmup: int) -> TimedRow:
+    """Build a variant and warm it up. Adds the time of the first call and, on CUDA, the peak memory to its columns."""
+    is_cuda = device.type == "cuda"
+    before = torch.cuda.memory_allocated() if is_cuda else 0
+    if is_cuda:
+        torch.cuda.reset_peak_memory_stats()
+    row = opener()
+    row.columns["first call s"] = time_ms(row.action, 1, device)[0] / 1000
+    time_ms(row.action, 0, device, warmup)
+    if is_cuda:
+        row.columns["peak GiB"] = (torch.cuda.max_memory_allocated() - before) / 2**30
+    return row
+
+
+def take_turn(row: TimedRow, device: torch.device, steps: int) -> None:
+    """One call for the CPU's share, from an empty queue of the GPU, then `steps` timed calls."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start_sec = time.perf_counter()
+    row.action()
+    row.host_ms.append(1000 * (time.perf_counter() - start_sec))
+    row.turns.append(time_ms(row.action, steps, device))
+
+
 def summarise(row: TimedRow, first: TimedRow | None, peak: float | None) -> dict[str, object]:
     """The columns of a row. `first` is the first variant's row (None if it ran out of memory), `peak` is in FLOP/s."""
-    columns = {"ms": np.median(row.turns)} | ({"host ms": np.median(row.host_ms)} if row.host_ms else {})
-    columns["images/s"] = images_per_sec = 1000 * row.num_images / columns["ms"]
-    if row.flops_per_image:
-        columns["GFLOP/image"] = row.flops_per_image / 1e9
-        columns["MFU"] = row.flops_per_image * images_per_sec / peak if peak else None
+    ms = np.median(row.turns)
+    images_per_sec = 1000 * row.num_images / ms
+    columns = {"ms": ms, "host ms": np.median(row.host_ms), "images/s": images_per_sec}
+    columns["GFLOP/image"] = row.flops_per_image / 1e9
+    columns["MFU"] = row.flops_per_image * images_per_sec / peak if peak else None
     if first is not None:
         ratios = np.median(row.turns, axis=1) / np.median(first.turns, axis=1)
         columns |= {"time / first": np.median(ratios), "lowest, highest": [ratios.min(), ratios.max()]}

@@ -1,4 +1,4 @@
-"""What the benchmarks time: training steps and batches of latents."""
+"""The benchmark of a training step: variants of the configuration of train.py, timed in turns."""
 
 from __future__ import annotations
 
@@ -58,48 +58,33 @@ def write_random_latents(folder: Path, data: schema.Data, num_items: int) -> Pat
     return file
 
 
-def open_trainer(accelerator: Accelerator, cfg: schema.TrainConfig) -> Trainer:
-    """A trainer as in train.py, without hooks and with steps enough for any benchmark."""
+def open_step(accelerator: Accelerator, cfg: schema.TrainConfig) -> TimedRow:
+    """A training step as in train.py (data, forward, backward, optimizer and EMA), without hooks."""
     cfg, dataset = build.open_data(cfg)
-    cfg = cfg.model_copy(update={"train": cfg.train.model_copy(update={"num_steps": 10**9})})
+    cfg = cfg.model_copy(update={"train": cfg.train.model_copy(update={"num_steps": 10**9})})  # more than any benchmark takes
     set_seed(cfg.seed)
     compilation.check_machine(cfg.train, accelerator.device)
     net, alignment = load.build_network(cfg), build.build_alignment(cfg, dataset, accelerator)
     trainer = Trainer(accelerator, cfg, net, build.build_ema(cfg.train, net), dataset, alignment)
     accelerator.free_memory()  # its references would outlive the trainer
-    return trainer
-
-
-def open_step(accelerator: Accelerator, cfg: schema.TrainConfig) -> TimedRow:
-    """A training step: data, forward, backward, optimizer and EMA."""
-    trainer = open_trainer(accelerator, cfg)
     batches = trainer.batches()
     num_images = cfg.train.batch_size // accelerator.num_processes
     # For each matrix product of the forward, the backward computes two: the gradients of the input and of the weight.
     return TimedRow(lambda: trainer.train_step(next(batches)), num_images, 3 * forward_flops(trainer.net, None))
 
 
-def open_loader(accelerator: Accelerator, cfg: schema.TrainConfig) -> TimedRow:
-    """A batch of latents, shuffled over the whole data set as in training. After one epoch, files come from the page cache."""
-    batches = open_trainer(accelerator, cfg).batches()
-    return TimedRow(lambda: next(batches), cfg.train.batch_size // accelerator.num_processes)
-
-
-OPENERS = {"step": open_step, "loader": open_loader}
-
-
-def compare(
-    what: str, variants: list[str] = ("",), overrides: list[str] = (), rounds: Count = 5, steps: Count = 3, warmup: Whole = 2
+def step(
+    variants: list[str] = ("",), overrides: list[str] = (), rounds: Count = 5, steps: Count = 3, warmup: Whole = 2
 ) -> list[dict[str, object]]:
-    """Measure and report each variant (arguments of train.py separated by spaces). `overrides` are arguments of all variants."""
+    """Time the training step of each variant (arguments of train.py separated by spaces). `overrides` hold for all variants."""
     with TemporaryDirectory() as folder:
         cfgs = {variant: compose_config([*overrides, *shlex.split(variant)], Path(folder)) for variant in variants}
         if len({(cfg.train.precision, cfg.train.tf32, cfg.train.cpu_threads) for cfg in cfgs.values()}) > 1:
             raise UserError("variants cannot differ in train.precision, tf32 or cpu_threads, which hold for the whole process")
         train = cfgs[variants[0]].train
         accelerator = machine.start_accelerator(train.cpu_threads, tf32=train.tf32, precision=train.precision)
-        openers = {variant or "as given": partial(OPENERS[what], accelerator, cfg) for variant, cfg in cfgs.items()}
+        openers = {variant or "as given": partial(open_step, accelerator, cfg) for variant, cfg in cfgs.items()}
         records = measure(openers, accelerator.device, rounds, steps, warmup)
-        report(what.capitalize(), accelerator, records)
+        report("Step", accelerator, records)
     leave()
     return records
