@@ -5,11 +5,11 @@ import json
 import pytest
 from conftest import run_fid, run_train
 
-import fid as script
 from common.errors import UserError
 from common.files import hash_file
 from evaluations import images
-from extras.search import Axis, minimise, parse
+from extras.search import NAMES, Axis, minimise, parse
+from sampling.evaluator import Evaluator
 
 
 def counted(function):
@@ -42,8 +42,8 @@ def test_two_settings_that_depend_on_each_other_are_found_in_turns():
     [["cfg_scale"], ["cfg_scale:3:1"], ["cfg_scale:1:x"], ["num_steps:1:9"], ["cfg_scale:1:inf"], ["cfg_scale:1:2"] * 2],
 )
 def test_what_is_no_axis_is_refused_with_what_is_accepted(texts):
-    with pytest.raises(UserError, match=r"search=.*(<setting>:<lowest>:<highest>.*cfg_scale, ema_length|one or two settings)"):
-        parse(texts)
+    with pytest.raises(UserError, match=r"search=.*(<setting>:<lowest>:<highest>.*cfg_scale, ema_length|one setting or two)"):
+        parse(texts, NAMES)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def test_a_search_that_was_stopped_ends_where_it_would_have_with_the_same_evalua
     assert (tmp_path / "whole" / "results.png").exists()
     assert len(hashed) == 1
 
-    evaluate, count = script.Evaluator.evaluate, 0
+    evaluate, count = Evaluator.evaluate, 0
 
     def stopped(self, *arguments):
         nonlocal count
@@ -81,7 +81,7 @@ def test_a_search_that_was_stopped_ends_where_it_would_have_with_the_same_evalua
             raise KeyboardInterrupt
         return evaluate(self, *arguments)
 
-    monkeypatch.setattr(script.Evaluator, "evaluate", stopped)
+    monkeypatch.setattr(Evaluator, "evaluate", stopped)
     while True:
         try:
             cut = search(run, tmp_path / "cut")
@@ -96,9 +96,9 @@ def test_a_search_that_was_stopped_ends_where_it_would_have_with_the_same_evalua
     ("overrides", "words"),
     [
         (["guidance=none"], "cfg_scale=1 needs guidance=cfg"),
-        (["num_steps=[1,2]"], "the best of one point"),
+        (["num_steps=[1,2]"], "search= takes one point"),
         (["search=[guidance.w:1:2]"], "w is not a key"),
-        (["cfg_scale=2"], "cfg_scale= and search=cfg_scale both say its value"),
+        (["cfg_scale=2"], "cfg_scale= and search=cfg_scale exclude each other"),
         (["search=[S_churn:-1:2]"], "S_churn=-1"),
     ],
 )
