@@ -44,12 +44,12 @@ def main(arguments: Sequence[str]) -> None:
     parts = []
     for name, experiments in group(runs).items():
         tables = [results_table(experiments), speedup_table(experiments)]
-        parts += [f"## {name}\n", *(table.markdown() for table in tables if table.rows), *describe(experiments)]
+        parts += [f"## {name}\n", *(table.markdown() for table in tables if table.rows), *describe_runs(experiments)]
     parts += [f"## Left out\n\n{left_out}"] if left_out else []
     sys.stdout.write("\n".join([*parts, NOTES]))
 
 
-def describe(experiments: Sequence[Experiment]) -> Iterator[str]:
+def describe_runs(experiments: Sequence[Experiment]) -> Iterator[str]:
     """How each experiment was run: its differences from the row and from the paper, and every start of its runs."""
     yield "### How these runs were made\n"
     for experiment in experiments:

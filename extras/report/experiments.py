@@ -155,7 +155,7 @@ def change_words(changes: dict[str, tuple[object, object]]) -> str:
     return ", ".join(f"{key}={new} instead of {old}" for key, (old, new) in changes.items())
 
 
-def differences(first: Experiment, second: Experiment, besides: Iterable[str] = ROUTING) -> dict[str, tuple[object, object]]:
+def differences_from(first: Experiment, second: Experiment, besides: Iterable[str] = ROUTING) -> dict[str, tuple[object, object]]:
     """key -> (value in `first`, value in `second`) where they differ, except the keys in `besides`."""
     keys = sorted((first.identity.keys() | second.identity.keys()) - set(besides))
     values = {key: (first.identity.get(key), second.identity.get(key)) for key in keys}
@@ -172,10 +172,10 @@ def find_baseline(experiment: Experiment, experiments: Sequence[Experiment]) -> 
     if not experiment.is_routed and (named is None or experiment.changes):  # also a routed row without its routes
         return None
     dense = [other for other in experiments if not other.is_routed and other.row.get("name") == named]
-    nearest = min(dense, key=lambda other: len(differences(experiment, other)), default=None)
+    nearest = min(dense, key=lambda other: len(differences_from(experiment, other)), default=None)
     if nearest is None:
         return None
-    unlike = differences(experiment, nearest, (*ROUTING, "train.num_steps")).keys()
+    unlike = differences_from(experiment, nearest, (*ROUTING, "train.num_steps")).keys()
     if experiment.row:
         unlike &= experiment.changes.keys() | nearest.changes.keys()
     return None if unlike else nearest

@@ -8,7 +8,7 @@ from statistics import fmean
 
 from evaluations.results import markdown_table
 from evaluations.suite import find_metric, format_mean, format_metric
-from extras.report.experiments import Experiment, change_words, curve_measure, differences
+from extras.report.experiments import Experiment, change_words, curve_measure, differences_from
 from extras.report.runs import LOSS, Measure
 
 
@@ -47,7 +47,7 @@ def results_table(experiments: Sequence[Experiment]) -> Table:
             rows.setdefault((measure[1:], step), row)[measure.metric] = figure_text(experiment, measure, step, values)
         table.rows += rows.values()
         notes = []
-        if experiment.baseline and (different := differences(experiment, experiment.baseline)):
+        if experiment.baseline and (different := differences_from(experiment, experiment.baseline)):
             notes.append(f"its dense runs differ in more than routes: {change_words(different)}")
         if experiment.is_routed and experiment.baseline is None:
             notes.append("there are no dense runs with the same settings")
@@ -82,7 +82,7 @@ def speedup_table(experiments: Sequence[Experiment]) -> Table:
     table = Table("Speedup to the same figure")
     for routed in experiments:
         dense = routed.baseline
-        if dense is None or "init_from" in differences(routed, dense) or (measure := curve_measure(dense, routed)) is None:
+        if dense is None or "init_from" in differences_from(routed, dense) or (measure := curve_measure(dense, routed)) is None:
             continue
         sign = 1 if find_metric(measure.metric).direction == "lower" else -1
         curves = [{step: sign * fmean(values) for step, values in e.curve(measure).items()} for e in (dense, routed)]
