@@ -19,13 +19,13 @@ test: env
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then $(BIN)/python -m pytest -q tests/gpu; fi
 
 # tests/gpu and the benchmarks, with one file of results in extras/benchmarks/results/: under 10 minutes on one H100. With PYTHON=python
-# it runs with that Python and sets up nothing. One part alone: make gpu ARGS='parts=[tests]'.
+# it runs with that Python and sets up nothing. One part alone: make gpu PARTS=tests.
 ifeq ($(origin PYTHON),file)
 gpu: env
-	$(BIN)/python -m extras.benchmarks gpu $(ARGS)
+	PYTHON=$(BIN)/python PARTS="$(PARTS)" sh extras/benchmarks/gpu.sh
 else
 gpu:
-	$(PYTHON) -m extras.benchmarks gpu $(ARGS)
+	PYTHON="$(PYTHON)" PARTS="$(PARTS)" sh extras/benchmarks/gpu.sh
 endif
 
 lint: env

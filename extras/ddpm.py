@@ -1,6 +1,6 @@
 """DDPM's noise prediction (arXiv 2006.11239) with the learned variance of improved DDPM (arXiv 2102.09672), for sampling.
 
-DiT's published weights were trained with it (arXiv 2212.09748). This file has no loss: train with edm/ or sit/.
+DiT's published weights need it (arXiv 2212.09748). There is no loss: train with edm/ or sit/.
 
 Shapes: B batch, C H W latents. t is one of the timesteps 0 (least noise) to 999, and the network receives t itself:
 
@@ -65,8 +65,8 @@ class AncestralSampler:
         Arguments and result as for `edm.sampler.HeunSampler`, with t in place of sigma.
 
         Args:
-            denoiser: (x, t, y) -> D_x or (D_x, v) along the channels, as `DDPM.denoise` makes them.
-            random: source of the ancestral steps' noise; DDIM needs none.
+            denoiser: (x, t, y) -> D_x, or D_x and v along the channels, as `DDPM.denoise` returns them.
+            random: gives the noise of ancestral steps; not used by DDIM.
         """
         dtype = torch.float32 if noise.device.type == "mps" else torch.float64  # MPS has no float64
         timesteps, C = self.timesteps(), noise.shape[1]
@@ -114,7 +114,7 @@ class DDPM:
     name: Literal["ddpm"] = "ddpm"  # diffusion=ddpm
 
     def denoise(self, net: Callable[..., Tensor], x: Tensor, t: Tensor, y: Tensor, **net_kwargs) -> Tensor:
-        """D_x by the predicted noise (arXiv 2006.11239, Eq. 15), and with it the learned variance.
+        """D_x from the predicted noise (arXiv 2006.11239, Eq. 15), and the learned variance.
 
         Args:
             x: (B, C, H, W) float32, x_t.
@@ -128,7 +128,7 @@ class DDPM:
         """
         out = net(x, t, y, **net_kwargs).float()
         B, C, H, W = x.shape
-        if out.shape not in ((B, C, H, W), (B, 2 * C, H, W)):  # it would broadcast
+        if out.shape not in ((B, C, H, W), (B, 2 * C, H, W)):  # another shape could broadcast
             raise ValueError(f"the network makes {tuple(out.shape)} of latents {tuple(x.shape)}")
         # Roots in float64: 1 - alpha_bar of the first timesteps is small.
         roots = torch.from_numpy(np.sqrt([1 - alpha_bars(), alpha_bars()])).float().to(x.device)  # (2, 1000)

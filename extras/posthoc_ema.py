@@ -1,7 +1,7 @@
 """Post-hoc EMA (EDM2, arXiv 2312.02696, section 3 and appendix C): the length of the average is chosen after training.
 
-While a run trains, it tracks averages of a few lengths with power-function profiles, and stores snapshots of them. An average of
-any length between is their weighted sum, whose weights are found by least squares over the profiles.
+During training, a run tracks averages with power-function profiles of a few lengths and stores snapshots of them. An average of
+any length between them is a weighted sum of snapshots; least squares over the profiles gives the weights.
 
 After t steps, a profile gives the weights of step k (counted from 1) the share (k^(gamma+1) - (k-1)^(gamma+1)) / t^(gamma+1).
 A length is the standard deviation of k / t under this profile, in the limit of many steps.
@@ -31,10 +31,10 @@ from training.trainer import Hook, Trainer
 
 log = logging.getLogger(__name__)
 
-FILE = "tracked_ema"  # of a checkpoint, with float32 averages; a snapshot has them in float16
+FILE = "tracked_ema"  # in a checkpoint, with averages in float32; snapshots hold float16
 SNAPSHOTS = "ema_snapshots"
-MAX_ERROR = 0.1  # of a profile, relative to its norm: an average that is further off is refused
-NUM_CELLS = 10_000  # that the steps of a run are divided into, for the least squares
+MAX_ERROR = 0.1  # largest accepted error of a profile, relative to its norm
+NUM_CELLS = 10_000  # of the grid over a run's steps on which least squares compares profiles
 
 
 @cache
@@ -45,18 +45,18 @@ def gamma_of(length: float) -> float:
 
 
 class TrackedEMA(EMA):
-    """An EMA that also tracks averages of the given lengths: a foreach-lerp per length and step, and 4 bytes per parameter."""
+    """An EMA that also tracks averages of the given lengths. Each costs a foreach-lerp per step and 4 bytes per parameter."""
 
     def __init__(self, net: nn.Module, decay: float, lengths: list[float]):
         if len({f"{length:g}" for length in lengths}) < len(lengths):
-            raise UserError(f"train.ema_lengths={lengths} names a length twice")
+            raise UserError(f"train.ema_lengths={lengths} names a length twice; give different lengths")
         super().__init__(net, decay)
         self.lengths = lengths
 
     @cached_property
     def tracked(self) -> dict[float, dict[str, Tensor]]:
-        """By length and name. Made when it is first used, once the weights are on their device and sharded."""
-        return {length: {name: torch.zeros_like(one) for name, (one, _) in self._pairs.items()} for length in self.lengths}
+        """Length -> name -> average. Created at the first use, when the weights are on their device and sharded."""
+        return {length: {name: torch.zeros_like(ema) for name, (ema, _) in self._pairs.items()} for length in self.lengths}
 
     @torch.no_grad()
     def update(self, step: int) -> None:
@@ -72,7 +72,7 @@ class TrackedEMA(EMA):
 
 
 class Snapshots(Hook):
-    """Stores the tracked averages in <run>/ema_snapshots, whole or not at all; removes those after the step of a resume."""
+    """Stores the tracked averages in <run>/ema_snapshots. After a resume, removes snapshots of later steps."""
 
     def __init__(self, run: RunFolder, every: int):
         self.run, self.every, self._is_first = run, every, True
@@ -82,7 +82,7 @@ class Snapshots(Hook):
         if trainer.step == trainer.first_step and on_main(lambda: trainer.step in list_snapshots(self.run.path)):
             return
         for name, average in trainer.ema.states()[FILE].items():
-            full = full_tensor(average)  # every process helps to gather it
+            full = full_tensor(average)  # gathered by all ranks
             if is_main:
                 tensors[name] = full.half().cpu()
         on_main(lambda: self._write(trainer, tensors))
@@ -90,79 +90,79 @@ class Snapshots(Hook):
 
     def _write(self, trainer: Trainer, tensors: dict[str, Tensor]) -> None:
         if wrong := [name for name, average in tensors.items() if not average.isfinite().all()]:
-            raise UserError(f"step {trainer.step}: the tracked average {wrong[0]} is not finite in float16; nothing was written")
+            raise UserError(f"step {trainer.step}: the tracked average {wrong[0]} overflows float16; no snapshot was written")
         content = save(tensors)
         for step, file in list_snapshots(self.run.path).items() if self._is_first else ():
-            if step > trainer.first_step:  # of what was trained before a resume from an earlier step
+            if step > trainer.first_step:  # from before a resume at an earlier step
                 file.unlink()
         name = f"{store.folder_name(trainer.step)}_{hash_bytes(content)}.safetensors"
         write_file(self.run.path / SNAPSHOTS / name, content)
 
 
 def list_snapshots(run: Path | None) -> dict[int, Path]:
-    """By step. A name ends with the hash of the content."""
-    found = re.compile(r"step_(\d{7,})_[0-9a-f]{32}\.safetensors")
-    names = [(match, file) for file in (run / SNAPSHOTS).glob("*") if (match := found.fullmatch(file.name))] if run else []
-    return dict(sorted((int(match[1]), file) for match, file in names))
+    """Step -> file, sorted. A file's name holds its step and the hash of its content."""
+    pattern = re.compile(r"step_(\d{7,})_[0-9a-f]{32}\.safetensors")
+    files = (run / SNAPSHOTS).glob("*") if run else ()
+    return dict(sorted((int(match[1]), file) for file in files if (match := pattern.fullmatch(file.name))))
 
 
 def open_profiles(folder: Path, length: float) -> tuple[dict[int, Path], list[float], list[float], float]:
-    """The files with averages up to a checkpoint's step, by step, their lengths, and what `solve` gives for this length."""
+    """(step -> file with averages, up to the checkpoint's step; their lengths; factors and error of `solve` for `length`)."""
     step, lengths = store.step_of(folder), store.read_config(folder)["train"]["ema_lengths"]
     files = {t: file for t, file in list_snapshots(store.run_of(folder)).items() if t < step}
     files[step] = folder / f"{FILE}.safetensors"
-    return files, lengths, *solve([(t, one) for t in files for one in lengths], (step, length))
+    return files, lengths, *solve([(t, x) for t in files for x in lengths], (step, length))
 
 
 def check_length(folder: Path, weights: str, length: float) -> str:
-    """Make sure that a verified checkpoint can give an EMA of this length.
+    """Check that a verified checkpoint can give an EMA of this length.
 
     Returns:
-        What tells it from one made of other snapshots.
+        A hash of the snapshots that it is computed from.
 
     Raises:
-        UserError: the run tracked no averages, none around this length, or has too few snapshots; `weights` are not the EMA.
+        UserError: the run tracked no averages, or none around this length; it has too few snapshots; `weights` is not `ema`.
     """
     if weights != "ema":
         raise UserError(f"ema_length={length:g} needs weights=ema, not {weights}")
     if not (folder / f"{FILE}.safetensors").exists():
-        raise UserError(f"ema_length={length:g}: {folder} is of a run without train.ema_lengths, which track averages")
+        raise UserError(f"ema_length={length:g}: {folder} belongs to a run without train.ema_lengths, which track averages")
     files, lengths, _, error = open_profiles(folder, length)
     if not min(lengths) <= length <= max(lengths):
-        raise UserError(f"ema_length={length:g} is not between those that {folder} tracked: train.ema_lengths={lengths}")
+        raise UserError(f"ema_length={length:g} is outside the range that {folder} tracked: train.ema_lengths={lengths}")
     if error > MAX_ERROR:
-        found = f"{len(files) - 1} snapshots before it in ema_snapshots/ of its run meet the profile only to {error:.0%}"
-        raise UserError(f"ema_length={length:g}: for {folder}, the {found}; a run needs more (train.ema_snapshot_every)")
+        found = f"{folder} has {len(files) - 1} earlier snapshots, which give its profile with an error of {error:.0%}"
+        raise UserError(f"ema_length={length:g}: {found}, more than {MAX_ERROR:.0%}; a run needs more (train.ema_snapshot_every)")
     return hash_bytes(repr([file.name for file in files.values()]).encode())[:8]
 
 
 def average_of(folder: Path, length: float) -> dict[str, Tensor]:
-    """The weights of a verified checkpoint's network with an EMA of this length, put together by one process for all."""
+    """The weights of a verified checkpoint's network with an EMA of this length, computed by rank 0 for all."""
     sums: dict[str, Tensor] = {}
 
     def add_up() -> list[str]:
         files, lengths, factors, error = open_profiles(folder, length)
-        log.info("EMA of length %g from averages at %d steps; its profile is met to %.2g%%", length, len(files), 100 * error)
+        log.info("EMA of length %g from averages at %d steps; error of its profile %.2g%%", length, len(files), 100 * error)
         for i, file in enumerate(files.values()):
             with reading(file), safe_open(file, framework="pt") as f:
                 if file.parent != folder and hash_file(file) != file.stem.rpartition("_")[2]:
-                    raise ValueError("it was altered: its hash is not the one in its name; remove it")
+                    raise ValueError("its hash differs from the one in its name; remove the file")
                 for key in f.keys():  # noqa: SIM118 (not a dict)
-                    one, _, name = key.partition("/")
-                    factor = factors[i * len(lengths) + [f"{x:g}" for x in lengths].index(one)]
+                    tracked, _, name = key.partition("/")
+                    factor = factors[i * len(lengths) + [f"{x:g}" for x in lengths].index(tracked)]
                     x = f.get_tensor(key)
                     sums.setdefault(name, torch.zeros(x.shape)).add_(x, alpha=factor)
         return list(sums)
 
     names = on_main(add_up)
     averages = {name: on_main(lambda name=name: sums[name]) for name in names}
-    return store.load_weights(folder, "ema") | averages  # the former also has what is not trained
+    return store.load_weights(folder, "ema") | averages  # untrained tensors come from the EMA
 
 
 def solve(tracked: list[tuple[int, float]], wanted: tuple[int, float]) -> tuple[list[float], float]:
-    """Factors whose sum of tracked profiles is nearest to the wanted one, and the distance left, relative to its norm.
+    """(factors of the tracked profiles whose sum is nearest to the wanted profile, the L2 error relative to its norm).
 
-    A profile is (steps, length); distances are those in L2, over NUM_CELLS cells of the run.
+    A profile is given as (steps, length).
     """
     steps = [t for t, _ in tracked]
     edges = np.unique([*np.linspace(0, wanted[0], NUM_CELLS + 1).round(), *steps])
@@ -170,6 +170,6 @@ def solve(tracked: list[tuple[int, float]], wanted: tuple[int, float]) -> tuple[
     def profile(t: int, length: float) -> np.ndarray:
         return np.diff((np.minimum(edges, t) / t) ** (gamma_of(length) + 1)) / np.sqrt(np.diff(edges))
 
-    basis, target = np.stack([profile(*one) for one in tracked], axis=1), profile(*wanted)
+    basis, target = np.stack([profile(*key) for key in tracked], axis=1), profile(*wanted)
     factors = np.linalg.lstsq(basis, target, rcond=None)[0]
     return factors.tolist(), float(np.linalg.norm(basis @ factors - target) / np.linalg.norm(target))

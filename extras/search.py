@@ -1,4 +1,4 @@
-"""`fid.py search=`: the best value of one or two settings of the sampler, in fewer evaluations than a grid needs."""
+"""`fid.py search=`: the best value of one or two settings of the sampler, with fewer evaluations than a grid."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from sampling.judge import Judge
 log = logging.getLogger(__name__)
 
 GUIDANCE = ("w", "level_lo", "level_hi", "r_strong", "r_weak")
-NAMES = ("cfg_scale", "ema_length", *(f"guidance.{key}" for key in GUIDANCE))  # and the settings of the sampler
-TOLERANCE = 0.05  # of an axis: to it an optimum is found
+NAMES = ("cfg_scale", "ema_length", *(f"guidance.{key}" for key in GUIDANCE))  # besides the settings of the sampler
+TOLERANCE = 0.05  # of an optimum, as a fraction of the range
 MAX_TURNS = 3
 
 
@@ -31,7 +31,7 @@ class Axis(NamedTuple):
 
 
 def parse(texts: Sequence[str], names: Sequence[str]) -> list[Axis]:
-    """`cfg_scale:1:3` -> Axis("cfg_scale", 1.0, 3.0). Raises UserError for another form or name, and for more than two."""
+    """`cfg_scale:1:3` -> Axis("cfg_scale", 1.0, 3.0). Raises UserError for another form, another name, or more than two."""
     axes = []
     for text in texts:
         name, *bounds = text.split(":")
@@ -40,19 +40,19 @@ def parse(texts: Sequence[str], names: Sequence[str]) -> list[Axis]:
         except ValueError:
             low = high = 0.0
         if name not in names or not -math.inf < low < high < math.inf:
-            raise UserError(f"search={text} is not <setting>:<lowest>:<highest>, with a setting of {', '.join(names)}")
+            raise UserError(f"search={text} is not <setting>:<lowest>:<highest>, with one of {', '.join(names)}")
         axes.append(Axis(name, low, high))
     if len({axis.name for axis in axes}) < len(axes) or len(axes) > 2:
-        raise UserError(f"search={list(texts)}: one or two settings can be searched at once")
+        raise UserError(f"search={list(texts)} must name one setting or two different ones")
     return axes
 
 
 def minimise(axes: Sequence[Axis], function: Callable[[tuple[float, ...]], float]) -> tuple[float, ...]:
-    """Where a function of one or two settings is lowest, of the points that were tried.
+    """The point with the lowest value of a function of one or two settings, among the points tried.
 
-    One setting at a time, by Brent's method (golden sections and parabolas), in turns until none moves by more than TOLERANCE
-    of its range. From the second turn on, half of the range around the best value is searched. The function must be the same
-    at every call: then the points are, too, so that a search that was stopped goes on.
+    Brent's method searches one setting at a time, in turns until no setting moves by more than TOLERANCE of its range. From the
+    second turn on, it searches half of the range around the best value. A deterministic function gives the same points again, so
+    an interrupted search can resume.
     """
     tried: dict[tuple[float, ...], float] = {}
     best = tuple((axis.low + axis.high) / 2 for axis in axes)
@@ -77,35 +77,35 @@ def minimise(axes: Sequence[Axis], function: Callable[[tuple[float, ...]], float
 
 
 def open_axes(judge: Judge) -> list[Axis]:
-    """The settings to search, with the bounds checked against the checkpoint.
+    """The settings to search, with bounds checked against the checkpoint.
 
     Raises:
-        UserError: a setting, a bound or their number is not accepted; there is no checkpoint, or more than one point.
+        UserError: a setting, a bound or their number is not accepted; the command names no checkpoint or several points.
     """
     of_sampler = [key for key in judge.cfg.sampler_settings if key not in ("num_steps", "solver")]
     axes = parse(judge.cfg.search, (*NAMES, *of_sampler))
     if both := [axis.name for axis in axes if getattr(judge.cfg, axis.name, None) is not None]:
-        raise UserError(f"{both[0]}= and search={both[0]} both say its value: give one of them")
+        raise UserError(f"{both[0]}= and search={both[0]} exclude each other; give one of them")
     for corner in itertools.product(*((axis.low, axis.high) for axis in axes)):
         if len(points_at(judge, axes, corner)) != 1:
-            raise UserError("search= looks for the best of one point: give one checkpoint=, and no lists of settings")
+            raise UserError("search= takes one point: give one checkpoint= and no lists of settings")
     return axes
 
 
 def points_at(judge: Judge, axes: Sequence[Axis], values: Sequence[float]) -> list:
     """The points of the command with these values. Raises UserError for a value that is not accepted."""
-    given = {axis.name: value for axis, value in zip(axes, values)}
-    own = {key: value for key, value in given.items() if "." not in key}
-    of_guidance = {key.removeprefix("guidance."): value for key, value in given.items() if "." in key}
-    guidance = [validate(one.model_dump() | of_guidance, type(one)) for one in judge.cfg.guidance]
-    return judge.points(judge.cfg.model_copy(update={"guidance": guidance, **own}))
+    sampler, guidance = {}, {}
+    for axis, value in zip(axes, values):
+        (guidance if "." in axis.name else sampler)[axis.name.removeprefix("guidance.")] = value
+    checked = [validate(settings.model_dump() | guidance, type(settings)) for settings in judge.cfg.guidance]
+    return judge.points(judge.cfg.model_copy(update={"guidance": checked, **sampler}))
 
 
 def search(judge: Judge, axes: Sequence[Axis], metric: str, num_samples: int) -> tuple[list, int]:
-    """Find the settings with the lowest `metric` with few samples, and evaluate these with all.
+    """Find the settings with the lowest `metric` of few samples, and evaluate these with `num_samples`.
 
     Returns:
-        The points that were tried, and their number of samples.
+        The points tried, and their number of samples.
     """
     points = []
     num_coarse = judge.cfg.search_num_samples or min(max(num_samples // 10, 1000), num_samples)
@@ -119,6 +119,6 @@ def search(judge: Judge, axes: Sequence[Axis], metric: str, num_samples: int) ->
     log.info("lowest %s of %d points: %s", metric, len(points), in_words({axis.name: x for axis, x in zip(axes, best)}))
     for axis, x in zip(axes, best):
         if min(x - axis.low, axis.high - x) <= TOLERANCE * (axis.high - axis.low):
-            log.warning("%s %g lies at the end of search=%s:%g:%g: widen it", axis.name, x, *axis)
+            log.warning("%s %g is at an end of search=%s:%g:%g; widen the range", axis.name, x, *axis)
     judge(points_at(judge, axes, best), num_samples)
     return points, num_coarse

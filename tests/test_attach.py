@@ -12,7 +12,6 @@ from conftest import REPOSITORY
 from networks import NETWORKS, B, N, blocks_of, build, cached, call, difference, generator, normal, reference_error, run, skipped
 
 from extras.attach import Adapter, BlockList, TokenAxis, attach
-from extras.sprint import grid_rule
 from routing_module import SELECTIONS, Route, importance_scores
 
 ONE = [Route(0.5, 1, 3)]  # crosses from one list of blocks to the next where there are two
@@ -21,17 +20,16 @@ VARIANTS = [(name, variant) for name in NETWORKS for variant in (False, True)[: 
 TOLERANCE = 1e-5  # 4 blocks in float32 differ by up to 4e-7 here; rotary positions of other tokens by 1e-4 and more
 
 
-@pytest.mark.parametrize(("routes", "per_sample"), [(ONE, True), (TWO, False)], ids=["subset per sample", "shared subset, twice"])
+@pytest.mark.parametrize("routes", [ONE, TWO], ids=["one route", "two routes"])
 @pytest.mark.parametrize(("name", "variant"), VARIANTS)
-def test_a_routed_network_equals_full_length_blocks_with_skipping_tokens_barred_and_restored(name, variant, routes, per_sample):
+def test_a_routed_network_equals_full_length_blocks_with_skipping_tokens_barred_and_restored(name, variant, routes):
     case, network = NETWORKS[name], cached(name)
     inputs = case.inputs(variant)
     _, dense_grads = run(network, inputs)
-    attachment = attach(network, routes, per_sample=per_sample)
+    attachment = attach(network, routes)
     _, grads = run(network, inputs)
     for (_, _, skip), route in zip(skipped(attachment, case.num_tokens), routes):
-        assert (skip.sum(1) == int(case.num_tokens * route.selection_ratio)).all()
-        assert (skip == skip[0]).all() == (not per_sample)
+        assert (skip.sum(1) == int(case.num_tokens * route.selection_ratio)).all() and not (skip == skip[0]).all()
     assert grads.keys() == dense_grads.keys()
     assert reference_error(network, case, inputs, attachment) < TOLERANCE
 
@@ -154,28 +152,26 @@ def test_reference_tokens_of_kontext_are_forced_and_positions_follow():
         assert reference_error(network, case, inputs, attachment) < TOLERANCE
 
 
-@pytest.mark.parametrize("selection", [*SELECTIONS, "grid"])
+@pytest.mark.parametrize("selection", SELECTIONS)
 @pytest.mark.parametrize("name", ["DiT", "LightningDiT"])
 def test_our_own_networks_route_themselves_as_attach_routes_them(name, selection):
     own, plain = build(name, routes=TWO, selection=selection), build(name)
     inputs = NETWORKS[name].inputs(False)
-    attach(plain, TWO, selection=grid_rule(4, 4) if selection == "grid" else selection, generator=generator(4))
+    attach(plain, TWO, selection=selection, generator=generator(4))
     assert difference(run(plain, inputs), run(own, inputs | {"generator": generator(4)})) < TOLERANCE
 
 
 @pytest.mark.parametrize("selection", SELECTIONS)
-@pytest.mark.parametrize("per_sample", [True, False])
-def test_forced_tokens_never_skip_the_count_is_raised_for_the_batch_and_the_saving_is_reported(selection, per_sample):
+def test_forced_tokens_never_skip_the_count_is_raised_for_the_batch_and_the_saving_is_reported(selection):
     network, inputs = cached("Flux2"), NETWORKS["Flux2"].inputs(False)
     mask = torch.zeros(B, N, dtype=torch.bool)
     mask[0, 2:14] = True  # 12 of 16: more than half
     mask[1, 15] = True
-    attachment = attach(network, [Route(0.5, 0, 2), Route(0.125, 3, 3)], selection=selection, per_sample=per_sample)
+    attachment = attach(network, [Route(0.5, 0, 2), Route(0.125, 3, 3)], selection=selection)
     with attachment.force_keep(mask):
         call(network, inputs)
-    num_kept = 12 if per_sample else 13  # one subset for the batch holds what any sample forces
-    assert [ids.shape[1] for ids in attachment.ids_keep] == [num_kept, 14]
-    assert attachment.saving == ((16 - num_kept) * 3 + 2) / (16 * 4)
+    assert [ids.shape[1] for ids in attachment.ids_keep] == [12, 14]
+    assert attachment.saving == (4 * 3 + 2) / (16 * 4)
     assert not any((skip & mask).any() for *_, skip in skipped(attachment))
     call(network, inputs)
     assert attachment.ids_keep[0].shape[1] == 8  # outside of the context nothing is forced

@@ -61,7 +61,7 @@ def test_tracked_averages_are_sums_of_the_weights_by_their_profiles():
 
 def test_an_average_that_float16_cannot_hold_is_not_stored(tmp_path):
     snapshots = posthoc_ema.Snapshots(RunFolder(tmp_path, "run"), every=1)
-    with pytest.raises(UserError, match="step 3: the tracked average 0.1/w is not finite in float16; nothing was written"):
+    with pytest.raises(UserError, match="step 3: the tracked average 0.1/w overflows float16; no snapshot was written"):
         snapshots._write(SimpleNamespace(step=3, first_step=0), {"0.1/w": torch.tensor([1e5]).half()})
     assert not (tmp_path / "run").exists()
 
@@ -131,7 +131,7 @@ def test_a_checkpoint_gives_a_tracked_average_itself_and_others_from_the_snapsho
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["ema_length=0.05"], r"ema_length=0.05 is not between .*train.ema_lengths=\[0.1, 0.25\]"),
+        (["ema_length=0.05"], r"ema_length=0.05 is outside the range .*train.ema_lengths=\[0.1, 0.25\]"),
         (["ema_length=0.1", "weights=raw"], "ema_length=0.1 needs weights=ema"),
         (["ema_length=0.3"], "ema_length=0.3: Input should be less than or equal to 0.28"),
     ],
@@ -144,7 +144,7 @@ def test_a_length_that_cannot_be_had_is_refused(tracked, tmp_path, overrides, wo
 
 def test_a_run_that_tracks_none_gives_none_and_does_not_begin_later(train, tmp_path):
     run = train("run", "train.num_steps=2")
-    with pytest.raises(UserError, match="ema_length=0.1: .* is of a run without train.ema_lengths"):
+    with pytest.raises(UserError, match="ema_length=0.1: .* belongs to a run without train.ema_lengths"):
         run_sample(f"checkpoint={run}", "ema_length=0.1")
     with pytest.raises(UserError, match=r"train.ema_lengths: \[\] -> \[0.1, 0.25\]"):
         train("run", *TRACK[:2])
@@ -164,11 +164,11 @@ def test_missing_and_altered_snapshots_are_refused_and_other_files_are_not_looke
     content = bytearray(snapshots[4].read_bytes())
     content[-1] ^= 1
     snapshots[4].write_bytes(content)
-    with pytest.raises(UserError, match=f"{snapshots[4].name} .*altered.*remove it"):
+    with pytest.raises(UserError, match=f"{snapshots[4].name} .*its hash differs.*remove the file"):
         posthoc_ema.average_of(folder, 0.18)
     for file in snapshots.values():
         file.unlink()
-    with pytest.raises(UserError, match="ema_length=0.18: .*0 snapshots before it.*train.ema_snapshot_every"):
+    with pytest.raises(UserError, match="ema_length=0.18: .*0 earlier snapshots.*train.ema_snapshot_every"):
         posthoc_ema.check_length(folder, "ema", 0.18)
     assert posthoc_ema.check_length(folder, "ema", 0.25) != identity  # is in the checkpoint
 

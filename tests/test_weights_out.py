@@ -208,7 +208,8 @@ def test_every_diffusion_and_network_of_the_configuration_can_be_exported():
     from extras.weights import pipeline
 
     assert {file.stem for file in (REPOSITORY / "configs" / "diffusion").glob("*.yaml")} == pipeline.DIFFUSIONS.keys()
-    backbones = [name for module in schema.NETWORKS.values() for name in importlib.import_module(module).BACKBONES]
+    modules = [importlib.import_module(module) for name, module in schema.NETWORKS.items() if not name.endswith("sprint")]
+    backbones = [name for module in modules for name in module.BACKBONES]
     assert all(hasattr(pipeline, f"{name.partition('-')[0]}Model") for name in backbones)
 
 
@@ -245,8 +246,5 @@ def test_export_leaves_nothing_if_a_setting_is_wrong_and_overwrites_nothing(runs
         with pytest.raises(UserError, match=message):
             export_checkpoint(checkpoint, str(tmp_path / "out"), autoencoder=autoencoder)
     assert list(tmp_path.iterdir()) == []
-    export_checkpoint(str(runs["edm"]), str(tmp_path))  # an empty folder
-    assert (tmp_path / "model_index.json").exists()
-    for output in (tmp_path, tmp_path / "README.md"):
-        with pytest.raises(UserError, match=f"output={output} is not empty; export overwrites nothing"):
-            export_checkpoint(str(runs["edm"]), str(output))
+    with pytest.raises(UserError, match=f"output={tmp_path} exists; give a new folder"):
+        export_checkpoint(str(runs["edm"]), str(tmp_path))

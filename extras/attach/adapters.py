@@ -1,4 +1,4 @@
-"""What `attach` must know about a network: its lists of blocks, and which arguments of a block have a token axis.
+"""Descriptions of networks for `attach`: the lists of blocks, and the arguments of a block that have a token axis.
 
 Nothing here imports a network: `find_adapter` compares the names of classes and their packages.
 
@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-# Which tokens a sequence lists: image tokens only, or text and image in their order. Text is never routed.
+# The tokens of a sequence: image tokens only, or text and image tokens in this order. Text is never routed.
 Layout = Literal["image", "text_image", "image_text"]
 
 
@@ -24,12 +24,12 @@ class TokenAxis:
     """An argument of a block, besides the tokens themselves, that has one entry per token: positions, a mask."""
 
     argument: str  # its name in the block's forward
-    dim: int  # its token axis; 0 means no batch axis: one table for the whole batch
+    dim: int  # the token axis; 0 means that there is no batch axis: one table for the whole batch
     layout: Layout = "image"
-    ndim: int | None = None  # only when the tensor has this many axes (an argument that is sometimes per token)
-    items: tuple[int, ...] | None = None  # for a tuple, the elements that have the token axis; None is all of them
-    key: str | None = None  # for a dict, the entry that has the token axis
-    mask: bool = False  # attention mask, (B or 1, heads or 1, L or 1, L) or (L, L), whose last two axes both list tokens
+    ndim: int | None = None  # if set, only tensors with this many axes have an entry per token
+    items: tuple[int, ...] | None = None  # the elements of a tuple that have the token axis; None: all
+    key: str | None = None  # the entry of a dict that has the token axis
+    mask: bool = False  # an attention mask, (B or 1, heads or 1, L or 1, L) or (L, L): its last two axes are token axes
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,14 @@ class BlockList:
 
     attribute: str  # the list's name in the network
     argument: str = "hidden_states"  # the name of the tokens in the block's forward
-    output: int | None = None  # where the tokens are in what the block returns: index of a tuple; None is a bare tensor
-    layout: Layout = "image"  # of the tokens
+    output: int | None = None  # index of the tokens in the tuple that the block returns; None: it returns the tokens alone
+    layout: Layout = "image"
     axes: tuple[TokenAxis, ...] = ()  # the other arguments with a token axis
 
 
 @dataclass(frozen=True)
 class ImageTokens:
-    """Where the image tokens of one forward pass are."""
+    """The image tokens of one forward pass."""
 
     batch: int  # B
     num_tokens: int  # N
@@ -53,28 +53,28 @@ class ImageTokens:
 
 
 def count_embedded(arguments: Mapping[str, Any], output: Tensor) -> ImageTokens:
-    """From the output of an embedding layer: (B, N, D), or (B, D, ...) with the grid at the end."""
+    """Count tokens in the output of an embedding layer: (B, N, D), or (B, D, ...) with the grid at the end."""
     return ImageTokens(len(output), output.shape[1] if output.ndim == 3 else prod(output.shape[2:]), output.device)
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """How to route one kind of network."""
+    """The description of one kind of network."""
 
-    # The submodule whose output tells the number of image tokens; it runs once per forward pass, before the blocks.
-    tokens_from: str  # "" is the network itself, before it runs
+    # The submodule whose output gives the number of image tokens; it runs once per forward pass, before the blocks.
+    tokens_from: str  # "": the network itself, before it runs
     blocks: tuple[BlockList, ...]  # in the order in which they run; layer indices of routes count through all lists
-    count_tokens: Callable[[Mapping[str, Any], Any], ImageTokens] = count_embedded  # of the submodule's arguments and output
-    must_be_empty: str = ""  # a dotted attribute (the network's own routes, token dropout): `attach` refuses a value
+    count_tokens: Callable[[Mapping[str, Any], Any], ImageTokens] = count_embedded  # (the submodule's arguments, output) -> count
+    must_be_empty: str = ""  # a dotted attribute (the network's own routes, token dropout) that `attach` requires to be empty
 
 
 def count_timm(arguments: Mapping[str, Any], output: Tensor) -> ImageTokens:
-    """From timm's patch embedding: (B, N, D), or (B, H, W, D) with dynamic image sizes."""
+    """Count tokens in the output of timm's patch embedding: (B, N, D), or (B, H, W, D) with dynamic image sizes."""
     return ImageTokens(len(output), prod(output.shape[1:-1]), output.device)
 
 
 def count_z_image(arguments: Mapping[str, Any], output: None) -> ImageTokens:
-    """From the call: x is a list of images (C, F, H, W). The padding of the image to 32 tokens is never routed."""
+    """Count tokens in the call: x is a list of images (C, F, H, W). The padding of the image to 32 tokens is never routed."""
     images, p, f = arguments["x"], arguments.get("patch_size", 2), arguments.get("f_patch_size", 1)
     _, frames, height, width = images[0].shape
     if any(image.shape != images[0].shape for image in images):
@@ -85,7 +85,7 @@ def count_z_image(arguments: Mapping[str, Any], output: None) -> ImageTokens:
 FLUX_AXES = (
     # (cos, sin), each (L, D_head): one table for text and image, for the whole batch.
     TokenAxis("image_rotary_emb", dim=0, layout="text_image"),
-    # Users pass a mask of padded text in it; the blocks have no argument for a mask.
+    # It may hold a mask for padded text; the blocks have no other argument for a mask.
     TokenAxis("joint_attention_kwargs", dim=-1, layout="text_image", key="attention_mask", mask=True),
 )
 FLUX_DOUBLE = BlockList("transformer_blocks", output=1, axes=FLUX_AXES)

@@ -1,14 +1,13 @@
 """Routing a network of another library: `attach(network, routes)` only adds forward hooks.
 
-`Attachment` decides which tokens stay in a forward pass; the hooks in hooks.py shorten and restore the tokens at the blocks.
+`Attachment` decides which tokens stay in a forward pass. The hooks in hooks.py shorten and restore the tokens at the blocks.
 
-Shapes: B batch, N image tokens, K kept of them.
+Shapes: B batch, N image tokens, K kept image tokens.
 """
 
 from __future__ import annotations
 
 import sys
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from extras.attach.adapters import Adapter, ImageTokens, find_adapter
-from extras.attach.hooks import BlockHooks, Plan, argument_names, memory_of
+from extras.attach.adapters import Adapter, find_adapter
+from extras.attach.hooks import BlockHooks, Plan, argument_names
 from routing_module import SELECTIONS, Route, SelectionRule, TokenRouter, apply_rule, num_kept_tokens, uniform_scores
 
-# Wrappers by the names of their classes, and the attribute that holds what they wrap.
+# Class names of wrappers, and the attribute that holds the wrapped module.
 WRAPPED = {
     "OptimizedModule": "_orig_mod",  # torch.compile
     "CheckpointWrapper": "_checkpoint_wrapped_module",
@@ -40,7 +39,7 @@ def as_routes(routes: str | Mapping | Sequence[Route | Mapping]) -> tuple[Route,
     """
     if isinstance(routes, str):
         if routes not in PRESETS:
-            raise ValueError(f"routes={routes!r} is no preset; use {', '.join(PRESETS)}")
+            raise ValueError(f"routes={routes!r} is not a preset; use {', '.join(PRESETS)}")
         return (PRESETS[routes],)
     if isinstance(routes, Mapping):
         routes = routes["routes"]
@@ -49,20 +48,19 @@ def as_routes(routes: str | Mapping | Sequence[Route | Mapping]) -> tuple[Route,
     return tuple(route if isinstance(route, Route) else Route(**route) for route in routes)
 
 
-def runs_in_backward() -> bool:
-    """Whether a backward pass is running, which may recompute blocks; False in compiled code."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-
-
 class Attachment:
     """The routes of one network, as `attach` returns them. `router.routes` holds them with absolute indices.
 
-    The network's hooks hold the attachment: a deep copy of the network has another one (`attached(copy)`).
+    A deep copy of the network has its own attachment, `attached(copy)`.
     """
 
-    def __init__(self, network: nn.Module, adapter: Adapter, routes, rule: SelectionRule, shared: bool, generator):
-        self.adapter, self.rule, self.shared, self.generator = adapter, rule, shared, generator
-        self._forget_passes()
+    def __init__(self, network: nn.Module, adapter: Adapter, routes: Sequence[Route], rule: SelectionRule, generator):
+        self.adapter, self.rule, self.generator = adapter, rule, generator
+        self.ratios_now: tuple[float, ...] | None = None  # inside `routed()`
+        self.forced: Tensor | None = None  # inside `force_keep()`: (B, N) bool
+        self.plan: Plan | None = None  # of the current or last forward pass; None before its embedding
+        self.recomputed: Plan | None = None  # inside a block that `checkpoint()` runs
+        self.last = Plan()  # of the last routed forward pass
         blocks = [(spec, inner_module(block)) for spec in adapter.blocks for block in getattr(network, spec.attribute)]
         self.router = TokenRouter(routes, depth=len(blocks))
 
@@ -84,29 +82,13 @@ class Attachment:
         for block, hooks in routed:
             self.handles.append(block.register_forward_pre_hook(hooks.before_block, with_kwargs=True))
             self.handles.append(block.register_forward_hook(hooks.after_block, with_kwargs=True, always_call=True))
-
-    def _forget_passes(self) -> None:
-        """Reset the state to that of a network that has never run."""
-        self.ratios_now: tuple[float, ...] | None = None  # inside `routed()`
-        self.forced: Tensor | None = None  # inside `force_keep()`: (B, N) bool
-        self.num_forced = 0
-        self.plan: Plan | None = None  # the plan of the current or last forward pass; None before its embedding
-        self.bound: Plan | None = None  # inside a block that `checkpoint()` runs
-        self.last = Plan()  # the last plan that routes
-        self.recent: deque[Plan] = deque(maxlen=64)  # plans of forward passes whose backward pass may still come
-
-    def __getstate__(self) -> dict:
-        """Copies and pickles hold no state of a running pass."""
-        fresh = object.__new__(Attachment)
-        fresh._forget_passes()
-        return self.__dict__ | fresh.__dict__
+        forget_compiled()
 
     def detach(self) -> None:
         """Remove every hook, which restores the network. A second call does nothing."""
         for handle in self.handles:
             handle.remove()
         self.handles = []
-        self._forget_passes()
         forget_compiled()
 
     @contextmanager
@@ -126,24 +108,19 @@ class Attachment:
         """Inside the context, tokens with a nonzero `mask` (B, N) never skip; None forces nothing.
 
         Every sample keeps as many tokens as the sample that forces most; `saving` then reports the share that still skips.
-        The forward pass raises ValueError for a mask of another shape. Entering the context waits for the device once.
+        The forward pass raises ValueError for a mask of another shape, and waits for the device once.
         """
-        before = self.forced, self.num_forced
-        self.forced, self.num_forced = None, 0
-        if mask is not None:
-            forced = mask != 0
-            self.forced = forced.any(dim=0, keepdim=True).expand_as(forced) if self.shared else forced
-            self.num_forced = int(self.forced.sum(dim=1).max())
+        before, self.forced = self.forced, None if mask is None else mask != 0
         try:
             yield
         finally:
-            self.forced, self.num_forced = before
+            self.forced = before
 
     def checkpoint(self, function, *args, **kwargs) -> Any:
         """Gradient checkpointing that recomputes each block with the tokens of its forward pass.
 
-        For diffusers: `network.enable_gradient_checkpointing(attachment.checkpoint)`. Other checkpoint functions work if they
-        checkpoint every block separately and keep its input in place; otherwise the backward pass raises a RuntimeError.
+        For diffusers: `network.enable_gradient_checkpointing(attachment.checkpoint)`. With other checkpoint functions, the
+        backward pass raises a RuntimeError.
         Under torch.compile, set `torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True`.
         """
         if torch.compiler.is_compiling():  # the compiler recomputes from what it kept
@@ -151,11 +128,11 @@ class Attachment:
         plan = self.plan
 
         def run(*args, **kwargs):
-            before, self.bound = self.bound, plan
+            before, self.recomputed = self.recomputed, plan
             try:
                 return function(*args, **kwargs)
             finally:
-                self.bound = before
+                self.recomputed = before
 
         return checkpoint(run, *args, use_reentrant=False, **kwargs)
 
@@ -183,60 +160,41 @@ class Attachment:
         If a checkpointed block drew them, its recomputation would draw again and get other dropout masks.
         """
         self.plan = Plan()
-        if self.ratios_now is not None or (module.training and torch.is_grad_enabled()):
-            if runs_in_backward():
-                raise RuntimeError("the backward pass recomputes a whole routed network; checkpoint its blocks instead")
-            image = self.adapter.count_tokens(dict(zip(self.embedding_arguments, args)) | kwargs, output)
-            self.plan = self._make_plan(image)
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            self.recent.append(self.plan)
-
-    def _make_plan(self, image: ImageTokens) -> Plan:
-        B, N = image.batch, image.num_tokens
-        if self.forced is not None and self.forced.shape != (B, N):
-            raise ValueError(f"force_keep has shape {tuple(self.forced.shape)}; the network has {(B, N)} image tokens")
+        if self.ratios_now is None and not (module.training and torch.is_grad_enabled()):
+            return
+        image = self.adapter.count_tokens(dict(zip(self.embedding_arguments, args)) | kwargs, output)
+        B, N, num_forced = image.batch, image.num_tokens, 0
+        if self.forced is not None:
+            if self.forced.shape != (B, N):
+                raise ValueError(f"force_keep has shape {tuple(self.forced.shape)}; the network has {(B, N)} image tokens")
+            num_forced = int(self.forced.sum(dim=1).max())
         ratios = self.router.selection_ratios() if self.ratios_now is None else self.ratios_now
-        num_kept = tuple(max(num_kept_tokens(N, ratio), self.num_forced) for ratio in ratios)
-        self.last = plan = Plan(image, num_kept, in_evaluation=self.ratios_now is not None)
-        for i in range(len(ratios)):
-            if plan.is_on(i):
-                plan.uniform[i] = torch.rand(1 if self.shared else B, N, device=image.device, generator=self.generator)
-                if self.rule is uniform_scores:
-                    self.choose_ids_keep(plan, i)
-        return plan
+        num_kept = tuple(max(num_kept_tokens(N, ratio), num_forced) for ratio in ratios)
+        self.last = self.plan = plan = Plan(image, num_kept, in_evaluation=self.ratios_now is not None)
+        for i in filter(plan.is_on, range(len(ratios))):
+            plan.uniform[i] = torch.rand(B, N, device=image.device, generator=self.generator)
+            if self.rule is uniform_scores:
+                self.choose_ids_keep(plan, i)
 
     def choose_ids_keep(self, plan: Plan, route: int, tokens: Tensor | None = None) -> None:
         """Choose the tokens that stay in a route. Rules other than uniform need the tokens (B, N, D) that arrive at it."""
         scores = plan.uniform[route]
         if tokens is not None:
-            scores = apply_rule(self.rule, tokens, scores.expand(len(tokens), -1))
-            if self.shared:
-                scores = scores.mean(dim=0, keepdim=True)
-        scores = scores.expand(plan.image.batch, -1)
+            scores = apply_rule(self.rule, tokens, scores)
         if self.forced is not None:
             scores = scores.masked_fill(self.forced.to(scores.device), torch.inf)
         plan.ids_keep[route] = TokenRouter.keep_highest(scores, plan.num_kept[route])  # (B, K)
 
-    def find_plan(self, layer: int, tokens: Tensor) -> Plan:
-        """The plan of the forward pass that a block belongs to, also when a backward pass recomputes the block.
-
-        `checkpoint` binds the plan. Other checkpoint functions hold the block's input, which identifies the pass. That fails if
-        the input was moved (as by offloading), was the input of several passes, or belongs to a pass too long ago.
-        """
-        compiling = torch.compiler.is_compiling()
-        if self.bound is not None and not compiling:
-            return self.bound
-        if runs_in_backward():
-            found = [plan for plan in self.recent if plan.inputs.get(layer) == memory_of(tokens)]
-            if len(found) != 1:
-                why = f"the backward pass recomputes block {layer}, whose forward pass is unknown"
-                raise RuntimeError(f"{why}; checkpoint the blocks with attachment.checkpoint (see its docstring)")
-            return found[0]
+    def find_plan(self, layer: int) -> Plan:
+        """The plan of the forward pass to which a block belongs, also if a backward pass recomputes the block."""
+        if not torch.compiler.is_compiling():
+            if self.recomputed is not None:
+                return self.recomputed
+            if torch._C._current_graph_task_id() != -1:  # a backward pass is running
+                raise RuntimeError(f"the backward pass recomputes block {layer}; checkpoint blocks with attachment.checkpoint")
         if self.plan is None:
-            why = f"block {layer} runs, but {self.adapter.tokens_from!r} did not run before it"
-            raise RuntimeError(f"{why}; if it was replaced after attach(), detach() and attach() again")
-        if not compiling:
-            self.plan.inputs[layer] = memory_of(tokens)
+            reason = f"block {layer} runs, but {self.adapter.tokens_from!r} did not run before it"
+            raise RuntimeError(f"{reason}; if it was replaced after attach(), detach() and attach() again")
         return self.plan
 
 
@@ -256,11 +214,8 @@ def inner_module(module: nn.Module) -> nn.Module:
 
 def attached(network: nn.Module) -> Attachment | None:
     """The attachment of a network or of its deep copy; None if it has none."""
-    for module in inner_module(network).modules():
-        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
-            if isinstance(getattr(hook, "__self__", None), Attachment):
-                return hook.__self__
-    return None
+    hooks = inner_module(network)._forward_pre_hooks.values()
+    return next((hook.__self__ for hook in hooks if isinstance(getattr(hook, "__self__", None), Attachment)), None)
 
 
 def attach(
@@ -268,20 +223,18 @@ def attach(
     routes: str | Mapping | Sequence[Route | Mapping],
     *,
     selection: str | SelectionRule = "uniform",
-    per_sample: bool = True,
     generator: torch.Generator | None = None,
     adapter: Adapter | None = None,
 ) -> Attachment:
-    """Route the image tokens of a network (TREAD, section 3) in training mode with gradients; evaluation is untouched.
+    """Route the image tokens of a network (TREAD, section 3) in training mode with gradients; evaluation does not change.
 
     Args:
         network: one of `ADAPTERS`, or any that `adapter` describes; also inside DDP, torch.compile or PEFT. It gets forward
             hooks, which `detach` removes; nothing else changes.
         routes: a preset, a SimpleTuner `tread_config`, or routes (see `as_routes`). selection_ratio is the fraction
             that SKIPS; layer indices count through all lists of blocks in order, and may be negative.
-        selection: which tokens stay: `uniform` (the paper: a random subset), `importance` (tokens with a large L1-norm stay
+        selection: which tokens stay: `uniform` (the paper: a random subset), `importance` (tokens with a large L1 norm stay
             more often), or a function, such as `partial(importance_scores, weight=1.0)`.
-        per_sample: a subset for every sample; False is one subset for the whole batch.
         generator: on the device of the tokens; None is torch's default, the only one that torch.compile traces in one graph.
 
     Differs from TREAD, section 4: under autocast, the block right after a route runs in the same precision as the others.
@@ -296,10 +249,8 @@ def attach(
     adapter = adapter or find_adapter(network)
     setting = network
     for name in adapter.must_be_empty.split("."):
-        setting = getattr(setting, name, None)  # None also where must_be_empty is ""
+        setting = getattr(setting, name, None)  # None also if must_be_empty is ""
     if setting:
         raise ValueError(f"{type(network).__name__} with {adapter.must_be_empty}={setting} cannot be routed; build it without")
     rule = SELECTIONS[selection] if isinstance(selection, str) else selection
-    attachment = Attachment(network, adapter, as_routes(routes), rule, not per_sample, generator)
-    forget_compiled()
-    return attachment
+    return Attachment(network, adapter, as_routes(routes), rule, generator)

@@ -1,17 +1,14 @@
-"""How long a training step, a batch of latents, a batch of samples and an evaluation take on this machine.
+"""How long a training step takes on this machine.
 
     python -m extras.benchmarks step 'variants=[model=dit,model=tread]' model.backbone=DiT-S/2 train.batch_size=8
     python -m extras.benchmarks step 'variants=[model=dit,model=tread train.compile=blocks]' train.precision=fp32
     accelerate launch --multi_gpu --num_processes 8 -m extras.benchmarks step 'variants=[train.parallel=ddp,train.parallel=fsdp]'
-    python -m extras.benchmarks loader 'variants=[data.num_workers=0,data.num_workers=4]' data.path=data/imagenet256 steps=200
-    python -m extras.benchmarks sampling 'variants=[guidance=none,guidance=cfg]' model.backbone=DiT-S/2 sample.batch_size=4
-    python -m extras.benchmarks evaluation num_samples=5000
-    python -m extras.benchmarks evidence                 # the figures of "Does it work?" in docs/experiments.md
-    python -m extras.benchmarks gpu                      # `make gpu`: tests/gpu and all of these, with one file of results
+    python -m extras.benchmarks evidence                 # the tables of "Does it work?" in docs/experiments.md
 
-`variants`, `rounds`, `steps` and `warmup` are the benchmark's own keys; all others are train.py's. A variant is one or more
-arguments of train.py, separated by spaces; without any, it is the configuration as given. Without data.path, latents are random.
-Results are Markdown on stdout: machine, versions, commit, command and date, then a row per variant. The variants take turns.
+`variants`, `rounds`, `steps` and `warmup` are keys of the benchmark; all others are keys of train.py. A variant is one or more
+arguments of train.py, separated by spaces. Without variants, the given configuration is timed, and without data.path, on random
+latents. Results are Markdown on stdout: machine, versions, commit, command and date, then a row per variant. Variants take turns.
+`make gpu` runs tests/gpu and these benchmarks and writes one file of results.
 """
 
 from __future__ import annotations
@@ -22,21 +19,16 @@ from collections.abc import Sequence
 
 from configs import command_line as cli
 
-MEASURED = ("step", "loader", "sampling")
-COMMANDS = dict.fromkeys(MEASURED, "extras.benchmarks.rows:compare") | {
-    "evaluation": "extras.benchmarks.rows:evaluation",
-    "gpu": "extras.benchmarks.gpu:gpu",
-    "evidence": "extras.benchmarks.evidence:evidence",
-}
+COMMANDS = {"step": "extras.benchmarks.rows:step", "evidence": "extras.benchmarks.evidence:evidence"}
 OWN_KEYS = ("variants", "rounds", "steps", "warmup")
 
 
 def main(arguments: Sequence[str]) -> None:
-    name, *settings = ["--help"] if not arguments or "--help" in arguments else arguments
-    if name in MEASURED:
+    name, *settings = arguments or ["--help"]
+    if name == "step" and not cli.HELP & {*settings}:
         own = [argument for argument in settings if argument.partition("=")[0] in OWN_KEYS]
         others = [argument for argument in settings if argument not in own]
-        settings = [f"what={name}", *own, f"overrides={json.dumps(others)}"]
+        settings = [*own, f"overrides={json.dumps(others)}"]
     cli.run_command(COMMANDS, __doc__, [name, *settings])
 
 

@@ -1,4 +1,4 @@
-"""What all benchmarks share: variants that take turns, the clock, and a table that says where it comes from."""
+"""Timing of variants in turns, and a table of the results with machine, versions and commit."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from accelerate import Accelerator
 from checkpoints.provenance import describe_start
 from evaluations.results import markdown_table
 
-NOTES = """`ms`: median of all timed calls. `host ms`: until the host has started all work of one; near `ms` it is the limit.
-`images/s`, `TFLOP/s`: of one process. `MFU`: of the bfloat16 peak that the vendor publishes. `time / first`: in each round, the
-variant's median over the first variant's; then the median over rounds.
+NOTES = """`ms`: median of all timed calls. `host ms`: time in which the CPU queues a call; near `ms`, the GPU waits for the CPU.
+`images/s`: per process. `MFU`: relative to the vendor's bfloat16 peak. `time / first`: median over rounds of the
+variant's median over the first variant's.
 """
 
 
-# TFLOP/s of dense bfloat16 products, from the vendors' data sheets. The whole name must match: a part of a GPU (MIG) has no peak.
+# TFLOP/s of dense bfloat16 matrix products, from the vendors' data sheets. The whole name must match: a MIG slice has no peak.
 PEAKS = {
     r"A[18]00(?!.*MIG).*": 312, r"H100 \d+GB HBM3|H800": 989.4, r"H100 PCIe": 756, r"H100 NVL|H200 NVL": 835,
     r"H200": 989.4, r"B200": 2250, r"L40S": 362, r"GeForce RTX 4090": 165.2, r"GeForce RTX 5090": 209.5,
@@ -31,13 +31,13 @@ PEAKS = {
 
 
 def published_peak(device: torch.device) -> float | None:
-    """bfloat16 FLOP/s as the vendor publishes them; None for a CPU, and for a GPU that is not in the table."""
+    """The vendor's bfloat16 peak in FLOP/s; None for a CPU or a GPU that is not in the table."""
     name = torch.cuda.get_device_name(device).removeprefix("NVIDIA ") if device.type == "cuda" else ""
     return next((1e12 * peak for pattern, peak in PEAKS.items() if re.fullmatch(pattern, name)), None)
 
 
 def time_ms(action: Callable[[], object], repeats: int, device: torch.device, warmup: int = 0) -> list[float]:
-    """Milliseconds of each of `repeats` calls, by the device's own clock on CUDA, after `warmup` calls that do not count."""
+    """Milliseconds of each of `repeats` calls after `warmup` untimed calls; measured by CUDA events on a GPU."""
     is_cuda, marks = device.type == "cuda", []
 
     def mark() -> None:
@@ -58,56 +58,38 @@ def time_ms(action: Callable[[], object], repeats: int, device: torch.device, wa
 
 @dataclass
 class TimedRow:
-    """A variant that is measured."""
+    """A variant and its measurements."""
 
-    action: Callable[[], object]  # what is timed
-    num_images: int  # that one call handles in this process
-    flops_per_image: float = 0.0  # of matrix products, a multiply-add counted twice; 0 where they are not counted
-    found: dict[str, object] = field(default_factory=dict)  # other columns of its record
-    turns: list[list[float]] = field(default_factory=list)  # for every turn, the milliseconds of each call
-    host_ms: list[float] = field(default_factory=list)  # for every turn, until the host had started all work of a call
+    action: Callable[[], object]  # the timed call
+    num_images: int  # images per call in this process
+    flops_per_image: float  # of matrix products, a multiply-add counted twice
+    columns: dict[str, object] = field(default_factory=dict)  # further columns of the table
+    turns: list[list[float]] = field(default_factory=list)  # per turn, the milliseconds of each call
+    host_ms: list[float] = field(default_factory=list)  # per turn, the milliseconds in which the CPU queued a call
 
 
 def measure(
     openers: Mapping[str, Callable[[], TimedRow]], device: torch.device, rounds: int, steps: int, warmup: int
 ) -> list[dict[str, object]]:
-    """Time variants in turns (A B A B), so that whatever else the machine does slows all of them; returns a record of each.
+    """Time variants in turns (A B A B), so that other load on the machine slows all of them. Returns a record per variant.
 
     Args:
-        openers: by the variants' names; each makes its row, which stays on the device. One that does not fit there is recorded.
+        openers: variant -> a function that builds its row, which stays on the device. Running out of memory becomes a record.
         steps: timed calls in each of `rounds` turns.
-        warmup: calls before a variant's first turn; each turn begins with one that does not count.
+        warmup: untimed calls before a variant's first turn.
     """
     rows: dict[str, TimedRow] = {}
     records: dict[str, dict[str, object]] = {name: {"variant": name} for name in openers}
-    is_cuda = device.type == "cuda"
-
-    def open_row(name: str) -> None:
-        before = torch.cuda.memory_allocated() if is_cuda else 0
-        if is_cuda:
-            torch.cuda.reset_peak_memory_stats()
-        row = openers[name]()
-        row.found["first call s"] = time_ms(row.action, 1, device)[0] / 1000
-        time_ms(row.action, 0, device, warmup)
-        if is_cuda:
-            row.found["peak GiB"] = (torch.cuda.max_memory_allocated() - before) / 2**30
-        rows[name] = row
-
-    def take_turn(name: str) -> None:
-        if is_cuda:
-            torch.cuda.synchronize(device)  # nothing is queued: the host waits for nobody
-            start_sec = time.perf_counter()
-            rows[name].action()
-            rows[name].host_ms.append(1000 * (time.perf_counter() - start_sec))
-        rows[name].turns.append(time_ms(rows[name].action, steps, device, warmup=0 if is_cuda else min(warmup, 1)))
-
-    for action, name in itertools.product((open_row, *[take_turn] * rounds), openers):
+    for turn, name in itertools.product(range(rounds + 1), openers):
         if "problem" not in records[name]:
             try:
-                action(name)
+                if turn == 0:
+                    rows[name] = open_row(openers[name], device, warmup)
+                else:
+                    take_turn(rows[name], device, steps)
             except torch.OutOfMemoryError:
                 records[name]["problem"] = "out of memory"
-            if "problem" in records[name]:  # here the error has let go of its tensors
+            if "problem" in records[name]:  # outside of `except`, the error no longer holds tensors
                 rows.pop(name, None)
                 gc.collect()
                 torch.cuda.empty_cache()
@@ -117,24 +99,45 @@ def measure(
     return list(records.values())
 
 
+def open_row(opener: Callable[[], TimedRow], device: torch.device, warmup: int) -> TimedRow:
+    """Build a variant and warm it up. Adds the time of the first call and, on CUDA, the peak memory to its columns."""
+    is_cuda = device.type == "cuda"
+    before = torch.cuda.memory_allocated() if is_cuda else 0
+    if is_cuda:
+        torch.cuda.reset_peak_memory_stats()
+    row = opener()
+    row.columns["first call s"] = time_ms(row.action, 1, device)[0] / 1000
+    time_ms(row.action, 0, device, warmup)
+    if is_cuda:
+        row.columns["peak GiB"] = (torch.cuda.max_memory_allocated() - before) / 2**30
+    return row
+
+
+def take_turn(row: TimedRow, device: torch.device, steps: int) -> None:
+    """One call for the CPU's share, from an empty queue of the GPU, then `steps` timed calls."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start_sec = time.perf_counter()
+    row.action()
+    row.host_ms.append(1000 * (time.perf_counter() - start_sec))
+    row.turns.append(time_ms(row.action, steps, device))
+
+
 def summarise(row: TimedRow, first: TimedRow | None, peak: float | None) -> dict[str, object]:
-    """The columns of a row; `first` is the first variant's row (None: given up), `peak` is that of `published_peak`."""
-    low, middle, high = np.percentile(row.turns, (25, 50, 75))
-    images_per_sec = 1000 * row.num_images / middle
-    found = {"ms": middle, "quartiles": [low, high]} | ({"host ms": np.median(row.host_ms)} if row.host_ms else {})
-    found["images/s"] = images_per_sec
-    if row.flops_per_image:
-        flops_per_sec = row.flops_per_image * images_per_sec
-        found |= {"GFLOP/image": row.flops_per_image / 1e9, "TFLOP/s": flops_per_sec / 1e12}
-        found["MFU"] = flops_per_sec / peak if peak else None
+    """The columns of a row. `first` is the first variant's row (None if it ran out of memory), `peak` is in FLOP/s."""
+    ms = np.median(row.turns)
+    images_per_sec = 1000 * row.num_images / ms
+    columns = {"ms": ms, "host ms": np.median(row.host_ms), "images/s": images_per_sec}
+    columns["GFLOP/image"] = row.flops_per_image / 1e9
+    columns["MFU"] = row.flops_per_image * images_per_sec / peak if peak else None
     if first is not None:
         ratios = np.median(row.turns, axis=1) / np.median(first.turns, axis=1)
-        found |= {"time / first": np.median(ratios), "lowest, highest": [ratios.min(), ratios.max()]}
-    return found | row.found
+        columns |= {"time / first": np.median(ratios), "lowest, highest": [ratios.min(), ratios.max()]}
+    return columns | row.columns
 
 
 def report(title: str, accelerator: Accelerator, records: Sequence[dict[str, object]]) -> None:
-    """Print a result as Markdown: machine, versions, commit, command and date, then a table with a row per record."""
+    """Print a result as Markdown: machine, versions, commit, command and date, then a row per record."""
     if not accelerator.is_main_process:
         return
     about = describe_start(accelerator, step=0)

@@ -1,4 +1,4 @@
-"""Runs grouped into experiments: which row of the paper's tables they are, and which dense runs they are compared with."""
+"""Runs grouped into experiments: their row of the paper's tables, and the dense runs they are compared with."""
 
 from __future__ import annotations
 
@@ -17,31 +17,19 @@ from configs.schema import Role, role_of
 from configs.settings import flatten
 from extras.report.runs import LOSS, UNGUIDED, Measure, Run
 
-# What a dense run and a routed one may differ in.
+# Settings in which a dense and a routed run may differ.
 ROUTING = tuple(f"model.{key}" for key in ("name", "routes", "selection", "path_drop", "fp32_after_route"))
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A measure at one step, of each seed."""
-
-    step: int
-    values: list[float]
-
-    @property
-    def mean(self) -> float:
-        return statistics.fmean(self.values)
 
 
 @dataclass(eq=False)
 class Experiment:
-    """Runs that differ only in the seed, in where they are and in how they were logged."""
+    """Runs that differ only in seed, paths and logging."""
 
     runs: list[Run]
-    identity: dict[str, object]  # the values of the keys that make runs different experiments
-    changes: dict[str, tuple[object, object]]  # (the row's value, the runs' value) of each key that differs from the row's
+    identity: dict[str, object]  # the settings that distinguish experiments
+    changes: dict[str, tuple[object, object]]  # key -> (the row's value, the runs' value), where they differ
     label: str = ""
-    baseline: Experiment | None = None  # the dense experiment that it is compared with
+    baseline: Experiment | None = None  # the dense experiment to compare with
 
     @property
     def row(self) -> dict:
@@ -49,59 +37,53 @@ class Experiment:
 
     @property
     def is_routed(self) -> bool:
-        is_fused = str(self.identity.get("model.name")).endswith("sprint")  # with ratio 0 too, it is no dense network
-        return is_fused or any(route["selection_ratio"] > 0 for route in self.identity["model.routes"])
+        is_sprint = str(self.identity.get("model.name")).endswith("sprint")  # not a dense network, even if no token skips
+        return is_sprint or any(route["selection_ratio"] > 0 for route in self.identity["model.routes"])
 
     def measures(self) -> list[Measure]:
         return [measure for measure in dict.fromkeys(key for run in self.runs for key in run.figures) if measure != LOSS]
 
     def furthest(self, measure: Measure) -> list[Run]:
-        """The runs that have the latest figure: the curve is their mean at every step, so that no seed joins or leaves it."""
+        """The runs that have the latest figure. A curve is their mean at every step, so no seed joins or leaves it."""
         last = max((max(run.figures[measure]) for run in self.runs if measure in run.figures), default=None)
         return [run for run in self.runs if last in run.figures.get(measure, ())]
 
-    def curve(self, measure: Measure) -> list[Figure]:
-        values = [run.figures[measure] for run in self.furthest(measure)]
-        steps = sorted(set.intersection(*map(set, values))) if values else []
-        return [Figure(step, [one[step] for one in values]) for step in steps]
+    def curve(self, measure: Measure) -> dict[int, list[float]]:
+        """Step -> a value per seed, in the order of steps; empty if the measure is not among `measures`."""
+        curves = [run.figures[measure] for run in self.furthest(measure)]
+        steps = sorted(step for step in (curves[0] if curves else ()) if all(step in curve for curve in curves))
+        return {step: [curve[step] for curve in curves] for step in steps}
 
     def hours_at(self, step: float, measure: Measure) -> float:
-        """Hours of training until a step, mean over the runs of the measure's curve."""
+        """Hours of training until a step, averaged over the runs of the measure's curve."""
         return statistics.fmean(run.hours_at(step) for run in self.furthest(measure))
 
     def paper(self, measure: Measure) -> float | None:
-        """The paper's figure, of its own number of samples. None where the runs changed their row."""
+        """The paper's figure, for row["num_samples"] samples; None if the runs changed settings of their row."""
         figures = self.row.get("paper" if measure.guidance == UNGUIDED else "paper_guided") or {}
         return None if self.changes else figures.get(measure.metric)
 
     def has_paper(self, measure: Measure) -> bool:
-        """Whether the paper's figure is of as many samples."""
+        """Whether the paper has a figure with the measure's number of samples."""
         return self.paper(measure) is not None and self.row["num_samples"] == measure.num_samples
 
 
-def leading_measure(experiments: Sequence[Experiment]) -> Measure | None:
-    """Where possible what the paper reports, then unguided before guided figures, then what most experiments have."""
-    counts = Counter(measure for one in experiments for measure in one.measures())
-    compared = {measure for one in experiments for measure in one.measures() if one.has_paper(measure)}
-    return min(counts, key=lambda one: (one not in compared, one.guidance != UNGUIDED, -counts[one]), default=None)
+def curve_measure(dense: Experiment, routed: Experiment) -> Measure | None:
+    """What to compare over training: a figure that both have, the paper's if possible, then an unguided one; None without any.
 
-
-def curve_measure(experiments: Sequence[Experiment]) -> Measure:
-    """The leading measure, with the number of samples that was evaluated most often; LOSS without any.
-
-    FID of 50,000 samples is often there for the last step alone, and FID of 5,000 for many.
+    Of several numbers of samples, it is the one that was evaluated most often. FID of 50,000 samples often exists for the last
+    step alone, and FID of 5,000 samples for many steps.
     """
-    if (leading := leading_measure(experiments)) is None:
-        return LOSS
-    measures = (measure for one in experiments for measure in one.measures())
-    alike = [measure for measure in measures if (measure.metric, measure.guidance) == (leading.metric, leading.guidance)]
-    return max(alike, key=lambda measure: sum(len(one.curve(measure)) for one in experiments))
+    shared = [measure for measure in routed.measures() if measure in dense.measures()]
+    leading = min(shared, key=lambda m: (not routed.has_paper(m), m.guidance != UNGUIDED), default=None)
+    alike = [m for m in shared if (m.metric, m.guidance) == (leading.metric, leading.guidance)]
+    return max(alike, key=lambda m: len(dense.curve(m)) + len(routed.curve(m)), default=None)
 
 
 def drop_copies(runs: Sequence[Run]) -> tuple[list[Run], dict[str, str]]:
-    """The runs without copies of others, and why the copies are left out, by folder.
+    """(the runs without copies of others, path of a copy -> reason).
 
-    A copy has the settings and the seed of another run, and its figures wherever both have them. The run that got furthest stays.
+    A copy has the settings and the seed of another run, and equal figures wherever both have them. The longest run stays.
     """
     kept: dict[tuple, list[Run]] = {}
     problems = {}
@@ -115,27 +97,35 @@ def drop_copies(runs: Sequence[Run]) -> tuple[list[Run], dict[str, str]]:
 
 
 def group(runs: Sequence[Run]) -> dict[str, list[Experiment]]:
-    """Experiments by table: the paper's in their order, then those without a row, by their data."""
+    """Experiments by table: the paper's tables in their order, then runs without a row by their data set.
+
+    An experiment's label is its row with the changed settings, or its runs' names without seeds. Equal labels get a number.
+    """
     found: dict[tuple, Experiment] = {}
     for run in runs:
         identity = identity_of(run.config)
         key = (run.row.get("name"), repr(sorted(identity.items())))
-        if key not in found:
-            found[key] = Experiment([], identity, changes_of(run))
-        found[key].runs.append(run)
-    experiments = list(found.values())
-    label_experiments(experiments)
+        found.setdefault(key, Experiment([], identity, changes_of(run))).runs.append(run)
+    labels: Counter[str] = Counter()
+    for experiment in found.values():
+        changed = ", ".join(f"{key}={new}" for key, (_, new) in experiment.changes.items())
+        names = dict.fromkeys(without_seed(run.path.name) for run in experiment.runs)
+        label = experiment.row["name"] + (f" with {changed}" if changed else "") if experiment.row else " / ".join(names)
+        labels[label] += 1
+        experiment.label = label if labels[label] == 1 else f"{label} ({labels[label]})"
     order = {name: i for i, name in enumerate(ROWS)}
-    experiments.sort(key=lambda one: (order.get(one.row.get("name"), len(order)), bool(one.changes), one.is_routed, one.label))
+    experiments = [*found.values()]
+    experiments.sort(key=lambda e: (order.get(e.row.get("name"), len(order)), bool(e.changes), e.is_routed, e.label))
     tables: dict[str, list[Experiment]] = {}
-    for one in experiments:
-        one.baseline = find_baseline(one, experiments)
-        tables.setdefault(one.row.get("table") or f"Other runs on {one.runs[0].config['data.name']}", []).append(one)
+    for experiment in experiments:
+        experiment.baseline = find_baseline(experiment, experiments)
+        name = experiment.row.get("table") or f"Other runs on {experiment.runs[0].config['data.name']}"
+        tables.setdefault(name, []).append(experiment)
     return tables
 
 
 def identity_of(config: dict) -> dict[str, object]:
-    """The values that make two runs different experiments: those of keys with a role in the schema, the seed excepted."""
+    """The settings that distinguish experiments: those with a role in the schema, except the seed."""
     identity = {key: value for key, value in config.items() if role_of(key) not in (None, Role.STARTED) and key != "seed"}
     if isinstance(source := identity.get("init_from"), str):
         identity["init_from"] = without_seed(source)
@@ -152,44 +142,32 @@ def compose_row(name: str) -> DictConfig:
 
 
 def changes_of(run: Run) -> dict[str, tuple[object, object]]:
-    """(the row's value, the run's) of each key that the run changed of its row, without what the row leaves to the data."""
+    """key -> (the row's value, the run's value) where they differ, except values that the row takes from the data."""
     if run.row.get("name") not in ROWS:
         return {}
-    own = {key: run.config[key] for key in ("seed", "output_dir")}
-    composed = OmegaConf.merge(compose_row(run.row["name"]), own)
+    composed = OmegaConf.merge(compose_row(run.row["name"]), {key: run.config[key] for key in ("seed", "output_dir")})
     row = identity_of(flatten(OmegaConf.to_container(composed, resolve=True)))
     changed = {key: (row[key], value) for key, value in identity_of(run.config).items() if key in row and value != row[key]}
     return {key: values for key, values in changed.items() if not (key.startswith("data.") and values[0] is None)}
 
 
 def change_words(changes: dict[str, tuple[object, object]]) -> str:
-    """train.batch_size=8 instead of 256."""
+    """`train.batch_size=8 instead of 256`."""
     return ", ".join(f"{key}={new} instead of {old}" for key, (old, new) in changes.items())
 
 
-def label_experiments(experiments: Sequence[Experiment]) -> None:
-    """Label each by its row and what it changed, or by the names of its runs without their seeds; equal labels get a number."""
-    taken: Counter[str] = Counter()
-    for one in experiments:
-        changed = ", ".join(f"{key}={new}" for key, (_, new) in one.changes.items())
-        names = dict.fromkeys(without_seed(run.path.name) for run in one.runs)
-        label = one.row["name"] + (f" with {changed}" if changed else "") if one.row else " / ".join(names)
-        taken[label] += 1
-        one.label = label if taken[label] == 1 else f"{label} ({taken[label]})"
-
-
-def differences_from(one: Experiment, other: Experiment, besides: Iterable[str] = ROUTING) -> dict[str, tuple[object, object]]:
-    """(value of `one`, value of `other`) of the keys in which they differ."""
-    keys = sorted((one.identity.keys() | other.identity.keys()) - set(besides))
-    values = {key: (one.identity.get(key), other.identity.get(key)) for key in keys}
+def differences_from(first: Experiment, second: Experiment, besides: Iterable[str] = ROUTING) -> dict[str, tuple[object, object]]:
+    """key -> (value in `first`, value in `second`) where they differ, except the keys in `besides`."""
+    keys = sorted((first.identity.keys() | second.identity.keys()) - set(besides))
+    values = {key: (first.identity.get(key), second.identity.get(key)) for key in keys}
     return {key: pair for key, pair in values.items() if pair[0] != pair[1]}
 
 
 def find_baseline(experiment: Experiment, experiments: Sequence[Experiment]) -> Experiment | None:
-    """The dense experiment of the row that the configuration names, or, without a row, of the same settings beside the routes.
+    """The dense experiment of the row that the configuration names, or without a row, one that differs in the routes alone.
 
-    Of several it is the one with the fewest differences. Runs that changed their row are compared only with dense runs that
-    changed theirs alike, beside the routes and the length.
+    Of several candidates, the one with the fewest differences. Runs that changed settings of their row are compared only with
+    dense runs with the same changes, except in routes and length.
     """
     named = experiment.row.get("baseline")
     if not experiment.is_routed and (named is None or experiment.changes):  # also a routed row without its routes

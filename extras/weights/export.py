@@ -22,7 +22,7 @@ from latents import autoencoders
 
 log = logging.getLogger(__name__)
 
-HEADER = '''"""{module} of a trainer for token-routed diffusion transformers, and all that it imports of that project.
+HEADER = '''"""{module} of a trainer for token-routed diffusion transformers, with every module of that project that it imports.
 
 {license}"""
 
@@ -53,53 +53,52 @@ def export_checkpoint(
     """Write a checkpoint as a folder that diffusers loads without this project.
 
     Args:
-        checkpoint: a run's folder (its newest good checkpoint) or a checkpoint's folder.
-        output: a folder that does not exist yet, or is empty.
-        autoencoder: is saved with the network; None keeps the run's.
+        checkpoint: a run's folder (for its newest good checkpoint) or a checkpoint's folder.
+        output: a new folder.
+        autoencoder: saved with the network; None: the run's.
 
     Raises:
-        UserError: the folder is not empty; there is no such checkpoint; its routes are fused; the autoencoder cannot be loaded.
+        UserError: the folder exists; there is no such checkpoint; it is a SPRINT network; the autoencoder cannot be loaded.
     """
     folder = Path(output)
-    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
-        raise UserError(f"output={output} is not empty; export overwrites nothing: give another folder, or remove it")
+    if folder.exists():
+        raise UserError(f"output={output} exists; give a new folder")
     found = store.find_checkpoint(Path(checkpoint), "checkpoint")
     cfg = load.load_config(found)
     if cfg.model.name.endswith("sprint"):
-        raise UserError(f"checkpoint={checkpoint} has model={cfg.model.name}, which export does not know")
+        raise UserError(f"checkpoint={checkpoint} has model={cfg.model.name}, which cannot be exported")
     spec = autoencoder or cfg.data.autoencoder
     decoder = autoencoders.build(spec, torch.device("cpu"), cfg.data.in_channels)
     vae = getattr(decoder, "vae", None)
-    # diffusers takes seconds to import, and `import` does without.
+    # Importing diffusers takes seconds.
     from extras.weights import pipeline
 
     network_class = {"DiT": pipeline.DiTModel, "LightningDiT": pipeline.LightningDiTModel}[cfg.model.backbone.partition("-")[0]]
     sizes = {key: getattr(cfg.data, key) for key in ("input_size", "in_channels", "num_classes")}
     with torch.device("meta"):
-        own = cfg.model.sizes
-        net = network_class(**own, **sizes, learn_sigma=cfg.model.learn_sigma)
+        net = network_class(**cfg.model.sizes, **sizes, learn_sigma=cfg.model.learn_sigma)
     net.load_state_dict(store.load_weights(found, weights), assign=True)
     if vae is not None:
-        vae.register_to_config(_name_or_path="")  # which is a path on this machine
+        vae.register_to_config(_name_or_path="")  # a path on this machine
     pipeline.ClassToImagePipeline(net, vae, **describe_sampling(cfg)).save_pretrained(folder)
     _add_code(folder, network_class.__name__)
 
-    origin, told = f"after {store.step_of(found):,} steps", {"model": True, "alignment": True, "train": True}
-    if source := store.imported_from(found):  # no file says more of its training
-        origin, told = f"of {Path(source).name}", {"model": {"backbone", "learn_sigma"}}
-    kind, _, where = spec.partition(":")
-    about = cfg.model_dump(include=told | {"diffusion": True})
-    about["autoencoder"] = f"{kind}:{Path(where).name}" if where and Path(where).exists() else spec
-    write_file(folder / "training.yaml", OmegaConf.to_yaml(OmegaConf.create(about)))
+    origin, groups = f"after {store.step_of(found):,} steps", {"model": True, "alignment": True, "train": True}
+    if source := store.imported_from(found):  # its training is unknown
+        origin, groups = f"of {Path(source).name}", {"model": {"backbone", "learn_sigma"}}
+    kind, _, path = spec.partition(":")
+    training = cfg.model_dump(include=groups | {"diffusion": True})
+    training["autoencoder"] = f"{kind}:{Path(path).name}" if path and Path(path).exists() else spec
+    write_file(folder / "training.yaml", OmegaConf.to_yaml(OmegaConf.create(training)))
     write_file(folder / "README.md", CARD.format(cfg=cfg, weights=weights, origin=origin))
     log.info("exported %s to %s", found, folder)
 
 
 def describe_sampling(cfg: schema.TrainConfig) -> dict[str, object]:
-    """The settings of `ClassToImagePipeline`. Guidance is the run's, if it is cfg or interval."""
+    """The settings of `ClassToImagePipeline`. Guidance is the run's if it is cfg or interval, else off."""
     settings = cfg.model_dump()
     diffusion, guidance = settings["diffusion"], settings["guidance"]
-    # JSON has no infinity; S_max, the one setting that may be infinite, is so by default.
+    # JSON has no infinity. Only S_max can be infinite, and that is its default.
     diffusion["sampler"] = {key: value for key, value in diffusion["sampler"].items() if value != math.inf}
     return {
         "diffusion": diffusion,
@@ -112,19 +111,19 @@ def describe_sampling(cfg: schema.TrainConfig) -> dict[str, object]:
 def _add_code(folder: Path, network_class: str) -> None:
     """Write the code of pipeline and network into a saved pipeline, and name the file in model_index.json."""
     name, code = join_source("extras.weights.pipeline")
-    for place in (folder, folder / "transformer"):  # diffusers looks for a component's code in its own folder
-        write_file(place / f"{name}.py", code)
+    for path in (folder, folder / "transformer"):  # diffusers looks for a component's code in the component's folder
+        write_file(path / f"{name}.py", code)
     index = read_json(folder / "model_index.json")
     index |= {"_class_name": [name, "ClassToImagePipeline"], "transformer": [name, network_class]}
     write_file(folder / "model_index.json", json.dumps(index, indent=2) + "\n")
 
 
 def join_source(module: str) -> tuple[str, str]:
-    """(name, text) of one Python file that holds `module` and all that it imports of the project by `from ... import`.
+    """(name, text) of one Python file with `module` and every module of the project that it imports by `from ... import`.
 
-    diffusers copies the files that a pipeline's file imports, but not the files that those import, so it gets one file. The name
-    holds a hash of the text: diffusers imports all code from one folder by name, where other code could have the same name.
-    All modules share one namespace: tests/test_weights_out.py checks that no two define the same name.
+    diffusers copies the files that a pipeline imports, but not the files that those import. The name holds a hash of the text,
+    because diffusers imports the code of all pipelines from one folder by name. All modules share one namespace:
+    tests/test_weights_out.py checks that no two define the same name.
     """
     text = HEADER.format(module=module, license=(REPOSITORY / "LICENSE").read_text(encoding="utf-8"))
     for name in _in_order(module, []):
@@ -138,13 +137,13 @@ def join_source(module: str) -> tuple[str, str]:
 
 
 def _file_of(module: str) -> Path | None:
-    """The file of a module of the project; None for a library's."""
+    """The file of a module of the project; None for a library."""
     path = REPOSITORY / module.replace(".", "/")
     return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.exists()), None)
 
 
 def _in_order(module: str, before: list[str]) -> list[str]:
-    """`before`, then what a module imports of the project and is not among it, then the module."""
+    """`before`, then the project's modules that `module` imports and `before` lacks, then `module`."""
     for node in ast.parse(_file_of(module).read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ImportFrom) and _file_of(node.module) and node.module not in before:
             before = _in_order(node.module, before)

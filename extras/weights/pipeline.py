@@ -1,6 +1,6 @@
-"""Class labels in, images out: what `DiffusionPipeline.from_pretrained(folder, trust_remote_code=True)` makes of an export.
+"""Images from class labels: the pipeline that `DiffusionPipeline.from_pretrained(folder, trust_remote_code=True)` loads.
 
-`join_source` of export.py makes one file of this module and of what it imports of the project.
+`join_source` in export.py joins this module and the project's modules that it imports into one file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DIFFUSIONS = {"edm": EDM, "sit": SiT, "ddpm": DDPM}  # by diffusion["name"]
 
 
 class DiTModel(DiT, ModelMixin, ConfigMixin):
-    """`dit.DiT` without routes, which sampling does not use. transformer/config.json holds the arguments."""
+    """`dit.DiT` without routes, which only training uses. transformer/config.json holds the arguments."""
 
     @register_to_config
     def __init__(self, input_size, patch_size, in_channels, num_classes, depth, width, num_heads, learn_sigma=False):
@@ -44,12 +44,12 @@ class ClassToImagePipeline(DiffusionPipeline):
 
     Args:
         transformer: the network; its configuration has num_classes, in_channels and input_size.
-        vae: decodes latents; None where the latents are pixels.
+        vae: decodes latents; None if the latents are pixels.
         diffusion: `name`, the settings of that diffusion and, in `sampler`, those of its sampler.
-        guidance: the keywords of classifier-free guidance, as `__call__` uses them by default.
-        latents: how the network sees those of the autoencoder: (latents - latents_mean) / latents_std * scale_factor. The
-            first two are a number per channel, or None.
-        null_class: the label that stands for no label; None if it was never trained.
+        guidance: default keywords of classifier-free guidance.
+        latents: scale_factor, latents_mean and latents_std. The network's latents are (vae latents - latents_mean) /
+            latents_std * scale_factor. Mean and std are a number per channel, or None.
+        null_class: the label for unconditional samples; None if it was never trained.
     """
 
     _optional_components = ["vae"]
@@ -74,32 +74,32 @@ class ClassToImagePipeline(DiffusionPipeline):
         sampler: dict | None = None,
         output_type: str = "pil",
     ) -> ImagePipelineOutput:
-        """Image i depends on class_labels[i], seeds[i] and the settings alone. What is None has the value of the configuration.
+        """Image i depends on class_labels[i], seeds[i] and the settings alone. None means the value of the configuration.
 
         Args:
-            class_labels: one label per image, 0 to num_classes; num_classes stands for no label.
-            seeds: one integer per image. The images are those of the project's sample.py for these seeds.
-            generator: draws the seeds that are not given.
+            class_labels: one label per image, 0 to num_classes; num_classes is the null class.
+            seeds: one integer per image, which gives the image of the project's sample.py for that seed.
+            generator: draws the seeds if they are not given.
             num_inference_steps: steps of the sampler.
             guidance_scale: of classifier-free guidance; 1 is off.
             guidance: its other settings: {"level_lo": 0.2, "level_hi": 0.8} guides only at noise levels in (0.2, 0.8] (sigma for
-                edm, t for sit and ddpm), {"channels": 3} only the first three channels of the latents.
-            sampler: other settings of the sampler, {"S_churn": 10} or {"solver": "euler"}, say.
+                edm, t for sit and ddpm); {"channels": 3} guides only the first three channels of the latents.
+            sampler: other settings of the sampler, such as {"S_churn": 10} or {"solver": "euler"}.
             output_type: `pil`, `np` (float32 [B, H, W, 3], 0 to 1), `pt` (float32 [B, 3, H, W], 0 to 1), or `latent`.
 
         Raises:
-            ValueError: labels that do not exist; another number of seeds; guidance by a null class that was never trained; a
-                setting that the sampler does not have.
-            TypeError: a seed that is no integer; a setting that guidance does not have.
+            ValueError: an unknown label; a wrong number of seeds; guidance without a trained null class; an unknown setting of
+                the sampler.
+            TypeError: a seed that is not an integer; an unknown setting of guidance.
         """
         device, net, defaults = self._execution_device, self.transformer, self.config
         labels = torch.as_tensor(class_labels).reshape(-1).tolist()
         last, null_class = net.config.num_classes, defaults.null_class
-        if any(label not in range(last + 1) for label in labels):  # which would stop the process on a GPU
+        if any(label not in range(last + 1) for label in labels):  # on a GPU, the embedding would abort the process
             raise ValueError(f"class_labels={class_labels}: give labels from 0 to {last}")
         if seeds is None:
-            where = generator.device if generator else "cpu"
-            seeds = torch.randint(2**63 - 1, (len(labels),), generator=generator, device=where).tolist()
+            generator_device = generator.device if generator else "cpu"
+            seeds = torch.randint(2**63 - 1, (len(labels),), generator=generator, device=generator_device).tolist()
         seeds = [operator.index(seed) for seed in (seeds if hasattr(seeds, "__iter__") else [seeds])]
 
         guidance = defaults.guidance | (guidance or {}) | ({} if guidance_scale is None else {"cfg_scale": guidance_scale})
@@ -125,7 +125,7 @@ class ClassToImagePipeline(DiffusionPipeline):
         return ImagePipelineOutput(images=images)
 
     def decode(self, latents: Tensor, output_type: str) -> object:
-        """Latents of the network (B, C, H, W) -> images as `output_type` says; grey becomes RGB."""
+        """Latents of the network (B, C, H, W) -> images in the form of `output_type`; grey becomes RGB."""
         scaling = self.config.latents
         images = latents / scaling["scale_factor"]
         if scaling["latents_mean"] is not None:

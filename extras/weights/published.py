@@ -1,6 +1,6 @@
-"""Published state dicts in the names, the clock and the sign of this project's networks.
+"""Published state dicts with the names, the time and the sign of this project's networks.
 
-Their parameter names are those of facebookresearch/DiT or of hustvl/LightningDiT, as here. C channels, p patch size.
+Parameters are named as in facebookresearch/DiT or hustvl/LightningDiT, here too. C channels, p patch size.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from common.errors import UserError
 from dit import TimestepEmbedder
 from latents.torch_files import load_tensors
 
-# As training codes call the weights, their EMA and the count of steps in one file.
+# Keys of the weights, their EMA and the step in the checkpoints of other projects.
 MODEL_NAMES, EMA_NAMES = ("model", "model_state_dict"), ("ema", "ema_state_dict")
 STEP_NAMES = ("step", "steps", "train_steps")
 
 
 def read_published(file: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
-    """(model, EMA, step) of a .safetensors file, or of torch.save's, without running any code in it. Tensors are float32.
+    """(model, EMA, step) from a .safetensors file or a file of torch.save, without running any code in it. Tensors are float32.
 
-    Model and EMA are equal if the file holds one of them only. The step is 0 if the file does not say it.
+    If the file holds only one of model and EMA, both are that one. The step is 0 if the file holds none.
 
     Raises:
-        UserError: it cannot be read, holds objects that could run code, or no state dict.
+        UserError: the file cannot be read, holds objects that could run code, or holds no state dict.
     """
-    # Training codes store their arguments, plain values in a Namespace, beside the weights.
+    # Other projects store their arguments with the weights: plain values in a Namespace.
     with torch.serialization.safe_globals([argparse.Namespace]):
         content = load_tensors(file)
     content = content if isinstance(content, dict) else {}
@@ -45,26 +45,26 @@ def read_published(file: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], in
 
 
 def _plain_names(file: Path, state: object) -> dict[str, Tensor]:
-    """The state dict in float32, without the prefixes of wrappers. Raises UserError if it is none."""
+    """The state dict in float32, without the prefixes of wrappers. Raises UserError for any other object."""
     if not isinstance(state, dict) or not state or not all(isinstance(value, Tensor) for value in state.values()):
-        raise UserError(f"{file} holds no state dict, which is names and tensors alone; give a file of weights by name")
-    # Of DDP, torch.compile and TREAD's preconditioning, in any order.
+        raise UserError(f"{file} holds no state dict; give a file that maps names to tensors")
+    # Prefixes of DDP, torch.compile and TREAD's preconditioning, in any order.
     while len(first := {name.partition(".")[0] for name in state}) == 1 and first < {"module", "_orig_mod", "model"}:
         state = {name.partition(".")[2]: value for name, value in state.items()}
     return {name: value.float() for name, value in state.items()}
 
 
 def read_sizes(file: Path, state: dict[str, Tensor], backbones: Mapping[str, tuple[int, int, int, int]]) -> dict[str, dict]:
-    """What the shapes say of model.* and data.*. Whether all tensors fit these is for the caller to compare.
+    """Values of model.* and data.* that follow from the shapes. The caller checks that all tensors fit them.
 
-    `backbones` holds (depth, width, heads, patch size) by name. Raises UserError for a network that is none of them.
+    `backbones` maps names to (depth, width, heads, patch size). Raises UserError for any other network.
     """
     try:
         width, in_channels, patch_size, _ = state["x_embedder.proj.weight"].shape
         _, num_tokens, _ = state["pos_embed"].shape
         num_labels, num_outputs = (len(state[f"{name}.weight"]) for name in ("y_embedder.embedding_table", "final_layer.linear"))
     except (KeyError, ValueError) as e:
-        raise UserError(f"{file} is no DiT in its published names ({e}); it holds {', '.join(list(state)[:4])}, ...") from e
+        raise UserError(f"{file} is not a DiT with its published names ({e}); it holds {', '.join(list(state)[:4])}, ...") from e
     depth = len({name.split(".")[1] for name in state if name.startswith("blocks.")})
     names = {(d, w, p): name for name, (d, w, _, p) in backbones.items()}
     if (depth, width, patch_size) not in names:
@@ -80,19 +80,19 @@ def read_sizes(file: Path, state: dict[str, Tensor], backbones: Mapping[str, tup
 def without_projectors(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """A state dict of REPA without its projectors, which only training uses.
 
-    Its first checkpoints call the blocks after the aligned ones decoder_blocks.0, ...: here they are counted on.
+    REPA's first checkpoints call the blocks after the aligned one decoder_blocks.0, ...; they are renumbered.
     """
     kept = {name: value for name, value in state.items() if not name.startswith("projectors.")}
     depth = len({name.split(".")[1] for name in kept if name.startswith("blocks.")})
     return {re.sub(r"^decoder_blocks\.(\d+)", lambda n: f"blocks.{depth + int(n[1])}", name): kept[name] for name in kept}
 
 
-def turn_clock_and_sign(state: dict[str, Tensor]) -> dict[str, Tensor]:
+def turn_time_and_sign(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """ours(x, t, y) = -published(x, 1 - t, y), by other weights of two linear layers, without the unused output channels.
 
-    The clock: the first layer of the time embedding sees cos(w t) and sin(w t). With s = 1 - t, cos(w s) = cos(w) cos(w t) +
-    sin(w) sin(w t) and sin(w s) = sin(w) cos(w t) - cos(w) sin(w t), so that a layer W on the features of s is another layer on
-    those of t. The sign: of the last layer. Both are exact but for rounding to float32.
+    Time: the first layer of the time embedding sees cos(w t) and sin(w t). With s = 1 - t, cos(w s) = cos(w) cos(w t) + sin(w)
+    sin(w t) and sin(w s) = sin(w) cos(w t) - cos(w) sin(w t), so a linear layer on the features of s equals another one on the
+    features of t. Sign: the last layer is negated. Both are exact up to rounding to float32.
     """
     state = dict(state)
     first, half = state["t_embedder.mlp.0.weight"].double(), TimestepEmbedder.NUM_FEATURES // 2
