@@ -15,7 +15,7 @@ from PIL import Image, ImageOps
 from pydantic import BaseModel, Field, ValidationError
 
 from common.errors import UserError
-from common.images import SUFFIXES, adm_center_crop, is_hidden, is_regular, list_files, read_rgb
+from common.images import SUFFIXES, adm_center_crop, is_hidden, list_images, read_rgb
 from latents.shards import MAX_CLASSES, spread_items
 from latents.tars import TAR_NAME, index_tars
 
@@ -105,7 +105,7 @@ class LabelledImages:
                     image = self.open(index)
                     if not isinstance(image, Path):
                         digest.update(image.read())
-                    elif is_regular(image):  # a pipe never ends
+                    elif image.is_file():  # a pipe never ends
                         digest.update(image.read_bytes())
         return digest.hexdigest()
 
@@ -137,7 +137,7 @@ def open_labelled_images(path: str | Path, labels: str = "auto") -> LabelledImag
     path = Path(path)
     if not path.exists():
         raise UserError(f"images={path} does not exist")
-    names, unread = list_files(path) if path.is_dir() else ([], [])
+    names, unread = list_images(path) if path.is_dir() else ([], [])
     if not names:
         if not len(images := TarImages(path)):
             raise UserError(f"images={path} holds no images ({', '.join(SUFFIXES)}), nor tars of them")
