@@ -1,4 +1,4 @@
-"""Files of the Hugging Face hub: one attempt, and an error within seconds where nothing answers."""
+"""Files from the Hugging Face hub, with one attempt, so that a command without a network fails within seconds."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from pathlib import Path
 
 from common.errors import UserError
 
-TIMEOUT_SEC = 10.0  # until a server answers, and without a byte during a download
+TIMEOUT_SEC = 10.0  # for a connection, and for the next byte of a download
 
 
 def find_on_hub(repository: str, *names: str, otherwise: str) -> list[Path]:
-    """Files of a model of the Hugging Face hub: from its cache, without asking the hub, or downloaded into it.
+    """Find files of a repository in the hub's cache without a request, or download them all into the cache.
 
-    Of several processes one downloads, the others wait. Raises UserError, which begins with what to do `otherwise`.
+    If several processes ask, one downloads and the others wait. Raises UserError, whose message starts with `otherwise`.
     """
     from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import HTTPError
@@ -21,8 +21,8 @@ def find_on_hub(repository: str, *names: str, otherwise: str) -> list[Path]:
         cached = [try_to_load_from_cache(repository, name) for name in names]
         if all(isinstance(file, str) for file in cached):
             return [Path(file) for file in cached]
-        HfApi().model_info(repository, timeout=TIMEOUT_SEC)  # a download would try again and again
+        HfApi().model_info(repository, timeout=TIMEOUT_SEC)  # fails fast; hf_hub_download would retry
         return [Path(hf_hub_download(repository, name)) for name in names]
-    except (OSError, HTTPError, ValueError) as e:  # ValueError: what cannot be a name on the hub
-        where = f"{repository} is not in the cache of the Hugging Face hub and cannot be downloaded"
-        raise UserError(f"{otherwise}; {where} ({' '.join(str(e).split())})") from e
+    except (OSError, HTTPError, ValueError) as e:  # ValueError: the hub allows no such name
+        problem = f"{repository} is not in the cache of the Hugging Face hub and cannot be downloaded"
+        raise UserError(f"{otherwise}; {problem} ({' '.join(str(e).split())})") from e

@@ -1,9 +1,8 @@
-"""Images on disk and in memory: finding, opening, cropping and arranging them."""
+"""Images: finding and decoding files, ADM's crop, labelled grids."""
 
 from __future__ import annotations
 
 import os
-import stat
 from pathlib import Path
 from typing import BinaryIO
 
@@ -13,64 +12,43 @@ from PIL import Image, ImageDraw, ImageOps
 from common.errors import UserError
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
-CONVERTIBLE_MODES = ("RGB", "1", "L", "LA", "P", "PA", "RGBA", "CMYK", "YCbCr")  # 8 bits or fewer: converting loses no range
+MODES = ("RGB", "1", "L", "LA", "P", "PA", "RGBA", "CMYK", "YCbCr")  # up to 8 bits per channel, as in RGB
 
 
-def list_images(folder: Path) -> list[str]:
-    """Paths of the images below a folder, relative to it, sorted, with forward slashes. Links to folders are followed.
+def list_images(folder: Path) -> tuple[list[str], list[str]]:
+    """List the files below a folder whose suffix is in SUFFIXES, and those with another image suffix that Pillow knows.
 
-    Hidden files and folders, and what macOS adds to a .zip, are left out. UserError for a link to a folder that holds it.
+    Paths are sorted, relative to the folder, with forward slashes. Links to folders are followed, hidden files are skipped.
+    Raises UserError for a link to a folder that contains the link.
     """
-    return list_files(folder)[0]
-
-
-def list_files(folder: Path) -> tuple[list[str], list[str]]:
-    """`list_images`, and the paths of other files whose suffix Pillow knows as that of an image."""
-    names, unread, suffixes = [], [], tuple(Image.registered_extensions().keys() - {*SUFFIXES})
-    for root, folders, files in os.walk(folder, followlinks=True):
-        here = Path(root)
-        if here.resolve() in map(Path.resolve, here.parents):
-            raise UserError(f"{here} is a link to a folder that holds it; remove it")
+    files = []
+    for root, folders, names in os.walk(folder, followlinks=True):
+        parent = Path(root)
+        if parent.resolve() in map(Path.resolve, parent.parents):
+            raise UserError(f"{parent} is a link to a folder that contains it; remove the link")
         folders[:] = [name for name in folders if not is_hidden(name)]
-        for found, endings in ((names, SUFFIXES), (unread, suffixes)):
-            kept = [name for name in files if not is_hidden(name) and name.lower().endswith(endings)]
-            found += [(here / name).relative_to(folder).as_posix() for name in kept]
-    return sorted(names), sorted(unread)
+        files += [(parent / name).relative_to(folder).as_posix() for name in names if not is_hidden(name)]
+    others = tuple(Image.registered_extensions().keys() - {*SUFFIXES})
+    images, unread = (sorted(file for file in files if file.lower().endswith(endings)) for endings in (SUFFIXES, others))
+    return images, unread
 
 
 def is_hidden(name: str) -> bool:
-    """Whether `list_images` leaves out a file or folder of this name."""
+    """Whether `list_images` skips files and folders with this name: dot files, and the folder that macOS adds to a .zip."""
     return name.startswith(".") or name == "__MACOSX"
 
 
-def adm_center_crop(image: Image.Image, resolution: int) -> np.ndarray:
-    """The square crop that ADM trains on and takes its reference batches from (arXiv 2105.05233), as DiT and SiT do.
+def read_rgb(file: Path | BinaryIO, background: str = "white", modes: tuple[str, ...] = MODES) -> tuple[Image.Image, bool]:
+    """Decode an image as 8-bit RGB, upright as its EXIF orientation says; also return whether the background shows through.
 
-    A box filter halves the image (RGB) while its shorter side has 2 * resolution pixels or more. A bicubic filter then scales
-    the shorter side to the resolution, and the centre is cut out: uint8 [resolution, resolution, 3].
+    Raises ValueError if it is not a regular file, or its mode in Pillow is not in `modes`. Damaged files can raise any error.
     """
-    while min(image.size) >= 2 * resolution:
-        image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
-    factor = resolution / min(image.size)
-    image = image.resize((round(image.width * factor), round(image.height * factor)), Image.Resampling.BICUBIC)
-    left, top = (image.width - resolution) // 2, (image.height - resolution) // 2
-    return np.array(image.crop((left, top, left + resolution, top + resolution)))
-
-
-def is_regular(file: Path) -> bool:
-    """Whether it is neither a pipe nor a device, which could be read for ever. Raises OSError if there is no such file."""
-    return stat.S_ISREG(file.stat().st_mode)
-
-
-def open_image(file: str | Path | BinaryIO) -> Image.Image:
-    """Pillow's image, not decoded yet. Raises ValueError for a pipe or a device."""
-    if isinstance(file, (str, Path)) and not is_regular(Path(file)):
-        raise ValueError("it is not a regular file")
-    return Image.open(file)
-
-
-def to_rgb(image: Image.Image, background: str) -> tuple[Image.Image, bool]:
-    """An image as 8-bit RGB on a background of this colour, and whether the background shows through."""
+    if isinstance(file, Path) and not file.is_file():  # reading a pipe could block forever
+        raise ValueError("it is not a regular file, or is missing")
+    with Image.open(file) as image:
+        if image.mode not in modes:
+            raise ValueError(f"Pillow's mode {image.mode} is not accepted: {', '.join(modes)}")
+        image = ImageOps.exif_transpose(image)
     if not image.has_transparency_data:
         return image.convert("RGB"), False
     layer = image.convert("RGBA")
@@ -79,31 +57,33 @@ def to_rgb(image: Image.Image, background: str) -> tuple[Image.Image, bool]:
     return canvas.convert("RGB"), layer.getextrema()[3][0] < 255
 
 
-def read_rgb(file: str | Path | BinaryIO, background: str = "white") -> tuple[Image.Image, bool]:
-    """Decode an image, upright as its EXIF says; the result of `to_rgb`.
+def adm_center_crop(image: Image.Image, resolution: int) -> np.ndarray:
+    """Crop an RGB image to a square as ADM (arXiv 2105.05233), DiT and SiT do: uint8 [resolution, resolution, 3].
 
-    Raises ValueError for more than 8 bits a channel, or too small or narrow an image to crop; for a damaged file, anything.
+    A box filter halves the image while its shorter side has at least 2 * resolution pixels. A bicubic filter scales the shorter
+    side to the resolution. The centre is cut out. Raises ValueError for images that are too small or too narrow.
     """
-    with open_image(file) as image:
-        if image.mode not in CONVERTIBLE_MODES:
-            raise ValueError(f"mode {image.mode} is not one of 8 bits a channel")
-        short, long = sorted(image.size)
-        if short < 8 or long > 100 * short:  # to enlarge it would need gigabytes
-            raise ValueError(f"{image.width}x{image.height} pixels: the shorter side must have 8, and 1% of the longer one")
-        return to_rgb(ImageOps.exif_transpose(image), background)
+    short, long = sorted(image.size)
+    if short < 8 or long > 100 * short:  # enlarging such an image could take gigabytes
+        raise ValueError(f"{image.width}x{image.height} pixels; the shorter side needs 8 pixels and 1% of the longer side")
+    while min(image.size) >= 2 * resolution:
+        image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
+    factor = resolution / min(image.size)
+    image = image.resize((round(image.width * factor), round(image.height * factor)), Image.Resampling.BICUBIC)
+    left, top = (image.width - resolution) // 2, (image.height - resolution) // 2
+    return np.array(image.crop((left, top, left + resolution, top + resolution)))
 
 
-def labelled_grid(images: list[np.ndarray], labels: list[int], num_columns: int = 10, min_pixels: int = 64) -> Image.Image:
-    """Images (uint8 [H, W, 3], all of one size) side by side, each below its label, with sides of at least min_pixels."""
+def labelled_grid(images: list[np.ndarray], labels: list[int], num_columns: int = 10) -> Image.Image:
+    """Arrange images (uint8 [H, W, 3], one size) in rows, each below its label. Sides under 64 pixels are multiplied."""
     height, width = images[0].shape[:2]
-    factor = -(-min_pixels // min(height, width))
+    factor = -(-64 // min(height, width))
     height, width, gap, caption = height * factor, width * factor, 4, 14
     num_columns = min(num_columns, len(images))
     num_rows = -(-len(images) // num_columns)
     grid = Image.new("RGB", (num_columns * (width + gap) + gap, num_rows * (height + caption + gap) + gap), "white")
-    draw = ImageDraw.Draw(grid)
     for i, (image, label) in enumerate(zip(images, labels)):
         x, y = gap + i % num_columns * (width + gap), gap + i // num_columns * (height + caption + gap)
-        draw.text((x + 1, y), str(label), fill="black")
+        ImageDraw.Draw(grid).text((x + 1, y), str(label), fill="black")
         grid.paste(Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC), (x, y + caption))
     return grid

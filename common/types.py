@@ -1,4 +1,4 @@
-"""What a setting may be: types that pydantic checks, and the decorator of objects that are settings."""
+"""Types of settings, which pydantic checks, and the decorator of objects that hold settings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-# A dataclass that nobody writes to. An unknown field, and a value of another type or beyond its bounds, are ValueErrors.
+# A frozen dataclass. Unknown fields, and values with a wrong type or outside their bounds, raise ValueError.
 settings = functools.partial(dataclass, frozen=True, config=ConfigDict(extra="forbid", defer_build=True))
 
 
@@ -17,22 +17,22 @@ def _colour(name: str) -> str:
     from PIL import ImageColor
 
     if len(ImageColor.getrgb(name)) != 3:  # raises ValueError for an unknown name
-        raise ValueError(f"{name!r} is transparent itself")
+        raise ValueError(f"{name!r} is transparent")
     return name
 
 
 def _number(value: object) -> object:
-    """Refuse true and false, which Python counts as 1 and 0. A whole number may be written as a float, such as 1e3."""
+    """Refuse true and false, which Python counts as 1 and 0. Accept integers that are written as floats, such as 1e3."""
     if isinstance(value, bool):
         raise ValueError(f"{value} is not a number")
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 _NUMBER = BeforeValidator(_number)
-# The upper bounds are far above all sensible values: a typing error is an error, not a hang.
+# The upper bounds are far above all sensible values, so that a typing error raises instead of running for ever.
 Whole = Annotated[int, Field(ge=0, le=10**9), _NUMBER]
 Count = Annotated[int, Field(ge=1, le=10**9), _NUMBER]
-Steps = Annotated[int, Field(ge=1, le=10**5), _NUMBER]  # of a sampler
+Steps = Annotated[int, Field(ge=1, le=10**5), _NUMBER]  # a sampler's num_steps
 Number = Annotated[float, Field(allow_inf_nan=False), _NUMBER]
 Positive = Annotated[float, Field(gt=0, lt=math.inf), _NUMBER]
 NotNegative = Annotated[float, Field(ge=0, lt=math.inf), _NUMBER]

@@ -30,8 +30,8 @@ from yaml import YAMLError
 from common.errors import UserError, first_line
 from common.files import REPOSITORY
 from common.progress import log_to_stderr
-from configs.compose import GROUPS, compose_overrides, register
-from configs.settings import S, Settings, flatten, nearest, validate
+from configs.compose import compose_overrides, register
+from configs.settings import GROUPS, S, Settings, flatten, nearest, validate
 
 FULL_ERRORS = "HYDRA_FULL_ERROR"  # Hydra's switch, which holds for all commands here
 NO_NAME = "Config group override must be a string"  # Hydra's ValueError for model=3

@@ -13,8 +13,6 @@ from omegaconf import DictConfig
 from common.errors import UserError
 from configs.settings import nearest
 
-GROUPS = ("data", "model", "diffusion", "alignment", "guidance")
-
 
 def register(overrides: Sequence[str]) -> None:
     """Make the rows that `experiment=` names, with commas for a sweep, the only choices of Hydra's group `experiment`.

@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from configs.compose import GROUPS
+from configs.settings import GROUPS
 
 
 @dataclass(frozen=True)

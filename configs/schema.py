@@ -23,8 +23,8 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, create_
 from common.errors import UserError
 from common.files import hash_bytes
 from common.types import AutoencoderSpec, Colour, Count, NotNegative, Number, Positive, Text, Whole
-from configs.compose import GROUPS, compose_overrides
-from configs.settings import OneOrMany, Settings, as_list, flatten, nearest, validate
+from configs.compose import compose_overrides
+from configs.settings import GROUPS, OneOrMany, Settings, as_list, flatten, nearest, validate
 
 MAX_NUMBERS = 10**7  # how many seeds or classes a command may list
 MAX_NAME_LENGTH = 60  # characters of a run's name

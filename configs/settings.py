@@ -25,6 +25,7 @@ class Settings(BaseModel):
 
 
 S = TypeVar("S", bound=Settings)
+GROUPS = ("data", "model", "diffusion", "alignment", "guidance")  # Hydra's groups of choices
 
 _MISSING = ("missing", "missing_argument")
 OneOrMany = Union[T, Annotated[list[T], Field(min_length=1)]]  # noqa: UP007 (a generic alias)

@@ -1,8 +1,8 @@
-"""Sets of uint8 images on disk, read in batches in a fixed order: a folder of them, or ADM's .npz.
+"""Sets of uint8 RGB images on disk, which are read in batches in a fixed order: a folder, or an .npz like ADM's.
 
-ADM's .npz holds `arr_0`, uint8 [N, H, W, 3], labels as `arr_1`, and statistics of features: `mu` [2048] and `sigma` of
-Inception's pooled features, `mu_s` [2023] and `sigma_s` of its spatial ones. `labels` may stand for `arr_1`, as in files of this
-project, and `mu_dinov2` [1024] and `sigma_dinov2` for statistics of DINOv2's class token.
+ADM's .npz holds the images `arr_0`, uint8 [N, H, W, 3], their labels `arr_1`, and statistics of Inception's features: `mu` [2048]
+and `sigma` of the pooled features, `mu_s` [2023] and `sigma_s` of the spatial ones. Labels can also be named `labels`, as this
+project writes them, and `mu_dinov2` [1024] and `sigma_dinov2` hold statistics of DINOv2's class token.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from common.errors import UserError, reading
-from common.files import hash_bytes, hash_file, whole_file
-from common.images import CONVERTIBLE_MODES, SUFFIXES, adm_center_crop, list_images, open_image, read_rgb, to_rgb
+from common.files import hash_bytes, whole_file
+from common.images import MODES, SUFFIXES, adm_center_crop, list_images, read_rgb
 from evaluations.metrics import Statistics
 
-# (detector, layer) -> names of mean and covariance, number of features
+# (detector, layer) -> keys of mean and covariance, number of features
 STATISTICS_KEYS = {
     ("inception", "pool"): ("mu", "sigma", 2048),
     ("inception", "spatial"): ("mu_s", "sigma_s", 2023),
@@ -29,113 +29,85 @@ STATISTICS_KEYS = {
 
 
 class ImageFolder:
-    """Image files of one size below a folder, sorted by their path relative to it. Hidden files are left out.
+    """Image files below a folder, sorted by their relative paths. Hidden files are skipped.
 
     Args:
         convert_to_rgb: convert grey, palette, CMYK and RGBA images instead of refusing them.
-        crop: crop images of any size to this resolution, as ADM does.
-        background: the colour behind transparent images, which `convert_to_rgb` and `crop` accept.
+        crop: convert all images and crop them to this resolution as ADM does; None: they must have one size.
+        background: the colour behind transparent images.
 
     Attributes:
         shape: (N, H, W, 3).
-        files: in order.
+        files: the paths in order.
+
+    Raises:
+        UserError: the folder holds no images, or an image cannot be used; names the file.
     """
 
-    def __init__(
-        self, path: str | Path, convert_to_rgb: bool = False, crop: int | None = None, background: str = "white"
-    ):
-        self.path, self.convert_to_rgb, self.crop, self.background = Path(path), convert_to_rgb, crop, background
-        self.shape = ()  # unknown until the first image is read
-        self.files = [self.path / name for name in list_images(self.path)]
-        if (self.path / "settings.yaml").exists():  # of sample.py, whose grids lie beside its images
+    labels, statistics = None, {}  # only an .npz holds them
+
+    def __init__(self, path: str | Path, convert_to_rgb: bool = False, crop: int | None = None, background: str = "white"):
+        self.path, self.crop, self.background = Path(path), crop, background
+        self._modes = MODES if convert_to_rgb or crop else ("RGB",)
+        self.files = [self.path / name for name in list_images(self.path)[0]]
+        if (self.path / "settings.yaml").exists():  # sample.py writes grids next to its images
             self.files = [file for file in self.files if not file.name.startswith("grid_")]
         if not self.files:
             raise UserError(f"{self.path} holds no images ({', '.join(SUFFIXES)})")
+        self.shape = ()  # unknown until the first image is read
         self.shape = (len(self.files), *self._read(self.files[0]).shape)
-        self.labels, self.statistics = None, {}  # an .npz may hold both
 
     def __len__(self) -> int:
         return self.shape[0]
 
     def batches(self, batch_size: int, start: int = 0, stop: int | None = None) -> Iterator[np.ndarray]:
-        """As `NpzImages.batches`; errors name the file that cannot be decoded."""
+        """Yield images start .. stop - 1 in batches, uint8 [b, H, W, 3]."""
         files = self.files[start:stop]
         with ThreadPoolExecutor(8) as pool:
             for i in range(0, len(files), batch_size):
                 yield np.stack(list(pool.map(self._read, files[i : i + batch_size])))
 
-    def outline(self) -> list:
-        """Equal for equal copies on other machines: the names, and the sizes in bytes of a few files."""
-        names = [file.relative_to(self.path).as_posix() for file in self.files]
-        return [self.crop, names, *(file.stat().st_size for file in self.files[:: len(self) // 64 + 1])]
+    def outline(self) -> str:
+        """Hash the arguments and the files' names and sizes in bytes: equal for a copy on another machine."""
+        sizes = [(file.relative_to(self.path).as_posix(), file.stat().st_size) for file in self.files]
+        return hash_bytes(repr([self._modes, self.crop, self.background, sizes]).encode())
 
     def fingerprint(self) -> str:
-        """Number of files and a hash of their names, sizes and times of change; reading them would take as long as their use."""
-        stats = [(file.relative_to(self.path).as_posix(), file.stat()) for file in self.files]
-        digest = hash_bytes(repr([(name, found.st_size, found.st_mtime_ns) for name, found in stats]).encode())
-        how = f"-{self.background}" if self.convert_to_rgb or self.crop else ""
-        return f"{len(self)}-{digest}{'' if self.crop is None else f'-crop{self.crop}'}{how}"
+        """Hash the outline and the files' modification times. Hashing their content would take as long as evaluating them."""
+        return hash_bytes(repr([self.outline(), [file.stat().st_mtime_ns for file in self.files]]).encode())
 
     def _read(self, file: Path) -> np.ndarray:
         with reading(file):
+            image, _ = read_rgb(file, self.background, self._modes)
             if self.crop is not None:
-                return adm_center_crop(read_rgb(file, self.background)[0], self.crop)
-            with open_image(file) as image:
-                if image.mode not in (CONVERTIBLE_MODES if self.convert_to_rgb else ("RGB",)):
-                    raise ValueError(f"mode {image.mode}, not 8-bit RGB")
-                if self.shape and (image.height, image.width) != self.shape[1:3]:
-                    how = "all must be of one size; `prepare_latents.py reference resolution=...` crops them"
-                    raise ValueError(f"{image.width}x{image.height} pixels; {how}")
-                return np.array(to_rgb(image, self.background)[0])
-
-
-def write_npz(
-    path: Path, images: Iterable[np.ndarray], shape: tuple[int, int, int, int], labels: np.ndarray | None = None
-) -> None:
-    """Write images one by one, so that 50,000 of them need no memory. The file appears when it is complete.
-
-    Args:
-        images: N arrays, uint8 [H, W, 3].
-        shape: (N, H, W, 3).
-        labels: [N] integers.
-
-    Raises:
-        UserError: images of another shape or type; the file cannot be written.
-    """
-    with whole_file(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-        with archive.open("arr_0.npy", "w", force_zip64=True) as f:
-            np.lib.format.write_array_header_1_0(f, {"descr": "|u1", "fortran_order": False, "shape": shape})
-            for image in images:
-                if image.dtype != np.uint8 or image.shape != shape[1:]:
-                    raise UserError(f"{path}: an image is {image.dtype} {image.shape}, not uint8 {shape[1:]}")
-                f.write(np.ascontiguousarray(image).data)
-        if labels is not None:
-            with archive.open("labels.npy", "w") as f:
-                np.lib.format.write_array(f, np.asarray(labels, dtype=np.int64))
+                return adm_center_crop(image, self.crop)
+            if self.shape and (image.height, image.width) != self.shape[1:3]:
+                size = f"{image.width}x{image.height} pixels, but the first image has {self.shape[2]}x{self.shape[1]}"
+                raise ValueError(f"{size}; `prepare_latents.py reference resolution=...` crops images to one size")
+            return np.array(image)
 
 
 class NpzImages:
-    """The images of an .npz, streamed from the zip, never loaded whole.
+    """The images of an .npz. They are read from the archive in batches, so memory does not limit their number.
 
     Attributes:
-        shape: (N, H, W, 3); N = 0 where the file holds statistics only.
+        shape: (N, H, W, 3); N = 0 if the file holds only statistics.
         labels: [N] int64, or None.
-        statistics: by (detector, layer), as far as the file holds them.
+        statistics: {detector: {layer: Statistics}}, as far as the file holds them.
 
     Raises:
-        UserError: it cannot be used; the message names the file and the key.
+        UserError: the file cannot be used; names the file and the key.
     """
 
     def __init__(self, path: str | Path):
         self.path, self.shape, self.labels, self.statistics = Path(path), (0, 0, 0, 3), None, {}
-        self._hash: str | None = None
         with reading(self.path), np.load(self.path, allow_pickle=False) as file:
-            for layer, (mu, sigma, size) in STATISTICS_KEYS.items():
+            for (detector, layer), (mu, sigma, size) in STATISTICS_KEYS.items():
                 if mu in file:
-                    known = Statistics(*(torch.from_numpy(file[key]).double() for key in (mu, sigma)))
-                    if known.mu.shape != (size,) or known.sigma.shape != (size, size):
+                    stored = Statistics(*(torch.from_numpy(file[key]).double() for key in (mu, sigma)))
+                    if stored.mu.shape != (size,) or stored.sigma.shape != (size, size):
                         raise ValueError(f"{mu} and {sigma} must be [{size}] and [{size}, {size}]")
-                    self.statistics[layer] = known
+                    self.statistics.setdefault(detector, {})[layer] = stored
             if "arr_0" in file or not self.statistics:
                 with file.zip.open("arr_0.npy") as f:
                     np.lib.format.read_magic(f)
@@ -153,7 +125,7 @@ class NpzImages:
         return self.shape[0]
 
     def batches(self, batch_size: int, start: int = 0, stop: int | None = None) -> Iterator[np.ndarray]:
-        """Images start .. stop - 1 in order, uint8 [b, H, W, 3] each."""
+        """Yield images start .. stop - 1 in batches, uint8 [b, H, W, 3]. Raises UserError if the file is damaged."""
         stop = len(self) if stop is None else stop
         with reading(self.path), zipfile.ZipFile(self.path) as archive, archive.open("arr_0.npy") as f:
             f.seek(self._header_bytes + start * int(np.prod(self.shape[1:])))
@@ -163,40 +135,58 @@ class NpzImages:
                     raise EOFError(f"arr_0 ends before image {i + len(images)} of {len(self)}")
                 yield images
 
-    def outline(self) -> list:
-        """Equal for equal copies on other machines: the checksums that the zip archive stores."""
+    def outline(self) -> str:
+        """Hash the names, sizes and checksums (CRC-32) of the arrays, which the archive lists."""
         with reading(self.path), zipfile.ZipFile(self.path) as archive:
-            return [(entry.filename, entry.CRC) for entry in archive.infolist()]
+            return hash_bytes(repr([(entry.filename, entry.file_size, entry.CRC) for entry in archive.infolist()]).encode())
 
-    def fingerprint(self) -> str:
-        """Size and hash of the file."""
-        self._hash = self._hash or hash_file(self.path)  # once: a search asks at every point
-        return f"{self.path.stat().st_size}-{self._hash}"
+    fingerprint = outline  # the checksums cover the content
 
 
-# Either of them.
 ImageSet = NpzImages | ImageFolder
 
 
-def open_images(
-    path: str | Path, convert_to_rgb: bool = False, crop: int | None = None, background: str = "white"
-) -> ImageSet:
-    """A folder, with the arguments of `ImageFolder`, or an .npz, which must be RGB and of one size."""
+def open_images(path: str | Path, convert_to_rgb: bool = False, crop: int | None = None, background: str = "white") -> ImageSet:
+    """Open a folder as an `ImageFolder` with these arguments, or an .npz. Raises UserError if the images cannot be used."""
     path = Path(path)
     if path.is_dir():
         return ImageFolder(path, convert_to_rgb, crop, background)
     if not path.is_file() or path.suffix.lower() != ".npz":
         raise UserError(f"{path} is neither a folder of images nor an .npz")
     if crop is not None:
-        raise UserError(f"resolution={crop} crops the images of a folder; those of {path} are taken as they are")
+        raise UserError(f"resolution={crop} crops the images of a folder, but {path} is an .npz")
     return NpzImages(path)
 
 
+def write_npz(
+    path: Path, images: Iterable[np.ndarray], shape: tuple[int, int, int, int], labels: np.ndarray | None = None
+) -> None:
+    """Write N images, uint8 [H, W, 3], one at a time, so that memory does not limit their number.
+
+    Args:
+        shape: (N, H, W, 3).
+        labels: [N] integers.
+
+    Raises:
+        UserError: an image has another shape or type, or the file cannot be written. Then no file appears.
+    """
+    with whole_file(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        with archive.open("arr_0.npy", "w", force_zip64=True) as f:
+            np.lib.format.write_array_header_1_0(f, {"descr": "|u1", "fortran_order": False, "shape": shape})
+            for image in images:
+                if image.dtype != np.uint8 or image.shape != shape[1:]:
+                    raise UserError(f"{path}: an image is {image.dtype} {image.shape}, not uint8 {shape[1:]}")
+                f.write(np.ascontiguousarray(image).data)
+        if labels is not None:
+            with archive.open("labels.npy", "w") as f:
+                np.lib.format.write_array(f, np.asarray(labels, dtype=np.int64))
+
+
 def read_ahead(batches: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-    """The same batches, the next one being read while this one is in use."""
+    """Yield the batches. A thread reads the next batch while the caller uses the current one."""
     batches = iter(batches)
     with ThreadPoolExecutor(1) as pool:
-        following = pool.submit(next, batches, None)
-        while (current := following.result()) is not None:
-            following = pool.submit(next, batches, None)
-            yield current
+        upcoming = pool.submit(next, batches, None)
+        while (batch := upcoming.result()) is not None:
+            upcoming = pool.submit(next, batches, None)
+            yield batch

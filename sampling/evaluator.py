@@ -25,7 +25,6 @@ from evaluations.features import (
     features_of_images,
     join_features,
     read_cache,
-    stored_statistics,
     write_cache,
 )
 from evaluations.images import ImageSet, open_images
@@ -92,7 +91,7 @@ def open_reference(
     images = open_images(path, crop=resolution if Path(path).is_dir() else None, background=background)
     check_same(images.outline(), key, images.path)
     for name in detectors:  # before their weights are downloaded
-        if len(images) == 0 and not stored_statistics(images, name):
+        if len(images) == 0 and name not in images.statistics:
             raise UserError(f"{key}={path} holds no images and no statistics of the {name} detector")
     return images
 
@@ -167,7 +166,7 @@ class Evaluator:
         """
         features = self._features_of(images, self.detectors, num_samples)
         if num_samples == len(images):
-            features = [replace(x, statistics=stored_statistics(images, x.detector)) for x in features]
+            features = [replace(x, statistics=images.statistics.get(x.detector, {})) for x in features]
         return features
 
     def evaluate(self, samples: Sequence[Features], labels: Sequence[int] | None) -> dict[str, float]:
@@ -195,7 +194,7 @@ class Evaluator:
             computed = self._features_of(images, [detector], len(images))
             if is_main:
                 features = write_cache(self.cache, images, detector, computed[0]) if len(images) else computed[0]
-        return replace(features, statistics=features.statistics | stored_statistics(images, detector.name)) if is_main else None
+        return replace(features, statistics=features.statistics | images.statistics.get(detector.name, {})) if is_main else None
 
     def _features_of(self, images: ImageSet, detectors: Sequence[Detector], count: int) -> list[Features]:
         """Features of the first `count` images on disk, on the main process; [] on the others."""

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from common.errors import UserError
 from evaluations import features, metrics
 from evaluations.classifiers import DIGITS_WEIGHTS, ClassifierDetector
-from evaluations.features import Features, stored_statistics
+from evaluations.features import Features
 from evaluations.images import NpzImages, open_images, write_npz
 from evaluations.metrics import statistics_of
 from evaluations.suite import METRICS, display_name, evaluate, find_metric, format_metrics, metrics_of, set_of
@@ -155,13 +155,13 @@ def test_stored_statistics_are_of_their_detector_alone(tmp_path, npz, detector):
     file, inception, pool = tmp_path / "with.npz", FakeInception(), {"mu": np.zeros(2048), "sigma": np.eye(2048)}
     dinov2 = {"mu_dinov2": np.ones(1024), "sigma_dinov2": np.diag(np.arange(1024.0))}
     np.savez(file, next(NpzImages(npz).batches(20)), **pool, mu_s=np.ones(2023), sigma_s=np.eye(2023), **dinov2)
-    assert {layer: len(known.mu) for layer, known in stored_statistics(NpzImages(file), "inception").items()} == {
+    assert {layer: len(stored.mu) for layer, stored in NpzImages(file).statistics["inception"].items()} == {
         "pool": 2048,
         "spatial": 2023,
     }
-    assert torch.equal(stored_statistics(NpzImages(file), "dinov2")["pool"].sigma.diag(), torch.arange(1024).double())
+    assert torch.equal(NpzImages(file).statistics["dinov2"]["pool"].sigma.diag(), torch.arange(1024).double())
     assert torch.equal(load(file, inception).statistics["pool"].sigma, torch.eye(2048).double())
-    assert stored_statistics(NpzImages(file), "digits") == {}
+    assert "digits" not in NpzImages(file).statistics
     np.savez(tmp_path / "alone.npz", **pool)
     alone = load(tmp_path / "alone.npz", inception)
     assert len(alone) == 0 and set(alone.statistics) == {"pool"}

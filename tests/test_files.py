@@ -140,7 +140,7 @@ def test_lines_that_are_no_objects_are_none(tmp_path):
     (tmp_path / "a").write_bytes(b'[1]\n{"step": 1}\n\xff\n{"st\n')
     assert list(files.read_lines(tmp_path / "a")) == [{"step": 1}]
     assert list(files.read_lines(tmp_path / "none")) == []
-    with pytest.raises(UserError, match=f"^{tmp_path / 'a'} is not JSON"):
+    with pytest.raises(UserError, match=f"^{tmp_path / 'a'} cannot be read: UnicodeDecodeError"):
         files.read_json(tmp_path / "a")
 
 
@@ -161,9 +161,9 @@ def test_images_are_listed_through_links_and_a_loop_of_links_is_refused(tmp_path
         (tmp_path / "images" / name).touch()
     (tmp_path / "linked").symlink_to("images")
     (tmp_path / "images" / "c").symlink_to("b")
-    assert list_images(tmp_path / "linked") == ["a.png", "b/1.PNG", "c/1.PNG"]
+    assert list_images(tmp_path / "linked")[0] == ["a.png", "b/1.PNG", "c/1.PNG"]
     (tmp_path / "images" / "b" / "loop").symlink_to(tmp_path / "images")
-    with pytest.raises(UserError, match="loop is a link to a folder that holds it"):
+    with pytest.raises(UserError, match="loop is a link to a folder that contains it"):
         list_images(tmp_path / "linked")
 
 

@@ -14,7 +14,7 @@ from PIL import Image, ImageOps
 from pydantic import BaseModel, Field, ValidationError
 
 from common.errors import UserError
-from common.images import SUFFIXES, adm_center_crop, is_hidden, is_regular, list_files, read_rgb
+from common.images import SUFFIXES, adm_center_crop, is_hidden, list_images, read_rgb
 from latents.shards import MAX_CLASSES, spread_items
 from latents.tars import TAR_NAME, index_tars
 
@@ -103,7 +103,7 @@ class LabelledImages:
                     image = self.open(index)
                     if not isinstance(image, Path):
                         digest.update(image.read())
-                    elif is_regular(image):  # a pipe never ends
+                    elif image.is_file():  # a pipe never ends
                         digest.update(image.read_bytes())
         return digest.hexdigest()
 
@@ -135,7 +135,7 @@ def open_labelled_images(path: str | Path, labels: str = "auto") -> LabelledImag
     path = Path(path)
     if not path.exists():
         raise UserError(f"images={path} does not exist")
-    names, unread = list_files(path) if path.is_dir() else ([], [])
+    names, unread = list_images(path) if path.is_dir() else ([], [])
     if names and any(TAR_NAME.search(f.name) for f in path.iterdir()):
         raise UserError(f"images={path} holds tars and images ({names[0]}, ...); put them into separate folders")
     if not names:
