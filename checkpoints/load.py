@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -46,33 +47,23 @@ def build_network(cfg: schema.TrainConfig) -> dit.DiT:
         raise UserError(f"model: {e}") from e
 
 
-def load_network(
-    folder: Path, weights: str, device: torch.device, compile_mode: str = "none", ema_length: float | None = None
-) -> nn.Module:
+def load_network(folder: Path, weights: Any, device: torch.device, compile_mode: str = "none") -> nn.Module:
     """The network of a verified checkpoint, in evaluation mode. The last two stay loaded: points of a sweep share them.
 
     Args:
-        weights: `ema` or `raw`.
-        compile_mode: of `runtime.compilation.compile_network`.
-        ema_length: of a post-hoc EMA, instead of `weights`.
+        weights: `ema`, `raw`, or an object that can load others (`extras.posthoc_ema.Average`).
+        compile_mode: see `runtime.compilation.compile_network`.
     """
-    return _load_network(folder, store.identity(folder), weights, device, compile_mode, ema_length)
+    return _load_network(folder, store.identity(folder), weights, device, compile_mode)
 
 
 @lru_cache(maxsize=2)
-def _load_network(
-    folder: Path, content: str, weights: str, device: torch.device, compile_mode: str, ema_length: float | None
-) -> nn.Module:
+def _load_network(folder: Path, content: str, weights: Any, device: torch.device, compile_mode: str) -> nn.Module:
     gc.collect()  # compiled networks are reference cycles: without this, earlier ones stay on the device
-    if ema_length is None:
-        stored = store.load_weights(folder, weights)
-    else:
-        from extras import posthoc_ema  # the registry's line
-
-        stored = posthoc_ema.average_of(folder, ema_length)
+    stored = store.load_weights(folder, weights) if weights in store.WEIGHTS else weights.load()
     with torch.device("meta"):  # no time for random weights
         net = build_network(load_config(folder)).eval().requires_grad_(False)
-    store.check_tensors(folder / store.WEIGHTS[weights], stored, net.state_dict())
+    store.check_tensors(folder / store.WEIGHTS.get(weights, ""), stored, net.state_dict())
     net.to_empty(device=device).load_state_dict(stored)
     compile_network(net, resolve_compile(compile_mode, device))
     return net

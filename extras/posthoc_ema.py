@@ -11,23 +11,19 @@ from __future__ import annotations
 
 import logging
 import re
-from functools import cache, cached_property
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import torch
 from safetensors import safe_open
-from safetensors.torch import save
-from torch import Tensor, nn
+from torch import Tensor
 
 from checkpoints import store
-from checkpoints.run import RunFolder
 from common.errors import UserError, reading
-from common.files import hash_bytes, hash_file, write_file
+from common.files import hash_bytes, hash_file
 from runtime.processes import on_main
-from training.ema import EMA
-from training.sharding import full_tensor, local_shard
-from training.trainer import Hook, Trainer
 
 log = logging.getLogger(__name__)
 
@@ -42,61 +38,6 @@ def gamma_of(length: float) -> float:
     """The exponent of a profile, from length^2 = (gamma + 1) / ((gamma + 2)^2 (gamma + 3))."""
     s = length**-2
     return np.roots([1, 7, 16 - s, 12 - s]).real.max()
-
-
-class TrackedEMA(EMA):
-    """An EMA that also tracks averages of the given lengths. Each costs a foreach-lerp per step and 4 bytes per parameter."""
-
-    def __init__(self, net: nn.Module, decay: float, lengths: list[float]):
-        if len({f"{length:g}" for length in lengths}) < len(lengths):
-            raise UserError(f"train.ema_lengths={lengths} names a length twice; give different lengths")
-        super().__init__(net, decay)
-        self.lengths = lengths
-
-    @cached_property
-    def tracked(self) -> dict[float, dict[str, Tensor]]:
-        """Length -> name -> average. Created at the first use, when the weights are on their device and sharded."""
-        return {length: {name: torch.zeros_like(ema) for name, (ema, _) in self._pairs.items()} for length in self.lengths}
-
-    @torch.no_grad()
-    def update(self, step: int) -> None:
-        super().update(step)
-        weights = [local_shard(p) for _, p in self._pairs.values()]
-        for length, averages in self.tracked.items():
-            new = 1 - (step / (step + 1)) ** (gamma_of(length) + 1)  # 1 in the first step
-            torch._foreach_lerp_([local_shard(average) for average in averages.values()], weights, new)
-
-    def states(self) -> dict[str, dict[str, Tensor]]:
-        tracked = {f"{length:g}/{name}": x for length, averages in self.tracked.items() for name, x in averages.items()}
-        return super().states() | {FILE: tracked}
-
-
-class Snapshots(Hook):
-    """Stores the tracked averages in <run>/ema_snapshots. After a resume, removes snapshots of later steps."""
-
-    def __init__(self, run: RunFolder, every: int):
-        self.run, self.every, self._is_first = run, every, True
-
-    def __call__(self, trainer: Trainer) -> None:
-        is_main, tensors = trainer.accelerator.is_main_process, {}
-        if trainer.step == trainer.first_step and on_main(lambda: trainer.step in list_snapshots(self.run.path)):
-            return
-        for name, average in trainer.ema.states()[FILE].items():
-            full = full_tensor(average)  # gathered by all ranks
-            if is_main:
-                tensors[name] = full.half().cpu()
-        on_main(lambda: self._write(trainer, tensors))
-        self._is_first = False
-
-    def _write(self, trainer: Trainer, tensors: dict[str, Tensor]) -> None:
-        if wrong := [name for name, average in tensors.items() if not average.isfinite().all()]:
-            raise UserError(f"step {trainer.step}: the tracked average {wrong[0]} overflows float16; no snapshot was written")
-        content = save(tensors)
-        for step, file in list_snapshots(self.run.path).items() if self._is_first else ():
-            if step > trainer.first_step:  # from before a resume at an earlier step
-                file.unlink()
-        name = f"{store.folder_name(trainer.step)}_{hash_bytes(content)}.safetensors"
-        write_file(self.run.path / SNAPSHOTS / name, content)
 
 
 def list_snapshots(run: Path | None) -> dict[int, Path]:
@@ -134,6 +75,17 @@ def check_length(folder: Path, weights: str, length: float) -> str:
         found = f"{folder} has {len(files) - 1} earlier snapshots, which give its profile with an error of {error:.0%}"
         raise UserError(f"ema_length={length:g}: {found}, more than {MAX_ERROR:.0%}; a run needs more (train.ema_snapshot_every)")
     return hash_bytes(repr([file.name for file in files.values()]).encode())[:8]
+
+
+@dataclass(frozen=True)
+class Average:
+    """An EMA of this length for a verified checkpoint. `load_network` takes it in place of the name of weights."""
+
+    folder: Path
+    length: float
+
+    def load(self) -> dict[str, Tensor]:
+        return average_of(self.folder, self.length)
 
 
 def average_of(folder: Path, length: float) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -48,6 +49,7 @@ class Recipe:
     weights: str = "ema"
     ema_length: float | None = None
     content: str = ""
+    average: Any = None  # `extras.posthoc_ema.Average` for ema_length
 
     def __post_init__(self):
         check_guidance(self.guidance, self.run, self.diffusion)
@@ -67,9 +69,11 @@ class Recipe:
         guidance = with_second_checkpoint(with_scale(command.guidance, command.cfg_scale), run)
         if guidance.name == "autoguidance":
             content += store.identity(Path(guidance.checkpoint))
+        average = None
         if command.ema_length is not None:
             from extras import posthoc_ema  # the registry's line
 
+            average = posthoc_ema.Average(folder, command.ema_length)
             content += posthoc_ema.check_length(folder, command.weights, command.ema_length)
         return cls(
             run,
@@ -81,6 +85,7 @@ class Recipe:
             command.weights,
             command.ema_length,
             content,
+            average,
         )
 
     @classmethod
@@ -98,7 +103,7 @@ class Recipe:
 
     def load(self, device: torch.device, compile_mode: str) -> ImageSampler:
         """The sampler of the checkpoint's network."""
-        net = load_network(self.checkpoint, self.weights, device, compile_mode, self.ema_length)
+        net = load_network(self.checkpoint, self.average or self.weights, device, compile_mode)
         decoder = autoencoders.build(self.autoencoder, device, self.run.data.in_channels)
         return self.sampler(net, decoder, device, compile_mode)
 

@@ -24,10 +24,10 @@ FLOORS = [
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms} | {"extras": -1}  # extras use everything
 # The lines where a choice names an extra. model=<name> and diffusion=ddpm name theirs as text, in configs/schema.py.
 REGISTRY = {
-    "training.build": {"extras.alignment", "extras.posthoc_ema"},
+    "training.build": {"extras.alignment", "extras.tracked_ema"},
     "sampling.judge": {"extras.kept_features"},
     "sampling.recipe": {"extras.posthoc_ema"},
-    "checkpoints.load": {"extras.posthoc_ema", "extras.sprint"},
+    "checkpoints.load": {"extras.sprint"},
     "fid": {"extras.search"},
 }
 

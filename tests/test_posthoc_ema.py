@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 from checkpoints import store
 from checkpoints.run import RunFolder
 from common.errors import UserError
-from extras import posthoc_ema
-from extras.posthoc_ema import TrackedEMA, gamma_of, solve
+from extras import posthoc_ema, tracked_ema
+from extras.posthoc_ema import gamma_of, solve
+from extras.tracked_ema import TrackedEMA
 
 TRACK = ["train.ema_lengths=[0.1,0.25]", "train.ema_snapshot_every=2", "train.lr=1e-2", "checkpoint.every=3"]
 
@@ -60,7 +61,7 @@ def test_tracked_averages_are_sums_of_the_weights_by_their_profiles():
 
 
 def test_an_average_that_float16_cannot_hold_is_not_stored(tmp_path):
-    snapshots = posthoc_ema.Snapshots(RunFolder(tmp_path, "run"), every=1)
+    snapshots = tracked_ema.Snapshots(RunFolder(tmp_path, "run"), every=1)
     with pytest.raises(UserError, match="step 3: the tracked average 0.1/w overflows float16; no snapshot was written"):
         snapshots._write(SimpleNamespace(step=3, first_step=0), {"0.1/w": torch.tensor([1e5]).half()})
     assert not (tmp_path / "run").exists()

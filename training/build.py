@@ -82,9 +82,9 @@ def fill_in_lengths(cfg: schema.TrainConfig, num_images: int) -> schema.TrainCon
 def build_ema(train: schema.Train, net: torch.nn.Module) -> EMA:
     if not train.ema_lengths:
         return EMA(net, train.ema_decay)
-    from extras import posthoc_ema  # the registry's line
+    from extras import tracked_ema  # the registry's line
 
-    return posthoc_ema.TrackedEMA(net, train.ema_decay, train.ema_lengths)
+    return tracked_ema.TrackedEMA(net, train.ema_decay, train.ema_lengths)
 
 
 def build_autoencoder(cfg: schema.TrainConfig, device: torch.device) -> autoencoders.Autoencoder:
@@ -111,10 +111,7 @@ def build_hooks(cfg: schema.TrainConfig, ema: EMA, run: RunFolder, accelerator: 
     """
     checkpoint = saving.Saving(run, cfg.checkpoint.every, cfg.checkpoint.keep_last, cfg.checkpoint.keep_every)
     found: list[Hook] = [hooks.Metrics(run, cfg.train.log_every, partial(checkpoint.check, wait=False)), checkpoint]
-    if cfg.train.ema_lengths:
-        from extras import posthoc_ema  # the registry's line
-
-        found.append(posthoc_ema.Snapshots(run, cfg.train.ema_snapshot_every))
+    found += ema.hooks(run, cfg.train.ema_snapshot_every)
     if not (cfg.sample.every or cfg.eval.every) or on_main(lambda: hooks.has_all(run, cfg)):
         return found
     # What can be wrong, before what takes time.

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from checkpoints.run import RunFolder
 from training.sharding import distribute_like, full_tensor, local_shard
 
 
@@ -52,6 +53,10 @@ class EMA:
         decay = min(self.decay, (1 + num_updates) / (10 + num_updates))
         averages, weights = ([local_shard(tensor) for tensor in side] for side in zip(*self._pairs.values()))
         torch._foreach_lerp_(averages, weights, 1 - decay)
+
+    def hooks(self, run: RunFolder, every: int) -> list:
+        """Hooks that store more of the EMA than checkpoints do, after every `every` steps."""
+        return []
 
     def states(self) -> dict[str, dict[str, Tensor]]:
         """The tensors for a checkpoint, by the name of the file."""

@@ -1,0 +1,77 @@
+"""The averages that a run tracks for extras/posthoc_ema.py, and snapshots of them."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from checkpoints import store
+from checkpoints.run import RunFolder
+from common.errors import UserError
+from common.files import hash_bytes, write_file
+from extras.posthoc_ema import FILE, SNAPSHOTS, gamma_of, list_snapshots
+from runtime.processes import on_main
+from training.ema import EMA
+from training.sharding import full_tensor, local_shard
+from training.trainer import Hook, Trainer
+
+
+class TrackedEMA(EMA):
+    """An EMA that also tracks averages of the given lengths. Each costs a foreach-lerp per step and 4 bytes per parameter."""
+
+    def __init__(self, net: nn.Module, decay: float, lengths: list[float]):
+        if len({f"{length:g}" for length in lengths}) < len(lengths):
+            raise UserError(f"train.ema_lengths={lengths} names a length twice; give different lengths")
+        super().__init__(net, decay)
+        self.lengths = lengths
+
+    @cached_property
+    def tracked(self) -> dict[float, dict[str, Tensor]]:
+        """Length -> name -> average. Created at the first use, when the weights are on their device and sharded."""
+        return {length: {name: torch.zeros_like(ema) for name, (ema, _) in self._pairs.items()} for length in self.lengths}
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        super().update(step)
+        weights = [local_shard(p) for _, p in self._pairs.values()]
+        for length, averages in self.tracked.items():
+            new = 1 - (step / (step + 1)) ** (gamma_of(length) + 1)  # 1 in the first step
+            torch._foreach_lerp_([local_shard(average) for average in averages.values()], weights, new)
+
+    def hooks(self, run: RunFolder, every: int) -> list[Hook]:
+        return [Snapshots(run, every)]
+
+    def states(self) -> dict[str, dict[str, Tensor]]:
+        tracked = {f"{length:g}/{name}": x for length, averages in self.tracked.items() for name, x in averages.items()}
+        return super().states() | {FILE: tracked}
+
+
+class Snapshots(Hook):
+    """Stores the tracked averages in <run>/ema_snapshots. After a resume, removes snapshots of later steps."""
+
+    def __init__(self, run: RunFolder, every: int):
+        self.run, self.every, self._is_first = run, every, True
+
+    def __call__(self, trainer: Trainer) -> None:
+        is_main, tensors = trainer.accelerator.is_main_process, {}
+        if trainer.step == trainer.first_step and on_main(lambda: trainer.step in list_snapshots(self.run.path)):
+            return
+        for name, average in trainer.ema.states()[FILE].items():
+            full = full_tensor(average)  # gathered by all ranks
+            if is_main:
+                tensors[name] = full.half().cpu()
+        on_main(lambda: self._write(trainer, tensors))
+        self._is_first = False
+
+    def _write(self, trainer: Trainer, tensors: dict[str, Tensor]) -> None:
+        if wrong := [name for name, average in tensors.items() if not average.isfinite().all()]:
+            raise UserError(f"step {trainer.step}: the tracked average {wrong[0]} overflows float16; no snapshot was written")
+        content = save(tensors)
+        for step, file in list_snapshots(self.run.path).items() if self._is_first else ():
+            if step > trainer.first_step:  # from before a resume at an earlier step
+                file.unlink()
+        name = f"{store.folder_name(trainer.step)}_{hash_bytes(content)}.safetensors"
+        write_file(self.run.path / SNAPSHOTS / name, content)
