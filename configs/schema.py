@@ -17,13 +17,11 @@ from pkgutil import resolve_name
 from types import ModuleType
 from typing import Annotated, Any, Literal
 
-from omegaconf import OmegaConf
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, create_model, model_validator
 
 from common.errors import UserError
 from common.files import hash_bytes
 from common.types import AutoencoderSpec, Colour, Count, NotNegative, Number, Positive, Text, Whole
-from configs.compose import compose_overrides
 from configs.settings import GROUPS, OneOrMany, Settings, as_list, flatten, nearest, validate
 
 MAX_NUMBERS = 10**7  # how many seeds or classes a command may list
@@ -287,27 +285,20 @@ class TrainConfig(Settings):
         return self
 
     def named(self, overrides: Sequence[str]) -> TrainConfig:
-        """The configuration with the name of its run: the default name, then each key that was changed, with its value.
+        """The configuration with the name of its run: the default name, then each key that was typed, with its value.
 
         Without keys that may change when a run resumes, such as train.num_steps, and without those that are part of the default
         name (data, model, experiment and its seed). A name of more than MAX_NAME_LENGTH characters ends with a hash.
         """
-        typed = {override.lstrip("+~").partition("=")[0]: override for override in overrides}
-        choices = ("data", "model", "experiment")  # the default name holds them
-        in_default = {*choices} | ({"seed"} if "experiment" in typed else set())
-        keys = [key for key in typed if role_of(key) in (*SAME_RUN, Role.NOTED) and key not in in_default]
+        typed = [override.lstrip("+~").partition("=")[0] for override in overrides]
+        in_default = {"data", "model", "experiment"} | ({"seed"} if "experiment" in typed else set())
+        keys = [key for key in dict.fromkeys(typed) if role_of(key) in (*SAME_RUN, Role.NOTED) and key not in in_default]
         if "name" in typed or not keys:
             return self
-        values, composed = flatten(self.model_dump()), {}
-        for groups in (choices, GROUPS + choices):
-            chosen = [override for key, override in typed.items() if key in groups]
-            composed[groups] = flatten(OmegaConf.to_container(compose_overrides(chosen), resolve=True))
-        words = [self.name]
+        values, words = flatten(self.model_dump()), [self.name]
         for key in keys:
-            name, default = (f"{key}.name", composed[choices]) if key in GROUPS else (key, composed[GROUPS + choices])
-            if values[name] != default.get(name):
-                value = json.dumps(values[name]).strip('[]{}"/ ')
-                words.append(f"{key.rpartition('.')[2]}-{re.sub(r'[^0-9A-Za-z.+-]+', '-', value)}")
+            value = json.dumps(values[f"{key}.name" if key in GROUPS else key]).strip('[]{}"/ ')
+            words.append(f"{key.rpartition('.')[2]}-{re.sub(r'[^0-9A-Za-z.+-]+', '-', value)}")
         name = "_".join(words)
         if len(name) > MAX_NAME_LENGTH:
             name = f"{name[: MAX_NAME_LENGTH - 9]}_{hash_bytes(name.encode())[:8]}"
@@ -363,7 +354,6 @@ class FidConfig(_Sampling):
     reference: Text | None
     num_samples: Count | None
     first_seed: Whole
-    keep_features: bool
     search: list[Text] | None
     search_num_samples: Annotated[int, Field(ge=2)] | None
     weights: OneOrMany[Weights]

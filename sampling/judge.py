@@ -103,27 +103,20 @@ class Judge:
         with ThreadPoolExecutor(1) as thread:  # the main process computes errors while the next point is sampled
             for number, (point, recipe) in enumerate((points[i] for i in missing), start=1):
                 on_main(lambda: [future.result() for future in finished if future.done()])
-                features, labels, cost = self.features(point, recipe, num_samples, f"point {number} of {len(missing)}")
+                features, labels, cost = self.features(recipe, num_samples, f"point {number} of {len(missing)}")
                 metrics = on_main(partial(self.evaluator.evaluate, features, labels))
                 if self.accelerator.is_main_process:
                     finished.append(thread.submit(finish, point, features, labels, metrics, cost))
         on_main(lambda: [future.result() for future in finished])
         return results
 
-    def features(self, point: Point, recipe: Recipe | None, num_samples: int, name: str) -> tuple:
+    def features(self, recipe: Recipe | None, num_samples: int, name: str) -> tuple:
         """The features of a point, the labels that its images were asked for, and the cost of an image."""
         if recipe is None:
             labels = self.images.labels
             return self.evaluator.features_of_set(self.images, num_samples), None if labels is None else labels[:num_samples], {}
         seeds = range(self.cfg.first_seed, self.cfg.first_seed + num_samples)
         labels = labels_of(seeds, recipe.run.data.num_classes, self.cfg.labels)
-        load = partial(recipe.load, self.accelerator.device, self.cfg.compile)
-        if self.cfg.keep_features:
-            from extras import kept_features  # the registry's line
-
-            where = self.output / "features", [point.identity, self.cfg.labels, self.conditions]
-            features, cost = kept_features.features_of_samples(self.evaluator, load, labels, name, *where)
-        else:
-            sampler = load()
-            features, cost = self.evaluator.features_of_samples(sampler, labels, name=name), sampler.cost
-        return features, list(labels.values()), cost
+        sampler = recipe.load(self.accelerator.device, self.cfg.compile)
+        features = self.evaluator.features_of_samples(sampler, labels, name=name)
+        return features, list(labels.values()), sampler.cost

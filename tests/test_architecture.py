@@ -25,7 +25,6 @@ FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in room
 # The lines where a choice names an extra. model=<name> and diffusion=ddpm name theirs as text, in configs/schema.py.
 REGISTRY = {
     "training.build": {"extras.alignment", "extras.tracked_ema"},
-    "sampling.judge": {"extras.kept_features"},
     "sampling.recipe": {"extras.posthoc_ema"},
     "checkpoints.load": {"extras.sprint"},
     "fid": {"extras.search"},

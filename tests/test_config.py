@@ -202,8 +202,7 @@ def test_a_run_is_named_after_what_makes_it_another_run():
     assert name("model=tread", "train.num_steps=9", "train.log_every=3", "output_dir=x", "guidance=cfg") == "digits_tread"
     assert name("train.lr=1e-4", "seed=2", "diffusion=sit") == "digits_tread_lr-0.0001_seed-2_diffusion-sit"
     assert name("train.lr=1e-3") == name("train.lr=0.001") == "digits_tread_lr-0.001"
-    assert name("train.lr=0.002", "seed=0", "diffusion=edm", "train.betas=[0.9,0.999]") == "digits_tread"  # the defaults
-    assert name("diffusion=sit", "diffusion.timestep=uniform", "model=dit") == "digits_dit_diffusion-sit"
+    assert name("diffusion=sit", "diffusion.timestep=uniform", "model=dit") == "digits_dit_diffusion-sit_timestep-uniform"
     assert name("train.ema_lengths=[0.05,0.10]") == "digits_tread_ema_lengths-0.05-0.1"
     assert name("train.lr=1e-4", "name=mine") == "mine"
     assert name("diffusion.P_mean=-0.4") == "digits_tread_P_mean--0.4" != name("diffusion.P_mean=0.4")

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from conftest import REPOSITORY, checked, losses, metrics, renew_manifest, run_fid, run_sample, run_train
 from PIL import Image
-from safetensors.torch import load_file
 
 import fid as script
 from checkpoints import load
@@ -18,9 +17,7 @@ from common.errors import UserError
 from evaluations.metrics import standard_error
 from evaluations.results import Point, Results, differ
 from evaluations.suite import metrics_of
-from extras import kept_features
 from extras.report.runs import read_runs
-from sampling.evaluator import Evaluator
 from sampling.sampler import ImageSampler
 
 NAMES = [metric.name for metric in metrics_of("digits")]
@@ -264,38 +261,6 @@ def sampled(monkeypatch):
 
     monkeypatch.setattr(ImageSampler, "__call__", recorded)
     return seeds
-
-
-def test_kept_features_are_not_sampled_again_for_another_reference_or_more_samples(edm, fid, tmp_path, sampled, monkeypatch):
-    monkeypatch.setattr(kept_features, "STRETCH", 30)
-    (plain,) = fid("plain", f"checkpoint={edm}")
-    assert sampled == list(range(70))
-    first = fid("out", f"checkpoint={edm}", "keep_features=true", "num_samples=50")
-    assert sampled[70:] == list(range(50)) and first[0]["cost"] == plain["cost"]
-    (_, second) = fid("out", f"checkpoint={edm}", "keep_features=true")
-    assert sampled[120:] == list(range(50, 70))
-    assert second["metrics"] == pytest.approx(plain["metrics"], rel=1e-4) and second["cost"] == plain["cost"]
-    assert second["jackknife"]["fd_digits"] == pytest.approx(plain["jackknife"]["fd_digits"], rel=1e-4)
-    with np.load(REPOSITORY / "evaluations" / "digits_reference.npz") as digits:
-        np.savez(tmp_path / "half.npz", arr_0=digits["arr_0"][:900])
-    monkeypatch.setattr(load, "load_network", None)  # nothing is loaded
-    third = fid("out", f"checkpoint={edm}", "keep_features=true", f"reference={tmp_path / 'half.npz'}")[-1]
-    assert third["metrics"]["fd_digits"] != second["metrics"]["fd_digits"] and len(sampled) == 140
-
-
-def test_a_stopped_point_goes_on_after_its_kept_stretches_and_a_damaged_one_is_made_again(edm, fid, tmp_path, monkeypatch):
-    monkeypatch.setattr(kept_features, "STRETCH", 30)
-    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr(Evaluator, "evaluate", lambda *arguments: 1 / 0)
-        fid("out", f"checkpoint={edm}", "keep_features=true")
-    (file,) = (tmp_path / "out" / "features").glob("*/000000030-*.safetensors")
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-    file.with_name(".tmp_0123456789abcdef_000000060-000000090-0.safetensors").touch()  # of a process that was killed
-    again = fid("out", f"checkpoint={edm}", "keep_features=true")
-    assert again[0]["metrics"] == pytest.approx(fid("plain", f"checkpoint={edm}")[0]["metrics"], rel=1e-4)
-    load_file(file)
 
 
 def test_labels_and_seeds_are_conditions_of_a_result_and_stand_beside_it(edm, fid, tmp_path, sampled):

@@ -50,7 +50,7 @@ def test_averages_of_chosen_lengths_are_tracked_on_the_device_and_sampled_from(d
         average = weights if average is None else beta * average + (1 - beta) * weights
         assert torch.allclose(found.tracked_ema[f"0.25/{name}"].double(), average, rtol=1e-5, atol=1e-7)
     assert step == 6
-    settings = ["num_samples=20", "num_steps=3", "batch_size=20", "keep_features=true", "ema_length=[0.1,0.2]", "guidance=cfg"]
+    settings = ["num_samples=20", "num_steps=3", "batch_size=20", "ema_length=[0.1,0.2]", "guidance=cfg"]
     settings += [f"checkpoint={run}", f"output={tmp_path / 'out'}", "cfg_scale=[1.0,1.5]", "cpu_threads=1"]
     run_fid(*settings)
     results = (tmp_path / "out" / "results.jsonl").read_text().splitlines()
