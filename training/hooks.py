@@ -114,6 +114,7 @@ class Evaluations(Hook):
                 log.info("step %d: %s", step, format_metrics(named))
             accelerator.log({"step": step, **named})
 
+
 def identify_evaluations(cfg: TrainConfig, step: int) -> list[dict]:
     """The records that identify the evaluations of a step, one for each guidance scale, in metrics.jsonl.
 
