@@ -119,7 +119,7 @@ def test_every_key_has_a_comment():
 
 def test_every_key_with_a_role_exists():
     keys = {*flatten(checked().model_dump()), *flatten(checked(["diffusion=sit", "alignment=repa"]).model_dump())}
-    named = {key for listed in schema._ROLES.values() for key in listed.split()}
+    named = {key for listed in schema._ROLES.values() for key in listed}
     assert {key for key in named if not any(f"{other}.".startswith(f"{key}.") for other in keys)} == set()
     assert schema.role_of("diffusion.sampler.rho") is schema.Role.COMPARED
     assert schema.role_of("diffusion.P_mean") is schema.Role.FIXED and schema.role_of("train.log_every") is None

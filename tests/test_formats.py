@@ -207,7 +207,7 @@ def test_bad_lightningdit_files_are_refused_by_name(tmp_path, tensors, message):
     [
         ({"mean": torch.zeros(1, 3, 1, 1), "std": torch.ones(1, 3, 1, 1)}, "has 3 channels, and the latents have 4"),
         ({"mean": torch.zeros(1, 4, 1, 1)}, "does not hold the tensors mean and std"),
-        ({"mean": open}, "cannot be read: it is damaged, or holds other objects"),
+        ({"mean": open}, "cannot be read: it is damaged, or holds objects other"),
     ],
 )
 def test_bad_statistics_of_lightningdit_are_refused_by_name(tmp_path, statistics, message):
