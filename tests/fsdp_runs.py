@@ -21,20 +21,20 @@ from runtime import compilation, processes
 from training.sharding import local_shard
 from training.trainer import Trainer
 
-BATCH = ["train.batch_size=8"]
+BATCH = ["train.batch_size=8", "train.num_steps=4"]
 FSDP = [*BATCH, "train.parallel=fsdp"]
 DENSE = ["model=dit", "train.grad_accum_steps=2", "train.grad_clip_norm=0.5"]
-LOOKS = ["sample.every=6", "sample.num_samples=3", "diffusion.sampler.num_steps=2"]
-LOOKS += ["eval.every=6", "eval.num_samples=3", "eval.num_steps=2", "eval.batch_size=2"]
-TREAD = ["checkpoint.every=3", *LOOKS, "sample.batch_size=1", "train.ema_lengths=[0.1,0.25]", "train.ema_snapshot_every=2"]
+LOOKS = ["sample.every=4", "sample.num_samples=3", "diffusion.sampler.num_steps=2"]
+LOOKS += ["eval.every=4", "eval.num_samples=3", "eval.num_steps=2", "eval.batch_size=2"]
+TREAD = ["checkpoint.every=2", *LOOKS, "sample.batch_size=1", "train.ema_lengths=[0.1,0.25]", "train.ema_snapshot_every=2"]
 NO_LOOKS = ["sample.every=0", "eval.every=0"]
-LIGHTNING = ["model=lightningdit_sprint", "sample.every=6", *LOOKS[1:3]]
+LIGHTNING = ["model=lightningdit_sprint", "sample.every=4", *LOOKS[1:3]]
 
 
-def copy_until_step_3(run: Path, copy: Path) -> None:
-    """Copy a run as if it had been killed soon after step 3."""
+def copy_until_step_2(run: Path, copy: Path) -> None:
+    """Copy a run as if it had been killed soon after step 2."""
     shutil.copytree(run, copy)
-    shutil.rmtree(copy / "checkpoints" / "step_0000006")
+    shutil.rmtree(copy / "checkpoints" / "step_0000004")
     shutil.rmtree(copy / "samples")
 
 
@@ -55,8 +55,8 @@ def make_runs(folder: Path, records: dict) -> None:
     run("dense", *FSDP, *DENSE)
     run("lightning", *FSDP, *LIGHTNING)
     run("aligned", *FSDP, "train.grad_accum_steps=2", *json.loads((folder / "repa.json").read_text()))
-    run("cut", *FSDP, *TREAD, *NO_LOOKS)  # its folder holds step 3 of one process
-    run("branch", *FSDP, f"init_from={folder / 'one' / 'checkpoints' / 'step_0000003'}", "init_state=all", *TREAD[-2:])
+    run("cut", *FSDP, *TREAD, *NO_LOOKS)  # its folder holds step 2 of one process
+    run("branch", *FSDP, f"init_from={folder / 'one' / 'checkpoints' / 'step_0000002'}", "init_state=all", *TREAD[-2:])
     # Dynamo captures the graphs, which run as they are: inductor's code is not what is tested.
     with mock.patch.object(compilation.torch, "compile", functools.partial(torch.compile, backend="eager")):
         run("compiled", *FSDP, *DENSE, "train.compile=blocks", "train.activation_checkpointing=blocks", "train.num_steps=2")
@@ -65,7 +65,7 @@ def make_runs(folder: Path, records: dict) -> None:
     with recorded_bytes(records, "ddp"):
         run("ddp", *BATCH, *DENSE)
     if torch.distributed.get_rank() == 0:
-        copy_until_step_3(folder / "tread", folder / "ddp_after_tread")
+        copy_until_step_2(folder / "tread", folder / "ddp_after_tread")
     torch.distributed.barrier()
     run("ddp_after_tread", *BATCH, *TREAD)
     spoiled = functools.partialmethod(spoil_weights, Trainer.train_step)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import checked, losses, metrics, run_train
 from forked import launch
-from fsdp_runs import BATCH, DENSE, LIGHTNING, TREAD, copy_until_step_3
+from fsdp_runs import BATCH, DENSE, LIGHTNING, TREAD, copy_until_step_2
 from gpu.runs import SMALL, keys_of_repa
 from PIL import Image, ImageChops
 from safetensors.torch import load_file
@@ -28,7 +28,7 @@ def runs(tmp_path_factory):
     keys = keys_of_repa(SMALL, folder)
     run_train(folder, "one_aligned", *BATCH, *keys)
     (folder / "repa.json").write_text(json.dumps(keys))
-    copy_until_step_3(folder / "one", folder / "cut")
+    copy_until_step_2(folder / "one", folder / "cut")
     for num_processes in (2, 4):
         for outcome in launch(folder, ["tests/fsdp_runs.py", str(folder)], num_processes, limit_sec=900, small=False):
             outcome.expect_code(0)
@@ -71,12 +71,12 @@ def assert_same_checkpoint(first, second, step):
     ],
 )
 def test_sharded_processes_give_the_losses_weights_and_average_of_one_process(runs, one, sharded):
-    assert list(losses(runs / one)) == [1, 2, 3, 4, 5, 6]
+    assert list(losses(runs / one)) == [1, 2, 3, 4]
     assert losses(runs / sharded) == pytest.approx(losses(runs / one), rel=1e-5)
     assert norms(runs / sharded) == pytest.approx(norms(runs / one), rel=1e-5)
-    assert_same_checkpoint(runs / one, runs / sharded, 6)
+    assert_same_checkpoint(runs / one, runs / sharded, 4)
     if one not in ("one_dense", "one_aligned") and sharded != "cut":
-        grids = [Image.open(runs / name / "samples" / "step_0000006.png") for name in (one, sharded)]
+        grids = [Image.open(runs / name / "samples" / "step_0000004.png") for name in (one, sharded)]
         assert max(high for _, high in ImageChops.difference(*grids).getextrema()) <= 1
 
 
@@ -93,15 +93,15 @@ def test_evaluations_are_those_of_one_process(runs):
 
 
 def test_a_network_is_loaded_from_the_checkpoint_of_a_sharded_run_as_from_any_other(runs):
-    folder = runs / "tread" / "checkpoints" / "step_0000006"
+    folder = runs / "tread" / "checkpoints" / "step_0000004"
     store.verify(folder)
     net = load_network(folder, "ema", torch.device("cpu"))
-    average = checkpoint(runs / "one", 6).ema
+    average = checkpoint(runs / "one", 4).ema
     assert all(torch.allclose(p, average[name], atol=5e-5) for name, p in net.named_parameters())
 
 
 def test_snapshots_of_a_sharded_run_are_those_of_one_process(runs):
-    for step in (2, 4, 6):
+    for step in (2, 4):
         one, sharded = (load_file(list_snapshots(runs / name)[step]) for name in ("one", "tread"))
         assert list(one) == list(sharded) and len(one) > 2
         assert all(torch.allclose(one[name], sharded[name], atol=1e-3) for name in one)  # float16
@@ -109,7 +109,7 @@ def test_snapshots_of_a_sharded_run_are_those_of_one_process(runs):
 
 def test_a_sharded_run_starts_from_another_with_its_optimizer(runs):
     expected = losses(runs / "one")
-    assert losses(runs / "branch") == pytest.approx({step: expected[step] for step in (4, 5, 6)}, rel=1e-5)
+    assert losses(runs / "branch") == pytest.approx({step: expected[step] for step in (3, 4)}, rel=1e-5)
 
 
 def test_compiled_and_checkpointed_blocks_give_the_same_losses(runs):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from gpu import test_evaluation, test_numerics, test_runs, test_steps
-from gpu.runs import FULL, SMALL, config_for, keys_of_repa
+from gpu.runs import FULL, SMALL, config_for
 
 CPU = torch.device("cpu")
 
@@ -27,5 +27,4 @@ def test_the_metrics_run_on_a_cpu():
 
 @pytest.mark.parametrize("kind", test_steps.KINDS)
 def test_the_settings_for_a_gpu_compose(tmp_path, kind):
-    keys = [key.format(backbone=FULL.backbone) for key in test_steps.KINDS[kind]]
-    config_for(FULL, tmp_path, *keys, *(keys_of_repa(SMALL, tmp_path) if kind == "repa" else []))
+    config_for(FULL, tmp_path, *(key.format(backbone=FULL.backbone) for key in test_steps.KINDS[kind]))
