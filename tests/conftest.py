@@ -26,9 +26,9 @@ collect_ignore = [] if torch.cuda.is_available() else ["gpu"]
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # pytest -n: each worker its share of the cores
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])))
 # gloo processes: `--cpu --num_processes 2` would start one.
-_LAUNCH = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines=1"]
-_LAUNCH += ["--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0"]
-LAUNCH_2, LAUNCH_4 = [*_LAUNCH, "--num_processes=2"], [*_LAUNCH, "--num_processes=4"]
+LAUNCH_1 = ["-m", "accelerate.commands.launch", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]
+LAUNCH_1 += ["--num_processes=1"]
+LAUNCH_2 = [*LAUNCH_1[:-1], "--multi_gpu", "--num_processes=2", "--main_process_port=0"]
 
 
 def forget_accelerate():

@@ -1,6 +1,6 @@
-"""Run a command in a fork of a process that has imported everything already: a second instead of six. For tests/test_drills.py.
+"""Run a command, in one process or several, in forks of a process that has imported everything: a second instead of six.
 
-A command runs in a folder of its own and writes to relative paths, so that two runs of it leave the same bytes.
+A drill runs in a folder of its own and writes to relative paths, so that two runs of it leave the same bytes.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ import os
 import re
 import runpy
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -32,11 +33,13 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_APPEND
 _CONTEXT = multiprocessing.get_context("forkserver")
 # All commands, and what they import late.
 _IMPORTED = "train sample fid prepare_latents hydra._internal.hydra matplotlib.pyplot scipy.linalg timm.layers torch._dynamo"
-_IMPORTED += " torch.distributed.nn.functional evaluations.classifiers"
+_IMPORTED += " torch.distributed.nn.functional torch.distributed.fsdp evaluations.classifiers extras.alignment"
+_IMPORTED += " extras.lightningdit pytest"
 
 
+@functools.cache
 def start_server():
-    """Start the process that imports everything. multiprocessing does not pass sys.path on before it imports."""
+    """Start the process that imports everything, once. multiprocessing does not pass sys.path on before it imports."""
     before = os.environ.get("PYTHONPATH", "")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests"), before])
     forkserver.set_forkserver_preload(_IMPORTED.split())
@@ -63,12 +66,16 @@ class Outcome:
 
 
 class Command:
-    """`<script> <arguments>` in a process and session of its own, after `before` has prepared the process."""
+    """`<script> <arguments>` in a process and session of its own, after `before` has prepared the process.
 
-    def __init__(self, folder, arguments, before=None, **environment):
+    With `small`, DiT-XS/2 is so small that its checkpoints have 1 MB.
+    """
+
+    def __init__(self, folder, arguments, before=None, small=True, **environment):
+        start_server()
         folder.mkdir(parents=True, exist_ok=True)
         self._reader, writer = _CONTEXT.Pipe(duplex=False)
-        self.process = _CONTEXT.Process(target=_become, args=(folder, writer, arguments, before, environment))
+        self.process = _CONTEXT.Process(target=_become, args=(folder, writer, arguments, before, small, environment))
         self.process.start()
         writer.close()
 
@@ -81,11 +88,24 @@ class Command:
             return Outcome(code, pipe.read().decode(errors="replace"))
 
 
-def run(folder, arguments, before=None):
-    return Command(folder, arguments, before).finish()
+def run(folder, arguments, before=None, **how):
+    return Command(folder, arguments, before, **how).finish()
 
 
-def _become(folder, writer, arguments, before, environment):
+def launch(folder, arguments, num_processes, before=None, limit_sec=60, **how):
+    """The outcomes of processes that find each other as those of `accelerate launch` do. `before`: by rank."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        where = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(probe.getsockname()[1])}
+    where |= {"WORLD_SIZE": str(num_processes), "LOCAL_WORLD_SIZE": str(num_processes)}
+    ranks = [
+        Command(folder, arguments, (before or {}).get(rank), RANK=str(rank), LOCAL_RANK=str(rank), **where, **how)
+        for rank in range(num_processes)
+    ]
+    return [process.finish(limit_sec) for process in ranks]
+
+
+def _become(folder, writer, arguments, before, small, environment):
     code = 1
     try:
         os.setsid()
@@ -97,7 +117,8 @@ def _become(folder, writer, arguments, before, environment):
         os.chdir(folder)
         os.environ |= {"ACCELERATE_USE_CPU": "true", **environment}
         torch.set_num_threads(1)
-        dit.BACKBONES["DiT-XS/2"] = (12, 24, 3, 2)  # checkpoints of 1 MB
+        if small:
+            dit.BACKBONES["DiT-XS/2"] = (12, 24, 3, 2)
         if before is not None:
             before()
         script, *sys.argv[1:] = arguments

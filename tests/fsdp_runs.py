@@ -1,13 +1,14 @@
 """The runs of several processes that tests/test_fsdp.py looks at.
 
-One launch makes all those of two processes, since starting them takes longer than most of the runs; another those of four,
-as if two were on each of two nodes.
+One launch makes all runs of two processes, since starting takes longer than most of the runs; another makes those of four
+processes, as if two were on each of two nodes.
 """
 
 import functools
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -20,24 +21,25 @@ from runtime import compilation, processes
 from training.sharding import local_shard
 from training.trainer import Trainer
 
-BATCH = ["train.batch_size=8"]
+BATCH = ["train.batch_size=8", "train.num_steps=4"]
 FSDP = [*BATCH, "train.parallel=fsdp"]
 DENSE = ["model=dit", "train.grad_accum_steps=2", "train.grad_clip_norm=0.5"]
-LOOKS = ["sample.every=6", "sample.num_samples=3", "diffusion.sampler.num_steps=2"]
-LOOKS += ["eval.every=6", "eval.num_samples=3", "eval.num_steps=2", "eval.batch_size=2"]
-TREAD = ["checkpoint.every=3", *LOOKS, "sample.batch_size=1", "train.ema_lengths=[0.1,0.25]", "train.ema_snapshot_every=2"]
-LIGHTNING = ["model=lightningdit_sprint", "sample.every=6", *LOOKS[1:3]]
+LOOKS = ["sample.every=4", "sample.num_samples=3", "diffusion.sampler.num_steps=2"]
+LOOKS += ["eval.every=4", "eval.num_samples=3", "eval.num_steps=2", "eval.batch_size=2"]
+TREAD = ["checkpoint.every=2", *LOOKS, "sample.batch_size=1", "train.ema_lengths=[0.1,0.25]", "train.ema_snapshot_every=2"]
+NO_LOOKS = ["sample.every=0", "eval.every=0"]
+LIGHTNING = ["model=lightningdit_sprint", "sample.every=4", *LOOKS[1:3]]
 
 
-def copy_until_step_3(run: Path, copy: Path) -> None:
-    """As if it had been killed soon after step 3."""
+def copy_until_step_2(run: Path, copy: Path) -> None:
+    """Copy a run as if it had been killed soon after step 2."""
     shutil.copytree(run, copy)
-    shutil.rmtree(copy / "checkpoints" / "step_0000006")
+    shutil.rmtree(copy / "checkpoints" / "step_0000004")
     shutil.rmtree(copy / "samples")
 
 
 def main(folder: Path) -> None:
-    """In each process; `folder` holds the runs of one process."""
+    """Every process calls this. `folder` holds the runs of one process."""
     records = {}
     make, name = (make_runs, "two") if os.environ["WORLD_SIZE"] == "2" else (make_runs_of_two_nodes, "four")
     with mock.patch.object(processes, "leave", lambda: None):  # no second process group in one launch
@@ -53,15 +55,19 @@ def make_runs(folder: Path, records: dict) -> None:
     run("dense", *FSDP, *DENSE)
     run("lightning", *FSDP, *LIGHTNING)
     run("aligned", *FSDP, "train.grad_accum_steps=2", *json.loads((folder / "repa.json").read_text()))
-    run("cut", *FSDP, *TREAD)  # its folder holds step 3 of one process
-    run("branch", *FSDP, f"init_from={folder / 'one' / 'checkpoints' / 'step_0000003'}", "init_state=all", *TREAD[-2:])
-    # The code that inductor would write is not the matter here.
-    with mock.patch.object(compilation.torch, "compile", functools.partial(torch.compile, backend="aot_eager")):
+    run("cut", *FSDP, *TREAD, *NO_LOOKS)  # its folder holds step 2 of one process
+    run("branch", *FSDP, f"init_from={folder / 'one' / 'checkpoints' / 'step_0000002'}", "init_state=all", *TREAD[-2:])
+    # Dynamo captures the graphs, which run as they are: inductor's code is not what is tested.
+    with mock.patch.object(compilation.torch, "compile", functools.partial(torch.compile, backend="eager")):
         run("compiled", *FSDP, *DENSE, "train.compile=blocks", "train.activation_checkpointing=blocks", "train.num_steps=2")
     for parallel in ("ddp", "fsdp"):
         run(f"bf16_{parallel}", *BATCH, f"train.parallel={parallel}", "train.precision=bf16", "train.num_steps=3")
     with recorded_bytes(records, "ddp"):
         run("ddp", *BATCH, *DENSE)
+    if torch.distributed.get_rank() == 0:
+        copy_until_step_2(folder / "tread", folder / "ddp_after_tread")
+    torch.distributed.barrier()
+    run("ddp_after_tread", *BATCH, *TREAD)
     spoiled = functools.partialmethod(spoil_weights, Trainer.train_step)
     with mock.patch.object(Trainer, "train_step", spoiled):
         try:
@@ -80,18 +86,13 @@ def make_runs_of_two_nodes(folder: Path, records: dict) -> None:
     run = functools.partial(run_train, folder)
     with recorded_bytes(records, "node"):
         run("node", *FSDP, *TREAD)
-    # Of the groups of 2 and of all 4 processes.
     groups, cpu = torch.distributed.distributed_c10d._world.pg_map, torch.device("cpu")
     records["timeouts"] = sorted((g.size(), g._get_backend(cpu).options._timeout.total_seconds()) for g in groups)
     run("node_dense", *FSDP, *DENSE, "train.grad_accum_steps=1")
-    if torch.distributed.get_rank() == 0:
-        copy_until_step_3(folder / "node", folder / "ddp_after_node")
-    torch.distributed.barrier()
-    run("ddp_after_node", *BATCH, *TREAD)
 
 
 def recorded_bytes(records: dict, name: str):
-    """Of weights, gradients, AdamW's states and averages in this process."""
+    """Record how many bytes weights, gradients, AdamW's states and averages take in this process."""
     original = Trainer.train
 
     def train(trainer: Trainer) -> bool:
@@ -109,7 +110,7 @@ def recorded_bytes(records: dict, name: str):
 
 
 def spoil_weights(trainer: Trainer, original, micro_batches) -> None:
-    """After step 2 the second process's part of a weight is not finite."""
+    """Make a weight NaN after step 2 in the second process's shard."""
     original(trainer, micro_batches)
     if trainer.step == 2 and not trainer.accelerator.is_main_process:
         local_shard(trainer.net.blocks[0].mlp.fc1.weight.detach()).fill_(torch.nan)
@@ -117,3 +118,7 @@ def spoil_weights(trainer: Trainer, original, micro_batches) -> None:
 
 def fail_to_save(root: Path, checkpoint, *keep) -> None:
     raise UserError(f"no room for step {checkpoint.step}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

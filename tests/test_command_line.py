@@ -6,7 +6,8 @@ from datetime import timedelta
 
 import pytest
 import torch
-from conftest import LAUNCH_2, TINY, finish, forget_accelerate, metrics, start
+from conftest import TINY, finish, forget_accelerate, metrics, start
+from forked import launch, run
 
 import prepare_latents
 from common.errors import UserError
@@ -42,21 +43,23 @@ def test_errors_and_ctrl_c_end_a_command_with_one_line(monkeypatch, capsys):
 
 def test_a_sweep_of_two_processes_runs_each_under_its_own_name_and_again_does_nothing(tmp_path):
     arguments = ["train.py", "-m", *TINY, "train.num_steps=2", "seed=0,1", "train.precision=fp32,bf16", f"output_dir={tmp_path}"]
-    code, output = finish(start(*arguments, launcher=LAUNCH_2))
-    assert code == 0, output
+    for outcome in launch(tmp_path, arguments, 2):
+        outcome.expect_code(0)
     names = {f"digits_tread_batch_size-4{seed}{p}" for seed in ("", "_seed-1") for p in ("", "_precision-bf16")}
     assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == names
     first = {name: metrics(tmp_path / name)[1]["loss"] for name in names}
     assert len(set(first.values())) == 4
-    code, output = finish(start(*arguments))
-    assert code == 0 and output.count("this run is complete at step 2") == 4, output
+    again = run(tmp_path, arguments)
+    assert again.code == 0 and again.output.count("this run is complete at step 2") == 4, again.output
     arguments = ["sample.py", "-m", f"checkpoint={tmp_path / min(names)}", "num_steps=2,3", "num_samples=4", "batch_size=2"]
     arguments += [f"hydra.sweep.dir={tmp_path}"]
-    code, output = finish(start(*arguments, launcher=LAUNCH_2))
-    assert code == 0 and len(list((tmp_path / min(names) / "generated").glob("*/samples_0-3.npz"))) == 2, output
-    guidances = ["guidance=path_drop,none", f"output={tmp_path}/refused"]  # one process would go on with the second one
-    code, output = finish(start(*arguments, *guidances, launcher=LAUNCH_2))
-    assert code == 1 and "error (process 0): guidance=path_drop needs a network of model=sprint" in output, output
+    for outcome in launch(tmp_path, arguments, 2):
+        outcome.expect_code(0)
+    assert len(list((tmp_path / min(names) / "generated").glob("*/samples_0-3.npz"))) == 2
+    guidances = ["guidance=path_drop,none", f"output={tmp_path}/refused"]  # one process would start the second run
+    main, other = launch(tmp_path, [*arguments, *guidances], 2)
+    assert main.code == other.code == 1
+    assert "error (process 0): guidance=path_drop needs a network of model=sprint" in main.output, main.output
     assert not (tmp_path / "refused").exists()
 
 

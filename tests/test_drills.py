@@ -8,14 +8,13 @@ import errno
 import re
 import shutil
 import signal
-import socket
 import sys
 from functools import partial
 
 import numpy as np
 import pytest
 from conftest import TINY
-from forked import Command, at_call, at_operation, contents, die, fail_with, run, send, start_server
+from forked import Command, at_call, at_operation, contents, die, fail_with, launch, run, send
 from PIL import Image
 
 from checkpoints import store
@@ -37,7 +36,6 @@ COMMANDS = {
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
     """run/ with checkpoints of steps 2, 4 and 6, and images/ of two classes."""
-    start_server()
     folder, rng = tmp_path_factory.mktemp("inputs"), np.random.default_rng(0)
     for i in range(10):
         file = folder / "images" / ("ant", "bee")[i % 2] / f"{i}.png"
@@ -99,7 +97,6 @@ def finish_alike(out, arguments, reference):
 
 
 def test_a_users_error_is_one_line_and_nothing_is_written(tmp_path):
-    start_server()
     for name, arguments, words in (
         ("group", ["train.py", "mdel=tread"], "mdel is not a key; nearest: model"),
         ("choice", ["train.py", "model=vit"], "dit lightningdit lightningdit_sprint lightningdit_tread sprint tread"),
@@ -193,18 +190,10 @@ def test_another_command_that_is_signalled_prints_no_traceback_and_goes_on(name,
 
 @pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)])
 def test_two_processes_save_the_same_step_whichever_is_signalled(ranks, inputs, tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = str(probe.getsockname()[1])
-    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
     arguments = [*COMMANDS["train"], "train.num_steps=1000", "sample.every=0", "checkpoint.every=1000"]
     before = partial(at_call, partial(send, signal.SIGTERM), STEP, 3)
-    both = [
-        Command(tmp_path, arguments, before if rank in ranks else None, RANK=str(rank), LOCAL_RANK=str(rank), **common)
-        for rank in (0, 1)
-    ]
-    for process in both:
-        process.finish().expect_code(0)
+    for outcome in launch(tmp_path, arguments, 2, dict.fromkeys(ranks, before)):
+        outcome.expect_code(0)
     assert newest_step(tmp_path) in (3, 4, 5)  # the ranks agree after a step
 
 

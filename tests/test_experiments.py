@@ -14,25 +14,6 @@ from configs.experiments import ROWS, TABLES
 from extras.report.experiments import change_words, changes_of
 from extras.report.runs import LOSS, read_run
 
-# TREAD (arXiv 2501.04765): FID of 50,000 unguided samples at 400K iterations.
-TABLE_2 = {  # EDM without and with routes, SiT without and with routes
-    "s2": (68.40, 47.04, 57.60, 38.08), "b2": (43.47, 21.34, 33.00, 15.98),
-    "l2": (23.33, 9.10, 18.80, 5.91), "xl2": (19.47, 7.38, 17.20, 4.89),
-}  # fmt: skip
-SELECTION_RATE = {0: 43.47, 25: 26.50, 50: 21.34, 75: 49.29}
-# Changes of FID against 49.89, the dense network's.
-PLACEMENT = {
-    "0_2": 2.95, "0_3": 2.59, "0_4": 7.23, "0_5": 0.92, "0_6": -12.12, "0_7": -15.71, "0_8": -16.31, "0_9": -14.82,
-    "0_10": 7.47, "7_8": 0.61, "6_8": 0.82, "5_8": -4.84, "4_8": -14.20, "3_8": -16.31, "2_8": -21.87, "1_8": -21.68,
-}  # fmt: skip
-FINAL = {  # FID, sFID, IS, precision and recall, unguided and guided
-    "dit": ((9.62, 6.85, 121.50, 0.67, 0.67), (2.27, 4.60, 278.24, 0.83, 0.57)),
-    "tread_160": ((4.96, 6.83, 192.49, 0.79, 0.54), ()),
-    "tread_680": ((3.93, 7.32, 211.35, 0.76, 0.60), ()),
-    "tread_finetune_220": ((), (2.76, 4.61, 252.78, 0.83, 0.57)),
-    "tread_finetune_740": ((), (2.09, 4.46, 269.07, 0.81, 0.62)),
-    "tread_finetune_740_interval": ((), (1.69, 4.73, 292.66, 0.81, 0.63)),
-}
 # The other placements differ from these in their two blocks alone.
 COMPOSED = [name for name in ROWS if "placement/" not in name or name.endswith(("baseline", "/0_10", "/7_8"))]
 
@@ -83,39 +64,42 @@ def test_what_a_row_says_follows_the_settings_on_top():
     assert cfg.init_from == "elsewhere/final_xl2_tread_680_seed2"
 
 
-def test_table_2_states_the_papers_figures():
-    for size, figures in TABLE_2.items():
-        for name, figure in zip(("dit_{}", "dit_{}_tread", "sit_{}", "sit_{}_tread"), figures):
-            cfg = compose_experiment(f"table2/{name.format(size)}")
-            assert cfg.experiment["paper"] == {"fid": figure} and cfg.experiment["num_samples"] == 50_000
-            diffusion = "sit" if "sit" in name else "edm"
-            assert (cfg.model.backbone, cfg.diffusion.name) == (f"DiT-{size[:-1].upper()}/2", diffusion)
-            assert (cfg.train.num_steps, cfg.train.batch_size, cfg.train.lr, cfg.train.ema_decay) == (400_000, 256, 1e-4, 0.9999)
+# One figure of each table, as printed in the papers: TREAD (arXiv 2501.04765), REPA (2410.06940) and SPRINT (2510.21986).
+FID = {
+    "table2/sit_b2_tread": 15.98, "selection_rate/75": 49.29, "placement/2_8": 49.89 - 21.87, "location/relative": 18.81,
+    "lightning/xl1_tread": 3.71, "imagenet512/dit_b2_tread": 40.9, "repa/sit_xl2": 7.9, "sprint/sit_b2": 27.5,
+    "final/xl2_tread_680": 3.93,
+}  # fmt: skip
 
 
-def test_the_ablations_state_the_papers_figures_and_routes():
-    for rate, fid in SELECTION_RATE.items():
-        assert ROWS[f"selection_rate/{rate}"].paper == {"fid": fid}
-        routes = ROWS[f"selection_rate/{rate}"].overrides.get("model.routes", [])
-        assert [route["selection_ratio"] for route in routes] == ([rate / 100] if rate else [])
-    assert ROWS["placement/baseline"].paper == {"fid": 49.89}
-    assert sum(name.startswith("placement/") for name in ROWS) == 1 + len(PLACEMENT)
-    for name, change in PLACEMENT.items():
-        (route,) = ROWS[f"placement/{name}"].overrides["model.routes"]
-        assert ROWS[f"placement/{name}"].paper["fid"] == pytest.approx(49.89 + change)
-        assert f"{route['start_layer_idx']}_{route['end_layer_idx']}" == name
-    others = {"location/relative": 18.81, "location/absolute": 7.38, "lightning/xl1": 5.14, "lightning/xl1_tread": 3.71}
-    others |= {"imagenet512/dit_b2": 62.8, "imagenet512/dit_b2_tread": 40.9, "repa/sit_b2": 24.4, "repa/sit_xl2": 7.9}
-    others |= {"sprint/sit_b2": 27.5, "sprint/sit_xl2": 9.30}
-    assert {name: ROWS[name].paper["fid"] for name in others} == others
+def test_a_row_of_each_table_holds_the_papers_figure():
+    assert {name: ROWS[name].paper["fid"] for name in FID} == pytest.approx(FID)
+    assert {name.partition("/")[0] for name in ROWS} == {name.partition("/")[0] for name in FID} | {"fashion"}
+    names = ["fid", "sfid", "inception_score", "precision", "recall"]
+    assert ROWS["final/xl2_tread_finetune_740"].paper_guided == dict(zip(names, (2.09, 4.46, 269.07, 0.81, 0.62)))
+    assert [*ROWS["final/xl2_dit"].paper] == [*ROWS["final/xl2_dit"].paper_guided] == names
     assert {name for name, row in ROWS.items() if row.num_samples == 10_000} == {"imagenet512/dit_b2", "imagenet512/dit_b2_tread"}
 
 
-def test_the_final_comparison_states_the_papers_figures():
-    rows = {name.removeprefix("final/xl2_"): row for name, row in ROWS.items() if name.startswith("final/") or row.paper_guided}
-    assert {name: (tuple(row.paper.values()), tuple(row.paper_guided.values())) for name, row in rows.items()} == FINAL
-    names = ["fid", "sfid", "inception_score", "precision", "recall"]
-    assert [*rows["dit"].paper] == [*rows["dit"].paper_guided] == names
+@pytest.mark.parametrize("size", ["s2", "b2", "l2", "xl2"])
+def test_the_rows_of_table_2_train_the_network_of_their_name_as_the_paper_does(size):
+    for name, diffusion in (("dit_{}", "edm"), ("dit_{}_tread", "edm"), ("sit_{}", "sit"), ("sit_{}_tread", "sit")):
+        cfg = compose_experiment(f"table2/{name.format(size)}")
+        assert (cfg.model.backbone, cfg.diffusion.name) == (f"DiT-{size[:-1].upper()}/2", diffusion)
+        assert (cfg.train.num_steps, cfg.train.batch_size, cfg.train.lr, cfg.train.ema_decay) == (400_000, 256, 1e-4, 0.9999)
+        assert cfg.experiment["num_samples"] == 50_000
+
+
+def test_the_rows_of_the_ablations_have_the_routes_of_their_names():
+    for name, row in ROWS.items():
+        table, _, words = name.partition("/")
+        routes = row.overrides.get("model.routes", [])
+        if table == "selection_rate":
+            assert [route["selection_ratio"] for route in routes] == ([int(words) / 100] if words != "0" else [])
+        elif table == "placement" and words != "baseline":
+            (route,) = routes
+            assert f"{route['start_layer_idx']}_{route['end_layer_idx']}" == words
+    assert not ROWS["placement/baseline"].overrides.get("model.routes")
 
 
 def test_the_lightning_rows_are_trained_and_sampled_as_published():

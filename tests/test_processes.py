@@ -3,18 +3,17 @@
 import json
 
 import pytest
-from conftest import finish, start
+from forked import Command
 
 SCRIPT = """
-import json, os, sys, time
+import json, sys, time
 from datetime import timedelta
 import torch
 import torch.distributed as dist
 from common.errors import UserError
 from runtime import processes
 from training import stop as stop_module
-rank, folder, what = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-os.environ["LOCAL_RANK"] = str(rank)
+folder, what, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
 store = f"file://{folder}/store"
 dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))  # to find each other
 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), dist.group.WORLD)
@@ -62,10 +61,11 @@ def run(tmp_path):
     """run(what) -> what each process found."""
 
     def both(what):
-        processes = [start("-c", SCRIPT, str(rank), str(tmp_path), what, start_new_session=True) for rank in (0, 1)]
+        (tmp_path / "script.py").write_text(SCRIPT)
+        arguments = [str(tmp_path / "script.py"), str(tmp_path), what]
+        processes = [Command(tmp_path, [*arguments, str(rank)], LOCAL_RANK=str(rank)) for rank in (0, 1)]
         for process in processes:
-            code, output = finish(process)
-            assert code == 0, output
+            process.finish().expect_code(0)
         return [json.loads(file.read_text()) for file in sorted(tmp_path.glob("*.json"))]
 
     return both

@@ -7,7 +7,7 @@ import signal
 import time
 
 import pytest
-from conftest import LAUNCH_2, REPOSITORY, TINY, finish, metrics, start, wait_for
+from conftest import LAUNCH_1, LAUNCH_2, REPOSITORY, TINY, finish, metrics, start, wait_for
 
 from checkpoints import store
 from common.errors import UserError
@@ -77,13 +77,17 @@ def is_free(lock):
     return True
 
 
-@pytest.mark.parametrize(("signum", "reason"), [(signal.SIGKILL, "SIGTERM"), (signal.SIGUSR1, "SIGUSR1")])
-def test_the_processes_of_a_signalled_launcher_save_and_leave_even_while_they_evaluate(signum, reason, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("launcher", "signum", "reason"), [(LAUNCH_1, signal.SIGKILL, "SIGTERM"), (LAUNCH_2, signal.SIGUSR1, "SIGUSR1")]
+)
+def test_the_processes_of_a_signalled_launcher_save_and_leave_during_an_evaluation(
+    launcher, signum, reason, tmp_path, monkeypatch
+):
     page = (REPOSITORY / "docs" / "speed_and_clusters.md").read_text(encoding="utf-8")
     for name, value in re.findall(r"^export (\w*(?:SIGNALS|TIMEOUT)\w*)=(\S+)$", page, re.MULTILINE):
         monkeypatch.setenv(name, value)
     evaluation = ["eval.every=2", "eval.num_samples=100000", "eval.batch_size=2", "eval.num_steps=1", "train.batch_size=8"]
-    process = start("train.py", *TINY, "name=run", f"output_dir={tmp_path}", *evaluation, launcher=LAUNCH_2)
+    process = start("train.py", *TINY, "name=run", f"output_dir={tmp_path}", *evaluation, launcher=launcher)
     run = tmp_path / "run"
     try:
         wait_for(lambda: process.poll() is not None or ((run / "metrics.jsonl").exists() and len(metrics(run)) >= 2))

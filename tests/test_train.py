@@ -24,7 +24,6 @@ from routing_module import TokenRouter
 from sampling.flops import forward_flops
 from training import build
 from training.sharding import copy_state_dict
-from training.stop import StopSignal
 from training.trainer import Clock, Trainer, learning_rate
 
 GRIDS = ["sample.every=2", "sample.num_samples=3", "diffusion.sampler.num_steps=2"]
@@ -54,16 +53,24 @@ def whole(tmp_path_factory):
 @pytest.mark.parametrize(
     "extra",
     [
-        ["data.num_workers=2", "train.grad_accum_steps=2", "train.grad_clip_norm=1.0"],
+        # The resume cuts the second window of the log in two.
+        ["data.num_workers=2", "train.grad_accum_steps=2", "train.grad_clip_norm=1.0", "train.log_every=3"],
         ["diffusion=sit", "diffusion.timestep=logit_normal", "model=lightningdit_tread", "train.precision=bf16"],
+        ["train.schedule=cosine", "train.warmup_steps=2"],
     ],
 )
-def test_a_resumed_run_equals_an_uninterrupted_one_exactly(train, extra):
-    whole = train("whole", *extra)
-    cut = train("cut", "train.num_steps=4", *extra)
-    train("cut", *extra)
+def test_a_resumed_run_equals_an_uninterrupted_one_exactly(train, tmp_path, extra):
+    whole = train("whole", "checkpoint.every=4", *extra)
+    cut = shutil.copytree(whole, tmp_path / "cut")
+    shutil.rmtree(folder_of(cut, 6))  # as if it had been killed after step 4
+    train("cut", "checkpoint.every=4", *extra)
     assert losses(cut) == losses(whole) and 6 in losses(whole)
     assert_same_files(whole, cut, 6)
+    assert {value.dtype for value in weights(cut, 6).values()} == {torch.float32}  # with bf16 too
+    rates = {record["step"]: record["lr"] for record in metrics(whole)}
+    assert rates == {record["step"]: record["lr"] for record in metrics(cut)}
+    if "train.schedule=cosine" in extra:
+        assert rates[1] == 1e-3 and rates[2] == rates[3] == 2e-3 and 0 < rates[6] < rates[4]
 
 
 def test_two_steps_are_those_of_their_definition(train, tmp_path):
@@ -108,13 +115,6 @@ def test_two_steps_are_those_of_their_definition(train, tmp_path):
         assert torch.allclose(net.state_dict()[name], value, atol=1e-5), name
 
 
-def test_a_window_of_the_log_that_a_resume_cuts_in_two_keeps_its_mean(train):
-    settings = ["train.log_every=3", "checkpoint.every=2"]
-    whole, cut = train("whole", *settings), train("cut", *settings)
-    shutil.rmtree(folder_of(cut, 6))  # as if it had been killed after step 4
-    train("cut", *settings)
-    assert losses(cut) == losses(whole) and list(losses(cut)) == [3, 6]
-
 
 def test_dense_and_routed_runs_see_the_same_noise_and_data(whole, train):
     dense = train("dense", "model=dit", "train.num_steps=3")
@@ -141,10 +141,6 @@ def test_routing_is_on_in_training_and_off_in_grids(train, monkeypatch):
     assert calls == [(4, 8)] * 2  # half of 16 tokens, once for every step
     assert Image.open(run / "samples" / "step_0000002.png").size[0] > 3 * 64
 
-
-def test_bf16_trains_with_float32_weights(train):
-    run = train("run", "train.precision=bf16", "train.num_steps=2")
-    assert {w.dtype for w in weights(run, 2).values()} == {torch.float32}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -177,7 +173,7 @@ def test_a_run_leaves_its_config_metrics_and_checkpoints(train):
         ("init_from=runs/other", "init_from: None -> 'runs/other'"),
     ],
 )
-def test_a_resume_as_another_run_is_refused_with_the_difference(monkeypatch, tmp_path, change, words):
+def test_a_resume_with_different_settings_is_refused_and_names_the_difference(monkeypatch, tmp_path, change, words):
     monkeypatch.setattr(build, "load_config", lambda folder: checked(TINY))
     with pytest.raises(UserError, match=words):
         build.check_resume(tmp_path, checked([*TINY, change]))
@@ -195,7 +191,7 @@ def test_a_resume_on_other_data_is_refused(train, tmp_path):
     train("run", f"data.path={tmp_path / 'moved'}")  # the same data in another place is fine
 
 
-def test_a_run_that_resumes_another_ones_folder_goes_on_from_checkpoints_of_its_own(whole, train):
+def test_a_run_that_resumed_from_another_folder_resumes_from_its_own_checkpoints_later(whole, train):
     branch = train("branch", f"resume={folder_of(whole, 4)}", "train.num_steps=5")
     assert losses(branch) == {5: losses(whole)[5]}
     train("branch", f"resume={folder_of(whole, 4)}")  # as a job that is started again: it has checkpoints of its own
@@ -234,16 +230,6 @@ def test_the_learning_rate_is_that_of_torchs_own_schedulers(schedule):
     assert learning_rate(checked(TINY).train, 10**6) == checked(TINY).train.lr  # the paper's: constant from the first step
 
 
-def test_a_resumed_run_goes_on_with_its_schedule(train):
-    keys = ["train.schedule=cosine", "train.warmup_steps=2", "checkpoint.every=1", "checkpoint.keep_last=9"]
-    whole, parts = train("whole", *keys), train("parts", *keys)
-    for step in (4, 5, 6):
-        shutil.rmtree(folder_of(parts, step))
-    train("parts", *keys)
-    rates = {record["step"]: record["lr"] for record in metrics(whole)}
-    assert rates[1] == 1e-3 and rates[2] == rates[3] == 2e-3 and 0 < rates[6] < rates[4]
-    assert rates == {record["step"]: record["lr"] for record in metrics(parts)} and losses(whole) == losses(parts)
-
 
 @pytest.mark.parametrize(
     ("num_images", "num_steps", "ema_decay"), [(100, 10_000, 0.999), (10_000, 78_125, 0.999872), (10**7, 400_000, 0.9999)]
@@ -280,6 +266,8 @@ def test_what_cannot_run_is_refused_before_anything_is_written(train, tmp_path):
         (["data.num_classes=7"], "data.num_classes=7, but .*10"),
         (["model.routes=[{selection_ratio:0.5,start_layer_idx:2,end_layer_idx:40}]"], "end_layer_idx=40"),
         (["init_from=nowhere"], "init_from"),
+        (["resume=nowhere"], "resume=nowhere does not exist"),
+        (["data.path=nowhere"], "data.path=nowhere does not exist"),
     ):
         with pytest.raises(UserError, match=words):
             train("run", *change)
@@ -355,33 +343,29 @@ def test_evaluations_are_lines_of_their_own_with_fields(train):
     assert found[4:] == [(2, 4, 2), (2, 4, 2)]
 
 
-def test_a_stop_while_it_samples_changes_nothing_of_the_run(train, monkeypatch, tmp_path):
-    asked, looks = [], ["train.num_steps=4", *GRIDS]
-    with monkeypatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr(StopSignal, "requested_now", lambda self: asked.append(1) or len(asked) == 1)
-        train("run", *looks)
-    run = tmp_path / "run"
-    assert list(store.list_steps(run / "checkpoints")) == [2]
-    train("run", *looks)
-    whole = train("whole", *looks)
-    assert losses(run) == losses(whole)
-    assert_same_files(whole, run, 4)
-    assert all((run / "samples" / file.name).read_bytes() == file.read_bytes() for file in (whole / "samples").iterdir())
-
 
 # ----------------------------------------------------------------------------------------------------------------------
 # From the weights of another run.
 
 
 def test_init_from_starts_a_dense_run_from_a_routed_ones_weights_and_average(whole, train):
-    dense = train("dense", "model=dit", f"init_from={whole}", "train.num_steps=1", "train.lr=1e-30")
-    assert [record["step"] for record in metrics(dense)] == [1]
-    before, after = weights(whole, 6), weights(dense, 1)
+    dense = train("dense", "model=dit", f"init_from={whole}", "train.num_steps=2", "train.lr=1e-30", "checkpoint.every=1")
+    assert [record["step"] for record in metrics(dense)] == [1, 2]
+    before, after, average = weights(whole, 6), weights(dense, 2), weights(whole, 6, "ema")
     assert all(torch.allclose(before[name], after[name], atol=1e-7) for name in before)
-    # The average goes on with the decay of its age, (1 + 6) / (10 + 6), and not of a first step.
-    average = weights(whole, 6, "ema")
-    for name, value in weights(dense, 1, "ema").items():
-        assert torch.allclose(value, average[name].lerp(after[name], 9 / 16), atol=1e-6), name
+    # The average continues after 6 updates, without a new warm-up: 7/16 of it remain, then 8/17.
+    for step, share in ((1, 9 / 16), (2, 9 / 17)):
+        average = {name: value.lerp(after[name], share) for name, value in average.items()}
+        for name, value in weights(dense, step, "ema").items():
+            assert torch.allclose(value, average[name], atol=1e-6), name
+
+
+def test_the_average_of_a_run_warms_up_from_its_first_step(whole):
+    average = weights(whole, 1, "ema")
+    for step, share in ((2, 9 / 11), (3, 9 / 12), (4, 9 / 13), (5, 9 / 14), (6, 9 / 15)):
+        average = {name: value.lerp(weights(whole, step)[name], share) for name, value in average.items()}
+        for name, value in weights(whole, step, "ema").items():
+            assert torch.allclose(value, average[name], atol=1e-6), name
 
 
 def test_a_run_that_started_from_another_resumes_exactly_without_it(whole, train, tmp_path):
@@ -395,7 +379,7 @@ def test_a_run_that_started_from_another_resumes_exactly_without_it(whole, train
     assert_same_files(first, cut, 6)
 
 
-def test_init_state_all_goes_on_with_optimizer_and_step(whole, train):
+def test_init_state_all_continues_the_optimizer_and_the_steps(whole, train):
     branch = train("branch", f"init_from={folder_of(whole, 4)}", "init_state=all")
     assert losses(branch) == {5: losses(whole)[5], 6: losses(whole)[6]}
     assert_same_files(whole, branch, 6)
@@ -442,7 +426,7 @@ def patch_save(monkeypatch, before):
     return trained
 
 
-def test_training_goes_on_while_a_checkpoint_is_written_that_holds_its_own_step(whole, train, monkeypatch):
+def test_training_continues_while_a_checkpoint_is_written_and_the_checkpoint_holds_its_own_step(whole, train, monkeypatch):
     trained = patch_save(monkeypatch, lambda c: wait_for(lambda: trained[-1] == min(c.step + 1, 6)))
     run = train("run", "checkpoint.every=1", "checkpoint.keep_last=10")
     for step in range(1, 7):
@@ -520,11 +504,3 @@ def test_a_start_says_its_rate_and_evaluations_and_a_complete_run_needs_no_detec
 
 def build_digits_net():
     return build_network(build.open_data(checked())[0])
-
-
-def test_a_folder_to_resume_from_that_does_not_exist_leaves_nothing(train, tmp_path):
-    with pytest.raises(UserError, match="resume=nowhere does not exist"):
-        train("run", "resume=nowhere")
-    with pytest.raises(UserError, match="data.path=nowhere does not exist"):
-        train("run", "data.path=nowhere")
-    assert not (tmp_path / "run").exists()

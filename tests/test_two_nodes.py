@@ -5,7 +5,8 @@ import shutil
 
 import numpy as np
 import pytest
-from conftest import LAUNCH_2, finish, losses, make_shard, run_train, start
+from conftest import losses, make_shard, run_train
+from forked import launch
 from PIL import Image
 from two_nodes import HERE, run
 
@@ -35,12 +36,8 @@ def folder(tmp_path_factory):
     reference, detector = open_images(folder / "node1" / "reference.npz"), ClassifierDetector("digits", DIGITS_WEIGHTS)
     cache = folder / "node1" / "scores" / "reference_features"
     write_cache(cache, reference, detector, features_of_images(reference, [detector], 64, 0, len(reference))[0])
-    (folder / "script.py").write_text(
-        f"import sys; sys.path[:0] = [{str(REPOSITORY)!r}, {str(REPOSITORY / 'tests')!r}]\n"
-        f"from pathlib import Path; import two_nodes; two_nodes.main(Path({str(folder)!r}))"
-    )
-    code, output = finish(start(str(folder / "script.py"), launcher=LAUNCH_2), timeout_sec=300)
-    assert code == 0, output
+    for outcome in launch(folder, ["tests/two_nodes.py", str(folder)], 2, limit_sec=300, small=False):
+        outcome.expect_code(0)
     return folder
 
 

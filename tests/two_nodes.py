@@ -5,6 +5,7 @@ One launch makes all runs, since starting takes longer than most of them.
 
 import json
 import os
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -61,3 +62,7 @@ def main(folder: Path) -> None:
                 error = str(e)
             (folder / f"{name}_{rank}.json").write_text(json.dumps(error))
     torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
