@@ -27,10 +27,10 @@ BACKBONES = {f"DiT-{size}/{patch}": (*SIZES[size], patch) for size in SIZES for 
 
 def build(backbone: str, **kwargs) -> DiT:
     """A network by its name, such as `DiT-B/2`. Other keywords go to `DiT`, and override the sizes of the name."""
-    return DiT(**sizes_of(backbone, BACKBONES) | kwargs)
+    return DiT(**look_up_sizes(backbone, BACKBONES) | kwargs)
 
 
-def sizes_of(backbone: str, backbones: Mapping[str, tuple[int, int, int, int]]) -> dict[str, int]:
+def look_up_sizes(backbone: str, backbones: Mapping[str, tuple[int, int, int, int]]) -> dict[str, int]:
     """Depth, width, heads and patch size by name. Raises KeyError for an unknown name."""
     return dict(zip(("depth", "width", "num_heads", "patch_size"), backbones[backbone]))
 

@@ -27,7 +27,7 @@ def main(cfg: FidConfig) -> None:
     from checkpoints.load import load_config
     from evaluations.images import open_images
     from evaluations.results import in_words
-    from evaluations.suite import metrics_of
+    from evaluations.suite import metrics_for
     from runtime.compilation import check_compile
     from runtime.machine import start_accelerator
     from runtime.processes import check_same, check_shared, on_main
@@ -69,7 +69,7 @@ def main(cfg: FidConfig) -> None:
     # The points, and their metrics.
     output = Path(cfg.output) if cfg.output else default_folder(cfg, folders)
     judge = Judge(cfg, accelerator, folders, images, reference, output)
-    metric, axes, points = metrics_of(detectors[0])[0].name, (), ()
+    metric, axes, points = metrics_for(detectors[0])[0].name, (), ()
     if cfg.search:
         from extras import search  # the registry's line
 
@@ -122,7 +122,7 @@ def default_folder(cfg: FidConfig, folders: list[Path]) -> Path:
         images = Path(cfg.images).resolve()
         return images.with_name(f"{images.name}_evaluations")
     checkpoint = folders[0].resolve()
-    folder = (store.run_of(checkpoint) or checkpoint.parent) / "evaluations"
+    folder = (store.find_run(checkpoint) or checkpoint.parent) / "evaluations"
     if folder == REPOSITORY / "evaluations":  # a checkpoint in the repository's own folder: never among the source files
         return checkpoint.with_name(f"{checkpoint.name}_evaluations")
     return folder

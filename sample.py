@@ -49,7 +49,7 @@ def main(cfg: SampleConfig) -> None:
     checkpoint = find_checkpoint_together(cfg.checkpoint, "checkpoint")
     run = load_config(checkpoint)
     recipe = Recipe.for_checkpoint(checkpoint, cfg, run.sample.precision)
-    labels = labels_of_seeds(cfg, run.data.num_classes)
+    labels = choose_labels(cfg, run.data.num_classes)
     settings = settings_of_images(cfg, recipe)
     output = Path(cfg.output) if cfg.output else default_output(checkpoint, settings)
     locks: list[IO] = []  # of the main process
@@ -69,15 +69,15 @@ def main(cfg: SampleConfig) -> None:
         locks[0].close()
 
 
-def labels_of_seeds(cfg: SampleConfig, num_classes: int) -> dict[int, int]:
+def choose_labels(cfg: SampleConfig, num_classes: int) -> dict[int, int]:
     """The class of every seed: of `classes` in turn, or as `labels` says."""
-    from sampling.sampler import labels_of
+    from sampling.sampler import draw_labels
 
     if cfg.seeds and cfg.num_samples:
         raise UserError(f"seeds= and num_samples={cfg.num_samples} both say which images: give one of them")
     seeds = cfg.seeds or range(cfg.num_samples or 50)
     if cfg.classes is None:
-        return labels_of(seeds, num_classes, cfg.labels)
+        return draw_labels(seeds, num_classes, cfg.labels)
     if max(cfg.classes) >= num_classes:
         raise UserError(f"classes: class {max(cfg.classes)} does not exist; the model knows 0 to {num_classes - 1}")
     return {seed: cfg.classes[seed % len(cfg.classes)] for seed in seeds}
@@ -105,7 +105,7 @@ def default_output(checkpoint: Path, settings: dict) -> Path:
 
     guidance = settings["guidance"]
     scale = "".join(f"{guidance[key]:g}" for key in ("cfg_scale", "w") if key in guidance)
-    parent = (store.run_of(checkpoint) or checkpoint.resolve().parent) / "generated"
+    parent = (store.find_run(checkpoint) or checkpoint.resolve().parent) / "generated"
     digest = hash_bytes(json.dumps(settings).encode())[:6]
     steps = settings["sampler"]["num_steps"]
     return parent / f"{checkpoint.name}_{settings['weights']}_{guidance['name']}{scale}_{steps}steps_{digest}"

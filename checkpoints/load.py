@@ -20,7 +20,7 @@ from runtime.compilation import compile_network, resolve_compile
 
 def load_config(folder: Path) -> schema.TrainConfig:
     """The configuration of the run that wrote a verified checkpoint. Raises UserError if this version cannot read it."""
-    return _load_config(folder, store.identity(folder))
+    return _load_config(folder, store.hash_checkpoint(folder))
 
 
 @lru_cache(maxsize=1000)
@@ -54,7 +54,7 @@ def load_network(folder: Path, weights: Any, device: torch.device, compile_mode:
         weights: `ema`, `raw`, or an object that can load others (`extras.posthoc_ema.Average`).
         compile_mode: see `runtime.compilation.compile_network`.
     """
-    return _load_network(folder, store.identity(folder), weights, device, compile_mode)
+    return _load_network(folder, store.hash_checkpoint(folder), weights, device, compile_mode)
 
 
 @lru_cache(maxsize=2)

@@ -36,10 +36,10 @@ def find_resume(run: RunFolder, where: str) -> Path | None:
         if not is_auto and newest_step >= 0 and run.path.resolve() not in (Path(where).resolve(), *Path(where).resolve().parents):
             log.info("resume=%s is not read again: the run resumes from its own checkpoint", where)
             is_auto = True
-        found = find_own(run) if is_auto else store.find_checkpoint(Path(where), "resume")
+        found = find_newest_of_run(run) if is_auto else store.find_checkpoint(Path(where), "resume")
         if found is None:
             return None
-        if not is_auto and newest_step > store.step_of(found):
+        if not is_auto and newest_step > store.read_step(found):
             raise UserError(
                 f"resume={where}, but {run.checkpoints} already holds step {newest_step}, which would be overwritten; choose "
                 "another name=..."
@@ -47,14 +47,14 @@ def find_resume(run: RunFolder, where: str) -> Path | None:
         if source := store.imported_from(found):
             raise UserError(
                 f"{found} was imported from {source}: it has no optimizer to resume with; start another run from its weights: "
-                f"name=<another> init_from={store.run_of(found) or found}"
+                f"name=<another> init_from={store.find_run(found) or found}"
             )
         return found
 
     return _see_together(decide, "output_dir" if where == "auto" else "resume")
 
 
-def find_own(run: RunFolder) -> Path | None:
+def find_newest_of_run(run: RunFolder) -> Path | None:
     """The newest good checkpoint of a run, or None; newer damaged ones are renamed. UserError if all are damaged."""
     found, problems = store.find_newest(run.checkpoints)
     if found is None and problems:

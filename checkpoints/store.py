@@ -27,7 +27,7 @@ from torch import Tensor
 
 from common.errors import UserError, reading
 from common.files import hash_bytes, hash_file, remove_leftovers, why_not_written
-from common.progress import say_if_slow
+from common.progress import log_if_slow
 
 log = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ def _compare_files(folder: Path) -> None:
             raise UserError(f"{folder} is not a whole checkpoint: it has no {MANIFEST}")
         manifest = json.loads(file.read_text(encoding="utf-8"))
         expected = dict.fromkeys(FILES) | {name: (entry["size"], entry["blake2b"]) for name, entry in manifest.items()}
-    with say_if_slow(log, "comparing %s with its checksums", folder):
+    with log_if_slow(log, "comparing %s with its checksums", folder):
         for file, entry in ((folder / name, entry) for name, entry in expected.items()):
             with reading(file):
                 if entry is None or not file.is_file():
@@ -151,7 +151,7 @@ def _compare_files(folder: Path) -> None:
                     raise UserError(f"{file} has {found} bytes instead of {size}: it is truncated or altered")
                 if hash_file(file) != digest:
                     raise UserError(f"{file} was altered: its hash is not the one in {MANIFEST}")
-    step = step_of(folder)
+    step = read_step(folder)
     if _STEP.fullmatch(folder.name) and folder.name != folder_name(step):
         raise UserError(f"{folder} holds step {step}: it was renamed. Its name must be {folder_name(step)}")
 
@@ -164,7 +164,7 @@ def _read_state(folder: Path) -> dict:
         return state
 
 
-def step_of(folder: Path) -> int:
+def read_step(folder: Path) -> int:
     return _read_state(folder)["step"]
 
 
@@ -173,13 +173,13 @@ def imported_from(folder: Path) -> str | None:
     return _read_state(folder).get("imported_from")
 
 
-def run_of(folder: Path) -> Path | None:
+def find_run(folder: Path) -> Path | None:
     """The folder of the run that a checkpoint belongs to; None for a checkpoint that was copied elsewhere."""
     parent = folder.resolve().parent
     return parent.parent if parent.name == "checkpoints" else None
 
 
-def identity(folder: Path) -> str:
+def hash_checkpoint(folder: Path) -> str:
     """A hash of everything in a checkpoint, computed from its manifest, which holds the hash of every file."""
     return hash_bytes((folder / MANIFEST).read_bytes())[:16]
 

@@ -45,7 +45,7 @@ class LogHandler(logging.StreamHandler):
 
 
 @contextlib.contextmanager
-def say_if_slow(log: logging.Logger, message: str, *args: object) -> Iterator[None]:
+def log_if_slow(log: logging.Logger, message: str, *args: object) -> Iterator[None]:
     """Log the message if the block takes longer than SLOW_SEC."""
     timer = threading.Timer(SLOW_SEC, log.info, (message, *args))
     timer.daemon = True

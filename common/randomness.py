@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 
-def key_of(*parts: int | str | tuple) -> int:
+def derive_seed(*parts: int | str | tuple) -> int:
     """Hash everything that the numbers depend on to a seed below 2^63 for a generator. Raises TypeError for floats.
 
     On a CPU, torch's generator uses only the low 32 bits: among 50,000 seeds, about 0.3 pairs give equal numbers.
@@ -46,7 +46,7 @@ class StepRandom(SampleRandom):
 
     def __init__(self, seed: int, step: int, stream: str, batch_size: int, part: slice, device: torch.device):
         self.batch_size, self.part, self.device = batch_size, part, device
-        self.generator = torch.Generator(device).manual_seed(key_of(seed, step, stream))
+        self.generator = torch.Generator(device).manual_seed(derive_seed(seed, step, stream))
 
     def _draw(self, draw: Callable[..., Tensor], shape: tuple[int, ...]) -> Tensor:
         return draw(self.batch_size, *shape, generator=self.generator, device=self.device)[self.part]
@@ -59,7 +59,7 @@ class SeedRandom(SampleRandom):
     """
 
     def __init__(self, seeds: Sequence[int | tuple[int, ...]], device: torch.device, stream: str = "sample"):
-        self.generators = [torch.Generator().manual_seed(key_of(stream, seed)) for seed in seeds]
+        self.generators = [torch.Generator().manual_seed(derive_seed(stream, seed)) for seed in seeds]
         self.device = device
 
     def _draw(self, draw: Callable[..., Tensor], shape: tuple[int, ...]) -> Tensor:

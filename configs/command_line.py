@@ -68,12 +68,12 @@ def guard(action: Callable[[], None]) -> None:
         if interrupts or isinstance(error, KeyboardInterrupt):  # in the middle of an import, Ctrl-C can raise any error
             sys.stderr.write("stopped; run the same command to resume\n")
             sys.exit(128 + signal.SIGINT)
-        if (line := in_one_line(error)) is None:
+        if (line := format_error(error)) is None:
             raise
         sys.exit(line)
 
 
-def in_one_line(error: BaseException) -> str | None:
+def format_error(error: BaseException) -> str | None:
     """What a command prints of an error that a user can cause; None for any other."""
     rank = os.environ.get("RANK")
     if isinstance(error, UserError):
@@ -121,7 +121,7 @@ def run_by_hydra(main: Callable[[S], None], config_name: str, settings: type[S],
         except Exception as e:
             clear_frames(e)  # Hydra keeps the error until the sweep ends, and its frames would keep this run's trainer
             if os.environ.get("WORLD_SIZE", "1") != "1":  # the other processes may still be in this run: end the sweep
-                sys.exit(in_one_line(e) or traceback.format_exc())
+                sys.exit(format_error(e) or traceback.format_exc())
             raise
 
     checked.__module__ = Path(sys.argv[0]).stem  # Hydra names the jobs of a cluster after it

@@ -68,7 +68,7 @@ Numbers = Annotated[list[int], BeforeValidator(parse_numbers)]
 Weights = Literal["ema", "raw"]
 Precision = Literal["fp32", "bf16"]
 Compile = Literal["auto", "none", "blocks"]  # runtime.compilation.compile_network
-Labels = Literal["random", "balanced"]  # sampling.sampler.labels_of
+Labels = Literal["random", "balanced"]  # sampling.sampler.draw_labels
 EMALength = Annotated[float, Field(gt=0, le=0.28)]  # extras.posthoc_ema
 
 
@@ -292,7 +292,7 @@ class TrainConfig(Settings):
         """
         typed = [override.lstrip("+~").partition("=")[0] for override in overrides]
         in_default = {"data", "model", "experiment"} | ({"seed"} if "experiment" in typed else set())
-        keys = [key for key in dict.fromkeys(typed) if role_of(key) in (*SAME_RUN, Role.NOTED) and key not in in_default]
+        keys = [key for key in dict.fromkeys(typed) if find_role(key) in (*SAME_RUN, Role.NOTED) and key not in in_default]
         if "name" in typed or not keys:
             return self
         values, words = flatten(self.model_dump()), [self.name]
@@ -407,7 +407,7 @@ _ROLES = {  # a group stands for those of its keys that are not listed
 _ROLE_OF = {key: role for role, keys in _ROLES.items() for key in keys}
 
 
-def role_of(key: str) -> Role | None:
+def find_role(key: str) -> Role | None:
     """The role of a key of train.py, or of the innermost group around it that has one."""
     while key and key not in _ROLE_OF:
         key = key.rpartition(".")[0]
@@ -420,5 +420,5 @@ def differences(stored: Settings | dict, current: Settings | dict, roles: Sequen
     return [
         f"{key}: {old.get(key, 'absent')!r:.100} -> {new.get(key, 'absent')!r:.100}"
         for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and (roles is None or role_of(key) in roles)
+        if old.get(key) != new.get(key) and (roles is None or find_role(key) in roles)
     ]

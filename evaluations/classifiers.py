@@ -26,7 +26,7 @@ from common.progress import progress_bar
 from evaluations.features import Features, to_device
 from evaluations.images import ImageSet
 from evaluations.metrics import class_agreement, full_float32
-from evaluations.suite import set_of
+from evaluations.suite import small_set
 
 # Trained on digits_reference.npz, which holds the images of latents/digits.safetensors in ADM's format.
 DIGITS_WEIGHTS = Path(__file__).with_name("digits_detector.safetensors")
@@ -111,7 +111,7 @@ def train_detector(images: ImageSet, output: Path, device: torch.device, num_epo
     """
     is_digits = output.name == "digits.safetensors"
     name = "digits" if is_digits else f"small-{output.stem}"
-    if output.suffix != ".safetensors" or not (is_digits or set_of(name)) or output.exists():
+    if output.suffix != ".safetensors" or not (is_digits or small_set(name)) or output.exists():
         raise UserError(f"output={output} must be a new file named after the set: <letters, digits and _>.safetensors")
     num_images, height, width, _ = images.shape
     if images.labels is None or height != width or height > 128 or num_images < 1000:

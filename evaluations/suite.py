@@ -71,15 +71,15 @@ METRICS = (
 )
 
 
-def set_of(detector: str) -> str | None:
+def small_set(detector: str) -> str | None:
     """The set of a detector of small pictures: small-fashion -> fashion. None for other names."""
     found = re.fullmatch(r"small-(?!digits$|dinov2$)([a-z][a-z0-9_]*)", detector)  # these have an fd_ of their own
     return found and found[1]
 
 
-def metrics_of(detector: str) -> list[Metric]:
+def metrics_for(detector: str) -> list[Metric]:
     """The metrics of a detector under its names, the primary one first; none for an unknown detector."""
-    name = set_of(detector)
+    name = small_set(detector)
     rows = [metric for metric in METRICS if ("small" if name else detector) in metric.detectors]
     return [replace(metric, name=metric.name.format(name or detector)) for metric in rows]
 
@@ -97,7 +97,7 @@ def evaluate(
     labels: [N] int64, the classes that were asked for, in the order of the samples. device: for the neighbour search.
     """
     pair = FeaturePair(reference, samples, labels, device)
-    values = {metric.name: metric.compute(pair) for metric in metrics_of(samples.detector)}
+    values = {metric.name: metric.compute(pair) for metric in metrics_for(samples.detector)}
     if missing := [name for name, value in values.items() if value is None]:
         log.info("no %s: images or labels are missing", ", ".join(missing))
     return {name: value for name, value in values.items() if value is not None}
@@ -113,7 +113,7 @@ def jackknife(reference: Features, samples: Features, labels: Tensor | None, num
         rows = torch.cat([torch.arange(int(group[0])), torch.arange(int(group[-1]) + 1, len(samples))])
         without = replace(samples, statistics={}, **{name: x[rows] for name, x in samples.tensors().items()})
         pair = FeaturePair(reference, without, None if labels is None else labels[rows], "cpu")
-        for metric in metrics_of(samples.detector):
+        for metric in metrics_for(samples.detector):
             if metric.in_jackknife and (value := metric.compute(pair)) is not None:
                 values.setdefault(metric.name, []).append(value)
     return values

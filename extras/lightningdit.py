@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dit import SIZES, Attention, DiT, DiTBlock, sincos_1d, sizes_of
+from dit import SIZES, Attention, DiT, DiTBlock, look_up_sizes, sincos_1d
 
 # name: (depth, width, heads, patch size), the sizes of DiT. XS is ours, for the embedded digits.
 BACKBONES = {f"LightningDiT-{size}/{patch}": (*SIZES[size], patch) for size in ("XS", "B", "L", "XL") for patch in (1, 2)}
@@ -20,7 +20,7 @@ BACKBONES = {f"LightningDiT-{size}/{patch}": (*SIZES[size], patch) for size in (
 
 def build(backbone: str, **kwargs) -> LightningDiT:
     """A network by its name, such as `LightningDiT-XL/1`. Other keywords override the sizes of the name."""
-    return LightningDiT(**sizes_of(backbone, BACKBONES) | kwargs)
+    return LightningDiT(**look_up_sizes(backbone, BACKBONES) | kwargs)
 
 
 def rotary_tables(grid_size: int, head_width: int) -> tuple[Tensor, Tensor]:

@@ -34,7 +34,7 @@ NUM_CELLS = 10_000  # of the grid over a run's steps on which least squares comp
 
 
 @cache
-def gamma_of(length: float) -> float:
+def gamma_from_length(length: float) -> float:
     """The exponent of a profile, from length^2 = (gamma + 1) / ((gamma + 2)^2 (gamma + 3))."""
     s = length**-2
     return np.roots([1, 7, 16 - s, 12 - s]).real.max()
@@ -49,8 +49,8 @@ def list_snapshots(run: Path | None) -> dict[int, Path]:
 
 def open_profiles(folder: Path, length: float) -> tuple[dict[int, Path], list[float], list[float], float]:
     """(step -> file with averages, up to the checkpoint's step; their lengths; factors and error of `solve` for `length`)."""
-    step, lengths = store.step_of(folder), store.read_config(folder)["train"]["ema_lengths"]
-    files = {t: file for t, file in list_snapshots(store.run_of(folder)).items() if t < step}
+    step, lengths = store.read_step(folder), store.read_config(folder)["train"]["ema_lengths"]
+    files = {t: file for t, file in list_snapshots(store.find_run(folder)).items() if t < step}
     files[step] = folder / f"{FILE}.safetensors"
     return files, lengths, *solve([(t, x) for t in files for x in lengths], (step, length))
 
@@ -85,10 +85,10 @@ class Average:
     length: float
 
     def load(self) -> dict[str, Tensor]:
-        return average_of(self.folder, self.length)
+        return reconstruct(self.folder, self.length)
 
 
-def average_of(folder: Path, length: float) -> dict[str, Tensor]:
+def reconstruct(folder: Path, length: float) -> dict[str, Tensor]:
     """The weights of a verified checkpoint's network with an EMA of this length, computed by rank 0 for all."""
     sums: dict[str, Tensor] = {}
 
@@ -120,7 +120,7 @@ def solve(tracked: list[tuple[int, float]], wanted: tuple[int, float]) -> tuple[
     edges = np.unique([*np.linspace(0, wanted[0], NUM_CELLS + 1).round(), *steps])
 
     def profile(t: int, length: float) -> np.ndarray:
-        return np.diff((np.minimum(edges, t) / t) ** (gamma_of(length) + 1)) / np.sqrt(np.diff(edges))
+        return np.diff((np.minimum(edges, t) / t) ** (gamma_from_length(length) + 1)) / np.sqrt(np.diff(edges))
 
     basis, target = np.stack([profile(*key) for key in tracked], axis=1), profile(*wanted)
     factors = np.linalg.lstsq(basis, target, rcond=None)[0]

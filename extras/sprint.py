@@ -113,4 +113,4 @@ BACKBONES = dit.BACKBONES | lightningdit.BACKBONES
 def build(backbone: str, **settings) -> FusedRoutes:
     """A network by its name, such as `DiT-B/2`. Other keywords go to the network, and override the sizes of the name."""
     network = SPRINT if backbone in dit.BACKBONES else LightningSPRINT
-    return network(**dit.sizes_of(backbone, BACKBONES) | settings)
+    return network(**dit.look_up_sizes(backbone, BACKBONES) | settings)

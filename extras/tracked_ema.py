@@ -12,7 +12,7 @@ from checkpoints import store
 from checkpoints.run import RunFolder
 from common.errors import UserError
 from common.files import hash_bytes, write_file
-from extras.posthoc_ema import FILE, SNAPSHOTS, gamma_of, list_snapshots
+from extras.posthoc_ema import FILE, SNAPSHOTS, gamma_from_length, list_snapshots
 from runtime.processes import on_main
 from training.ema import EMA
 from training.sharding import full_tensor, local_shard
@@ -38,7 +38,7 @@ class TrackedEMA(EMA):
         super().update(step)
         weights = [local_shard(p) for _, p in self._pairs.values()]
         for length, averages in self.tracked.items():
-            new = 1 - (step / (step + 1)) ** (gamma_of(length) + 1)  # 1 in the first step
+            new = 1 - (step / (step + 1)) ** (gamma_from_length(length) + 1)  # 1 in the first step
             torch._foreach_lerp_([local_shard(average) for average in averages.values()], weights, new)
 
     def hooks(self, run: RunFolder, every: int) -> list[Hook]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from common.downloads import find_on_hub
 from common.errors import UserError, first_line
 from common.files import read_json
-from common.progress import say_if_slow
+from common.progress import log_if_slow
 from latents.va_vae import autoencoder_kl, find_va_vae, load_va_vae
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class KLAutoencoder:
     def __init__(self, spec: str, device: torch.device, channels: int | None, precision: str = "fp32"):
         file, self.precision = find(spec), precision
         try:
-            with say_if_slow(log, "loading the autoencoder %s", spec):
+            with log_if_slow(log, "loading the autoencoder %s", spec):
                 vae = load_va_vae(file) if spec.startswith("va-vae:") else autoencoder_kl().from_pretrained(file)
         except (OSError, ValueError) as e:  # ValueError includes load_va_vae's UserError
             raise UserError(f"autoencoder={spec} cannot be loaded: {first_line(e)}") from e

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 
 from common.errors import UserError, reading
 from common.files import hash_file
-from common.progress import progress_bar, say_if_slow
+from common.progress import log_if_slow, progress_bar
 from configs import schema
 from evaluations.features import (
     Detector,
@@ -28,7 +28,7 @@ from evaluations.features import (
     write_cache,
 )
 from evaluations.images import ImageSet, open_images
-from evaluations.suite import evaluate, jackknife, set_of
+from evaluations.suite import evaluate, jackknife, small_set
 from runtime.processes import check_same, gather_on_main, on_main
 from sampling.sampler import ImageSampler
 
@@ -53,7 +53,7 @@ def hash_weights(settings: schema.DetectorSettings) -> dict[str, str | None]:
 
 
 def _build_detector(name: str, settings: schema.DetectorSettings, accelerator: Accelerator) -> Detector:
-    if name == "digits" or set_of(name):
+    if name == "digits" or small_set(name):
         from evaluations.classifiers import DIGITS_WEIGHTS, ClassifierDetector
 
         if name != "digits" and settings.weights is None:
@@ -67,7 +67,7 @@ def _build_detector(name: str, settings: schema.DetectorSettings, accelerator: A
     from evaluations.inception import InceptionDetector, fetch_weights
 
     # In a list with small-<set>, evaluation.weights is the file of small-<set>.
-    file = None if any(map(set_of, settings.all_detectors)) else settings.weights
+    file = None if any(map(small_set, settings.all_detectors)) else settings.weights
     return InceptionDetector(file or fetch_weights(), accelerator.device)
 
 
@@ -175,7 +175,7 @@ class Evaluator:
         labels: the class of each sample, for class_agreement.
         """
         values, y = {}, None if labels is None else torch.as_tensor(labels)
-        with say_if_slow(log, "computing the metrics of %d images", len(samples[0])):
+        with log_if_slow(log, "computing the metrics of %d images", len(samples[0])):
             for pair in zip(self.references, samples):
                 values |= evaluate(*pair, y, self.accelerator.device)
         return values

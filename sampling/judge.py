@@ -23,7 +23,7 @@ from latents import autoencoders
 from runtime.processes import on_main
 from sampling.evaluator import Evaluator, build_detectors, hash_weights
 from sampling.recipe import Recipe
-from sampling.sampler import labels_of
+from sampling.sampler import draw_labels
 
 log = logging.getLogger(__name__)
 
@@ -59,8 +59,8 @@ class Judge:
             recipe = Recipe.for_checkpoint(folder, choice, load_config(folder).eval.precision)
             settings, sampler = recipe.settings(), vars(recipe.diffusion.sampler)
             given = {key: sampler[key] for key, value in choice.sampler_settings.items() if value is not None}
-            name = (store.run_of(folder) or folder.resolve().parent).name
-            shown = {"run": name, "step": store.step_of(folder), **settings, **given}
+            name = (store.find_run(folder) or folder.resolve().parent).name
+            shown = {"run": name, "step": store.read_step(folder), **settings, **given}
             point = Point({"checkpoint": str(folder), **settings, "precision": recipe.precision}, recipe.content, shown)
             if point.identity not in (earlier.identity for earlier, _ in points):  # intervals of cfg_scale=1 are one point
                 points.append((point, recipe))
@@ -72,7 +72,7 @@ class Judge:
             autoencoders.find(self.cfg.autoencoder or load_config(folder).data.autoencoder)
         detectors = build_detectors(self.cfg.evaluation, self.accelerator)
         # Runs are next to each other, and often share a reference.
-        run = None if self.cfg.output or not self.folders else store.run_of(self.folders[0])
+        run = None if self.cfg.output or not self.folders else store.find_run(self.folders[0])
         cache = (run.parent if run else self.output) / "reference_features"
         return Evaluator(self.accelerator, detectors, self.reference, self.cfg.batch_size, cache)
 
@@ -116,7 +116,7 @@ class Judge:
             labels = self.images.labels
             return self.evaluator.features_of_set(self.images, num_samples), None if labels is None else labels[:num_samples], {}
         seeds = range(self.cfg.first_seed, self.cfg.first_seed + num_samples)
-        labels = labels_of(seeds, recipe.run.data.num_classes, self.cfg.labels)
+        labels = draw_labels(seeds, recipe.run.data.num_classes, self.cfg.labels)
         sampler = recipe.load(self.accelerator.device, self.cfg.compile)
         features = self.evaluator.features_of_samples(sampler, labels, name=name)
         return features, list(labels.values()), sampler.cost

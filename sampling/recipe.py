@@ -65,10 +65,10 @@ class Recipe:
         Raises:
             UserError: a setting that the run's sampler, network or checkpoint does not have, or that does not fit the others.
         """
-        run, content = load_config(folder), store.identity(folder)
+        run, content = load_config(folder), store.hash_checkpoint(folder)
         guidance = with_second_checkpoint(with_scale(command.guidance, command.cfg_scale), run)
         if guidance.name == "autoguidance":
-            content += store.identity(Path(guidance.checkpoint))
+            content += store.hash_checkpoint(Path(guidance.checkpoint))
         average = None
         if command.ema_length is not None:
             from extras import posthoc_ema  # the registry's line

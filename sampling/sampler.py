@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from common.errors import UserError
-from common.randomness import SeedRandom, key_of
+from common.randomness import SeedRandom, derive_seed
 from configs.schema import Data, Diffusion
 from guidance import Guidance, GuidanceInputs
 from latents.autoencoders import Autoencoder, to_uint8
@@ -88,8 +88,8 @@ class ImageSampler:
         return to_uint8(images, self.rounding).cpu().numpy()
 
 
-def labels_of(seeds: Iterable[int], num_classes: int, rule: str) -> dict[int, int]:
+def draw_labels(seeds: Iterable[int], num_classes: int, rule: str) -> dict[int, int]:
     """The class of each seed, a function of the seed alone: uniformly `random`, or `balanced`, seed mod num_classes."""
     if rule == "balanced":
         return {seed: seed % num_classes for seed in seeds}
-    return {seed: int(np.random.default_rng(key_of("class", seed)).integers(num_classes)) for seed in seeds}
+    return {seed: int(np.random.default_rng(derive_seed("class", seed)).integers(num_classes)) for seed in seeds}

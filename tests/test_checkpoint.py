@@ -183,7 +183,7 @@ def test_a_run_or_a_checkpoint_can_be_named_and_nothing_else(tmp_path):
     save(run / "checkpoints", 10, 20)
     newest = run / "checkpoints" / "step_0000020"
     assert store.find_checkpoint(run, "init_from") == store.find_checkpoint(newest, "init_from") == newest
-    assert store.run_of(newest) == run
+    assert store.find_run(newest) == run
     for wrong in (run / "checkpoints", newest / "ema.safetensors", run / "metrics.jsonl", tmp_path / "rnu", tmp_path):
         with pytest.raises(UserError, match=f"^init_from: {wrong} is not a folder of a run or of a whole c"):
             store.find_checkpoint(wrong, "init_from")

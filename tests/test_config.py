@@ -121,8 +121,8 @@ def test_every_key_with_a_role_exists():
     keys = {*flatten(checked().model_dump()), *flatten(checked(["diffusion=sit", "alignment=repa"]).model_dump())}
     named = {key for listed in schema._ROLES.values() for key in listed}
     assert {key for key in named if not any(f"{other}.".startswith(f"{key}.") for other in keys)} == set()
-    assert schema.role_of("diffusion.sampler.rho") is schema.Role.COMPARED
-    assert schema.role_of("diffusion.P_mean") is schema.Role.FIXED and schema.role_of("train.log_every") is None
+    assert schema.find_role("diffusion.sampler.rho") is schema.Role.COMPARED
+    assert schema.find_role("diffusion.P_mean") is schema.Role.FIXED and schema.find_role("train.log_every") is None
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from edm import EDM
 from edm.sampler import HeunSampler
 from extras.ddpm import DDPM, AncestralSampler
 from latents.autoencoders import to_uint8
-from sampling.sampler import labels_of
+from sampling.sampler import draw_labels
 from sit import SiT
 from sit.sampler import FlowSampler
 
@@ -47,7 +47,7 @@ def test_the_output_of_a_network_does_not_broadcast(diffusion):
     ("message", "call"),
     [
         ("decoded images hold NaN", lambda: to_uint8(torch.full((1, 3, 2, 2), math.nan))),
-        ("float", lambda: labels_of([5.0], 1000, "random")),
+        ("float", lambda: draw_labels([5.0], 1000, "random")),
         ("float", lambda: SeedRandom([1.0], CPU)),
     ],
 )

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from common.randomness import SeedRandom, StepRandom
-from sampling.sampler import labels_of
+from sampling.sampler import draw_labels
 from training.ema import EMA
 
 CPU = torch.device("cpu")
@@ -63,7 +63,7 @@ def test_seeds_steps_and_streams_are_independent_and_a_seed_is_the_same_number_i
     assert torch.equal(draws()[0], base) and torch.equal(draws(seed=np.int64(0))[0], base)
     for other in (draws(seed=1), draws(step=1), draws(stream="routes")):
         assert not torch.equal(other[0], base)
-    first, second, third = (labels_of([seed], 1000, "random").popitem()[1] for seed in (np.int64(5), 5, torch.tensor(5)))
+    first, second, third = (draw_labels([seed], 1000, "random").popitem()[1] for seed in (np.int64(5), 5, torch.tensor(5)))
     assert first == second == third
 
 
@@ -76,6 +76,6 @@ def test_sampling_draws_depend_on_the_seed_alone():
 
 def test_classes_of_seeds_are_uniform_or_exactly_balanced():
     seeds = range(700, 2700)
-    drawn, in_turn = (torch.tensor(list(labels_of(seeds, 5, how).values())) for how in ("random", "balanced"))
+    drawn, in_turn = (torch.tensor(list(draw_labels(seeds, 5, how).values())) for how in ("random", "balanced"))
     assert torch.bincount(drawn).min() > 320 and torch.bincount(in_turn).tolist() == [400] * 5
-    assert not torch.equal(drawn, in_turn) and labels_of([2699], 5, "random") == {2699: drawn[-1].item()}
+    assert not torch.equal(drawn, in_turn) and draw_labels([2699], 5, "random") == {2699: drawn[-1].item()}

@@ -17,7 +17,7 @@ from evaluations.classifiers import DIGITS_WEIGHTS, ClassifierDetector
 from evaluations.features import Features
 from evaluations.images import NpzImages, open_images, write_npz
 from evaluations.metrics import statistics_of
-from evaluations.suite import METRICS, display_name, evaluate, find_metric, format_metrics, metrics_of, set_of
+from evaluations.suite import METRICS, display_name, evaluate, find_metric, format_metrics, metrics_for, small_set
 from sampling import evaluator
 from sampling.evaluator import open_reference
 
@@ -84,12 +84,12 @@ def test_stored_statistics_are_used_and_what_lacks_images_is_left_out_and_said(c
 
 
 def test_the_table_gives_each_detector_its_names_and_the_primary_one_first():
-    assert [metric.name for metric in metrics_of("dinov2")] == ["fd_dinov2", "precision_dinov2", "recall_dinov2"]
-    assert [metric.name for metric in metrics_of("small-cifar10")] == [
+    assert [metric.name for metric in metrics_for("dinov2")] == ["fd_dinov2", "precision_dinov2", "recall_dinov2"]
+    assert [metric.name for metric in metrics_for("small-cifar10")] == [
         "fd_cifar10", "precision_cifar10", "recall_cifar10", "class_agreement_cifar10",
     ]  # fmt: skip
-    assert metrics_of("small-digits") == []  # would be taken for those of the embedded digits
-    assert (set_of("small-fashion"), set_of("inception"), set_of("small-"), set_of("fashion")) == ("fashion", None, None, None)
+    assert metrics_for("small-digits") == []  # would be taken for those of the embedded digits
+    assert (small_set("small-fashion"), small_set("inception"), small_set("small-"), small_set("fashion")) == ("fashion", None, None, None)
     assert [metric.name for metric in METRICS if metric.direction == "lower"] == ["fid", "sfid", "fd_{}"]
     assert find_metric("precision").detectors == ("inception",) and find_metric("precision_digits").name == "precision_{}"
     assert find_metric("loss") is None is find_metric("fid50k")

@@ -16,11 +16,11 @@ from checkpoints import load
 from common.errors import UserError
 from evaluations.metrics import standard_error
 from evaluations.results import Point, Results, differ
-from evaluations.suite import metrics_of
+from evaluations.suite import metrics_for
 from extras.report.runs import read_runs
 from sampling.sampler import ImageSampler
 
-NAMES = [metric.name for metric in metrics_of("digits")]
+NAMES = [metric.name for metric in metrics_for("digits")]
 EVAL = ["eval.every=2", "eval.num_samples=70", "eval.num_steps=2", "eval.batch_size=35", "train.num_steps=4", "train.lr=1e-2"]
 FID = ["num_samples=70", "num_steps=2", "batch_size=35", "cpu_threads=1"]
 REFERENCE = f"reference={REPOSITORY / 'evaluations' / 'digits_reference.npz'}"

@@ -14,7 +14,7 @@ from checkpoints import store
 from checkpoints.run import RunFolder
 from common.errors import UserError
 from extras import posthoc_ema, tracked_ema
-from extras.posthoc_ema import gamma_of, solve
+from extras.posthoc_ema import gamma_from_length, solve
 from extras.tracked_ema import TrackedEMA
 
 TRACK = ["train.ema_lengths=[0.1,0.25]", "train.ema_snapshot_every=2", "train.lr=1e-2", "checkpoint.every=3"]
@@ -22,7 +22,7 @@ TRACK = ["train.ema_lengths=[0.1,0.25]", "train.ema_snapshot_every=2", "train.lr
 
 def profile(t, length):
     """The share of each step's weights, by the recursion of the update."""
-    shares, gamma = np.zeros(t), gamma_of(length)
+    shares, gamma = np.zeros(t), gamma_from_length(length)
     for step in range(t):
         beta = (1 - 1 / (step + 1)) ** (gamma + 1)
         shares[: step + 1] *= beta
@@ -116,7 +116,7 @@ def tracked(tmp_path_factory):
 def test_a_checkpoint_gives_a_tracked_average_itself_and_others_from_the_snapshots(tracked):
     folder = store.find_checkpoint(tracked, "checkpoint")
     own = tensors(tracked, 6, "tracked_ema")
-    weights = {length: posthoc_ema.average_of(folder, length) for length in (0.1, 0.18, 0.25)}
+    weights = {length: posthoc_ema.reconstruct(folder, length) for length in (0.1, 0.18, 0.25)}
     for length in (0.1, 0.25):
         trained = {name.partition("/")[2] for name in own}
         assert all(torch.allclose(weights[length][name], own[f"{length:g}/{name}"], atol=1e-6) for name in trained)
@@ -166,7 +166,7 @@ def test_missing_and_altered_snapshots_are_refused_and_other_files_are_not_looke
     content[-1] ^= 1
     snapshots[4].write_bytes(content)
     with pytest.raises(UserError, match=f"{snapshots[4].name} .*its hash differs.*remove the file"):
-        posthoc_ema.average_of(folder, 0.18)
+        posthoc_ema.reconstruct(folder, 0.18)
     for file in snapshots.values():
         file.unlink()
     with pytest.raises(UserError, match="ema_length=0.18: .*0 earlier snapshots.*train.ema_snapshot_every"):

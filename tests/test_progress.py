@@ -9,7 +9,7 @@ import time
 import pytest
 
 from common import progress
-from common.progress import LogHandler, progress_bar, say_if_slow
+from common.progress import LogHandler, log_if_slow, progress_bar
 
 log = logging.getLogger("test")
 
@@ -100,9 +100,9 @@ def test_a_bar_does_with_a_stderr_that_nobody_reads(monkeypatch):
 
 def test_only_a_long_wait_is_announced(caplog, monkeypatch):
     with caplog.at_level(logging.INFO):
-        with say_if_slow(log, "a short wait"):
+        with log_if_slow(log, "a short wait"):
             pass
         monkeypatch.setattr(progress, "SLOW_SEC", 0.05)
-        with say_if_slow(log, "loading %s", "Inception"):
+        with log_if_slow(log, "loading %s", "Inception"):
             time.sleep(0.5)
     assert caplog.messages == ["loading Inception"]

@@ -17,7 +17,7 @@ from PIL import Image
 from checkpoints import store
 from checkpoints.load import build_network, load_config
 from common.errors import UserError
-from common.randomness import key_of
+from common.randomness import derive_seed
 from latents.order import BatchOrder
 from latents.shards import ShardInfo, write_shard
 from routing_module import TokenRouter
@@ -90,7 +90,7 @@ def test_two_steps_are_those_of_their_definition(train, tmp_path):
     order, flips = rng.permutation(24), rng.random(24) < 0.5
     for step in range(2):
         of = {
-            name: torch.Generator().manual_seed(key_of(5, step, name))
+            name: torch.Generator().manual_seed(derive_seed(5, step, name))
             for name in ("latents", "labels", "paths", "routes", "diffusion")
         }
         rows = range(4 * step, 4 * step + 4)
@@ -392,7 +392,7 @@ def test_init_state_all_continues_the_optimizer_and_the_steps(whole, train):
 def test_weights_that_do_not_fit_are_refused(monkeypatch, tmp_path, change):
     stored, key = [checked(TINY)], "diffusion.name" if change == "diffusion=sit" else change.partition("=")[0]
     monkeypatch.setattr(build, "load_config", lambda folder: stored[-1])
-    monkeypatch.setattr(store, "step_of", lambda folder: 1)
+    monkeypatch.setattr(store, "read_step", lambda folder: 1)
     monkeypatch.setattr(store, "imported_from", lambda folder: None)
     with pytest.raises(UserError, match=key):
         build.check_initial(tmp_path, checked([*TINY, "init_from=x", change]))

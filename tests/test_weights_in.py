@@ -138,7 +138,7 @@ def test_tread_brings_model_and_ema_and_its_step(import_file):
         F_x = published_output(w, x / (s**2 + 0.25).sqrt(), sigma.log() / 4, y)
         expected = 0.25 / (s**2 + 0.25) * x + s * 0.5 / (s**2 + 0.25).sqrt() * F_x
         assert_same(EDM().denoise(network(cfg, folder, weights), x, sigma, y), expected)
-    assert store.step_of(folder) == 400 and cfg.sample.rounding == "truncate"
+    assert store.read_step(folder) == 400 and cfg.sample.rounding == "truncate"
     with pytest.raises(UserError, match="output=.*imported exists"):  # nothing is overwritten
         import_file(stored, "tread", **PIXELS)
 

@@ -14,7 +14,7 @@ from checkpoints import store
 from checkpoints.load import load_config
 from checkpoints.run import RunFolder
 from common.errors import UserError
-from common.progress import say_if_slow
+from common.progress import log_if_slow
 from configs import schema
 from latents import autoencoders
 from latents.channel_statistics import USUAL_STD, estimate_std
@@ -37,7 +37,7 @@ def open_data(cfg: schema.TrainConfig) -> tuple[schema.TrainConfig, LatentDatase
         raise UserError(f"data.path is not set: give the folder of the latent shards of {data.name}; docs/data.md makes them")
     if not Path(data.path).exists():
         raise UserError(f"data.path={data.path} does not exist")
-    with say_if_slow(log, "opening data.path=%s", data.path):
+    with log_if_slow(log, "opening data.path=%s", data.path):
         dataset = LatentDataset(data.path)
     found = {"in_channels": dataset.channels, "input_size": dataset.height}
     found |= {key: getattr(dataset.info, key) for key in ("num_classes", "scale_factor", "resolution")}
@@ -112,7 +112,7 @@ def build_hooks(cfg: schema.TrainConfig, ema: EMA, run: RunFolder, accelerator: 
     checkpoint = saving.Saving(run, cfg.checkpoint.every, cfg.checkpoint.keep_last, cfg.checkpoint.keep_every)
     found: list[Hook] = [hooks.Metrics(run, cfg.train.log_every, partial(checkpoint.check, wait=False)), checkpoint]
     found += ema.hooks(run, cfg.train.ema_snapshot_every)
-    if not (cfg.sample.every or cfg.eval.every) or on_main(lambda: hooks.has_all(run, cfg)):
+    if not (cfg.sample.every or cfg.eval.every) or on_main(lambda: hooks.is_complete(run, cfg)):
         return found
     # What can be wrong, before what takes time.
     recipes = {"grid": Recipe.in_training(cfg, cfg.guidance, cfg.sample.precision)} if cfg.sample.every else {}
@@ -143,7 +143,7 @@ def check_initial(checkpoint: Path, cfg: schema.TrainConfig) -> None:
     differ, too: the run starts with a new label table. Raises UserError with the keys that differ; with init_state=all, also
     if no step is left to do, and for imported weights, which have no optimizer.
     """
-    stored, step, source = load_config(checkpoint), store.step_of(checkpoint), store.imported_from(checkpoint)
+    stored, step, source = load_config(checkpoint), store.read_step(checkpoint), store.imported_from(checkpoint)
     if cfg.init_state == "all" and (source or step >= cfg.train.num_steps):
         found = f"was imported from {source} without an optimizer" if source else f"is at step {step} already"
         raise UserError(f"init_state=all: init_from={cfg.init_from} {found}; set init_state=weights, or raise train.num_steps")

@@ -22,7 +22,7 @@ from evaluations.suite import display_name, format_metrics
 from runtime.processes import gather_on_main, on_main
 from sampling.evaluator import Evaluator, hash_weights, until_stopped
 from sampling.recipe import name_sampler, with_sampler
-from sampling.sampler import ImageSampler, labels_of
+from sampling.sampler import ImageSampler, draw_labels
 from training.trainer import Hook, Trainer
 
 log = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ class Evaluations(Hook):
             if on_main(partial(self.run.has_evaluation, about)):
                 continue
             start_sec = time.perf_counter()
-            labels = labels_of(range(num_samples), sampler.data.num_classes, cfg.labels)
+            labels = draw_labels(range(num_samples), sampler.data.num_classes, cfg.labels)
             with trainer.ema.full_weights():
                 features = self.evaluator.features_of_samples(sampler, labels, trainer.stop.requested_now)
             metrics = on_main(partial(self.evaluator.evaluate, features, list(labels.values())))
@@ -128,7 +128,7 @@ def identify_evaluations(cfg: TrainConfig, step: int) -> list[dict]:
     return [{"step": step, "num_samples": num_samples, "cfg_scale": scale, "how": how} for scale in cfg.eval.cfg_scales]
 
 
-def has_all(run: RunFolder, cfg: TrainConfig) -> bool:
+def is_complete(run: RunFolder, cfg: TrainConfig) -> bool:
     """Whether a run has the checkpoint, the grid and the evaluations of its last step, by their names."""
     step = cfg.train.num_steps
     if step not in store.list_steps(run.checkpoints):

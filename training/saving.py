@@ -11,7 +11,7 @@ import torch
 from checkpoints import store
 from checkpoints.run import RunFolder
 from common.errors import UserError
-from common.progress import say_if_slow
+from common.progress import log_if_slow
 from runtime.processes import on_main
 from training.sharding import copy_state_dict, distribute_like, local_shard
 from training.trainer import Hook, Trainer
@@ -79,7 +79,7 @@ class Saving(Hook):
 
         def result() -> None:
             if self._writing is not None and (wait or self._writing.done()):
-                with say_if_slow(log, "waiting until the checkpoint is written"):
+                with log_if_slow(log, "waiting until the checkpoint is written"):
                     self._writing.result()
 
         on_main(result)

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from configs.compose import compose_overrides
 from configs.experiments import ROWS
-from configs.schema import Role, role_of
+from configs.schema import Role, find_role
 from configs.settings import flatten
 from extras.report.runs import LOSS, UNGUIDED, Measure, Run
 
@@ -126,7 +126,7 @@ def group(runs: Sequence[Run]) -> dict[str, list[Experiment]]:
 
 def identity_of(config: dict) -> dict[str, object]:
     """The settings that distinguish experiments: those with a role in the schema, except the seed."""
-    identity = {key: value for key, value in config.items() if role_of(key) not in (None, Role.STARTED) and key != "seed"}
+    identity = {key: value for key, value in config.items() if find_role(key) not in (None, Role.STARTED) and key != "seed"}
     if isinstance(source := identity.get("init_from"), str):
         identity["init_from"] = without_seed(source)
     return identity

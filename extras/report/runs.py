@@ -63,9 +63,9 @@ class Run:
 
     @cached_property
     def checkpoint_hashes(self) -> list[str]:
-        """The hash (`checkpoints.store.identity`) of each checkpoint in the folder."""
+        """The hash (`checkpoints.store.hash_checkpoint`) of each checkpoint in the folder."""
         folders = store.list_steps(self.path / "checkpoints").values()
-        return [store.identity(folder) for folder in folders if (folder / store.MANIFEST).exists()]
+        return [store.hash_checkpoint(folder) for folder in folders if (folder / store.MANIFEST).exists()]
 
     @cached_property
     def clock(self) -> tuple[list[int], list[float]]:

@@ -83,7 +83,7 @@ def export_checkpoint(
     pipeline.ClassToImagePipeline(net, vae, **describe_sampling(cfg)).save_pretrained(folder)
     _add_code(folder, network_class.__name__)
 
-    origin, groups = f"after {store.step_of(found):,} steps", {"model": True, "alignment": True, "train": True}
+    origin, groups = f"after {store.read_step(found):,} steps", {"model": True, "alignment": True, "train": True}
     if source := store.imported_from(found):  # its training is unknown
         origin, groups = f"of {Path(source).name}", {"model": {"backbone", "learn_sigma"}}
     kind, _, path = spec.partition(":")

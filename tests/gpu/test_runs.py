@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from checkpoints import store
 from checkpoints.run import RunFolder
-from extras.posthoc_ema import gamma_of
+from extras.posthoc_ema import gamma_from_length
 from gpu.runs import trainer_for
 from training.saving import Saving
 
@@ -43,7 +43,7 @@ def test_a_run_draws_grids_and_is_evaluated(device, tmp_path):
 def test_averages_of_chosen_lengths_are_tracked_on_the_device_and_sampled_from(device, tmp_path):
     lengths = ["train.ema_lengths=[0.1,0.25]", "train.ema_snapshot_every=2", "train.precision=bf16", "train.num_steps=6"]
     run = run_train(tmp_path, "run", *lengths, "train.lr=1e-2", "checkpoint.every=1", "checkpoint.keep_last=6")
-    gamma, average = gamma_of(0.25), None
+    gamma, average = gamma_from_length(0.25), None
     for step, folder in store.list_steps(run / "checkpoints").items():
         found, name, beta = store.load(folder), "final_layer.linear.weight", (1 - 1 / step) ** (gamma + 1)
         weights = found.model[name].double()
