@@ -89,7 +89,12 @@ def test_the_table_gives_each_detector_its_names_and_the_primary_one_first():
         "fd_cifar10", "precision_cifar10", "recall_cifar10", "class_agreement_cifar10",
     ]  # fmt: skip
     assert metrics_for("small-digits") == []  # would be taken for those of the embedded digits
-    assert (small_set("small-fashion"), small_set("inception"), small_set("small-"), small_set("fashion")) == ("fashion", None, None, None)
+    assert (small_set("small-fashion"), small_set("inception"), small_set("small-"), small_set("fashion")) == (
+        "fashion",
+        None,
+        None,
+        None,
+    )
     assert [metric.name for metric in METRICS if metric.direction == "lower"] == ["fid", "sfid", "fd_{}"]
     assert find_metric("precision").detectors == ("inception",) and find_metric("precision_digits").name == "precision_{}"
     assert find_metric("loss") is None is find_metric("fid50k")

@@ -113,8 +113,8 @@ def test_files_that_are_not_its_weights_are_refused_by_name_and_nothing_in_them_
         ("other.pt", {"model": {"a": torch.zeros(1)}}, "does not hold the weights"),
         ("list.pt", [torch.zeros(1)], "does not hold the weights"),
         ("short.pt", (tmp_path / "good.pt").read_bytes()[:-1000], "cannot be read: "),
-        ("zip.pt", {"state_dict": command}, "cannot be read: it is damaged, or holds other objects"),
-        ("plain.pt", pickle.dumps({"state_dict": command}), "cannot be read: it is damaged, or holds other objects"),
+        ("zip.pt", {"state_dict": command}, "cannot be read: it is damaged, or holds objects other"),
+        ("plain.pt", pickle.dumps({"state_dict": command}), "cannot be read: it is damaged, or holds objects other"),
         ("text.safetensors", b"nothing", "cannot be read: SafetensorError"),
     ):
         (tmp_path / name).write_bytes(content) if isinstance(content, bytes) else torch.save(content, tmp_path / name)

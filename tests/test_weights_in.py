@@ -256,7 +256,7 @@ def test_other_contents_are_refused_in_one_line(import_file, tmp_path, content, 
 
 
 def test_a_pickle_with_code_is_refused_and_nothing_runs(import_file, tmp_path):
-    with pytest.raises(UserError, match="evil.pt cannot be read: it is damaged, or holds other objects"):
+    with pytest.raises(UserError, match="evil.pt cannot be read: it is damaged, or holds objects other"):
         import_file({"model": dit_weights(), "extra": Evil(tmp_path / "pwned")}, "dit", file="evil.pt")
     assert not (tmp_path / "pwned").exists() and not (tmp_path / "imported").exists()
 
