@@ -123,7 +123,7 @@ def test_a_renamed_run_keeps_its_results_and_what_is_printed_is_what_differs(edm
     first, second = (read_runs([tmp_path / name])[0][0] for name in ("runs", "copies"))
     assert first.figures == second.figures and not read_runs([tmp_path])[1]
     (run,), problems = read_runs([tmp_path / "runs"])
-    guided = {measure.guidance for measure in run.figures if measure.num_samples == 70 and "reference" in measure.how}
+    guided = {measure.guidance for measure in run.figures if measure.num_samples == 70 and "reference" in measure.settings}
     assert not problems and "cfg_scale 1.5" in guided
 
 
@@ -133,7 +133,7 @@ def test_a_changed_file_of_a_detector_is_another_evaluation(train, tmp_path):
     run = train("run", *settings)
     weights.write_bytes(weights.read_bytes() + b" ")
     train("run", *settings)
-    assert len({record["how"]["detector_weights"] for record in metrics(run) if "metrics" in record}) == 2
+    assert len({record["settings"]["detector_weights"] for record in metrics(run) if "metrics" in record}) == 2
 
 
 def test_a_point_that_was_cut_off_while_it_was_written_is_left_out_and_joined_to_nothing(tmp_path):

@@ -34,7 +34,7 @@ def make_run(root, *overrides, name=None, fid=(), num_samples=50_000, speed=10.0
     folder.mkdir(parents=True)
     OmegaConf.save(OmegaConf.create(stored), folder / "config.yaml")
     lines = [{"step": step, "loss": 1.0, "steps_per_sec": speed} for step in range(50_000, steps + 1, 50_000)]
-    about = {"num_samples": num_samples, "cfg_scale": 1.0, "how": HOW}
+    about = {"num_samples": num_samples, "cfg_scale": 1.0, "settings": HOW}
     lines += [{"step": step, **about, "metrics": {metric: value}} for step, value in dict(fid).items()]
     write(folder / "metrics.jsonl", *sorted(lines, key=lambda line: line["step"]))
     start = {"step": 0, "time": "2026-01-02", "command": "python train.py", "commit": "0123abcd", "modified": True}
@@ -132,7 +132,7 @@ def test_papers_figures_stand_beside_those_of_as_many_samples_guided_or_not(tmp_
     folder = make_run(tmp_path / "guided", "experiment=final/xl2_dit", fid={7_000_000: 9.0})
     write(
         folder / "metrics.jsonl",
-        {"step": 7_000_000, "num_samples": 50_000, "cfg_scale": 1.5, "how": HOW, "metrics": {"fid": 2.0}},
+        {"step": 7_000_000, "num_samples": 50_000, "cfg_scale": 1.5, "settings": HOW, "metrics": {"fid": 2.0}},
     )
     cells = {row["Guidance"]: row["fid"] for row in results_table(grouped(tmp_path / "guided")).rows}
     assert cells == {"none": "9.00 (paper 9.62, -6%)", "cfg_scale 1.5": "2.00 (paper 2.27, -12%)"}
@@ -142,7 +142,7 @@ def test_curves_and_speedups_are_of_the_sample_count_that_was_evaluated_often(ru
     for folder in runs.iterdir():
         file = folder / "metrics.jsonl"
         file.write_text(file.read_text().replace('"num_samples": 50000', '"num_samples": 5000'))
-        write(file, {"step": 400_000, "num_samples": 50_000, "cfg_scale": 1.0, "how": HOW, "metrics": {"fid": 30.0}})
+        write(file, {"step": 400_000, "num_samples": 50_000, "cfg_scale": 1.0, "settings": HOW, "metrics": {"fid": 30.0}})
     dense, routed = grouped(runs)
     assert curve_measure(dense, routed).num_samples == 5_000
     assert rows(speedup_table, runs)[TREAD]["Reached"] == "step 150,000"
@@ -234,7 +234,7 @@ def test_results_of_fid_count_for_the_run_whose_checkpoint_they_name(tmp_path):
     write(file, {"theirs": 1}, {"point": "theirs"})
     write(file, *({"point": one, "shown": {"step": 400_000}, "metrics": {"fid": 30.0 + i}} for i, one in enumerate(points)))
     runs, problems = read_runs([tmp_path])
-    found = {(m.guidance, m.how): values for m, values in runs[0].figures.items() if "reference abc" in m.how}
+    found = {(m.guidance, m.settings): values for m, values in runs[0].figures.items() if "reference abc" in m.settings}
     assert found == {
         ("none", "weights ema, num_steps 40, reference abc"): {400_000: 30.0},
         ("none", "weights ema, num_steps 20, reference abc"): {400_000: 31.0},
@@ -254,7 +254,7 @@ def test_hours_of_a_resumed_run_are_those_of_its_lines(tmp_path):
 def test_what_cannot_be_read_is_listed_and_the_rest_is_shown(runs):
     with open(next(runs.glob("*b2_seed0*")) / "metrics.jsonl", "a") as f:
         f.write(
-            '{"step": 500000, "metrics": {"fid": NaN}, "num_samples": 50000, "cfg_scale": 1.0, "how": {}}\n{"step": 500000, "lo'
+            '{"step": 500000, "metrics": {"fid": NaN}, "num_samples": 50000, "cfg_scale": 1.0, "settings": {}}\n{"step": 500000, "lo'
         )
     for name, text in (("torn", "train: ["), ("foreign", "epochs: 3\n"), ("list", "- 3\n")):
         (runs / name).mkdir()

@@ -339,7 +339,7 @@ def test_evaluations_are_lines_of_their_own_with_fields(train):
     assert found == [(1, 4, 1.0), (1, 4, 2.0), (2, 6, 1.0), (2, 6, 2.0)]
     assert all(r["metrics"]["fd_digits"] > 0 and r["evaluation_sec"] > 0 for r in metrics(run) if "metrics" in r)
     train("run", "train.num_steps=2", *evaluation[1:3], "eval.every=2", "eval.num_steps=2")  # by another sampler: another figure
-    found = [(r["step"], r["num_samples"], r["how"]["num_steps"]) for r in metrics(run) if "metrics" in r]
+    found = [(r["step"], r["num_samples"], r["settings"]["num_steps"]) for r in metrics(run) if "metrics" in r]
     assert found[4:] == [(2, 4, 2), (2, 4, 2)]
 
 

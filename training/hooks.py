@@ -118,14 +118,14 @@ class Evaluations(Hook):
 def identify_evaluations(cfg: TrainConfig, step: int) -> list[dict]:
     """The records that identify the evaluations of a step, one for each guidance scale, in metrics.jsonl.
 
-    `how` holds the other settings that figures depend on and that a resume may change; its keys are those of fid.py's results.
+    `settings` holds the other keys that figures depend on and that a resume may change, under the names of fid.py's results.
     """
     diffusion = with_sampler(cfg.diffusion, {"num_steps": cfg.eval.num_steps})
-    how = {"weights": "ema", **name_sampler(diffusion), "precision": cfg.eval.precision, "labels": cfg.eval.labels}
-    how |= {"detector": "+".join(cfg.evaluation.all_detectors), "reference": Path(cfg.evaluation.reference or "").name}
-    how |= hash_weights(cfg.evaluation)
+    settings = {"weights": "ema", **name_sampler(diffusion), "precision": cfg.eval.precision, "labels": cfg.eval.labels}
+    settings |= {"detector": "+".join(cfg.evaluation.all_detectors), "reference": Path(cfg.evaluation.reference or "").name}
+    settings |= hash_weights(cfg.evaluation)
     num_samples = cfg.eval.closing_num_samples if step == cfg.train.num_steps else cfg.eval.num_samples
-    return [{"step": step, "num_samples": num_samples, "cfg_scale": scale, "how": how} for scale in cfg.eval.cfg_scales]
+    return [{"step": step, "num_samples": num_samples, "cfg_scale": scale, "settings": settings} for scale in cfg.eval.cfg_scales]
 
 
 def is_complete(run: RunFolder, cfg: TrainConfig) -> bool:

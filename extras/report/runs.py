@@ -35,7 +35,7 @@ class Measure(NamedTuple):
     num_samples: int
     guidance: str  # its settings in words, or UNGUIDED
     # Sampler, weights and reference in words. Training names the reference's file, fid.py its hash: their figures stay apart.
-    how: str
+    settings: str
 
     def in_words(self) -> str:
         """`fid of 50,000 samples, cfg_scale 1.5`."""
@@ -131,7 +131,7 @@ def read_run(path: Path) -> Run:
     run = Run(path, config, config.pop("experiment") or {}, list(read_lines(path / "starts.jsonl")))
     for line in read_lines(path / "metrics.jsonl"):
         if "metrics" in line:
-            run.add(line["step"], line["metrics"], line["num_samples"], {"cfg_scale": line["cfg_scale"], **line["how"]})
+            run.add(line["step"], line["metrics"], line["num_samples"], {"cfg_scale": line["cfg_scale"], **line["settings"]})
         elif "loss" in line:
             run.speeds[line["step"]] = line["steps_per_sec"]
             run.figures.setdefault(LOSS, {})[line["step"]] = line["loss"]

@@ -42,7 +42,7 @@ def results_table(experiments: Sequence[Experiment]) -> Table:
                 "Hours": f"{experiment.hours_at(step, measure):.3g}",
                 "Samples": f"{measure.num_samples:,}" if measure.num_samples else "",
                 "Guidance": measure.guidance,
-                "Measured with": measure.how,
+                "Measured with": measure.settings,
             }
             rows.setdefault((measure[1:], step), row)[measure.metric] = figure_text(experiment, measure, step, values)
         table.rows += rows.values()
