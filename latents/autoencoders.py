@@ -14,7 +14,6 @@ from common.downloads import find_on_hub
 from common.errors import UserError, first_line
 from common.files import read_json
 from common.progress import log_if_slow
-from latents.va_vae import autoencoder_kl, find_va_vae, load_va_vae
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +49,8 @@ class KLAutoencoder:
     """A diffusers AutoencoderKL. Methods and attributes as in Identity, arguments as in `build`."""
 
     def __init__(self, spec: str, device: torch.device, channels: int | None, precision: str = "fp32"):
+        from latents.va_vae import autoencoder_kl, load_va_vae
+
         file, self.precision = find(spec), precision
         try:
             with log_if_slow(log, "loading the autoencoder %s", spec):
@@ -93,6 +94,8 @@ def find(spec: str) -> Path | None:
     """
     kind, _, source = spec.partition(":")
     if kind == "va-vae":
+        from latents.va_vae import find_va_vae
+
         return find_va_vae(source)
     if kind != "sd-vae":
         return None

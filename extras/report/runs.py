@@ -23,7 +23,7 @@ from evaluations.results import in_words
 
 UNGUIDED = "none"
 NEEDED = {"experiment", "seed", "output_dir", "data.name", "model.routes", "train.num_steps", "train.batch_size"}
-# Settings in a result of fid.py that `Measure.how` omits: always, and at their default values.
+# Settings in a result of fid.py that `Measure.settings` omits: always, and at their default values.
 OMITTED = ("checkpoint", "content", "num_samples", "detector")
 DEFAULTS = {"labels": "random", "first_seed": 0}
 
