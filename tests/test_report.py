@@ -254,7 +254,8 @@ def test_hours_of_a_resumed_run_are_those_of_its_lines(tmp_path):
 def test_what_cannot_be_read_is_listed_and_the_rest_is_shown(runs):
     with open(next(runs.glob("*b2_seed0*")) / "metrics.jsonl", "a") as f:
         f.write(
-            '{"step": 500000, "metrics": {"fid": NaN}, "num_samples": 50000, "cfg_scale": 1.0, "settings": {}}\n{"step": 500000, "lo'
+            '{"step": 500000, "metrics": {"fid": NaN}, "num_samples": 50000, "cfg_scale": 1.0, "settings": {}}\n'
+            '{"step": 500000, "lo'
         )
     for name, text in (("torn", "train: ["), ("foreign", "epochs: 3\n"), ("list", "- 3\n")):
         (runs / name).mkdir()
