@@ -46,7 +46,7 @@ def test_a_sweep_of_two_processes_runs_each_under_its_own_name_and_again_does_no
     arguments = ["train.py", "-m", *TINY, "train.num_steps=2", "seed=0,1", "train.precision=fp32,bf16", f"output_dir={runs}"]
     for outcome in launch(tmp_path, arguments, 2):
         outcome.expect_code(0)
-    names = {f"digits_tread_batch_size-4{seed}{p}" for seed in ("", "_seed-1") for p in ("", "_precision-bf16")}
+    names = {f"digits_tread_batch_size-4_seed-{seed}_precision-{precision}" for seed in (0, 1) for precision in ("fp32", "bf16")}
     assert {path.name for path in runs.iterdir() if path.is_dir()} == names
     first = {name: metrics(runs / name)[1]["loss"] for name in names}
     assert len(set(first.values())) == 4
