@@ -42,20 +42,21 @@ def test_errors_and_ctrl_c_end_a_command_with_one_line(monkeypatch, capsys):
 
 
 def test_a_sweep_of_two_processes_runs_each_under_its_own_name_and_again_does_nothing(tmp_path):
-    arguments = ["train.py", "-m", *TINY, "train.num_steps=2", "seed=0,1", "train.precision=fp32,bf16", f"output_dir={tmp_path}"]
+    runs = tmp_path / "runs"
+    arguments = ["train.py", "-m", *TINY, "train.num_steps=2", "seed=0,1", "train.precision=fp32,bf16", f"output_dir={runs}"]
     for outcome in launch(tmp_path, arguments, 2):
         outcome.expect_code(0)
-    names = {f"digits_tread_batch_size-4{seed}{p}" for seed in ("", "_seed-1") for p in ("", "_precision-bf16")}
-    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == names
-    first = {name: metrics(tmp_path / name)[1]["loss"] for name in names}
+    names = {f"digits_tread_batch_size-4_seed-{seed}_precision-{precision}" for seed in (0, 1) for precision in ("fp32", "bf16")}
+    assert {path.name for path in runs.iterdir() if path.is_dir()} == names
+    first = {name: metrics(runs / name)[1]["loss"] for name in names}
     assert len(set(first.values())) == 4
     again = run(tmp_path, arguments)
     assert again.code == 0 and again.output.count("this run is complete at step 2") == 4, again.output
-    arguments = ["sample.py", "-m", f"checkpoint={tmp_path / min(names)}", "num_steps=2,3", "num_samples=4", "batch_size=2"]
+    arguments = ["sample.py", "-m", f"checkpoint={runs / min(names)}", "num_steps=2,3", "num_samples=4", "batch_size=2"]
     arguments += [f"hydra.sweep.dir={tmp_path}"]
     for outcome in launch(tmp_path, arguments, 2):
         outcome.expect_code(0)
-    assert len(list((tmp_path / min(names) / "generated").glob("*/samples_0-3.npz"))) == 2
+    assert len(list((runs / min(names) / "generated").glob("*/samples_0-3.npz"))) == 2
     guidances = ["guidance=path_drop,none", f"output={tmp_path}/refused"]  # one process would start the second run
     main, other = launch(tmp_path, [*arguments, *guidances], 2)
     assert main.code == other.code == 1
@@ -119,7 +120,7 @@ def test_commands_without_a_configuration_take_their_functions_parameters(capsys
         run_command(commands, "what it does\n", arguments)
         assert capsys.readouterr().out == "what it does\n"
     run_command(prepare_latents.COMMANDS, "", ["inspect", "--help"])
-    assert "sigma_data: Positive = 0.5" in (shown := capsys.readouterr().out) and "Read all latents once" in shown
+    assert "sigma_data: Positive = 0.5" in (shown := capsys.readouterr().out) and "Read all latents, print" in shown
     run_command(prepare_latents.COMMANDS, "", ["encode", "--help"], prepare_latents.KEYS)
     assert "flips: bool = False  # encode the mirrored images as well" in capsys.readouterr().out
     for arguments, words in (

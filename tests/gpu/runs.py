@@ -6,13 +6,17 @@ from unittest import mock
 
 import numpy as np
 import torch
+from accelerate.utils import set_seed
 from conftest import forget_accelerate
 from safetensors.torch import save_file
 
-from extras.benchmarks.rows import compose_config, open_accelerator, open_trainer
+from checkpoints.load import build_network
+from extras.benchmarks.rows import compose_config
 from latents.prepare.images import to_jpeg
 from latents.shards import ShardInfo, pack_images, write_shard
-from runtime import compilation
+from runtime import compilation, machine
+from training import build
+from training.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -36,12 +40,18 @@ def config_for(size, folder, *overrides):
 
 
 def trainer_for(device, size, folder, *overrides):
-    """A trainer without hooks."""
+    """A trainer without hooks, for a run without an end."""
     forget_accelerate()
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
-    cfg = config_for(size, folder, *overrides)
-    return open_trainer(open_accelerator(cfg), cfg)
+    cfg = config_for(size, folder, "train.num_steps=1000000000", *overrides)
+    accelerator = machine.start_accelerator(cfg.train.cpu_threads, tf32=cfg.train.tf32, precision=cfg.train.precision)
+    cfg, dataset = build.open_data(cfg)
+    set_seed(cfg.seed)
+    net, alignment = build_network(cfg), build.build_alignment(cfg, dataset, accelerator)
+    trainer = Trainer(accelerator, cfg, net, build.build_ema(cfg.train, net), dataset, alignment)
+    accelerator.free_memory()  # its references would outlive the trainer
+    return trainer
 
 
 def keys_of_repa(size, folder):

@@ -13,7 +13,7 @@ from conftest import forget_accelerate
 import dit
 from common.randomness import SeedRandom
 from extras.benchmarks.harness import time_ms
-from extras.benchmarks.rows import compare
+from extras.benchmarks.rows import step
 from gpu.runs import compiler_for, keys_of_repa, trainer_for
 from routing_module import Route
 from runtime import machine
@@ -136,7 +136,7 @@ def test_a_routed_step_takes_less_than_three_quarters_of_a_dense_one_and_the_mem
     overrides = [size.data, f"model.backbone={size.large_backbone}", f"train.batch_size={size.batch_size}"]
     overrides += ["train.precision=bf16", "train.cpu_threads=1"]
     turns = {"rounds": 3, "steps": 10, "warmup": 2} if is_cuda else {"rounds": 1, "steps": 1, "warmup": 0}
-    dense, routed = compare("step", ["model=dit", "model=tread"], overrides, **turns)
+    dense, routed = step(["model=dit", "model=tread"], overrides, **turns)
     assert 0.5 < routed["GFLOP/image"] / dense["GFLOP/image"] < 0.75
     if is_cuda:
         assert routed["time / first"] < 0.75
