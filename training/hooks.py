@@ -129,9 +129,11 @@ def identify_evaluations(cfg: TrainConfig, step: int) -> list[dict]:
 
 
 def is_complete(run: RunFolder, cfg: TrainConfig) -> bool:
-    """Whether a run has the checkpoint, the grid and the evaluations of its last step, by their names."""
+    """Whether a run has an intact checkpoint, the grid and the evaluations of its last step."""
     step = cfg.train.num_steps
-    if step not in store.list_steps(run.checkpoints):
+    try:
+        store.verify(store.list_steps(run.checkpoints)[step])
+    except (KeyError, store.Damaged):
         return False
     has_grid = not cfg.sample.every or grid_file(run, step).exists()
     return has_grid and (not cfg.eval.every or all(map(run.has_evaluation, identify_evaluations(cfg, step))))
