@@ -160,7 +160,7 @@ class RouteEnd(nn.Module):
         """Args:
             x: (B, K, D), the kept tokens after the route; K may be 0.
             skipped: (B, N, D), all tokens before it.
-            ids_keep: (B, K), from `TokenRouter.choose_ids_keep`; None in a route of ratio 0, where x holds all tokens.
+            ids_keep: (B, K), from `TokenRouter.choose_ids_keep`; None if x holds all tokens: at ratio 0, in evaluation mode.
             inputs: (B, ...), the network's `route_inputs`.
 
         Returns:
@@ -298,7 +298,7 @@ class DiT(nn.Module):
             if i in starts:
                 scores = None if route_scores is None else route_scores[:, starts[i]]
                 skipped, ratio = h, ratios[starts[i]]  # (B, N, D)
-                if ratio > 0:
+                if ratio > 0 or self.training:  # at ratio 0, all tokens stay, and weights of the route's end get gradients (DDP)
                     ids_keep = self.router.choose_ids_keep(h, ratio, scores=scores, generator=generator, rule=self.selection_rule)
                     h = self.router.start_route(h, ids_keep)  # (B, K, D)
                     tables = [self.router.start_route(table.expand(len(x), *table.shape[1:]), ids_keep) for table in all_tables]

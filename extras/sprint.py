@@ -58,8 +58,6 @@ class Fusion(dit.RouteEnd):
     def forward(self, x: Tensor, skipped: Tensor, ids_keep: Tensor | None, inputs: Tensor | None = None) -> Tensor:
         """As `dit.RouteEnd.forward`; inputs: (B,) bool, samples in which the mask token replaces all of x (path-drop)."""
         masked = self.mask_token.to(skipped.dtype).expand_as(skipped)
-        if ids_keep is None and self.training:  # DDP needs a gradient for the mask token, even if no token skips
-            ids_keep = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
         after = x if ids_keep is None else TokenRouter.end_route(x, masked, ids_keep)
         if inputs is not None:
             after = torch.where(inputs[:, None, None], masked, after)
