@@ -154,7 +154,7 @@ def test_a_dense_second_stage_starts_from_it_and_keeps_the_fusion(whole, train, 
         train("moved", *SPRINT, routes.replace("start_layer_idx:2", "start_layer_idx:1"), f"init_from={whole}")
     with pytest.raises(UserError, match="model.safetensors: route_ends.2_9.mask_token is .* there and missing in this network"):
         train("tread", "model=tread", "model.backbone=DiT-XS/2", f"init_from={whole}")
-    with pytest.raises(UserError, match="model=sprint, which export does not know"):
+    with pytest.raises(UserError, match="model=sprint, which cannot be exported"):
         export_checkpoint(str(whole), str(tmp_path / "exported"))
 
 
