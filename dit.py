@@ -26,7 +26,7 @@ BACKBONES = {f"DiT-{size}/{patch}": (*SIZES[size], patch) for size in SIZES for 
 
 
 def build(backbone: str, **kwargs) -> DiT:
-    """A network by its name, such as `DiT-B/2`. Other keywords go to `DiT`, and override the sizes of the name."""
+    """Build a network by name, such as `DiT-B/2`. Keyword arguments go to `DiT` and override the sizes that the name implies."""
     return DiT(**look_up_sizes(backbone, BACKBONES) | kwargs)
 
 
@@ -109,7 +109,7 @@ class Attention(nn.Module):
         self.proj = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:  # (B, N, D) -> (B, N, D)
-        # Views of one product, chunked so that the backward joins their gradients with a single copy.
+        # q, k and v are views of one product: with chunk, the backward joins their gradients in a single copy.
         q, k, v = (part.unflatten(2, (self.num_heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=2))
         return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))  # heads (B, H, N, D/H)
 
@@ -122,7 +122,7 @@ class DiTBlock(nn.Module):
         self.norm1 = nn.LayerNorm(width, elementwise_affine=False, eps=1e-6)
         self.attn = Attention(width, num_heads)
         self.norm2 = nn.LayerNorm(width, elementwise_affine=False, eps=1e-6)
-        # timm's Mlp with its parameter names: importing timm would take two thirds of a command's start.
+        # timm's Mlp with its parameter names: importing timm would take two thirds of the start-up time.
         fc1, fc2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
         self.mlp = nn.Sequential(OrderedDict(fc1=fc1, act=nn.GELU("tanh"), fc2=fc2))
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
@@ -148,10 +148,10 @@ class FinalLayer(nn.Module):
 class RouteEnd(nn.Module):
     """The end of a route in TREAD: the kept tokens return to their own positions among those that skipped.
 
-    A successor with another end sets `DiT.route_end` to a class with the same interface, which may have weights.
+    A subclass of DiT can set `route_end` to another class with the same interface, which may have weights.
     """
 
-    ends_dense_routes = False  # a route of ratio 0 is no route
+    ends_dense_routes = False  # not called for a route of ratio 0
 
     def __init__(self, width: int):
         super().__init__()
@@ -178,13 +178,13 @@ class DiT(nn.Module):
         num_classes: labels are 0 .. num_classes - 1, and num_classes is the null class.
         learn_sigma: twice the output channels, as in published DiT checkpoints (the caller drops the unused half).
         class_dropout: probability that a label is replaced by the null class in training.
-        routes: windows of blocks that some tokens skip; without any, the network is the plain DiT.
+        routes: windows of blocks that some tokens skip; with no routes, this is the plain DiT.
         selection: the rule that chooses the tokens that stay, or its name in `routing_module.SELECTIONS`.
         fp32_after_route: under autocast, run the block (or final layer) after each active route in float32 (TREAD, section 4).
         init: `adaln_zero`, as in DiT: every block starts as the identity, and the output as zero. `official_tread`, as in the
             official code: modulation and final layers are Xavier-uniform like all others.
 
-    Raises ValueError for routes that do not fit the depth, and for latents whose size the patches do not divide.
+    Raises ValueError if a route does not fit the depth, or if input_size is not a multiple of patch_size.
     """
 
     block_class: type[nn.Module] = DiTBlock
@@ -223,7 +223,7 @@ class DiT(nn.Module):
         self.final_layer = FinalLayer(width, patch_size, self.out_channels)
 
         self.router = TokenRouter(routes, depth)
-        # Named by their blocks: weights of one place do not load into another.
+        # Named after their blocks, so that weights do not load into a route elsewhere.
         places = [f"{r.start_layer_idx}_{r.end_layer_idx}" for r in self.router.routes]
         self.route_ends = nn.ModuleDict({place: self.route_end(width) for place in places})
         self.selection_rule = SELECTIONS[selection] if isinstance(selection, str) else selection
@@ -232,7 +232,7 @@ class DiT(nn.Module):
         self.initialize_weights(init)
 
     def initialize_weights(self, init: str) -> None:
-        """The blanket rule first, the exceptions after it, in this order (DiT, section 3)."""
+        """Initialise all linear layers alike, then apply the exceptions in order (DiT, section 3)."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
@@ -263,15 +263,15 @@ class DiT(nn.Module):
         """Args:
             x: (B, C, H, W) latents.
             t: (B,) noise level in the diffusion's own conditioning (EDM: c_noise).
-            y: (B,) int64 labels, 0 to num_classes, which is the null class. Other values stop the process on a GPU.
+            y: (B,) int64 labels, 0 to num_classes, which is the null class. Other values crash the process on a GPU.
             drop_labels: (B,) bool, labels to replace by the null class; drawn in training mode when absent.
             route_scores: (B, R, N) uniform numbers for the selection rule; drawn when absent.
-            route_inputs: (B, ...), what the ends of the routes take besides tokens; TREAD's take nothing.
+            route_inputs: (B, ...), an extra input for the route ends; TREAD's ends ignore it.
             selection_ratios: route with these ratios (one, or one per route), in evaluation mode too; 1 skips the routes' blocks.
                 By default, training mode uses the routes' own ratios, and evaluation mode does not route.
             generator: source of the numbers drawn here.
-            observe: called after every block with its number, from 1, the tokens, (B, N, D), and None; inside a route with the
-                tokens that did not skip, (B, K, D), and their positions, (B, K) int64.
+            observe: called after every block as observe(number from 1, tokens, ids_keep). Tokens are (B, N, D) and ids_keep None;
+                in a route, tokens are the kept ones (B, K, D), and ids_keep (B, K) int64 their positions.
 
         Returns:
             (B, out_channels, H, W).
@@ -314,7 +314,7 @@ class DiT(nn.Module):
         return self.unpatchify(out)
 
     def draw_inputs(self, random: Callable[[str], SampleRandom]) -> dict[str, Tensor]:
-        """Keyword arguments of `forward` that one step of training draws at random, each from a stream of its own name."""
+        """Random keyword arguments of `forward` for one training step. Each is drawn from its own named stream."""
         draws = {"drop_labels": random("labels").rand() < self.class_dropout}
         if self.router.routes:
             draws["route_scores"] = random("routes").rand(len(self.router.routes), self.num_tokens)

@@ -5,9 +5,9 @@
     python fid.py checkpoints=runs/x num_samples=5000 guidance=cfg cfg_scale=[1.0,1.25,1.5]     # a sweep
     python fid.py images=samples.npz reference=references/VIRTUAL_imagenet256_labeled.npz
 
-A list of checkpoints, weights, cfg_scale or ema_length, of values of a sampler setting (num_steps=[20,40]) or of a guidance
-setting (guidance.w=[1.2,1.5]) makes a sweep over all combinations: tables with standard errors, and a plot.
-search=[cfg_scale:1:3] looks for the best value instead. Finished points are kept; the same command again computes missing ones.
+Lists make a sweep over all combinations, with a plot and tables with standard errors. They can list checkpoints, weights,
+cfg_scale, ema_length, a sampler setting (num_steps=[20,40]) or a guidance setting (guidance.w=[1.2,1.5]).
+search=[cfg_scale:1:3] looks for the best value. Finished points are kept; run the same command to compute missing ones.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def main(cfg: FidConfig) -> None:
         raise UserError(f"give one of checkpoint=, checkpoints= and images=, not {' and '.join(given) or 'none of them'}")
     of_sampler = [key for key in ("cfg_scale", "ema_length", "search") if getattr(cfg, key) is not None]
     if cfg.images and of_sampler:
-        raise UserError(f"{of_sampler[0]}= is for sampling from a checkpoint, and images={cfg.images} are made already")
+        raise UserError(f"{of_sampler[0]}= applies to sampling from a checkpoint, but images={cfg.images} exist already")
     accelerator = start_accelerator(cfg.cpu_threads, tf32=cfg.tf32)
     check_compile("compile", cfg.compile, accelerator.device)
-    # One process chooses: while a run trains, another could find a newer checkpoint.
+    # Rank 0 chooses for all: while a run trains, ranks could find different newest checkpoints.
     folders = on_main(lambda: find_checkpoints(cfg))
     for folder in folders:
         check_shared(folder / "manifest.json", given[0])
@@ -53,7 +53,7 @@ def main(cfg: FidConfig) -> None:
     if images is not None:
         check_same(images.outline(), "images", images.path)
         if len(images) == 0:
-            raise UserError(f"images={cfg.images} holds statistics and no images")
+            raise UserError(f"images={cfg.images} holds statistics but no images")
     num_samples = cfg.num_samples or (50_000 if images is None else len(images))
     if images and num_samples > len(images):
         raise UserError(f"num_samples={num_samples}, but {cfg.images} holds {len(images)} images; make more or lower it")
@@ -61,7 +61,7 @@ def main(cfg: FidConfig) -> None:
     # The reference.
     sizes = {run.data.resolution: folder for folder, run in runs.items()}
     if len(sizes) > 1:
-        raise UserError(f"checkpoints of different resolutions need a command each: {in_words(sizes)}")
+        raise UserError(f"checkpoints of different resolutions need separate commands: {in_words(sizes)}")
     resolution = images.shape[1] if images else next(iter(sizes))
     detectors = cfg.evaluation.all_detectors
     reference = open_reference(cfg.reference, "reference", detectors, resolution, cfg.evaluation.background)
@@ -71,7 +71,7 @@ def main(cfg: FidConfig) -> None:
     judge = Judge(cfg, accelerator, folders, images, reference, output)
     metric, axes, points = metrics_for(detectors[0])[0].name, (), ()
     if cfg.search:
-        from extras import search  # the registry's line
+        from extras import search  # needed only here
 
         axes = search.open_axes(judge)
     else:
@@ -104,7 +104,7 @@ def find_checkpoints(cfg: FidConfig) -> list[Path]:
 
 
 def with_settings_of_run(cfg: FidConfig, run: TrainConfig | None) -> FidConfig:
-    """Take from the run what the command leaves open: reference, detector, and weights if the detector is the run's."""
+    """Take settings that the command omits from the run: reference, detector, and weights if the detector is the run's."""
     given, stored = cfg.evaluation.model_dump(), run.evaluation.model_dump() if run else {"detector": "inception"}
     if given["detector"] not in (None, stored["detector"]):
         stored["weights"] = None
@@ -123,7 +123,7 @@ def default_folder(cfg: FidConfig, folders: list[Path]) -> Path:
         return images.with_name(f"{images.name}_evaluations")
     checkpoint = folders[0].resolve()
     folder = (store.find_run(checkpoint) or checkpoint.parent) / "evaluations"
-    if folder == REPOSITORY / "evaluations":  # a checkpoint in the repository's own folder: never among the source files
+    if folder == REPOSITORY / "evaluations":  # a checkpoint in the repository's root: keep results out of the source files
         return checkpoint.with_name(f"{checkpoint.name}_evaluations")
     return folder
 

@@ -1,11 +1,11 @@
 """Guidance: from a network's estimates to the denoiser that a sampler calls, (x, level, y) -> D_x.
 
-Guidance combines denoised estimates, so it works for every diffusion. It checks its settings when a denoiser is made.
+Guidance combines denoised estimates, so it works for every diffusion. Settings are checked when a denoiser is built.
 Shapes: x (B, C, H, W); level (B,), the noise level (sigma for EDM, t for SiT), the same in every row; y (B,) int64 labels, of
 which num_classes is the null class; R routes, N tokens.
 
 Guidance with bounds evaluates its second branch only at noise levels in (level_lo, level_hi] (arXiv 2404.07724), and returns
-the first branch elsewhere; None leaves a side open.
+the first branch elsewhere; None means no bound.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class GuidanceInputs:
             tokens skips the network's routes, chosen by route_scores (B, R, N).
         num_classes: the null class.
         routes_shape: (R, N).
-        route_scores: () -> (B, R, N) new uniform numbers; row i is a function of image i's seed and the count of calls.
+        route_scores: () -> (B, R, N) new uniform numbers; row i depends only on image i's seed and the number of calls so far.
         weak: the second network of autoguidance.
     """
 
@@ -60,7 +60,7 @@ def cfg(
     Args:
         cfg_scale: 1 is off (one evaluation a step), 0 is unconditional, above 1 guides. Both estimates come from one
             batched evaluation.
-        channels: guide only the first `channels` channels of the latents, and take D_label for the others; None guides all.
+        channels: guide only the first `channels` channels of the latents; the others are D_label's. None guides all.
             The published code of DiT, SiT and LightningDiT guides three.
     """
 
@@ -99,7 +99,7 @@ def sparse(
         w: 1 is off: the strong branch alone, which for r_strong = 0 is the dense network.
         r_strong, r_weak: fractions of the tokens that SKIP, 0 <= r_strong < r_weak <= 1; 0 is dense.
 
-    Raises ValueError for a network without routes, and for ratios with which the weak branch keeps no fewer tokens.
+    Raises ValueError for a network without routes, and if the weak branch would not keep fewer tokens than the strong one.
     """
     num_routes, N = inputs.routes_shape
     if num_routes == 0:
@@ -153,13 +153,13 @@ def _guide(
             inside = (level > low) & (level <= high)
             some, every = torch.stack([inside.any(), inside.all()]).tolist()  # waits for the device
             if some and not every:
-                raise ValueError("a batch holds noise levels on both sides of level_lo or level_hi; guide equal levels together")
+                raise ValueError("a batch has noise levels inside and outside (level_lo, level_hi]; use one level per batch")
             if not some:
                 return unguided(x, level, y)
         D, D_weak = estimates(x, level, y)
         C = x.shape[1] if channels is None else channels
         guided = D_weak[:, :C] + scale * (D[:, :C] - D_weak[:, :C])
-        return torch.cat([guided, D[:, C:]], dim=1)  # D may hold more: the learned variance (`ddpm.DDPM.denoise`)
+        return torch.cat([guided, D[:, C:]], dim=1)  # D may have more channels: the learned variance (`ddpm.DDPM.denoise`)
 
     return denoiser
 

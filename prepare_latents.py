@@ -1,4 +1,4 @@
-"""Make latent shards, from images or from other people's latents, and look at them.
+"""Make latent shards from images or from published latents, and inspect them.
 
     python prepare_latents.py encode images=imagenet/train output=data/imagenet256
     accelerate launch --multi_gpu --num_processes 8 prepare_latents.py encode images=imagenet/train output=data/imagenet256
@@ -6,7 +6,7 @@
     python prepare_latents.py inspect path=data/imagenet256
     python prepare_latents.py reference images=<folder> output=<file.npz>       # for fid.py
     python prepare_latents.py detector reference=<file.npz> output=detectors/<set>.safetensors  # for small pictures
-    python prepare_latents.py fetch                      # the SD-VAE and Inception, once where there is a network
+    python prepare_latents.py fetch                      # download the SD-VAE and Inception; needs a network once
 
 To resume an interrupted `encode` or `convert`, run the same command again.
 """
@@ -54,10 +54,10 @@ def encode(encoding: Encoding) -> None:
     if encoding.grey and encoding.autoencoder != "identity":
         raise UserError(f"grey=true: autoencoder={encoding.autoencoder} encodes RGB; use autoencoder=identity")
     if len(ways := [key for key in ("normalize", "sigma_data", "latents_stats") if getattr(encoding, key)]) > 1:
-        raise UserError(f"{'= and '.join(ways)}= each scale the latents; give one of them")
+        raise UserError(f"{'= and '.join(ways)}= all scale the latents; give one of them")
     source = open_labelled_images(encoding.images, encoding.labels)
     if Path(encoding.images).resolve() in (Path(encoding.output).resolve(), *Path(encoding.output).resolve().parents):
-        raise UserError(f"output={encoding.output} lies in images={encoding.images}; give a folder elsewhere")
+        raise UserError(f"output={encoding.output} is inside images={encoding.images}; give a folder elsewhere")
     try:
         vae = autoencoders.build(encoding.autoencoder, accelerator.device, precision=encoding.precision)
     except UserError as e:
@@ -86,12 +86,12 @@ def inspect(
     sigma_data: Positive = 0.5,
     cpu_threads: Count | None = None,
 ) -> None:
-    """Read all latents, print what they are, and draw 16 of them. The exit code is 1 if something is wrong.
+    """Read all latents, print a summary, and save 16 of them as a grid. The exit code is 1 if there are problems.
 
     Args:
         path: a folder of shards, or a shard.
         images: the folder that was encoded; the grid shows its images next to the decoded latents.
-        autoencoder: decodes the grid; null: the autoencoder that the shards name.
+        autoencoder: decodes the grid; null: the one that the shards name.
         grid: auto (<path>/inspect_<data>.png), a file to write, or none.
         sigma_data: the standard deviation that the diffusion assumes.
     """
@@ -126,20 +126,20 @@ def inspect(
         try:
             with whole_file(file) as f:
                 labelled_grid(decoded, labels, num_columns).save(f)
-            log.info("drew %d of them in %s", len(latents), file)
+            log.info("drew %d latents in %s", len(latents), file)
         except UserError as e:
-            log.warning("%s; grid=<file> draws elsewhere", e)
+            log.warning("%s; grid=<file> sets another file", e)
     if problems:
         raise UserError("\n- ".join([f"{path}: {len(problems)} problems", *problems]))
-    log.info("nothing wrong was found")
+    log.info("no problems were found")
 
 
 def reference(images: Text, output: Text, resolution: Count | None = None, background: Colour = "white") -> None:
-    """Write images as a reference batch for fid.py, which caches their features beside it at the first evaluation.
+    """Write images as a reference batch for fid.py, which caches their features at the first evaluation.
 
     Args:
-        images: a folder of images, an .npz, or a folder of shards of pixels, whose labels are kept.
-        resolution: crop images of a folder to this size as encode does; null: they are of one size and taken as they are.
+        images: a folder of images, an .npz, or a folder of pixel shards, whose labels are kept.
+        resolution: crop images of a folder to this size as encode does; null: use them unchanged; all must have one size.
         background: colour behind transparent images.
     """
     from evaluations.images import open_images, read_ahead, write_npz
@@ -163,10 +163,10 @@ def reference(images: Text, output: Text, resolution: Count | None = None, backg
 
 
 def detector(reference: Text, output: Text, num_epochs: Count = 8, cpu_threads: Count | None = None) -> None:
-    """Train a small classifier on a reference with labels, as evaluation.detector=small-<set> of small pictures.
+    """Train a small classifier on a reference of labelled small images, for evaluation.detector=small-<set>.
 
     Args:
-        output: detectors/<set>.safetensors; the set's name goes into those of the metrics: fd_<set>.
+        output: detectors/<set>.safetensors; the metrics are named after the set: fd_<set>.
     """
     from evaluations.classifiers import train_detector
     from evaluations.images import open_images
@@ -174,7 +174,7 @@ def detector(reference: Text, output: Text, num_epochs: Count = 8, cpu_threads: 
 
     device = start_accelerator(cpu_threads).device
     accuracy = train_detector(open_images(reference), Path(output), device, num_epochs)
-    log.info("wrote %s: %.2f%% of the images held out get their own class", output, 100 * accuracy)
+    log.info("wrote %s: %.2f%% accuracy on the held-out images", output, 100 * accuracy)
 
 
 COMMANDS = {

@@ -1,7 +1,7 @@
 """Token routing (TREAD, arXiv 2501.04765): a random part of the tokens skips a window of transformer blocks.
 
 Shapes: B batch, N tokens, K kept tokens (K = N - int(N * selection_ratio)), D width.
-This file works on tensors with a token axis and knows no network.
+This file works on tensors with a token axis and is independent of any network.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Route:
     end_layer_idx: int
 
 
-# Selection rules: (tokens (B, N, D), uniform random numbers (B, N)) -> finite scores (B, N). The highest scores stay in the
-# route. NaN would count as the highest: nobody looks, as that would wait for the device.
+# Selection rules: (tokens (B, N, D), uniform random numbers (B, N)) -> finite scores (B, N). The tokens with the highest
+# scores stay in the route. NaN would rank highest; a check would have to wait for the device.
 SelectionRule = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -56,12 +56,12 @@ def importance_scores(x: Tensor, uniform: Tensor, weight: float = 0.5, *, invers
         return (1 - weight) * uniform + weight * norm
 
 
-# By the names that `model.selection` and `attach(selection=...)` take.
+# By name, for `attach(selection=...)` and `model.selection` (which also has `grid`).
 SELECTIONS: dict[str, SelectionRule] = {"uniform": uniform_scores, "importance": importance_scores}
 
 
 def num_kept_tokens(num_tokens: int, selection_ratio: float) -> int:
-    """K, the number of tokens that stay in the window: N - int(N * selection_ratio), which is 0 for a ratio of 1 alone."""
+    """K, the number of tokens that stay in the window: N - int(N * selection_ratio), which is 0 only for a ratio of 1."""
     _check_ratio("selection_ratio", selection_ratio)
     return num_tokens - int(num_tokens * selection_ratio)
 
@@ -80,10 +80,10 @@ def apply_rule(rule: SelectionRule, x: Tensor, uniform: Tensor) -> Tensor:
 
 
 class TokenRouter:
-    """The routes of one network, checked against its depth, and the three operations that carry them out.
+    """The routes of one network, checked against its depth, and the operations that choose, remove and restore tokens.
 
     Args:
-        routes: in the order in which the tokens meet them; they must not overlap.
+        routes: in the order of their blocks; they must not overlap.
         depth: number of transformer blocks.
 
     Raises ValueError for a route that does not fit, naming the route, the value and what is accepted.
@@ -140,7 +140,7 @@ class TokenRouter:
             ids_keep: (B, K) int64, the positions that stay, ascending (so that memory is read in order).
 
         Raises:
-            ValueError: a ratio outside [0, 1]; scores of another shape, given or by the rule.
+            ValueError: a ratio outside [0, 1]; scores of another shape, from the caller or the rule.
         """
         B, N = x.shape[:2]
         if scores is None:
@@ -156,7 +156,7 @@ class TokenRouter:
 
     @staticmethod
     def start_route(x: Tensor, ids_keep: Tensor) -> Tensor:
-        """(B, N, D) -> (B, K, D): the tokens at `ids_keep`. Also for positions or masks (B, N) and (B, N, ...)."""
+        """(B, N, D) -> (B, K, D): the tokens at `ids_keep`. Also gathers tensors such as positions or masks, (B, N, ...)."""
         if len(ids_keep) != len(x):  # gather would drop the other samples
             raise ValueError(f"ids_keep has shape {tuple(ids_keep.shape)}, but there are {len(x)} samples")
         index = ids_keep.reshape(ids_keep.shape + (1,) * (x.ndim - 2)).expand(-1, -1, *x.shape[2:])
@@ -176,6 +176,6 @@ class TokenRouter:
         """
         if ids_keep.shape != x.shape[:2] or (len(x), *x.shape[2:]) != (len(skipped), *skipped.shape[2:]):  # it could broadcast
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (x, skipped, ids_keep))
-            raise ValueError(f"x, skipped and ids_keep of shapes {shapes} are not of one route")
+            raise ValueError(f"x, skipped and ids_keep of shapes {shapes} do not belong to one route")
         index = ids_keep.unsqueeze(-1).expand_as(x)
         return skipped.scatter(1, index, x.to(skipped.dtype))  # (B, N, D)

@@ -4,8 +4,8 @@
     python sample.py checkpoint=runs/digits_tread/checkpoints/step_0001000 guidance=cfg cfg_scale=2 num_steps=30
     accelerate launch --num_processes 8 sample.py checkpoint=runs/in256 seeds=0-49999 batch_size=128
 
-Image i depends on seed i (and the settings) alone, not on the batch size or the number of processes. The same command
-again makes the images that are missing. Output: a PNG per seed, a labelled grid and an .npz as ADM's evaluator reads it.
+Image i depends only on seed i and the settings, not on the number of processes; another batch size changes pixels by at most
+one grey level. Run the same command again for missing images. Output: a PNG per seed, a labelled grid, an .npz in ADM's format.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main(cfg: SampleConfig) -> None:
     labels = choose_labels(cfg, run.data.num_classes)
     settings = settings_of_images(cfg, recipe)
     output = Path(cfg.output) if cfg.output else default_output(checkpoint, settings)
-    locks: list[IO] = []  # of the main process
+    locks: list[IO] = []  # filled on the main process
     on_main(lambda: locks.append(open_output(output, settings)))
     check_shared(output / "settings.yaml", "output")
     files = {seed: output / f"seed_{seed:06d}_class_{label:03d}.png" for seed, label in labels.items()}
@@ -70,11 +70,11 @@ def main(cfg: SampleConfig) -> None:
 
 
 def choose_labels(cfg: SampleConfig, num_classes: int) -> dict[int, int]:
-    """The class of every seed: of `classes` in turn, or as `labels` says."""
+    """The class of every seed: from `classes` in turn, or by the rule `labels`."""
     from sampling.sampler import draw_labels
 
     if cfg.seeds and cfg.num_samples:
-        raise UserError(f"seeds= and num_samples={cfg.num_samples} both say which images: give one of them")
+        raise UserError(f"seeds= and num_samples={cfg.num_samples} both choose the images: give one of them")
     seeds = cfg.seeds or range(cfg.num_samples or 50)
     if cfg.classes is None:
         return draw_labels(seeds, num_classes, cfg.labels)
@@ -84,7 +84,7 @@ def choose_labels(cfg: SampleConfig, num_classes: int) -> dict[int, int]:
 
 
 def settings_of_images(cfg: SampleConfig, recipe: Recipe) -> dict:
-    """What an image depends on besides its seed, as settings.yaml holds it. The hashes of checkpoints take the place of paths."""
+    """What determines an image, except its seed, as stored in settings.yaml. Hashes of checkpoints replace their paths."""
     guidance = recipe.guidance.model_dump()
     return {
         "checkpoint": recipe.content,
@@ -112,11 +112,11 @@ def default_output(checkpoint: Path, settings: dict) -> Path:
 
 
 def open_output(output: Path, settings: dict) -> IO[bytes]:
-    """Create the folder, or make sure that the images in it were made with the same settings; returns its lock."""
+    """Create the folder, or check that its images were made with the same settings. Returns the folder's lock."""
     file = output / "settings.yaml"
     held = {path.name for path in output.iterdir()} if output.is_dir() else set()
     if file.name not in held and not all(name == ".lock" or is_leftover(name) for name in held):
-        raise UserError(f"output={output} is not empty and not made by sample.py; choose another folder")
+        raise UserError(f"output={output} is not empty and was not made by sample.py; choose another folder")
     lock = lock_file(output / ".lock", "sampling into", "output")
     if not file.exists():
         write_file(file, OmegaConf.to_yaml(OmegaConf.create(settings)))
@@ -131,10 +131,10 @@ def open_output(output: Path, settings: dict) -> IO[bytes]:
 def make_images(
     sampler: ImageSampler, labels: dict[int, int], files: dict[int, Path], batch_size: int, show_progress: bool
 ) -> None:
-    """Sample this process's seeds, {seed: label}, and write one PNG each; a PNG that exists is whole."""
+    """Sample this process's seeds, {seed: label}, and write one PNG each. An existing PNG is always complete."""
 
     def write(seed: int, image: np.ndarray) -> None:
-        with whole_file(files[seed], flush=False) as f:  # to flush each would take longer than to write it
+        with whole_file(files[seed], flush=False) as f:  # flushing each file takes longer than writing it
             Image.fromarray(image).save(f, format="PNG")
 
     seeds, writing = list(labels), iter(())
@@ -143,7 +143,7 @@ def make_images(
         for start in range(0, len(seeds), batch_size):
             batch = seeds[start : start + batch_size]
             images = sampler(batch, [labels[seed] for seed in batch])
-            list(writing)  # the batch before was written meanwhile; its errors are raised here
+            list(writing)  # wait for the previous batch's files, and raise their errors
             writing = threads.map(write, batch, images)
             bar.update(len(batch))
         list(writing)
@@ -159,7 +159,7 @@ def write_grid_and_npz(output: Path, npz: bool, files: dict[int, Path], labels: 
         spec = f"{len(seeds)}_{hash_bytes(repr(seeds).encode())[:8]}"
 
     def read(seed: int) -> np.ndarray:
-        with reading(f"{files[seed]} (remove it, and the same command makes it again)"):
+        with reading(f"{files[seed]} (remove it and run the same command to make it again)"):
             return np.asarray(Image.open(files[seed]).convert("RGB"))
 
     shown = seeds[:MAX_GRID_IMAGES]

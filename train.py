@@ -25,7 +25,7 @@ log = logging.getLogger("train")
 
 
 def main(cfg: TrainConfig) -> None:
-    # Imported here, because torch takes seconds that --help and a wrong key need not wait for.
+    # Imported here: torch takes seconds to import, and --help and errors in keys need not wait for it.
     from accelerate.utils import set_seed
 
     from checkpoints.load import build_network
@@ -76,7 +76,7 @@ def main(cfg: TrainConfig) -> None:
     if not is_complete:
         log.warning("stopped after step %d as requested; run the same command to resume", trainer.step)
         processes.leave()
-        # This also ends a sweep, and Ctrl-C a shell's loop around the command; a cluster's signals are no error.
+        # Exiting also ends a sweep, and after Ctrl-C a shell loop, too. A signal from a cluster does not count as an error.
         sys.exit(128 + SIGINT if trainer.stopped_by == SIGINT else 0)
 
 

@@ -1,1 +1,1 @@
-"""What a run is on disk: the format of its checkpoints, its folder, and what a command finds there."""
+"""A run on disk: its folder, the format of its checkpoints, and how commands find and load them."""

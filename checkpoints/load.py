@@ -1,4 +1,4 @@
-"""From a checkpoint on disk to its configuration and its network."""
+"""Load the configuration and the network of a checkpoint."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def build_network(cfg: schema.TrainConfig) -> dit.DiT:
     settings |= {key: getattr(cfg.data, key) for key in ("input_size", "in_channels", "num_classes")}
     try:
         if model.selection == "grid":
-            from extras import sprint  # the registry's line
+            from extras import sprint  # needed only here
 
             side = cfg.data.input_size // model.sizes["patch_size"]
             settings["selection"] = sprint.grid_rule(side, side)
@@ -48,7 +48,7 @@ def build_network(cfg: schema.TrainConfig) -> dit.DiT:
 
 
 def load_network(folder: Path, weights: Any, device: torch.device, compile_mode: str = "none") -> nn.Module:
-    """The network of a verified checkpoint, in evaluation mode. The last two stay loaded: points of a sweep share them.
+    """The network of a verified checkpoint, in evaluation mode. The last two stay in memory for the points of a sweep.
 
     Args:
         weights: `ema`, `raw`, or an object that can load others (`extras.posthoc_ema.Average`).
@@ -61,7 +61,7 @@ def load_network(folder: Path, weights: Any, device: torch.device, compile_mode:
 def _load_network(folder: Path, content: str, weights: Any, device: torch.device, compile_mode: str) -> nn.Module:
     gc.collect()  # compiled networks are reference cycles: without this, earlier ones stay on the device
     stored = store.load_weights(folder, weights) if weights in store.WEIGHTS else weights.load()
-    with torch.device("meta"):  # no time for random weights
+    with torch.device("meta"):  # skip random weights
         net = build_network(load_config(folder)).eval().requires_grad_(False)
     store.check_tensors(folder / store.WEIGHTS.get(weights, ""), stored, net.state_dict())
     net.to_empty(device=device).load_state_dict(stored)

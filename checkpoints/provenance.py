@@ -43,7 +43,7 @@ def device_name(device: torch.device) -> str:
 
 def git_commit() -> tuple[str | None, bool | None]:
     """(commit of this repository, whether tracked files were modified); (None, None) without a repository or git."""
-    if not (REPOSITORY / ".git").exists():  # git would take a repository further up
+    if not (REPOSITORY / ".git").exists():  # git would use a parent folder's repository
         return None, None
     command = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:

@@ -18,12 +18,12 @@ def find_resume(run: RunFolder, where: str) -> Path | None:
     """The verified checkpoint that `resume=` names; None: the run starts at step 0.
 
     Args:
-        where: auto (the newest good checkpoint of the run; newer damaged ones are renamed) | never | the folder of a
+        where: auto (the newest intact checkpoint of the run; newer damaged ones are renamed) | never | the folder of a
             checkpoint, or of a run for its newest. The checkpoint of another run is used until this run has its own.
 
     Raises:
         UserError: all checkpoints are damaged; resume=never in a run with checkpoints; the named checkpoint is missing,
-            damaged, imported, or older than the newest one of its run; a node does not see it.
+            damaged, imported, or older than this run's newest one; a node does not see it.
     """
 
     def decide() -> Path | None:
@@ -55,11 +55,11 @@ def find_resume(run: RunFolder, where: str) -> Path | None:
 
 
 def find_newest_of_run(run: RunFolder) -> Path | None:
-    """The newest good checkpoint of a run, or None; newer damaged ones are renamed. UserError if all are damaged."""
+    """The newest intact checkpoint of a run, or None; newer damaged ones are renamed. UserError if all are damaged."""
     found, problems = store.find_newest(run.checkpoints)
     if found is None and problems:
         raise UserError(
-            f"no checkpoint below {run.checkpoints} is whole, and training does not silently start over: "
+            f"no checkpoint below {run.checkpoints} is intact, and training does not silently start over: "
             f"{'; '.join(problems.values())}. Restore one, or start a run under another name=..."
         )
     for folder, problem in problems.items():
@@ -68,7 +68,7 @@ def find_newest_of_run(run: RunFolder) -> Path | None:
 
 
 def find_initial(run: RunFolder, init_from: str | None, resume: str) -> Path | None:
-    """The verified checkpoint that `init_from=` names; None without that key, and if the run has checkpoints itself.
+    """The verified checkpoint that `init_from=` names; None without that key, or if the run has its own checkpoints.
 
     Raises UserError also if `resume=` names a folder that does not exist: this runs before the run's folder is made.
     """
@@ -86,7 +86,7 @@ def find_initial(run: RunFolder, init_from: str | None, resume: str) -> Path | N
 
 
 def find_checkpoint_together(path: str, key: str) -> Path:
-    """`store.find_checkpoint` on the main process for all: while a run trains, each could find another newest checkpoint."""
+    """`store.find_checkpoint` on rank 0, for all ranks: while a run trains, they could find different newest checkpoints."""
     return _see_together(lambda: store.find_checkpoint(Path(path), key), key)
 
 

@@ -36,7 +36,7 @@ class RunFolder:
             raise UserError(f"cannot write to {self.path}: {why_not_written(self.path, e)}") from e
 
     def write_config(self, config: dict) -> None:
-        """Write config.yaml: the resolved configuration of the run, of plain values."""
+        """Write config.yaml: the resolved configuration of the run, as plain values."""
         write_file(self.path / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(config)))
 
     def wandb_id(self) -> str:
@@ -59,12 +59,12 @@ class RunFolder:
         return any("metrics" in line and about.items() <= line.items() for line in read_lines(self.metrics))
 
     def keep_until(self, step: int) -> None:
-        """Remove metrics and grids after `step`, which the run makes again, and incomplete lines."""
+        """Remove incomplete lines, and metrics and grids after `step`, which the run will write again."""
         kept = [line for line in read_lines(self.metrics) if line.get("step", 0) <= step]
         write_file(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
         for file in self.samples.glob("step_*.png"):
             number = file.stem.removeprefix("step_")
-            if number.isdecimal() and int(number) > step:  # other names are the user's
+            if number.isdecimal() and int(number) > step:  # other names belong to the user
                 file.unlink()
 
     def close(self) -> None:

@@ -2,8 +2,8 @@
 
 step_0000400/ holds model.safetensors, ema.safetensors, optimizer.pt, state.json, config.yaml, and manifest.json with the size and
 hash of each file; with REPA also projector.safetensors, with train.ema_lengths also tracked_ema.safetensors. `save` writes a
-temporary folder, flushes it to disk and renames it. The trainer calls `save` in a thread, with a copy of the weights, and trains
-on meanwhile. A checkpoint counts only if its files match the manifest. A damaged one is renamed, never deleted.
+temporary folder, flushes it to disk and renames it. The trainer calls `save` in a thread, with a copy of the weights, and keeps
+training. A checkpoint counts only if its files match the manifest. A damaged one is renamed, never deleted.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Checkpoint:
     ema: dict[str, Tensor]
     optimizer: dict  # its state dict; empty for imported weights
     state: dict  # plain values of the trainer (JSON)
-    config: dict  # the resolved configuration of the run, of plain values
+    config: dict  # the resolved configuration of the run, as plain values
     projector: dict[str, Tensor] | None = None  # with alignment
     tracked_ema: dict[str, Tensor] | None = None  # with `extras.posthoc_ema`
 
@@ -62,7 +62,7 @@ def folder_name(step: int) -> str:
 
 def list_steps(root: Path) -> dict[int, Path]:
     """Checkpoint folders below `root` by step, oldest first, without temporary and damaged (renamed) ones."""
-    with reading(root):  # unlike glob, which finds nothing in a folder that it cannot read
+    with reading(root):  # glob would return nothing for an unreadable folder
         folders = [p for p in root.iterdir() if _STEP.fullmatch(p.name) and p.is_dir()] if root.is_dir() else []
     return dict(sorted((int(folder.name.removeprefix("step_")), folder) for folder in folders))
 
@@ -96,7 +96,7 @@ def save(root: Path, checkpoint: Checkpoint, keep_last: int, keep_every: int) ->
 
 def _write_files(folder: Path, checkpoint: Checkpoint) -> None:
     """Write every file, and last the manifest with their sizes and hashes; then flush all to the disk."""
-    with open(folder / "optimizer.pt", "wb") as file:  # given a path, torch.save does not say when the last bytes fail
+    with open(folder / "optimizer.pt", "wb") as file:  # given a path, torch.save does not report a failed final write
         torch.save(checkpoint.optimizer, file)
     for name in ("model", "ema", *OPTIONAL):
         if (tensors := getattr(checkpoint, name)) is not None:
@@ -138,7 +138,7 @@ def _compare_files(folder: Path) -> None:
     file = folder / MANIFEST
     with reading(file):
         if not file.is_file():
-            raise UserError(f"{folder} is not a whole checkpoint: it has no {MANIFEST}")
+            raise UserError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}")
         manifest = json.loads(file.read_text(encoding="utf-8"))
         expected = dict.fromkeys(FILES) | {name: (entry["size"], entry["blake2b"]) for name, entry in manifest.items()}
     with log_if_slow(log, "comparing %s with its checksums", folder):
@@ -224,7 +224,7 @@ def check_tensors(file: Path, given: Mapping[str, Tensor], like: Mapping[str, Te
     for name in {**like, **given}:
         sides = [f"{list(side[name].shape)} {side[name].dtype}" if name in side else "missing" for side in (given, like)]
         if sides[0] != sides[1]:
-            raise UserError(f"{file}: {name} is {sides[0]} there and {sides[1]} in this network")
+            raise UserError(f"{file}: {name} is {sides[0]} in the file and {sides[1]} in this network")
 
 
 def find_newest(root: Path) -> tuple[Path | None, dict[Path, str]]:
@@ -244,18 +244,18 @@ def find_newest(root: Path) -> tuple[Path | None, dict[Path, str]]:
 
 
 def find_checkpoint(folder: Path, key: str) -> Path:
-    """A verified checkpoint: the folder itself, or the newest good one of a run. UserError names `key` if there is none."""
+    """A verified checkpoint: the folder itself, or the newest intact one of a run. UserError names `key` if there is none."""
     if (folder / MANIFEST).exists():
         verify(folder)
         return folder
     if not (folder / "checkpoints").is_dir():
         what = f"runs/<name> for its newest checkpoint, or runs/<name>/checkpoints/{folder_name(400)}"
-        raise UserError(f"{key}: {folder} is not a folder of a run or of a whole checkpoint; give {what}")
+        raise UserError(f"{key}: {folder} is not the folder of a run or of a complete checkpoint; give {what}")
     newest, problems = find_newest(folder / "checkpoints")
     if newest is None:
-        raise UserError(f"{key}={folder} is a run without a whole checkpoint: {'; '.join(problems.values()) or 'none yet'}")
+        raise UserError(f"{key}={folder} is a run without an intact checkpoint: {'; '.join(problems.values()) or 'none yet'}")
     for problem in problems.values():
-        log.warning("%s; taking an earlier checkpoint", problem)
+        log.warning("%s; using an earlier checkpoint", problem)
     return newest
 
 

@@ -1,4 +1,4 @@
-"""Files from the Hugging Face hub, with one attempt, so that a command without a network fails within seconds."""
+"""Files from the Hugging Face hub, with no retries, so that a command without a network fails within seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TIMEOUT_SEC = 10.0  # for a connection, and for the next byte of a download
 def find_on_hub(repository: str, *names: str, otherwise: str) -> list[Path]:
     """Find files of a repository in the hub's cache without a request, or download them all into the cache.
 
-    If several processes ask, one downloads and the others wait. Raises UserError, whose message starts with `otherwise`.
+    If several processes call this, one downloads and the others wait. Raises UserError, whose message starts with `otherwise`.
     """
     from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import HTTPError
@@ -23,6 +23,6 @@ def find_on_hub(repository: str, *names: str, otherwise: str) -> list[Path]:
             return [Path(file) for file in cached]
         HfApi().model_info(repository, timeout=TIMEOUT_SEC)  # fails fast; hf_hub_download would retry
         return [Path(hf_hub_download(repository, name)) for name in names]
-    except (OSError, HTTPError, ValueError) as e:  # ValueError: the hub allows no such name
+    except (OSError, HTTPError, ValueError) as e:  # ValueError: not a valid name on the hub
         problem = f"{repository} is not in the cache of the Hugging Face hub and cannot be downloaded"
         raise UserError(f"{otherwise}; {problem} ({' '.join(str(e).split())})") from e

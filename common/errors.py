@@ -1,4 +1,4 @@
-"""UserError, the exception for mistakes of a user, and the conversion of other errors to it."""
+"""UserError, the exception for problems that a user can solve, and conversion of other errors to it."""
 
 from __future__ import annotations
 

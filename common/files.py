@@ -43,7 +43,7 @@ def why_not_written(path: Path, error: Exception) -> str:
 
 @contextlib.contextmanager
 def whole_file(path: Path, flush: bool = True) -> Iterator[IO[bytes]]:
-    """Open a file for writing that gets its name only when it is complete and on the disk. Its folder is created.
+    """Open a file for writing under a temporary name, and rename it once it is complete and on disk. Creates its folder.
 
     flush=False lets the system choose when the content reaches the disk: for many files that are easily made again.
     Raises UserError if the file cannot be written; an earlier file with that name is kept.
@@ -71,7 +71,7 @@ def write_file(path: Path, content: bytes | str) -> None:
 
 
 def is_leftover(name: str) -> bool:
-    """Whether only an interrupted `whole_file`, or an interrupted save or removal of a checkpoint, leaves this name."""
+    """Whether this is the name of a temporary file or checkpoint folder that an interrupted write or removal leaves."""
     return re.fullmatch(r"\.tmp_[0-9a-f]{16}_.+|\.(tmp|del)_step_\d{7,}", name) is not None
 
 

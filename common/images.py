@@ -75,7 +75,7 @@ def adm_center_crop(image: Image.Image, resolution: int) -> np.ndarray:
 
 
 def labelled_grid(images: list[np.ndarray], labels: list[int], num_columns: int = 10) -> Image.Image:
-    """Arrange images (uint8 [H, W, 3], one size) in rows, each below its label. Sides under 64 pixels are multiplied."""
+    """Arrange images (uint8 [H, W, 3], one size) in rows, each below its label. Images smaller than 64 pixels are enlarged."""
     height, width = images[0].shape[:2]
     factor = -(-64 // min(height, width))
     height, width, gap, caption = height * factor, width * factor, 4, 14

@@ -1,4 +1,4 @@
-"""Command lines: Hydra for what has a configuration, `key=value` for the rest. A user's error becomes one line."""
+"""Command lines: Hydra for commands with a configuration, `key=value` for the rest. A user's error becomes one line."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def guard(action: Callable[[], None]) -> None:
         raise KeyboardInterrupt
 
     log_to_stderr()
-    signal.signal(signal.SIGINT, interrupt)  # a shell's background jobs start without a handler
+    signal.signal(signal.SIGINT, interrupt)  # shells start background jobs with SIGINT ignored
     try:
         action()
     except (Exception, KeyboardInterrupt) as error:
@@ -74,7 +74,7 @@ def guard(action: Callable[[], None]) -> None:
 
 
 def format_error(error: BaseException) -> str | None:
-    """What a command prints of an error that a user can cause; None for any other."""
+    """The message that a command prints for an error that a user can cause; None for others."""
     rank = os.environ.get("RANK")
     if isinstance(error, UserError):
         return f"error{'' if rank is None else f' (process {rank})'}: {error}"
@@ -86,8 +86,8 @@ def format_error(error: BaseException) -> str | None:
 def run(main: Callable[[S], None], config_name: str, settings: type[S], description: str) -> None:
     """Compose configs/<config_name>.yaml with the command line, check it by `settings`, and call `main` with it, guarded.
 
-    `description` is printed above the help. `main` imports what it needs: torch takes seconds, which --help and a wrong key
-    need not wait for.
+    `description` is printed above the help. `main` imports what it needs, so that --help and wrong keys do not
+    wait seconds for torch.
     """
     if HELP & set(sys.argv):
         sys.stdout.write(f"{description}\n{explain_keys(config_name)}")
@@ -119,7 +119,7 @@ def run_by_hydra(main: Callable[[S], None], config_name: str, settings: type[S],
         try:
             main(check(cfg, settings, HydraConfig.get().overrides.task))
         except Exception as e:
-            clear_frames(e)  # Hydra keeps the error until the sweep ends, and its frames would keep this run's trainer
+            clear_frames(e)  # Hydra keeps the error until the sweep ends; its frames would keep the trainer in memory
             if os.environ.get("WORLD_SIZE", "1") != "1":  # the other processes may still be in this run: end the sweep
                 sys.exit(format_error(e) or traceback.format_exc())
             raise
@@ -143,7 +143,7 @@ def explained_composition(overrides: Sequence[str], config_name: str) -> Iterato
 
 
 def check_sweep(overrides: Sequence[str], config_name: str, settings: type[S]) -> None:
-    """Compose and check every run of a sweep before the first one starts. Other sweepers than Hydra's own choose runs later.
+    """Compose and check every run of a sweep before the first one starts. Sweepers other than Hydra's default choose runs later.
 
     Raises UserError for a run that `check` refuses, and for two runs that would share a folder.
     """
@@ -183,7 +183,7 @@ def explain(error: HydraException | ValueError, overrides: Sequence[str], config
         return f"{error.override!r} cannot be read; quote a value that holds spaces or special characters: 'key=\"a b\"'"
     text = " ".join(str(error).partition("Config search path")[0].split())
     if text.startswith(NO_NAME):
-        return f"{' '.join(overrides)}: the choice of a group is a name; --help lists them"
+        return f"{' '.join(overrides)}: a group takes the name of a choice; --help lists them"
     if text.startswith("Error merging override"):  # a dictionary in place of a list
         return f"{text.partition('override ')[2]}: the key holds a list"
     if unknown := re.search(r"Could not override '([^']+)'", text):
@@ -197,7 +197,7 @@ def check(cfg: DictConfig, settings: type[S], overrides: Sequence[str] = ("name=
     """The composed configuration as checked settings, with its interpolations resolved. Raises UserError.
 
     Args:
-        overrides: what was typed, which names a run without a `name=` (`Settings.named`).
+        overrides: as typed; they determine the run's name if it has no `name=` (`Settings.named`).
     """
     try:
         raw = OmegaConf.to_container(cfg, resolve=True)
@@ -214,7 +214,7 @@ def run_command(
     Args:
         commands: functions, or "module:function", which is imported when it is called.
         description: what `--help` prints.
-        keys: "module:class" of the object that a command takes; the fields of the class are its keys, in place of parameters.
+        keys: "module:class" for commands that take one object; their keys are the fields of the class instead of parameters.
     """
     name, *given = arguments or ["--help"]
     if name in HELP:
@@ -235,7 +235,7 @@ def run_command(
 
 
 def source_of(what: Callable | str) -> str:
-    """Signature and docstring of a function or "module:function", or the whole of "module:class": importing takes seconds."""
+    """Source of a function's signature and docstring, or of a whole "module:class", without an import, which takes seconds."""
     if callable(what):
         file, name = Path(inspect.getsourcefile(what)), what.__name__
     else:
@@ -248,7 +248,7 @@ def source_of(what: Callable | str) -> str:
 
 
 def parse_arguments(arguments: Sequence[str], settings: type[S]) -> S:
-    """`key=value` arguments as checked settings. A value is what YAML reads. Raises UserError."""
+    """`key=value` arguments as checked settings. Values are parsed as YAML. Raises UserError."""
     if wrong := [argument for argument in arguments if "=" not in argument]:
         raise UserError(f"{wrong[0]!r} is not of the form key=value; the keys are {', '.join(settings.model_fields)}")
     try:

@@ -1,4 +1,4 @@
-"""The paper's tables as runs of train.py: `experiment=table2/dit_b2_tread` sets all of a row, and any key can be set on top.
+"""The paper's tables as runs of train.py: `experiment=table2/dit_b2_tread` sets all keys of a row; any key can be overridden.
 
 A row holds what the paper (TREAD, arXiv 2501.04765) reports, and the overrides that train it, as a user would type them. `--cfg
 job` prints the whole configuration. To add a row, yield it from the function of its table, or add a function to TABLES.
@@ -26,8 +26,8 @@ class Row:
     paper: dict[str, float] = field(default_factory=dict)  # the paper's figure for each metric, without guidance
     differs: str | None = None  # differences from the protocol of the figure, beyond docs/faithfulness.md
     baseline: str | None = None  # name of the dense row to compare with
-    paper_guided: dict[str, float] = field(default_factory=dict)  # the same with guidance
-    num_samples: int = 50_000  # behind the paper's figures
+    paper_guided: dict[str, float] = field(default_factory=dict)  # like `paper`, with guidance
+    num_samples: int = 50_000  # for the paper's figures
 
     def to_config(self) -> DictConfig:
         """The row as Hydra would read it from a file."""
@@ -69,7 +69,7 @@ REPA = IMAGENET_256 | SIT_SAMPLER | {  # REPA's published training script and RE
     "diffusion": "sit", "train.grad_clip_norm": 1.0,
     "alignment": "repa", "alignment.encoder": "vit_base_patch14_dinov2.lvd142m", "alignment.weight": 0.5,
 }  # fmt: skip
-FASHION = {  # Fashion-MNIST, padded to 32x32; docs/experiments.md makes data and reference
+FASHION = {  # Fashion-MNIST, padded to 32x32; see docs/experiments.md for data and reference
     "data": "custom", "data.name": "fashion_mnist", "data.path": "data/fashion",
     "data.in_channels": 1, "data.input_size": 32, "data.num_classes": 10, "data.num_workers": 0,
     "train.num_steps": 6_000, "train.batch_size": 64, "train.lr": 4e-3, "train.ema_decay": 0.9995, "train.precision": "fp32",
@@ -181,7 +181,7 @@ def lightning() -> Iterator[Row]:
 
 
 def final() -> Iterator[Row]:
-    """DiT-XL/2 for long. Rows (F), here `finetune`, continue a routed run for 60 epochs without routes."""
+    """Long runs of DiT-XL/2. Rows (F), here `finetune`, continue a routed run for 60 epochs without routes."""
     epoch = "an epoch counted as 5,000 steps of 256 images (1,281,167 / 256 = 5,004.6)"
     ddpm = "DiT's own run is DDPM with learned variances, and its guided samples use cfg 1.5 on three channels; here EDM"
     scale = "the paper's guidance scale is not known here: sweep cfg_scale with fid.py and compare the best"
@@ -214,8 +214,8 @@ def repa() -> Iterator[Row]:
 
 
 def sprint() -> Iterator[Row]:
-    """TREAD's successor, with LightningDiT's blocks for the paper's improved ones. A second stage is init_from and ratio 0."""
-    differs = "the paper's blocks also normalise queries and keys; its figure may be of more steps, of a dense second stage"
+    """TREAD's successor, with LightningDiT's blocks in place of the paper's. For a second stage, set init_from and ratio 0."""
+    differs = "the paper's blocks also normalise queries and keys; its figure may include the steps of a dense second stage"
     for size, dense, fused in (("B/2", {}, {"fid": 27.5}), ("XL/2", {"fid": 12.8}, {"fid": 9.30})):
         base = IMAGENET_256 | SIT_SAMPLER | {"diffusion": "sit", "model.backbone": f"LightningDiT-{size}"}
         about, name = ("SPRINT", "SPRINT (arXiv 2510.21986); B/2: its ablations"), row_name("sprint", "sit", size)
@@ -225,12 +225,12 @@ def sprint() -> Iterator[Row]:
 
 def small_pictures() -> Iterator[Row]:
     """Real pictures of 32x32 pixels, without an autoencoder: patches of 2 pixels give the paper's 256 tokens, of 4 pixels 64."""
-    differs = "a small classifier for Inception, pixels for latents, ${train.num_steps} steps of ${train.batch_size} images"
+    differs = "a small classifier, not Inception; pixels, not latents; ${train.num_steps} steps of ${train.batch_size} images"
     for size in ("XS/2", "XS/4"):
         for network, diffusion in (("dit", "edm"), ("sit", "sit")):
             base = FASHION | backbone(size) | {"diffusion": diffusion}
             yield from pair(row_name("fashion", network, size), "Fashion-MNIST", "after TREAD, Table 2", base, differs=differs)
-    base = FASHION | backbone("XS/4") | {"model": "sprint", "train.num_steps": 8_000, "train.lr": 2e-3}  # its best, in equal time
+    base = FASHION | backbone("XS/4") | {"model": "sprint", "train.num_steps": 8_000, "train.lr": 2e-3}  # its best at equal time
     yield Row("fashion/dit_xs4_sprint", "Fashion-MNIST", "after SPRINT", base, {}, differs, "fashion/dit_xs4")
 
 

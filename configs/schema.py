@@ -1,8 +1,8 @@
 """The configuration of every command: its keys, what each accepts, and which of them a resumed run must keep.
 
-A class per Hydra group. configs/*.yaml hold the values, with a comment for every key, and this file their types. The diffusions
-and their samplers are settings themselves: `cfg.diffusion` is an `edm.EDM`, say. Modules of choices are imported only when they
-are chosen, after all other keys were checked: torch takes seconds to import.
+A class per Hydra group. configs/*.yaml hold the values, with a comment for every key; this file holds the types. Diffusions and
+their samplers are settings too: `cfg.diffusion` is an `edm.EDM`, for example. The module of a choice is imported only if it is
+chosen, and after all other keys are checked, because torch takes seconds to import.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Diffusion = Any  # an object of one of these classes
 
 
 def parse_numbers(spec: str | int | list) -> list[int]:
-    """`0-3`, `[0-3,7]` -> [0, 1, 2, 3, 7]. Raises ValueError for anything else, and for a number that is named twice."""
+    """`0-3`, `[0-3,7]` -> [0, 1, 2, 3, 7]. Raises ValueError for anything else, and for a repeated number."""
     numbers: list[int] = []
     for part in ",".join(map(str, as_list(spec))).split(","):
         ends = [end.strip() for end in part.split("-")]
@@ -50,7 +50,7 @@ def parse_numbers(spec: str | int | list) -> list[int]:
             raise ValueError(f"{spec!r:.60} is not a list of at most {MAX_NUMBERS} numbers and ranges such as [0-3,7]")
         numbers.extend(range(int(ends[0]), int(ends[-1]) + 1))
     if not numbers or len(set(numbers)) < len(numbers):
-        raise ValueError(f"{spec!r:.60} is empty or names a number twice")
+        raise ValueError(f"{spec!r:.60} is empty or repeats a number")
     return numbers
 
 
@@ -107,7 +107,7 @@ class SPRINTModel(Model):
 
 
 class Data(Settings):
-    """`training.build.open_data` fills in the keys with a default: the latents say their values."""
+    """`training.build.open_data` fills in from the latents what the configuration leaves open."""
 
     name: FolderName
     path: Text | None
@@ -275,7 +275,7 @@ class TrainConfig(Settings):
         """Check what only the chosen modules know: the backbone and the diffusion."""
         known = self.model.module.BACKBONES
         if self.model.backbone not in known:
-            words = f"model.backbone={self.model.backbone} is not one of model={self.model.name}"
+            words = f"model.backbone={self.model.backbone} is not a backbone of model={self.model.name}"
             raise UserError(f"{words}{nearest(self.model.backbone, known)}")
         if isinstance(self.diffusion, dict):
             if (name := self.diffusion.get("name")) not in DIFFUSIONS:
@@ -285,9 +285,9 @@ class TrainConfig(Settings):
         return self
 
     def named(self, overrides: Sequence[str]) -> TrainConfig:
-        """The configuration with the name of its run: the default name, then each key that was typed, with its value.
+        """The configuration with the name of its run: the default name, then each typed key with its value.
 
-        Without keys that may change when a run resumes, such as train.num_steps, and without those that are part of the default
+        It omits keys with role COMPARED or none, such as train.num_steps, and keys that are part of the default
         name (data, model, experiment and its seed). A name of more than MAX_NAME_LENGTH characters ends with a hash.
         """
         typed = [override.lstrip("+~").partition("=")[0] for override in overrides]
@@ -305,7 +305,7 @@ class TrainConfig(Settings):
         return self.model_copy(update={"name": name})
 
     def checkpoints_gb(self, num_parameters: int) -> float:
-        """The most that checkpoints (float32: weights, EMA, moments, tracked averages) and snapshots (float16) take, in GB."""
+        """The maximum size in GB of checkpoints (float32: weights, EMA, moments, tracked averages) and snapshots (float16)."""
         keep, every, lengths = self.checkpoint.keep_last + 1, self.checkpoint.keep_every, len(self.train.ema_lengths)
         num_checkpoints = keep + (self.train.num_steps // every if every else 0)  # one is written before another is removed
         num_snapshots = self.train.num_steps // self.train.ema_snapshot_every
@@ -313,7 +313,7 @@ class TrainConfig(Settings):
 
 
 class _Sampling(Settings):
-    """Further keys are settings of the run's sampler (configs/sampling.yaml), which is known once its checkpoint is read."""
+    """Other keys are sampler settings (configs/sampling.yaml), checked once the checkpoint's sampler is known."""
 
     model_config = ConfigDict(extra="allow")
     output: Text | None
@@ -371,7 +371,7 @@ class FidConfig(_Sampling):
         return raw | {"guidance": combinations(raw["guidance"])} if isinstance(raw.get("guidance"), dict) else raw
 
     def choices(self) -> list[FidConfig]:
-        """Every combination of the values that weights, ema_length, guidance, cfg_scale and settings of the sampler list."""
+        """One configuration per combination of the listed weights, ema_length, guidance, cfg_scale and sampler settings."""
         listed = {key: getattr(self, key) for key in ("weights", "ema_length", "guidance", "cfg_scale")}
         return [self.model_copy(update=choice) for choice in combinations(listed | self.sampler_settings)]
 
@@ -387,7 +387,7 @@ class Role(Enum):
 
 
 SAME_RUN = (Role.ARCHITECTURE, Role.FIXED, Role.STARTED)
-_ROLES = {  # a group stands for those of its keys that are not listed
+_ROLES = {  # a group's role holds for its keys that are not listed
     Role.ARCHITECTURE: (
         "model.backbone", "model.learn_sigma", "diffusion.name", "diffusion.sigma_data", "data.scale_factor", "data.latents_mean",
         "data.latents_std", "data.in_channels", "data.input_size", "data.num_classes",
@@ -415,7 +415,7 @@ def find_role(key: str) -> Role | None:
 
 
 def differences(stored: Settings | dict, current: Settings | dict, roles: Sequence[Role] | None = None) -> list[str]:
-    """`key: stored -> current` for every key that differs; with `roles`, for the keys of these roles alone."""
+    """`key: stored -> current` for every key that differs; with `roles`, only for keys of these roles."""
     old, new = (flatten(side.model_dump() if isinstance(side, Settings) else side) for side in (stored, current))
     return [
         f"{key}: {old.get(key, 'absent')!r:.100} -> {new.get(key, 'absent')!r:.100}"

@@ -1,4 +1,4 @@
-"""Settings that their types check. pydantic says what a key accepts; this file names the key, and the nearest known one."""
+"""Settings checked by their types. pydantic says what a key accepts; this file adds the key's name and the nearest known key."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ T = TypeVar("T")
 
 
 class Settings(BaseModel):
-    """Checked settings. An unknown key, a missing key and a value of another type are errors; nobody writes to them."""
+    """Checked settings. An unknown key, a missing key and a value of another type are errors. Objects are frozen."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", defer_build=True)  # built when first used
 
     def named(self, overrides: Sequence[str]) -> Settings:
-        """The settings with a default name that shows what `overrides` changed, where they name something."""
+        """The settings; if they have a name, their default name shows what `overrides` changed."""
         return self
 
 
@@ -48,7 +48,7 @@ def explained(raw: dict, known: Iterable[str]) -> Iterator[None]:
 
     Args:
         raw: what is validated.
-        known: the keys among which to look for the nearest one.
+        known: the keys from which the nearest one is suggested.
     """
     try:
         yield
@@ -58,14 +58,14 @@ def explained(raw: dict, known: Iterable[str]) -> Iterator[None]:
             key = _dotted_key(error, raw)
             text = _explain(error, key, known)
             problems[key] = f"{problems[key]} or {text.partition(': ')[2]}" if key in problems else text
-        keys: dict[str, list[str]] = {}  # by problem, which keys share if one takes its value from the other
+        keys: dict[str, list[str]] = {}  # problem -> keys; interpolated keys share a problem
         for key, text in problems.items():
             keys.setdefault(text, []).append(key)
         raise UserError("\n".join((", ".join(names) + text).removeprefix(": ") for text, names in keys.items())) from e
 
 
 def _dotted_key(error: dict, raw: dict) -> str:
-    """The key of an error, without the branches of a choice, which pydantic also names."""
+    """The key of an error, without the branches of a union, which pydantic adds to the path."""
     path, value = [], raw
     for part in error["loc"]:
         if isinstance(value, dict) and part in value:
@@ -84,7 +84,7 @@ def _explain(error: dict, key: str, known: Iterable[str]) -> str:
         return "= is missing"
     if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         return f" is not a key{nearest(key, known)}"
-    if error["type"] == "value_error":  # raised by a function of ours
+    if error["type"] == "value_error":  # raised by one of our functions
         return f": {error['ctx']['error']}"
     value = " is not set" if error["input"] is None else f"={error['input']!r:.100}"
     return f"{value}: {error['msg']}"

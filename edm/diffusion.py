@@ -17,7 +17,7 @@ from edm.sampler import HeunSampler
 
 @settings
 class EDM:
-    """EDM's preconditioning, loss and sampler. It owns no parameters: a network is any callable net(x, c_noise, y, **kwargs).
+    """EDM's preconditioning, loss and sampler. It has no parameters; a network is any callable net(x, c_noise, y, **kwargs).
 
     Attributes:
         sigma_data: standard deviation of the latents.
@@ -51,7 +51,7 @@ class EDM:
         c_skip, c_out, c_in, c_noise = self.coefficients(sigma.reshape(-1, 1, 1, 1))
         F_x = net(c_in * x, c_noise.flatten(), y, **net_kwargs)[:, : x.shape[1]]
         if F_x.shape != x.shape:  # it would broadcast
-            raise ValueError(f"the network makes {tuple(F_x.shape)} of latents {tuple(x.shape)}")
+            raise ValueError(f"the network returns {tuple(F_x.shape)} for latents {tuple(x.shape)}")
         return c_skip * x + c_out * F_x.float()
 
     def loss(self, net: Callable[..., Tensor], x: Tensor, y: Tensor, random: SampleRandom, **net_kwargs) -> Tensor:

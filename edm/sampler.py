@@ -48,7 +48,7 @@ class HeunSampler:
         return [(high + i / last * (low - high)) ** self.rho for i in range(self.num_steps)] + [0.0]
 
     def sigma_hat(self, sigma: float) -> float:
-        """The noise level that a step from sigma starts at, after noise is added: sigma * (1 + gamma) (Algorithm 2)."""
+        """The noise level after the step from sigma has added its noise: sigma * (1 + gamma) (Algorithm 2)."""
         gamma_max = min(self.S_churn / self.num_steps, math.sqrt(2) - 1)
         return sigma * (1 + (gamma_max if self.S_min <= sigma <= self.S_max else 0.0))
 
@@ -68,7 +68,7 @@ class HeunSampler:
             random: source of the added noise; needed when S_churn > 0.
 
         Returns:
-            (B, C, H, W) float32 latents. The state in between is float64 where the device has it.
+            (B, C, H, W) float32 latents. The solver's state is float64 if the device supports it.
         """
         dtype = torch.float32 if noise.device.type == "mps" else torch.float64  # MPS has no float64
         levels = self.noise_levels()

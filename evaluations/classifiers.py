@@ -1,10 +1,10 @@
-"""Small classifiers as detectors of small pictures: evaluation offline on a CPU, in seconds.
+"""Small classifiers as detectors for small images: offline evaluation on a CPU, in seconds.
 
 `digits` is for the embedded digits of 8x8 pixels, `small-<set>` for a set of pictures of up to 128. One command trains both:
 
     python prepare_latents.py detector reference=evaluations/digits_reference.npz output=digits.safetensors num_epochs=40
 
-Distances are `fd_digits` and `fd_<set>`: Frechet distances of other features than Inception's, on another scale than FID.
+Distances are `fd_digits` and `fd_<set>`: Frechet distances of features other than Inception's; their scale differs from FID's.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _network(about: dict) -> nn.Module:
 class ClassifierDetector:
     """Pooled features and class logits of square images of one size, by the weights that `train_detector` wrote.
 
-    Raises UserError where the file cannot be read, or is of another detector than `name`, `digits` or `small-<set>`.
+    `name` is `digits` or `small-<set>`. Raises UserError if the file cannot be read or belongs to another detector.
     """
 
     def __init__(self, name: str, weights: Path, device: torch.device | str = "cpu"):
@@ -83,7 +83,7 @@ class ClassifierDetector:
         with reading(f"evaluation.weights={weights}"), safe_open(weights, framework="pt") as f:
             about = json.loads(f.metadata()["about"])
             if about["detector"] != name:
-                raise ValueError(f"it is of {about['detector']}, not of evaluation.detector={name}")
+                raise ValueError(f"it belongs to {about['detector']}, not to evaluation.detector={name}")
         self._size, self._net = about["resolution"], _network(about)
         self._net.load_state_dict(load_file(weights))
         self._net.to(self.device).eval().requires_grad_(False)
@@ -101,10 +101,10 @@ class ClassifierDetector:
 
 
 def train_detector(images: ImageSet, output: Path, device: torch.device, num_epochs: int) -> float:
-    """Train a classifier on images with labels and write it to `output`, whose name is that of the set, or `digits`.
+    """Train a classifier on images with labels and write it to `output`, named after the set, or `digits`.
 
-    Returns the accuracy on the images that were held out, which the file holds as well. On one machine, the same number of
-    threads gives the same file.
+    Returns the accuracy on held-out images, which the file also stores. On one machine, the same number of threads
+    gives the same file.
 
     Raises:
         UserError: `output` exists or its name cannot be a set's; images without labels, too few, too large or not square.
@@ -141,6 +141,6 @@ def train_detector(images: ImageSet, output: Path, device: torch.device, num_epo
         logits = torch.cat([net(pixels[batch].to(device))[1].cpu() for batch in held_out.split(1000)])
     accuracy = class_agreement(logits, labels[held_out])
     about |= {"num_epochs": num_epochs, "held_out_accuracy": round(accuracy, 4)}
-    # safetensors writes several keys of metadata in an order of its own: with one, the same weights are the same bytes.
+    # safetensors writes metadata keys in an arbitrary order. With a single key, equal weights give equal bytes.
     write_file(output, save(net.cpu().state_dict(), metadata={"about": json.dumps(about)}))
     return accuracy

@@ -2,7 +2,7 @@
 
 ADM's .npz holds the images `arr_0`, uint8 [N, H, W, 3], their labels `arr_1`, and statistics of Inception's features: `mu` [2048]
 and `sigma` of the pooled features, `mu_s` [2023] and `sigma_s` of the spatial ones. Labels can also be named `labels`, as this
-project writes them, and `mu_dinov2` [1024] and `sigma_dinov2` hold statistics of DINOv2's class token.
+project does, and `mu_dinov2` [1024] and `sigma_dinov2` hold statistics of DINOv2's class token.
 """
 
 from __future__ import annotations

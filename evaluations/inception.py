@@ -29,7 +29,7 @@ SPATIAL_CHANNELS = 7  # ADM keeps the first 7 channels of mixed_6, which give ab
 def fetch_weights() -> Path:
     """Return the file of the published weights (96 MB). Download it to $TORCH_HOME/hub/checkpoints if it is missing.
 
-    If several processes ask, one downloads and the others wait. Raises UserError if the download fails.
+    If several processes call this, one downloads and the others wait. Raises UserError if the download fails.
     """
     file = Path(torch.hub.get_dir()) / "checkpoints" / WEIGHTS_NAME
     if not file.exists():
@@ -74,7 +74,7 @@ class InceptionDetector:
             self._net = FeatureExtractorInceptionV3(self.name, outputs, feature_extractor_weights_path=copy)
         self.weights_hash = sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
         if not sha256.startswith(WEIGHTS_SHA256):
-            log.warning("%s is not the published Inception (SHA-256 %s...): its scores compare with no paper's", file, sha256[:8])
+            log.warning("%s is not the published Inception (SHA-256 %s...): papers' scores are not comparable", file, sha256[:8])
         # TensorFlow's mixed_6/conv is the 1x1 branch, after its ReLU, of the block that PyTorch's ports call Mixed_6d.
         self._net.Mixed_6d.branch1x1.register_forward_hook(self._keep)
         self._net.to(self.device, memory_format=torch.channels_last if self.device.type == "cuda" else torch.preserve_format)

@@ -1,7 +1,7 @@
 """Metrics as pure functions of features.
 
-N samples, D features, C classes. Distances between distributions and scores are computed in float64, the neighbour search in
-the precision of its features. Features must be finite; `extract` checks it.
+N samples, D features, C classes. Frechet distances and Inception Score are computed in float64, the neighbour search in
+the precision of the features. Features must be finite; `extract` checks it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Statistics:
     def root(self) -> Tensor:
         """A [D, D] with sigma = A A^T. Cached, because many sets of samples are compared with one reference."""
         values, vectors = torch.linalg.eigh(_symmetric(self.sigma))
-        return vectors * values.clamp(min=0).sqrt()  # rounding alone makes eigenvalues negative
+        return vectors * values.clamp(min=0).sqrt()  # only rounding makes eigenvalues negative
 
 
 def statistics_of(features: Tensor, chunk_size: int = 4096) -> Statistics:
@@ -133,7 +133,7 @@ NUM_NEIGHBOURS = 3  # of improved precision and recall (Kynkaanniemi et al. 2019
 
 
 def precision_recall(reference: Tensor, samples: Tensor, tile_size: int = 2048) -> tuple[float, float]:
-    """Share of samples [N, D] that lie in a ball around some reference [M, D], and of references in one around some sample.
+    """Fraction of samples [N, D] that lie in a ball around some reference [M, D], and of references in a ball around some sample.
 
     The ball of a point reaches to its third nearest other point of its own set, border included. Distances are computed tile
     by tile, so the memory needed is a centred copy of the features and a few tiles. Features are float32 or float64; N, M > 3.
@@ -156,7 +156,7 @@ def precision_recall(reference: Tensor, samples: Tensor, tile_size: int = 2048) 
 def neighbour_radii(x: Tensor, tile_size: int) -> Tensor:
     """Squared distance of each point of x [N, D] to its third nearest other point, [N].
 
-    At least the rounding error of a distance of zero, so that copies of a point lie inside its ball.
+    It is at least the rounding error of a zero distance, so that copies of a point lie inside its ball.
     """
     nearest = x.new_full((len(x), NUM_NEIGHBOURS), float("inf"))
 

@@ -31,14 +31,14 @@ class Point:
 
     @property
     def identity(self) -> dict:
-        """What makes it another point: its content stands for the files, wherever they are."""
+        """What distinguishes it from other points. Hashes of the content replace the paths."""
         return without_paths({**self.settings, "content": self.content})
 
 
 class Results:
     """The finished points of a folder: results.jsonl, and the table and plot made of them.
 
-    Two points are the same if their settings, their content and the conditions are.
+    Two points are equal if their settings, content and conditions are equal.
 
     Args:
         conditions: what all points share: the number of samples, the detector, the reference and so on.
@@ -64,7 +64,7 @@ class Results:
         self.lines.append(line)
 
     def write(self, points: Sequence[Point], plotted: str, axes: Sequence[str] = ()) -> str:
-        """Write results.csv and results.md of all finished points of the folder, and results.png of these, if they are a sweep.
+        """Write results.csv and results.md for all finished points of the folder, and results.png for a sweep of `points`.
 
         Args:
             plotted: the metric of the plot. Among points of the same conditions, `*` marks the lowest and `~` those that
@@ -107,7 +107,7 @@ class Results:
 
 
 def without_paths(point: dict) -> dict:
-    """The settings of a point that do not say where a file is."""
+    """The settings of a point without the keys that are paths."""
     return {name: value for name, value in point.items() if name not in ("checkpoint", "images", "guidance.checkpoint")}
 
 
@@ -131,13 +131,13 @@ def _format(name: str, value: object, error: float | None) -> str:
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table, with a final newline. Bars inside cells cannot break it."""
+    """A Markdown table, with a final newline. Bars inside cells are escaped."""
     lines = [columns, ["---"] * len(columns), *rows]
     return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
 
 
 def table_for_terminal(rows: Sequence[dict[str, str]], lines: Sequence[dict]) -> str:
-    """Aligned columns: the metrics, and what differs between rows (`lines` are theirs in results.jsonl). All is in results.md."""
+    """Aligned columns: the metrics, and columns in which rows differ (results.md: all). `lines`: the rows in results.jsonl."""
     names = dict.fromkeys(name for row in rows for name in row)
     metrics = {name for line in lines for name in line["metrics"]}
     shown = [name for name in names if name in metrics or len({row.get(name) for row in rows}) > 1]
@@ -158,7 +158,7 @@ def plot(settings: list[dict], values: list[float], errors: list[float], label: 
     logging.getLogger("matplotlib").setLevel(logging.WARNING)
     from matplotlib.figure import Figure
 
-    names = dict.fromkeys(name for row in settings for name in row)  # checkpoints of two diffusions differ in some
+    names = dict.fromkeys(name for row in settings for name in row)  # two diffusions have different settings
     choices = {name: {row.get(name) for row in settings} for name in names}
     numbers = [name for name, chosen in choices.items() if all(isinstance(value, (int, float)) for value in chosen)]
     shown = list(axes) or [max(numbers, key=lambda name: len(choices[name]))]

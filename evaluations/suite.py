@@ -1,4 +1,4 @@
-"""All metrics of two sets of features. A metric is one row of METRICS, which states its name, direction and format."""
+"""All metrics of two sets of features. Each metric is a row of METRICS with its name, direction and format."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class FeaturePair:
     device: torch.device | str
 
     def frechet_distance(self, layer: str) -> float | None:
-        """None where a side has neither stored statistics of the layer nor two images."""
+        """None if a side has neither stored statistics of the layer nor at least two images."""
         sides = [side.statistics.get(layer, getattr(side, layer)) for side in (self.reference, self.samples)]
         is_missing = any(side is None or (isinstance(side, Tensor) and len(side) < 2) for side in sides)
         return None if is_missing else metrics.frechet_distance(*sides)
@@ -52,11 +52,11 @@ class Metric:
     detectors: tuple[str, ...]  # by name; `small` for the detector of any set of small pictures
     direction: str  # `lower` or `higher` is better
     format: str  # a format specification, for people; files keep full precision
-    compute: Callable[[FeaturePair], float | None]  # None where there is too little to compute it from
-    in_jackknife: bool = True  # the neighbour search is too slow to repeat it
+    compute: Callable[[FeaturePair], float | None]  # None if images or labels are missing
+    in_jackknife: bool = True  # the neighbour search is too slow to repeat
 
 
-# The first one of a detector is its primary metric.
+# A detector's first row is its primary metric.
 METRICS = (
     Metric("fid", ("inception",), "lower", ".2f", lambda pair: pair.frechet_distance("pool")),
     Metric("sfid", ("inception",), "lower", ".2f", lambda pair: pair.frechet_distance("spatial")),
@@ -73,7 +73,7 @@ METRICS = (
 
 def small_set(detector: str) -> str | None:
     """The set of a detector of small pictures: small-fashion -> fashion. None for other names."""
-    found = re.fullmatch(r"small-(?!digits$|dinov2$)([a-z][a-z0-9_]*)", detector)  # these have an fd_ of their own
+    found = re.fullmatch(r"small-(?!digits$|dinov2$)([a-z][a-z0-9_]*)", detector)  # these names are taken by other detectors
     return found and found[1]
 
 
@@ -94,7 +94,7 @@ def evaluate(
 ) -> dict[str, float]:
     """The metrics of the detector of both sides by name, in the order of the table, without those that cannot be computed.
 
-    labels: [N] int64, the classes that were asked for, in the order of the samples. device: for the neighbour search.
+    labels: [N] int64, the requested classes, in the order of the samples. device: for the neighbour search.
     """
     pair = FeaturePair(reference, samples, labels, device)
     values = {metric.name: metric.compute(pair) for metric in metrics_for(samples.detector)}
@@ -104,7 +104,7 @@ def evaluate(
 
 
 def jackknife(reference: Features, samples: Features, labels: Tensor | None, num_groups: int) -> dict[str, list[float]]:
-    """The metrics without each one of several groups of consecutive samples, by name; `metrics.standard_error` takes a list.
+    """By metric name, its values without each of several groups of consecutive samples, for `metrics.standard_error`.
 
     Empty with fewer than two samples in a group.
     """
@@ -120,7 +120,7 @@ def jackknife(reference: Features, samples: Features, labels: Tensor | None, num
 
 
 def display_name(metric: str, num_samples: int, cfg_scale: float | None = None) -> str:
-    """`fid50k/cfg1.5` is FID of 50,000 samples under guidance scale 1.5 (1 is none). `fd_dinov2_5k` after a digit."""
+    """`fid50k/cfg1.5` is FID of 50,000 samples under guidance scale 1.5 (1 is none). After a digit, with `_`: `fd_dinov2_5k`."""
     count = f"{num_samples // 1000}k" if num_samples % 1000 == 0 else str(num_samples)
     return f"{metric}{'_' if metric[-1].isdigit() else ''}{count}" + ("" if cfg_scale is None else f"/cfg{float(cfg_scale)}")
 
@@ -132,7 +132,7 @@ def format_metric(metric: str, value: float) -> str:
 
 
 def format_mean(metric: str, values: Sequence[float]) -> str:
-    """`40.00 ± 1.41`, mean and standard deviation (n - 1) in the table's format; the value alone where there is one."""
+    """`40.00 ± 1.41`, mean and standard deviation (n - 1) in the table's format; for a single value, only the value."""
     return " ± ".join(format_metric(metric, x) for x in (fmean(values), *([stdev(values)] if len(values) > 1 else [])))
 
 

@@ -1,4 +1,4 @@
-"""Frozen vision transformers of timm, and the detector that DINOv2's ViT-L/14 makes.
+"""Frozen vision transformers from timm, and the detector based on DINOv2's ViT-L/14.
 
 B images, N = grid * grid patches, D width. timm takes seconds to import, so this happens when a network is built.
 """
@@ -117,7 +117,7 @@ def _build(name: str, input_size: int) -> tuple[nn.Module, tuple[float, ...], tu
 def find_encoder_weights(name: str) -> Path:
     """The file of timm's weights in the cache of the Hugging Face hub, downloaded if it is not there.
 
-    Raises UserError where it cannot be downloaded.
+    Raises UserError if it cannot be downloaded.
     """
     otherwise = f"give the file of the weights of {name}, or run `python prepare_latents.py fetch encoder={name}`"
     return find_on_hub(f"timm/{name}", HUB_FILE, otherwise=otherwise)[0]
@@ -139,8 +139,8 @@ def _load(net: nn.Module, file: Path, recipe: str) -> None:
 def resample_as_dinov2(table: Tensor, grid: int) -> Tensor:
     """A table of positions [1, 1 + M * M, D] -> [1, 1 + grid * grid, D], as DINOv2's own code does it (arXiv 2304.07193).
 
-    That code adds 0.1 to the new size before it divides by the stored one, so that the sampled points are slightly denser than
-    the grid, and uses no antialias.
+    That code adds 0.1 to the new size before it divides by the stored one, so the sampled points are slightly denser than
+    the grid. It uses no antialiasing.
     """
     stored_grid = math.isqrt(table.shape[1] - 1)
     patches = table[:, 1:].float().unflatten(1, (stored_grid, stored_grid)).permute(0, 3, 1, 2)

@@ -4,7 +4,7 @@ A projector maps the tokens after one block to the width of the encoder's patch 
 
     weight x mean over tokens of -cos(projected token, patch token of the same position)
 
-Only training needs the projector: network and weights have the same form as without alignment.
+Only training needs the projector: the network has the same architecture as without alignment.
 
 Shapes: B batch, N tokens, K tokens inside a route, D width of the network, E width of the encoder's tokens.
 """
@@ -63,7 +63,7 @@ class ObservedNetwork:
 
 @dataclass(frozen=True)
 class Alignment:
-    """The parts with which a trainer aligns its network.
+    """What a trainer needs to align its network.
 
     Attributes:
         projector: trained with the network.
@@ -107,12 +107,12 @@ def alignment_loss(projected: Tensor, patches: Tensor, ids_keep: Tensor | None =
     if ids_keep is not None:
         patches = TokenRouter.start_route(patches, ids_keep)
     if projected.shape != patches.shape:
-        raise ValueError(f"tokens {tuple(projected.shape)} and patches {tuple(patches.shape)} are not of the same positions")
+        raise ValueError(f"tokens {tuple(projected.shape)} and patches {tuple(patches.shape)} differ in shape")
     return -F.cosine_similarity(projected.float(), patches.float(), dim=-1).mean()
 
 
 def build(cfg: TrainConfig, dataset: LatentDataset, accelerator: Accelerator) -> Alignment:
-    """The parts for alignment=repa, with the encoder on this process's device.
+    """Build the `Alignment` for alignment=repa, with the encoder on this process's device.
 
     Raises:
         UserError: the network has no such block; the shards hold no images; the encoder cannot be loaded, or its name does not
@@ -124,12 +124,12 @@ def build(cfg: TrainConfig, dataset: LatentDataset, accelerator: Accelerator) ->
         raise UserError(f"alignment.block={settings.block} is beyond the {sizes['depth']} blocks of {cfg.model.backbone}")
     if not dataset.has_images:
         raise UserError(
-            f"alignment=repa needs the images of the latents, and {dataset.path} holds none; make them again with "
+            f"alignment=repa needs the images of the latents, and {dataset.path} holds none; encode them again with "
             "`prepare_latents.py encode ... keep_images=jpeg`"
         )
     encoder_patch = re.search(r"_patch(\d+)_", settings.encoder)
     if encoder_patch is None:
-        raise UserError(f"alignment.encoder={settings.encoder} has no patches of a known size (_patch<N>_) in its name")
+        raise UserError(f"alignment.encoder={settings.encoder} does not give its patch size (_patch<N>_) in its name")
     size = int(encoder_patch[1]) * (cfg.data.input_size // sizes["patch_size"])  # as many patches as the network has tokens
     try:
         encoder = Encoder(
@@ -138,7 +138,7 @@ def build(cfg: TrainConfig, dataset: LatentDataset, accelerator: Accelerator) ->
     except UserError as e:
         raise UserError(f"alignment.encoder, alignment.weights: {e}") from e
     with torch.random.fork_rng(devices=[]):  # building the encoder may have used random numbers
-        torch.manual_seed(2**32 + cfg.seed)  # no seed of a run
+        torch.manual_seed(2**32 + cfg.seed)  # above every run's seed
         projector = Projector(sizes["width"], settings.projector_width, encoder.width)
     return Alignment(
         projector,

@@ -79,7 +79,7 @@ def check_length(folder: Path, weights: str, length: float) -> str:
 
 @dataclass(frozen=True)
 class Average:
-    """An EMA of this length for a verified checkpoint. `load_network` takes it in place of the name of weights."""
+    """An EMA of this length for a verified checkpoint. `load_network` accepts it instead of `ema` or `raw`."""
 
     folder: Path
     length: float
@@ -89,7 +89,7 @@ class Average:
 
 
 def reconstruct(folder: Path, length: float) -> dict[str, Tensor]:
-    """The weights of a verified checkpoint's network with an EMA of this length, computed by rank 0 for all."""
+    """The network's weights for a verified checkpoint and an EMA of this length. Rank 0 computes them for all ranks."""
     sums: dict[str, Tensor] = {}
 
     def add_up() -> list[str]:
@@ -112,7 +112,7 @@ def reconstruct(folder: Path, length: float) -> dict[str, Tensor]:
 
 
 def solve(tracked: list[tuple[int, float]], wanted: tuple[int, float]) -> tuple[list[float], float]:
-    """(factors of the tracked profiles whose sum is nearest to the wanted profile, the L2 error relative to its norm).
+    """(factors of the tracked profiles whose weighted sum is nearest to the wanted profile, its relative L2 error).
 
     A profile is given as (steps, length).
     """

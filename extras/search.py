@@ -31,7 +31,7 @@ class Axis(NamedTuple):
 
 
 def parse(texts: Sequence[str], names: Sequence[str]) -> list[Axis]:
-    """`cfg_scale:1:3` -> Axis("cfg_scale", 1.0, 3.0). Raises UserError for another form, another name, or more than two."""
+    """`cfg_scale:1:3` -> Axis("cfg_scale", 1.0, 3.0). Raises UserError for a wrong form or name, or for more than two."""
     axes = []
     for text in texts:
         name, *bounds = text.split(":")
@@ -85,10 +85,10 @@ def open_axes(judge: Judge) -> list[Axis]:
     of_sampler = [key for key in judge.cfg.sampler_settings if key not in ("num_steps", "solver")]
     axes = parse(judge.cfg.search, (*NAMES, *of_sampler))
     if both := [axis.name for axis in axes if getattr(judge.cfg, axis.name, None) is not None]:
-        raise UserError(f"{both[0]}= and search={both[0]} exclude each other; give one of them")
+        raise UserError(f"{both[0]}= and search={both[0]} cannot be combined; give one of them")
     for corner in itertools.product(*((axis.low, axis.high) for axis in axes)):
         if len(points_at(judge, axes, corner)) != 1:
-            raise UserError("search= takes one point: give one checkpoint= and no lists of settings")
+            raise UserError("search= needs exactly one point: give one checkpoint= and no lists of settings")
     return axes
 
 
@@ -102,7 +102,7 @@ def points_at(judge: Judge, axes: Sequence[Axis], values: Sequence[float]) -> li
 
 
 def search(judge: Judge, axes: Sequence[Axis], metric: str, num_samples: int) -> tuple[list, int]:
-    """Find the settings with the lowest `metric` of few samples, and evaluate these with `num_samples`.
+    """Find the settings with the lowest `metric` on few samples, then evaluate them with `num_samples`.
 
     Returns:
         The points tried, and their number of samples.

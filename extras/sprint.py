@@ -1,6 +1,6 @@
 """SPRINT (arXiv 2510.21986), TREAD's successor: a route's output is fused with its input.
 
-Its networks are model=sprint and model=lightningdit_sprint, its rule model.selection=grid, its guidance `guidance.path_drop`.
+It provides model=sprint, model=lightningdit_sprint and model.selection=grid. Its guidance is `guidance.path_drop`.
 
 Shapes: B batch, N tokens, K kept tokens, D width.
 """
@@ -21,9 +21,9 @@ from routing_module import SelectionRule, TokenRouter
 
 
 def grid_rule(rows: int, columns: int) -> SelectionRule:
-    """A rule that keeps equally many tokens in each 2x2 group, drawn group by group: three, two or one of four.
+    """A rule that keeps equally many random tokens in each 2x2 group: three, two or one of four.
 
-    At other ratios than 1/4, 1/2 and 3/4, the numbers of two groups differ by at most one. `attach` takes the rule, too:
+    For ratios other than 1/4, 1/2 and 3/4, the counts of two groups differ by at most one. `attach` also takes the rule:
     `selection=grid_rule(32, 48)`.
 
     Args:
@@ -45,7 +45,7 @@ def _grid_scores(x: Tensor, uniform: Tensor, grid: tuple[int, int, int, int]) ->
 class Fusion(dit.RouteEnd):
     """Every token becomes Linear([before the route, after it]); a learned mask token replaces the tokens that skipped.
 
-    The mask token starts at zero. The network initialises the linear layer with its others.
+    The mask token starts at zero. The network initialises the linear layer like its others.
     """
 
     ends_dense_routes = True
@@ -65,7 +65,7 @@ class Fusion(dit.RouteEnd):
 
 
 class FusedRoutes:
-    """What SPRINT changes in a network with routes: their ends, and path-drop. It comes before the network among the bases.
+    """What SPRINT changes in a network with routes: the route ends, and path-drop. List it before the network among the bases.
 
     Args:
         path_drop: probability in training that mask tokens replace the whole output of a sample's routes.
@@ -109,6 +109,6 @@ BACKBONES = dit.BACKBONES | lightningdit.BACKBONES
 
 
 def build(backbone: str, **settings) -> FusedRoutes:
-    """A network by its name, such as `DiT-B/2`. Other keywords go to the network, and override the sizes of the name."""
+    """Build a network by name, such as `DiT-B/2`. Keyword arguments go to the network and override the sizes of the name."""
     network = SPRINT if backbone in dit.BACKBONES else LightningSPRINT
     return network(**dit.look_up_sizes(backbone, BACKBONES) | settings)

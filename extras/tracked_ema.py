@@ -24,7 +24,7 @@ class TrackedEMA(EMA):
 
     def __init__(self, net: nn.Module, decay: float, lengths: list[float]):
         if len({f"{length:g}" for length in lengths}) < len(lengths):
-            raise UserError(f"train.ema_lengths={lengths} names a length twice; give different lengths")
+            raise UserError(f"train.ema_lengths={lengths} repeats a length; give different lengths")
         super().__init__(net, decay)
         self.lengths = lengths
 

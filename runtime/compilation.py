@@ -1,4 +1,4 @@
-"""Compilation and recomputation of blocks, and checks that the machine can do what the keys ask for.
+"""Compilation and activation checkpointing of blocks, and checks that the machine supports the settings.
 
 Nothing here changes names or values of parameters. Results change by rounding only.
 """
@@ -26,7 +26,7 @@ def checkpoint_activations(net: dit.DiT, what: str) -> None:
     """Recompute activations in the backward to save memory.
 
     Args:
-        what: `none`, or `blocks`: keep only the input of every block, for about a third more time.
+        what: `none`, or `blocks`: store only each block's input; steps take about a third longer.
     """
     if what == "blocks":
         for block in net.blocks:  # nothing in a block is random
@@ -58,20 +58,20 @@ def compile_network(net: dit.DiT, mode: str) -> None:
 
 
 def check_machine(train, device: torch.device) -> None:
-    """Check train.precision and train.compile before any slow work. Raises UserError if the machine lacks what a key asks for."""
+    """Check train.precision and train.compile before any slow work. Raises UserError if the machine cannot do it."""
     check_compile("train.compile", train.compile, device)
     if device.type == "cuda" and train.precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise UserError(f"train.precision=bf16: {torch.cuda.get_device_name(device)} has no bfloat16; use train.precision=fp32")
 
 
 def check_compile(key: str, mode: str, device: torch.device) -> None:
-    """Say that compilation takes a while, or warn where `auto` would compile but cannot.
+    """Log that compilation takes a while, or warn if `auto` would compile but cannot.
 
     Raises UserError if `blocks` needs a compiler that is not installed; `key` is named in the message.
     """
     missing = _missing_for_triton() if device.type == "cuda" else None
     if mode == "auto" and missing:
-        log.warning("%s=auto compiles nothing, which makes steps slower: torch.compile needs %s", key, missing)
+        log.warning("%s=auto does not compile, so steps are slower: torch.compile needs %s", key, missing)
     if resolve_compile(mode, device) == "none":
         return
     if device.type == "cpu" and shutil.which(os.environ.get("CXX", "g++")) is None:
@@ -82,7 +82,7 @@ def check_compile(key: str, mode: str, device: torch.device) -> None:
 
 
 def _missing_for_triton() -> str | None:
-    """What torch.compile lacks on a GPU, in words. Triton starts its kernels by C code that it compiles on this machine."""
+    """What torch.compile lacks on a GPU, in words. Triton compiles C code on this machine to launch its kernels."""
     if importlib.util.find_spec("triton") is None:
         return "triton, which is not installed; install it (pip install triton)"
     if not (shutil.which(os.environ.get("CC", "gcc")) or shutil.which("clang")):

@@ -20,8 +20,8 @@ from runtime import processes
 
 log = logging.getLogger(__name__)
 
-# The longest time of a collective. Long enough for a process that compiles or loads more slowly, short enough when NCCL hangs and
-# all GPUs idle. While one process works alone, the others wait in runtime/processes.py, which has a timeout of its own.
+# Timeout of a collective: long enough for a process that compiles or loads slowly, short enough to end a hang of NCCL, in which
+# all GPUs idle. While one process works alone, the others wait in runtime/processes.py, which has its own timeout.
 EXCHANGE_TIMEOUT = timedelta(minutes=20)
 # Set by torch's elastic launcher, and by accelerate's for one process.
 LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_BACKEND")
@@ -39,7 +39,7 @@ def start_accelerator(
     """
     if torch.distributed.is_available():
         # Import it before there is a process group. AdamW would import it later, and the default arguments of its functions would
-        # keep the group of that moment for ever; gloo's threads can then abort the process at its end.
+        # keep the current group alive forever; gloo's threads can then abort the process at its end.
         importlib.import_module("torch.distributed.nn.functional")
     check_gpus()
     # In a sweep, reset what the previous run left; the processes stay connected.
@@ -76,7 +76,7 @@ def check_gpus() -> None:
         num_gpus, number = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", "0"))
         if number >= num_gpus:
             raise UserError(
-                f"process {number} of this node sees {num_gpus} GPUs, and needs one of its own: lower --num_processes, or let "
+                f"process {number} of this node sees only {num_gpus} GPUs and has none of its own: lower --num_processes, or let "
                 "every process see all GPUs of its node (Slurm hides them with --gpus-per-task)"
             )
     elif NVIDIA_DEVICE.exists():

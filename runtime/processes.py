@@ -67,7 +67,7 @@ def wait_for_all() -> None:
 
 
 def gather_on_main(tensor: Tensor) -> list[Tensor]:
-    """The tensors of all processes, all of one shape, in the main process's memory; [] in the others."""
+    """The tensors of all processes (of equal shape), in host memory of the main process; [] on the others."""
     tensor = tensor.cpu().contiguous()
     if _group is None:
         return [tensor]
@@ -98,6 +98,6 @@ def check_same(value: object, key: str, path: Path) -> None:
     for rank, (value, host, path) in enumerate(found):
         if value != main_value:
             raise UserError(
-                f"{key}: process {rank} on {host} does not see in {path} what process 0 on {main_host} sees in {main_path}; "
+                f"{key}: process {rank} on {host} sees other content in {path} than process 0 on {main_host} in {main_path}; "
                 f"give {key} as an absolute path on a file system that all nodes share, or give all nodes equal copies"
             )

@@ -74,13 +74,13 @@ def _build_detector(name: str, settings: schema.DetectorSettings, accelerator: A
 def open_reference(
     path: str | None, key: str, detectors: Sequence[str], resolution: int | None = None, background: str = "white"
 ) -> ImageSet:
-    """The reference that `key` names. Images of a folder are cropped to the resolution, as in encode.
+    """Open the reference that `key` names. Images of a folder are cropped to the resolution, as in encode.
 
     Args:
         detectors: by name; the reference must suit all of them.
 
     Raises:
-        UserError: it cannot be used, or holds neither images nor statistics of a detector.
+        UserError: it cannot be used, or has neither images nor the statistics of a detector.
     """
     if path is None or not Path(path).exists():
         problem = "is not set" if path is None else f"{path} does not exist"
@@ -137,7 +137,7 @@ class Evaluator:
         Args:
             labels: the class of each seed.
             stop: is called before every batch, equally often on every process, and must return the same value on all.
-            name: of the progress bar, which counts the images of this process.
+            name: title of the progress bar, which counts this process's images.
 
         Raises:
             Interrupted: `stop` returned True.
@@ -190,7 +190,7 @@ class Evaluator:
     def _load_reference(self, images: ImageSet, detector: Detector) -> Features | None:
         is_main = self.accelerator.is_main_process
         features = read_cache(self.cache, images, detector) if is_main else None
-        if on_main(lambda: features is None):  # on other nodes the folder may be another one
+        if on_main(lambda: features is None):  # other nodes may see another folder
             computed = self._features_of(images, [detector], len(images))
             if is_main:
                 features = write_cache(self.cache, images, detector, computed[0]) if len(images) else computed[0]

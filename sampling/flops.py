@@ -1,6 +1,6 @@
 """FLOPs of a network's matrix products (dit.py, lightningdit.py), computed from its sizes. A multiply-add is 2 FLOPs.
 
-As usual, norms, activations, modulation and softmax do not count.
+As usual, norms, activations, modulation and softmax are not counted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from routing_module import num_kept_tokens
 
 
 def count_evaluations(diffusion: Diffusion) -> int:
-    """How often the sampler calls its denoiser for an image, counted with a denoiser that costs nothing."""
+    """How often the sampler calls its denoiser for an image, counted by running it with a dummy denoiser."""
     calls = []
 
     def denoiser(x: Tensor, level: Tensor, y: Tensor) -> Tensor:

@@ -62,28 +62,28 @@ class Judge:
             name = (store.find_run(folder) or folder.resolve().parent).name
             shown = {"run": name, "step": store.read_step(folder), **settings, **given}
             point = Point({"checkpoint": str(folder), **settings, "precision": recipe.precision}, recipe.content, shown)
-            if point.identity not in (earlier.identity for earlier, _ in points):  # intervals of cfg_scale=1 are one point
+            if point.identity not in (earlier.identity for earlier, _ in points):  # with cfg_scale=1, all intervals are equal
                 points.append((point, recipe))
         return points
 
     @cached_property
     def evaluator(self) -> Evaluator:
-        for folder in self.folders:  # before a detector and a reference that take minutes
+        for folder in self.folders:  # check first: loading detector and reference takes minutes
             autoencoders.find(self.cfg.autoencoder or load_config(folder).data.autoencoder)
         detectors = build_detectors(self.cfg.evaluation, self.accelerator)
-        # Runs are next to each other, and often share a reference.
+        # Cache next to the runs, which often share a reference.
         run = None if self.cfg.output or not self.folders else store.find_run(self.folders[0])
         cache = (run.parent if run else self.output) / "reference_features"
         return Evaluator(self.accelerator, detectors, self.reference, self.cfg.batch_size, cache)
 
     @cached_property
     def conditions(self) -> dict:
-        """What features depend on, besides their point and their seed."""
+        """What features depend on, besides the point and the seeds."""
         about = {"autoencoder": self.cfg.autoencoder, "detector": "+".join(self.cfg.evaluation.all_detectors)}
         return about | hash_weights(self.cfg.evaluation)
 
     def results(self, num_samples: int) -> Results:
-        """The finished points of this number of samples."""
+        """The finished points with this number of samples."""
         seeds = {} if self.images else {"first_seed": self.cfg.first_seed, "labels": self.cfg.labels}
         conditions = {"num_samples": num_samples, **self.conditions, **seeds, "reference": self.reference.fingerprint()}
         about = {"detector": conditions["detector"], "num_samples": num_samples, **seeds}
@@ -111,7 +111,7 @@ class Judge:
         return results
 
     def features(self, recipe: Recipe | None, num_samples: int, name: str) -> tuple:
-        """The features of a point, the labels that its images were asked for, and the cost of an image."""
+        """The features of a point, the requested labels of its images, and the cost per image."""
         if recipe is None:
             labels = self.images.labels
             return self.evaluator.features_of_set(self.images, num_samples), None if labels is None else labels[:num_samples], {}

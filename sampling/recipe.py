@@ -1,4 +1,4 @@
-"""A recipe: all that determines an image besides its seed and its label. It is made, and checked, in one place."""
+"""A recipe: everything that determines an image, except its seed and label. It is built and checked in one place."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Recipe:
         checkpoint: the verified folder of the network's checkpoint; None: the network is in training.
         weights: ema | raw.
         ema_length: of a post-hoc EMA, which takes the place of `weights`.
-        content: hashes of the checkpoints, which stand for the files in results.
+        content: hashes of the checkpoints, which identify them in results.
     """
 
     run: schema.TrainConfig
@@ -60,7 +60,7 @@ class Recipe:
 
         Args:
             command: with one value for each key; None keeps the run's value.
-            precision: where the command gives none.
+            precision: used if the command sets none.
 
         Raises:
             UserError: a setting that the run's sampler, network or checkpoint does not have, or that does not fit the others.
@@ -71,7 +71,7 @@ class Recipe:
             content += store.hash_checkpoint(Path(guidance.checkpoint))
         average = None
         if command.ema_length is not None:
-            from extras import posthoc_ema  # the registry's line
+            from extras import posthoc_ema  # needed only here
 
             average = posthoc_ema.Average(folder, command.ema_length)
             content += posthoc_ema.check_length(folder, command.weights, command.ema_length)
@@ -97,7 +97,7 @@ class Recipe:
         return cls(run, diffusion, guidance, precision, run.data.autoencoder)
 
     def settings(self) -> dict:
-        """The settings as results name them: those of the sampler where they differ from its defaults, and num_steps."""
+        """The settings as named in results: num_steps, and sampler settings only if they differ from the defaults."""
         ema_length = {} if self.ema_length is None else {"ema_length": self.ema_length}
         return {"weights": self.weights, **name_guidance(self.guidance), **name_sampler(self.diffusion), **ema_length}
 
@@ -137,7 +137,7 @@ def with_scale(settings: schema.Guidance, cfg_scale: float | None) -> schema.Gui
 
 
 def with_sampler(diffusion: schema.Diffusion, settings: Mapping[str, object]) -> schema.Diffusion:
-    """The diffusion with other settings of its sampler; None changes nothing. Raises UserError, also for a key of another one."""
+    """The diffusion with other settings of its sampler; None keeps a value. Raises UserError, also for another sampler's keys."""
     given = {key: value for key, value in settings.items() if value is not None}
     kind = type(diffusion.sampler)
     with explained(given, known=vars(diffusion.sampler)):
@@ -151,7 +151,7 @@ def name_sampler(diffusion: schema.Diffusion) -> dict[str, object]:
 
 
 def name_guidance(settings: schema.Guidance) -> dict[str, object]:
-    """cfg_scale alone for no guidance (1) and for cfg; for others `guidance` and `guidance.*`, too."""
+    """Only cfg_scale for cfg and for no guidance (1.0); for others also `guidance` and `guidance.*`."""
     if settings.name == "none" or getattr(settings, "cfg_scale", None) == 1:
         return {"cfg_scale": 1.0}
     own = settings.model_dump(exclude={"name"}, exclude_defaults=True)
@@ -171,7 +171,7 @@ def check_guidance(settings: schema.Guidance, run: schema.TrainConfig, diffusion
 
     Raises:
         UserError: settings that do not fit each other; a null class or path-drop that was never trained; too many channels;
-            an interval that goes beyond the sampler's noise levels, or holds none of them.
+            an interval that exceeds the sampler's highest noise level, or contains none of them.
     """
     scale, channels = getattr(settings, "cfg_scale", 1.0), getattr(settings, "channels", None) or 0
     if scale != 1 and run.model.class_dropout == 0:
@@ -182,7 +182,7 @@ def check_guidance(settings: schema.Guidance, run: schema.TrainConfig, diffusion
     if channels > run.data.in_channels:
         raise UserError(f"guidance.channels={channels}, but the latents have {run.data.in_channels} channels")
     routes_shape = (len(run.model.routes), (run.data.input_size // run.model.sizes["patch_size"]) ** 2)
-    try:  # this makes a denoiser, and calls no network
+    try:  # builds a denoiser without calling a network
         build_guidance(settings)(guidance.GuidanceInputs(None, run.data.num_classes, routes_shape, weak=id))
     except ValueError as e:
         raise UserError(f"guidance: {e}") from e
@@ -190,7 +190,7 @@ def check_guidance(settings: schema.Guidance, run: schema.TrainConfig, diffusion
     low, high = getattr(settings, "level_lo", None) or 0.0, getattr(settings, "level_hi", None)
     top = levels[0] * (1 + 1e-6)  # levels are rounded to float32 when they are compared
     holds_some = any(low < level and (high is None or level <= high * (1 + 1e-6)) for level in levels)
-    if not holds_some or (high is not None and high > top):  # sigma for a diffusion that counts in t, say
+    if not holds_some or (high is not None and high > top):  # for example, a sigma for a diffusion in t
         raise UserError(
             f"guidance.level_lo={low} to guidance.level_hi={high} does not fit the {len(levels)} noise levels of the sampler of "
             f"diffusion={diffusion.name}, which go from {levels[0]:g} to {levels[-1]:.3g}"
@@ -199,7 +199,7 @@ def check_guidance(settings: schema.Guidance, run: schema.TrainConfig, diffusion
 
 @lru_cache(maxsize=100)
 def find_second_checkpoint(path: str) -> Path:
-    """The verified checkpoint of autoguidance's second network: the same for all points, even if its run goes on meanwhile."""
+    """The verified checkpoint of autoguidance's second network: the same for all points, even if its run still trains."""
     return find_checkpoint_together(path, "guidance.checkpoint")
 
 

@@ -30,7 +30,7 @@ class ImageSampler:
         data: shape, classes and scale of the latents.
         precision: the networks', fp32 | bf16.
         rounding: see `latents.autoencoders.to_uint8`.
-        is_compiled: pad each batch to the largest one so far, because compiled networks are compiled again for each size.
+        is_compiled: pad each batch to the largest one so far, because every new batch size would trigger a compilation.
         second: the second network of autoguidance and its diffusion.
         cost: network_evaluations and gflops_per_image of both networks together, counted in the last call.
     """
@@ -83,7 +83,7 @@ class ImageSampler:
         flops = sum(number * forward_flops(*what) for what, number in calls.items())
         self.cost = {"network_evaluations": sum(calls.values()), "gflops_per_image": flops / 1e9}
         if not latents.isfinite().all():
-            raise UserError(f"the network gives NaN or infinity with precision={self.precision}; its weights may have diverged")
+            raise UserError(f"the network returns NaN or infinity with precision={self.precision}; its weights may have diverged")
         images = self.autoencoder.decode(restore_latents(latents[:num_images], data))
         return to_uint8(images, self.rounding).cpu().numpy()
 

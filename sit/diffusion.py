@@ -5,8 +5,8 @@ and the network receives t itself, not 1000 t:
 
     x_t = (1 - t) x + t eps        v(x_t, t) = E[eps - x | x_t]        D_x = E[x | x_t] = x_t - t v
 
-The published code of SiT and LightningDiT (arXiv 2501.01423) reverses time (s = 1 - t, data at s = 1) and predicts x - eps. Its
-networks become ours as net(x, t, y) = -published(x, 1 - t, y). REPA's code uses our convention.
+The published code of SiT and LightningDiT (arXiv 2501.01423) reverses time (s = 1 - t, data at s = 1) and predicts x - eps. To
+use its networks here, set net(x, t, y) = -published(x, 1 - t, y). REPA's code uses our convention.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class SiT:
         """
         v = net(x, t, y, **net_kwargs)[:, : x.shape[1]].float()
         if v.shape != x.shape:  # it would broadcast
-            raise ValueError(f"the network makes {tuple(v.shape)} of latents {tuple(x.shape)}")
+            raise ValueError(f"the network returns {tuple(v.shape)} for latents {tuple(x.shape)}")
         return v
 
     def denoise(self, net: Callable[..., Tensor], x: Tensor, t: Tensor, y: Tensor, **net_kwargs) -> Tensor:

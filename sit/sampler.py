@@ -26,8 +26,8 @@ class FlowSampler:
     """ODE: dx/dt = v. SDE, backwards in t: dx = (v - w/2 score) dt + sqrt(w) dW, with the same marginals for every w(t) >= 0.
 
     Attributes:
-        num_steps: steps in t. The denoiser is called num_steps times, and 2 * num_steps - 1 times for heun, whose last step is
-            Euler's.
+        num_steps: steps in t. The denoiser is called num_steps times, or 2 * num_steps - 1 times for heun, whose last step
+            is an Euler step.
         solver: `euler` or `heun` (ODE, deterministic), or `euler_maruyama` (SDE).
         timestep_shift: s in t' = t / (s + (1 - s) t), applied to the evenly spaced t of the ODE's steps. 1 changes nothing; below
             1, more steps are at high noise. This is LightningDiT's s; SD3's shift (arXiv 2403.03206, section 5.3.2) is 1 / s.
@@ -80,7 +80,7 @@ class FlowSampler:
             else:
                 v_cur = (x - D_x) / t_cur
                 x_next = x + (t_next - t_cur) * v_cur
-                if t_next > 0:  # the velocity of a denoiser does not exist at t = 0
+                if t_next > 0:  # v = (x - D_x) / t is undefined at t = 0
                     v_next = (x_next - denoised(x_next, t_next)) / t_next
                     x_next = x + (t_next - t_cur) * (v_cur + v_next) / 2
                 x = x_next

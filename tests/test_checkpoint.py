@@ -185,14 +185,14 @@ def test_a_run_or_a_checkpoint_can_be_named_and_nothing_else(tmp_path):
     assert store.find_checkpoint(run, "init_from") == store.find_checkpoint(newest, "init_from") == newest
     assert store.find_run(newest) == run
     for wrong in (run / "checkpoints", newest / "ema.safetensors", run / "metrics.jsonl", tmp_path / "rnu", tmp_path):
-        with pytest.raises(UserError, match=f"^init_from: {wrong} is not a folder of a run or of a whole c"):
+        with pytest.raises(UserError, match=f"^init_from: {wrong} is not the folder of a run or of a complete c"):
             store.find_checkpoint(wrong, "init_from")
     DAMAGES["truncated"][0](newest)
     assert store.find_checkpoint(run, "init_from").name == "step_0000010"
     with pytest.raises(UserError, match="step_0000020/model.safetensors has"):
         store.find_checkpoint(newest, "init_from")
     DAMAGES["truncated"][0](run / "checkpoints" / "step_0000010")
-    with pytest.raises(UserError, match=f"^init_from={run} is a run without a whole checkpoint: .*; .*bytes"):
+    with pytest.raises(UserError, match=f"^init_from={run} is a run without an intact checkpoint: .*; .*bytes"):
         store.find_checkpoint(run, "init_from")
 
 

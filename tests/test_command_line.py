@@ -69,7 +69,7 @@ def test_what_cannot_be_read_on_a_command_line_is_one_line(monkeypatch, tmp_path
     for arguments, words in (
         (["--model", "tread"], "--model is not an option; keys are written without dashes: model=<value>"),
         (["output_dir=out dir ü"], "'output_dir=out dir ü' cannot be read; quote a value that holds spaces"),
-        (["model=3"], "model=3: the choice of a group is a name"),
+        (["model=3"], "model=3: a group takes the name of a choice"),
         (["guidance=cfg", "cfg_scale=1.5"], "cfg_scale is not a key; nearest: guidance.cfg_scale, eval.cfg_scales"),
         (["model.routes={selection_ratio:0.5}"], "model.routes={selection_ratio:0.5}: the key holds a list"),
         (["-m", "train.lr=1e-3,abc"], "train.lr=abc: train.lr='abc': .*number"),

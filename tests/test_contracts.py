@@ -39,7 +39,7 @@ def test_settings_of_diffusions_and_samplers_are_checked_by_name(settings, wrong
 @pytest.mark.parametrize("diffusion", [EDM(), SiT(), DDPM()])
 def test_the_output_of_a_network_does_not_broadcast(diffusion):
     for net in (lambda x, t, y: x[:, :1], lambda x, t, y: x[:1], lambda x, t, y: x[..., :1]):
-        with pytest.raises(ValueError, match="the network makes .* of latents"):
+        with pytest.raises(ValueError, match="the network returns .* for latents"):
             diffusion.denoise(net, X, T, T)
 
 

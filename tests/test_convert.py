@@ -87,7 +87,7 @@ def test_every_item_of_another_projects_format_is_converted_and_found_sound(tmp_
     assert {file.name: file.read_bytes() for file in dataset.files} == before
     with caplog.at_level(logging.INFO):
         prepare_latents.main(["inspect", f"path={tmp_path / 'ours'}", "grid=none"])
-    assert "nothing wrong was found" in caplog.text
+    assert "no problems were found" in caplog.text
 
 
 def test_what_cannot_be_stored_or_known_is_refused_before_anything_is_written(tmp_path):

@@ -134,7 +134,7 @@ def test_settings_that_cannot_guide_are_refused_before_the_first_evaluation(name
 
 def test_guidance_of_mixed_noise_levels_is_refused():
     denoiser = guidance.cfg(make_inputs(Recorder()), cfg_scale=2.0, level_lo=0.2, level_hi=0.4)
-    with pytest.raises(ValueError, match="a batch holds noise levels on both sides"):
+    with pytest.raises(ValueError, match="a batch has noise levels inside and outside"):
         denoiser(X, torch.tensor([0.3, 0.5]), Y)
 
 

@@ -449,7 +449,7 @@ def test_what_encode_does_not_accept_is_refused(images, vae, tmp_path):
         (["normalize=true", "sigma_data=0.5"], "normalize= and sigma_data= each scale the latents"),
         ([f"latents_stats={write_statistics(tmp_path, 3)}"], "stats.pt has 3 channels, and the latents have 4"),
         ([f"images={tmp_path / 'nowhere'}"], "nowhere does not exist"),
-        ([f"output={images / 'latents'}"], "lies in images="),
+        ([f"output={images / 'latents'}"], "is inside images="),
     ):
         with pytest.raises(UserError, match=message):
             encode(images, out, vae, *settings)
@@ -474,7 +474,7 @@ def test_good_latents_pass_inspection_and_are_drawn(images, vae, tmp_path, caplo
         "latents of mirrored images: False",
         "kind='moments', scale_factor=0.18215",
         "3 classes of 13 to 14 items; smallest: 1 (bee) 13, 2 (cow) 13, 0 (ant) 14",
-        "nothing wrong was found",
+        "no problems were found",
     ):
         assert line in caplog.text
     picture = Image.open(next(folder.glob("inspect_*.png")))

@@ -79,5 +79,5 @@ def test_others_wait_for_one_that_works_alone_for_longer_than_an_exchange_may_ta
 
 def test_a_process_that_hangs_ends_the_waits_of_the_others(run):
     ((at_a_stop, alone),) = run("hang")
-    assert at_a_stop.startswith("another process has ended, or does not come for 0.05 minutes; the same command resumes")
+    assert at_a_stop.startswith("another process has ended, or has not answered for 0.05 minutes; run the same command to resume")
     assert "Rank 1 failed to pass monitoredBarrier in 2000 ms" in alone

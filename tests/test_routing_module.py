@@ -110,9 +110,9 @@ def test_ratios_can_be_replaced_for_all_routes_or_one_by_one():
         (r"scores have shape \(2, 5\), the tokens", lambda: TokenRouter.choose_ids_keep(tokens(), 0.5, scores=torch.zeros(2, 5))),
         ("rule gives scores of shape", lambda: TokenRouter.choose_ids_keep(tokens(), 0.5, rule=lambda x, u: u[:, :4])),
         ("ids_keep has shape .1, 3., but there are 2", lambda: TokenRouter.start_route(tokens(), IDS_KEEP[:1])),
-        ("not of one route", lambda: TokenRouter.end_route(tokens()[:, :3], tokens(), IDS_KEEP[:1])),
-        ("not of one route", lambda: TokenRouter.end_route(tokens()[:, :3], torch.cat([tokens()] * 2), IDS_KEEP)),
-        ("not of one route", lambda: TokenRouter.end_route(tokens()[:, :3, :1], tokens(), IDS_KEEP)),
+        ("do not belong to one route", lambda: TokenRouter.end_route(tokens()[:, :3], tokens(), IDS_KEEP[:1])),
+        ("do not belong to one route", lambda: TokenRouter.end_route(tokens()[:, :3], torch.cat([tokens()] * 2), IDS_KEEP)),
+        ("do not belong to one route", lambda: TokenRouter.end_route(tokens()[:, :3, :1], tokens(), IDS_KEEP)),
     ],
 )
 def test_tensors_that_would_broadcast_or_drop_samples_are_refused(message, call):

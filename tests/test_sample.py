@@ -211,7 +211,7 @@ def test_nan_of_the_network_and_settings_that_were_cut_off_are_named(runs, sampl
     folder = shutil.copytree(runs["edm"] / "checkpoints" / "step_0000002", tmp_path / "copy")
     save_file({name: x * np.nan for name, x in load_file(folder / "ema.safetensors").items()}, folder / "ema.safetensors")
     renew_manifest(folder)
-    with pytest.raises(UserError, match="the network gives NaN or infinity with precision=fp32"):
+    with pytest.raises(UserError, match="the network returns NaN or infinity with precision=fp32"):
         sample("out", "seeds=0", checkpoint=folder)
     (tmp_path / "out" / "settings.yaml").write_text("guidance: {na")
     with pytest.raises(UserError, match="settings.yaml .choose another output=.* cannot be read: "):

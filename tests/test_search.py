@@ -42,7 +42,7 @@ def test_two_settings_that_depend_on_each_other_are_found_in_turns():
     [["cfg_scale"], ["cfg_scale:3:1"], ["cfg_scale:1:x"], ["num_steps:1:9"], ["cfg_scale:1:inf"], ["cfg_scale:1:2"] * 2],
 )
 def test_what_is_no_axis_is_refused_with_what_is_accepted(texts):
-    with pytest.raises(UserError, match=r"search=.*(<setting>:<lowest>:<highest>.*cfg_scale, ema_length|one setting or two)"):
+    with pytest.raises(UserError, match=r"search=.*(<setting>:<lowest>:<highest>.*cfg_scale, ema_length|must name one setting or two)"):
         parse(texts, NAMES)
 
 
@@ -96,7 +96,7 @@ def test_a_search_that_was_stopped_ends_where_it_would_have_with_the_same_evalua
     ("overrides", "words"),
     [
         (["guidance=none"], "cfg_scale=1 needs guidance=cfg"),
-        (["num_steps=[1,2]"], "search= takes one point"),
+        (["num_steps=[1,2]"], "search= needs exactly one point"),
         (["search=[guidance.w:1:2]"], "w is not a key"),
         (["cfg_scale=2"], "cfg_scale= and search=cfg_scale exclude each other"),
         (["search=[S_churn:-1:2]"], "S_churn=-1"),

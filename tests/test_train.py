@@ -205,7 +205,7 @@ def test_a_loss_that_overflows_stops_the_run_and_keeps_the_checkpoints_before_it
     latents[fourth_batch[1]] = 1e30  # its square overflows
     file.unlink()
     write_shard(file, latents, labels, ShardInfo("sample", 0.5, "identity", resolution=8, num_classes=10))
-    with pytest.raises(UserError, match="since step 4"):
+    with pytest.raises(UserError, match="in step 4"):
         train("run", f"data.path={file.parent}", "checkpoint.every=1", "train.log_every=6", "data.num_workers=2")
     assert max(store.list_steps(tmp_path / "run" / "checkpoints")) == 3
 
@@ -457,7 +457,7 @@ def test_a_copy_of_a_state_dict_takes_the_memory_of_the_one_before():
 
 
 def test_a_loss_that_explodes_and_stays_finite_ends_the_run_before_a_checkpoint_goes(train, tmp_path):
-    with pytest.raises(UserError, match=r"the loss is NaN, infinite or above 1e\+06 since step \d+"):
+    with pytest.raises(UserError, match=r"the loss became NaN, infinite or above 1e\+06 in step \d+"):
         train("run", "train.lr=1e4", "checkpoint.every=1", "checkpoint.keep_last=1", "train.num_steps=50", "train.log_every=50")
     (last,) = store.list_steps(tmp_path / "run" / "checkpoints").values()
     assert all(value.isfinite().all() for value in store.load_weights(last, "raw").values())

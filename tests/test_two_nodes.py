@@ -65,7 +65,7 @@ def test_what_one_node_does_not_have_is_one_error_on_both(folder, name, key):
     used = {"output": "images", "data.path": "data", "reference": "other.npz"}.get(key, "runs/one/checkpoints/step_0000003")
     first, second = errors(folder, name)
     assert first == second and first.startswith(f"{key}: process 1 on ")
-    assert f" does not see in {folder}/node1/{used} what process 0 on " in first and f" sees in {folder}/node0/{used}; " in first
+    assert f" sees other content in {folder}/node1/{used} than process 0 on " in first and f" in {folder}/node0/{used}; " in first
 
 
 def test_what_the_main_process_refuses_ends_the_others_too(folder):

@@ -1,4 +1,4 @@
-"""From a checked configuration to the data, the EMA, the alignment and the hooks; whether a run may continue a checkpoint."""
+"""Build data, EMA, alignment and hooks from a checked configuration, and check that a run may start from a checkpoint."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ log = logging.getLogger(__name__)
 
 
 def open_data(cfg: schema.TrainConfig) -> tuple[schema.TrainConfig, LatentDataset]:
-    """Open the latents and fill in the keys that the configuration leaves to them. Raises UserError if the two disagree."""
+    """Open the latents and fill in the keys that the configuration leaves open. Raises UserError if the two disagree."""
     data = cfg.data
     if data.path is None:
-        raise UserError(f"data.path is not set: give the folder of the latent shards of {data.name}; docs/data.md makes them")
+        raise UserError(f"data.path is not set: give the folder of the latent shards of {data.name}; see docs/data.md")
     if not Path(data.path).exists():
         raise UserError(f"data.path={data.path} does not exist")
     with log_if_slow(log, "opening data.path=%s", data.path):
@@ -46,13 +46,13 @@ def open_data(cfg: schema.TrainConfig) -> tuple[schema.TrainConfig, LatentDatase
         found[key] = None if values is None else list(values)
     for key, value in found.items():
         if getattr(data, key) not in (None, value):
-            found_there = f"the latents of {dataset.path} say {value}; data=custom takes it from them"
+            found_there = f"the latents of {dataset.path} have {value}; data=custom reads it from them"
             raise UserError(f"data.{key}={getattr(data, key)}, but {found_there}")
     found["autoencoder"] = data.autoencoder or dataset.info.autoencoder
     std, sigma_data = estimate_std(dataset), getattr(cfg.diffusion, "sigma_data", 0.5)
     if not USUAL_STD[0] <= std / sigma_data <= USUAL_STD[1]:
         words = f"the network sees latents with a standard deviation of {std:.3g}, and sigma_data is {sigma_data:g}"
-        log.warning("%s: %s; a wrong scale factor? `prepare_latents.py inspect` tells more", dataset.path, words)
+        log.warning("%s: %s; is the scale factor wrong? See `prepare_latents.py inspect`", dataset.path, words)
     background = cfg.evaluation.background or dataset.settings.get("background", "white")
     evaluation = cfg.evaluation.model_copy(update={"background": background})
     cfg = cfg.model_copy(update={"data": data.model_copy(update=found), "evaluation": evaluation})
@@ -82,7 +82,7 @@ def fill_in_lengths(cfg: schema.TrainConfig, num_images: int) -> schema.TrainCon
 def build_ema(train: schema.Train, net: torch.nn.Module) -> EMA:
     if not train.ema_lengths:
         return EMA(net, train.ema_decay)
-    from extras import tracked_ema  # the registry's line
+    from extras import tracked_ema  # needed only here
 
     return tracked_ema.TrackedEMA(net, train.ema_decay, train.ema_lengths)
 
@@ -91,14 +91,14 @@ def build_autoencoder(cfg: schema.TrainConfig, device: torch.device) -> autoenco
     try:
         return autoencoders.build(cfg.data.autoencoder, device, cfg.data.in_channels)
     except UserError as e:
-        raise UserError(f"{e}; or train without looking at samples: sample.every=0 eval.every=0") from e
+        raise UserError(f"{e}; or train without samples: sample.every=0 eval.every=0") from e
 
 
 def build_alignment(cfg: schema.TrainConfig, dataset: LatentDataset, accelerator: Accelerator) -> Any:
     """`extras.alignment.Alignment` for alignment=repa; None for alignment=none."""
     if cfg.alignment.name == "none":
         return None
-    from extras import alignment  # the registry's line; its encoder needs timm, which is slow to import
+    from extras import alignment  # needed only here; timm is slow to import
 
     return alignment.build(cfg, dataset, accelerator)
 
@@ -106,7 +106,7 @@ def build_alignment(cfg: schema.TrainConfig, dataset: LatentDataset, accelerator
 def build_hooks(cfg: schema.TrainConfig, ema: EMA, run: RunFolder, accelerator: Accelerator) -> list[Hook]:
     """The hooks between steps. Grids and evaluations sample from the EMA's network.
 
-    A complete run, which a repeated sweep finds, needs neither: its detector and autoencoder are not loaded.
+    A complete run needs neither, so a repeated sweep does not load its detector and autoencoder.
     Raises UserError if guidance, reference, detector or autoencoder cannot be used.
     """
     checkpoint = saving.Saving(run, cfg.checkpoint.every, cfg.checkpoint.keep_last, cfg.checkpoint.keep_every)
@@ -114,7 +114,7 @@ def build_hooks(cfg: schema.TrainConfig, ema: EMA, run: RunFolder, accelerator: 
     found += ema.hooks(run, cfg.train.ema_snapshot_every)
     if not (cfg.sample.every or cfg.eval.every) or on_main(lambda: hooks.is_complete(run, cfg)):
         return found
-    # What can be wrong, before what takes time.
+    # Check the settings before any slow work.
     recipes = {"grid": Recipe.in_training(cfg, cfg.guidance, cfg.sample.precision)} if cfg.sample.every else {}
     if cfg.eval.every:
         for scale in cfg.eval.cfg_scales:
@@ -139,9 +139,9 @@ def build_hooks(cfg: schema.TrainConfig, ema: EMA, run: RunFolder, accelerator: 
 def check_initial(checkpoint: Path, cfg: schema.TrainConfig) -> None:
     """Compare the verified checkpoint that init_from names with the run that starts from it.
 
-    Routes may differ, unless their ends have weights, which do not load into others. With init_state=weights, classes may
+    Routes may differ, unless their ends have weights: these must match. With init_state=weights, classes may
     differ, too: the run starts with a new label table. Raises UserError with the keys that differ; with init_state=all, also
-    if no step is left to do, and for imported weights, which have no optimizer.
+    if no steps remain, and for imported weights, which have no optimizer.
     """
     stored, step, source = load_config(checkpoint), store.read_step(checkpoint), store.imported_from(checkpoint)
     if cfg.init_state == "all" and (source or step >= cfg.train.num_steps):
@@ -160,7 +160,7 @@ def check_initial(checkpoint: Path, cfg: schema.TrainConfig) -> None:
 def check_resume(checkpoint: Path, cfg: schema.TrainConfig) -> None:
     """Compare a verified checkpoint with the run that resumes it, and log changed settings that may change.
 
-    Raises UserError with the keys that differ, if they make it a checkpoint of another run.
+    Raises UserError with the keys that differ if the checkpoint belongs to another run.
     """
     stored = load_config(checkpoint)
     if changed := schema.differences(stored, cfg, schema.SAME_RUN):

@@ -33,7 +33,7 @@ class EMA:
         self._follow(net, dict(self.net.named_parameters()))
 
     def shard_like(self, net: nn.Module) -> None:
-        """Shard the averages like the weights of `net`. Call it before the first update: the averages are the weights."""
+        """Shard the averages like the weights of `net`. Call it before the first update, while both are equal."""
         self._is_sharded = True
         self.net.to("meta")
         self._follow(net, {name: p.detach().clone() for name, p in net.named_parameters()})
@@ -74,8 +74,8 @@ class EMA:
     def full_weights(self) -> Iterator[None]:
         """Inside the context, `net` holds full weights. Every process must enter it.
 
-        If the averages are sharded, every process holds all weights in float32 until the exit (DiT-XL/2: 2.5 GiB); activations
-        and gradients do not exist at that time. Otherwise it does nothing.
+        If the averages are sharded, every process holds all weights in float32 until the exit (DiT-XL/2: 2.5 GiB); there are
+        no activations or gradients at that time. Otherwise this does nothing.
         """
         if not self._is_sharded:
             yield

@@ -38,7 +38,7 @@ class Metrics(Hook):
 
     def __call__(self, trainer: Trainer) -> None:
         self.check()
-        if trainer.record is None or trainer.record["step"] != trainer.step:  # at a start
+        if trainer.record is None or trainer.record["step"] != trainer.step:  # when training starts
             return
         if trainer.accelerator.is_main_process:
             append_line(self.run.metrics, trainer.record)
@@ -64,7 +64,7 @@ class Grids(Hook):
             return
         num_samples, size = trainer.cfg.sample.num_samples, trainer.cfg.sample.batch_size
         labels = [seed % self.sampler.data.num_classes for seed in range(num_samples)]
-        length = -(-num_samples // accelerator.num_processes)  # gathering needs equal shares; the last ones repeat an image
+        length = -(-num_samples // accelerator.num_processes)  # gathering needs equal shares, so the last shares repeat an image
         start = accelerator.process_index * length
         seeds = [min(seed, num_samples - 1) for seed in range(start, start + length)]
         with trainer.ema.full_weights():
@@ -118,7 +118,7 @@ class Evaluations(Hook):
 def identify_evaluations(cfg: TrainConfig, step: int) -> list[dict]:
     """The records that identify the evaluations of a step, one for each guidance scale, in metrics.jsonl.
 
-    `settings` holds the other keys that figures depend on and that a resume may change, under the names of fid.py's results.
+    `settings` holds the other keys that affect metrics and that a resume may change, named as in fid.py's results.
     """
     diffusion = with_sampler(cfg.diffusion, {"num_steps": cfg.eval.num_steps})
     settings = {"weights": "ema", **name_sampler(diffusion), "precision": cfg.eval.precision, "labels": cfg.eval.labels}

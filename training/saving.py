@@ -22,7 +22,7 @@ LABEL_TABLE = "y_embedder.embedding_table.weight"
 
 
 class Saving(Hook):
-    """The main process writes a checkpoint while training continues, after the previous one is written.
+    """Writes checkpoints on the main process while training continues. A save waits until the previous one is written.
 
     Raises, on every process:
         UserError: the loss or the weights are not finite; a checkpoint could not be written.
@@ -40,7 +40,7 @@ class Saving(Hook):
         if trainer.step in (self.saved_step, trainer.first_step):
             return
         self.check(wait=True)
-        trainer.reduce_losses()  # the checkpoint holds the same sums for all processes
+        trainer.reduce_losses()  # all processes now hold the sums that the checkpoint stores
         shards = [local_shard(p.detach()) for p in trainer.parameters]
         # Minimum and maximum, which are NaN if any value is: several times as fast as isfinite() of every value.
         extremes = [torch.stack(shard.aminmax()) for shard in shards if shard.numel()]
@@ -93,11 +93,11 @@ class Saving(Hook):
 
 
 def resume(trainer: Trainer, folder: Path) -> None:
-    """Resume a run from a verified checkpoint. Raises UserError if it was trained on other latents, labels or targets."""
+    """Resume a run from a verified checkpoint. Raises UserError if the latents, labels or encoder weights differ."""
     checkpoint = store.load(folder)
     if checkpoint.state.get("data") != trainer.dataset.identity:
         raise UserError(
-            f"resume: {folder} was trained on other latents or labels, of {checkpoint.config['data']['path']}, than data.path="
+            f"resume: {folder} was trained on other latents or labels ({checkpoint.config['data']['path']}) than data.path="
             f"{trainer.cfg.data.path}. Restore the data, or start another run with name=..."
         )
     _copy_values(trainer, folder, checkpoint, with_optimizer=True)

@@ -4,7 +4,7 @@ FSDP uses torch's `fully_shard`. accelerate's plugin gives all units one precisi
 its device mesh without regard to the accelerator's device, and does not shard the EMA.
 
 A sharded tensor is a DTensor, split along its first dimension. torch.distributed.fsdp and .tensor take seconds to import, so
-that functions import them.
+only the functions that need them do it.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ def check_processes(train: Train, num_processes: int, launched_as: str) -> None:
     """Compare train.* with the processes and accelerate's distributed_type.
 
     Raises:
-        UserError: the global batch does not divide; FSDP with one process, or with nodes of different sizes.
+        UserError: the global batch is not divisible; FSDP with one process, or with unequal numbers per node.
     """
     parts = num_processes * train.grad_accum_steps
     if train.batch_size % parts:
         raise UserError(
-            f"train.batch_size={train.batch_size} does not divide by {num_processes} processes x "
+            f"train.batch_size={train.batch_size} is not divisible by {num_processes} processes x "
             f"train.grad_accum_steps={train.grad_accum_steps} = {parts} parts"
         )
     if launched_as in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
         raise UserError(f"accelerate was launched with {launched_as}; launch it without, and set train.parallel=fsdp to shard")
     if train.parallel == "fsdp" and (num_processes == 1 or num_processes % processes_per_node(num_processes)):
         raise UserError(
-            f"train.parallel=fsdp needs several processes, as many on every node; here are {num_processes}, of them "
+            f"train.parallel=fsdp needs several processes, equally many on each node; found {num_processes}, with "
             f"{processes_per_node(num_processes)} on this node. Use train.parallel=ddp"
         )
 
@@ -70,7 +70,7 @@ def prepare(accelerator: Accelerator, train: Train, modules: Sequence[nn.Module]
         return [accelerator.prepare_model(module, device_placement=False, evaluation_mode=True) for module in modules]
     # One bucket per block (91 MiB for DiT-XL/2), never below DDP's default. DDP reduces a bucket as soon as it is full; only the
     # last one cannot overlap with the backward. A bucket ends with the gradient that fills it, so the size is rounded down.
-    # Gradients as views of the buckets save a copy of all.
+    # Gradients are views of the buckets, which saves a copy.
     bucket_mib = max(25, sum(p.nbytes for p in net.blocks[0].parameters()) // 2**20)
     accelerator.ddp_handler = DistributedDataParallelKwargs(gradient_as_bucket_view=True, bucket_cap_mb=bucket_mib)
     return [accelerator.prepare(module) for module in modules]
@@ -95,7 +95,7 @@ def shard_network(modules: Sequence[nn.Module], device: torch.device, num_proces
     size = processes_per_node(num_processes)
     if 1 < size < num_processes:  # fully_shard shards over the second dimension, and averages gradients over both
         ranks = torch.arange(num_processes).reshape(-1, size)
-        # By hand: the groups of init_device_mesh would have torch's own timeout.
+        # Not by init_device_mesh, whose groups would have torch's default timeout.
         groups = [dist.new_subgroups_by_enumeration(part.tolist(), EXCHANGE_TIMEOUT)[0] for part in (ranks.T, ranks)]
         mesh = DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=("nodes", "processes"))
     else:
@@ -138,12 +138,12 @@ def distribute_like(full: Tensor, like: Tensor) -> Tensor:
 def copy_state_dict(state: object, keep: bool, into: object = None) -> object:
     """A copy in host memory of a state dict of a network or optimizer, with sharded tensors gathered. Every process must call it.
 
-    Tensors are gathered one at a time, so that a device needs room for one only. torch.distributed.checkpoint.state_dict does
-    the same, but renames the states of the optimizer. Copies from CUDA may still be under way at the return: synchronize first.
+    Tensors are gathered one at a time, so the device needs memory for only one. torch.distributed.checkpoint.state_dict does
+    the same, but renames the states of the optimizer. Copies from CUDA may still run on return: synchronize before reading them.
 
     Args:
-        keep: without it, None takes the place of tensors.
-        into: an earlier copy, whose memory is reused: to allocate memory costs more than to copy.
+        keep: if False, return None in place of each tensor.
+        into: an earlier copy, whose memory is reused: allocating memory takes longer than copying.
     """
     if isinstance(state, dict):
         return {key: copy_state_dict(value, keep, into.get(key) if into else None) for key, value in state.items()}
@@ -154,6 +154,6 @@ def copy_state_dict(state: object, keep: bool, into: object = None) -> object:
     full = full_tensor(state)
     if not keep:
         return None
-    if into is None:  # pinned memory is copied to several times as fast
+    if into is None:  # copies to pinned memory are several times faster
         into = torch.empty(full.shape, dtype=full.dtype, device="cpu", pin_memory=full.is_cuda)
     return into.copy_(full, non_blocking=True)

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 def record(trainer: Trainer, run: RunFolder) -> None:
-    """Write config.yaml and a line of starts.jsonl, drop lines of steps that come again, log what starts, open wandb."""
+    """Write config.yaml and a line of starts.jsonl, drop metrics of steps that will be repeated, log the settings, open wandb."""
     cfg, accelerator = trainer.cfg, trainer.accelerator
     if not accelerator.is_main_process:
         return
@@ -35,7 +35,7 @@ def record(trainer: Trainer, run: RunFolder) -> None:
 
 
 def describe(trainer: Trainer, run: RunFolder) -> None:
-    """Log what starts."""
+    """Log the run's settings."""
     cfg, net, data = trainer.cfg, trainer.net, trainer.dataset
     num_parameters = sum(p.numel() for p in net.parameters() if p.requires_grad)
     skipped = f"of {net.num_tokens} tokens ({cfg.model.selection}) skip blocks"
@@ -79,6 +79,6 @@ def describe_evaluations(cfg: TrainConfig, net: nn.Module, step: int) -> str:
 def start_wandb(accelerator: Accelerator, cfg: TrainConfig, run: RunFolder) -> None:
     settings = {"name": cfg.name, "mode": cfg.wandb.mode, "dir": str(run.path), "id": run.wandb_id(), "resume": "allow"}
     accelerator.init_trackers(cfg.wandb.project, cfg.model_dump(), init_kwargs={"wandb": settings})
-    # Our own step is the axis: wandb's count ignores rows of an earlier step, which a resume after a crash writes.
+    # Use our step as the axis: wandb's own ignores rows of earlier steps, which a resume after a crash writes.
     for tracker in accelerator.trackers:
         tracker.tracker.define_metric("*", step_metric="step")

@@ -30,7 +30,7 @@ _PARENT = os.getppid()  # read at the import: the launcher may end before traini
 
 
 class StopSignal:
-    """Whether this run was asked to stop, with the same answer on every process.
+    """Tells whether the run was asked to stop, with the same answer on every process.
 
     The processes agree by an all-reduce on the CPU, which starts in one step and is read in the next. No process waits for an
     accelerator, and all stop after the same step.
@@ -46,7 +46,7 @@ class StopSignal:
         if dist.is_initialized() and dist.get_world_size() > 1:
             self._group = dist.new_group(backend="gloo", timeout=PATIENCE)
         self._pending: tuple[dist.Work, torch.Tensor] | None = None
-        # Leave warnings alone that somebody handles or ignores already: nohup ignores SIGHUP.
+        # Do not change warning signals that are already handled or ignored: nohup ignores SIGHUP.
         signals = [s for s in STOP_SIGNALS if s in URGENT or signal.getsignal(s) == signal.SIG_DFL]
         self._previous = {s: signal.signal(s, self._handle) for s in signals}
         if sys.platform == "linux" and any(name in os.environ for name in LAUNCHERS):
@@ -92,11 +92,11 @@ class StopSignal:
         try:
             work.wait()
         except RuntimeError as e:
-            words = f"another process has ended, or does not come for {PATIENCE / timedelta(minutes=1):g} minutes"
-            raise UserError(f"{words}; the same command resumes the run: {e}") from e
+            words = f"another process has ended, or has not answered for {PATIENCE / timedelta(minutes=1):g} minutes"
+            raise UserError(f"{words}; run the same command to resume: {e}") from e
         return bool(flag.item())
 
     def close(self) -> None:
-        """Restore the handlers from before."""
+        """Restore the previous handlers."""
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)

@@ -25,12 +25,12 @@ from training.stop import StopSignal
 
 NEVER = 2**62  # `first_bad_step` of a run without one
 # A run that exceeds it has diverged. A network that predicts zero has a loss of (std / sigma_data)^2 or less: at most 16 for
-# latents of a usual scale. A far too high learning rate can reach 1e4 and recover.
+# latents of a usual scale. With a far too high learning rate, the loss can reach 1e4 and recover.
 MAX_LOSS = 1e6
 
 
 class Hook:
-    """An action between steps: called after every `every` steps (0: never), after the last step, and when training starts.
+    """An action between steps: called every `every` steps (0: never), after the last step, and at a start from such a step.
 
     It reads the trainer and does not write to it. After an Interrupted, the next start calls it again with the same step.
     """
@@ -58,14 +58,14 @@ class Trainer:
         hooks: in the order in which they are called.
 
     Attributes:
-        modules: the modules that are trained: `net`, and with alignment its projector. `models` are the same as accelerate
-            wraps them, and `parameters` all their parameters, trained or not.
+        modules: the modules that are trained: `net`, and with alignment its projector. `models` are the same modules as
+            wrapped by accelerate; `parameters` are all their parameters, trained or not.
         step: optimizer steps done; `first_step`: those done before this start.
         parts: the rows of the global batch in each of this process's micro-batches.
         loss_sums: sums over the last `loss_count` steps of the diffusion's loss, and of the alignment's. They stay on the device,
             so that no step waits for it. So does `first_bad_step`, the first step with a loss of NaN or above MAX_LOSS.
         record: the last line of metrics (`measure`); None before the first one.
-        stop: while the run trains, answers whether somebody asked it to stop.
+        stop: during training, tells whether the run was asked to stop.
         stopped_by: the signal that stopped this process; None: no signal.
     """
 
@@ -112,7 +112,7 @@ class Trainer:
         order = BatchOrder(len(data), train.batch_size, self.cfg.seed, self.step, train.num_steps, self.parts, data.has_flips)
         fetch = data.fetch if self.alignment is None else self.alignment.fetch
         micro_batches = read_batches(fetch, order, self.cfg.data.num_workers, pin_memory=self.device.type == "cuda")
-        return zip(*[micro_batches] * len(self.parts))  # consecutive ones together
+        return zip(*[micro_batches] * len(self.parts))  # one tuple per step
 
     def train_step(self, micro_batches: Sequence[tuple[Tensor, ...]]) -> None:
         """Forward, backward, optimizer and EMA for one global batch. Nothing here waits for the device.
@@ -146,7 +146,7 @@ class Trainer:
         self.clock.num_steps += 1
 
     def losses(self, part: slice, stored: Tensor, labels: Tensor, shown: Tensor | None = None) -> list[Tensor]:
-        """The diffusion's loss of one micro-batch, and with alignment its own; their sum is minimised.
+        """Losses of a micro-batch: the diffusion's and, with alignment, the alignment's; training minimises their sum.
 
         Every random number depends on (seed, step, row of the global batch) alone.
 
@@ -184,7 +184,7 @@ class Trainer:
             for hook in self.hooks:
                 stack.callback(hook.close)
             try:
-                self._call_hooks()  # those that an interruption cut short
+                self._call_hooks()  # hooks that an interruption cut short
                 while self.step < num_steps:
                     self.train_step(next(batches))
                     self.bar.update()
@@ -217,7 +217,7 @@ class Trainer:
                 hook(self)
 
     def measure(self) -> dict[str, float]:
-        """A line of metrics: losses and speed since the last one. Every process must call it. Raises as `reduce_losses`."""
+        """One line of metrics: losses and speed since the last line. Every process must call it. Raises as `reduce_losses`."""
         losses, train = self.reduce_losses(), self.cfg.train
         images, images_per_sec = self.step * train.batch_size, self.clock.steps_per_sec() * train.batch_size
         record = {
@@ -240,7 +240,7 @@ class Trainer:
         return record
 
     def reduce_losses(self) -> list[float]:
-        """Mean losses over all processes since the last line of metrics. From here on, all processes have the same sums.
+        """Mean losses over all processes since the last line of metrics. Afterwards, all processes hold the same sums.
 
         Every process must call it. Raises UserError if the run has diverged.
         """
@@ -248,8 +248,8 @@ class Trainer:
         self.loss_sums = self.accelerator.reduce(self.loss_sums, reduction="mean")
         if first_bad < NEVER:
             raise UserError(
-                f"the loss is NaN, infinite or above {MAX_LOSS:g} since step {first_bad}; earlier checkpoints are intact. Look "
-                f"at the latents of {self.dataset.path}, lower train.lr={self.cfg.train.lr}, or set train.grad_clip_norm"
+                f"the loss became NaN, infinite or above {MAX_LOSS:g} in step {first_bad}; earlier checkpoints are intact. "
+                f"Check the latents of {self.dataset.path}, lower train.lr={self.cfg.train.lr}, or set train.grad_clip_norm"
             )
         return (self.loss_sums / max(self.loss_count, 1)).tolist()
 

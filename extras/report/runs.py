@@ -131,7 +131,8 @@ def read_run(path: Path) -> Run:
     run = Run(path, config, config.pop("experiment") or {}, list(read_lines(path / "starts.jsonl")))
     for line in read_lines(path / "metrics.jsonl"):
         if "metrics" in line:
-            run.add(line["step"], line["metrics"], line["num_samples"], {"cfg_scale": line["cfg_scale"], **line.get("settings", {})})
+            point = {"cfg_scale": line["cfg_scale"], **line.get("settings", {})}
+            run.add(line["step"], line["metrics"], line["num_samples"], point)
         elif "loss" in line:
             run.speeds[line["step"]] = line["steps_per_sec"]
             run.figures.setdefault(LOSS, {})[line["step"]] = line["loss"]
