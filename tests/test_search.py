@@ -42,7 +42,7 @@ def test_two_settings_that_depend_on_each_other_are_found_in_turns():
     [["cfg_scale"], ["cfg_scale:3:1"], ["cfg_scale:1:x"], ["num_steps:1:9"], ["cfg_scale:1:inf"], ["cfg_scale:1:2"] * 2],
 )
 def test_what_is_no_axis_is_refused_with_what_is_accepted(texts):
-    with pytest.raises(UserError, match=r"search=.*(<setting>:<lowest>:<highest>.*cfg_scale, ema_length|must name one setting or two)"):
+    with pytest.raises(UserError, match=r"search=.*(<setting>:<lowest>:<highest>.*cfg_scale, ema_length|one setting or two)"):
         parse(texts, NAMES)
 
 
