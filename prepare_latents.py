@@ -146,7 +146,7 @@ def reference(images: Text, output: Text, resolution: Count | None = None, backg
     from latents.shards import LatentDataset, shard_files
 
     if not output.endswith(".npz") or Path(output).exists():
-        raise UserError(f"output={output} must be a new file whose name ends in .npz")
+        raise UserError(f"output={output} {'exists; give a new file' if Path(output).exists() else 'must end in .npz'}")
     if Path(images).is_dir() and shard_files(Path(images)):
         dataset = LatentDataset(images)
         if dataset.info.autoencoder != "identity" or resolution is not None:

@@ -139,6 +139,9 @@ def with_scale(settings: schema.Guidance, cfg_scale: float | None) -> schema.Gui
 def with_sampler(diffusion: schema.Diffusion, settings: Mapping[str, object]) -> schema.Diffusion:
     """The diffusion with other settings of its sampler; None keeps a value. Raises UserError, also for another sampler's keys."""
     given = {key: value for key, value in settings.items() if value is not None}
+    if unknown := [key for key in given if not hasattr(diffusion.sampler, key)]:
+        names = ", ".join(vars(diffusion.sampler))
+        raise UserError(f"{unknown[0]} is not a setting of the sampler of diffusion={diffusion.name}, which has {names}")
     kind = type(diffusion.sampler)
     with explained(given, known=vars(diffusion.sampler)):
         return replace(diffusion, sampler=kind(**vars(diffusion.sampler) | given))

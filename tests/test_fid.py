@@ -182,7 +182,7 @@ def test_a_sweep_goes_over_checkpoints_of_two_diffusions_and_their_second_networ
     assert (tmp_path / "out" / "results.png").exists()
     (line,) = fid("auto", f"checkpoint={edm}", "guidance=autoguidance", f"guidance.checkpoint={edm}", "num_samples=2")
     assert line["point"]["guidance.checkpoint"].endswith("step_0000004") and line["cost"]["network_evaluations"] == 6
-    with pytest.raises(UserError, match="S_churn is not a key"):
+    with pytest.raises(UserError, match="S_churn is not a setting"):
         fid("churn", f"checkpoint=[{edm},{sit}]", "S_churn=1")
 
 

@@ -64,5 +64,5 @@ def test_a_reference_is_made_of_a_folder_of_images(tmp_path):
     prepare_latents.main(arguments)
     with np.load(output) as file:
         assert np.array_equal(file["arr_0"], pixels)
-    with pytest.raises(UserError, match="ref.npz must be a new file"):
+    with pytest.raises(UserError, match="ref.npz exists; give a new file"):
         prepare_latents.main(arguments)

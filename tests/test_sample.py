@@ -124,7 +124,7 @@ def test_a_sit_run_samples_with_every_solver(runs, sample):
     for solver in ("euler", "heun", "euler_maruyama"):
         images = sample(solver, "seeds=0-3", f"solver={solver}", checkpoint=sit)
         assert_same_images(images, sample(f"{solver}_1", "seeds=0-3", "batch_size=1", f"solver={solver}", checkpoint=sit))
-    with pytest.raises(UserError, match="S_churn is not a key"):
+    with pytest.raises(UserError, match="S_churn is not a setting"):
         sample("churn", "S_churn=2", checkpoint=sit)
 
 

@@ -148,6 +148,8 @@ def check_initial(checkpoint: Path, cfg: schema.TrainConfig) -> None:
         found = f"was imported from {source} without an optimizer" if source else f"is at step {step} already"
         raise UserError(f"init_state=all: init_from={cfg.init_from} {found}; set init_state=weights, or raise train.num_steps")
     changed = schema.differences(stored, cfg, [schema.Role.ARCHITECTURE])
+    if schema.NETWORKS[stored.model.name] != schema.NETWORKS[cfg.model.name]:
+        changed.append(f"model.name: {stored.model.name!r} -> {cfg.model.name!r}")
     if cfg.init_state == "weights":
         changed = [line for line in changed if not line.startswith("data.num_classes")]
     else:  # the projector's optimizer and tracked averages continue

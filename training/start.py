@@ -26,8 +26,8 @@ def record(trainer: Trainer, run: RunFolder) -> None:
     if not accelerator.is_main_process:
         return
     run.keep_until(trainer.step)
-    run.write_config(cfg.model_dump())
-    if trainer.step < cfg.train.num_steps:
+    if trainer.step < cfg.train.num_steps:  # otherwise the run is complete, and its configuration stays
+        run.write_config(cfg.model_dump())
         append_line(run.starts, describe_start(accelerator, trainer.step))
     describe(trainer, run)
     if cfg.wandb.mode != "disabled":
