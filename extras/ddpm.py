@@ -129,7 +129,7 @@ class DDPM:
         out = net(x, t, y, **net_kwargs).float()
         B, C, H, W = x.shape
         if out.shape not in ((B, C, H, W), (B, 2 * C, H, W)):  # another shape could broadcast
-            raise ValueError(f"the network makes {tuple(out.shape)} of latents {tuple(x.shape)}")
+            raise ValueError(f"the network returns {tuple(out.shape)} for latents {tuple(x.shape)}")
         # Roots in float64: 1 - alpha_bar of the first timesteps is small.
         roots = torch.from_numpy(np.sqrt([1 - alpha_bars(), alpha_bars()])).float().to(x.device)  # (2, 1000)
         noise_scale, data_scale = roots[:, t.long()].reshape(2, B, 1, 1, 1)

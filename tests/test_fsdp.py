@@ -151,7 +151,7 @@ def test_processes_that_do_not_fit_are_refused(monkeypatch):
 
     for overrides, num_processes, per_node, words in (
         (["train.parallel=fsdp"], 1, 1, "train.parallel=fsdp needs several"),
-        (["train.parallel=fsdp", "train.batch_size=12"], 6, 4, "here are 6, of them 4 on this node"),
+        (["train.parallel=fsdp", "train.batch_size=12"], 6, 4, "found 6, with 4 on this node"),
         (["train.grad_accum_steps=2"], 3, 3, "train.batch_size=64 .*3 processes x train.grad_accum_steps=2 = 6"),
     ):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(per_node))

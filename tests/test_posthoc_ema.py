@@ -175,5 +175,5 @@ def test_missing_and_altered_snapshots_are_refused_and_other_files_are_not_looke
 
 
 def test_a_length_that_is_named_twice_is_refused():
-    with pytest.raises(UserError, match="names a length twice"):
+    with pytest.raises(UserError, match="repeats a length"):
         TrackedEMA(torch.nn.Linear(1, 1), 0.9, [0.05, 0.05])

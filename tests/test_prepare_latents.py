@@ -446,7 +446,7 @@ def test_what_encode_does_not_accept_is_refused(images, vae, tmp_path):
         (["resolution=33"], "resolution=33 is not a multiple of 2"),
         (["autoencoder=identity"], "kind=moments: pixels have no log-variance"),
         (["grey=true"], "grey=true: autoencoder=.* encodes RGB"),
-        (["normalize=true", "sigma_data=0.5"], "normalize= and sigma_data= each scale the latents"),
+        (["normalize=true", "sigma_data=0.5"], "normalize= and sigma_data= all scale the latents"),
         ([f"latents_stats={write_statistics(tmp_path, 3)}"], "stats.pt has 3 channels, and the latents have 4"),
         ([f"images={tmp_path / 'nowhere'}"], "nowhere does not exist"),
         ([f"output={images / 'latents'}"], "is inside images="),

@@ -98,7 +98,7 @@ def test_a_search_that_was_stopped_ends_where_it_would_have_with_the_same_evalua
         (["guidance=none"], "cfg_scale=1 needs guidance=cfg"),
         (["num_steps=[1,2]"], "search= needs exactly one point"),
         (["search=[guidance.w:1:2]"], "w is not a key"),
-        (["cfg_scale=2"], "cfg_scale= and search=cfg_scale exclude each other"),
+        (["cfg_scale=2"], "cfg_scale= and search=cfg_scale cannot be combined"),
         (["search=[S_churn:-1:2]"], "S_churn=-1"),
     ],
 )

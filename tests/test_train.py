@@ -185,7 +185,7 @@ def test_a_resume_on_other_data_is_refused(train, tmp_path):
     for name, seed in (("a", 0), ("b", 1)):
         make_shard(tmp_path / name / "x.safetensors", channels=1, size=8, num_classes=10, seed=seed)
     train("run", "train.num_steps=1", f"data.path={tmp_path / 'a'}")
-    with pytest.raises(UserError, match="/a, than data.path=.*/b"):
+    with pytest.raises(UserError, match=r"/a\) than data.path=.*/b"):
         train("run", f"data.path={tmp_path / 'b'}")
     (tmp_path / "a").rename(tmp_path / "moved")
     train("run", f"data.path={tmp_path / 'moved'}")  # the same data in another place is fine
