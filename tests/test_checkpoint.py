@@ -160,9 +160,9 @@ def test_loading_runs_no_code_from_the_file(tmp_path):
     ("change", "message"),
     [
         (lambda given: given.pop("b"), r"b is missing in the file and \[3\] torch.float32 in this network"),
-        (lambda given: given.update(c=torch.ones(1)), r"c is \[1\] torch.float32 there and missing in"),
-        (lambda given: given.update(a=torch.ones(3, 2)), r"a is \[3, 2\] torch.float32 there and \[2, 3\]"),
-        (lambda given: given.update(a=torch.ones(2, 3).half()), r"a is \[2, 3\] torch.float16 there and"),
+        (lambda given: given.update(c=torch.ones(1)), r"c is \[1\] torch.float32 in the file and missing in"),
+        (lambda given: given.update(a=torch.ones(3, 2)), r"a is \[3, 2\] torch.float32 in the file and \[2, 3\]"),
+        (lambda given: given.update(a=torch.ones(2, 3).half()), r"a is \[2, 3\] torch.float16 in the file and"),
     ],
 )
 def test_weights_of_another_network_are_named_by_the_first_tensor(change, message):

@@ -59,7 +59,7 @@ def test_experiments_are_evaluated_along_the_way_and_with_the_papers_number_of_s
 
 def test_what_a_row_says_follows_the_settings_on_top():
     cfg = composed(["experiment=fashion/dit_xs4_tread", "seed=2", "train.num_steps=77", "train.batch_size=8"])
-    assert cfg.name == "fashion_dit_xs4_tread_seed2" and ", 77 steps of 8 images" in cfg.experiment.differs
+    assert cfg.name == "fashion_dit_xs4_tread_seed2" and "77 steps of 8 images" in cfg.experiment.differs
     cfg = composed(["experiment=final/xl2_tread_finetune_740", "seed=2", "output_dir=elsewhere"])
     assert cfg.init_from == "elsewhere/final_xl2_tread_680_seed2"
 

@@ -150,7 +150,7 @@ def test_a_dense_second_stage_starts_from_it_and_keeps_the_fusion(whole, train, 
     dense = train("dense", *SPRINT, routes.replace("-3", "9"), f"init_from={whole}", "train.num_steps=1", "train.lr=1e-30")
     before, after = weights(whole, 6), weights(dense, 1)
     assert all(torch.allclose(before[name], after[name], atol=1e-7) for name in before)
-    with pytest.raises(UserError, match=r"model.safetensors: route_ends.1_9.mask_token is missing there"):
+    with pytest.raises(UserError, match=r"model.safetensors: route_ends.1_9.mask_token is missing in the file"):
         train("moved", *SPRINT, routes.replace("start_layer_idx:2", "start_layer_idx:1"), f"init_from={whole}")
     with pytest.raises(UserError, match="model.name: 'sprint' -> 'tread'"):
         train("tread", "model=tread", "model.backbone=DiT-XS/2", f"init_from={whole}")
