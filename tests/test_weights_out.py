@@ -241,7 +241,7 @@ def test_the_name_of_a_joined_file_says_its_content(tmp_path, monkeypatch):
 def test_export_leaves_nothing_if_a_setting_is_wrong_and_overwrites_nothing(runs, vae, tmp_path):
     for checkpoint, autoencoder, message in (
         ("nowhere", None, "checkpoint: nowhere is not the folder"),
-        (str(runs["edm"]), f"sd-vae:{vae}", "has 4 channels, and the latents 1"),
+        (str(runs["edm"]), f"sd-vae:{vae}", "has 4 channels, and the latents have 1"),
     ):
         with pytest.raises(UserError, match=message):
             export_checkpoint(checkpoint, str(tmp_path / "out"), autoencoder=autoencoder)
