@@ -104,7 +104,7 @@ def test_images_of_another_size_and_other_weights_are_refused(tmp_path):
     for name in ("text", "tensors", "none"):
         with pytest.raises(UserError, match=rf"evaluation.weights=.*{name} cannot be read"):
             ClassifierDetector("digits", tmp_path / name)
-    with pytest.raises(UserError, match="it is of digits, not of evaluation.detector=small-fashion"):
+    with pytest.raises(UserError, match="it holds the detector digits, but evaluation.detector=small-fashion"):
         ClassifierDetector("small-fashion", DIGITS_WEIGHTS)
 
 
