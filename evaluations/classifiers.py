@@ -75,8 +75,9 @@ class ClassifierDetector:
             about = json.loads(f.metadata()["about"])
             if about["detector"] != name:
                 raise ValueError(f"it holds the detector {about['detector']}, but evaluation.detector={name}")
-        self._size, self._net = about["resolution"], Classifier(name == "digits", about["num_classes"])
-        self._net.load_state_dict(load_file(weights))
+        tensors = load_file(weights)
+        self._size, self._net = about["resolution"], Classifier(name == "digits", num_classes=len(tensors["head.bias"]))
+        self._net.load_state_dict(tensors)
         self._net.to(self.device).eval().requires_grad_(False)
         self.weights_hash = hash_file(weights)
 
@@ -113,9 +114,9 @@ def train_detector(images: ImageSet, output: Path, device: torch.device, num_epo
             "images with labels, square, with sides of up to 128 pixels"
         )
     labels, pixels = torch.from_numpy(images.labels), torch.from_numpy(np.concatenate(list(images.batches(1000))))
-    about = {"detector": name, "resolution": height, "num_classes": int(labels.max()) + 1, "trained_on": images.fingerprint()}
+    about = {"detector": name, "resolution": height, "trained_on": images.fingerprint()}
     torch.manual_seed(0)
-    net = Classifier(is_digits, about["num_classes"]).to(device)
+    net = Classifier(is_digits, num_classes=int(labels.max()) + 1).to(device)
     shuffled = torch.from_numpy(np.random.default_rng(0).permutation(num_images))
     held_out, training = shuffled.tensor_split([num_images // (5 if is_digits else 10)])
     random, batch_size = np.random.default_rng(1), 64

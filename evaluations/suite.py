@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class FeaturePair:
-    """The input of a metric: features of the reference and of the samples, and the samples' requested labels, as in `evaluate`."""
+    """The input of a metric: features of the reference and of the samples, labels and device as in `evaluate`."""
 
     reference: Features
     samples: Features
@@ -73,7 +73,7 @@ METRICS = (
 
 def set_of(detector: str) -> str | None:
     """The set of a detector for small images: small-fashion -> fashion. None for other detectors."""
-    found = re.fullmatch(r"small-(?!digits$|dinov2$)([a-z][a-z0-9_]*)", detector)  # their metrics fd_digits and fd_dinov2 exist already
+    found = re.fullmatch(r"small-(?!digits$|dinov2$)([a-z][a-z0-9_]*)", detector)  # fd_digits and fd_dinov2 exist
     return found and found[1]
 
 
