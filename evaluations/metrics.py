@@ -21,15 +21,10 @@ from common.errors import UserError
 
 @dataclass(frozen=True)
 class Statistics:
-    """A Gaussian fitted to features.
+    """A Gaussian fitted to features."""
 
-    Attributes:
-        mu: [D] float64, the mean.
-        sigma: [D, D] float64, the covariance with N - 1 in the denominator, like np.cov.
-    """
-
-    mu: Tensor
-    sigma: Tensor
+    mu: Tensor  # [D] float64, the mean
+    sigma: Tensor  # [D, D] float64, the covariance with N - 1 in the denominator, like np.cov
 
     @functools.cached_property
     def root(self) -> Tensor:

@@ -17,17 +17,11 @@ from evaluations.suite import display_name, format_metric
 
 @dataclass(frozen=True)
 class Point:
-    """A checkpoint with settings of its sampler, or a set of images, to evaluate.
+    """A checkpoint with settings of its sampler, or a set of images, to evaluate."""
 
-    Attributes:
-        settings: as in results.jsonl.
-        content: hash of the checkpoints or images.
-        shown: the settings as in tables and plots.
-    """
-
-    settings: dict
-    content: str
-    shown: dict
+    settings: dict  # as in results.jsonl
+    content: str  # hash of the checkpoints or images
+    shown: dict  # the settings as in tables and plots
 
     @property
     def identity(self) -> dict:

@@ -94,9 +94,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Compute all metrics of the features' detector, by name in the order of METRICS. Metrics without enough data are left out.
 
-    Args:
-        labels: [N] int64, the requested class of each sample.
-        device: for the neighbour search.
+    labels: [N] int64, the requested class of each sample. device: where the neighbour search runs.
     """
     pair = FeaturePair(reference, samples, labels, device)
     values = {metric.name: metric.compute(pair) for metric in metrics_of(samples.detector)}
