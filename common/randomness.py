@@ -53,10 +53,7 @@ class StepRandom(SampleRandom):
 
 
 class SeedRandom(SampleRandom):
-    """Random numbers for sampling: row i depends on the stream and on seeds[i] alone, on any device (they are drawn on the CPU).
-
-    A seed is an integer or a tuple of integers. Raises TypeError for others.
-    """
+    """Random numbers for sampling: row i depends only on seeds[i] (integers, or tuples of them), because the CPU draws them."""
 
     def __init__(self, seeds: Sequence[int | tuple[int, ...]], device: torch.device, stream: str = "sample"):
         self.generators = [torch.Generator().manual_seed(derive_seed(stream, seed)) for seed in seeds]

@@ -29,21 +29,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Features:
-    """Features of N images, in the order of the images.
+    """Features of N images, in the order of the images. Optional tensors are None if the detector does not give them."""
 
-    Attributes:
-        detector: name of the detector. Metrics compare features of the same detector.
-        pool: [N, D] float32.
-        logits: [N, C] float32; their softmax gives class probabilities. None if the detector has none.
-        spatial: [N, S] float32. None if the detector has none.
-        statistics: {layer: Statistics} for "pool" and "spatial", if they are stored. Metrics prefer them to the features.
-    """
-
-    detector: str
-    pool: Tensor
-    logits: Tensor | None = None
-    spatial: Tensor | None = None
-    statistics: dict[str, Statistics] = field(default_factory=dict)
+    detector: str  # its name; metrics compare features of the same detector
+    pool: Tensor  # [N, D] float32
+    logits: Tensor | None = None  # [N, C] float32; their softmax gives class probabilities
+    spatial: Tensor | None = None  # [N, S] float32
+    statistics: dict[str, Statistics] = field(default_factory=dict)  # stored ones of "pool", "spatial"; metrics prefer them
 
     def __len__(self) -> int:
         return len(self.pool)

@@ -161,14 +161,9 @@ def open_images(path: str | Path, convert_to_rgb: bool = False, crop: int | None
 def write_npz(
     path: Path, images: Iterable[np.ndarray], shape: tuple[int, int, int, int], labels: np.ndarray | None = None
 ) -> None:
-    """Write N images, uint8 [H, W, 3], one at a time, so that memory does not limit their number.
+    """Write N images, uint8 [H, W, 3], one at a time, so that memory does not limit their number; shape is (N, H, W, 3).
 
-    Args:
-        shape: (N, H, W, 3).
-        labels: [N] integers.
-
-    Raises:
-        UserError: an image has another shape or type, or the file cannot be written. Then no file appears.
+    labels: [N] integers. Raises UserError, and leaves no file, if an image has another shape or type or writing fails.
     """
     with whole_file(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         with archive.open("arr_0.npy", "w", force_zip64=True) as f:

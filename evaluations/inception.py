@@ -53,11 +53,7 @@ def fetch_weights() -> Path:
 class InceptionDetector:
     """ADM's features: pool3 [N, 2048], spatial [N, 2023], and logits without the last layer's bias [N, 1008].
 
-    Args:
-        weights: a file in torch-fidelity's or pytorch-fid's format.
-
-    Raises:
-        UserError: the file is missing, unreadable, or belongs to another network.
+    `weights` is torch-fidelity's or pytorch-fid's file. Raises UserError if it is missing, damaged or belongs to another network.
     """
 
     name = "inception"

@@ -1,7 +1,7 @@
 """Metrics as pure functions of features.
 
-N samples, D features, C classes. Frechet distances and Inception Score are computed in float64, the neighbour search in
-the precision of the features. Features must be finite; `extract` checks it.
+N samples, D features, C classes. Frechet distances and scores are computed in float64, the neighbour search in the precision
+of the features. Features must be finite; `features.extract` checks this.
 """
 
 from __future__ import annotations
@@ -21,27 +21,22 @@ from common.errors import UserError
 
 @dataclass(frozen=True)
 class Statistics:
-    """The Gaussian that is fitted to features.
+    """A Gaussian fitted to features."""
 
-    Attributes:
-        mu: [D] float64, the mean.
-        sigma: [D, D] float64, the covariance with N - 1 in the denominator, as np.cov.
-    """
-
-    mu: Tensor
-    sigma: Tensor
+    mu: Tensor  # [D] float64, the mean
+    sigma: Tensor  # [D, D] float64, the covariance with N - 1 in the denominator, like np.cov
 
     @functools.cached_property
     def root(self) -> Tensor:
-        """A [D, D] with sigma = A A^T. Cached, because many sets of samples are compared with one reference."""
+        """A [D, D] with sigma = A A^T. Cached, because many sets of samples are compared with the same reference."""
         values, vectors = torch.linalg.eigh(_symmetric(self.sigma))
         return vectors * values.clamp(min=0).sqrt()  # only rounding makes eigenvalues negative
 
 
 def statistics_of(features: Tensor, chunk_size: int = 4096) -> Statistics:
-    """Statistics of features [N, D] of any precision, on the CPU; only one chunk at a time is copied to float64.
+    """Compute statistics of features [N, D] in float64 on the CPU. Chunks are converted one at a time, to save memory.
 
-    It takes two passes: a sum of x x^T would lose digits if the mean is large compared with the spread.
+    The mean is computed first: a sum of x x^T would lose digits if the mean is large compared with the standard deviation.
     """
     chunks = features.split(chunk_size)
     mean = sum(chunk.cpu().double().sum(0) for chunk in chunks) / len(features)
@@ -53,15 +48,15 @@ def statistics_of(features: Tensor, chunk_size: int = 4096) -> Statistics:
 
 
 def frechet_distance(first: Statistics | Tensor, second: Statistics | Tensor) -> float:
-    """Distance between two Gaussians, each given by its statistics or by the samples [N, D], N > 1, that it is fitted to.
+    """Frechet distance between two Gaussians, each given by its statistics or by the samples [N, D], N > 1, to fit it to.
 
     It is |mu1 - mu2|^2 + tr sigma1 + tr sigma2 - 2 tr (sigma1 sigma2)^(1/2) (Heusel et al. 2017, eq. 6).
-    The trace of the root needs no root of a non-symmetric matrix and no complex numbers:
+    The trace of the root is computed without the root of a non-symmetric matrix and without complex numbers:
 
     - With sigma1 = A A^T, sigma1 sigma2 has the eigenvalues of the symmetric A^T sigma2 A.
-    - With N <= D samples the covariance is singular, and rounding its zero eigenvalues would change the result by about
-      1e-5. With X1 the centred samples over sqrt(N - 1), sigma1 sigma2 has the nonzero eigenvalues of X1 sigma2 X1^T.
-    - If both sides are such samples, the trace is the nuclear norm of X1 X2^T.
+    - With N <= D samples the covariance is singular, and the rounding errors of its zero eigenvalues would change the result
+      by about 1e-5. With X1 the centred samples over sqrt(N - 1), sigma1 sigma2 has the nonzero eigenvalues of X1 sigma2 X1^T.
+    - If both sides are N <= D samples, the trace is the nuclear norm of X1 X2^T.
     """
     first, second = (statistics_of(x) if isinstance(x, Tensor) and len(x) > x.shape[1] else x for x in (first, second))
     if isinstance(first, Tensor) and isinstance(second, Tensor):
@@ -78,7 +73,7 @@ def frechet_distance(first: Statistics | Tensor, second: Statistics | Tensor) ->
 
 def _combine(mu1: Tensor, trace1: Tensor, mu2: Tensor, trace2: Tensor, trace_of_root: Tensor) -> float:
     distance = (mu1 - mu2).square().sum() + trace1 + trace2 - 2 * trace_of_root
-    return max(distance.item(), 0.0)  # for equal distributions, rounding can give less than zero
+    return max(distance.item(), 0.0)  # rounding can make the distance of equal distributions negative
 
 
 def _symmetric(x: Tensor) -> Tensor:
@@ -90,17 +85,17 @@ def _roots_of_eigenvalues(x: Tensor) -> Tensor:
 
 
 def _centred(features: Tensor) -> tuple[Tensor, Tensor]:
-    """mean [D] and X [N, D], both float64, with X^T X the covariance."""
+    """Mean [D] and X [N, D] in float64; X^T X is the covariance."""
     x = features.cpu().double()
     mu = x.mean(0)
     return mu, (x - mu) / (len(x) - 1) ** 0.5
 
 
 def inception_score(logits: Tensor, split_size: int = 5000) -> float:
-    """exp(mean over samples of KL(p(y|x) || p(y))), averaged over consecutive splits; a short last split counts like the others.
+    """exp(mean over samples of KL(p(y|x) || p(y))), averaged over consecutive splits (Salimans et al. 2016).
 
-    As in ADM's evaluator (Salimans et al. 2016).
-    logits: [N, C], in the order of the samples; for Inception without the bias of the last layer.
+    As in ADM's evaluator, a short last split counts like the others.
+    logits: [N, C] in the order of the samples; Inception's without the last layer's bias.
     """
     scores = []
     for split in logits.split(split_size):
@@ -114,7 +109,7 @@ def inception_score(logits: Tensor, split_size: int = 5000) -> float:
 
 
 def class_agreement(logits: Tensor, labels: Tensor) -> float:
-    """Fraction of the samples, logits [N, C], whose most likely class is the requested one, labels [N] int64.
+    """Fraction of samples whose most likely class, by their logits [N, C], is the requested class, labels [N] int64.
 
     Raises UserError for labels outside 0 .. C - 1.
     """
@@ -125,7 +120,7 @@ def class_agreement(logits: Tensor, labels: Tensor) -> float:
 
 
 def standard_error(jackknife: Sequence[float]) -> float:
-    """Standard error of a metric, from its values without each of several equal groups (the delete-a-group jackknife)."""
+    """Standard error of a metric, from its values with each of several equal groups left out (delete-a-group jackknife)."""
     return statistics.pstdev(jackknife) * (len(jackknife) - 1) ** 0.5
 
 
@@ -133,10 +128,10 @@ NUM_NEIGHBOURS = 3  # of improved precision and recall (Kynkaanniemi et al. 2019
 
 
 def precision_recall(reference: Tensor, samples: Tensor, tile_size: int = 2048) -> tuple[float, float]:
-    """Fraction of samples [N, D] that lie in a ball around some reference [M, D], and of references in a ball around some sample.
+    """Fraction of samples [N, D] in the ball of any reference [M, D], and fraction of references in the ball of any sample.
 
-    The ball of a point reaches to its third nearest other point of its own set, border included. Distances are computed tile
-    by tile, so the memory needed is a centred copy of the features and a few tiles. Features are float32 or float64; N, M > 3.
+    A point's ball reaches to its third nearest neighbour in its own set, border included. Distances are computed in tiles, so
+    the memory needed is a centred copy of the features and a few tiles. Features are float32 or float64; N, M > 3.
     """
     # |a|^2 + |b|^2 - 2ab loses digits if the norms are large compared with the distance. Centring makes the norms small.
     centre = reference.mean(0)
@@ -154,16 +149,16 @@ def precision_recall(reference: Tensor, samples: Tensor, tile_size: int = 2048) 
 
 
 def neighbour_radii(x: Tensor, tile_size: int) -> Tensor:
-    """Squared distance of each point of x [N, D] to its third nearest other point, [N].
+    """Squared distance of each point of x [N, D] to its third nearest neighbour, [N].
 
-    It is at least the rounding error of a zero distance, so that copies of a point lie inside its ball.
+    It is at least the rounding error of a zero distance, so that a point's ball contains the point's copies.
     """
     nearest = x.new_full((len(x), NUM_NEIGHBOURS), float("inf"))
 
     def keep_smallest(rows: slice, distances: Tensor) -> None:
         nearest[rows] = torch.cat([nearest[rows], distances], dim=1).topk(NUM_NEIGHBOURS, dim=1, largest=False).values
 
-    # Distances are symmetric: each tile serves its rows and its columns.
+    # Distances are symmetric, so each tile gives neighbours of its rows and of its columns.
     for rows, columns in combinations_with_replacement(_tiles(x, tile_size), 2):
         distances = _squared_distances(x[rows], x[columns])
         if rows == columns:
@@ -180,7 +175,7 @@ def _tiles(x: Tensor, size: int) -> list[slice]:
 
 
 def _squared_distances(a: Tensor, b: Tensor) -> Tensor:
-    """[n, D], [m, D] -> [n, m]."""
+    """Squared distances [n, m] between a [n, D] and b [m, D]."""
     products = torch.addmm(b.square().sum(1), a, b.T, alpha=-2)
     return products.add_(a.square().sum(1, keepdim=True)).clamp_(min=0)
 
@@ -189,7 +184,7 @@ def _squared_distances(a: Tensor, b: Tensor) -> Tensor:
 def full_float32():
     """Compute float32 products and convolutions in float32, even if the caller allows TF32 (cuDNN does by default).
 
-    TF32's ten bits of mantissa cannot tell neighbours apart, and features would depend on the GPU.
+    With TF32's ten bits of mantissa, close neighbours cannot be told apart, and features would depend on the GPU.
     """
     cudnn = torch.backends.cudnn
     matmul_before, cudnn_before = torch.get_float32_matmul_precision(), cudnn.allow_tf32

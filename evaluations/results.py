@@ -1,4 +1,4 @@
-"""Results of evaluations in a folder: finished points of a sweep, the table and the plot made of them."""
+"""Results of evaluations in a folder: a file of evaluated points, tables and a plot."""
 
 from __future__ import annotations
 
@@ -17,62 +17,53 @@ from evaluations.suite import display_name, format_metric
 
 @dataclass(frozen=True)
 class Point:
-    """What is evaluated.
+    """A checkpoint with settings of its sampler, or a set of images, to evaluate."""
 
-    Attributes:
-        settings: as results.jsonl holds them.
-        content: hashes of the checkpoints or images.
-        shown: the settings as tables and plots show them.
-    """
-
-    settings: dict
-    content: str
-    shown: dict
+    settings: dict  # as in results.jsonl
+    content: str  # hash of the checkpoints or images
+    shown: dict  # the settings as in tables and plots
 
     @property
     def identity(self) -> dict:
-        """What distinguishes it from other points. Hashes of the content replace the paths."""
-        return without_paths({**self.settings, "content": self.content})
+        """The settings without paths, and the content: the same wherever the files are."""
+        return without_paths(self.settings) | {"content": self.content}
 
 
 class Results:
-    """The finished points of a folder: results.jsonl, and the table and plot made of them.
-
-    Two points are equal if their settings, content and conditions are equal.
+    """The evaluated points in a folder's results.jsonl. A point is the same if its identity and the conditions are equal.
 
     Args:
-        conditions: what all points share: the number of samples, the detector, the reference and so on.
-        about: what tables show of the conditions.
+        conditions: settings that all points share: the number of samples, the detector, the reference and so on.
+        about: the conditions as in tables.
     """
 
     def __init__(self, folder: Path, conditions: dict, about: dict | None = None):
         self.folder, self.conditions, self.about, self.file = folder, conditions, about or {}, folder / "results.jsonl"
         self.lines = [line for line in read_lines(self.file) if "shown" in line and "metrics" in line]
 
-    def _key(self, point: Point) -> dict:
-        return json.loads(json.dumps({**point.settings, **self.conditions, "content": point.content}))
-
     def find(self, point: Point) -> dict | None:
-        """The line of results.jsonl; None if the point is not finished."""
-        key = without_paths(self._key(point))
-        return next((line for line in self.lines if without_paths(line["point"]) == key), None)
+        """Return the point's object in results.jsonl, or None if it is not evaluated yet."""
+        identity = json.loads(json.dumps(point.identity | self.conditions))
+        return next((line for line in self.lines if without_paths(line["point"]) == identity), None)
 
     def add(self, point: Point, metrics: dict[str, float], jackknife: dict[str, list[float]], cost: dict[str, float]) -> None:
+        """Append an evaluated point. `jackknife` holds metrics without each group of samples, `cost` the cost of an image."""
+        settings = point.settings | self.conditions | {"content": point.content}
         values = {"metrics": metrics, "jackknife": jackknife, "cost": cost}
-        line = {"point": self._key(point), "shown": point.shown, "about": self.about, **values}
+        line = {"point": settings, "shown": point.shown, "about": self.about, **values}
         append_line(self.file, line)
-        self.lines.append(line)
+        self.lines.append(json.loads(json.dumps(line)))
 
     def write(self, points: Sequence[Point], plotted: str, axes: Sequence[str] = ()) -> str:
-        """Write results.csv and results.md for all finished points of the folder, and results.png for a sweep of `points`.
+        """Write results.csv and results.md with all points of the folder, and results.png with `points` if they are a sweep.
 
         Args:
-            plotted: the metric of the plot. Among points of the same conditions, `*` marks the lowest and `~` those that
-                cannot be told from it.
-            axes: of the plot, for the points of a search.
+            plotted: the plot's metric. Among points with equal conditions, `*` marks its lowest value, and `~` the values that
+                do not differ significantly from it.
+            axes: settings on the x axes of the plot of a search.
 
         Returns:
-            The table for a terminal: the columns in which rows differ, and the metrics.
+            A table for a terminal: the metrics, and the settings in which rows differ.
         """
 
         def conditions(line: dict) -> list:
@@ -80,21 +71,20 @@ class Results:
 
         rows, cells = [], []
         for line in self.lines:
-            alike = [other for other in self.lines if plotted in other["metrics"] and conditions(other) == conditions(line)]
-            best = min(alike, key=lambda other: other["metrics"][plotted], default=line)
-            mark = "" if len(alike) < 2 else "*" if line is best else "~" if not differ(line, best, plotted) else ""
+            rivals = [other for other in self.lines if plotted in other["metrics"] and conditions(other) == conditions(line)]
+            best = min(rivals, key=lambda other: other["metrics"][plotted], default=line)
+            mark = "" if len(rivals) < 2 else "*" if line is best else "~" if not differ(line, best, plotted) else ""
             errors = {name: standard_error(values) for name, values in line["jackknife"].items()}
             row = line["shown"] | line["about"] | {"best": mark} | line["metrics"] | line["cost"]
             cells.append({name: _format(name, value, errors.get(name)) for name, value in row.items()})
             rows.append(row | {f"{name}_error": error for name, error in errors.items()})
-        names = list(dict.fromkeys(name for row in rows for name in row))
         text = io.StringIO()
-        writer = csv.DictWriter(text, names)
+        writer = csv.DictWriter(text, dict.fromkeys(name for row in rows for name in row))
         writer.writeheader()
         writer.writerows(rows)
         write_file(self.folder / "results.csv", text.getvalue())
-        names = [name for name in names if any(name in row for row in cells)]
-        table = markdown_table(names, [[row.get(name, "") for name in names] for row in cells])
+        columns = {name: [row.get(name, "") for row in cells] for name in dict.fromkeys(name for row in cells for name in row)}
+        table = markdown_table(list(columns), list(zip(*columns.values())))
         if any(row["best"] for row in rows):
             table += f"\n`*`: the lowest {plotted} of its conditions; `~`: its difference from the lowest may be chance (95%)\n"
         write_file(self.folder / "results.md", table)
@@ -103,26 +93,29 @@ class Results:
             values = [line["metrics"][plotted] for line in lines]
             errors = [standard_error(line["jackknife"].get(plotted) or [0.0]) for line in lines]
             write_file(self.folder / "results.png", plot([p.shown for p in points], values, errors, label, axes))
-        return table_for_terminal(cells, self.lines)
+        metrics = {name for line in self.lines for name in line["metrics"]}
+        shown = [[name, *column] for name, column in columns.items() if name in metrics or len(set(column)) > 1]
+        padded = [[cell.ljust(max(map(len, column))) for cell in column] for column in shown]
+        return "".join("  ".join(row).rstrip() + "\n" for row in zip(*padded))
 
 
-def without_paths(point: dict) -> dict:
+def without_paths(settings: dict) -> dict:
     """The settings of a point without the keys that are paths."""
-    return {name: value for name, value in point.items() if name not in ("checkpoint", "images", "guidance.checkpoint")}
+    return {name: value for name, value in settings.items() if name not in ("checkpoint", "images", "guidance.checkpoint")}
 
 
 def differ(line: dict, other: dict, metric: str) -> bool:
-    """Whether two results differ by more than the 95% interval of their difference.
+    """Whether two results differ by more than the 95% confidence interval of their difference.
 
-    The difference is taken group by group: points of the same seeds share most of their noise.
+    The difference is computed for each group of the jackknife, because points with the same seeds share most of their noise.
     """
-    from scipy.special import stdtrit  # scipy takes time to import
+    from scipy.special import stdtrit  # scipy is slow to import
 
-    sides = [one["jackknife"].get(metric) for one in (line, other)]
-    if None in sides:
+    groups = [side["jackknife"].get(metric) for side in (line, other)]
+    if None in groups:
         return False
-    error = standard_error([a - b for a, b in zip(*sides)])
-    return abs(line["metrics"][metric] - other["metrics"][metric]) > stdtrit(len(sides[0]) - 1, 0.975) * error
+    error = standard_error([a - b for a, b in zip(*groups)])
+    return abs(line["metrics"][metric] - other["metrics"][metric]) > stdtrit(len(groups[0]) - 1, 0.975) * error
 
 
 def _format(name: str, value: object, error: float | None) -> str:
@@ -131,34 +124,25 @@ def _format(name: str, value: object, error: float | None) -> str:
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table, with a final newline. Bars inside cells are escaped."""
+    """Format a Markdown table that ends with a newline. Bars in cells are escaped."""
     lines = [columns, ["---"] * len(columns), *rows]
     return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
 
 
-def table_for_terminal(rows: Sequence[dict[str, str]], lines: Sequence[dict]) -> str:
-    """Aligned columns: the metrics, and columns in which rows differ (results.md: all). `lines`: the rows in results.jsonl."""
-    names = dict.fromkeys(name for row in rows for name in row)
-    metrics = {name for line in lines for name in line["metrics"]}
-    shown = [name for name in names if name in metrics or len({row.get(name) for row in rows}) > 1]
-    table = [shown, *([row.get(name, "") for name in shown] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*table)]
-    return "".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() + "\n" for row in table)
-
-
 def in_words(settings: dict) -> str:
+    """`step 400000, cfg_scale 1.5`: settings as text."""
     return ", ".join(f"{name} {value}" for name, value in settings.items())
 
 
 def plot(settings: list[dict], values: list[float], errors: list[float], label: str, axes: Sequence[str] = ()) -> bytes:
-    """PNG of the metric, with its standard errors, against the setting with the most values, or against each of `axes`.
+    """Plot a metric with its standard errors against each setting in `axes`, and return the PNG.
 
-    Without `axes`, there is a line for each combination of the other settings.
+    Without `axes`, the x axis is the numeric setting with the most values, with a line per combination of the other settings.
     """
     logging.getLogger("matplotlib").setLevel(logging.WARNING)
     from matplotlib.figure import Figure
 
-    names = dict.fromkeys(name for row in settings for name in row)  # two diffusions have different settings
+    names = dict.fromkeys(name for row in settings for name in row)  # samplers of EDM and SiT have different settings
     choices = {name: {row.get(name) for row in settings} for name in names}
     numbers = [name for name, chosen in choices.items() if all(isinstance(value, (int, float)) for value in chosen)]
     shown = list(axes) or [max(numbers, key=lambda name: len(choices[name]))]
@@ -170,8 +154,8 @@ def plot(settings: list[dict], values: list[float], errors: list[float], label: 
             curves.setdefault(in_words({name: row[name] for name in others if name in row}), []).append((row[axis], value, error))
         for name, curve in curves.items():
             x, y, error = zip(*sorted(curve))
-            words = name.replace("$", r"\$")  # not the start of a formula
-            panel.errorbar(x, y, error, marker="o", capsize=3, linestyle="none" if axes else "-", label=words or None)
+            label_text = name.replace("$", r"\$") or None  # matplotlib reads $ as the start of a formula
+            panel.errorbar(x, y, error, marker="o", capsize=3, linestyle="none" if axes else "-", label=label_text)
         panel.set(xlabel=axis, ylabel=label)
         panel.grid(alpha=0.3)
         if others:

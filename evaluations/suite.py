@@ -1,4 +1,4 @@
-"""All metrics of two sets of features. Each metric is a row of METRICS with its name, direction and format."""
+"""All metrics of two sets of features. METRICS is the table of metrics: names, directions, formats, functions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class FeaturePair:
-    """What a metric is computed from; see `evaluate`."""
+    """The input of a metric: features of the reference and of the samples, labels and device as in `evaluate`."""
 
     reference: Features
     samples: Features
@@ -28,14 +28,14 @@ class FeaturePair:
     device: torch.device | str
 
     def frechet_distance(self, layer: str) -> float | None:
-        """None if a side has neither stored statistics of the layer nor at least two images."""
+        """None if a side has neither statistics of the layer nor two images."""
         sides = [side.statistics.get(layer, getattr(side, layer)) for side in (self.reference, self.samples)]
         is_missing = any(side is None or (isinstance(side, Tensor) and len(side) < 2) for side in sides)
         return None if is_missing else metrics.frechet_distance(*sides)
 
     @functools.cached_property
     def precision_recall(self) -> tuple[float | None, float | None]:
-        """Both at once, as they share the neighbour search; None where a side has too few images."""
+        """Both at once, because they share the neighbour search. None if a side has too few images."""
         if min(len(self.reference), len(self.samples)) <= metrics.NUM_NEIGHBOURS:
             return None, None
         return metrics.precision_recall(self.reference.pool.to(self.device), self.samples.pool.to(self.device))
@@ -46,17 +46,17 @@ class FeaturePair:
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric of the features of one or more detectors."""
+    """A metric of the features of certain detectors."""
 
-    name: str  # `{}` stands for the detector or its set, because features of another detector give other numbers
-    detectors: tuple[str, ...]  # by name; `small` for the detector of any set of small pictures
+    name: str  # `{}` stands for the detector or its set, because values depend on the detector
+    detectors: tuple[str, ...]  # their names; `small` is the detector of any set of small images
     direction: str  # `lower` or `higher` is better
-    format: str  # a format specification, for people; files keep full precision
+    format: str  # how tables and logs format a value; files keep full precision
     compute: Callable[[FeaturePair], float | None]  # None if images or labels are missing
-    in_jackknife: bool = True  # the neighbour search is too slow to repeat
+    in_jackknife: bool = True  # False if it is too slow to repeat
 
 
-# A detector's first row is its primary metric.
+# A detector's first metric is its primary metric.
 METRICS = (
     Metric("fid", ("inception",), "lower", ".2f", lambda pair: pair.frechet_distance("pool")),
     Metric("sfid", ("inception",), "lower", ".2f", lambda pair: pair.frechet_distance("spatial")),
@@ -72,29 +72,29 @@ METRICS = (
 
 
 def small_set(detector: str) -> str | None:
-    """The set of a detector of small pictures: small-fashion -> fashion. None for other names."""
-    found = re.fullmatch(r"small-(?!digits$|dinov2$)([a-z][a-z0-9_]*)", detector)  # these names are taken by other detectors
+    """The set of a detector for small images: small-fashion -> fashion. None for other detectors."""
+    found = re.fullmatch(r"small-(?!digits$|dinov2$)([a-z][a-z0-9_]*)", detector)  # fd_digits and fd_dinov2 exist
     return found and found[1]
 
 
 def metrics_for(detector: str) -> list[Metric]:
-    """The metrics of a detector under its names, the primary one first; none for an unknown detector."""
+    """A detector's metrics with their full names, the primary metric first. Empty for an unknown detector."""
     name = small_set(detector)
     rows = [metric for metric in METRICS if ("small" if name else detector) in metric.detectors]
     return [replace(metric, name=metric.name.format(name or detector)) for metric in rows]
 
 
 def find_metric(name: str) -> Metric | None:
-    """The row of the table for a metric's name: fid, fd_fashion. None where there is none."""
+    """Find the row of METRICS for a full name such as fid or fd_fashion. None for other names."""
     return next((metric for metric in METRICS if re.fullmatch(metric.name.replace("{}", "[a-z0-9_]+"), name)), None)
 
 
 def evaluate(
     reference: Features, samples: Features, labels: Tensor | None = None, device: torch.device | str = "cpu"
 ) -> dict[str, float]:
-    """The metrics of the detector of both sides by name, in the order of the table, without those that cannot be computed.
+    """Compute all metrics of the features' detector, by name in the order of METRICS. Metrics without enough data are left out.
 
-    labels: [N] int64, the requested classes, in the order of the samples. device: for the neighbour search.
+    labels: [N] int64, the requested class of each sample. device: where the neighbour search runs.
     """
     pair = FeaturePair(reference, samples, labels, device)
     values = {metric.name: metric.compute(pair) for metric in metrics_for(samples.detector)}
@@ -104,9 +104,9 @@ def evaluate(
 
 
 def jackknife(reference: Features, samples: Features, labels: Tensor | None, num_groups: int) -> dict[str, list[float]]:
-    """By metric name, its values without each of several groups of consecutive samples, for `metrics.standard_error`.
+    """Compute metrics with each of num_groups groups of consecutive samples left out: {name: [value without group i]}.
 
-    Empty with fewer than two samples in a group.
+    `metrics.standard_error` takes such a list. Empty if a group would have fewer than two samples.
     """
     values: dict[str, list[float]] = {}
     for group in torch.arange(len(samples)).tensor_split(num_groups) if len(samples) >= 2 * num_groups > 0 else ():
@@ -120,22 +120,22 @@ def jackknife(reference: Features, samples: Features, labels: Tensor | None, num
 
 
 def display_name(metric: str, num_samples: int, cfg_scale: float | None = None) -> str:
-    """`fid50k/cfg1.5` is FID of 50,000 samples under guidance scale 1.5 (1 is none). After a digit, with `_`: `fd_dinov2_5k`."""
+    """`fid50k/cfg1.5`: FID of 50,000 samples with guidance scale 1.5 (1: no guidance). After a digit: `fd_dinov2_5k`."""
     count = f"{num_samples // 1000}k" if num_samples % 1000 == 0 else str(num_samples)
     return f"{metric}{'_' if metric[-1].isdigit() else ''}{count}" + ("" if cfg_scale is None else f"/cfg{float(cfg_scale)}")
 
 
 def format_metric(metric: str, value: float) -> str:
-    """A value in the table's format; four significant digits for other names."""
+    """Format a value as METRICS says, or with four significant digits if the metric is unknown."""
     found = find_metric(metric)
     return f"{value:{found.format if found else '.4g'}}"
 
 
 def format_mean(metric: str, values: Sequence[float]) -> str:
-    """`40.00 ± 1.41`, mean and standard deviation (n - 1) in the table's format; for a single value, only the value."""
+    """`40.00 ± 1.41`: mean and standard deviation (n - 1); a single value without deviation."""
     return " ± ".join(format_metric(metric, x) for x in (fmean(values), *([stdev(values)] if len(values) > 1 else [])))
 
 
 def format_metrics(values: dict[str, float]) -> str:
-    """`fid 2.27, sfid 4.60`: values by metric as one line."""
+    """`fid 2.27, sfid 4.60`: all values on a line."""
     return ", ".join(f"{metric} {format_metric(metric, value)}" for metric, value in values.items())

@@ -1,6 +1,6 @@
-"""Frozen vision transformers from timm, and the detector based on DINOv2's ViT-L/14.
+"""Frozen vision transformers from timm, and FD-DINOv2's detector, DINOv2's ViT-L/14.
 
-B images, N = grid * grid patches, D width. timm takes seconds to import, so this happens when a network is built.
+B images, N = grid * grid patches, D width. timm takes seconds to import, so functions import it when they need it.
 """
 
 from __future__ import annotations
@@ -21,29 +21,27 @@ from evaluations.features import Features, to_device
 from evaluations.metrics import full_float32
 
 DINOV2_L = "vit_large_patch14_dinov2.lvd142m"
-HUB_FILE = "model.safetensors"  # of timm's weights on the Hugging Face hub
 
 
 class Encoder:
-    """A frozen vision transformer: images -> class token and patch tokens.
+    """A frozen vision transformer: images -> class token [B, D] and patch tokens [B, N, D].
 
-    A bicubic filter resizes images to a square; pixels are normalised by timm's mean and deviation for these weights.
+    Images are resized to a square with a bicubic filter and normalised with timm's mean and deviation for these weights.
 
     Args:
-        name: timm's name of a VisionTransformer, with the tag of its weights: vit_base_patch14_dinov2.lvd142m.
-        weights: a file of its weights as timm or its authors publish them (.safetensors, or of torch.save); None: from the
-            cache of the Hugging Face hub, or downloaded into it.
-        input_size: height = width of what the network sees, in pixels, a multiple of its patches.
-        recipe: how images and the table of positions are resampled. `repa`: images without antialias, positions by timm
-            (bicubic with antialias). `edm2`, for FD-DINOv2: images with antialias, positions as DINOv2's own code does it.
-        precision: fp32 | bf16 for its products, whatever autocast the caller uses.
+        name: timm's name of a VisionTransformer with the tag of its weights, such as vit_base_patch14_dinov2.lvd142m.
+        weights: a .safetensors file or a torch.save file, as timm or the authors publish it. None: from the Hugging Face hub.
+        input_size: height = width of the resized images, a multiple of the patch size.
+        recipe: `repa` resizes images without antialias and positions like timm (bicubic with antialias). `edm2`, for FD-DINOv2,
+            resizes images with antialias and positions like DINOv2's code.
+        precision: fp32 | bf16 for matrix products. The caller's autocast has no effect.
 
     Attributes:
         width: D.
-        weights_hash: hash of the weights' file and the precision.
+        weights_hash: hash of the weights file, and the precision.
 
     Raises:
-        UserError: timm has no such VisionTransformer; the weights cannot be found or belong to another network.
+        UserError: timm has no such VisionTransformer, or the weights are missing or belong to another network.
     """
 
     def __init__(
@@ -57,23 +55,19 @@ class Encoder:
         precision: str = "fp32",
     ):
         self.device, self.recipe, self.precision = torch.device(device), recipe, precision
-        net, mean, std = _build(name, input_size)  # before anything is downloaded
+        net, *normalisation = _build(name, input_size)  # before a download
         file = find_encoder_weights(name) if weights is None else Path(weights)
         _load(net, file, recipe)
         self.weights_hash = hash_file(file) + ("" if precision == "fp32" else f"-{precision}")
         self.net = net.float().to(self.device).eval().requires_grad_(False)
         self.width, self._size = net.embed_dim, net.patch_embed.img_size
-        self._mean, self._std = (torch.tensor(values, device=self.device)[:, None, None] for values in (mean, std))
+        self._mean, self._std = (torch.tensor(values, device=self.device)[:, None, None] for values in normalisation)
 
     @torch.no_grad()
     def encode(self, images: np.ndarray | Tensor) -> tuple[Tensor, Tensor]:
-        """The class token and the patch tokens, both after the last norm, float32 on the encoder's device.
+        """uint8 [B, H, W, 3] of any size -> class token [B, D] and patch tokens [B, N, D], row by row.
 
-        Args:
-            images: uint8 [B, H, W, 3] of any size; they are resized to a square.
-
-        Returns:
-            [B, D] and [B, N, D], the patches row by row.
+        Tokens are taken after the last norm. They are float32 on the encoder's device.
         """
         x = to_device(images, self.device).permute(0, 3, 1, 2).float() / 255
         if x.shape[2:] != self._size:
@@ -85,7 +79,7 @@ class Encoder:
 
 
 class DINOv2Detector(Encoder):
-    """FD-DINOv2's class token, [N, 1024], of images at 224x224 pixels, as in EDM2's code (arXiv 2312.02696)."""
+    """The class token [B, 1024] of images resized to 224x224 pixels, as in EDM2's FD-DINOv2 (arXiv 2312.02696)."""
 
     name = "dinov2"
 
@@ -93,13 +87,13 @@ class DINOv2Detector(Encoder):
         super().__init__(DINOV2_L, weights, 224, device, recipe="edm2")
 
     def features(self, images: np.ndarray | Tensor) -> Features:
-        """uint8 [N, H, W, 3] of any size -> features on the device."""
+        """uint8 [B, H, W, 3] of any size -> features on the device."""
         with full_float32():
             return Features(self.name, pool=self.encode(images)[0])
 
 
 def _build(name: str, input_size: int) -> tuple[nn.Module, tuple[float, ...], tuple[float, ...]]:
-    """The network without weights (on the meta device), and the mean and deviation of its training pixels."""
+    """Build the network on the meta device, without weights. Also return the mean and deviation to normalise pixels with."""
     import timm
     from timm.models.vision_transformer import VisionTransformer
 
@@ -107,7 +101,7 @@ def _build(name: str, input_size: int) -> tuple[nn.Module, tuple[float, ...], tu
         published = timm.get_pretrained_cfg(name)
         with torch.device("meta"):
             net = timm.create_model(name, pretrained=False, num_classes=0, img_size=input_size)
-    except (RuntimeError, TypeError) as e:  # TypeError: networks of other kinds have no img_size
+    except (RuntimeError, TypeError) as e:  # TypeError: other networks have no img_size
         raise UserError(f"the encoder {name!r} is no VisionTransformer of timm ({e})") from e
     if published is None or not isinstance(net, VisionTransformer) or net.cls_token is None or net.pos_embed is None:
         raise UserError(f"the encoder {name!r} is no VisionTransformer of timm with a class token and a table of positions")
@@ -115,16 +109,13 @@ def _build(name: str, input_size: int) -> tuple[nn.Module, tuple[float, ...], tu
 
 
 def find_encoder_weights(name: str) -> Path:
-    """The file of timm's weights in the cache of the Hugging Face hub, downloaded if it is not there.
-
-    Raises UserError if it cannot be downloaded.
-    """
-    otherwise = f"give the file of the weights of {name}, or run `python prepare_latents.py fetch encoder={name}`"
-    return find_on_hub(f"timm/{name}", HUB_FILE, otherwise=otherwise)[0]
+    """Find timm's weights in the cache of the Hugging Face hub, or download them. Raises UserError if the download fails."""
+    otherwise = f"give the weights file of {name}, or run `python prepare_latents.py fetch encoder={name}`"
+    return find_on_hub(f"timm/{name}", "model.safetensors", otherwise=otherwise)[0]
 
 
 def _load(net: nn.Module, file: Path, recipe: str) -> None:
-    """Load a file of weights and resample its table of positions. Code in the file does not run."""
+    """Load a weights file, without running code in it, and resize its table of positions to the network's grid."""
     from timm.models import load_state_dict
     from timm.models.vision_transformer import checkpoint_filter_fn
 
@@ -133,14 +124,14 @@ def _load(net: nn.Module, file: Path, recipe: str) -> None:
         if recipe == "edm2" and stored["pos_embed"].shape != net.pos_embed.shape:
             stored["pos_embed"] = resample_as_dinov2(stored["pos_embed"], net.patch_embed.grid_size[0])
         state = checkpoint_filter_fn(dict(stored), net)
-        net.load_state_dict({k: x for k, x in state.items() if not k.startswith("head.")}, assign=True)  # head: of a classifier
+        net.load_state_dict({k: x for k, x in state.items() if not k.startswith("head.")}, assign=True)  # no classifier
 
 
 def resample_as_dinov2(table: Tensor, grid: int) -> Tensor:
-    """A table of positions [1, 1 + M * M, D] -> [1, 1 + grid * grid, D], as DINOv2's own code does it (arXiv 2304.07193).
+    """Resize a table of positions [1, 1 + M * M, D] to [1, 1 + grid * grid, D] like DINOv2's code (arXiv 2304.07193).
 
-    That code adds 0.1 to the new size before it divides by the stored one, so the sampled points are slightly denser than
-    the grid. It uses no antialiasing.
+    That code adds 0.1 to the new size before it divides by the stored size, so it samples slightly denser than the grid. It
+    uses no antialias.
     """
     stored_grid = math.isqrt(table.shape[1] - 1)
     patches = table[:, 1:].float().unflatten(1, (stored_grid, stored_grid)).permute(0, 3, 1, 2)
