@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch_fidelity import feature_extractor_inceptionv3 as port
 
 from common.errors import UserError
+from evaluations import classifiers, inception
 from evaluations.classifiers import DIGITS_WEIGHTS, ClassifierDetector
 from evaluations.features import Features, extract
 from evaluations.images import open_images
@@ -104,7 +105,7 @@ def test_images_of_another_size_and_other_weights_are_refused(tmp_path):
     for name in ("text", "tensors", "none"):
         with pytest.raises(UserError, match=rf"evaluation.weights=.*{name} cannot be read"):
             ClassifierDetector("digits", tmp_path / name)
-    with pytest.raises(UserError, match="it holds the detector digits, but evaluation.detector=small-fashion"):
+    with pytest.raises(UserError, match="it belongs to digits, not to evaluation.detector=small-fashion"):
         ClassifierDetector("small-fashion", DIGITS_WEIGHTS)
 
 
@@ -129,9 +130,9 @@ def test_several_detectors_see_each_batch_and_features_that_are_not_finite_are_r
 
 def test_in_a_list_the_file_of_weights_belongs_to_the_detector_of_small_pictures(monkeypatch):
     made = {}
-    for name in ("InceptionDetector", "ClassifierDetector"):
-        monkeypatch.setattr(evaluator, name, lambda *arguments, name=name: made.update({name: arguments[-2]}))
-    monkeypatch.setattr(evaluator, "fetch_weights", lambda: "downloaded")
+    for module, name in ((inception, "InceptionDetector"), (classifiers, "ClassifierDetector")):
+        monkeypatch.setattr(module, name, lambda *arguments, name=name: made.update({name: arguments[-2]}))
+    monkeypatch.setattr(inception, "fetch_weights", lambda: "downloaded")
     for detector, expected in (("[inception,small-x]", ("downloaded", "a")), ("inception", ("a", "a"))):
         cfg = checked([f"evaluation.detector={detector}", "evaluation.weights=a"])
         evaluator.build_detectors(cfg.evaluation, SimpleNamespace(device="cpu"))
