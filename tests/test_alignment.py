@@ -285,7 +285,6 @@ def test_a_resumed_aligned_run_equals_an_uninterrupted_one_exactly(repa, aligned
         assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-
 def test_the_projector_has_its_own_file_and_a_plain_network_loads_the_model(repa, aligned, train):
     folder = aligned / "checkpoints" / "step_0000006"
     net = load_network(folder, "raw", CPU)

@@ -583,9 +583,10 @@ def test_transparent_images_are_put_on_a_background_and_other_files_are_named(tm
     assert (read == dataset.fetch_with_images(np.arange(4), np.zeros(4, dtype=bool))[2].numpy()).all()
     assert (inspect_module.fetch_originals(dataset, str(tmp_path / "images")) == read).all()
     assert (next(open_images(tmp_path / "images", convert_to_rgb=True).batches(4))[:, 4, 4] == pixels).all()
-    assert open_images(tmp_path / "images", crop=8).fingerprint() != open_images(
-        tmp_path / "images", crop=8, background="black"
-    ).fingerprint()
+    assert (
+        open_images(tmp_path / "images", crop=8).fingerprint()
+        != open_images(tmp_path / "images", crop=8, background="black").fingerprint()
+    )
     with pytest.raises(UserError, match="background: unknown color specifier: 'whit'"):
         prepare_latents.main(["encode", *settings, f"output={tmp_path / 'x'}", "background=whit"])
 

@@ -115,7 +115,6 @@ def test_two_steps_are_those_of_their_definition(train, tmp_path):
         assert torch.allclose(net.state_dict()[name], value, atol=1e-5), name
 
 
-
 def test_dense_and_routed_runs_see_the_same_noise_and_data(whole, train):
     dense = train("dense", "model=dit", "train.num_steps=3")
     # Before the first update the network's output is zero whatever its route.
@@ -140,7 +139,6 @@ def test_routing_is_on_in_training_and_off_in_grids(train, monkeypatch):
     run = train("run", "train.num_steps=2", *GRIDS, "sample.batch_size=2")
     assert calls == [(4, 8)] * 2  # half of 16 tokens, once for every step
     assert Image.open(run / "samples" / "step_0000002.png").size[0] > 3 * 64
-
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -228,7 +226,6 @@ def test_the_learning_rate_is_that_of_torchs_own_schedulers(schedule):
         both.step()
     assert [learning_rate(train, step) for step in range(30)] == pytest.approx(expected)
     assert learning_rate(checked(TINY).train, 10**6) == checked(TINY).train.lr  # the paper's: constant from the first step
-
 
 
 @pytest.mark.parametrize(
@@ -341,7 +338,6 @@ def test_evaluations_are_lines_of_their_own_with_fields(train):
     train("run", "train.num_steps=2", *evaluation[1:3], "eval.every=2", "eval.num_steps=2")  # by another sampler: another figure
     found = [(r["step"], r["num_samples"], r["settings"]["num_steps"]) for r in metrics(run) if "metrics" in r]
     assert found[4:] == [(2, 4, 2), (2, 4, 2)]
-
 
 
 # ----------------------------------------------------------------------------------------------------------------------
