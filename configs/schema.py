@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, create_model, model_validator
 
+from common.detectors import small_set
 from common.errors import UserError
 from common.files import hash_bytes
 from common.types import AutoencoderSpec, Colour, Count, NotNegative, Number, Positive, Text, Whole
@@ -54,6 +55,12 @@ def parse_numbers(spec: str | int | list) -> list[int]:
     return numbers
 
 
+def known_detector(name: str) -> str:
+    if name not in ("inception", "dinov2", "digits") and small_set(name) is None:
+        raise ValueError(f"{name!r} is none of inception, dinov2, digits and small-<set>, with a set in small letters")
+    return name
+
+
 def check_folder_name(name: str) -> str:
     if not name.strip(".") or {*name} & {*"/\\"}:
         raise ValueError(f"{name!r} is not the name of a folder: it must not be empty, hold / or \\, or consist of dots")
@@ -63,7 +70,7 @@ def check_folder_name(name: str) -> str:
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 FolderName = Annotated[str, AfterValidator(check_folder_name)]
 Checkpoint = Text  # the folder of a checkpoint, or of a run for its newest
-Detector = Annotated[str, Field(pattern=r"^(inception|dinov2|digits|small-[a-z0-9_]+)$")]
+Detector = Annotated[str, AfterValidator(known_detector)]
 Numbers = Annotated[list[int], BeforeValidator(parse_numbers)]
 Weights = Literal["ema", "raw"]
 Precision = Literal["fp32", "bf16"]

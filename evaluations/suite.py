@@ -12,6 +12,7 @@ from statistics import fmean, stdev
 import torch
 from torch import Tensor
 
+from common.detectors import small_set
 from evaluations import metrics
 from evaluations.features import Features
 
@@ -69,12 +70,6 @@ METRICS = (
     Metric("class_agreement", ("digits",), "higher", ".3f", FeaturePair.class_agreement),
     Metric("class_agreement_{}", ("small",), "higher", ".3f", FeaturePair.class_agreement),
 )
-
-
-def small_set(detector: str) -> str | None:
-    """The set of a detector for small images: small-fashion -> fashion. None for other detectors."""
-    found = re.fullmatch(r"small-(?!digits$|dinov2$)([a-z][a-z0-9_]*)", detector)  # fd_digits and fd_dinov2 exist
-    return found and found[1]
 
 
 def metrics_for(detector: str) -> list[Metric]:

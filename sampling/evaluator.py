@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
+from common.detectors import small_set
 from common.errors import UserError, reading
 from common.files import hash_file
 from common.progress import log_if_slow, progress_bar
@@ -28,7 +29,7 @@ from evaluations.features import (
     write_cache,
 )
 from evaluations.images import ImageSet, open_images
-from evaluations.suite import evaluate, jackknife, small_set
+from evaluations.suite import evaluate, jackknife
 from runtime.processes import check_same, gather_on_main, on_main
 from sampling.sampler import ImageSampler
 
