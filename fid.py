@@ -24,6 +24,7 @@ from configs.settings import as_list
 
 
 def main(cfg: FidConfig) -> None:
+    from checkpoints import store
     from checkpoints.load import load_config
     from evaluations.images import open_images
     from evaluations.results import in_words
@@ -46,7 +47,7 @@ def main(cfg: FidConfig) -> None:
     # Rank 0 chooses for all: while a run trains, ranks could find different newest checkpoints.
     folders = on_main(lambda: find_checkpoints(cfg))
     for folder in folders:
-        check_shared(folder / "manifest.json", given[0])
+        check_shared(folder / store.MANIFEST, given[0])
     runs = {folder: load_config(folder) for folder in folders}
     cfg = with_settings_of_run(cfg, runs[folders[0]] if folders else None)
     images = open_images(cfg.images, cfg.convert_to_rgb, background=cfg.evaluation.background) if cfg.images else None

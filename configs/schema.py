@@ -105,7 +105,9 @@ class Model(Settings):
     @property
     def sizes(self) -> dict[str, int]:
         """depth, width, num_heads and patch_size."""
-        return dict(zip(("depth", "width", "num_heads", "patch_size"), self.module.BACKBONES[self.backbone]))
+        from dit import look_up_sizes
+
+        return look_up_sizes(self.backbone, self.module.BACKBONES)
 
 
 class SPRINTModel(Model):
