@@ -1,7 +1,8 @@
 """Post-hoc EMA (EDM2, arXiv 2312.02696, section 3 and appendix C): the length of the average is chosen after training.
 
 During training, a run tracks averages with power-function profiles of a few lengths and stores snapshots of them. An average of
-any length between them is a weighted sum of snapshots; least squares over the profiles gives the weights.
+any length between them is a weighted sum of snapshots. Least squares over the profiles gives the factors, which are then divided
+by their sum to make it an average.
 
 After t steps, a profile gives the weights of step k (counted from 1) the share (k^(gamma+1) - (k-1)^(gamma+1)) / t^(gamma+1).
 A length is the standard deviation of k / t under this profile, in the limit of many steps.
@@ -85,30 +86,26 @@ class Average:
     length: float
 
     def load(self) -> dict[str, Tensor]:
-        return reconstruct(self.folder, self.length)
+        """The network's weights. Rank 0 computes them for all ranks."""
+        sums: dict[str, Tensor] = {}
 
+        def add_up() -> list[str]:
+            files, lengths, factors, error = open_profiles(self.folder, self.length)
+            words = "EMA of length %g from averages at %d steps; error of its profile %.2g%%"
+            log.info(words, self.length, len(files), 100 * error)
+            keys = [f"{length:g}" for length in lengths]
+            for i, file in enumerate(files.values()):
+                with reading(file), safe_open(file, framework="pt") as f:
+                    if file.parent != self.folder and hash_file(file) != file.stem.rpartition("_")[2]:
+                        raise ValueError("its hash differs from the one in its name; remove the file")
+                    for key in f.keys():  # noqa: SIM118 (not a dict)
+                        tracked, _, name = key.partition("/")
+                        x = f.get_tensor(key)
+                        sums.setdefault(name, torch.zeros(x.shape)).add_(x, alpha=factors[i * len(keys) + keys.index(tracked)])
+            return list(sums)
 
-def reconstruct(folder: Path, length: float) -> dict[str, Tensor]:
-    """The network's weights for a verified checkpoint and an EMA of this length. Rank 0 computes them for all ranks."""
-    sums: dict[str, Tensor] = {}
-
-    def add_up() -> list[str]:
-        files, lengths, factors, error = open_profiles(folder, length)
-        log.info("EMA of length %g from averages at %d steps; error of its profile %.2g%%", length, len(files), 100 * error)
-        for i, file in enumerate(files.values()):
-            with reading(file), safe_open(file, framework="pt") as f:
-                if file.parent != folder and hash_file(file) != file.stem.rpartition("_")[2]:
-                    raise ValueError("its hash differs from the one in its name; remove the file")
-                for key in f.keys():  # noqa: SIM118 (not a dict)
-                    tracked, _, name = key.partition("/")
-                    factor = factors[i * len(lengths) + [f"{x:g}" for x in lengths].index(tracked)]
-                    x = f.get_tensor(key)
-                    sums.setdefault(name, torch.zeros(x.shape)).add_(x, alpha=factor)
-        return list(sums)
-
-    names = on_main(add_up)
-    averages = {name: on_main(lambda name=name: sums[name]) for name in names}
-    return store.load_weights(folder, "ema") | averages  # untrained tensors come from the EMA
+        averages = {name: on_main(lambda name=name: sums[name]) for name in on_main(add_up)}
+        return store.load_weights(self.folder, "ema") | averages  # untrained tensors come from the EMA
 
 
 def solve(tracked: list[tuple[int, float]], wanted: tuple[int, float]) -> tuple[list[float], float]:
@@ -124,4 +121,5 @@ def solve(tracked: list[tuple[int, float]], wanted: tuple[int, float]) -> tuple[
 
     basis, target = np.stack([profile(*key) for key in tracked], axis=1), profile(*wanted)
     factors = np.linalg.lstsq(basis, target, rcond=None)[0]
+    factors /= factors.sum()
     return factors.tolist(), float(np.linalg.norm(basis @ factors - target) / np.linalg.norm(target))

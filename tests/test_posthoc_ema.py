@@ -14,7 +14,7 @@ from checkpoints import store
 from checkpoints.run import RunFolder
 from common.errors import UserError
 from extras import posthoc_ema, tracked_ema
-from extras.posthoc_ema import gamma_from_length, solve
+from extras.posthoc_ema import Average, gamma_from_length, solve
 from extras.tracked_ema import TrackedEMA
 
 TRACK = ["train.ema_lengths=[0.1,0.25]", "train.ema_snapshot_every=2", "train.lr=1e-2", "checkpoint.every=3"]
@@ -81,6 +81,23 @@ def test_an_average_of_any_length_between_is_found_to_the_error_that_is_stated()
             assert abs(found @ theta - wanted @ theta) <= bound
 
 
+@pytest.mark.parametrize("num_snapshots", [2, 10, 20])
+def test_factors_are_the_normalised_solution_of_the_closed_form(num_snapshots):
+    """The inner product of k^a (a + 1) / s^(a + 1) up to s with the same of b up to t, as integrals (EDM2, appendix C)."""
+
+    def product(one, other):
+        (s, a), (t, b) = one, other
+        a, b = gamma_from_length(a), gamma_from_length(b)
+        return (a + 1) * (b + 1) / (a + b + 1) * min(s, t) ** (a + b + 1) / (s ** (a + 1) * t ** (b + 1))
+
+    tracked = [((i + 1) / num_snapshots, length) for i in range(num_snapshots) for length in (0.05, 0.1)]
+    A, b = [[product(p, q) for q in tracked] for p in tracked], [product(p, (1, 0.07)) for p in tracked]
+    expected = np.linalg.solve(A, b)
+    factors, _ = solve([(round(10_000 * t), length) for t, length in tracked], (10_000, 0.07))
+    assert sum(factors) == pytest.approx(1, abs=1e-12) and abs(expected.sum() - 1) > 1e-5
+    assert factors == pytest.approx(expected / expected.sum(), abs=1e-6)
+
+
 def test_a_length_that_is_tracked_is_itself():
     tracked = [(step, length) for step in (100, 200, 300) for length in (0.05, 0.25)]
     factors, error = solve(tracked, (300, 0.25))
@@ -116,7 +133,7 @@ def tracked(tmp_path_factory):
 def test_a_checkpoint_gives_a_tracked_average_itself_and_others_from_the_snapshots(tracked):
     folder = store.find_checkpoint(tracked, "checkpoint")
     own = tensors(tracked, 6, "tracked_ema")
-    weights = {length: posthoc_ema.reconstruct(folder, length) for length in (0.1, 0.18, 0.25)}
+    weights = {length: Average(folder, length).load() for length in (0.1, 0.18, 0.25)}
     for length in (0.1, 0.25):
         trained = {name.partition("/")[2] for name in own}
         assert all(torch.allclose(weights[length][name], own[f"{length:g}/{name}"], atol=1e-6) for name in trained)
@@ -166,7 +183,7 @@ def test_missing_and_altered_snapshots_are_refused_and_other_files_are_not_looke
     content[-1] ^= 1
     snapshots[4].write_bytes(content)
     with pytest.raises(UserError, match=f"{snapshots[4].name} .*its hash differs.*remove the file"):
-        posthoc_ema.reconstruct(folder, 0.18)
+        Average(folder, 0.18).load()
     for file in snapshots.values():
         file.unlink()
     with pytest.raises(UserError, match="ema_length=0.18: .*0 earlier snapshots.*train.ema_snapshot_every"):

@@ -234,11 +234,11 @@ def test_the_learning_rate_is_that_of_torchs_own_schedulers(schedule):
 def test_the_length_of_a_run_on_own_data_follows_from_the_number_of_images(num_images, num_steps, ema_decay):
     cfg = build.fill_in_lengths(checked(["data=custom"]), num_images)
     assert (cfg.train.num_steps, cfg.train.ema_decay, cfg.eval.every) == (num_steps, ema_decay, 0)
-    assert cfg.checkpoint.every == cfg.sample.every == num_steps // 20
+    assert cfg.checkpoint.every == cfg.sample.every == cfg.train.ema_snapshot_every == num_steps // 20
     own = ["data=custom", "train.num_steps=50", "train.ema_decay=0.5", "evaluation.reference=x", "sample.every=7"]
     cfg = build.fill_in_lengths(checked(own), num_images)
     assert (cfg.train.num_steps, cfg.train.ema_decay) == (50, 0.5)
-    assert (cfg.sample.every, cfg.checkpoint.every, cfg.eval.every) == (7, 50, 100)
+    assert (cfg.sample.every, cfg.checkpoint.every, cfg.eval.every, cfg.train.ema_snapshot_every) == (7, 50, 100, 2)
     untouched = checked(TINY)
     assert build.fill_in_lengths(untouched, num_images) == untouched
 

@@ -64,7 +64,7 @@ def fill_in_lengths(cfg: schema.TrainConfig, num_images: int) -> schema.TrainCon
     num_steps = cfg.train.num_steps or min(max(2000 * num_images, 2_560_000), 102_400_000) // cfg.train.batch_size
     every, ema_decay = max(num_steps // 20, min(num_steps, 500)), round(min(max(1 - 10 / num_steps, 0.9), 0.9999), 6)
     rule = {
-        "train": {"num_steps": num_steps, "ema_decay": ema_decay, "ema_snapshot_every": every},
+        "train": {"num_steps": num_steps, "ema_decay": ema_decay, "ema_snapshot_every": max(num_steps // 20, 1)},
         "checkpoint": {"every": every},
         "sample": {"every": every},
         "eval": {"every": 2 * every if cfg.evaluation.reference else 0},
