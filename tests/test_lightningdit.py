@@ -10,13 +10,16 @@ from extras.lightningdit import LightningDiT, RMSNorm, rotate
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.filterwarnings("error")  # torch warns that types which differ miss its fused kernel
 def test_the_norm_is_computed_in_float32_for_every_type_of_tokens_and_gain(dtype, weight_dtype):
     x, norm = (100 * torch.randn(5, 48)).to(dtype), RMSNorm(48, eps=1e-6)
     with torch.no_grad():
         norm.weight.copy_(torch.rand(48) + 0.5)
     norm.to(weight_dtype)
     expected = normalized({"norm.weight": norm.weight.double()}, "norm", x.double()).to(dtype)
+    torch.set_warn_always(True)  # not only once per process
     got = norm(x)
+    torch.set_warn_always(False)
     assert got.dtype == dtype
     assert torch.allclose(got, expected, rtol=1e-6) if dtype == torch.float32 else (got == expected).float().mean() > 0.99
 
