@@ -77,7 +77,7 @@ def runs(tmp_path_factory, vae):
     torch.save(dit.build("DiT-XS/2", **sizes, init="official_tread").state_dict(), folder / "published.pt")
     import_weights(str(folder / "published.pt"), "dit", str(folder / "ddpm"), autoencoder="identity", scale_factor=1.0)
     return {
-        "edm": run_train(folder, "edm", "model=tread", *few),
+        "edm": run_train(folder, "edm", "model=tread", "sample.rounding=truncate", *few),
         "sit": run_train(folder, "sit", "model.backbone=LightningDiT-XS/2", *sit, *few),
         "ddpm": folder / "ddpm",
     }
@@ -148,6 +148,14 @@ def test_a_call_takes_a_generator_labels_of_any_form_and_bfloat16(pipeline):
     guided = pipeline(3, seeds=4, guidance_scale=4.0, output_type="np").images
     rounded = pipeline.to(torch.bfloat16)(3, seeds=4, guidance_scale=4.0, output_type="np").images
     assert not np.array_equal(rounded, guided) and np.abs(rounded - guided).max() < 0.1
+
+
+def test_images_are_rounded_or_truncated_as_the_run_does(pipeline):
+    levels = pipeline([3, 4], seeds=[0, 1], output_type="np").images * 255
+    for rounding, expected in (("truncate", np.floor), ("round", np.round)):
+        images = np.stack(pipeline([3, 4], seeds=[0, 1]).images)
+        assert pipeline.config.rounding == rounding and (images == expected(levels)).mean() > 0.98
+        pipeline.register_to_config(rounding="round")
 
 
 @pytest.mark.parametrize(

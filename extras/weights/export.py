@@ -105,6 +105,7 @@ def describe_sampling(cfg: schema.TrainConfig) -> dict[str, object]:
         "guidance": guidance if guidance.pop("name") in ("cfg", "interval") else {"cfg_scale": 1.0},
         "latents": {key: settings["data"][key] for key in ("scale_factor", "latents_mean", "latents_std")},
         "null_class": cfg.data.num_classes if cfg.model.class_dropout > 0 else None,
+        "rounding": cfg.sample.rounding,
     }
 
 

@@ -50,17 +50,20 @@ class ClassToImagePipeline(DiffusionPipeline):
         latents: scale_factor, latents_mean and latents_std. The network's latents are (vae latents - latents_mean) /
             latents_std * scale_factor. Mean and std are a number per channel, or None.
         null_class: the label for unconditional samples; None if it was never trained.
+        rounding: of 8-bit images: `round` to the nearest level, or `truncate` to the one below.
     """
 
     _optional_components = ["vae"]
     model_cpu_offload_seq = "transformer->vae"
 
     def __init__(
-        self, transformer: ModelMixin, vae: AutoencoderKL | None, diffusion=None, guidance=None, latents=None, null_class=None
-    ):
+        self, transformer: ModelMixin, vae: AutoencoderKL | None,
+        diffusion=None, guidance=None, latents=None, null_class=None, rounding="round",
+    ):  # fmt: skip
         super().__init__()
         self.register_modules(transformer=transformer, vae=vae)
-        self.register_to_config(diffusion=diffusion, guidance=guidance, latents=latents, null_class=null_class)
+        settings = {"diffusion": diffusion, "guidance": guidance, "latents": latents}
+        self.register_to_config(**settings, null_class=null_class, rounding=rounding)
 
     @torch.no_grad()
     def __call__(
@@ -133,4 +136,6 @@ class ClassToImagePipeline(DiffusionPipeline):
             images = images * std + mean
         if self.vae is not None:
             images = self.vae.decode(images.to(self.vae.dtype)).sample.float()
+        if self.config.rounding == "truncate" and output_type == "pil":  # which rounds
+            images = (images * 127.5 + 127.5).floor() / 127.5 - 1
         return VaeImageProcessor().postprocess(images.expand(-1, 3, -1, -1), output_type)
