@@ -245,6 +245,7 @@ class Evil:
         (dit_weights(learn_sigma=True), "twice as many channels out as in"),
         ({"a": torch.ones(2)}, r"is not a DiT .*x_embedder.proj.weight.* it holds a, "),
         ([torch.ones(2)], "holds no state dict"),
+        ({0: torch.ones(2)}, "weights.pt holds no state dict; give a file that maps names to tensors"),
         ({"model": dit_weights(), "ema": 3}, "holds no state dict"),
         (dit_weights() | {"x_embedder.proj.bias": torch.full((WIDTH,), math.nan)}, "weights.pt: x_embedder.proj.bias holds NaN"),
     ],

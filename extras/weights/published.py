@@ -46,7 +46,8 @@ def read_published(file: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], in
 
 def _plain_names(file: Path, state: object) -> dict[str, Tensor]:
     """The state dict in float32, without the prefixes of wrappers. Raises UserError for any other object."""
-    if not isinstance(state, dict) or not state or not all(isinstance(value, Tensor) for value in state.values()):
+    items = state.items() if isinstance(state, dict) else ()
+    if not items or not all(isinstance(name, str) and isinstance(value, Tensor) for name, value in items):
         raise UserError(f"{file} holds no state dict; give a file that maps names to tensors")
     # Prefixes of DDP, torch.compile and TREAD's preconditioning, in any order.
     while len(first := {name.partition(".")[0] for name in state}) == 1 and first < {"module", "_orig_mod", "model"}:
