@@ -215,9 +215,11 @@ def repa() -> Iterator[Row]:
 
 def sprint() -> Iterator[Row]:
     """TREAD's successor, with LightningDiT's blocks in place of the paper's. For a second stage, set init_from and ratio 0."""
-    differs = "the paper's blocks also normalise queries and keys; its figure may include the steps of a dense second stage"
+    differs = "see docs/train.md, SPRINT; its configuration names no mean and deviation of logit(t), here 0 and 1; "
+    differs += "its figure may include the steps of a dense second stage"
     for size, dense, fused in (("B/2", {}, {"fid": 27.5}), ("XL/2", {"fid": 12.8}, {"fid": 9.30})):
         base = IMAGENET_256 | SIT_SAMPLER | {"diffusion": "sit", "model.backbone": f"LightningDiT-{size}"}
+        base |= {"diffusion.timestep": "logit_normal", "train.grad_clip_norm": 1.0}
         about, name = ("SPRINT", "SPRINT (arXiv 2510.21986); B/2: its ablations"), row_name("sprint", "sit", size)
         yield Row(f"{name}_dense", *about, base | {"model": "lightningdit"}, dense, differs)
         yield Row(name, *about, base | {"model": "lightningdit_sprint"}, fused, differs, f"{name}_dense")

@@ -118,6 +118,26 @@ def test_the_lightning_rows_are_trained_and_sampled_as_published():
         assert routes == ([(0.5, 2, -4)] if name.endswith("tread") else [])
 
 
+@pytest.mark.parametrize("size", ["b2", "xl2"])
+def test_the_sprint_rows_are_trained_as_its_published_configuration_says(size):
+    for name, routes in (("sprint/sit_{}_dense", []), ("sprint/sit_{}", [(0.75, 2, -3)])):
+        cfg = compose_experiment(name.format(size))
+        train, diffusion = cfg.train, cfg.diffusion
+        assert (cfg.model.backbone, train.batch_size, train.lr, train.grad_clip_norm) == (
+            f"LightningDiT-{size[:-1].upper()}/2",
+            256,
+            1e-4,
+            1,
+        )
+        assert (diffusion.timestep, diffusion.logit_mean, diffusion.logit_std, diffusion.cosine_weight) == (
+            "logit_normal",
+            0,
+            1,
+            0,
+        )
+        assert [(one.selection_ratio, one.start_layer_idx, one.end_layer_idx) for one in cfg.model.routes] == routes
+
+
 def test_an_experiment_runs_and_the_report_knows_it_by_its_folder(train, tmp_path):
     make_shard(tmp_path / "data" / "a.safetensors", channels=1, size=32, num_classes=10)
     row, keys = "fashion/dit_xs4_tread", [f"data.path={tmp_path / 'data'}", "train.compile=none"]
