@@ -55,7 +55,7 @@ def encode(encoding: Encoding) -> None:
         raise UserError(f"grey=true: autoencoder={encoding.autoencoder} encodes RGB; use autoencoder=identity")
     if len(ways := [key for key in ("normalize", "sigma_data", "latents_stats") if getattr(encoding, key)]) > 1:
         raise UserError(f"{'= and '.join(ways)}= all scale the latents; give one of them")
-    source = open_labelled_images(encoding.images, encoding.labels)
+    source = open_labelled_images(encoding.images, encoding.labels, encoding.part)
     if Path(encoding.images).resolve() in (Path(encoding.output).resolve(), *Path(encoding.output).resolve().parents):
         raise UserError(f"output={encoding.output} is inside images={encoding.images}; give a folder elsewhere")
     try:

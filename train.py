@@ -57,7 +57,7 @@ def main(cfg: TrainConfig) -> None:
     set_seed(cfg.seed)
     net = build_network(cfg)
     ema = build.build_ema(train, net)
-    hooks = build.build_hooks(cfg, ema, run, accelerator)
+    hooks = build.build_hooks(cfg, ema, run, dataset, accelerator)
     processes.on_main(run.open)
     newest = find_resume(run, cfg.resume)
     if newest is not None:

@@ -27,13 +27,26 @@ def _plain(part: int | str | tuple) -> int | str | tuple:
 
 
 class SampleRandom:
-    """Random numbers for B samples: randn(*shape) and rand(*shape) are [B, *shape]. Subclasses define `_draw`."""
+    """Random numbers for B samples: randn(*shape) and rand(*shape) are [B, *shape]. Subclasses define `_draw`.
+
+    Attributes:
+        quantiles: [B] in [0, 1]: where in their distribution the last numbers without a shape lie. A diffusion's loss draws only
+            its noise levels without a shape.
+    """
+
+    quantiles: Tensor
 
     def randn(self, *shape: int) -> Tensor:
-        return self._draw(torch.randn, shape)
+        numbers = self._draw(torch.randn, shape)
+        if not shape:
+            self.quantiles = torch.special.ndtr(numbers)
+        return numbers
 
     def rand(self, *shape: int) -> Tensor:
-        return self._draw(torch.rand, shape)
+        numbers = self._draw(torch.rand, shape)
+        if not shape:
+            self.quantiles = numbers
+        return numbers
 
 
 class StepRandom(SampleRandom):
@@ -63,3 +76,21 @@ class SeedRandom(SampleRandom):
         rows = torch.stack([draw(shape, generator=g) for g in self.generators])
         on_cuda = self.device.type == "cuda"  # a copy from pinned memory does not wait for queued work
         return (rows.pin_memory() if on_cuda else rows).to(self.device, non_blocking=on_cuda)
+
+
+class EvenRandom(SeedRandom):
+    """SeedRandom for items 0, 1, ... of a data set. Numbers without a shape spread evenly over their distribution.
+
+    Item i lies in tenth i mod 10 of the distribution, at a position that the golden ratio spreads evenly over the tenth.
+    """
+
+    def __init__(self, items: Sequence[int], device: torch.device, stream: str):
+        super().__init__(items, device, stream)
+        items = torch.as_tensor(items)
+        positions = (items // 10 + 0.5).double() * ((5**0.5 - 1) / 2) % 1
+        self._even = ((items % 10 + positions) / 10).float().to(device)
+
+    def _draw(self, draw: Callable[..., Tensor], shape: tuple[int, ...]) -> Tensor:
+        if shape:
+            return super()._draw(draw, shape)
+        return torch.special.ndtri(self._even) if draw is torch.randn else self._even

@@ -231,6 +231,7 @@ class Eval(Settings):
     num_steps: Count | None
     batch_size: Count
     precision: Precision
+    validation: Text | None
 
     @property
     def closing_num_samples(self) -> int:

@@ -51,7 +51,7 @@ def main(folder: Path) -> None:
 def make_runs(folder: Path, records: dict) -> None:
     run = functools.partial(run_train, folder)
     with recorded_bytes(records, "fsdp"):
-        run("tread", *FSDP, *TREAD)
+        run("tread", *FSDP, *TREAD, f"eval.validation={folder / 'validation'}")
     run("dense", *FSDP, *DENSE)
     run("lightning", *FSDP, *LIGHTNING)
     run("aligned", *FSDP, "train.grad_accum_steps=2", *json.loads((folder / "repa.json").read_text()))
@@ -67,7 +67,7 @@ def make_runs(folder: Path, records: dict) -> None:
     if torch.distributed.get_rank() == 0:
         copy_until_step_2(folder / "tread", folder / "ddp_after_tread")
     torch.distributed.barrier()
-    run("ddp_after_tread", *BATCH, *TREAD)
+    run("ddp_after_tread", *BATCH, *TREAD, f"eval.validation={folder / 'validation'}")
     spoiled = functools.partialmethod(spoil_weights, Trainer.train_step)
     with mock.patch.object(Trainer, "train_step", spoiled):
         try:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import checked, losses, metrics, run_train
+from conftest import checked, losses, make_shard, metrics, run_train
 from forked import launch
 from fsdp_runs import BATCH, DENSE, LIGHTNING, TREAD, copy_until_step_2
 from gpu.runs import SMALL, keys_of_repa
@@ -22,7 +22,8 @@ from training.sharding import check_processes
 def runs(tmp_path_factory):
     """The folder with the runs: those of one process, and those of tests/fsdp_runs.py."""
     folder = tmp_path_factory.mktemp("runs")
-    run_train(folder, "one", *BATCH, *TREAD)
+    make_shard(folder / "validation" / "a.safetensors", num_items=7, channels=1, size=8, num_classes=10)
+    run_train(folder, "one", *BATCH, *TREAD, f"eval.validation={folder / 'validation'}")
     run_train(folder, "one_dense", *BATCH, *DENSE)
     run_train(folder, "one_lightning", *BATCH, *LIGHTNING)
     keys = keys_of_repa(SMALL, folder)
@@ -82,6 +83,15 @@ def test_sharded_processes_give_the_losses_weights_and_average_of_one_process(ru
 
 def test_gradients_are_clipped_by_their_norm_over_all_nodes(runs):
     assert norms(runs / "node_dense") == pytest.approx(norms(runs / "one_dense"), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["tread", "ddp_after_tread"])
+def test_losses_by_level_are_those_of_one_process(runs, name):
+    for key in ("validation_loss_by_level", "loss_by_level"):
+        expected, found = ([line[key] for line in metrics(runs / run) if key in line][-1] for run in ("one", name))
+        # None: no sample had such a noise level. The 7 items of the validation leave three levels out.
+        assert [x is None for x in found] == [x is None for x in expected] and None in expected
+        assert [x for x in found if x] == pytest.approx([x for x in expected if x], rel=1e-4)
 
 
 def test_evaluations_are_those_of_one_process(runs):

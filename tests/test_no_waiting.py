@@ -54,7 +54,7 @@ def test_the_loss_on_a_gpu_takes_no_tensor_that_stayed_on_the_cpu(tmp_path, monk
             weights = {key: torch.empty(p.shape, device="cuda") for key, p in net.named_parameters()}
             on_gpu.models = [lambda *args, **draws: functional_call(net, weights, args, draws)]
             on_gpu.device = torch.device("cuda")
-            (loss,) = losses(on_gpu, part, torch.empty(stored.shape), torch.zeros(labels.shape, dtype=labels.dtype))
+            (loss,), _ = losses(on_gpu, part, torch.empty(stored.shape), torch.zeros(labels.shape, dtype=labels.dtype))
             assert loss.device.type == "cuda"
             with pytest.raises(DataDependentOutputException):
                 loss.item()

@@ -408,6 +408,8 @@ def test_images_are_read_from_tars(tmp_path, vae):
     with tarfile.open(folder / "1.tar") as tar:
         expected = np.asarray(Image.open(tar.extractfile("1000001.png")))
     assert np.array_equal(np.asarray(read_rgb(found.open(4))[0]), expected)
+    found.keep([4])
+    assert np.array_equal(np.asarray(read_rgb(found.open(0))[0]), expected)
     assert LatentDataset(encode(folder, tmp_path / "out", vae)).labels.tolist() == [0, 1, 2, 1, 2, 0]
     one_class = LatentDataset(encode(folder, tmp_path / "one", vae, "labels=none"))
     assert not one_class.labels.any() and one_class.info.num_classes == 1

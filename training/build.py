@@ -20,12 +20,13 @@ from latents import autoencoders
 from latents.channel_statistics import USUAL_STD, estimate_std
 from latents.shards import LatentDataset
 from runtime.compilation import compile_network, resolve_compile
-from runtime.processes import on_main
+from runtime.processes import check_same, on_main
 from sampling.evaluator import Evaluator, build_detectors, open_reference
 from sampling.recipe import Recipe
 from training import hooks, saving
 from training.ema import EMA
 from training.trainer import Hook
+from training.validation import Validation
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ def fill_in_lengths(cfg: schema.TrainConfig, num_images: int) -> schema.TrainCon
         "train": {"num_steps": num_steps, "ema_decay": ema_decay, "ema_snapshot_every": max(num_steps // 20, 1)},
         "checkpoint": {"every": every},
         "sample": {"every": every},
-        "eval": {"every": 2 * every if cfg.evaluation.reference else 0},
+        "eval": {"every": 2 * every if cfg.evaluation.reference or cfg.eval.validation else 0},
     }
     filled, words = {}, []
     for group, values in rule.items():
@@ -103,36 +104,59 @@ def build_alignment(cfg: schema.TrainConfig, dataset: LatentDataset, accelerator
     return alignment.build(cfg, dataset, accelerator)
 
 
-def build_hooks(cfg: schema.TrainConfig, ema: EMA, run: RunFolder, accelerator: Accelerator) -> list[Hook]:
-    """The hooks between steps. Grids and evaluations sample from the EMA's network.
+def open_validation(cfg: schema.TrainConfig, dataset: LatentDataset) -> LatentDataset | None:
+    """The latents of eval.validation, which the network sees with the scale of the training latents. UserError if both differ."""
+    if not (cfg.eval.every and cfg.eval.validation):
+        return None
+    try:
+        found = LatentDataset(cfg.eval.validation)
+    except UserError as e:
+        raise UserError(f"eval.validation: {e}") from e
+    check_same(found.identity, "eval.validation", found.path)
+    for key in ("channels", "height", "autoencoder", "resolution", "kind", "num_classes"):
+        here, there = (getattr(data if hasattr(data, key) else data.info, key) for data in (found, dataset))
+        if here != there:
+            raise UserError(f"eval.validation={found.path}: {key} is {here}, but {there} in data.path={dataset.path}")
+    found.info = dataset.info
+    return found
 
-    A complete run needs neither, so a repeated sweep does not load its detector and autoencoder.
-    Raises UserError if guidance, reference, detector or autoencoder cannot be used.
+
+def build_hooks(
+    cfg: schema.TrainConfig, ema: EMA, run: RunFolder, dataset: LatentDataset, accelerator: Accelerator
+) -> list[Hook]:
+    """The hooks between steps. Grids, evaluations and validation use the EMA's network.
+
+    A complete run needs none of them, so a repeated sweep does not load its detector and autoencoder.
+    Raises UserError if guidance, reference, detector, autoencoder or validation latents cannot be used.
     """
+    validation = open_validation(cfg, dataset)
     checkpoint = saving.Saving(run, cfg.checkpoint.every, cfg.checkpoint.keep_last, cfg.checkpoint.keep_every)
     found: list[Hook] = [hooks.Metrics(run, cfg.train.log_every, partial(checkpoint.check, wait=False)), checkpoint]
     found += ema.hooks(run, cfg.train.ema_snapshot_every)
-    if not (cfg.sample.every or cfg.eval.every) or on_main(lambda: hooks.is_complete(run, cfg)):
+    if not (cfg.sample.every or cfg.eval.every) or on_main(lambda: hooks.is_complete(run, cfg, validation)):
         return found
     # Check the settings before any slow work.
+    is_evaluated = cfg.eval.every and not (validation and cfg.evaluation.reference is None)
     recipes = {"grid": Recipe.in_training(cfg, cfg.guidance, cfg.sample.precision)} if cfg.sample.every else {}
-    if cfg.eval.every:
+    if is_evaluated:
         for scale in cfg.eval.cfg_scales:
             guidance = schema.CFG(name="cfg", cfg_scale=scale)
             recipes[scale] = Recipe.in_training(cfg, guidance, cfg.eval.precision, cfg.eval.num_steps)
         needs = cfg.evaluation.all_detectors, cfg.data.resolution, cfg.evaluation.background
         reference = open_reference(cfg.evaluation.reference, "evaluation.reference", *needs)
-    decoder = build_autoencoder(cfg, accelerator.device)
+    decoder = build_autoencoder(cfg, accelerator.device) if recipes else None
     mode = resolve_compile(cfg.train.compile, accelerator.device)
     compile_network(ema.net, mode)
     samplers = {key: recipe.sampler(ema.net, decoder, accelerator.device, mode) for key, recipe in recipes.items()}
     if cfg.sample.every:
         found.append(hooks.Grids(run, samplers.pop("grid"), cfg.sample.every))
-    if cfg.eval.every:
+    if is_evaluated:
         cache = run.path.parent / "reference_features"
         detectors = build_detectors(cfg.evaluation, accelerator)
         evaluator = Evaluator(accelerator, detectors, reference, cfg.eval.batch_size, cache)
         found.append(hooks.Evaluations(run, evaluator, samplers, cfg.eval.every))
+    if validation:
+        found.append(Validation(run, validation, cfg.eval.every))
     return found
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 
 from checkpoints import store
 from checkpoints.run import RunFolder
@@ -19,6 +20,7 @@ from common.images import labelled_grid
 from common.progress import progress_bar
 from configs.schema import TrainConfig
 from evaluations.suite import display_name, format_metrics
+from latents.shards import LatentDataset
 from runtime.processes import gather_on_main, on_main
 from sampling.evaluator import Evaluator, hash_weights, until_stopped
 from sampling.recipe import name_sampler, with_sampler
@@ -42,7 +44,14 @@ class Metrics(Hook):
             return
         if trainer.accelerator.is_main_process:
             append_line(self.run.metrics, trainer.record)
-        trainer.accelerator.log(trainer.record)
+        track(trainer.accelerator, trainer.record)
+
+
+def track(accelerator: Accelerator, record: dict) -> None:
+    """Log a record to Weights & Biases; a value by noise level as `name/0` to `name/9`."""
+    lists = {key: value for key, value in record.items() if isinstance(value, list)}
+    by_level = {f"{key}/{level}": value for key, values in lists.items() for level, value in enumerate(values)}
+    accelerator.log({key: value for key, value in (record | by_level).items() if key not in lists and value is not None})
 
 
 def grid_file(run: RunFolder, step: int) -> Path:
@@ -116,7 +125,7 @@ class Evaluations(Hook):
 
 
 def identify_evaluations(cfg: TrainConfig, step: int) -> list[dict]:
-    """The records that identify the evaluations of a step, one for each guidance scale, in metrics.jsonl.
+    """The records that identify the evaluations of a step, one for each guidance scale, in metrics.jsonl; [] without a reference.
 
     `settings` holds the other keys that affect metrics and that a resume may change, named as in fid.py's results.
     """
@@ -124,16 +133,25 @@ def identify_evaluations(cfg: TrainConfig, step: int) -> list[dict]:
     settings = {"weights": "ema", **name_sampler(diffusion), "precision": cfg.eval.precision, "labels": cfg.eval.labels}
     settings |= {"detector": "+".join(cfg.evaluation.all_detectors), "reference": Path(cfg.evaluation.reference or "").name}
     settings |= hash_weights(cfg.evaluation)
+    if cfg.evaluation.reference is None:
+        return []
     num_samples = cfg.eval.closing_num_samples if step == cfg.train.num_steps else cfg.eval.num_samples
     return [{"step": step, "num_samples": num_samples, "cfg_scale": scale, "settings": settings} for scale in cfg.eval.cfg_scales]
 
 
-def is_complete(run: RunFolder, cfg: TrainConfig) -> bool:
-    """Whether a run has an intact checkpoint, the grid and the evaluations of its last step."""
+def identify_validation(cfg: TrainConfig, dataset: LatentDataset, step: int) -> dict:
+    """The record that identifies the validation of a step in metrics.jsonl, with the keys of an evaluation."""
+    settings = {"weights": "ema", "precision": cfg.eval.precision, "latents": dataset.identity}
+    return {"step": step, "num_samples": len(dataset), "cfg_scale": 1.0, "settings": settings}
+
+
+def is_complete(run: RunFolder, cfg: TrainConfig, validation: LatentDataset | None) -> bool:
+    """Whether a run has an intact checkpoint, the grid, the evaluations and the validation of its last step."""
     step = cfg.train.num_steps
     try:
         store.verify(store.list_steps(run.checkpoints)[step])
     except (KeyError, store.Damaged):
         return False
     has_grid = not cfg.sample.every or grid_file(run, step).exists()
-    return has_grid and (not cfg.eval.every or all(map(run.has_evaluation, identify_evaluations(cfg, step))))
+    evaluations = identify_evaluations(cfg, step) + ([identify_validation(cfg, validation, step)] if validation else [])
+    return has_grid and (not cfg.eval.every or all(map(run.has_evaluation, evaluations)))

@@ -59,6 +59,7 @@ class Saving(Hook):
             "ema_num_updates": trainer.ema.num_updates_before + trainer.step,
             "loss_sums": trainer.loss_sums.tolist(),
             "loss_count": trainer.loss_count,
+            "level_sums": trainer.level_sums.tolist(),
             "encoder": None if trainer.alignment is None else trainer.alignment.encoder,
         }
         self.saved_step = trainer.step
@@ -103,6 +104,7 @@ def resume(trainer: Trainer, folder: Path) -> None:
     _copy_values(trainer, folder, checkpoint, with_optimizer=True)
     trainer.loss_sums.copy_(torch.tensor(checkpoint.state["loss_sums"]))
     trainer.loss_count = checkpoint.state["loss_count"]
+    trainer.level_sums.copy_(torch.tensor(checkpoint.state["level_sums"]))
     log.info("resumed from %s", folder)
 
 

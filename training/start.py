@@ -56,7 +56,7 @@ def describe(trainer: Trainer, run: RunFolder) -> None:
     log.log(logging.WARNING if needed > free else logging.INFO, "disk   up to %.3g GB of checkpoints, %.3g GB free", needed, free)
     if trainer.step < cfg.train.num_steps:
         log.info("train  steps %d to %d, %s", trainer.step, cfg.train.num_steps, ", ".join(settings))
-        if cfg.eval.every:
+        if cfg.eval.every and cfg.evaluation.reference:
             log.info("eval   %s", describe_evaluations(cfg, net, trainer.step))
     else:
         log.info("this run is complete at step %d: train.num_steps=%d", trainer.step, cfg.train.num_steps)

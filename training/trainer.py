@@ -23,6 +23,7 @@ from training.ema import EMA
 from training.sharding import full_tensor, prepare
 from training.stop import StopSignal
 
+NUM_LEVELS = 10  # parts of equal probability, into which losses by noise level divide the noise levels of training
 NEVER = 2**62  # `first_bad_step` of a run without one
 # A run that exceeds it has diverged. A network that predicts zero has a loss of (std / sigma_data)^2 or less: at most 16 for
 # latents of a usual scale. With a far too high learning rate, the loss can reach 1e4 and recover.
@@ -63,7 +64,8 @@ class Trainer:
         step: optimizer steps done; `first_step`: those done before this start.
         parts: the rows of the global batch in each of this process's micro-batches.
         loss_sums: sums over the last `loss_count` steps of the diffusion's loss, and of the alignment's. They stay on the device,
-            so that no step waits for it. So does `first_bad_step`, the first step with a loss of NaN or above MAX_LOSS.
+            so that no step waits for it. So do `level_sums`, the diffusion's loss by noise level (`sums_by_level`), and
+            `first_bad_step`, the first step with a loss of NaN or above MAX_LOSS.
         record: the last line of metrics (`measure`); None before the first one.
         stop: during training, tells whether the run was asked to stop.
         stopped_by: the signal that stopped this process; None: no signal.
@@ -99,6 +101,7 @@ class Trainer:
         self.parts = [slice(start + m * size, start + (m + 1) * size) for m in range(num_parts)]
         self.step = self.first_step = 0
         self.loss_sums, self.loss_count = torch.zeros(len(self.modules), device=self.device), 0
+        self.level_sums = torch.zeros(2, NUM_LEVELS, device=self.device)
         self.first_bad_step = torch.full((), NEVER, device=self.device)
         self.grad_norm: Tensor | None = None
         self.record: dict[str, float] | None = None
@@ -128,9 +131,10 @@ class Trainer:
             with contextlib.ExitStack() as stack:
                 for model in () if syncs_gradients else self.models:
                     stack.enter_context(self.accelerator.no_sync(model))
-                losses = self.losses(part, *micro_batch)
+                losses, level_sums = self.losses(part, *micro_batch)
                 (sum(losses[1:], losses[0]) / len(self.parts)).backward()
             losses_of_step += torch.stack(losses).detach() / len(self.parts)
+            self.level_sums += level_sums
         if self.cfg.train.grad_clip_norm is not None:
             self.grad_norm = full_tensor(self.accelerator.clip_grad_norm_(self.parameters, self.cfg.train.grad_clip_norm))
         for group in self.optimizer.param_groups:
@@ -145,10 +149,11 @@ class Trainer:
         self.step += 1
         self.clock.num_steps += 1
 
-    def losses(self, part: slice, stored: Tensor, labels: Tensor, shown: Tensor | None = None) -> list[Tensor]:
-        """Losses of a micro-batch: the diffusion's and, with alignment, the alignment's; training minimises their sum.
+    def losses(self, part: slice, stored: Tensor, labels: Tensor, shown: Tensor | None = None) -> tuple[list[Tensor], Tensor]:
+        """Losses of a micro-batch, and the diffusion's by noise level (`sums_by_level`).
 
-        Every random number depends on (seed, step, row of the global batch) alone.
+        The losses are the diffusion's and, with alignment, the alignment's; training minimises their sum. Every random number
+        depends on (seed, step, row of the global batch) alone.
 
         Args:
             shown: images for alignment's encoder (`Alignment.fetch`); None without alignment.
@@ -160,10 +165,12 @@ class Trainer:
         stored, labels = stored.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)
         x = latents_for_network(stored, self.dataset.info, random("latents"))
         net = self.models[0] if shown is None else self.alignment.observe(self.models[0])
-        loss = self.cfg.diffusion.loss(net, x, labels, random("diffusion"), **self.net.draw_inputs(random)).mean()
+        noise = random("diffusion")
+        losses = self.cfg.diffusion.loss(net, x, labels, noise, **self.net.draw_inputs(random))
+        level_sums = sums_by_level(losses.detach(), noise.quantiles)
         if shown is None:
-            return [loss]
-        return [loss, self.alignment.loss(self.models[1], net, shown.to(self.device, non_blocking=True))]
+            return [losses.mean()], level_sums
+        return [losses.mean(), self.alignment.loss(self.models[1], net, shown.to(self.device, non_blocking=True))], level_sums
 
     def train(self) -> bool:
         """Train from self.step to the end of the run, or until a signal; call the hooks when they are due.
@@ -223,6 +230,7 @@ class Trainer:
         record = {
             "step": self.step,
             **dict(zip(("loss", "alignment_loss"), losses)),
+            "loss_by_level": means_by_level(self.level_sums),
             "lr": self.optimizer.param_groups[0]["lr"],
             "steps_per_sec": self.clock.steps_per_sec(),
             "images_per_sec": images_per_sec,
@@ -234,6 +242,7 @@ class Trainer:
         if self.device.type == "cuda":
             record["peak_memory_gib"] = torch.cuda.max_memory_allocated(self.device) / 2**30
         self.loss_sums, self.loss_count = torch.zeros_like(self.loss_sums), 0
+        self.level_sums = torch.zeros_like(self.level_sums)
         self.clock.restart()
         # Shown when the bar is drawn next.
         self.bar.set_postfix({"loss": f"{losses[0]:.4f}", "images/s": f"{images_per_sec:.0f}"}, refresh=False)
@@ -245,13 +254,25 @@ class Trainer:
         Every process must call it. Raises UserError if the run has diverged.
         """
         first_bad = int(self.accelerator.gather(self.first_bad_step.reshape(1)).min())
-        self.loss_sums = self.accelerator.reduce(self.loss_sums, reduction="mean")
+        self.loss_sums, self.level_sums = (self.accelerator.reduce(x, "mean") for x in (self.loss_sums, self.level_sums))
         if first_bad < NEVER:
             raise UserError(
                 f"the loss became NaN, infinite or above {MAX_LOSS:g} in step {first_bad}; earlier checkpoints are intact. "
                 f"Check the latents of {self.dataset.path}, lower train.lr={self.cfg.train.lr}, or set train.grad_clip_norm"
             )
         return (self.loss_sums / max(self.loss_count, 1)).tolist()
+
+
+def sums_by_level(losses: Tensor, quantiles: Tensor) -> Tensor:
+    """[2, NUM_LEVELS]: sums of the losses [B] and their numbers, by noise level. quantiles: [B], see SampleRandom."""
+    level = (quantiles * NUM_LEVELS).long().clamp(max=NUM_LEVELS - 1)
+    is_in_level = torch.arange(NUM_LEVELS, device=losses.device)[:, None] == level  # [NUM_LEVELS, B]
+    return torch.stack([torch.where(is_in_level, losses, 0).sum(dim=1), is_in_level.sum(dim=1)])
+
+
+def means_by_level(level_sums: Tensor) -> list[float | None]:
+    """Mean loss of each noise level, from `sums_by_level`; None for a level without samples."""
+    return [total / count if count else None for total, count in zip(*level_sums.tolist())]
 
 
 def learning_rate(train: Train, step: int) -> float:

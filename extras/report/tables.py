@@ -84,7 +84,8 @@ def speedup_table(experiments: Sequence[Experiment]) -> Table:
         dense = routed.baseline
         if dense is None or "init_from" in differences_from(routed, dense) or (measure := curve_measure(dense, routed)) is None:
             continue
-        sign = 1 if find_metric(measure.metric).direction == "lower" else -1
+        metric = find_metric(measure.metric)  # None: a loss
+        sign = -1 if metric and metric.direction == "higher" else 1
         curves = [{step: sign * fmean(values) for step, values in e.curve(measure).items()} for e in (dense, routed)]
         target = max(min(curve.values()) for curve in curves)
         (dense_step, dense_is_bound), (step, is_bound) = (first_reached(curve, target) for curve in curves)

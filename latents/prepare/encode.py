@@ -34,6 +34,7 @@ class Encoding:
     images: str  # a folder with a folder per class (ImageNet's layout) or with EDM's dataset.json, or WebDataset tars
     output: str  # folder
     labels: Literal["auto", "none"] = "auto"  # none: all images belong to one class
+    part: Literal["all", "train", "validation"] = "all"  # validation: every 20th image, for eval.validation; train: the others
     resolution: Resolution = 256  # side of the square that ADM's centre crop leaves, in pixels; at most 65,536
     pad: Whole = 0  # black pixels added to every side before the crop: pad=2 makes 32x32 of 28x28
     background: Colour = "white"  # behind transparent images: a name, or '#rrggbb' in quotes

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import io
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, BinaryIO
 
@@ -19,6 +20,8 @@ from latents.shards import MAX_CLASSES, spread_items
 from latents.tars import TAR_NAME, index_tars
 
 log = logging.getLogger(__name__)
+
+HOLD_OUT = 20
 
 
 def to_jpeg(pixels: np.ndarray) -> bytes:
@@ -81,6 +84,10 @@ class LabelledImages:
     def __len__(self) -> int:
         return len(self.names)
 
+    def keep(self, numbers: Sequence[int]) -> None:
+        """Keep only these images."""
+        self.names, self.labels = [self.names[i] for i in numbers], self.labels[numbers]
+
     def open(self, index: int) -> Path | BinaryIO:
         """The argument for `read_rgb`."""
         return self.path / self.names[index]
@@ -115,6 +122,10 @@ class TarImages(LabelledImages):
         self.items = index_tars(path, tuple(suffix[1:] for suffix in SUFFIXES))
         super().__init__(path, [f"{item.file.name}/{item.name}" for item in self.items], [item.label for item in self.items])
 
+    def keep(self, numbers: Sequence[int]) -> None:
+        super().keep(numbers)
+        self.items = [self.items[i] for i in numbers]
+
     def size(self, index: int) -> int:
         return self.items[index].size
 
@@ -122,12 +133,13 @@ class TarImages(LabelledImages):
         return io.BytesIO(self.items[index].read())
 
 
-def open_labelled_images(path: str | Path, labels: str = "auto") -> LabelledImages:
+def open_labelled_images(path: str | Path, labels: str = "auto", part: str = "all") -> LabelledImages:
     """Find the images and their labels.
 
     Args:
         path: a folder of images, a folder of WebDataset tars, or a tar.
         labels: `none` (all images belong to one class) or `auto` (.cls in tars; otherwise dataset.json, or a folder per class).
+        part: `validation` (every HOLD_OUT-th image), `train` (the others) or `all`.
 
     Raises:
         UserError: there are no images, dataset.json lists a missing image, or an image is outside the class folders.
@@ -153,6 +165,8 @@ def open_labelled_images(path: str | Path, labels: str = "auto") -> LabelledImag
     if unread:
         log.warning("%s: %d images are not read, %s first; encode reads %s", path, len(unread), unread[0], ", ".join(SUFFIXES))
     images.unread = unread
+    if part != "all":
+        images.keep([i for i in range(len(images)) if (i % HOLD_OUT == HOLD_OUT - 1) == (part == "validation")])
     return images
 
 

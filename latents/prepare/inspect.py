@@ -120,7 +120,8 @@ def fetch_images(dataset: LatentDataset, num_items: int = 16) -> np.ndarray:
 
 def fetch_originals(dataset: LatentDataset, folder: str) -> np.ndarray:
     """Like `fetch_images`, from the folder that was encoded. Raises UserError if it holds another number of images."""
-    source = open_labelled_images(folder, "none" if dataset.info.num_classes == 1 else "auto")
+    labels = "none" if dataset.info.num_classes == 1 else "auto"
+    source = open_labelled_images(folder, labels, dataset.settings.get("part", "all"))
     manifest, crops = read_manifest(dataset.path) or {}, []
     left_out = {entry["name"] for entry in manifest.get("left_out", [])}
     numbers = [i for i, name in enumerate(source.names) if name not in left_out]

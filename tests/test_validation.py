@@ -1,0 +1,115 @@
+"""The validation loss and losses by noise level: they are those of their definition, and nothing but the weights changes them."""
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from conftest import losses, make_shard, metrics, run_train
+from PIL import Image
+from scipy.stats import norm
+
+from checkpoints import store
+from checkpoints.load import load_network
+from common.errors import UserError
+from common.randomness import derive_seed
+from edm import EDM
+from latents.prepare.images import open_labelled_images
+from latents.shards import LatentDataset
+
+CPU = torch.device("cpu")
+KEYS = ["sample.every=0", "eval.every=3", "evaluation.reference=null", "train.lr=1e-2", "checkpoint.every=3"]
+
+
+@pytest.fixture(scope="module")
+def held_out(tmp_path_factory):
+    """23 latents of the digits' shape, of another scale."""
+    folder = tmp_path_factory.mktemp("held_out")
+    make_shard(folder / "a.safetensors", num_items=23, channels=1, size=8, num_classes=10)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, held_out):
+    return run_train(tmp_path_factory.mktemp("runs"), "whole", *KEYS, f"eval.validation={held_out}", "eval.batch_size=7")
+
+
+def validations(run):
+    return {line["step"]: line for line in metrics(run) if "validation_loss_by_level" in line}
+
+
+def test_the_validation_loss_is_that_of_its_definition(run, held_out):
+    dataset = LatentDataset(held_out)
+    scale = LatentDataset("latents/digits.safetensors").info.scale_factor
+    assert scale != dataset.info.scale_factor
+    net = load_network(run / "checkpoints" / store.folder_name(6), "ema", CPU).eval()
+    sums, counts = np.zeros(10), np.zeros(10)
+    for item in range(23):
+        stored, label = dataset.fetch(np.array([item]), np.array([False]))
+        quantile = (item % 10 + ((item // 10 + 0.5) * (5**0.5 - 1) / 2) % 1) / 10
+        sigma = torch.tensor([float(np.exp(-1.2 + 1.2 * norm.ppf(quantile)))])
+        noise = torch.randn(1, 8, 8, generator=torch.Generator().manual_seed(derive_seed("validation", item)))
+        x = stored * scale
+        with torch.no_grad():
+            denoised = EDM().denoise(net, x + sigma * noise, sigma, label)
+        weight = (sigma**2 + 0.25) / (sigma * 0.5) ** 2
+        sums[item % 10] += (weight * (denoised - x).square().mean()).item()
+        counts[item % 10] += 1
+    line = validations(run)[6]
+    assert line["validation_loss_by_level"] == pytest.approx((sums / counts).tolist(), rel=1e-4)
+    assert line["metrics"] == {"validation_loss": pytest.approx(sums.sum() / 23, rel=1e-4)} and line["num_samples"] == 23
+
+
+def test_batches_and_a_resume_do_not_change_the_validation_loss(run, tmp_path, held_out):
+    cut = shutil.copytree(run, tmp_path / "cut")
+    shutil.rmtree(cut / "checkpoints" / store.folder_name(6))
+    run_train(tmp_path, "cut", *KEYS, f"eval.validation={held_out}", "eval.batch_size=40")
+    found, expected = validations(cut), validations(run)
+    assert list(found) == list(expected) == [3, 6] and losses(cut) == losses(run)
+    assert found[3] == expected[3]
+    assert found[6]["validation_loss_by_level"] == pytest.approx(expected[6]["validation_loss_by_level"], rel=1e-5)
+    lines = metrics(cut)
+    run_train(tmp_path, "cut", *KEYS, f"eval.validation={held_out}", "eval.batch_size=40")  # complete: nothing to do
+    assert metrics(cut) == lines
+
+
+@pytest.mark.parametrize("diffusion", ["edm", "sit"])
+def test_training_losses_by_level_average_to_the_loss_and_divide_the_noise_levels(tmp_path, monkeypatch, diffusion):
+    import training.trainer as trainer
+
+    seen, original = [], trainer.sums_by_level
+    monkeypatch.setattr(trainer, "sums_by_level", lambda *args: seen.append(args) or original(*args))
+    keys = [f"diffusion={diffusion}", "train.num_steps=4", "train.log_every=2", "train.grad_accum_steps=2", "checkpoint.every=3"]
+    lines = [line["loss_by_level"] for line in metrics(run_train(tmp_path, "run", *keys))]
+    for line, calls in zip(lines, (seen[:4], seen[4:])):
+        values, quantiles = (torch.cat(column).tolist() for column in zip(*calls))
+        level = [int(10 * q) for q in quantiles]
+        expected = [[x for x, k in zip(values, level) if k == i] for i in range(10)]
+        assert line == [pytest.approx(sum(x) / len(x), rel=1e-5) if x else None for x in expected] and None in line
+    draw = torch.Generator().manual_seed(derive_seed(0, 0, "diffusion"))
+    first = norm.cdf(torch.randn(4, generator=draw)) if diffusion == "edm" else torch.rand(4, generator=draw).numpy()
+    assert torch.cat([q for _, q in seen[:2]]).numpy() == pytest.approx(first, abs=1e-6)
+    cut = shutil.copytree(tmp_path / "run", tmp_path / "cut")
+    shutil.rmtree(cut / "checkpoints" / store.folder_name(4))
+    run_train(tmp_path, "cut", *keys)  # from step 3, within the second line
+    assert [line["loss_by_level"] for line in metrics(cut)] == lines
+
+
+def test_latents_that_do_not_fit_are_refused(tmp_path):
+    make_shard(tmp_path / "other" / "a.safetensors", channels=2, size=8, num_classes=10)
+    for value, words in (("other", "channels is 2, but 1 in data.path"), ("missing", "eval.validation: .* does not exist")):
+        with pytest.raises(UserError, match=words):
+            run_train(tmp_path, "run", *KEYS, f"eval.validation={tmp_path / value}")
+    assert not (tmp_path / "run").exists()
+
+
+def test_parts_share_no_image_and_hold_all_of_them(tmp_path):
+    for i in range(45):
+        file = tmp_path / f"class_{i % 2}" / f"{i:02d}.png"
+        file.parent.mkdir(exist_ok=True)
+        Image.new("RGB", (8, 8), (i, 0, 0)).save(file)
+    train, validation, everything = (open_labelled_images(tmp_path, part=part) for part in ("train", "validation", "all"))
+    assert len(validation) == 2 and not set(train.names) & set(validation.names)
+    assert sorted([*train.names, *validation.names]) == sorted(everything.names)
+    labels = dict(zip(everything.names, everything.labels))
+    assert all(labels[name] == label for part in (train, validation) for name, label in zip(part.names, part.labels))
