@@ -7,7 +7,7 @@
 
 Lists make a sweep over all combinations, with a plot and tables with standard errors. They can list checkpoints, weights,
 cfg_scale, ema_length, a sampler setting (num_steps=[20,40]) or a guidance setting (guidance.w=[1.2,1.5]).
-search=[cfg_scale:1:3] looks for the best value. Finished points are kept; run the same command to compute missing ones.
+Finished points are kept; run the same command to compute missing ones.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main(cfg: FidConfig) -> None:
     given = [key for key in ("checkpoint", "checkpoints", "images") if getattr(cfg, key) is not None]
     if len(given) != 1:
         raise UserError(f"give one of checkpoint=, checkpoints= and images=, not {' and '.join(given) or 'none of them'}")
-    of_sampler = [key for key in ("cfg_scale", "ema_length", "search") if getattr(cfg, key) is not None]
+    of_sampler = [key for key in ("cfg_scale", "ema_length") if getattr(cfg, key) is not None]
     if cfg.images and of_sampler:
         raise UserError(f"{of_sampler[0]}= applies to sampling from a checkpoint, but images={cfg.images} exist already")
     accelerator = start_accelerator(cfg.cpu_threads, tf32=cfg.tf32)
@@ -70,24 +70,16 @@ def main(cfg: FidConfig) -> None:
     # The points, and their metrics.
     output = Path(cfg.output) if cfg.output else default_folder(cfg, folders)
     judge = Judge(cfg, accelerator, folders, images, reference, output)
-    metric, axes, points = metrics_for(detectors[0])[0].name, (), ()
-    if cfg.search:
-        from extras import search  # needed only here
-
-        axes = search.open_axes(judge)
-    else:
-        points = judge.points(cfg)
+    points = judge.points()
     with contextlib.ExitStack() as stack:
 
         def lock() -> None:
             stack.enter_context(lock_file(output / ".lock", "evaluating into", "output"))
 
         on_main(lock)
-        if axes:
-            points, num_samples = search.search(judge, axes, metric, num_samples)
         results = judge(points, num_samples)
         if accelerator.is_main_process:
-            sys.stdout.write(results.write([point for point, _ in points], metric, [axis.name for axis in axes]))
+            sys.stdout.write(results.write([point for point, _ in points], metrics_for(detectors[0])[0].name))
 
 
 def find_checkpoints(cfg: FidConfig) -> list[Path]:

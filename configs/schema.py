@@ -364,8 +364,6 @@ class FidConfig(_Sampling):
     reference: Text | None
     num_samples: Count | None
     first_seed: Whole
-    search: list[Text] | None
-    search_num_samples: Annotated[int, Field(ge=2)] | None
     weights: OneOrMany[Weights]
     ema_length: OneOrMany[EMALength] | None
     guidance: list[Guidance]  # one for each combination of the values that the command lists

@@ -54,13 +54,12 @@ class Results:
         append_line(self.file, line)
         self.lines.append(json.loads(json.dumps(line)))
 
-    def write(self, points: Sequence[Point], plotted: str, axes: Sequence[str] = ()) -> str:
+    def write(self, points: Sequence[Point], plotted: str) -> str:
         """Write results.csv and results.md with all points of the folder, and results.png with `points` if they are a sweep.
 
         Args:
             plotted: the plot's metric. Among points with equal conditions, `*` marks its lowest value, and `~` the values that
                 do not differ significantly from it.
-            axes: settings on the x axes of the plot of a search.
 
         Returns:
             A table for a terminal: the metrics, and the settings in which rows differ.
@@ -92,7 +91,7 @@ class Results:
             lines, label = [self.find(point) for point in points], display_name(plotted, self.conditions["num_samples"])
             values = [line["metrics"][plotted] for line in lines]
             errors = [standard_error(line["jackknife"].get(plotted) or [0.0]) for line in lines]
-            write_file(self.folder / "results.png", plot([p.shown for p in points], values, errors, label, axes))
+            write_file(self.folder / "results.png", plot([p.shown for p in points], values, errors, label))
         metrics = {name for line in self.lines for name in line["metrics"]}
         shown = [[name, *column] for name, column in columns.items() if name in metrics or len(set(column)) > 1]
         padded = [[cell.ljust(max(map(len, column))) for cell in column] for column in shown]
@@ -134,10 +133,10 @@ def in_words(settings: dict) -> str:
     return ", ".join(f"{name} {value}" for name, value in settings.items())
 
 
-def plot(settings: list[dict], values: list[float], errors: list[float], label: str, axes: Sequence[str] = ()) -> bytes:
-    """Plot a metric with its standard errors against each setting in `axes`, and return the PNG.
+def plot(settings: list[dict], values: list[float], errors: list[float], label: str) -> bytes:
+    """Plot a metric with its standard errors against the numeric setting with the most values, and return the PNG.
 
-    Without `axes`, the x axis is the numeric setting with the most values, with a line per combination of the other settings.
+    Each combination of the other settings has a line.
     """
     logging.getLogger("matplotlib").setLevel(logging.WARNING)
     from matplotlib.figure import Figure
@@ -145,21 +144,21 @@ def plot(settings: list[dict], values: list[float], errors: list[float], label: 
     names = dict.fromkeys(name for row in settings for name in row)  # samplers of EDM and SiT have different settings
     choices = {name: {row.get(name) for row in settings} for name in names}
     numbers = [name for name, chosen in choices.items() if all(isinstance(value, (int, float)) for value in chosen)]
-    shown = list(axes) or [max(numbers, key=lambda name: len(choices[name]))]
-    others = [] if axes else [name for name in choices if name not in shown and len(choices[name]) > 1]
-    figure = Figure(figsize=(6 * len(shown), 4))
-    for axis, panel in zip(shown, figure.subplots(1, len(shown), squeeze=False)[0]):
-        curves: dict[str, list[tuple]] = {}
-        for row, value, error in zip(settings, values, errors):
-            curves.setdefault(in_words({name: row[name] for name in others if name in row}), []).append((row[axis], value, error))
-        for name, curve in curves.items():
-            x, y, error = zip(*sorted(curve))
-            label_text = name.replace("$", r"\$") or None  # matplotlib reads $ as the start of a formula
-            panel.errorbar(x, y, error, marker="o", capsize=3, linestyle="none" if axes else "-", label=label_text)
-        panel.set(xlabel=axis, ylabel=label)
-        panel.grid(alpha=0.3)
-        if others:
-            panel.legend()
+    axis = max(numbers, key=lambda name: len(choices[name]))
+    others = [name for name in choices if name != axis and len(choices[name]) > 1]
+    figure = Figure(figsize=(6, 4))
+    panel = figure.subplots()
+    curves: dict[str, list[tuple]] = {}
+    for row, value, error in zip(settings, values, errors):
+        curves.setdefault(in_words({name: row[name] for name in others if name in row}), []).append((row[axis], value, error))
+    for name, curve in curves.items():
+        x, y, error = zip(*sorted(curve))
+        label_text = name.replace("$", r"\$") or None  # matplotlib reads $ as the start of a formula
+        panel.errorbar(x, y, error, marker="o", capsize=3, label=label_text)
+    panel.set(xlabel=axis, ylabel=label)
+    panel.grid(alpha=0.3)
+    if others:
+        panel.legend()
     png = io.BytesIO()
     figure.savefig(png, dpi=150, bbox_inches="tight")
     return png.getvalue()

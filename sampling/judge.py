@@ -46,16 +46,17 @@ class Judge:
     reference: ImageSet
     output: Path
 
-    def points(self, cfg: FidConfig) -> list[tuple[Point, Recipe | None]]:
-        """Every combination of what `cfg` lists, checked against its checkpoint; or the images on disk, without a recipe.
+    def points(self) -> list[tuple[Point, Recipe | None]]:
+        """Every combination of what the command lists, checked against its checkpoint; or the images on disk, without a recipe.
 
         Raises:
             UserError: as `Recipe.for_checkpoint`.
         """
         if self.images:
-            return [(Point({"images": cfg.images}, self.images.fingerprint(), {"images": Path(cfg.images).name}), None)]
+            path = self.cfg.images
+            return [(Point({"images": path}, self.images.fingerprint(), {"images": Path(path).name}), None)]
         points: list[tuple[Point, Recipe]] = []
-        for folder, choice in itertools.product(self.folders, cfg.choices()):
+        for folder, choice in itertools.product(self.folders, self.cfg.choices()):
             recipe = Recipe.for_checkpoint(folder, choice, load_config(folder).eval.precision)
             settings, sampler = recipe.settings(), vars(recipe.diffusion.sampler)
             given = {key: sampler[key] for key, value in choice.sampler_settings.items() if value is not None}

@@ -27,7 +27,6 @@ REGISTRY = {
     "training.build": {"extras.alignment", "extras.tracked_ema"},
     "sampling.recipe": {"extras.posthoc_ema"},
     "checkpoints.load": {"extras.sprint"},
-    "fid": {"extras.search"},
 }
 
 
