@@ -29,6 +29,18 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # pytest -n: each worker its shar
 LAUNCH_1 = ["-m", "accelerate.commands.launch", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]
 LAUNCH_1 += ["--num_processes=1"]
 LAUNCH_2 = [*LAUNCH_1[:-1], "--multi_gpu", "--num_processes=2", "--main_process_port=0"]
+# The files that take longest, which pytest -n starts first, so that its workers end together.
+SLOWEST = ["test_drills", "test_fsdp", "test_train", "test_weights_out", "test_fid", "test_two_nodes", "test_command_line"]
+SLOWEST += ["test_processes", "test_weights_in", "test_stop", "test_prepare_latents", "test_offline", "test_latents"]
+
+
+def pytest_configure(config):
+    config.option.loadscopereorder = False  # by the number of tests
+
+
+def pytest_collection_modifyitems(items):
+    order = {name: place for place, name in enumerate(SLOWEST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 
 def forget_accelerate():

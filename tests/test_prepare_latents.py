@@ -107,19 +107,6 @@ def test_latents_are_those_of_the_autoencoder(images, vae, tmp_path):
                 assert torch.allclose(net.decode(mean).sample, net.decode(posterior.mean).sample, atol=5e-3)
 
 
-def test_encode_measures_and_stores_mean_and_deviation_of_each_channel(images, vae, tmp_path):
-    plain, normalized = (LatentDataset(encode(images, tmp_path / name, vae, f"normalize={name}")) for name in ("false", "true"))
-    manifest = json.loads((tmp_path / "true" / "manifest.json").read_text())
-    assert plain.info.latents_mean is None and plain.info.scale_factor == 0.18215 and normalized.info.scale_factor == 1
-    assert list(normalized.info.latents_mean) == manifest["mean"] and list(normalized.info.latents_std) == manifest["std"]
-    indices = np.arange(40)
-    stored, _ = normalized.fetch(indices, indices < 0)
-    assert torch.equal(stored, plain.fetch(indices, indices < 0)[0])
-    seen = latents_for_network(stored, normalized.info, SeedRandom(list(range(40)), torch.device("cpu")))
-    assert np.allclose(seen.mean(dim=(0, 2, 3)), 0, atol=0.1) and np.allclose(seen.std(dim=(0, 2, 3)), 1, atol=0.1)
-    inspect(tmp_path / "true", "grid=none", "sigma_data=1")
-
-
 def write_statistics(folder, num_channels):
     """LightningDiT's latents_stats.pt."""
     mean, std = torch.arange(float(num_channels)), torch.arange(1, num_channels + 1) / 2
@@ -127,14 +114,19 @@ def write_statistics(folder, num_channels):
     return file
 
 
-def test_encode_takes_mean_and_deviation_of_each_channel_from_lightningdits_file(images, vae, tmp_path):
-    dataset = LatentDataset(encode(images, tmp_path / "out", vae, f"latents_stats={write_statistics(tmp_path, 4)}"))
-    info = dataset.info
-    assert (info.scale_factor, info.latents_mean, info.latents_std) == (1, (0, 1, 2, 3), (0.5, 1, 1.5, 2))
-    plain = encode(images, tmp_path / "plain", vae)
+def test_encode_measures_mean_and_deviation_of_each_channel_or_takes_lightningdits(images, vae, tmp_path):
+    given = {"plain": [], "measured": ["normalize=true"], "taken": [f"latents_stats={write_statistics(tmp_path, 4)}"]}
+    plain, measured, taken = (LatentDataset(encode(images, tmp_path / name, vae, *keys)) for name, keys in given.items())
+    manifest = json.loads((tmp_path / "measured" / "manifest.json").read_text())
+    assert plain.info.latents_mean is None and plain.info.scale_factor == 0.18215 and measured.info.scale_factor == 1
+    assert list(measured.info.latents_mean) == manifest["mean"] and list(measured.info.latents_std) == manifest["std"]
+    assert (taken.info.scale_factor, taken.info.latents_mean, taken.info.latents_std) == (1, (0, 1, 2, 3), (0.5, 1, 1.5, 2))
     indices = np.arange(40)
-    stored = [one.fetch(indices, indices < 0)[0] for one in (dataset, LatentDataset(plain))]
-    assert torch.equal(*stored)  # what is stored is the same, and the network sees it otherwise
+    stored, *others = (dataset.fetch(indices, indices < 0)[0] for dataset in (plain, measured, taken))
+    assert all(torch.equal(stored, other) for other in others)  # what is stored is the same, and the network sees it otherwise
+    seen = latents_for_network(stored, measured.info, SeedRandom(list(range(40)), torch.device("cpu")))
+    assert np.allclose(seen.mean(dim=(0, 2, 3)), 0, atol=0.1) and np.allclose(seen.std(dim=(0, 2, 3)), 1, atol=0.1)
+    inspect(tmp_path / "measured", "grid=none", "sigma_data=1")
 
 
 def test_the_manifest_states_what_was_made_and_how(images, vae, tmp_path):
@@ -450,7 +442,7 @@ def test_what_encode_does_not_accept_is_refused(images, vae, tmp_path):
         (["grey=true"], "grey=true: autoencoder=.* encodes RGB"),
         (["normalize=true", "sigma_data=0.5"], "normalize= and sigma_data= all scale the latents"),
         ([f"latents_stats={write_statistics(tmp_path, 3)}"], "stats.pt has 3 channels, and the latents have 4"),
-        ([f"images={tmp_path / 'nowhere'}"], "nowhere does not exist"),
+        ([f"images={tmp_path / 'nowhere'}"], "images=.*nowhere does not exist"),
         ([f"output={images / 'latents'}"], "is inside images="),
     ):
         with pytest.raises(UserError, match=message):
@@ -602,8 +594,6 @@ def test_pipes_missing_folders_and_impossible_labels_are_one_line(tmp_path):
         prepare_latents.main(["encode", f"images={folder}", "labels=none", *settings])
     with pytest.raises(UserError, match="x.png cannot be read: it is not a regular file"):
         list(open_images(folder, crop=8).batches(2))
-    with pytest.raises(UserError, match="images=.*nowhere does not exist"):
-        prepare_latents.main(["encode", f"images={tmp_path / 'nowhere'}", *settings])
     with pytest.raises(UserError, match="nowhere does not exist"):
         prepare_latents.main(["inspect", f"path={tmp_path / 'nowhere'}"])
     for label in (-1, 10**6, 10**30):

@@ -55,8 +55,8 @@ def whole(tmp_path_factory):
     [
         # The resume cuts the second window of the log in two.
         ["data.num_workers=2", "train.grad_accum_steps=2", "train.grad_clip_norm=1.0", "train.log_every=3"],
-        ["diffusion=sit", "diffusion.timestep=logit_normal", "model=lightningdit_tread", "train.precision=bf16"],
-        ["train.schedule=cosine", "train.warmup_steps=2"],
+        ["diffusion=sit", "diffusion.timestep=logit_normal", "model=lightningdit_tread", "train.precision=bf16"]
+        + ["train.schedule=cosine", "train.warmup_steps=2"],
     ],
 )
 def test_a_resumed_run_equals_an_uninterrupted_one_exactly(train, tmp_path, extra):
