@@ -10,6 +10,7 @@ CPU = torch.device("cpu")
 
 def test_the_numerics_run_on_a_cpu():
     test_numerics.test_outputs_and_gradients_are_as_wrong_as_the_precision_allows(CPU, SMALL, "bf16", test_numerics.dit, "none")
+    test_numerics.test_gradients_of_attention_are_finite_where_all_logits_are_far_below_zero(CPU, 64)
 
 
 def test_a_save_during_training_runs_on_a_cpu(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 import dit
 from edm import EDM
@@ -17,6 +18,7 @@ from guidance import cfg
 from latents import autoencoders
 from routing_module import Route
 from runtime.compilation import compile_network
+from runtime.machine import choose_kernels
 from sampling.sampler import ImageSampler
 
 # (lowest, highest) relative error of the output and of all gradients as one vector. float32: only the order of sums differs.
@@ -77,6 +79,17 @@ def test_outputs_and_gradients_are_as_wrong_as_the_precision_allows(device, size
         error = ((a - b).norm() / b.norm()).item()
         assert error <= highest
         assert error >= lowest or (precision == "tf32" and device.type == "cpu")  # a CPU has no TF32
+
+
+@pytest.mark.parametrize("num_keys", [64, 192, 256])  # routes of 75%, 25% and none; 64 and 192 are 64 modulo 128
+def test_gradients_of_attention_are_finite_where_all_logits_are_far_below_zero(device, num_keys):
+    choose_kernels(device, tf32=True)
+    g = torch.Generator().manual_seed(0)
+    qkv = torch.randn(3, 8, 16, num_keys, 72, generator=g)
+    qkv[0, ..., 0], qkv[1, ..., 0] = 32, -32  # -32^2 / 72^0.5 = -121; the fault begins at -89
+    q, k, v = (x.to(device, torch.bfloat16).requires_grad_() for x in qkv)
+    scaled_dot_product_attention(q, k, v).float().square().sum().backward()
+    assert all(x.grad.isfinite().all() for x in (q, k, v))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -120,7 +120,7 @@ def test_the_float32_block_after_a_route_costs_at_most_two_and_a_half_others(dev
     block = net.blocks[0].to(device)
     shape = (size.batch_size, net.num_tokens, net.pos_embed.shape[-1])
     h, c = torch.randn(shape, device=device, requires_grad=True), torch.randn(shape[0], shape[2], device=device)
-    machine.allow_tf32(device, True)
+    machine.choose_kernels(device, True)
     with torch.autocast(device.type, torch.bfloat16):
         fast, exact = (
             median(time_ms(lambda run=run: run(h, c).float().sum().backward(), 10 if device.type == "cuda" else 1, device, 3))
