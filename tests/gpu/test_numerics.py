@@ -24,7 +24,7 @@ from sampling.sampler import ImageSampler
 # (lowest, highest) relative error of the output and of all gradients as one vector. float32: only the order of sums differs.
 # TF32 rounds the inputs of products to 11 bits (2^-12 = 0.02% each), bfloat16 everything to 8 (2^-9 = 0.2%). 12 blocks add such
 # errors up; sums of many terms average them out. The lowest shows that the precision was used.
-ERRORS = {"fp32": (0, 5e-5), "tf32": (1e-5, 5e-3), "bf16": (1e-4, 0.03)}
+ERRORS = {"fp32": (0, 5e-5), "tf32": (1e-5, 5e-3), "bf16": (1e-4, 0.02)}
 
 
 @contextlib.contextmanager
@@ -43,7 +43,9 @@ def random_network(size, family=dit):
     name = f"{'DiT' if family is dit else 'LightningDiT'}-{size.backbone}"
     latent_size = 8 if size.data == "data=digits" else 32
     settings = dict(input_size=latent_size, in_channels=3, num_classes=10, routes=[Route(0.5, 2, -4)], init="official_tread")
-    return family.build(name, **settings).train()
+    net = family.build(name, **settings).train()
+    net.y_embedder.embedding_table.weight.data *= 50  # at 0.02, labels and guidance would hardly matter
+    return net
 
 
 def output_and_gradients(net, device, precision, batch_size=2):
@@ -109,6 +111,7 @@ def test_the_same_seeds_give_the_images_of_the_cpu(device, size, precision):
         )
         with products("fp32"):
             images.append(sampler([5, 6], [1, 2]).astype(float))
-    # Rounding may cross the border between two of 256 levels; bfloat16 errs by more, and does not become another image.
-    assert abs(images[0] - images[1]).mean() < (0.1 if precision == "fp32" else 10)
+    # Rounding may cross the border between two of 256 levels; bfloat16 errs by 0.7 levels, no guidance by 30, other labels by 70.
+    error = abs(images[0] - images[1]).mean()
+    assert error < (0.1 if precision == "fp32" else 2), f"the images differ by {error:.2f} levels"
     assert images[0].std() > 10

@@ -10,7 +10,7 @@ import time
 
 import pytest
 import torch
-from conftest import LAUNCH_2, REPOSITORY, losses, run_fid, run_train
+from conftest import LAUNCH_2, REPOSITORY, losses, run_fid, run_train, weights
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from checkpoints import store
@@ -114,19 +114,23 @@ def test_sigterm_ends_all_processes_soon_with_a_checkpoint(tmp_path, capsys):
     assert max(store.list_steps(tmp_path / "run" / "checkpoints")) >= 10, output
 
 
-# Rounding of bfloat16, and other sizes of tiles where blocks are compiled.
+# Rounding of bfloat16, and other sizes of tiles where blocks are compiled; only the order of sums.
 FAST, EXACT = ["train.precision=bf16"], ["train.precision=fp32", "train.tf32=false", "train.compile=none"]
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-@pytest.mark.parametrize(("how", "error"), [(EXACT, 1e-3), (FAST, 0.02)])
+@pytest.mark.parametrize(("how", "error"), [(EXACT, 0.01), (FAST, 0.1)])
 def test_two_devices_learn_what_one_does(device, tmp_path, parallel, how, error):
     if torch.cuda.device_count() < 2:
         pytest.skip("two GPUs are needed; tests/test_train.py and tests/test_fsdp.py train so on a CPU")
     keys = ["train.batch_size=8", "train.num_steps=4", *how, "train.grad_accum_steps=2", "train.grad_clip_norm=1"]
+    keys += ["checkpoint.every=1", "checkpoint.keep_last=4", "train.lr=1e-4"]
     one = run_train(tmp_path, "one", *keys)
     own = ["train.log_every=1", "sample.every=0", "eval.every=0", "train.cpu_threads=1", f"output_dir={tmp_path}", "name=two"]
     command = [sys.executable, *LAUNCH_2, "train.py", *keys, *own, f"train.parallel={parallel}"]
     subprocess.run(command, cwd=REPOSITORY, check=True, timeout=120)
-    two = losses(tmp_path / "two")
-    assert len(two) == 4 and all(two[step] == pytest.approx(loss, rel=error) for step, loss in losses(one).items())
+    expected, got = (
+        torch.cat([(weights(run, 4)[name] - x).flatten() for name, x in weights(run, 1).items()])
+        for run in (one, tmp_path / "two")
+    )
+    assert (got - expected).norm() <= error * expected.norm()
