@@ -59,6 +59,8 @@ def start_accelerator(
         logging.getLogger().setLevel(logging.ERROR)
     # `accelerate launch` sets OMP_NUM_THREADS=1, which would leave the other cores idle in evaluations.
     torch.set_num_threads(cpu_threads or cores_per_process())
+    # torch's compiler would start up to 32 processes for each GPU.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(8, cores_per_process())))
     choose_kernels(accelerator.device, tf32)
     return accelerator
 

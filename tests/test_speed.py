@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import os
 from functools import partial
 from types import SimpleNamespace
 
@@ -210,6 +211,18 @@ def test_compilation_without_a_compiler_and_bf16_without_bfloat16_are_refused(mo
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
     with pytest.raises(UserError, match="train.precision=bf16: Some GPU"):
         check_machine(SimpleNamespace(precision="bf16", compile="none"), GPU)
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, "4"), ("3", "3")])
+def test_the_compilers_processes_are_a_share_of_the_nodes_cores(monkeypatch, given, expected):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", given or "")
+    if given is None:
+        monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(32))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    machine.start_accelerator(torch.get_num_threads())
+    assert os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == expected
 
 
 def test_a_command_sets_the_number_of_threads():
