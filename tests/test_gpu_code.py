@@ -26,6 +26,11 @@ def test_a_save_during_training_runs_on_a_cpu(tmp_path, monkeypatch):
     test_runs.test_a_save_that_lasts_longer_than_a_step_holds_what_was_there_when_it_began(CPU, SMALL, tmp_path, monkeypatch)
 
 
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_group_of_one_process_runs_on_a_cpu(tmp_path, parallel):
+    test_runs.test_one_process_alone_in_its_group_learns_what_it_does_without_one(CPU, SMALL, tmp_path, parallel)
+
+
 def test_the_guard_against_waits_runs_on_a_cpu(tmp_path):
     test_steps.test_the_guard_sees_what_waits(CPU)
     test_steps.test_nothing_waits_in_the_loop_between_two_log_lines(CPU, SMALL, tmp_path, test_steps.ACCUMULATION)

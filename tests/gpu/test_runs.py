@@ -10,14 +10,17 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import LAUNCH_2, REPOSITORY, losses, run_fid, run_train, weights
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.parallel import DistributedDataParallel
 
 from checkpoints import store
 from checkpoints.run import RunFolder
 from extras.posthoc_ema import gamma_from_length
 from gpu.runs import trainer_for
 from training.saving import Saving
+from training.sharding import copy_state_dict, shard_network
 
 
 def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(device, tmp_path):
@@ -134,3 +137,37 @@ def test_two_devices_learn_what_one_does(device, tmp_path, parallel, how, error)
         for run in (one, tmp_path / "two")
     )
     assert (got - expected).norm() <= error * expected.norm()
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_one_process_alone_in_its_group_learns_what_it_does_without_one(device, size, tmp_path, parallel):
+    """NCCL, DDP and FSDP on one device: no other test of this folder runs them where there is only one."""
+
+    def change_of_weights():
+        trainer = trainer_for(device, size, tmp_path)
+        model, before = trainer.net, copy_state_dict(trainer.net.state_dict(), keep=True)
+        if dist.is_initialized() and parallel == "ddp":
+            trainer.models[0] = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        elif dist.is_initialized():
+            shard_network([model], device, 1, "bf16")
+            trainer.ema.shard_like(model)
+            trainer.parameters = [*model.parameters()]
+            trainer.optimizer = torch.optim.AdamW(
+                [p for p in trainer.parameters if p.requires_grad], lr=trainer.cfg.train.lr, fused=True
+            )
+        batches = trainer.batches()
+        for _ in range(4):
+            trainer.train_step(next(batches))
+        after = copy_state_dict(model.state_dict(), keep=True)
+        if device.type == "cuda":
+            torch.cuda.synchronize()  # the copies
+        return torch.cat([(after[name] - before[name]).flatten() for name in before])
+
+    expected = change_of_weights()
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        got = change_of_weights()
+    finally:
+        dist.destroy_process_group()
+    assert (got - expected).norm() <= 0.1 * expected.norm()
