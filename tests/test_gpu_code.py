@@ -82,12 +82,13 @@ def with_other_labels(sampler):
     return lambda seeds, labels: sampler(seeds, [label + 1 for label in labels])
 
 
+@pytest.mark.parametrize("guidance", test_numerics.GUIDANCES)
 @pytest.mark.parametrize("damage", [None, without_guidance, with_other_labels])
-def test_other_images_are_found(monkeypatch, damage):
+def test_other_images_are_found(monkeypatch, damage, guidance):
     def sampler(**settings):
         made = ImageSampler(**settings)
         return damage(made) if damage and made.precision == "bf16" else made
 
     monkeypatch.setattr(test_numerics, "ImageSampler", sampler)
     with contextlib.nullcontext() if damage is None else pytest.raises(AssertionError, match="levels"):
-        test_numerics.test_the_same_seeds_give_the_images_of_the_cpu(CPU, SMALL, "bf16")
+        test_numerics.test_the_same_seeds_give_the_images_of_the_cpu(CPU, SMALL, "bf16", "none", guidance)

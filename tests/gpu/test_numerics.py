@@ -14,7 +14,7 @@ from edm import EDM
 from edm.sampler import HeunSampler
 from extras import lightningdit
 from gpu.runs import compiler_for
-from guidance import cfg
+from guidance import cfg, sparse
 from latents import autoencoders
 from routing_module import Route
 from runtime.compilation import compile_network
@@ -25,6 +25,7 @@ from sampling.sampler import ImageSampler
 # TF32 rounds the inputs of products to 11 bits (2^-12 = 0.02% each), bfloat16 everything to 8 (2^-9 = 0.2%). 12 blocks add such
 # errors up; sums of many terms average them out. The lowest shows that the precision was used.
 ERRORS = {"fp32": (0, 5e-5), "tf32": (1e-5, 5e-3), "bf16": (1e-4, 0.02)}
+GUIDANCES = [partial(cfg, cfg_scale=1.5), partial(sparse, w=1.5, r_strong=0.25, r_weak=0.75)]
 
 
 @contextlib.contextmanager
@@ -94,16 +95,20 @@ def test_gradients_of_attention_are_finite_where_all_logits_are_far_below_zero(d
     assert all(x.grad.isfinite().all() for x in (q, k, v))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_same_seeds_give_the_images_of_the_cpu(device, size, precision):
+@pytest.mark.parametrize("guidance", GUIDANCES)
+@pytest.mark.parametrize(("precision", "mode"), [("fp32", "none"), ("bf16", "none"), ("bf16", "blocks")])
+def test_the_same_seeds_give_the_images_of_the_cpu(device, size, precision, mode, guidance):
+    if device.type == "cpu" and mode == "blocks":
+        pytest.skip("inductor takes minutes on a CPU")
     net = random_network(size).eval()
     images, shape = [], {"in_channels": 3, "input_size": net.input_size, "num_classes": 10}
     data = SimpleNamespace(**shape, scale_factor=1.0, latents_mean=None, latents_std=None)
     for where, how in ((torch.device("cpu"), "fp32"), (device, precision)):
+        compile_network(net, mode if how == "bf16" else "none")
         sampler = ImageSampler(
             net=net.to(where),
             diffusion=EDM(sampler=HeunSampler(num_steps=4)),
-            guidance=partial(cfg, cfg_scale=1.5),
+            guidance=guidance,
             autoencoder=autoencoders.Identity(),
             data=data,
             device=where,
