@@ -72,14 +72,11 @@ def encode(encoding: Encoding) -> None:
     info = ShardInfo(encoding.kind, scale_factor, encoding.autoencoder, encoding.resolution, num_classes, *statistics)
     settings = {name: value for name, value in asdict(encoding).items() if name not in NOT_IN_LATENTS}
     settings |= {"command": "encode", **asdict(info), "weights": vae.fingerprint(), "crop": "adm_center_crop"}
-    writer = ShardWriter(
-        encoding.output,
-        settings,
-        lambda *items: processes.on_main(lambda: source.fingerprint(*items)),
-        len(source),
-        encoding.shard_size,
-        encoding.dtype,
-    )
+
+    def hash_items(*bounds: int) -> str:
+        return processes.on_main(lambda: source.fingerprint(*bounds))
+
+    writer = ShardWriter(encoding.output, settings, hash_items, len(source), encoding.shard_size, encoding.dtype)
     encode_images(source, vae, writer, info, encoding, accelerator)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
