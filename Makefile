@@ -19,7 +19,7 @@ test: env
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then $(BIN)/python -m pytest -q tests/gpu; fi
 
 # tests/gpu and the benchmarks, with one file of results in extras/benchmarks/results/: under 10 minutes on one H100. With PYTHON=python
-# it runs with that Python and sets up nothing. One part alone: make gpu PARTS=tests.
+# it runs with that Python and sets up nothing. One part alone: make gpu PARTS=test_steps.
 ifeq ($(origin PYTHON),file)
 gpu: env
 	PYTHON=$(BIN)/python PARTS="$(PARTS)" sh extras/benchmarks/gpu.sh

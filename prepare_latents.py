@@ -55,7 +55,9 @@ def encode(encoding: Encoding) -> None:
         raise UserError(f"grey=true: autoencoder={encoding.autoencoder} encodes RGB; use autoencoder=identity")
     if len(ways := [key for key in ("normalize", "sigma_data", "latents_stats") if getattr(encoding, key)]) > 1:
         raise UserError(f"{'= and '.join(ways)}= all scale the latents; give one of them")
-    source = open_labelled_images(encoding.images, encoding.labels, encoding.part)
+    # Rank 0 lists the images for all: on a shared disk, every rank would look up each of them.
+    source = processes.on_main(lambda: open_labelled_images(encoding.images, encoding.labels, encoding.part))
+    processes.check_same(source.fingerprint(0, 1), "images", Path(encoding.images))
     if Path(encoding.images).resolve() in (Path(encoding.output).resolve(), *Path(encoding.output).resolve().parents):
         raise UserError(f"output={encoding.output} is inside images={encoding.images}; give a folder elsewhere")
     try:
@@ -70,7 +72,11 @@ def encode(encoding: Encoding) -> None:
     info = ShardInfo(encoding.kind, scale_factor, encoding.autoencoder, encoding.resolution, num_classes, *statistics)
     settings = {name: value for name, value in asdict(encoding).items() if name not in NOT_IN_LATENTS}
     settings |= {"command": "encode", **asdict(info), "weights": vae.fingerprint(), "crop": "adm_center_crop"}
-    writer = ShardWriter(encoding.output, settings, source.fingerprint, len(source), encoding.shard_size, encoding.dtype)
+
+    def hash_items(*bounds: int) -> str:
+        return processes.on_main(lambda: source.fingerprint(*bounds))
+
+    writer = ShardWriter(encoding.output, settings, hash_items, len(source), encoding.shard_size, encoding.dtype)
     encode_images(source, vae, writer, info, encoding, accelerator)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:

@@ -1,4 +1,4 @@
-"""Starting a command on a machine: accelerate, one GPU per process, a share of the cores, TF32."""
+"""Starting a command on a machine: accelerate, one GPU per process, a share of the cores, kernels."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NVIDIA_DEVICE = Path("/dev/nvidiactl")  # on Linux, wherever the driver is loade
 def start_accelerator(
     cpu_threads: int | None, *, tf32: bool = True, precision: str = "fp32", timeout: timedelta = EXCHANGE_TIMEOUT, **settings
 ) -> Accelerator:
-    """Start accelerate, and set this process's share of the cores, TF32, and messages from the main process only.
+    """Start accelerate, and set this process's share of the cores, its kernels, and messages from the main process only.
 
     Args:
         precision: `fp32` or `bf16`, for the networks that accelerate prepares.
@@ -59,7 +59,9 @@ def start_accelerator(
         logging.getLogger().setLevel(logging.ERROR)
     # `accelerate launch` sets OMP_NUM_THREADS=1, which would leave the other cores idle in evaluations.
     torch.set_num_threads(cpu_threads or cores_per_process())
-    allow_tf32(accelerator.device, tf32)
+    # torch's compiler would start up to 32 processes for each GPU.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(8, cores_per_process())))
+    choose_kernels(accelerator.device, tf32)
     return accelerator
 
 
@@ -86,11 +88,17 @@ def check_gpus() -> None:
         )
 
 
-def allow_tf32(device: torch.device, allowed: bool) -> None:
-    """On CUDA, let tensor cores compute products and convolutions of float32 in TF32 (10 bits of mantissa), or forbid it."""
+def choose_kernels(device: torch.device, tf32: bool) -> None:
+    """On CUDA, allow TF32 (10 bits of mantissa) for float32 products and convolutions, or forbid it; avoid a faulty attention.
+
+    On an H100, torch prefers cuDNN's attention. Before 9.26, its backward can give NaN if the number of keys is 64 modulo 128.
+    """
     if device.type == "cuda":
-        torch.set_float32_matmul_precision("high" if allowed else "highest")
-        torch.backends.cudnn.allow_tf32 = allowed
+        torch.set_float32_matmul_precision("high" if tf32 else "highest")
+        torch.backends.cudnn.allow_tf32 = tf32
+        is_sound = (torch.backends.cudnn.version() or 0) >= 92600
+        torch.backends.cuda.enable_cudnn_sdp(is_sound)
+        torch.compiler.config.cache_key_tag = f"cudnn_sdp={is_sound}"  # torch's cache of compiled graphs ignores this choice
 
 
 def cores_per_process() -> int:

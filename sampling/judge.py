@@ -54,7 +54,7 @@ class Judge:
         """
         if self.images:
             path = self.cfg.images
-            return [(Point({"images": path}, self.images.fingerprint(), {"images": Path(path).name}), None)]
+            return [(Point({"images": path}, on_main(self.images.fingerprint), {"images": Path(path).name}), None)]
         points: list[tuple[Point, Recipe]] = []
         for folder, choice in itertools.product(self.folders, self.cfg.choices()):
             recipe = Recipe.for_checkpoint(folder, choice, load_config(folder).eval.precision)
@@ -81,12 +81,12 @@ class Judge:
     def conditions(self) -> dict:
         """What features depend on, besides the point and the seeds."""
         about = {"autoencoder": self.cfg.autoencoder, "detector": "+".join(self.cfg.evaluation.all_detectors)}
-        return about | hash_weights(self.cfg.evaluation)
+        return about | on_main(lambda: hash_weights(self.cfg.evaluation))
 
     def results(self, num_samples: int) -> Results:
-        """The finished points with this number of samples."""
+        """The finished points with this number of samples. Every process must call it."""
         seeds = {} if self.images else {"first_seed": self.cfg.first_seed, "labels": self.cfg.labels}
-        conditions = {"num_samples": num_samples, **self.conditions, **seeds, "reference": self.reference.fingerprint()}
+        conditions = {"num_samples": num_samples, **self.conditions, **seeds, "reference": on_main(self.reference.fingerprint)}
         about = {"detector": conditions["detector"], "num_samples": num_samples, **seeds}
         return Results(self.output, conditions, {"reference": Path(self.cfg.reference).name, **about})
 

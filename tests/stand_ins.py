@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import AutoencoderKL
 from torch_fidelity import feature_extractor_inceptionv3 as port
 
 CACHED_SD_VAE = "models--stabilityai--sd-vae-ft-ema"
@@ -14,6 +13,8 @@ CACHED_SD_VAE = "models--stabilityai--sd-vae-ft-ema"
 
 def cache_untrained_autoencoder(cache: Path) -> None:
     """Write the default autoencoder, untrained, into a cache of the hub's library; its latents have SD-VAE's scale."""
+    from diffusers import AutoencoderKL
+
     torch.manual_seed(0)
     vae = AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,

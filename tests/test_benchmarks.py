@@ -160,7 +160,7 @@ with open("calls.jsonl", "a") as f:
     f.write(json.dumps(sys.argv[1:]) + "\\n")
 print("output of", *sys.argv[1:4])
 print("reason", file=sys.stderr)
-sys.exit({{"pytest": 3, "extras.benchmarks": 124 * ("train.batch_size=64" in sys.argv)}}.get(sys.argv[2], 0))
+sys.exit({{"pytest": 3, "extras.benchmarks": 124 * ({{"step", "train.batch_size=32"}} <= {{*sys.argv}})}}.get(sys.argv[2], 0))
 """
 
 
@@ -182,28 +182,38 @@ def run_script(tmp_path):
 
 def test_a_part_that_fails_is_noted_in_the_results_file_and_the_next_part_runs(run_script, tmp_path):
     code, output = run_script()
-    assert code == 1 and "failed: tests step_xl2; " in output and "step_parallel: done" in output
+    assert (
+        code == 1
+        and "failed: test_numerics test_steps test_evaluation test_runs step_xl2; " in output
+        and "step_parallel: done" in output
+    )
     (file,) = (tmp_path / "extras/benchmarks/results").iterdir()
     assert file.name.startswith("gpu_example-gpu-80gb-_20")
     text = file.read_text()
-    assert "## tests: exit code 3" in text and "## step_xl2: stopped after 100 s" in text and text.count("reason") == 2
+    assert text.startswith("output of -m extras.benchmarks.about")  # versions
+    assert "## test_steps: exit code 3" in text and "## step_xl2: stopped after 90 s" in text and text.count("reason") == 5
     assert "## step_b2: done" in text and "\noutput of -m extras.benchmarks step\n" in text
     assert run_script(parts="step_b2")[0] == 0 and file.read_text().count("## step_b2: done") == 2  # appended
 
 
-def test_the_benchmarks_of_the_script_are_accepted(run_script, tmp_path, monkeypatch):
+def test_the_benchmarks_of_the_script_are_accepted(run_script, tmp_path, monkeypatch, capsys):
     measured = []
     monkeypatch.setattr(rows, "measure", lambda openers, *_: measured.append(len(openers)))
     monkeypatch.setattr(rows, "report", lambda *_: None)
+    monkeypatch.setattr(rows, "open_step", lambda *_: TimedRow(lambda: torch.ones(2) * 2, 1, 0))  # profile
     run_script()
     for arguments in map(json.loads, (tmp_path / "calls.jsonl").read_text().splitlines()):
         if "extras.benchmarks" in arguments:
             forget_accelerate()
             benchmarks.main(arguments[arguments.index("extras.benchmarks") + 1 :])
     assert measured == [3, 3, 2]  # variants
+    assert capsys.readouterr().out.count("aten::mul") == 2  # the tables of profile
 
 
 def test_the_script_refuses_unknown_parts_and_a_machine_without_a_gpu(run_script, tmp_path):
-    assert run_script(parts="test") == (1, "PARTS=test is not a part; use tests step_b2 step_xl2 step_parallel\n")
-    assert run_script(python="false") == (1, "gpu: torch finds no CUDA GPU on this machine\n")
+    parts = "test_numerics test_steps test_evaluation test_runs step_xl2 profile step_b2 step_parallel"
+    assert run_script(parts="test") == (1, f"PARTS=test is not a part; use {parts}\n")
+    assert "gpu: install what is missing" in run_script(python="false")[1]
+    (tmp_path / "python").write_text('#!/bin/sh\n[ "$1" != -c ]\n')  # all packages, but no GPU
+    assert run_script() == (1, "gpu: torch finds no CUDA GPU on this machine\n")
     assert not [*(tmp_path / "extras/benchmarks/results").iterdir()]

@@ -1,19 +1,34 @@
 """The code of tests/gpu runs: one test of each of its files on the CPU, with small sizes, and all its settings."""
 
+import contextlib
+from dataclasses import replace
+
 import pytest
 import torch
 from gpu import test_evaluation, test_numerics, test_runs, test_steps
 from gpu.runs import FULL, SMALL, config_for
+
+from guidance import none
+from routing_module import TokenRouter
+from runtime.compilation import compile_network
+from sampling.sampler import ImageSampler
+from training import sharding
 
 CPU = torch.device("cpu")
 
 
 def test_the_numerics_run_on_a_cpu():
     test_numerics.test_outputs_and_gradients_are_as_wrong_as_the_precision_allows(CPU, SMALL, "bf16", test_numerics.dit, "none")
+    test_numerics.test_gradients_of_attention_are_finite_where_all_logits_are_far_below_zero(CPU, 64)
 
 
 def test_a_save_during_training_runs_on_a_cpu(tmp_path, monkeypatch):
     test_runs.test_a_save_that_lasts_longer_than_a_step_holds_what_was_there_when_it_began(CPU, SMALL, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_group_of_one_process_runs_on_a_cpu(tmp_path, parallel):
+    test_runs.test_one_process_alone_in_its_group_learns_what_it_does_without_one(CPU, SMALL, tmp_path, parallel)
 
 
 def test_the_guard_against_waits_runs_on_a_cpu(tmp_path):
@@ -28,3 +43,52 @@ def test_the_metrics_run_on_a_cpu():
 @pytest.mark.parametrize("kind", test_steps.KINDS)
 def test_the_settings_for_a_gpu_compose(tmp_path, kind):
     config_for(FULL, tmp_path, *(key.format(backbone=FULL.backbone) for key in test_steps.KINDS[kind]))
+
+
+def do_nothing(net):
+    for block in net.blocks:
+        block.forward = lambda h, *_: h
+
+
+def attend_to_noise(net):
+    for block in net.blocks:
+        block.attn.forward = lambda x, *_: 50 * torch.randn_like(x)
+
+
+def return_tokens_in_reverse(net):
+    for end in net.route_ends.values():
+        end.forward = lambda h, skipped, ids_keep, *_: TokenRouter.end_route(h.flip(1), skipped, ids_keep)
+
+
+@pytest.mark.parametrize("damage", [None, do_nothing, attend_to_noise, return_tokens_in_reverse])
+def test_compiled_steps_that_learn_something_else_are_found(tmp_path, monkeypatch, damage):
+    def compile_and_damage(net, mode):
+        compile_network(net, mode)
+        if mode == "blocks" and damage is not None:
+            damage(net)
+
+    monkeypatch.setattr(sharding, "compile_network", compile_and_damage)
+    found = contextlib.nullcontext() if damage is None else pytest.raises(AssertionError, match="learns something else: [0-9.]+")
+    with found as error:
+        test_steps.test_compiled_steps_learn_what_plain_ones_do_and_are_compiled_once(CPU, SMALL, tmp_path, "tread")
+    assert damage is None or float(str(error.value).split("else: ")[1].split()[0]) > 0.5
+
+
+def without_guidance(sampler):
+    return replace(sampler, guidance=none)
+
+
+def with_other_labels(sampler):
+    return lambda seeds, labels: sampler(seeds, [label + 1 for label in labels])
+
+
+@pytest.mark.parametrize("guidance", test_numerics.GUIDANCES)
+@pytest.mark.parametrize("damage", [None, without_guidance, with_other_labels])
+def test_other_images_are_found(monkeypatch, damage, guidance):
+    def sampler(**settings):
+        made = ImageSampler(**settings)
+        return damage(made) if damage and made.precision == "bf16" else made
+
+    monkeypatch.setattr(test_numerics, "ImageSampler", sampler)
+    with contextlib.nullcontext() if damage is None else pytest.raises(AssertionError, match="levels"):
+        test_numerics.test_the_same_seeds_give_the_images_of_the_cpu(CPU, SMALL, "bf16", "none", guidance)

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import os
 from functools import partial
 from types import SimpleNamespace
 
@@ -18,7 +19,7 @@ from extras.lightningdit import LightningDiT
 from routing_module import Route
 from runtime import compilation, machine
 from runtime.compilation import check_compile, check_machine, checkpoint_activations, compile_network, resolve_compile
-from runtime.machine import allow_tf32
+from runtime.machine import choose_kernels
 from training.stop import LAUNCHERS
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -124,7 +125,7 @@ def test_ddp_does_not_cut_blocks(graphs):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# TF32.
+# TF32 and attention.
 
 
 @pytest.fixture
@@ -140,21 +141,36 @@ def tf32_state():
     yield state
     torch.set_float32_matmul_precision(matmul)
     torch.backends.cudnn.allow_tf32 = cudnn
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    torch.compiler.config.cache_key_tag = ""
 
 
 def test_tf32_is_allowed_and_forbidden_so_that_all_interfaces_of_torch_agree(tf32_state):
     before = tf32_state()
-    allow_tf32(CPU, True)
+    choose_kernels(CPU, True)
     assert tf32_state() == before  # a CPU keeps its settings
     # Some of them raise where they do not agree, and torch's compiler reads several.
-    allow_tf32(GPU, True)
+    choose_kernels(GPU, True)
     assert tf32_state() == ("high", True, "tf32", "tf32", True)
     with full_float32():  # evaluations
         assert tf32_state()[:3] == ("highest", False, "ieee") and tf32_state()[4] is False
     assert tf32_state() == ("high", True, "tf32", "tf32", True)
-    allow_tf32(GPU, False)
+    choose_kernels(GPU, False)
     assert tf32_state()[:3] == ("highest", False, "ieee")
     assert tf32_state()[3] != "tf32" and tf32_state()[4] is False
+
+
+@pytest.mark.parametrize(("version", "is_sound"), [(91900, False), (92509, False), (92600, True), (None, False)])
+def test_cudnns_attention_is_used_from_9_26_on_and_graphs_compiled_without_it_are_not_shared(
+    monkeypatch, tf32_state, version, is_sound
+):
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+    torch.backends.cuda.enable_cudnn_sdp(not is_sound)
+    choose_kernels(CPU, True)
+    assert torch.backends.cuda.cudnn_sdp_enabled() is not is_sound  # a CPU keeps its settings
+    choose_kernels(GPU, True)
+    assert torch.backends.cuda.cudnn_sdp_enabled() is is_sound
+    assert torch.compiler.config.cache_key_tag == f"cudnn_sdp={is_sound}"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -195,6 +211,18 @@ def test_compilation_without_a_compiler_and_bf16_without_bfloat16_are_refused(mo
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
     with pytest.raises(UserError, match="train.precision=bf16: Some GPU"):
         check_machine(SimpleNamespace(precision="bf16", compile="none"), GPU)
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, "4"), ("3", "3")])
+def test_the_compilers_processes_are_a_share_of_the_nodes_cores(monkeypatch, given, expected):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", given or "")
+    if given is None:
+        monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(32))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    machine.start_accelerator(torch.get_num_threads())
+    assert os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == expected
 
 
 def test_a_command_sets_the_number_of_threads():

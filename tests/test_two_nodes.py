@@ -79,6 +79,12 @@ def test_a_shared_folder_is_all_that_two_nodes_need(folder):
     assert list(losses(folder / "shared" / "runs" / "one")) == [1, 2, 3, 4]
 
 
+def test_one_process_looks_up_the_images_of_all(folder):
+    first, second = (json.loads((folder / f"calls_{rank}.json").read_text()) for rank in (0, 1))
+    assert first["size"] > 9 and second["size"] == 1  # of one image, to see that it is the same one
+    assert first["fingerprint"] >= 1 and "fingerprint" not in second
+
+
 def test_two_processes_make_the_images_the_figures_and_the_latents_of_one(folder, monkeypatch):
     monkeypatch.chdir(folder / "node0")
     run("cached_by_one", folder, f"checkpoint={HERE}", "output=alone")  # at step 3: `resumed` took the shared one on

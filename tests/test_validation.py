@@ -108,8 +108,12 @@ def test_parts_share_no_image_and_hold_all_of_them(tmp_path):
         file = tmp_path / f"class_{i % 2}" / f"{i:02d}.png"
         file.parent.mkdir(exist_ok=True)
         Image.new("RGB", (8, 8), (i, 0, 0)).save(file)
+    (tmp_path / "few").mkdir()
+    Image.new("RGB", (8, 8)).save(tmp_path / "few" / "0.png")
     train, validation, everything = (open_labelled_images(tmp_path, part=part) for part in ("train", "validation", "all"))
     assert len(validation) == 2 and not set(train.names) & set(validation.names)
     assert sorted([*train.names, *validation.names]) == sorted(everything.names)
+    with pytest.raises(UserError, match="part=validation takes every 20th image"):
+        open_labelled_images(tmp_path / "few", labels="none", part="validation")
     labels = dict(zip(everything.names, everything.labels))
     assert all(labels[name] == label for part in (train, validation) for name, label in zip(part.names, part.labels))

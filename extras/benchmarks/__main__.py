@@ -3,6 +3,7 @@
     python -m extras.benchmarks step 'variants=[model=dit,model=tread]' model.backbone=DiT-S/2 train.batch_size=8
     python -m extras.benchmarks step 'variants=[model=dit,model=tread train.compile=blocks]' train.precision=fp32
     accelerate launch --multi_gpu --num_processes 8 -m extras.benchmarks step 'variants=[train.parallel=ddp,train.parallel=fsdp]'
+    python -m extras.benchmarks profile model=tread      # the operations that take the most time
     python -m extras.benchmarks evidence                 # the tables of "Does it work?" in docs/experiments.md
 
 `variants`, `rounds`, `steps` and `warmup` are keys of the benchmark; all others are keys of train.py. A variant is one or more
@@ -19,13 +20,14 @@ from collections.abc import Sequence
 
 from configs import command_line as cli
 
-COMMANDS = {"step": "extras.benchmarks.rows:step", "evidence": "extras.benchmarks.evidence:evidence"}
+ROWS = "extras.benchmarks.rows"
+COMMANDS = {"step": f"{ROWS}:step", "profile": f"{ROWS}:profile", "evidence": "extras.benchmarks.evidence:evidence"}
 OWN_KEYS = ("variants", "rounds", "steps", "warmup")
 
 
 def main(arguments: Sequence[str]) -> None:
     name, *settings = arguments or ["--help"]
-    if name == "step" and not cli.HELP & {*settings}:
+    if name in ("step", "profile") and not cli.HELP & {*settings}:
         own = [argument for argument in settings if argument.partition("=")[0] in OWN_KEYS]
         others = [argument for argument in settings if argument not in own]
         settings = [*own, f"overrides={json.dumps(others)}"]

@@ -1,13 +1,14 @@
 #!/bin/sh
 # tests/gpu and the benchmarks of a step on this machine's GPUs, in under 10 minutes on one H100: `make gpu`.
 #
-#     PYTHON=python PARTS="tests step_b2" sh extras/benchmarks/gpu.sh
+#     PYTHON=python PARTS="test_steps step_b2" sh extras/benchmarks/gpu.sh
 #
 # PYTHON is the interpreter; PARTS names the parts to run, all by default. The results are appended to
 # extras/benchmarks/results/gpu_<device>_<year>-<month>.md. A part that fails or exceeds its time is noted there, and the next one runs.
 cd "$(dirname "$0")/../.." || exit 1
 PYTHON=${PYTHON:-python}
-all="tests step_b2 step_xl2 step_parallel"
+tests="test_numerics test_steps test_evaluation test_runs"
+all="$tests step_xl2 profile step_b2 step_parallel"
 PARTS=${PARTS:-$all}
 
 fail() {
@@ -18,6 +19,7 @@ fail() {
 for part in $PARTS; do
     case " $all " in *" $part "*) ;; *) fail "PARTS=$part is not a part; use $all" ;; esac
 done
+"$PYTHON" -m extras.benchmarks.about || fail "gpu: install what is missing; docs/speed_and_clusters.md names the wheels"
 count='import sys, torch; n = torch.cuda.device_count(); print(n, torch.cuda.get_device_name()) if n else sys.exit(1)'
 device=$("$PYTHON" -c "$count") || fail "gpu: torch finds no CUDA GPU on this machine"
 num_gpus=${device%% *}
@@ -50,14 +52,19 @@ run_part() {
     [ $code = 0 ] || failed="$failed $part"
 }
 
+"$PYTHON" -m extras.benchmarks.about >>"$results"
 step="-m extras.benchmarks step rounds=3 steps=10 train.precision=bf16"
 xl2=model.backbone=DiT-XL/2
 # The times together are less than 10 minutes on one GPU. Unquoted variables are several arguments.
-run_part tests 250 -m pytest -v -rs --tb=short -p no:cacheprovider --durations=10 tests/gpu
-run_part step_b2 100 $step model.backbone=DiT-B/2 train.batch_size=256 \
-    'variants=[model=dit, model=tread, model=tread train.compile=none]'
-run_part step_xl2 100 $step $xl2 train.batch_size=64 \
+for file in $tests; do
+    case $file in test_steps) limit_sec=170 ;; test_runs) limit_sec=90 ;; *) limit_sec=50 ;; esac
+    run_part "$file" $limit_sec -m pytest -v -rs --tb=short -p no:cacheprovider --durations=5 "tests/gpu/$file.py"
+done
+run_part step_xl2 90 $step $xl2 train.batch_size=32 \
     'variants=[model=dit, model=tread, model=tread train.activation_checkpointing=blocks]'
+run_part profile 45 -m extras.benchmarks profile $xl2 train.batch_size=32 'variants=[model=dit, model=tread]'
+run_part step_b2 75 $step model.backbone=DiT-B/2 train.batch_size=256 \
+    'variants=[model=dit, model=tread, model=tread train.compile=none]'
 [ "$num_gpus" = 1 ] || run_part step_parallel 100 -m accelerate.commands.launch --multi_gpu --num_processes "$num_gpus" \
     --mixed_precision no --dynamo_backend no $step model=tread $xl2 'variants=[train.parallel=ddp, train.parallel=fsdp]'
 

@@ -87,6 +87,7 @@ def measure(
                     rows[name] = open_row(openers[name], device, warmup)
                 else:
                     take_turn(rows[name], device, steps)
+                    sys.stderr.write(f"{name}: {np.median(rows[name].turns):.4g} ms\n")  # kept if the benchmark is stopped
             except torch.OutOfMemoryError:
                 records[name]["problem"] = "out of memory"
             if "problem" in records[name]:  # outside of `except`, the error no longer holds tensors

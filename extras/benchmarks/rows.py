@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import shlex
+import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -19,7 +21,7 @@ from common.types import Count, Whole
 from configs import schema
 from configs.command_line import check
 from configs.compose import compose_overrides
-from extras.benchmarks.harness import TimedRow, measure, report
+from extras.benchmarks.harness import TimedRow, measure, report, time_ms
 from latents.shards import ShardInfo, write_shard
 from runtime import compilation, machine
 from runtime.processes import leave
@@ -88,3 +90,22 @@ def step(
         report("Step", accelerator, records)
     leave()
     return records
+
+
+def profile(variants: list[str] = ("",), overrides: list[str] = (), steps: Count = 3) -> None:
+    """Print the operations that take the most time in `steps` training steps of each variant."""
+    with TemporaryDirectory() as folder:
+        for variant in variants:
+            cfg = compose_config([*overrides, *shlex.split(variant)], Path(folder))
+            accelerator = machine.start_accelerator(cfg.train.cpu_threads, tf32=cfg.train.tf32, precision=cfg.train.precision)
+            row = open_step(accelerator, cfg)
+            time_ms(row.action, 0, accelerator.device, warmup=3)  # compiles
+            with torch.profiler.profile() as found:
+                time_ms(row.action, steps, accelerator.device)
+            order = f"self_{accelerator.device.type}_time_total"
+            table = found.key_averages().table(sort_by=order, row_limit=30, max_name_column_width=80)
+            sys.stdout.write(f"# {variant}\n\n```text\n{table}\n```\n")
+            sys.stdout.flush()  # kept if the next variant is stopped
+            del row
+            gc.collect()
+    leave()

@@ -167,6 +167,8 @@ def open_labelled_images(path: str | Path, labels: str = "auto", part: str = "al
     images.unread = unread
     if part != "all":
         images.keep([i for i in range(len(images)) if (i % HOLD_OUT == HOLD_OUT - 1) == (part == "validation")])
+        if not len(images):
+            raise UserError(f"images={path}: part=validation takes every {HOLD_OUT}th image, and there are fewer")
     return images
 
 

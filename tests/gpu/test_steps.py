@@ -100,19 +100,21 @@ def test_compiled_steps_learn_what_plain_ones_do_and_are_compiled_once(device, s
     if device.type == "cpu" and kind != "tread":
         pytest.skip("tests/test_speed.py compares them on the CPU, without a trainer")
     keys = [key.format(backbone=size.backbone) for key in KINDS[kind]] + (keys_of_repa(size, tmp_path) if kind == "repa" else [])
-    losses = {}
+    changes = []
     for mode in ("none", "blocks"):
         with compiler_for(device):
             trainer = trainer_for(device, size, tmp_path, f"train.compile={mode}", *keys)
-            batches, losses[mode] = trainer.batches(), []
+            batches, before = trainer.batches(), [p.detach().clone() for p in trainer.parameters]
             for step in range(6):
-                before = trainer.loss_sums.clone()
                 with torch._dynamo.config.patch(error_on_recompile=step >= 3):
                     trainer.train_step(next(batches))
-                losses[mode].append((trainer.loss_sums - before).sum().item())
+            changes.append(torch.cat([(p.detach() - x).flatten() for p, x in zip(trainer.parameters, before)]))
+    # Losses would tell little: at the start the output is zero. Rounding to bfloat16 changes the weights' changes by about 0.02,
+    # blocks that do nothing or tokens in the wrong places by more than 0.5 (tests/test_gpu_code.py).
+    error = (changes[1] - changes[0]).norm() / changes[0].norm()
+    assert error <= 0.1, f"the compiled network learns something else: {error:.3f}"
     # All tokens, all tokens without a gradient for the input, the routed ones, and the float32 block after the route.
     assert 0 < torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
-    assert losses["blocks"] == pytest.approx(losses["none"], rel=0.02) and len(set(losses["none"])) == 6
 
 
 def test_the_float32_block_after_a_route_costs_at_most_two_and_a_half_others(device, size):
@@ -120,7 +122,7 @@ def test_the_float32_block_after_a_route_costs_at_most_two_and_a_half_others(dev
     block = net.blocks[0].to(device)
     shape = (size.batch_size, net.num_tokens, net.pos_embed.shape[-1])
     h, c = torch.randn(shape, device=device, requires_grad=True), torch.randn(shape[0], shape[2], device=device)
-    machine.allow_tf32(device, True)
+    machine.choose_kernels(device, True)
     with torch.autocast(device.type, torch.bfloat16):
         fast, exact = (
             median(time_ms(lambda run=run: run(h, c).float().sum().backward(), 10 if device.type == "cuda" else 1, device, 3))
