@@ -15,7 +15,7 @@ from configs.experiments import ROWS
 from extras.report.__main__ import main
 from extras.report.experiments import change_words, changes_of, curve_measure, drop_copies, group
 from extras.report.runs import read_run, read_runs
-from extras.report.tables import results_table, speedup_table
+from extras.report.tables import guidance_table, results_table, speedup_table
 
 DIT, TREAD = "table2/dit_b2", "table2/dit_b2_tread"  # 400,000 steps of 256 images; the paper's FID: 43.47 and 21.34
 HOW = {"weights": "ema", "num_steps": 40, "precision": "fp32", "reference": "adm.npz"}
@@ -88,6 +88,28 @@ def test_a_speedup_is_to_the_best_figure_that_both_reach(runs):
     # 40 lies half-way between 60 at step 100,000 and 20 at step 200,000. 400 / 150; hours: 40,000 s / 7,500 s.
     assert row["Best that both reach"] == "40.00 (fid of 50,000 samples)" and row["Reached"] == "step 150,000"
     assert (row["Dense"], row["Speedup in steps"], row["Speedup in hours"]) == (f"{DIT}, step 400,000", "2.67×", "5.33×")
+    # 59 and 19, 61 and 21: they cross 40 at 147,500 and 152,500.
+    assert row["Routed seeds"] == "2 of 2 reach it, at step 147,500 to 152,500"
+
+
+def test_each_experiment_is_shown_unguided_and_at_its_best_guidance(runs):
+    assert not rows(guidance_table, runs)  # all is unguided
+    guided = {DIT: {1.25: 20.0, 1.5: 10.0, 2.0: 30.0}, TREAD: {1.25: 9.0, 1.5: 15.0, 2.0: 30.0}}
+    for name, values in guided.items():
+        for seed, shift in ((0, -1), (1, 1)):
+            (folder,) = runs.glob(f"{name.replace('/', '_')}_seed{seed}*")
+            for scale, fid in values.items():
+                about = {"step": 400_000, "num_samples": 50_000, "cfg_scale": scale, "settings": HOW}
+                write(folder / "metrics.jsonl", about | {"metrics": {"fid": fid + shift, "recall": 0.5}})
+    table = guidance_table(grouped(runs))
+    shown = [(row["Experiment"], row["Guidance"], row["fid"], row.get("recall")) for row in table.rows]
+    assert shown == [
+        (DIT, "none", "40.00 ± 1.41", None),
+        (DIT, "cfg_scale 1.5", "10.00 ± 1.41", "0.500 ± 0.000"),
+        (TREAD, "none", "12.00 ± 1.41", None),
+        (TREAD, "cfg_scale 1.25", "9.00 ± 1.41", "0.500 ± 0.000"),
+    ]
+    assert f"{TREAD}: best of none, cfg_scale 1.25, cfg_scale 1.5, cfg_scale 2.0 by fid" in table.notes
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,14 @@ from common.errors import UserError
 from configs import command_line as cli
 from extras.report.experiments import Experiment, change_words, drop_copies, group
 from extras.report.runs import read_runs
-from extras.report.tables import machine_of, results_table, speedup_table
+from extras.report.tables import guidance_table, machine_of, results_table, speedup_table
 
 NOTES = """## How to read this
 
 - A row is an experiment (runs that differ only in seed, paths and logging) and one way to measure it. Figures and hours are
   means over the seeds that trained longest; ± is the standard deviation (n − 1).
 - Compare only figures with equal samples, guidance and "measured with".
+- The figures at the best guidance are a little too good, because they chose it.
 - Hours leave out checkpoints, grids and evaluations. Compare them only between runs that had the same machine to themselves.
 - Speedups interpolate linearly between two evaluations. ≥ or ≤: the first evaluation is already better than the figure. The
   paper's headline, for DiT-XL/2 on ImageNet-256 against 400,000 dense steps, is 14×.
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str]) -> None:
         raise UserError(f"no runs in {' '.join(arguments) or 'no folder'}; give folders of runs\n{left_out}")
     parts = []
     for name, experiments in group(runs).items():
-        tables = [results_table(experiments), speedup_table(experiments)]
+        tables = [results_table(experiments), guidance_table(experiments), speedup_table(experiments)]
         parts += [f"## {name}\n", *(table.markdown() for table in tables if table.rows), *describe_runs(experiments)]
     parts += [f"## Left out\n\n{left_out}"] if left_out else []
     sys.stdout.write("\n".join([*parts, NOTES]))

@@ -9,7 +9,7 @@ from statistics import fmean
 from evaluations.results import markdown_table
 from evaluations.suite import find_metric, format_mean, format_metric
 from extras.report.experiments import Experiment, change_words, curve_measure, differences_from
-from extras.report.runs import LOSS, Measure
+from extras.report.runs import LOSS, UNGUIDED, Measure
 
 
 @dataclass
@@ -58,6 +58,38 @@ def results_table(experiments: Sequence[Experiment]) -> Table:
     return table
 
 
+def guidance_table(experiments: Sequence[Experiment]) -> Table:
+    """Each experiment unguided and at its best guidance, for experiments whose last step was measured with several guidances.
+
+    The best has the best mean of the first metric. Its figures are a little too good: the same samples chose it.
+    """
+    table = Table("Each experiment at its best guidance")
+    for experiment in experiments:
+        found: dict[tuple, dict[str, dict[str, list[float]]]] = {}  # conditions -> guidance -> metric -> a value per seed
+        for measure in experiment.measures():
+            step, values = [*experiment.curve(measure).items()][-1]
+            conditions = (step, measure.num_samples, measure.settings)
+            found.setdefault(conditions, {}).setdefault(measure.guidance, {})[measure.metric] = values
+        for (step, num_samples, settings), guidances in found.items():
+            leading = next(iter(next(iter(guidances.values()))))
+            means = {name: fmean(figures[leading]) for name, figures in guidances.items() if leading in figures}
+            if len(means) < 2:
+                continue
+            best = min(means, key=lambda name: sign_of(leading) * means[name])
+            table.notes.append(f"{experiment.label}: best of {', '.join(means)} by {leading}")
+            for name in dict.fromkeys([*({UNGUIDED} & means.keys()), best]):
+                about = {"Experiment": experiment.label, "Step": f"{step:,}", "Samples": f"{num_samples:,}", "Guidance": name}
+                figures = {metric: format_mean(metric, values) for metric, values in guidances[name].items()}
+                table.rows.append(about | figures | {"Measured with": settings})
+    return table
+
+
+def sign_of(metric: str) -> int:
+    """1 if lower values of a metric are better, -1 if higher ones are. Lower losses, which METRICS does not list, are better."""
+    found = find_metric(metric)
+    return -1 if found and found.direction == "higher" else 1
+
+
 def figure_text(experiment: Experiment, measure: Measure, step: int, values: Sequence[float]) -> str:
     """`12.00 ± 1.41 (paper 21.34, -44%; dense 40.00, -70%)`: mean and standard deviation over seeds, and what to compare with."""
 
@@ -84,8 +116,7 @@ def speedup_table(experiments: Sequence[Experiment]) -> Table:
         dense = routed.baseline
         if dense is None or "init_from" in differences_from(routed, dense) or (measure := curve_measure(dense, routed)) is None:
             continue
-        metric = find_metric(measure.metric)  # None: a loss
-        sign = -1 if metric and metric.direction == "higher" else 1
+        sign = sign_of(measure.metric)
         curves = [{step: sign * fmean(values) for step, values in e.curve(measure).items()} for e in (dense, routed)]
         target = max(min(curve.values()) for curve in curves)
         (dense_step, dense_is_bound), (step, is_bound) = (first_reached(curve, target) for curve in curves)
@@ -94,6 +125,11 @@ def speedup_table(experiments: Sequence[Experiment]) -> Table:
         row = {"Routed": routed.label, "Best that both reach": best}
         row["Dense"] = f"{dense.label}, {'at or before ' if dense_is_bound else ''}step {dense_step:,.0f}"
         row["Reached"] = f"{'at or before ' if is_bound else ''}step {step:,.0f}"
+        seeds = [{step: sign * x for step, x in run.figures[measure].items()} for run in routed.furthest(measure)]
+        reached = [first_reached(curve, target)[0] for curve in seeds if min(curve.values()) <= target]
+        if len(seeds) > 1:
+            steps = f", at step {min(reached):,.0f} to {max(reached):,.0f}" if reached else ""
+            row["Routed seeds"] = f"{len(reached)} of {len(seeds)} reach it{steps}"
         row["Speedup in steps"] = f"{bound}{dense_step / step:.3g}×"
         row["Speedup in hours"] = f"{bound}{dense.hours_at(dense_step, measure) / routed.hours_at(step, measure):.3g}×"
         table.rows.append(row)
