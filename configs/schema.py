@@ -204,6 +204,7 @@ class Train(Settings):
     parallel: Literal["ddp", "fsdp"]
     compile: Compile
     activation_checkpointing: Literal["none", "blocks"]
+    activation_memory_budget: Annotated[float, Field(ge=0, le=1)]
     cpu_threads: Count | None
     log_every: Count
 

@@ -60,6 +60,8 @@ def compile_network(net: dit.DiT, mode: str) -> None:
 def check_machine(train, device: torch.device) -> None:
     """Check train.precision and train.compile before any slow work. Raises UserError if the machine cannot do it."""
     check_compile("train.compile", train.compile, device)
+    if train.activation_memory_budget < 1 and resolve_compile(train.compile, device) == "none":
+        raise UserError(f"train.activation_memory_budget={train.activation_memory_budget} needs train.compile=blocks")
     if device.type == "cuda" and train.precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise UserError(f"train.precision=bf16: {torch.cuda.get_device_name(device)} has no bfloat16; use train.precision=fp32")
 

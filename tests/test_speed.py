@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import losses, run_train
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,6 +22,7 @@ from runtime import compilation, machine
 from runtime.compilation import check_compile, check_machine, checkpoint_activations, compile_network, resolve_compile
 from runtime.machine import choose_kernels
 from training.stop import LAUNCHERS
+from training.trainer import Trainer
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -206,11 +208,11 @@ def test_without_triton_or_its_compiler_auto_compiles_nothing_and_blocks_is_refu
 def test_compilation_without_a_compiler_and_bf16_without_bfloat16_are_refused(monkeypatch):
     monkeypatch.setenv("CXX", "/nowhere/g++")
     with pytest.raises(UserError, match=r"train.compile=blocks .*install g\+\+"):
-        check_machine(SimpleNamespace(precision="fp32", compile="blocks"), CPU)
+        check_machine(SimpleNamespace(precision="fp32", compile="blocks", activation_memory_budget=1), CPU)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
     with pytest.raises(UserError, match="train.precision=bf16: Some GPU"):
-        check_machine(SimpleNamespace(precision="bf16", compile="none"), GPU)
+        check_machine(SimpleNamespace(precision="bf16", compile="none", activation_memory_budget=1), GPU)
 
 
 @pytest.mark.parametrize(("given", "expected"), [(None, "4"), ("3", "3")])
@@ -247,3 +249,31 @@ def test_omp_num_threads_counts_unless_a_launcher_has_set_it(monkeypatch):
             patch.setenv("OMP_NUM_THREADS", "999")
             patch.setenv(launcher, "x")
             assert machine.cores_per_process() == share
+
+
+def test_a_memory_budget_keeps_fewer_activations_and_changes_no_loss(tmp_path, monkeypatch):
+    saved, train_step = [], Trainer.train_step
+
+    def counted_step(trainer, batches):
+        weights = {p.data_ptr() for p in trainer.parameters}
+
+        def pack(tensor):
+            saved[-1] += tensor.nbytes * (tensor.data_ptr() not in weights)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            train_step(trainer, batches)
+
+    monkeypatch.setattr(Trainer, "train_step", counted_step)
+    # Dynamo and torch's partitioner decide what is kept; the parts run as they are.
+    monkeypatch.setattr(compilation.torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
+    runs = []
+    for budget in (0.3, 1.0):  # 1.0 last: the setting is the process's
+        torch.compiler.reset()
+        saved.append(0)
+        keys = ["train.compile=blocks", f"train.activation_memory_budget={budget}", "train.num_steps=2"]
+        runs.append(run_train(tmp_path, f"budget_{budget}", *keys))
+    assert losses(runs[0]) == losses(runs[1])
+    assert saved[0] < 0.6 * saved[1]
+    with pytest.raises(UserError, match="activation_memory_budget=0.3 needs train.compile=blocks"):
+        run_train(tmp_path, "eager", "train.compile=none", "train.activation_memory_budget=0.3")

@@ -13,6 +13,7 @@ import os
 from collections.abc import Sequence
 
 import torch
+import torch._functorch.config
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
@@ -61,6 +62,8 @@ def prepare(accelerator: Accelerator, train: Train, modules: Sequence[nn.Module]
     if train.parallel == "ddp":
         for module in (*modules, ema.net):
             module.to(device)
+    # Compilation reads it at the first step. It is a setting of the process, so each run of a sweep sets it.
+    torch._functorch.config.activation_memory_budget = train.activation_memory_budget
     compile_network(net, resolve_compile(train.compile, device))
     checkpoint_activations(net, train.activation_checkpointing)
     if train.parallel == "fsdp":  # moves one block at a time to the device
