@@ -26,6 +26,9 @@ class Statistics:
     mu: Tensor  # [D] float64, the mean
     sigma: Tensor  # [D, D] float64, the covariance with N - 1 in the denominator, like np.cov
 
+    def to(self, device: torch.device | str) -> Statistics:
+        return Statistics(self.mu.to(device), self.sigma.to(device))
+
     @functools.cached_property
     def root(self) -> Tensor:
         """A [D, D] with sigma = A A^T. Cached, because many sets of samples are compared with the same reference."""
@@ -34,15 +37,15 @@ class Statistics:
 
 
 def statistics_of(features: Tensor, chunk_size: int = 4096) -> Statistics:
-    """Compute statistics of features [N, D] in float64 on the CPU. Chunks are converted one at a time, to save memory.
+    """Compute statistics of features [N, D] in float64. Chunks are converted one at a time, to save memory.
 
     The mean is computed first: a sum of x x^T would lose digits if the mean is large compared with the standard deviation.
     """
     chunks = features.split(chunk_size)
-    mean = sum(chunk.cpu().double().sum(0) for chunk in chunks) / len(features)
+    mean = sum(chunk.double().sum(0) for chunk in chunks) / len(features)
     scatter = mean.new_zeros(len(mean), len(mean))  # sum of (x - mean)(x - mean)^T
     for chunk in chunks:
-        x = chunk.cpu().double() - mean
+        x = chunk.double() - mean
         scatter.addmm_(x.T, x)
     return Statistics(mean, _symmetric(scatter / (len(features) - 1)))
 
@@ -86,7 +89,7 @@ def _roots_of_eigenvalues(x: Tensor) -> Tensor:
 
 def _centred(features: Tensor) -> tuple[Tensor, Tensor]:
     """Mean [D] and X [N, D] in float64; X^T X is the covariance."""
-    x = features.cpu().double()
+    x = features.double()
     mu = x.mean(0)
     return mu, (x - mu) / (len(x) - 1) ** 0.5
 

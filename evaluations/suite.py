@@ -32,7 +32,11 @@ class FeaturePair:
         """None if a side has neither statistics of the layer nor two images."""
         sides = [side.statistics.get(layer, getattr(side, layer)) for side in (self.reference, self.samples)]
         is_missing = any(side is None or (isinstance(side, Tensor) and len(side) < 2) for side in sides)
-        return None if is_missing else metrics.frechet_distance(*sides)
+        if is_missing:
+            return None
+        if torch.device(self.device).type == "cuda":  # other devices may not have float64; the CPU takes seconds
+            sides = [side.to(self.device) for side in sides]
+        return metrics.frechet_distance(*sides)
 
     @functools.cached_property
     def precision_recall(self) -> tuple[float | None, float | None]:

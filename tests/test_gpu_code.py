@@ -37,7 +37,7 @@ def test_the_guard_against_waits_runs_on_a_cpu(tmp_path):
 
 
 def test_the_metrics_run_on_a_cpu():
-    test_evaluation.test_metrics_are_those_of_the_cpu(CPU)
+    test_evaluation.test_metrics_are_those_of_the_cpu(CPU, 40)
 
 
 @pytest.mark.parametrize("kind", test_steps.KINDS)

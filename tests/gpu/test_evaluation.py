@@ -25,10 +25,11 @@ def test_features_are_those_of_the_cpu(device, tmp_path):
         assert relative_error(getattr(got, layer), getattr(expected, layer)) < 1e-4
 
 
-def test_metrics_are_those_of_the_cpu(device):
+@pytest.mark.parametrize("width", [2048, 40])  # more features than samples, or fewer
+def test_metrics_are_those_of_the_cpu(device, width):
     def features(num, seed):
         g = torch.Generator().manual_seed(seed)
-        sizes = {"pool": 2048, "spatial": 2023, "logits": 1008}
+        sizes = {"pool": width, "spatial": width - 1, "logits": 1008}
         return Features("inception", **{name: torch.randn(num, dim, generator=g) for name, dim in sizes.items()})
 
     reference, samples = features(60, 0), features(50, 1)
