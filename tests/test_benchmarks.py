@@ -17,7 +17,7 @@ from common.files import REPOSITORY
 from extras import lightningdit
 from extras.benchmarks import __main__ as benchmarks
 from extras.benchmarks import harness, rows
-from extras.benchmarks.evidence import NAMES, RESULTS, evidence
+from extras.benchmarks.evidence import NAMES, evidence
 from extras.benchmarks.harness import TimedRow, measure
 from routing_module import Route
 from sampling import flops
@@ -113,7 +113,7 @@ def test_a_step_is_timed_dense_and_routed_with_machine_and_command(run):
     assert all(f"\n- {key}: " in text for key in ("time", "command", "commit", "device", "torch"))
 
 
-def test_the_evidence_compares_each_arm_at_its_best_rate_by_welchs_interval(tmp_path, capsys):
+def test_the_evidence_compares_each_arm_at_its_best_rate_by_the_pooled_deviation(tmp_path, capsys):
     values = {("A", 1): (10, 12, 11), ("A", 2): (20, 21, 22), ("A", 3): (1,), ("C", 1): (9, 10, 8), ("C", 2): (5, 6, 7, 8)}
     about = [(arm, lr, seed, n, v) for (arm, lr), vs in values.items() for seed, v in enumerate(vs) for n in (1000, 2000)]
     metrics = [dict.fromkeys(NAMES, value) for *_, value in about]
@@ -124,20 +124,20 @@ def test_the_evidence_compares_each_arm_at_its_best_rate_by_welchs_interval(tmp_
     evidence(str(tmp_path / "some.jsonl"))
     text = capsys.readouterr().out
     assert "| 2 | 21.00 ± 1.00 | 6.00 ± 1.00 |" in text  # of the first three seeds; one seed of A at 3 chooses nothing
-    assert "| 9 | 11.00 ± 1.00, 11.000 ± 1.000 | 6.50 ± 1.29, 6.500 ± 1.291 |" in text
     assert "| A | 1 | 3 | 11.00 ± 1.00 |" in text and "| C | 2 | 4 | 6.50 ± 1.29 |" in text
-    # Standard error (1/3 + 1.667/4)^0.5 = 0.866; degrees of freedom 0.75^2 / (0.3333^2 / 2 + 0.4167^2 / 3) = 4.96, so t = 2.577.
-    assert "| C - A | -4.50 (-6.73 to -2.27) |" in text
+    # Squares within arms: 2 and 5, with 2 + 3 degrees of freedom: s = 1.183; error s (1/3 + 1/4)^0.5 = 0.904; t = 2.571, 0.920.
+    assert "| C - A | -4.50 (-6.82 to -2.18) |" in text
+    near = [line | {"metrics": dict.fromkeys(NAMES, line["metrics"]["fd_fashion"] + 4 * (line["arm"] == "C"))} for line in lines]
+    (tmp_path / "near.jsonl").write_text("\n".join(map(json.dumps, near)))
+    evidence(str(tmp_path / "near.jsonl"))
+    assert "| C - A | -0.50 (-2.82 to 1.82; 80%: 3.15) |" in capsys.readouterr().out
 
 
 def test_the_page_shows_what_the_command_prints(capsys):
     evidence()
     tables = capsys.readouterr().out.strip().split("\n\n")
-    evidence(str(RESULTS.with_name("fashion_sprint.jsonl")))
-    rates, _, *compared = capsys.readouterr().out.strip().split("\n\n")  # the second one: one step of each arm
     page = (REPOSITORY / "docs" / "experiments.md").read_text(encoding="utf-8")
-    for table in (*tables, rates, *compared):
-        assert table in page
+    assert len(tables) == 3 and all(table in page for table in tables)
 
 
 def test_a_wrong_argument_is_refused():

@@ -1,5 +1,6 @@
 """From a folder of small grey pictures to a run that is judged by a classifier of that set."""
 
+import hashlib
 import json
 import re
 import struct
@@ -51,7 +52,7 @@ def fashion(tmp_path_factory):
 def prepared(fashion, tmp_path_factory):
     """A folder with latents/, fashion.npz and fashion.safetensors, made by the documented commands."""
     folder = tmp_path_factory.mktemp("prepared")
-    (program,) = re.findall(r"```python\n(from pathlib .*?)```", (REPOSITORY / "docs" / "data.md").read_text(), re.DOTALL)
+    (program,) = re.findall(r"```python\n(import hashlib\n.*?)```", (REPOSITORY / "docs" / "data.md").read_text(), re.DOTALL)
     subprocess.run([sys.executable, "-c", program], cwd=fashion[0], check=True)
     encode(fashion[0] / "datasets" / "fashion", folder / "latents", "pad=2", "grey=true", "sigma_data=0.5")
     prepare_latents.main(["reference", f"images={folder / 'latents'}", f"output={folder / 'fashion.npz'}"])
@@ -63,7 +64,8 @@ def prepared(fashion, tmp_path_factory):
 
 def test_grey_pictures_are_padded_with_black_and_scaled_to_the_deviation_that_was_asked_for(fashion, prepared):
     _, images, labels = fashion
-    order = np.argsort(labels, kind="stable")  # a folder is read class by class
+    names = [f"{label}/{hashlib.sha256(image.tobytes()).hexdigest()}" for image, label in zip(images, labels)]
+    order = np.argsort(names)  # as a folder is read
     images, labels = images[order], labels[order]
     dataset = LatentDataset(prepared / "latents")
     assert (len(dataset), dataset.channels, dataset.height) == (1200, 1, 32)

@@ -4,7 +4,7 @@
     python -m extras.benchmarks step 'variants=[model=dit,model=tread train.compile=blocks]' train.precision=fp32
     accelerate launch --multi_gpu --num_processes 8 -m extras.benchmarks step 'variants=[train.parallel=ddp,train.parallel=fsdp]'
     python -m extras.benchmarks profile model=tread      # the operations that take the most time
-    python -m extras.benchmarks evidence                 # the tables of "Does it work?" in docs/experiments.md
+    python -m extras.benchmarks evidence                 # the tables of docs/experiments.md
 
 `variants`, `rounds`, `steps` and `warmup` are keys of the benchmark; all others are keys of train.py. A variant is one or more
 arguments of train.py, separated by spaces. Without variants, the given configuration is timed, and without data.path, on random
