@@ -19,7 +19,7 @@ from runtime.compilation import compile_network, resolve_compile
 
 
 def load_config(folder: Path) -> schema.TrainConfig:
-    """The configuration of the run that wrote a verified checkpoint. Raises UserError if this version cannot read it."""
+    """Read the configuration with which a verified checkpoint was trained. Raises UserError if this version cannot read it."""
     return _load_config(folder, store.hash_checkpoint(folder))
 
 
@@ -48,7 +48,7 @@ def build_network(cfg: schema.TrainConfig) -> dit.DiT:
 
 
 def load_network(folder: Path, weights: Any, device: torch.device, compile_mode: str = "none") -> nn.Module:
-    """The network of a verified checkpoint, in evaluation mode. The last two stay in memory for the points of a sweep.
+    """Load the network of a verified checkpoint, in evaluation mode. A cache keeps two networks, which sweeps use repeatedly.
 
     Args:
         weights: `ema`, `raw`, or an object that can load others (`extras.posthoc_ema.Average`).

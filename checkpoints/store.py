@@ -219,7 +219,7 @@ def check_tensors(file: Path, given: Mapping[str, Tensor], like: Mapping[str, Te
     """Compare the tensors that `file` holds with those that take their values.
 
     Raises:
-        UserError: names the first tensor that is missing on one side, or whose shape or type differs.
+        UserError: a tensor is missing on one side, or its shape or type differs. The message names the first such tensor.
     """
     for name in {**like, **given}:
         sides = [f"{list(side[name].shape)} {side[name].dtype}" if name in side else "missing" for side in (given, like)]

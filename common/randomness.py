@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def derive_seed(*parts: int | str | tuple) -> int:
-    """Hash everything that the numbers depend on to a seed below 2^63 for a generator. Raises TypeError for floats.
+    """Hash everything that random numbers depend on into a generator's seed below 2^63. Raises TypeError for floats.
 
     On a CPU, torch's generator uses only the low 32 bits: among 50,000 seeds, about 0.3 pairs give equal numbers.
     """

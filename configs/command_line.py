@@ -194,10 +194,10 @@ def explain(error: HydraException | ValueError, overrides: Sequence[str], config
 
 
 def check(cfg: DictConfig, settings: type[S], overrides: Sequence[str] = ("name=",)) -> S:
-    """The composed configuration as checked settings, with its interpolations resolved. Raises UserError.
+    """Resolve the interpolations of a composed configuration and return it as checked settings. Raises UserError.
 
     Args:
-        overrides: as typed; they determine the run's name if it has no `name=` (`Settings.named`).
+        overrides: the arguments that the user typed. Without `name=`, the run is named after them (`Settings.named`).
     """
     try:
         raw = OmegaConf.to_container(cfg, resolve=True)

@@ -1,6 +1,6 @@
 """Preconditioning and loss of EDM (arXiv 2206.00364, Table 1 and section 5).
 
-Shapes: B batch, C H W latents. sigma is the noise level, in the units of the latents.
+Shapes: B is the batch size; latents have C channels, height H and width W. sigma is the noise level, in the units of the latents.
 """
 
 from __future__ import annotations

@@ -161,7 +161,7 @@ def open_images(path: str | Path, convert_to_rgb: bool = False, crop: int | None
 def write_npz(
     path: Path, images: Iterable[np.ndarray], shape: tuple[int, int, int, int], labels: np.ndarray | None = None
 ) -> None:
-    """Write N images, uint8 [H, W, 3], one at a time, so that memory does not limit their number; shape is (N, H, W, 3).
+    """Write images, uint8 [H, W, 3] each, one at a time, so that memory does not limit their number. `shape` is (N, H, W, 3).
 
     labels: [N] integers. Raises UserError, and leaves no file, if an image has another shape or type or writing fails.
     """

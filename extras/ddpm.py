@@ -2,7 +2,8 @@
 
 DiT's published weights need it (arXiv 2212.09748). There is no loss: train with edm/ or sit/.
 
-Shapes: B batch, C H W latents. t is one of the timesteps 0 (least noise) to 999, and the network receives t itself:
+Shapes: B is the batch size; latents have C channels, height H and width W. t is one of the timesteps 0 (least noise) to 999, and
+the network receives t itself:
 
     x_t = sqrt(alpha_bar_t) x + sqrt(1 - alpha_bar_t) eps        alpha_bar_t = product of 1 - beta_s for s = 0 .. t
     D_x = E[x | x_t] = (x_t - sqrt(1 - alpha_bar_t) eps_hat) / sqrt(alpha_bar_t)

@@ -1,4 +1,4 @@
-"""The averages that a run tracks for extras/posthoc_ema.py, and snapshots of them."""
+"""Tracks averages of the weights while a run trains, and stores snapshots of them for extras/posthoc_ema.py."""
 
 from __future__ import annotations
 

@@ -116,8 +116,8 @@ class Evaluator:
         cache: a folder for features of the reference.
 
     Attributes:
-        references: features and statistics of the reference from each detector, on the main process, which computes the metrics;
-            None on the others.
+        references: for each detector, features and statistics of the reference. Only the main process has them, because it
+            computes the metrics; the others have None.
     """
 
     def __init__(

@@ -92,7 +92,10 @@ class Recipe:
     def in_training(
         cls, run: schema.TrainConfig, guidance: schema.Guidance, precision: str, num_steps: int | None = None
     ) -> Recipe:
-        """The recipe of the network in training. num_steps: the sampler's; None keeps the run's."""
+        """The recipe for samples of the network while it trains.
+
+        num_steps: noise levels of the sampler; None: as in the run's configuration.
+        """
         diffusion, guidance = with_sampler(run.diffusion, {"num_steps": num_steps}), with_second_checkpoint(guidance, run)
         return cls(run, diffusion, guidance, precision, run.data.autoencoder)
 

@@ -1,7 +1,7 @@
 """Linear-path flow matching with velocity prediction (SiT, arXiv 2401.08740, section 2).
 
-Shapes: B batch, C H W latents. Convention: t is in [0, 1] with the data at t = 0 and unit noise at t = 1, as in the SiT paper,
-and the network receives t itself, not 1000 t:
+Shapes: B is the batch size; latents have C channels, height H and width W. Convention: t is in [0, 1] with the data at t = 0 and
+unit noise at t = 1, as in the SiT paper, and the network receives t itself, not 1000 t:
 
     x_t = (1 - t) x + t eps        v(x_t, t) = E[eps - x | x_t]        D_x = E[x | x_t] = x_t - t v
 

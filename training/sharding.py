@@ -55,8 +55,8 @@ def prepare(accelerator: Accelerator, train: Train, modules: Sequence[nn.Module]
     """The modules as they are trained: on the device, compiled, checkpointed, and wrapped in DDP or sharded by FSDP.
 
     Args:
-        modules: the network first, with the same values on every process.
-        ema: the network's `EMA`, which moves or is sharded with it.
+        modules: the network comes first. Every process has equal weights.
+        ema: the network's `EMA`. It is moved or sharded together with the network.
     """
     net, device = modules[0], accelerator.device
     if train.parallel == "ddp":

@@ -175,7 +175,7 @@ class Trainer:
     def train(self) -> bool:
         """Train from self.step to the end of the run, or until a signal; call the hooks when they are due.
 
-        A signal takes effect after the current step or batch of samples. `Hook.finish` then saves this step.
+        A signal takes effect after the current step or batch of samples. Then `Hook.finish` saves the last step.
 
         Returns:
             Whether the run is complete.

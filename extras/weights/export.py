@@ -55,7 +55,7 @@ def export_checkpoint(
     Args:
         checkpoint: a run's folder (for its newest good checkpoint) or a checkpoint's folder.
         output: a new folder.
-        autoencoder: saved with the network; None: the run's.
+        autoencoder: is saved with the network; None: the autoencoder of the run.
 
     Raises:
         UserError: the folder exists; there is no such checkpoint; it is a SPRINT network; the autoencoder cannot be loaded.

@@ -58,7 +58,7 @@ def import_weights(
         kind: project of the weights, which gives parameter names, time and diffusion: dit | sit | repa | tread | lightningdit.
         output: the folder of the new run.
         autoencoder: decodes the latents; None: the SD-VAE, and for lightningdit `none` (name its VA-VAE here or to each command).
-        scale_factor: multiplies the latents; None: the autoencoder's.
+        scale_factor: multiplies the latents; None: the scale factor of the autoencoder.
         resolution: of the images, in pixels; None: follows from the autoencoder.
         latents_stats: for lightningdit, the latents_stats.pt published with the VA-VAE, or `none` for channels as they are.
 

@@ -32,8 +32,8 @@ class Conversion:
     autoencoder: AutoencoderSpec | None = None  # as for encode, or none; null: SD-VAE for latents of 4 channels
     resolution: Count | None = None  # of the images, in pixels
     num_classes: Count | None = None  # null: the largest label + 1
-    # true: measure the mean and standard deviation of each channel, and normalise by them; null: use LightningDiT's
-    # latents_stats.pt if it is there; false: do not normalise.
+    # true: normalise each channel by its measured mean and standard deviation. null: by those of LightningDiT's latents_stats.pt,
+    # if this file exists. false: do not normalise.
     normalize: bool | None = None
     keep_images: Literal["none", "jpeg"] = "none"  # jpeg: also store the images next to REPA's latents, for alignment
     dtype: Dtype = "float16"  # of the stored latents

@@ -152,8 +152,8 @@ class FastDiTFolder(LatentSource):
 class REPAFolder(LatentSource):
     """REPA's and EDM2's `vae-sd/`, the folder that holds it, or a .zip of either.
 
-    dataset.json has "labels": [[name, label], ...]. The .npy files, float32 [8, h, w], hold mean and standard deviation; `read`
-    returns mean and log-variance.
+    dataset.json has "labels": [[name, label], ...]. Each .npy file holds mean and standard deviation, float32
+    [8, h, w]; `read` returns mean and log-variance.
     """
 
     kind, scale = "moments", 1.0
