@@ -100,6 +100,8 @@ def test_latents_that_do_not_fit_are_refused(tmp_path):
     for value, words in (("other", "channels is 2, but 1 in data.path"), ("missing", "eval.validation: .* does not exist")):
         with pytest.raises(UserError, match=words):
             run_train(tmp_path, "run", *KEYS, f"eval.validation={tmp_path / value}")
+    with pytest.raises(UserError, match="eval.validation=.* and eval.every=0"):
+        run_train(tmp_path, "run", f"eval.validation={tmp_path / 'other'}")
     assert not (tmp_path / "run").exists()
 
 

@@ -105,9 +105,14 @@ def build_alignment(cfg: schema.TrainConfig, dataset: LatentDataset, accelerator
 
 
 def open_validation(cfg: schema.TrainConfig, dataset: LatentDataset) -> LatentDataset | None:
-    """The latents of eval.validation, which the network sees with the scale of the training latents. UserError if both differ."""
-    if not (cfg.eval.every and cfg.eval.validation):
+    """The latents of eval.validation; the network sees them with the scale of the training latents.
+
+    Raises UserError if they do not fit the training latents, or if eval.every=0.
+    """
+    if not cfg.eval.validation:
         return None
+    if not cfg.eval.every:
+        raise UserError(f"eval.validation={cfg.eval.validation} is measured every eval.every steps, and eval.every=0")
     try:
         found = LatentDataset(cfg.eval.validation)
     except UserError as e:
