@@ -30,13 +30,13 @@ class Recipe:
 
     Attributes:
         run: the configuration of the run that trains the network, with data.* filled in.
-        diffusion: the run's, with the sampler to use.
-        guidance: guidance.*; autoguidance holds the verified folder of the second checkpoint.
-        precision: of the networks, fp32 | bf16.
+        diffusion: the diffusion of the run, with the sampler to use.
+        guidance: the settings guidance.*. Those of autoguidance hold the verified folder of the second checkpoint.
+        precision: the precision of the networks, fp32 | bf16.
         autoencoder: decodes the latents.
         checkpoint: the verified folder of the network's checkpoint; None: the network is in training.
         weights: ema | raw.
-        ema_length: of a post-hoc EMA, which takes the place of `weights`.
+        ema_length: the length of a post-hoc EMA, which replaces `weights`; None: no post-hoc EMA.
         content: hashes of the checkpoints, which identify them in results.
     """
 
@@ -59,11 +59,11 @@ class Recipe:
         """The recipe of a verified checkpoint, with the settings of a command.
 
         Args:
-            command: with one value for each key; None keeps the run's value.
-            precision: used if the command sets none.
+            command: has one value for each key. If it is None, the run's value is used.
+            precision: is used if the command sets no precision.
 
         Raises:
-            UserError: a setting that the run's sampler, network or checkpoint does not have, or that does not fit the others.
+            UserError: the run's sampler, network or checkpoint does not have a setting, or settings do not fit each other.
         """
         run, content = load_config(folder), store.hash_checkpoint(folder)
         guidance = with_second_checkpoint(with_scale(command.guidance, command.cfg_scale), run)
@@ -100,7 +100,7 @@ class Recipe:
         return cls(run, diffusion, guidance, precision, run.data.autoencoder)
 
     def settings(self) -> dict:
-        """The settings as named in results: num_steps, and sampler settings only if they differ from the defaults."""
+        """The settings under their names in results. Sampler settings other than num_steps appear if they are not the default."""
         ema_length = {} if self.ema_length is None else {"ema_length": self.ema_length}
         return {"weights": self.weights, **name_guidance(self.guidance), **name_sampler(self.diffusion), **ema_length}
 
@@ -140,7 +140,7 @@ def with_scale(settings: schema.Guidance, cfg_scale: float | None) -> schema.Gui
 
 
 def with_sampler(diffusion: schema.Diffusion, settings: Mapping[str, object]) -> schema.Diffusion:
-    """The diffusion with other settings of its sampler; None keeps a value. Raises UserError, also for another sampler's keys."""
+    """Change settings of the diffusion's sampler; None keeps a value. Raises UserError, also for keys of another sampler."""
     given = {key: value for key, value in settings.items() if value is not None}
     if unknown := [key for key in given if not hasattr(diffusion.sampler, key)]:
         names = ", ".join(vars(diffusion.sampler))
@@ -168,16 +168,16 @@ def name_guidance(settings: schema.Guidance) -> dict[str, object]:
 
 
 def build_guidance(settings: schema.Guidance) -> guidance.Guidance:
-    """guidance.* as a function of `guidance.GuidanceInputs`, which hold autoguidance's second network."""
+    """Turn the settings guidance.* into a function of `guidance.GuidanceInputs`, which hold autoguidance's second network."""
     return partial(guidance.GUIDANCES[settings.name], **settings.model_dump(exclude={"name", "checkpoint", "weights"}))
 
 
 def check_guidance(settings: schema.Guidance, run: schema.TrainConfig, diffusion: schema.Diffusion) -> None:
-    """Compare guidance.* with the run whose network it guides; `diffusion` has the sampler to use.
+    """Check the settings guidance.* against the run whose network is guided. `diffusion` has the sampler to use.
 
     Raises:
-        UserError: settings that do not fit each other; a null class or path-drop that was never trained; too many channels;
-            an interval that exceeds the sampler's highest noise level, or contains none of them.
+        UserError: the settings do not fit each other; the network was not trained with the null class or path-drop that they
+            need; they guide too many channels; the interval exceeds the highest noise level or contains no noise level.
     """
     scale, channels = getattr(settings, "cfg_scale", 1.0), getattr(settings, "channels", None) or 0
     if scale != 1 and run.model.class_dropout == 0:
