@@ -129,12 +129,12 @@ def identify_evaluations(cfg: TrainConfig, step: int) -> list[dict]:
 
     `settings` holds the other keys that affect metrics and that a resume may change, named as in fid.py's results.
     """
-    diffusion = with_sampler(cfg.diffusion, {"num_steps": cfg.eval.num_steps})
-    settings = {"weights": "ema", **name_sampler(diffusion), "precision": cfg.eval.precision, "labels": cfg.eval.labels}
-    settings |= {"detector": "+".join(cfg.evaluation.all_detectors), "reference": Path(cfg.evaluation.reference or "").name}
-    settings |= hash_weights(cfg.evaluation)
     if cfg.evaluation.reference is None:
         return []
+    diffusion = with_sampler(cfg.diffusion, {"num_steps": cfg.eval.num_steps})
+    settings = {"weights": "ema", **name_sampler(diffusion), "precision": cfg.eval.precision, "labels": cfg.eval.labels}
+    settings |= {"detector": "+".join(cfg.evaluation.all_detectors), "reference": Path(cfg.evaluation.reference).name}
+    settings |= hash_weights(cfg.evaluation)
     num_samples = cfg.eval.closing_num_samples if step == cfg.train.num_steps else cfg.eval.num_samples
     return [{"step": step, "num_samples": num_samples, "cfg_scale": scale, "settings": settings} for scale in cfg.eval.cfg_scales]
 
