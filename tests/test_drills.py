@@ -204,12 +204,14 @@ def test_two_processes_save_the_same_step_whichever_is_signalled(ranks, inputs, 
 def test_training_repeats_what_a_damaged_checkpoint_held(inputs, undisturbed, tmp_path):
     arguments, reference = undisturbed("train", "checkpoint.keep_last=3")
     shutil.copytree(inputs / "run", tmp_path / "out" / "run")
-    damaged = tmp_path / "out" / "run" / "checkpoints" / "step_0000006" / "optimizer.pt"
-    content = bytearray(damaged.read_bytes())
-    content[len(content) // 2] ^= 1
-    damaged.write_bytes(content)
-    finish_alike(tmp_path / "out", arguments, reference)
-    assert len(list(tmp_path.glob("out/run/checkpoints/bad_step_0000006*"))) == 1
+    rng = np.random.default_rng(0)
+    for number, file in enumerate(("ema.safetensors", "optimizer.pt", "manifest.json")):
+        damaged = tmp_path / "out" / "run" / "checkpoints" / "step_0000006" / file
+        content = bytearray(damaged.read_bytes())
+        content[rng.integers(len(content))] ^= 1 << int(rng.integers(8))
+        damaged.write_bytes(content if number % 2 else content[:-1])
+        finish_alike(tmp_path / "out", arguments, reference)
+    assert len(list(tmp_path.glob("out/run/checkpoints/bad_step_0000006*"))) == number + 1
 
 
 @pytest.mark.parametrize("name", ["train", "sample"])
