@@ -1,10 +1,10 @@
-"""Small classifiers as detectors for small images: offline evaluation on a CPU, in seconds.
+"""Small classifiers as detectors for small images. They evaluate on a CPU in seconds, without a network.
 
-`digits` is for the embedded digits of 8x8 pixels, `small-<set>` for a set of pictures of up to 128. One command trains both:
+`digits` is for the embedded digits of 8x8 pixels, `small-<set>` for a set of pictures of up to 128x128. One command trains both:
 
     python prepare_latents.py detector reference=evaluations/digits_reference.npz output=digits.safetensors num_epochs=40
 
-Distances are `fd_digits` and `fd_<set>`: Frechet distances of features other than Inception's; their scale differs from FID's.
+Their Frechet distances are called `fd_digits` and `fd_<set>`. Without Inception's features, their scale differs from FID.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ class DigitsNet(nn.Module):
         self.head = nn.Linear(64, 10)
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """uint8 [N, 8, 8, 3] -> features [N, 64], logits [N, 10]."""
+        """Map images, uint8 [N, 8, 8, 3], to features [N, 64] and logits [N, 10]."""
         x = images.float().mean(3)[:, None] / 127.5 - 1
         x = F.relu(self.conv2(F.relu(self.conv1(x))))
-        # Features are taken before the ReLU: after it, some are zero for all images and the covariance is singular.
+        # Features are taken before the ReLU. After it, some are zero for all images, and the covariance is singular.
         features = self.pool(x.flatten(1))
         return features, self.head(F.relu(features))
 
 
 class SmallNet(nn.Module):
-    """Three convolutions, each of which halves the picture."""
+    """Three convolutions, each of which halves height and width."""
 
     def __init__(self, num_classes: int):
         super().__init__()
@@ -62,7 +62,7 @@ class SmallNet(nn.Module):
         self.head = nn.Linear(128, num_classes)
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """uint8 [N, H, W, 3] -> features [N, 128], before their ReLU as in `DigitsNet`, and logits [N, C]."""
+        """Map images, uint8 [N, H, W, 3], to features [N, 128], taken before the ReLU as in `DigitsNet`, and logits [N, C]."""
         x = images.permute(0, 3, 1, 2).float() / 127.5 - 1
         features = self.pool(F.adaptive_avg_pool2d(self.convs(x), 4).flatten(1))
         return features, self.head(F.relu(features))
@@ -73,7 +73,7 @@ def _network(about: dict) -> nn.Module:
 
 
 class ClassifierDetector:
-    """Pooled features and class logits of square images of one size, by the weights that `train_detector` wrote.
+    """Computes pooled features and class logits of square images of one size. `train_detector` writes its weights.
 
     `name` is `digits` or `small-<set>`. Raises UserError if the file cannot be read or belongs to another detector.
     """
@@ -91,7 +91,7 @@ class ClassifierDetector:
 
     @torch.no_grad()
     def features(self, images: np.ndarray | Tensor) -> Features:
-        """uint8 [N, H, W, 3] -> features on the device."""
+        """Compute features of images, uint8 [N, H, W, 3], on the device."""
         x, size = to_device(images, self.device), self._size
         if x.shape[1:3] != (size, size):
             raise UserError(f"images are {x.shape[2]}x{x.shape[1]} pixels; the {self.name} detector takes {size}x{size}")
@@ -101,13 +101,13 @@ class ClassifierDetector:
 
 
 def train_detector(images: ImageSet, output: Path, device: torch.device, num_epochs: int) -> float:
-    """Train a classifier on images with labels and write it to `output`, named after the set, or `digits`.
+    """Train a classifier on labelled images and write it to `output`, a file named after the set, or digits.safetensors.
 
-    Returns the accuracy on held-out images, which the file also stores. On one machine, the same number of threads
+    Returns the accuracy on held-out images, which the file also stores. On the same machine, the same number of threads
     gives the same file.
 
     Raises:
-        UserError: `output` exists or its name cannot be a set's; images without labels, too few, too large or not square.
+        UserError: `output` exists or is not named after a set; the images have no labels or are too few, too large or not square.
     """
     is_digits = output.name == "digits.safetensors"
     name = "digits" if is_digits else f"small-{output.stem}"

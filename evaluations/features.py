@@ -31,28 +31,28 @@ log = logging.getLogger(__name__)
 class Features:
     """Features of N images, in the order of the images. Optional tensors are None if the detector does not give them."""
 
-    detector: str  # its name; metrics compare features of the same detector
+    detector: str  # name of the detector; metrics compare features of the same detector
     pool: Tensor  # [N, D] float32
     logits: Tensor | None = None  # [N, C] float32; their softmax gives class probabilities
     spatial: Tensor | None = None  # [N, S] float32
-    statistics: dict[str, Statistics] = field(default_factory=dict)  # stored ones of "pool", "spatial"; metrics prefer them
+    statistics: dict[str, Statistics] = field(default_factory=dict)  # stored statistics of layers; metrics prefer them
 
     def __len__(self) -> int:
         return len(self.pool)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors among pool, logits and spatial that are not None, by name."""
+        """Return pool, logits and spatial by name, without those that are None."""
         return {name: x for name in ("pool", "logits", "spatial") if (x := getattr(self, name)) is not None}
 
 
 class Detector(Protocol):
     """A network that turns images into features."""
 
-    name: str  # short, part of file names
-    weights_hash: str  # of the weights and everything else that changes the features; caches depend on it
+    name: str  # short name, which is part of file names
+    weights_hash: str  # hash of the weights and of everything else that changes the features; caches depend on it
 
     def features(self, images: np.ndarray | Tensor) -> Features:
-        """uint8 [N, H, W, 3] -> features on the detector's device."""
+        """Compute features of images, uint8 [N, H, W, 3], on the device of the detector."""
         ...
 
 
@@ -62,7 +62,7 @@ def to_device(images: np.ndarray | Tensor, device: torch.device) -> Tensor:
     if x.dtype != torch.uint8 or x.ndim != 4 or x.shape[3] != 3:
         raise UserError(f"images are {x.dtype} {list(x.shape)}; a detector takes uint8 [N, H, W, 3]")
     if device.type == "cuda" and x.device.type == "cpu":
-        x = x.pin_memory()  # a copy from pinned memory does not wait for the previous batch
+        x = x.pin_memory()  # copies from pinned memory do not wait for the previous batch
     return x.to(device, non_blocking=True)
 
 
@@ -106,13 +106,13 @@ def features_of_images(
 
 
 def _cache_file(folder: Path, images: ImageSet, detector: Detector) -> tuple[Path, dict[str, str]]:
-    """The file <folder>/<images>_<detector>_<hash>.safetensors, and its header, which identifies images and weights."""
+    """Return the file <folder>/<images>_<detector>_<hash>.safetensors and its header, which identifies images and weights."""
     header = {"images": images.fingerprint(), "weights": detector.weights_hash}
     return folder / f"{images.path.name}_{detector.name}_{hash_bytes(repr(header).encode())[:8]}.safetensors", header
 
 
 def read_cache(folder: Path, images: ImageSet, detector: Detector) -> Features | None:
-    """Load cached features with their statistics; None if there are none for these images and weights."""
+    """Load cached features with their statistics. Returns None if there are none for these images and weights."""
     file, header = _cache_file(folder, images, detector)
     try:
         with safe_open(file, framework="pt") as f:

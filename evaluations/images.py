@@ -1,8 +1,8 @@
-"""Sets of uint8 RGB images on disk, which are read in batches in a fixed order: a folder, or an .npz like ADM's.
+"""Sets of uint8 RGB images on disk, in a folder or an .npz in ADM's format. Batches are read in a fixed order.
 
 ADM's .npz holds the images `arr_0`, uint8 [N, H, W, 3], their labels `arr_1`, and statistics of Inception's features: `mu` [2048]
-and `sigma` of the pooled features, `mu_s` [2023] and `sigma_s` of the spatial ones. Labels can also be named `labels`, as this
-project does, and `mu_dinov2` [1024] and `sigma_dinov2` hold statistics of DINOv2's class token.
+and `sigma` of the pooled features, `mu_s` [2023] and `sigma_s` of the spatial features. This project
+writes labels as `labels`. The keys `mu_dinov2` [1024] and `sigma_dinov2` hold statistics of DINOv2's class token.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from common.files import hash_bytes, whole_file
 from common.images import MODES, SUFFIXES, adm_center_crop, list_images, read_rgb
 from evaluations.metrics import Statistics
 
-# (detector, layer) -> keys of mean and covariance, number of features
+# (detector, layer) -> (key of the mean, key of the covariance, number of features)
 STATISTICS_KEYS = {
     ("inception", "pool"): ("mu", "sigma", 2048),
     ("inception", "spatial"): ("mu_s", "sigma_s", 2023),
@@ -32,8 +32,8 @@ class ImageFolder:
     """Image files below a folder, sorted by their relative paths. Hidden files are skipped.
 
     Args:
-        convert_to_rgb: convert grey, palette, CMYK and RGBA images instead of refusing them.
-        crop: convert all images and crop them to this resolution as ADM does; None: they must have one size.
+        convert_to_rgb: whether to convert grey, palette, CMYK and RGBA images instead of refusing them.
+        crop: crop images to this resolution as ADM does, and convert them to RGB. With None, all images must have one size.
         background: the colour behind transparent images.
 
     Attributes:
@@ -41,7 +41,7 @@ class ImageFolder:
         files: the paths in order.
 
     Raises:
-        UserError: the folder holds no images, or an image cannot be used; names the file.
+        UserError: the folder holds no images, or an image cannot be used. The message names the file.
     """
 
     labels, statistics = None, {}  # only an .npz holds them
@@ -68,12 +68,12 @@ class ImageFolder:
                 yield np.stack(list(pool.map(self._read, files[i : i + batch_size])))
 
     def outline(self) -> str:
-        """Hash the arguments and the files' names and sizes in bytes: equal for a copy on another machine."""
+        """Hash the arguments and the names and sizes in bytes of the files. A copy on another machine has the same hash."""
         sizes = [(file.relative_to(self.path).as_posix(), file.stat().st_size) for file in self.files]
         return hash_bytes(repr([self._modes, self.crop, self.background, sizes]).encode())
 
     def fingerprint(self) -> str:
-        """Hash the outline and the files' modification times. Hashing their content would take as long as evaluating them."""
+        """Hash the outline and the modification times. Hashing the content of all files would take as long as evaluating them."""
         return hash_bytes(repr([self.outline(), [file.stat().st_mtime_ns for file in self.files]]).encode())
 
     def _read(self, file: Path) -> np.ndarray:
@@ -93,10 +93,10 @@ class NpzImages:
     Attributes:
         shape: (N, H, W, 3); N = 0 if the file holds only statistics.
         labels: [N] int64, or None.
-        statistics: {detector: {layer: Statistics}}, as far as the file holds them.
+        statistics: {detector: {layer: Statistics}} for the statistics in the file.
 
     Raises:
-        UserError: the file cannot be used; names the file and the key.
+        UserError: the file cannot be used. The message names the file and the key.
     """
 
     def __init__(self, path: str | Path):
@@ -161,9 +161,9 @@ def open_images(path: str | Path, convert_to_rgb: bool = False, crop: int | None
 def write_npz(
     path: Path, images: Iterable[np.ndarray], shape: tuple[int, int, int, int], labels: np.ndarray | None = None
 ) -> None:
-    """Write images, uint8 [H, W, 3] each, one at a time, so that memory does not limit their number. `shape` is (N, H, W, 3).
+    """Write N images, uint8 [H, W, 3] each, one at a time, so memory does not limit their number. `shape` is (N, H, W, 3).
 
-    labels: [N] integers. Raises UserError, and leaves no file, if an image has another shape or type or writing fails.
+    labels: [N] integers. If an image has another shape or type, or writing fails, raises UserError and leaves no file.
     """
     with whole_file(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         with archive.open("arr_0.npy", "w", force_zip64=True) as f:

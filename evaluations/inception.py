@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 WEIGHTS_NAME = "weights-inception-2015-12-05-6726825d.pth"
 WEIGHTS_URL = f"https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/{WEIGHTS_NAME}"
-WEIGHTS_SHA256 = "6726825d"  # the first digits, as in the file's name
+WEIGHTS_SHA256 = "6726825d"  # first digits of the hash, as in the file name
 SPATIAL_CHANNELS = 7  # ADM keeps the first 7 channels of mixed_6, which give about as many features as pool3
 
 
@@ -34,13 +34,13 @@ def fetch_weights() -> Path:
     file = Path(torch.hub.get_dir()) / "checkpoints" / WEIGHTS_NAME
     if not file.exists():
         before = socket.getdefaulttimeout()
-        socket.setdefaulttimeout(TIMEOUT_SEC)  # torch.hub sets none and could wait for ever
+        socket.setdefaulttimeout(TIMEOUT_SEC)  # torch.hub sets no timeout and could wait forever
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(f"{file}.lock"):
                 if not file.exists():
                     torch.hub.download_url_to_file(WEIGHTS_URL, str(file), hash_prefix=WEIGHTS_SHA256)
-        except (OSError, RuntimeError) as e:  # RuntimeError: a wrong SHA-256
+        except (OSError, RuntimeError) as e:  # RuntimeError means a wrong SHA-256
             raise UserError(
                 f"the Inception weights cannot be downloaded ({first_line(e)}); run `python prepare_latents.py fetch` once "
                 f"with a network, or put {WEIGHTS_URL} at {file} (below $TORCH_HOME), or set evaluation.weights=<the file>"
@@ -51,9 +51,9 @@ def fetch_weights() -> Path:
 
 
 class InceptionDetector:
-    """ADM's features: pool3 [N, 2048], spatial [N, 2023], and logits without the last layer's bias [N, 1008].
+    """Computes ADM's features: pool3 [N, 2048], spatial [N, 2023], and logits [N, 1008] without the bias of the last layer.
 
-    `weights` is torch-fidelity's or pytorch-fid's file. Raises UserError if it is missing, damaged or belongs to another network.
+    `weights` is a file of torch-fidelity or pytorch-fid. Raises UserError if it is missing, damaged or for another network.
     """
 
     name = "inception"
@@ -70,8 +70,8 @@ class InceptionDetector:
             self._net = FeatureExtractorInceptionV3(self.name, outputs, feature_extractor_weights_path=copy)
         self.weights_hash = sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
         if not sha256.startswith(WEIGHTS_SHA256):
-            log.warning("%s is not the published Inception (SHA-256 %s...): papers' scores are not comparable", file, sha256[:8])
-        # TensorFlow's mixed_6/conv is the 1x1 branch, after its ReLU, of the block that PyTorch's ports call Mixed_6d.
+            log.warning("%s is not the published Inception (SHA-256 %s...): do not compare with papers", file, sha256[:8])
+        # TensorFlow's mixed_6/conv is the 1x1 branch, after its ReLU, of the block that PyTorch ports call Mixed_6d.
         self._net.Mixed_6d.branch1x1.register_forward_hook(self._keep)
         self._net.to(self.device, memory_format=torch.channels_last if self.device.type == "cuda" else torch.preserve_format)
 
@@ -80,7 +80,7 @@ class InceptionDetector:
 
     @torch.no_grad()
     def features(self, images: np.ndarray | Tensor) -> Features:
-        """uint8 [N, H, W, 3] of any size -> features on the device."""
+        """Compute features of images, uint8 [N, H, W, 3] of any size, on the device."""
         with full_float32():
             pool, logits = self._net(to_device(images, self.device).permute(0, 3, 1, 2))
         spatial = self._kept.permute(0, 2, 3, 1).flatten(1)  # in TensorFlow's order, NHWC

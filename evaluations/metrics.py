@@ -31,7 +31,7 @@ class Statistics:
 
     @functools.cached_property
     def root(self) -> Tensor:
-        """A [D, D] with sigma = A A^T. Cached, because many sets of samples are compared with the same reference."""
+        """The matrix A [D, D] with sigma = A A^T. It is cached, because many sample sets are compared with the same reference."""
         values, vectors = torch.linalg.eigh(_symmetric(self.sigma))
         return vectors * values.clamp(min=0).sqrt()  # only rounding makes eigenvalues negative
 
@@ -51,14 +51,15 @@ def statistics_of(features: Tensor, chunk_size: int = 4096) -> Statistics:
 
 
 def frechet_distance(first: Statistics | Tensor, second: Statistics | Tensor) -> float:
-    """Frechet distance between two Gaussians, each given by its statistics or by the samples [N, D], N > 1, to fit it to.
+    """Frechet distance between two Gaussians. Each is given by its statistics, or fitted to samples [N, D], N > 1.
 
     It is |mu1 - mu2|^2 + tr sigma1 + tr sigma2 - 2 tr (sigma1 sigma2)^(1/2) (Heusel et al. 2017, eq. 6).
     The trace of the root is computed without the root of a non-symmetric matrix and without complex numbers:
 
     - With sigma1 = A A^T, sigma1 sigma2 has the eigenvalues of the symmetric A^T sigma2 A.
     - With N <= D samples the covariance is singular, and the rounding errors of its zero eigenvalues would change the result
-      by about 1e-5. With X1 the centred samples over sqrt(N - 1), sigma1 sigma2 has the nonzero eigenvalues of X1 sigma2 X1^T.
+      by about 1e-5. Let X1 be the centred samples over sqrt(N - 1). Then sigma1 sigma2 has the nonzero eigenvalues of
+      X1 sigma2 X1^T.
     - If both sides are N <= D samples, the trace is the nuclear norm of X1 X2^T.
     """
     first, second = (statistics_of(x) if isinstance(x, Tensor) and len(x) > x.shape[1] else x for x in (first, second))
@@ -88,7 +89,7 @@ def _roots_of_eigenvalues(x: Tensor) -> Tensor:
 
 
 def _centred(features: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean [D] and X [N, D] in float64; X^T X is the covariance."""
+    """Return the mean [D] and a matrix X [N, D] in float64, such that X^T X is the covariance."""
     x = features.double()
     mu = x.mean(0)
     return mu, (x - mu) / (len(x) - 1) ** 0.5
@@ -98,7 +99,7 @@ def inception_score(logits: Tensor, split_size: int = 5000) -> float:
     """exp(mean over samples of KL(p(y|x) || p(y))), averaged over consecutive splits (Salimans et al. 2016).
 
     As in ADM's evaluator, a short last split counts like the others.
-    logits: [N, C] in the order of the samples; Inception's without the last layer's bias.
+    logits: [N, C] in the order of the samples. Those of Inception must omit the bias of the last layer.
     """
     scores = []
     for split in logits.split(split_size):
@@ -112,7 +113,7 @@ def inception_score(logits: Tensor, split_size: int = 5000) -> float:
 
 
 def class_agreement(logits: Tensor, labels: Tensor) -> float:
-    """Fraction of samples whose most likely class, by their logits [N, C], is the requested class, labels [N] int64.
+    """Fraction of samples whose most likely class (by logits [N, C]) is the requested class (labels [N] int64).
 
     Raises UserError for labels outside 0 .. C - 1.
     """
@@ -123,18 +124,18 @@ def class_agreement(logits: Tensor, labels: Tensor) -> float:
 
 
 def standard_error(jackknife: Sequence[float]) -> float:
-    """Standard error of a metric, from its values with each of several equal groups left out (delete-a-group jackknife)."""
+    """Standard error of a metric (delete-a-group jackknife). `jackknife` holds its value without each of several equal groups."""
     return statistics.pstdev(jackknife) * (len(jackknife) - 1) ** 0.5
 
 
-NUM_NEIGHBOURS = 3  # of improved precision and recall (Kynkaanniemi et al. 2019)
+NUM_NEIGHBOURS = 3  # value for improved precision and recall (Kynkaanniemi et al. 2019)
 
 
 def precision_recall(reference: Tensor, samples: Tensor, tile_size: int = 2048) -> tuple[float, float]:
     """Fraction of samples [N, D] in the ball of any reference [M, D], and fraction of references in the ball of any sample.
 
-    A point's ball reaches to its third nearest neighbour in its own set, border included. Distances are computed in tiles, so
-    the memory needed is a centred copy of the features and a few tiles. Features are float32 or float64; N, M > 3.
+    The ball of a point reaches to its third nearest neighbour in its own set, border included. Distances are computed in tiles,
+    so memory only needs to hold a centred copy of the features and a few tiles. Features are float32 or float64; N, M > 3.
     """
     # |a|^2 + |b|^2 - 2ab loses digits if the norms are large compared with the distance. Centring makes the norms small.
     centre = reference.mean(0)
@@ -148,13 +149,14 @@ def precision_recall(reference: Tensor, samples: Tensor, tile_size: int = 2048) 
                 distances = _squared_distances(reference[rows], samples[columns])
                 sample_inside[columns] |= (distances <= radii_reference[rows, None]).any(dim=0)
                 reference_inside[rows] |= (distances <= radii_samples[None, columns]).any(dim=1)
-    return sample_inside.sum().item() / len(samples), reference_inside.sum().item() / len(reference)  # MPS has no float64
+    # Python divides, because MPS has no float64.
+    return sample_inside.sum().item() / len(samples), reference_inside.sum().item() / len(reference)
 
 
 def neighbour_radii(x: Tensor, tile_size: int) -> Tensor:
     """Squared distance of each point of x [N, D] to its third nearest neighbour, [N].
 
-    It is at least the rounding error of a zero distance, so that a point's ball contains the point's copies.
+    It is at least the rounding error of a zero distance, so that the ball of a point contains copies of the point.
     """
     nearest = x.new_full((len(x), NUM_NEIGHBOURS), float("inf"))
 

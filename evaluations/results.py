@@ -1,4 +1,4 @@
-"""Results of evaluations in a folder: a file of evaluated points, tables and a plot."""
+"""Results of evaluations in a folder: a file with the evaluated points, tables and a plot."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from evaluations.suite import display_name, format_metric
 
 @dataclass(frozen=True)
 class Point:
-    """A checkpoint with settings of its sampler, or a set of images, to evaluate."""
+    """Something to evaluate: a checkpoint with settings of its sampler, or a set of images."""
 
-    settings: dict  # as in results.jsonl
+    settings: dict  # settings as stored in results.jsonl
     content: str  # hash of the checkpoints or images
-    shown: dict  # the settings as in tables and plots
+    shown: dict  # settings as shown in tables and plots
 
     @property
     def identity(self) -> dict:
-        """The settings without paths, and the content: the same wherever the files are."""
+        """The settings without paths, and the content. It does not depend on where the files are."""
         return without_paths(self.settings) | {"content": self.content}
 
 
 class Results:
-    """The evaluated points in a folder's results.jsonl. A point is the same if its identity and the conditions are equal.
+    """The evaluated points in a folder's results.jsonl. Points are the same if identity and conditions are equal.
 
     Args:
         conditions: settings that all points share: the number of samples, the detector, the reference and so on.
-        about: the conditions as in tables.
+        about: the conditions as shown in tables.
     """
 
     def __init__(self, folder: Path, conditions: dict, about: dict | None = None):
@@ -47,7 +47,7 @@ class Results:
         return next((line for line in self.lines if without_paths(line["point"]) == identity), None)
 
     def add(self, point: Point, metrics: dict[str, float], jackknife: dict[str, list[float]], cost: dict[str, float]) -> None:
-        """Append an evaluated point. `jackknife` holds metrics without each group of samples, `cost` the cost of an image."""
+        """Append an evaluated point. `jackknife` holds metrics without each group of samples, `cost` the cost per image."""
         settings = point.settings | self.conditions | {"content": point.content}
         values = {"metrics": metrics, "jackknife": jackknife, "cost": cost}
         line = {"point": settings, "shown": point.shown, "about": self.about, **values}
@@ -58,7 +58,7 @@ class Results:
         """Write results.csv and results.md with all points of the folder, and results.png with `points` if they are a sweep.
 
         Args:
-            plotted: the plot's metric. Among points with equal conditions, `*` marks its lowest value, and `~` the values that
+            plotted: the metric to plot. Among points with equal conditions, `*` marks its lowest value, and `~` the values that
                 do not differ significantly from it.
 
         Returns:
@@ -104,7 +104,7 @@ def without_paths(settings: dict) -> dict:
 
 
 def differ(line: dict, other: dict, metric: str) -> bool:
-    """Whether two results differ by more than the 95% confidence interval of their difference.
+    """Return whether two results differ by more than the 95% confidence interval of their difference.
 
     The difference is computed for each group of the jackknife, because points with the same seeds share most of their noise.
     """
@@ -136,7 +136,7 @@ def in_words(settings: dict) -> str:
 def plot(settings: list[dict], values: list[float], errors: list[float], label: str) -> bytes:
     """Plot a metric with its standard errors against the numeric setting with the most values, and return the PNG.
 
-    Each combination of the other settings has a line.
+    Each combination of the other settings gets its own line.
     """
     logging.getLogger("matplotlib").setLevel(logging.WARNING)
     from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""All metrics of two sets of features. METRICS is the table of metrics: names, directions, formats, functions."""
+"""Compute all metrics of two sets of features. The table METRICS lists their names, directions, formats and functions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class FeaturePair:
-    """The input of a metric: features of the reference and of the samples, labels and device as in `evaluate`."""
+    """The input of a metric: features of the reference and of the samples. Labels and device are those of `evaluate`."""
 
     reference: Features
     samples: Features
@@ -29,18 +29,18 @@ class FeaturePair:
     device: torch.device | str
 
     def frechet_distance(self, layer: str) -> float | None:
-        """None if a side has neither statistics of the layer nor two images."""
+        """Compute the distance for a layer. Returns None if a side has neither statistics of the layer nor two images."""
         sides = [side.statistics.get(layer, getattr(side, layer)) for side in (self.reference, self.samples)]
         is_missing = any(side is None or (isinstance(side, Tensor) and len(side) < 2) for side in sides)
         if is_missing:
             return None
-        if torch.device(self.device).type == "cuda":  # other devices may not have float64; the CPU takes seconds
+        if torch.device(self.device).type == "cuda":  # other devices may lack float64, and the CPU takes only seconds
             sides = [side.to(self.device) for side in sides]
         return metrics.frechet_distance(*sides)
 
     @functools.cached_property
     def precision_recall(self) -> tuple[float | None, float | None]:
-        """Both at once, because they share the neighbour search. None if a side has too few images."""
+        """Compute both at once, because they share the neighbour search. Both are None if a side has too few images."""
         if min(len(self.reference), len(self.samples)) <= metrics.NUM_NEIGHBOURS:
             return None, None
         return metrics.precision_recall(self.reference.pool.to(self.device), self.samples.pool.to(self.device))
@@ -54,10 +54,10 @@ class Metric:
     """A metric of the features of certain detectors."""
 
     name: str  # `{}` stands for the detector or its set, because values depend on the detector
-    detectors: tuple[str, ...]  # their names; `small` is the detector of any set of small images
-    direction: str  # `lower` or `higher` is better
+    detectors: tuple[str, ...]  # names of the detectors; `small` stands for `small-<set>` of any set
+    direction: str  # which values are better, `lower` or `higher`
     format: str  # how tables and logs format a value; files keep full precision
-    compute: Callable[[FeaturePair], float | None]  # None if images or labels are missing
+    compute: Callable[[FeaturePair], float | None]  # returns None if images or labels are missing
     in_jackknife: bool = True  # False if it is too slow to repeat
 
 
@@ -77,14 +77,14 @@ METRICS = (
 
 
 def metrics_for(detector: str) -> list[Metric]:
-    """A detector's metrics with their full names, the primary metric first. Empty for an unknown detector."""
+    """List the metrics of a detector with full names, the primary metric first. The list is empty for an unknown detector."""
     name = small_set(detector)
     rows = [metric for metric in METRICS if ("small" if name else detector) in metric.detectors]
     return [replace(metric, name=metric.name.format(name or detector)) for metric in rows]
 
 
 def find_metric(name: str) -> Metric | None:
-    """Find the row of METRICS for a full name such as fid or fd_fashion. None for other names."""
+    """Find the row of METRICS for a full name such as fid or fd_fashion. Returns None for other names."""
     return next((metric for metric in METRICS if re.fullmatch(metric.name.replace("{}", "[a-z0-9_]+"), name)), None)
 
 
@@ -103,9 +103,9 @@ def evaluate(
 
 
 def jackknife(reference: Features, samples: Features, labels: Tensor | None, num_groups: int) -> dict[str, list[float]]:
-    """Compute metrics with each of num_groups groups of consecutive samples left out: {name: [value without group i]}.
+    """Compute metrics without each of num_groups groups of consecutive samples: {name: [value without group i]}.
 
-    `metrics.standard_error` takes such a list. Empty if a group would have fewer than two samples.
+    `metrics.standard_error` takes such a list. The result is empty if a group would have fewer than two samples.
     """
     values: dict[str, list[float]] = {}
     for group in torch.arange(len(samples)).tensor_split(num_groups) if len(samples) >= 2 * num_groups > 0 else ():
@@ -119,7 +119,7 @@ def jackknife(reference: Features, samples: Features, labels: Tensor | None, num
 
 
 def display_name(metric: str, num_samples: int, cfg_scale: float | None = None) -> str:
-    """`fid50k/cfg1.5`: FID of 50,000 samples with guidance scale 1.5 (1: no guidance). After a digit: `fd_dinov2_5k`."""
+    """Add sample count and guidance scale (1: no guidance) to a name: `fid50k/cfg1.5`, or `fd_dinov2_5k` after a digit."""
     count = f"{num_samples // 1000}k" if num_samples % 1000 == 0 else str(num_samples)
     return f"{metric}{'_' if metric[-1].isdigit() else ''}{count}" + ("" if cfg_scale is None else f"/cfg{float(cfg_scale)}")
 
@@ -131,10 +131,10 @@ def format_metric(metric: str, value: float) -> str:
 
 
 def format_mean(metric: str, values: Sequence[float]) -> str:
-    """`40.00 ± 1.41`: mean and standard deviation (n - 1); a single value without deviation."""
+    """Format mean and standard deviation (n - 1) as `40.00 ± 1.41`. A single value has no deviation."""
     return " ± ".join(format_metric(metric, x) for x in (fmean(values), *([stdev(values)] if len(values) > 1 else [])))
 
 
 def format_metrics(values: dict[str, float]) -> str:
-    """`fid 2.27, sfid 4.60`: all values on a line."""
+    """Format all values on a line: `fid 2.27, sfid 4.60`."""
     return ", ".join(f"{metric} {format_metric(metric, value)}" for metric, value in values.items())

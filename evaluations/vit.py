@@ -24,20 +24,20 @@ DINOV2_L = "vit_large_patch14_dinov2.lvd142m"
 
 
 class Encoder:
-    """A frozen vision transformer: images -> class token [B, D] and patch tokens [B, N, D].
+    """A frozen vision transformer, which maps images to a class token [B, D] and patch tokens [B, N, D].
 
     Images are resized to a square with a bicubic filter and normalised with timm's mean and deviation for these weights.
 
     Args:
         name: timm's name of a VisionTransformer with the tag of its weights, such as vit_base_patch14_dinov2.lvd142m.
-        weights: a .safetensors file or a torch.save file, as timm or the authors publish it. None: from the Hugging Face hub.
+        weights: a .safetensors file or a torch.save file, as timm or the authors publish it. None takes it from the hub.
         input_size: height = width of the resized images, a multiple of the patch size.
-        recipe: `repa` resizes images without antialias and positions like timm (bicubic with antialias). `edm2`, for FD-DINOv2,
-            resizes images with antialias and positions like DINOv2's code.
-        precision: fp32 | bf16 for matrix products. The caller's autocast has no effect.
+        recipe: `repa` resizes images without antialias, and position tables like timm (bicubic with antialias). `edm2`, for
+            FD-DINOv2, resizes images with antialias, and position tables like the code of DINOv2.
+        precision: precision of matrix products, fp32 or bf16. The caller's autocast has no effect.
 
     Attributes:
-        width: D.
+        width: width D of the tokens.
         weights_hash: hash of the weights file, and the precision.
 
     Raises:
@@ -55,7 +55,7 @@ class Encoder:
         precision: str = "fp32",
     ):
         self.device, self.recipe, self.precision = torch.device(device), recipe, precision
-        net, *normalisation = _build(name, input_size)  # before a download
+        net, *normalisation = _build(name, input_size)  # wrong arguments fail before the download
         file = find_encoder_weights(name) if weights is None else Path(weights)
         _load(net, file, recipe)
         self.weights_hash = hash_file(file) + ("" if precision == "fp32" else f"-{precision}")
@@ -65,7 +65,7 @@ class Encoder:
 
     @torch.no_grad()
     def encode(self, images: np.ndarray | Tensor) -> tuple[Tensor, Tensor]:
-        """uint8 [B, H, W, 3] of any size -> class token [B, D] and patch tokens [B, N, D], row by row.
+        """Encode images, uint8 [B, H, W, 3] of any size, into class token [B, D] and patch tokens [B, N, D], row by row.
 
         Tokens are taken after the last norm. They are float32 on the encoder's device.
         """
@@ -87,13 +87,13 @@ class DINOv2Detector(Encoder):
         super().__init__(DINOV2_L, weights, 224, device, recipe="edm2")
 
     def features(self, images: np.ndarray | Tensor) -> Features:
-        """uint8 [B, H, W, 3] of any size -> features on the device."""
+        """Compute features of images, uint8 [B, H, W, 3] of any size, on the device."""
         with full_float32():
             return Features(self.name, pool=self.encode(images)[0])
 
 
 def _build(name: str, input_size: int) -> tuple[nn.Module, tuple[float, ...], tuple[float, ...]]:
-    """Build the network on the meta device, without weights. Also return the mean and deviation to normalise pixels with."""
+    """Build the network on the meta device, without weights. Also return mean and deviation of pixels for these weights."""
     import timm
     from timm.models.vision_transformer import VisionTransformer
 
@@ -102,9 +102,9 @@ def _build(name: str, input_size: int) -> tuple[nn.Module, tuple[float, ...], tu
         with torch.device("meta"):
             net = timm.create_model(name, pretrained=False, num_classes=0, img_size=input_size)
     except (RuntimeError, TypeError) as e:  # TypeError: other networks have no img_size
-        raise UserError(f"the encoder {name!r} is no VisionTransformer of timm ({e})") from e
+        raise UserError(f"the encoder {name!r} is not a VisionTransformer of timm ({e})") from e
     if published is None or not isinstance(net, VisionTransformer) or net.cls_token is None or net.pos_embed is None:
-        raise UserError(f"the encoder {name!r} is no VisionTransformer of timm with a class token and a table of positions")
+        raise UserError(f"the encoder {name!r} is not a VisionTransformer of timm with a class token and a position table")
     return net, published.mean, published.std
 
 
@@ -115,7 +115,7 @@ def find_encoder_weights(name: str) -> Path:
 
 
 def _load(net: nn.Module, file: Path, recipe: str) -> None:
-    """Load a weights file, without running code in it, and resize its table of positions to the network's grid."""
+    """Load a weights file, without running code in it, and resize its position table to the grid of the network."""
     from timm.models import load_state_dict
     from timm.models.vision_transformer import checkpoint_filter_fn
 
@@ -124,11 +124,11 @@ def _load(net: nn.Module, file: Path, recipe: str) -> None:
         if recipe == "edm2" and stored["pos_embed"].shape != net.pos_embed.shape:
             stored["pos_embed"] = resample_as_dinov2(stored["pos_embed"], net.patch_embed.grid_size[0])
         state = checkpoint_filter_fn(dict(stored), net)
-        net.load_state_dict({k: x for k, x in state.items() if not k.startswith("head.")}, assign=True)  # no classifier
+        net.load_state_dict({k: x for k, x in state.items() if not k.startswith("head.")}, assign=True)  # drops the head
 
 
 def resample_as_dinov2(table: Tensor, grid: int) -> Tensor:
-    """Resize a table of positions [1, 1 + M * M, D] to [1, 1 + grid * grid, D] like DINOv2's code (arXiv 2304.07193).
+    """Resize a position table [1, 1 + M * M, D] to [1, 1 + grid * grid, D] like the code of DINOv2 (arXiv 2304.07193).
 
     That code adds 0.1 to the new size before it divides by the stored size, so it samples slightly denser than the grid. It
     uses no antialias.

@@ -1,1 +1,1 @@
-"""Latent shards (reading, writing, the order of training batches) and the autoencoders that make latents."""
+"""Read and write latent shards, order them into training batches, and load the autoencoders that make latents."""

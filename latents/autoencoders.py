@@ -1,4 +1,4 @@
-"""From images to latents and back. These latents are unscaled: the scale factor is for the network."""
+"""Autoencoders, which encode images into latents and decode them. Their latents are not multiplied by the scale factor."""
 
 from __future__ import annotations
 
@@ -19,34 +19,35 @@ log = logging.getLogger(__name__)
 
 SD_VAES = ("stabilityai/sd-vae-ft-ema", "stabilityai/sd-vae-ft-mse")
 SD_VAE = f"sd-vae:{SD_VAES[0]}"
-SD_SCALE = 0.18215  # brings SD-VAE latents, whose standard deviation is about 5.5, to about 1
-DECODED_PIXELS = 2**20  # at once: 16 images of 256x256. The largest activations, of 256 channels, take 1 GiB each.
-ENCODED_PIXELS = 2**22  # at once: activations of 128 channels take 2 GiB each
+SD_SCALE = 0.18215  # SD-VAE latents have a standard deviation of about 5.5, which this factor scales to about 1
+# Number of pixels per call of the autoencoder, which limits its memory: 2**20 pixels are 16 images of 256x256.
+DECODED_PIXELS = 2**20  # the largest activations have 256 channels and take 1 GiB each
+ENCODED_PIXELS = 2**22  # the largest activations have 128 channels and take 2 GiB each
 HUB_FILES = ("config.json", "diffusion_pytorch_model.safetensors")
 
 
 class Identity:
     """An autoencoder whose latents are the pixels."""
 
-    scale_factor = 1.0  # the network sees latents times this
-    factor = 1  # downsampling: an image has this many times the height and width of its latent
-    channels = 3  # of a latent
+    scale_factor = 1.0  # factor that multiplies latents before they enter the network
+    factor = 1  # downsampling factor: height and width of an image, divided by those of its latent
+    channels = 3  # number of channels of a latent
 
     def fingerprint(self) -> str:
         """A hash of the weights."""
         return "identity"
 
     def encode_moments(self, images: Tensor) -> Tensor:
-        """Images [B, 1 or 3, H, W], float32, -1 to 1 -> float32 [B, 2C, h, w]: mean, then log-variance."""
-        return torch.cat([images, torch.full_like(images, -30.0)], dim=1)  # no variance
+        """Encode images [B, 1 or 3, H, W], float32, -1 to 1. Returns float32 [B, 2C, h, w]: mean, then log-variance."""
+        return torch.cat([images, torch.full_like(images, -30.0)], dim=1)  # exp(-30) is practically no variance
 
     def decode(self, latents: Tensor) -> Tensor:
-        """[B, C, h, w] -> images [B, 1 or 3, H, W], float32, about -1 to 1."""
+        """Decode latents [B, C, h, w] into images [B, 1 or 3, H, W], float32, about -1 to 1."""
         return latents
 
 
 class KLAutoencoder:
-    """A diffusers AutoencoderKL. Methods and attributes as in Identity, arguments as in `build`."""
+    """An AutoencoderKL of diffusers. It has the methods and attributes of `Identity` and the arguments of `build`."""
 
     def __init__(self, spec: str, device: torch.device, channels: int | None, precision: str = "fp32"):
         from latents.va_vae import autoencoder_kl, load_va_vae
@@ -88,9 +89,10 @@ Autoencoder = Identity | KLAutoencoder
 
 
 def find(spec: str) -> Path | None:
-    """The file or folder that `build` loads, from the hub's cache or downloaded to it. None if there is nothing to load.
+    """Find the file or folder that `build` loads. Weights on the hub are downloaded if its cache lacks them.
 
-    Raises UserError if there is no such file, folder or model, or it cannot be downloaded.
+    Returns None if there is nothing to load. Raises UserError if the file, folder or model does not exist or cannot be
+    downloaded.
     """
     kind, _, source = spec.partition(":")
     if kind == "va-vae":
@@ -101,7 +103,7 @@ def find(spec: str) -> Path | None:
         return None
     if Path(source).is_dir():
         return Path(source)
-    otherwise = f"autoencoder={spec}: there is no such folder; give one, or an id of the hub that prepare_latents.py fetched"
+    otherwise = f"autoencoder={spec}: there is no such folder; give a folder, or a hub id that prepare_latents.py fetched"
     return find_on_hub(source, *HUB_FILES, otherwise=otherwise)[0].parent
 
 
@@ -110,7 +112,7 @@ def _scale_and_factor(config: dict) -> tuple[float, int]:
 
 
 def known_scale_and_factor(spec: str) -> tuple[float, int] | None:
-    """(scale factor, downsampling factor) of an autoencoder, without loading it; None if that does not say them."""
+    """Look up (scale factor, downsampling factor) of an autoencoder without loading it. Returns None if they are unknown."""
     kind, _, source = spec.partition(":")
     known = {"identity": (Identity.scale_factor, Identity.factor), "va-vae": (1.0, 16)}
     if source in SD_VAES:
@@ -122,11 +124,11 @@ def known_scale_and_factor(spec: str) -> tuple[float, int] | None:
 
 @functools.lru_cache(maxsize=1)  # a sweep builds the same autoencoder for every point
 def build(spec: str, device: torch.device, channels: int | None = None, precision: str = "fp32") -> Autoencoder:
-    """The autoencoder that shards and data.autoencoder name: identity, sd-vae:<hub id or folder> or va-vae:<file or folder>.
+    """Build an autoencoder. `spec` is identity, sd-vae:<hub id or folder> or va-vae:<file or folder>, as in data.autoencoder.
 
     Args:
-        channels: number of channels of the latents to decode; None: any.
-        precision: fp32 | bf16, for encoding.
+        channels: number of channels of the latents to decode. None accepts any number.
+        precision: precision of encoding, fp32 or bf16.
 
     Raises:
         UserError: `spec` is none, cannot be loaded, or has another number of channels.
@@ -141,18 +143,18 @@ def build(spec: str, device: torch.device, channels: int | None = None, precisio
 
 
 def from_uint8(images: Tensor) -> Tensor:
-    """uint8 [B, H, W, 3] -> float32 [B, 3, H, W], -1 to 1."""
+    """Convert uint8 [B, H, W, 3] to float32 [B, 3, H, W], -1 to 1."""
     return images.permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
 def to_uint8(images: Tensor, rounding: str = "round") -> Tensor:
-    """float32 [B, 1 or 3, H, W], -1 to 1 -> uint8 [B, H, W, 3]; grey becomes RGB.
+    """Convert float32 [B, 1 or 3, H, W], -1 to 1, to uint8 [B, H, W, 3]. Grey images become RGB.
 
     Args:
-        rounding: of values from 0 to 255: `round` to the nearest integer, or `truncate` to the one below.
+        rounding: how values from 0 to 255 become integers: `round` takes the nearest one, `truncate` the one below.
 
     Raises:
-        UserError: there are NaN or infinite values, which would look like black pixels.
+        UserError: a value is NaN or infinite. It would look like a black pixel.
     """
     if not images.isfinite().all():
         raise UserError("decoded images hold NaN or infinity: the autoencoder overflows")

@@ -1,4 +1,4 @@
-"""The items that a training step reads: a pure function of (seed, step), so that checkpoints need no position in the data."""
+"""The order of training batches. It depends only on (seed, step), so checkpoints do not store a position in the data."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from torch import Tensor
 
 @dataclass
 class BatchOrder:
-    """Exact shuffling: every epoch is a permutation of all items, drawn from (seed, epoch).
+    """The batches of a run, shuffled exactly: every epoch is a permutation of all items, drawn from (seed, epoch).
 
-    Entry j of the global batch of step s has position k = s * batch_size + j in the stream of epochs. It is item
-    permutation(seed, k // num_items)[k % num_items]. Each process reads its slices of every global batch, so the stream does
-    not depend on the number of processes.
+    Entry j of the global batch of step s has position k = s * batch_size + j in the sequence of epochs. It is item
+    permutation(seed, k // num_items)[k % num_items]. Each process reads its slices of every global batch, so the order does not
+    depend on the number of processes.
     """
 
     num_items: int
-    batch_size: int  # over all processes
-    seed: int  # of the run
-    start_step: int  # the first step to yield
-    num_steps: int  # of the run: the last step to yield is num_steps - 1
-    slices: list[slice]  # the parts of each global batch that this process reads, one slice per micro-batch
-    with_flips: bool  # flip each item with probability 1/2, drawn anew in every epoch; otherwise never
+    batch_size: int  # number of items per step over all processes
+    seed: int  # seed of the run
+    start_step: int  # first step to read
+    num_steps: int  # number of steps of the run; the last step to read is num_steps - 1
+    slices: list[slice]  # parts of each global batch that this process reads, one slice per micro-batch
+    with_flips: bool  # True flips each item with probability 1/2, drawn anew in every epoch
 
     def global_batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """(indices [batch_size], flips [batch_size] bool) of a step."""
+        """Return (indices [batch_size] int64, flips [batch_size] bool) of a step."""
         start, parts = step * self.batch_size, []
         epochs, positions = np.divmod(np.arange(start, start + self.batch_size), self.num_items)
         for epoch in np.unique(epochs).tolist():
@@ -48,25 +48,26 @@ class BatchOrder:
 
 @functools.lru_cache(maxsize=2)  # a batch may span two epochs
 def _draw_epoch(num_items: int, seed: int, epoch: int, with_flips: bool) -> tuple[np.ndarray, np.ndarray]:
-    """The items in the order of an epoch, [num_items] int64, and whether each of them is flipped, [num_items] bool."""
+    """Draw the order of the items in an epoch, [num_items] int64, and whether each of them is flipped, [num_items] bool."""
     rng = np.random.default_rng([seed, epoch])
     permutation = rng.permutation(num_items)
     return permutation, rng.random(num_items) < 0.5 if with_flips else np.zeros(num_items, dtype=bool)
 
 
-# (indices, flips) of a batch -> its tensors, as `LatentDataset.fetch`.
+# A function from (indices, flips) of a batch to its tensors, such as `LatentDataset.fetch`.
 Fetch = Callable[[np.ndarray, np.ndarray], tuple[Tensor, ...]]
-BATCHES_AHEAD = 2  # batches per thread that are read before training needs them
+BATCHES_AHEAD = 2  # number of batches that each thread reads before training needs them
 
 
 def read_batches(fetch: Fetch, order: BatchOrder, num_workers: int, pin_memory: bool) -> Iterator[tuple[Tensor, ...]]:
-    """Micro-batches (latents, labels) in the given order, which does not depend on the number of workers.
+    """Yield micro-batches (latents, labels) in the given order, which does not depend on the number of workers.
 
-    Workers are threads: reads release the lock, and passing a batch between processes takes several times as long as reading it.
+    Workers are threads, because reads release the GIL. Passing a batch between processes takes several times as long as reading
+    it.
 
     Args:
-        num_workers: threads that read ahead; 0 reads each batch when it is needed.
-        pin_memory: put batches into pinned memory, so that copies to a GPU do not block.
+        num_workers: number of threads that read ahead. 0 reads each batch when it is needed.
+        pin_memory: whether to put batches into pinned memory, so that copies to a GPU do not block.
     """
 
     def read(batch: tuple[np.ndarray, np.ndarray]) -> tuple[Tensor, ...]:

@@ -12,13 +12,14 @@ import numpy as np
 
 from common.errors import UserError
 
-MAX_OPEN_FILES = 512  # of 1,024 that a process may open by default; further files are opened again for every read
+MAX_OPEN_FILES = 512  # a process may open 1,024 by default; beyond 512, the least recently used file is closed
 
 
 class FileReader:
-    """Reads parts of files by number, from any number of threads.
+    """Reads parts of numbered files. Any number of threads may use it.
 
-    Files are not mapped: reading a truncated mapped file kills the process (SIGBUS), and a first access reads up to a megabyte.
+    Files are not memory-mapped. Reading a truncated mapped file kills the process (SIGBUS), and a first access reads up to a
+    megabyte.
     """
 
     def __init__(self, files: Sequence[Path]):
@@ -26,7 +27,7 @@ class FileReader:
         self._open = functools.lru_cache(maxsize=MAX_OPEN_FILES)(FileIO)  # a dropped file is closed once its readers finish
 
     def read_into(self, part: np.ndarray, number: int, offset: int) -> None:
-        """Fill `part`, uint8 [n], from byte `offset` of file `number`. UserError if the file is truncated or cannot be read."""
+        """Fill `part`, uint8 [n], from byte `offset` of file `number`. Raises UserError if it is truncated or cannot be read."""
         path = self.files[number]
         try:
             file = self._open(path)

@@ -1,6 +1,6 @@
-"""The native shard format (docs/data.md, The format): safetensors files that are read by index, in batches.
+"""The native shard format (docs/data.md, The format): safetensors files, from which batches are read by index.
 
-Shards hold JPEG files unmirrored; reading mirrors their pixels.
+Shards hold JPEG files of the unmirrored images. Pixels are mirrored when they are read.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from common.types import Number, Positive
 from latents.autoencoders import to_uint8
 from latents.reader import FileReader
 
-MANIFEST = "manifest.json"  # lists the shards of a folder; written when the folder is complete
-UNFINISHED = ".unfinished"  # the lock file of the command that writes the folder; an interrupted command leaves it there
+MANIFEST = "manifest.json"  # lists the shards of a folder; it is written when the folder is complete
+UNFINISHED = ".unfinished"  # lock file of the command that writes the folder; an interrupted command leaves it behind
 _STORED = ("latents", "latents_flip")
 Kind = Literal["sample", "moments"]
-MAX_CLASSES = 10**6  # more would not fit into the memory for tables over classes and images
+MAX_CLASSES = 10**6  # with more classes, tables over classes and images would not fit into memory
 NumClasses = Annotated[int, Field(ge=1, le=MAX_CLASSES)]
 Resolution = Annotated[int, Field(ge=1, le=2**16)]
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
 class ShardInfo:
-    """How to read a shard, from its header; equal for all shards of a folder. Raises ValueError for a wrong value."""
+    """How to read a shard, as its header says. All shards of a folder share it. Raises ValueError for a wrong value."""
 
-    kind: Kind  # sample (C channels) | moments (2C channels: mean, log-variance; sampled afresh at every read)
-    scale_factor: Positive  # the network sees stored latents times this
+    kind: Kind  # sample (C channels) or moments (2C channels: mean and log-variance; every read draws a new sample)
+    scale_factor: Positive  # factor that multiplies latents before they enter the network
     autoencoder: str  # identity | none | sd-vae:<hub id or folder> | va-vae:<file or folder>
-    resolution: Resolution  # height = width of the images, in pixels
+    resolution: Resolution  # height and width of the images in pixels
     num_classes: NumClasses  # labels are 0 .. num_classes - 1
-    # Mean and standard deviation of each of the C channels, over all latents; both None: the network sees unnormalised latents.
+    # Mean and standard deviation of each of the C channels over all latents. If both are None, latents are not normalised.
     latents_mean: tuple[Number, ...] | None = None
     latents_std: tuple[Positive, ...] | None = None
 
@@ -58,7 +58,7 @@ class ShardInfo:
 
 
 def pack_images(files: Sequence[bytes]) -> dict[str, Tensor]:
-    """The tensors `images` and `image_offsets` of a shard, from the JPEG file of every item."""
+    """Pack the JPEG file of every item into the tensors `images` and `image_offsets` of a shard."""
     offsets = torch.tensor([0, *(len(file) for file in files)], dtype=torch.int64).cumsum(0)
     return {"images": torch.from_numpy(np.frombuffer(bytearray(b"".join(files)), np.uint8)), "image_offsets": offsets}
 
@@ -67,12 +67,12 @@ def write_shard(path: str | Path, latents: Tensor, labels: Tensor, info: ShardIn
     """Write a shard. The file appears only when it is complete.
 
     Args:
-        latents: [M, C, H, W] (2C channels for kind `moments`), float16 or float32.
+        latents: [M, C, H, W], or [M, 2C, H, W] for kind `moments`, float16 or float32.
         labels: [M] int64.
-        more: latents_flip, like latents; images and image_offsets, from `pack_images`.
+        more: latents_flip with the shape and type of latents; images and image_offsets from `pack_images`.
 
     Raises:
-        UserError: the file exists; a shape, a type or a label is wrong; a value is not finite.
+        UserError: the file exists, a shape, type or label is wrong, or a value is not finite.
     """
     path = Path(path)
     if path.exists():
@@ -81,11 +81,11 @@ def write_shard(path: str | Path, latents: Tensor, labels: Tensor, info: ShardIn
 
 
 def serialize_shard(path: Path, info: ShardInfo, provenance: dict | None = None, **tensors: Tensor | None) -> bytes:
-    """The content of a shard's file. Equal data give equal bytes. Raises UserError as `write_shard` does.
+    """Serialize a shard. Equal data give equal bytes. Raises UserError for wrong tensors, like `write_shard`.
 
     Args:
-        path: names the shard in errors.
-        provenance: how the shard was made, in JSON's types.
+        path: the file of the shard, for error messages.
+        provenance: how the shard was made, in JSON types.
     """
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
     _check_tensors(path, info, tensors)
@@ -95,7 +95,7 @@ def serialize_shard(path: Path, info: ShardInfo, provenance: dict | None = None,
             raise UserError(f"{path}: {name} of item {finite.index(False)} are not finite as {tensors[name].dtype}")
     about = asdict(info) | ({"provenance": provenance} if provenance else {})
     about["hash"] = _hash(tensors, about)
-    return save(tensors, metadata={"about": json.dumps(about)})  # one entry: safetensors writes several in a random order
+    return save(tensors, metadata={"about": json.dumps(about)})  # safetensors writes several entries in a random order
 
 
 def _hash(tensors: dict[str, Tensor], about: dict) -> str:
@@ -107,10 +107,10 @@ def _hash(tensors: dict[str, Tensor], about: dict) -> str:
 
 
 def read_header(file: Path) -> tuple[dict, dict[str, int]]:
-    """(about, starts) of a safetensors file. Raises UserError for other files.
+    """Read (about, starts) from the header of a safetensors file. Raises UserError for other files.
 
-    `about` holds the fields of ShardInfo, `hash`, and `provenance` if encode or convert made the shard; {} if it is no shard.
-    `starts` gives the byte of the file at which each tensor begins.
+    `about` holds the fields of ShardInfo, `hash`, and `provenance` if encode or convert made the shard. It is {} if the file is
+    not a shard. `starts` maps the name of each tensor to its first byte in the file.
     """
     with reading(file), open(file, "rb") as f:
         size = int.from_bytes(f.read(8), "little")
@@ -120,7 +120,7 @@ def read_header(file: Path) -> tuple[dict, dict[str, int]]:
 
 
 def is_intact(file: Path) -> bool:
-    """Whether a shard has the hash that its header gives; True if it gives none. Reads the whole file."""
+    """Read the whole shard and compare its hash with the one in its header. Returns True if the header has none."""
     try:
         about, _ = read_header(file)
         return about.pop("hash", None) in (None, _hash(load_file(file), about))
@@ -129,7 +129,7 @@ def is_intact(file: Path) -> bool:
 
 
 def _check_tensors(file: Path, info: ShardInfo, shard: dict[str, Tensor]) -> None:
-    """Raises UserError if names, shapes, types or labels do not make a shard."""
+    """Check names, shapes, types and labels of the tensors of a shard. Raises UserError if one is wrong."""
     held = ", ".join(f"{name} {tensor.dtype} {list(tensor.shape)}" for name, tensor in shard.items())
 
     def need(is_so: bool, what: str) -> None:
@@ -152,17 +152,17 @@ def _check_tensors(file: Path, info: ShardInfo, shard: dict[str, Tensor]) -> Non
 
 
 def spread_items(num_items: int, at_most: int) -> np.ndarray:
-    """[n] int64: item numbers spread evenly over the data, including the first and the last."""
+    """Choose item numbers, int64 [n], spread evenly over the data, including the first and the last."""
     return np.unique(np.linspace(0, num_items - 1, num=min(at_most, num_items)).astype(np.int64))
 
 
 def shard_files(folder: Path) -> list[Path]:
-    """The shards of a folder in order, without hidden files, which are half-written shards."""
+    """List the shards of a folder in order. Hidden files are half-written shards and are left out."""
     return sorted(f for f in folder.glob("*.safetensors") if not f.name.startswith("."))
 
 
 def read_manifest(folder: Path) -> dict | None:
-    """The manifest of a folder; None if there is none. Raises UserError if it does not describe latents."""
+    """Read the manifest of a folder. Returns None if there is none. Raises UserError if it does not describe latents."""
     file = folder / MANIFEST
     if not file.exists():
         return None
@@ -177,20 +177,20 @@ class LatentDataset:
 
     Attributes:
         labels: [N] int64.
-        channels, height, width: shape of a latent that the network sees (half the stored channels for `moments`).
-        has_flips: shards hold latents of the mirrored images.
-        has_jpegs: shards hold the images as JPEG files.
-        has_images: `fetch_with_images` works: shards hold JPEG files, or the latents are pixels.
-        class_names: from the manifest, or None.
-        settings: of the command that made the folder, from the manifest, or {}.
+        channels, height, width: shape of a latent. For `moments`, `channels` is half the number of stored channels.
+        has_flips: whether shards hold latents of the mirrored images.
+        has_jpegs: whether shards hold the images as JPEG files.
+        has_images: whether `fetch_with_images` works, because shards hold JPEG files or the latents are pixels.
+        class_names: names of the classes from the manifest, or None.
+        settings: settings of the command that made the folder, from the manifest, or {}.
 
     Args:
-        path: a folder of shards, or a shard.
-        check_folder: False opens an unfinished folder, or one whose manifest lists other shards.
+        path: a folder of shards, or a single shard.
+        check_folder: False also opens an unfinished folder, or one whose manifest lists other shards.
 
     Raises:
-        UserError: no shards; a damaged shard; a shard that differs from the first in header, tensors or shape; an unfinished
-            folder; a folder whose manifest lists other shards.
+        UserError: there are no shards, a shard is damaged, or a shard differs from the first one in header, tensors or shape; the
+            folder is unfinished, or its manifest lists other shards.
     """
 
     def __init__(self, path: str | Path, check_folder: bool = True):
@@ -200,9 +200,9 @@ class LatentDataset:
         self.files = [self.path] if self.path.is_file() else shard_files(self.path)
         manifest = read_manifest(self.path)
         if check_folder and manifest is None and (self.path / UNFINISHED).exists():
-            raise UserError(f"{self.path} is not finished: run the prepare_latents.py command that makes it again to resume")
+            raise UserError(f"{self.path} is not finished: run the same prepare_latents.py command again to complete it")
         if not self.files:
-            raise UserError(f"{self.path} holds no latent shards (*.safetensors); encode and convert make them")
+            raise UserError(f"{self.path} holds no latent shards (*.safetensors); make them with encode or convert")
         infos, shards, offsets = zip(*map(_open_shard, self.files))
         layouts = [(i, sorted(shard), shard["latents"].dtype, shard["latents"].shape[1:]) for i, shard in zip(infos, shards)]
         for file, layout in zip(self.files, layouts):
@@ -215,8 +215,8 @@ class LatentDataset:
         self._item_bytes = math.prod(self._shape) * self._dtype.itemsize
         self.has_flips, self.has_jpegs = "latents_flip" in shards[0], "images" in shards[0]
         self.has_images = self.has_jpegs or self.info.autoencoder == "identity"
-        self._offsets = [[starts[name] for starts in offsets] for name in _STORED[: 1 + self.has_flips]]  # by flip, shard
-        if self.has_jpegs:  # per shard, [M + 1]: the byte of the file at which each image starts, and the end of the last
+        self._offsets = [[starts[name] for starts in offsets] for name in _STORED[: 1 + self.has_flips]]  # [flip][shard]
+        if self.has_jpegs:  # [M + 1] for each shard: the first byte of each image in the file, and the end of the last image
             self._images = [shard["image_offsets"].numpy() + starts["images"] for shard, starts in zip(shards, offsets)]
         self._first_item = np.cumsum([0] + [len(shard["labels"]) for shard in shards])
         self._reader = FileReader(self.files)
@@ -225,21 +225,21 @@ class LatentDataset:
         self.class_names: list[str] | None = manifest and manifest.get("class_names")
         self.settings: dict = manifest["settings"] if manifest else {}
         if check_folder and manifest and manifest["shards"] != self.hashes:
-            raise UserError(f"{self.path}: the shards are not those that {MANIFEST} lists; inspect names them")
+            raise UserError(f"{self.path}: the shards are not those that {MANIFEST} lists; run inspect to find the difference")
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def fetch(self, indices: np.ndarray, flips: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Latents [b, C or 2C, H, W] as stored (latents_flip where `flips`), and labels [b] int64.
+        """Read latents [b, C or 2C, H, W] as stored (latents_flip where `flips` is True), and labels [b] int64.
 
         Args:
             indices: [b] item numbers.
-            flips: [b] bool.
+            flips: [b] bool, which items to read mirrored.
 
         Raises:
             ValueError: the lengths differ, or `flips` asks for mirrored latents and there are none.
-            IndexError: an item does not exist. Negative numbers are refused.
+            IndexError: an item does not exist, or its number is negative.
             UserError: a shard is truncated or cannot be read.
         """
         if len(indices) != len(flips) or (not self.has_flips and flips.any()):
@@ -249,15 +249,15 @@ class LatentDataset:
             raise IndexError(f"items {indices.min()} to {indices.max()} are not all in 0 .. {len(self) - 1}")
         values = np.empty((len(indices), *self._shape), dtype=self._dtype)
         parts = values.view(np.uint8).reshape(len(indices), self._item_bytes)
-        # Read item by item: indexing shard by shard takes ten times longer if a batch touches as many shards as it has items.
+        # Items are read one by one. Indexing shard by shard takes ten times longer if each item of a batch is in another shard.
         for part, shard_idx, row, flip in zip(parts, *self._locate(indices), flips.tolist()):
             self._reader.read_into(part, shard_idx, self._offsets[flip][shard_idx] + row * self._item_bytes)
         return torch.from_numpy(values), torch.from_numpy(self.labels[indices])
 
     def fetch_with_images(self, indices: np.ndarray, flips: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
-        """What `fetch` returns, and the images, uint8 [b, R, R, 3], mirrored where `flips`. Needs `has_images`.
+        """Like `fetch`, but also read the images, uint8 [b, R, R, 3], mirrored where `flips` is True. Needs `has_images`.
 
-        Also raises UserError for an image that is not a JPEG of R pixels.
+        Also raises UserError if an image is not a JPEG file of R x R pixels.
         """
         latents, labels = self.fetch(indices, flips)
         if self.info.autoencoder == "identity":
@@ -267,7 +267,7 @@ class LatentDataset:
         for pixels, index, shard_idx, row, flip in zip(images, indices, *self._locate(indices), flips.tolist()):
             start, stop = self._images[shard_idx][row : row + 2].tolist()
             self._reader.read_into(jpeg := np.empty(stop - start, dtype=np.uint8), shard_idx, start)
-            # Pillow releases the lock while it decodes; torchvision's decoder is deprecated.
+            # Pillow releases the GIL while it decodes. The decoder of torchvision is deprecated.
             with reading(f"{self.path}: image {index}"), Image.open(io.BytesIO(jpeg), formats=["JPEG"]) as image:
                 if image.size != (size, size):
                     raise ValueError(f"{image.width}x{image.height} pixels, not {size}x{size}")
@@ -275,23 +275,23 @@ class LatentDataset:
         return latents, labels, torch.from_numpy(images)
 
     def _locate(self, indices: np.ndarray) -> tuple[list[int], list[int]]:
-        """The shard of each item, and its row in the shard."""
+        """Find the shard of each item, and its row in the shard."""
         shards = np.searchsorted(self._first_item, indices, side="right") - 1
         return shards.tolist(), (indices - self._first_item[shards]).tolist()
 
     @functools.cached_property
     def hashes(self) -> dict[str, str]:
-        """Name of each shard -> hash from its header. A shard without one is read and hashed as a whole."""
+        """Map the name of each shard to the hash in its header. If the header has none, the whole file is hashed."""
         return {file.name: read_header(file)[0].get("hash") or hash_file(file) for file in self.files}
 
     @property
     def identity(self) -> str:
-        """A hash that tells data sets apart."""
+        """A hash that identifies the data set."""
         return hash_bytes("".join(self.hashes.values()).encode())
 
 
 def _open_shard(file: Path) -> tuple[ShardInfo, dict[str, Tensor], dict[str, int]]:
-    """The header, the tensors (mapped: the file is read when they are used), and the byte of the file at which each begins."""
+    """Open a shard. Returns the header, the memory-mapped tensors, and the first byte of each tensor in the file."""
     try:
         shard = load_file(file)
     except (SafetensorError, OSError) as e:
@@ -307,7 +307,7 @@ def _open_shard(file: Path) -> tuple[ShardInfo, dict[str, Tensor], dict[str, int
 
 
 def mean_and_log_variance(stored: Tensor, kind: str) -> tuple[Tensor, Tensor | None]:
-    """[b, C or 2C, H, W] -> [b, C, H, W] each: mean and log-variance of `moments`, or the latents and None for `sample`."""
+    """Split stored latents [b, C or 2C, H, W] into mean and log-variance [b, C, H, W]; the latter is None for `sample`."""
     if kind == "sample":
         return stored, None
     mean, log_variance = stored.chunk(2, dim=1)
@@ -315,27 +315,27 @@ def mean_and_log_variance(stored: Tensor, kind: str) -> tuple[Tensor, Tensor | N
 
 
 def draw_latents(stored: Tensor, kind: str, random=None) -> Tensor:
-    """[b, C or 2C, H, W] -> [b, C, H, W]. For `moments`, `random.randn(C, H, W)` gives the noise [b, C, H, W]."""
+    """Draw latents [b, C, H, W] from stored ones [b, C or 2C, H, W]. For `moments`, the noise is `random.randn(C, H, W)`."""
     mean, log_variance = mean_and_log_variance(stored, kind)
     return mean if log_variance is None else mean + (log_variance / 2).exp() * random.randn(*mean.shape[1:])
 
 
 def latents_for_network(stored: Tensor, info: ShardInfo, random=None) -> Tensor:
-    """Stored latents [b, C or 2C, H, W] -> what the network sees, float32 [b, C, H, W]. `random` as for `draw_latents`."""
+    """Turn stored latents [b, C or 2C, H, W] into network input, float32 [b, C, H, W]. `random` is as in `draw_latents`."""
     return normalize_latents(draw_latents(stored.float(), info.kind, random), info)
 
 
 def normalize_latents(latents: Tensor, info: ShardInfo) -> Tensor:
-    """Latents of the autoencoder [b, C, H, W] -> what the network sees: (x - latents_mean) / latents_std * scale_factor.
+    """Turn latents [b, C, H, W] of the autoencoder into network input: (x - latents_mean) / latents_std * scale_factor.
 
-    `info` may be any object with these three fields: a header, data.* of a configuration, a sampler.
+    `info` may be any object with these three fields: a header, the settings data.* of a configuration, or a sampler.
     """
     mean, std = _mean_and_std(info, latents.device)
     return (latents - mean) / std * info.scale_factor
 
 
 def restore_latents(latents: Tensor, info: ShardInfo) -> Tensor:
-    """The inverse of `normalize_latents`, for the autoencoder that decodes the latents."""
+    """Invert `normalize_latents`, so that the autoencoder can decode the latents."""
     mean, std = _mean_and_std(info, latents.device)
     return latents / info.scale_factor * std + mean
 

@@ -1,4 +1,4 @@
-"""WebDataset tars: members with the same key form a sample. A damaged tar or an incomplete sample is an error."""
+"""WebDataset tars, in which members with the same key form a sample. A damaged tar or an incomplete sample is an error."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from common.errors import UserError, reading
 from common.progress import progress_bar
 
 LABEL_EXTENSIONS = ("cls", "cls.txt")
-TAR_NAME = re.compile(r"\.(tar(\..*)?|tgz)$", re.IGNORECASE)  # includes compressed tars, so that they raise an error
+TAR_NAME = re.compile(r"\.(tar(\..*)?|tgz)$", re.IGNORECASE)  # also matches compressed tars, so that they raise an error
 
 
 @dataclass(frozen=True)
 class TarItem:
-    """A member of a tar, and its label."""
+    """A member of a tar with its label."""
 
     file: Path  # the tar
     name: str
-    start: int  # byte of the tar
-    size: int  # bytes
+    start: int  # first byte of the member in the tar
+    size: int  # number of bytes
     label: int
 
     def read(self) -> bytes:
@@ -31,10 +31,10 @@ class TarItem:
 
 
 def index_tars(path: Path, extensions: tuple[str, ...]) -> list[TarItem]:
-    """The members with one of `extensions` and their labels, <key>.cls, in a tar or in all tars below a folder (sorted).
+    """List the members with one of `extensions` in a tar, or in all tars below a folder (sorted). Labels come from <key>.cls.
 
-    Raises UserError for a tar that is compressed, damaged, or several tars in one file; a key that contains a dot, lacks its
-    label or its member, or has two members; a label that is no whole number.
+    Raises UserError if a tar is compressed, damaged or followed by another tar in the same file; if a key contains a dot, has
+    no label, no member or two members; or if a label is not a whole number.
     """
     files = [path] if path.is_file() else sorted(path.rglob("*"))
     tars = [f for f in files if TAR_NAME.search(f.name) and not f.name.startswith(".")]
@@ -48,7 +48,7 @@ def _index(file: Path, extensions: tuple[str, ...]) -> list[TarItem]:
     known = (*extensions, *LABEL_EXTENSIONS)
     with reading(f"{file} (an uncompressed tar with whole numbers in .cls)"), tarfile.open(file, "r:") as tar:
         while (member := tar.next()) is not None:
-            tar.members.clear()  # otherwise tarfile keeps every member: gigabytes for a large tar
+            tar.members.clear()  # otherwise tarfile keeps every member, which takes gigabytes for a large tar
             folder, slash, name = member.name.rpartition("/")
             stem, _, extension = name.partition(".")
             key, extension = folder + slash + stem, extension.lower()
@@ -62,7 +62,7 @@ def _index(file: Path, extensions: tuple[str, ...]) -> list[TarItem]:
                 members[key] = member.name, member.offset_data, member.size
         tar.fileobj.seek(tar.offset)
         rest = tar.fileobj.read(2 * tarfile.RECORDSIZE)
-    # tarfile takes a damaged header for the end of the tar, which would be blocks of zeros.
+    # tarfile mistakes a damaged header for the end of the tar. The real end consists of blocks of zeros.
     if len(rest) < tarfile.BLOCKSIZE or any(rest):
         raise UserError(f"{file} is damaged, or followed by another tar, at byte {tar.offset}: no end of the archive")
     if unpaired := sorted(members.keys() ^ labels.keys()):

@@ -1,4 +1,4 @@
-"""Files of tensors, read without running code inside them."""
+"""Load files of tensors without running code that they contain."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from common.errors import UserError, reading
 
 
 def load_tensors(file: Path) -> Any:
-    """The tensors, or dictionaries and lists of tensors, in a file of safetensors or torch.save.
+    """Load a tensor, or dictionaries and lists of tensors, from a safetensors file or a file of torch.save.
 
     Raises UserError if the file holds other objects (such pickles can run code), is damaged, or cannot be read.
     """
@@ -22,13 +22,13 @@ def load_tensors(file: Path) -> Any:
             return load_file(file)
         with open(file, "rb") as f:
             start = f.read(40)
-        if not start.startswith((b"PK", b"\x80")):  # an HTML error page, a Git LFS pointer
-            raise UserError(f"{file} is not a file of torch.save, an archive or a pickle: it begins with {start!r}")
+        if not start.startswith((b"PK", b"\x80")):  # for example an HTML error page or a Git LFS pointer
+            raise UserError(f"{file} is not a file of torch.save, which is a zip archive or a pickle: it begins with {start!r}")
         return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
 
 
 def read_channel_statistics(file: Path, num_channels: int) -> tuple[list[float], list[float]]:
-    """Mean and standard deviation of each channel, from LightningDiT's latents_stats.pt. UserError for another file."""
+    """Read mean and standard deviation of each channel from LightningDiT's latents_stats.pt. Raises UserError for other files."""
     stored = load_tensors(file)
     try:
         mean, std = (stored[name].double().flatten().tolist() for name in ("mean", "std"))

@@ -1,4 +1,4 @@
-"""VA-VAE (LightningDiT, arXiv 2501.01423): latent diffusion's AutoencoderKL (arXiv 2112.10752), computed by diffusers."""
+"""VA-VAE (LightningDiT, arXiv 2501.01423): the AutoencoderKL of latent diffusion (arXiv 2112.10752), computed by diffusers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 from common.errors import UserError
 from latents.torch_files import load_tensors
 
-# Names in latent diffusion's state dict, and in diffusers', which numbers the decoder's levels in reverse.
-# diffusers' own converter omits the attention inside levels, which VA-VAE has at features of 16x16.
+# Parameter names in latent diffusion and in diffusers, which numbers the levels of the decoder in reverse order.
+# The converter in diffusers omits the attention inside levels, which VA-VAE has on 16x16 feature maps.
 LDM_TO_DIFFUSERS = (
     (r"\.mid\.block_1\.", ".mid_block.resnets.0."),
     (r"\.mid\.block_2\.", ".mid_block.resnets.1."),
@@ -30,17 +30,17 @@ LDM_TO_DIFFUSERS = (
 
 
 def find_va_vae(source: str) -> Path:
-    """The file of weights: `source`, or the only *.pt, *.ckpt or *.safetensors in that folder. UserError if there is not one."""
+    """Find the weights: `source`, or the only .pt, .ckpt or .safetensors file in that folder. Otherwise raises UserError."""
     path = Path(source)
     files = [path] if path.is_file() else [f for f in path.glob("*") if f.suffix in (".pt", ".ckpt", ".safetensors")]
-    files = [file for file in files if file.name != "latents_stats.pt"]  # published with the weights
+    files = [file for file in files if file.name != "latents_stats.pt"]  # it is published with the weights
     if len(files) != 1:
-        raise UserError(f"autoencoder=va-vae:{source} holds {len(files)} files of weights; give one")
+        raise UserError(f"autoencoder=va-vae:{source} holds {len(files)} files of weights; give the path of one")
     return files[0]
 
 
 def autoencoder_kl() -> type:
-    """diffusers' AutoencoderKL, imported here because it is slow, without the libraries' warnings."""
+    """Import AutoencoderKL from diffusers without warnings of the libraries. The import is slow, so it is not at module level."""
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
@@ -52,7 +52,7 @@ def autoencoder_kl() -> type:
 
 
 def load_va_vae(file: Path):
-    """diffusers' AutoencoderKL with the weights and sizes of a latent diffusion checkpoint. UserError for other files."""
+    """Load a latent diffusion checkpoint into an AutoencoderKL of matching sizes. Raises UserError for other files."""
     stored = load_tensors(file)
 
     def count(pattern: str) -> int:
@@ -72,7 +72,7 @@ def load_va_vae(file: Path):
             up_block_types=["AttnUpDecoderBlock2D" if has else "UpDecoderBlock2D" for has in reversed(has_attention)],
             scaling_factor=1.0,  # LightningDiT normalises each channel instead
         )
-        # Attention's convolutions of size 1x1 are linear layers in diffusers.
+        # The 1x1 convolutions of attention are linear layers in diffusers.
         weights = {name: x.flatten(1) if ".attn" in name and x.ndim > 1 else x for name, x in weights.items()}
         vae.load_state_dict({_diffusers_name(name, num_levels): x for name, x in weights.items()})
     except (AttributeError, KeyError, IndexError, ValueError, RuntimeError) as e:

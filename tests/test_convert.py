@@ -192,7 +192,7 @@ def test_lightningdits_latents_are_normalised_by_its_own_statistics(tmp_path, ca
     for flip in (False, True):
         expected = ((latents.flip(-1) if flip else latents) - mean) / std
         assert torch.allclose(seen_by_network(dataset, flip), expected, atol=1e-6)
-    assert "the network sees a standard deviation of 1.000 over all channels, 2.00 times sigma_data=0.5" in caplog.text
+    assert "the network input has a standard deviation of 1.000 over all channels, 2.00 times sigma_data=0.5" in caplog.text
 
 
 def test_convert_measures_statistics_itself_or_leaves_them_out(tmp_path):

@@ -142,8 +142,8 @@ def test_what_cannot_be_an_encoder_is_refused_in_one_line(tiny_file, tmp_path):
 
     pickled.write_bytes(pickle.dumps({"weight": Code()}))
     for name, weights, message in (
-        ("test_vit.nothing", tiny_file, "'test_vit.nothing' is no VisionTransformer of timm"),
-        ("resnet18", tiny_file, "'resnet18' is no VisionTransformer of timm"),
+        ("test_vit.nothing", tiny_file, "'test_vit.nothing' is not a VisionTransformer of timm"),
+        ("resnet18", tiny_file, "'resnet18' is not a VisionTransformer of timm"),
         (TINY, tmp_path / "none.pth", "none.pth .weights of the encoder. cannot be read"),
         (TINY, other, "other.safetensors .weights of the encoder. cannot be read"),
         (TINY, pickled, "code.pth .weights of the encoder. cannot be read"),

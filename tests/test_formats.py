@@ -179,7 +179,7 @@ def test_lightningdit_latents_flips_and_labels_are_read(tmp_path, dtype):
         write_lightningdit(file, latents[part].clone(), flips[part].clone(), labels[part])
     source = open_latents(tmp_path)
     check(source, latents.float(), labels, flips.float())
-    assert source.channel_statistics is None and "latents_stats.pt, by which LightningDiT normalises" in source.note
+    assert source.channel_statistics is None and "latents_stats.pt, with which LightningDiT normalises" in source.note
 
 
 GOOD = {"latents": torch.zeros(2, 4, 4, 4), "latents_flip": torch.zeros(2, 4, 4, 4), "labels": torch.tensor([0, 1])}

@@ -165,7 +165,7 @@ def test_an_interrupted_encoding_continues_and_ends_in_the_same_files(images, va
     monkeypatch.undo()
     gc.collect()  # the writer and its lock, which lie in a cycle with the error
     (output / ".tmp_0123456789abcdef_latents_00002.safetensors").write_bytes(b"half")
-    with pytest.raises(UserError, match="is not finished: run the prepare_latents.py command that makes it again to resume"):
+    with pytest.raises(UserError, match="is not finished: run the same prepare_latents.py command again to complete it"):
         LatentDataset(output)
     written_ns = {name: (output / name).stat().st_mtime_ns for name in contents(output)}
     assert len(written_ns) == 2
@@ -423,7 +423,7 @@ def test_images_without_classes_are_refused_and_class_folders_without_images(tmp
     (tmp_path / "train").mkdir()
     for name, held in (("train/a.png", "train/ alone"), ("a.png", "a.png")):
         random_image(np.random.default_rng(0)).save(tmp_path / name)
-        with pytest.raises(UserError, match=f"must hold a folder per class, and holds {held}; .*labels=none"):
+        with pytest.raises(UserError, match=f"must hold a folder per class, but holds {held}; .*labels=none"):
             open_labelled_images(tmp_path)
     for folder in ("__MACOSX", "val", "axolotl"):
         (tmp_path / folder).mkdir()
@@ -488,7 +488,7 @@ def test_the_originals_are_drawn_beside_what_their_latents_decode_to(images, tmp
         decoded, original = pairs[y : y + 64, x : x + 64], pairs[y : y + 64, x + 68 : x + 132]
         assert np.abs(decoded - original).max() <= 2 and original.std() > 10
     Image.open(next(images.rglob("*.png"))).save(tmp_path / "one.png")
-    with pytest.raises(UserError, match="holds 2 images, and .*pixels 40 latents"):
+    with pytest.raises(UserError, match="holds 2 images, but .*pixels holds 40 latents"):
         for name in ("a/one.png", "b/one.png"):
             (tmp_path / "few" / name).parent.mkdir(parents=True)
             shutil.copy(tmp_path / "one.png", tmp_path / "few" / name)
@@ -535,7 +535,7 @@ def test_shards_that_are_not_those_of_the_manifest_are_named(images, tmp_path):
     blob = file.read_bytes()
 
     def problems():
-        with pytest.raises(UserError, match="the shards are not those that manifest.json lists; inspect names them"):
+        with pytest.raises(UserError, match="the shards are not those that manifest.json lists; run inspect to find"):
             LatentDataset(tmp_path)
         return problems_of(tmp_path)
 

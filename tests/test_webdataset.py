@@ -107,7 +107,7 @@ def test_a_malicious_pickle_is_refused_and_not_run(tmp_path, protocol):
     inside = np.array([Malicious(os.system, f"touch {victim}"), None], dtype=object)
     for value in (Malicious(os.system, f"touch {victim}"), Malicious(eval, f"open({str(victim)!r}, 'w')"), inside):
         write_tar(tmp_path / "a.tar", [("0.latent", pickle.dumps(value, protocol)), ("0.cls", b"0")])
-        with pytest.raises(UserError, match=r"it names .*(system|eval), and only NumPy arrays are admitted"):
+        with pytest.raises(UserError, match=r"it refers to .*(system|eval), but only NumPy arrays are accepted"):
             Tars(tmp_path)
         assert not victim.exists()
 
@@ -139,7 +139,7 @@ def replaced(name, payload):
         (replaced("0000002.latent.npy", npy(np.full((8, 4, 4), np.nan))), "item 2 .*0000002.latent.npy.*not finite"),
         ([("0.jpg", b"image"), ("0.json", b"{}")], "cannot be read"),
         (pickled(pickle.dumps({"latent": np.zeros(3)})), "item 3 .*0000003.latent"),
-        (pickled(pickle.dumps(torch.zeros(2))), "item 3 .*0000003.latent.*only NumPy arrays are admitted"),
+        (pickled(pickle.dumps(torch.zeros(2))), "item 3 .*0000003.latent.*only NumPy arrays are accepted"),
         (pickled(pickle.dumps(sd_moments(1)[0])[:-20]), "item 3 .*0000003.latent"),
     ],
 )

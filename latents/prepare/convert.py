@@ -1,4 +1,4 @@
-"""The command `prepare_latents.py convert`: rewrite the latents of other projects as shards."""
+"""The command `prepare_latents.py convert`, which rewrites latents of other projects as shards."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Conversion:
-    """The keys of `prepare_latents.py convert`. null: what the format or the autoencoder says."""
+    """The keys of `prepare_latents.py convert`. The format or the autoencoder determines keys that are null."""
 
-    path: Text  # the latents: a file or folder of one format of docs/data.md
-    output: Text  # folder
-    kind: Kind | None = None  # moments | sample; needed for tars
-    scale: Positive | None = None  # what samples were multiplied by before they were stored (1, or 0.18215); needed for tars
-    scale_factor: Positive | None = None  # what the network's input is multiplied by
-    autoencoder: AutoencoderSpec | None = None  # as for encode, or none; null: SD-VAE for latents of 4 channels
-    resolution: Count | None = None  # of the images, in pixels
-    num_classes: Count | None = None  # null: the largest label + 1
-    # true: normalise each channel by its measured mean and standard deviation. null: by those of LightningDiT's latents_stats.pt,
-    # if this file exists. false: do not normalise.
+    path: Text  # file or folder of latents in a format of docs/data.md
+    output: Text  # folder of the shards
+    kind: Kind | None = None  # moments or sample; required for tars
+    scale: Positive | None = None  # factor that multiplied the stored samples (1 or 0.18215); required for tars of samples
+    scale_factor: Positive | None = None  # factor that multiplies latents before they enter the network
+    autoencoder: AutoencoderSpec | None = None  # an autoencoder of encode, or none; null means SD-VAE for latents of 4 channels
+    resolution: Count | None = None  # height and width of the images in pixels
+    num_classes: Count | None = None  # number of classes; null means the largest label + 1
+    # true normalises each channel by its measured mean and standard deviation. null uses those of LightningDiT's
+    # latents_stats.pt, if this file exists. false does not normalise.
     normalize: bool | None = None
-    keep_images: Literal["none", "jpeg"] = "none"  # jpeg: also store the images next to REPA's latents, for alignment
-    dtype: Dtype = "float16"  # of the stored latents
-    shard_size: Count = SHARD_SIZE  # latents per shard
+    keep_images: Literal["none", "jpeg"] = "none"  # jpeg also stores the images next to REPA's latents, for alignment
+    dtype: Dtype = "float16"  # type of the stored latents
+    shard_size: Count = SHARD_SIZE  # number of latents per shard
 
 
 def convert(conversion: Conversion) -> None:
@@ -62,9 +62,9 @@ def convert(conversion: Conversion) -> None:
 
 
 def settle_header(source: LatentSource, conversion: Conversion) -> tuple[ShardInfo, float]:
-    """The header of the shards, and what the stored values were multiplied by. Keys that are given come before the format's.
+    """Determine the header of the shards, and the factor that multiplied the stored values. Keys of the command come first.
 
-    Raises UserError if a value is unknown, or does not fit the latents.
+    Raises UserError if a value is unknown or does not fit the latents.
     """
     channels, height, width = source.shape
     kind = conversion.kind or source.kind
@@ -80,7 +80,7 @@ def settle_header(source: LatentSource, conversion: Conversion) -> tuple[ShardIn
         "num_classes": count_classes(source.labels, conversion.num_classes),
     }
     if missing := [f"{key}=" for key, value in {**header, "scale": scale}.items() if value is None]:
-        raise UserError(f"{source.path}: give {', '.join(missing)}, which latents {list(source.shape)} of this format do not say")
+        raise UserError(f"{source.path}: give {', '.join(missing)}; this format with latents {list(source.shape)} does not tell")
     if height != width or (kind == "moments" and (scale != 1 or channels % 2)):
         latents = f"{source.path}: latents {list(source.shape)}, kind={kind}, scale={scale:g}"
         raise UserError(f"{latents}: they must be square, and moments unscaled, with mean and log-variance")

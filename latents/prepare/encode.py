@@ -1,4 +1,4 @@
-"""From images to a folder of shards: workers read and crop, the device encodes, a thread writes."""
+"""Encode images into a folder of shards. Workers read and crop images, the device encodes them, and a thread writes shards."""
 
 from __future__ import annotations
 
@@ -31,34 +31,34 @@ log = logging.getLogger(__name__)
 class Encoding:
     """The keys of `prepare_latents.py encode`."""
 
-    images: str  # a folder with a folder per class (ImageNet's layout) or with EDM's dataset.json, or WebDataset tars
-    output: str  # folder
-    labels: Literal["auto", "none"] = "auto"  # none: all images belong to one class
-    part: Literal["all", "train", "validation"] = "all"  # validation: every 20th image, for eval.validation; train: the others
-    resolution: Resolution = 256  # side of the square that ADM's centre crop leaves, in pixels; at most 65,536
-    pad: Whole = 0  # black pixels added to every side before the crop: pad=2 makes 32x32 of 28x28
-    background: Colour = "white"  # behind transparent images: a name, or '#rrggbb' in quotes
-    grey: bool = False  # keep only the brightness, as one channel; needs autoencoder=identity
+    images: str  # folder with a subfolder per class (ImageNet's layout) or with EDM's dataset.json, or WebDataset tars
+    output: str  # folder of the shards
+    labels: Literal["auto", "none"] = "auto"  # none puts all images into one class
+    part: Literal["all", "train", "validation"] = "all"  # validation keeps every 20th image for eval.validation, train the rest
+    resolution: Resolution = 256  # height and width after ADM's centre crop, in pixels; at most 65,536
+    pad: Whole = 0  # number of black pixels added to every side before the crop; pad=2 turns 28x28 into 32x32
+    background: Colour = "white"  # colour behind transparent images: a name, or '#rrggbb' in quotes
+    grey: bool = False  # true keeps only the brightness, as one channel; needs autoencoder=identity
     autoencoder: Annotated[str, Field(pattern="^(identity|(sd|va)-vae:.+)$")] = SD_VAE
-    kind: Kind = "moments"  # moments (mean and log-variance, sampled afresh at every read) or sample (drawn once, from `seed`)
-    flips: bool = False  # encode the mirrored images as well
-    keep_images: Literal["none", "jpeg"] = "none"  # jpeg: also store the cropped images, for alignment
-    normalize: bool = False  # the network sees each channel with mean 0 and standard deviation 1, measured over all latents
-    latents_stats: str | None = None  # LightningDiT's latents_stats.pt: normalise each channel by its mean and deviation
-    sigma_data: Positive | None = None  # the network sees all values with this standard deviation: 0.5 for EDM
-    num_classes: NumClasses | None = None  # at most 1,000,000; null: as many as the class names or the labels need
-    precision: Literal["fp32", "bf16"] = "fp32"  # of the autoencoder; bf16 is for GPUs
-    dtype: Dtype = "float16"  # of the stored latents
-    seed: Whole = 0  # for kind=sample
-    shard_size: Count = SHARD_SIZE  # images per shard; a process holds one shard in memory, and an interruption loses it
-    on_error: Literal["stop", "skip"] = "stop"  # at an image that cannot be read; manifest.json lists the skipped ones
-    batch_size: Count = 64
-    num_workers: Whole | None = None  # processes that read images, per process that encodes; null: its share of the cores
-    cpu_threads: Count | None = None
-    tf32: bool = True  # on CUDA, compute float32 products and convolutions in TF32
+    kind: Kind = "moments"  # moments (mean and log-variance; every read draws a new sample) or sample (drawn once, from `seed`)
+    flips: bool = False  # true also encodes the mirrored images
+    keep_images: Literal["none", "jpeg"] = "none"  # jpeg also stores the cropped images, for alignment
+    normalize: bool = False  # true gives each channel of the network input mean 0 and standard deviation 1 over all latents
+    latents_stats: str | None = None  # path of LightningDiT's latents_stats.pt, by which each channel is normalised
+    sigma_data: Positive | None = None  # if set, the scale factor gives the network input this standard deviation; 0.5 for EDM
+    num_classes: NumClasses | None = None  # number of classes, at most 1,000,000; null takes it from class names or labels
+    precision: Literal["fp32", "bf16"] = "fp32"  # precision of the autoencoder; bf16 is for GPUs
+    dtype: Dtype = "float16"  # type of the stored latents
+    seed: Whole = 0  # seed of the samples for kind=sample
+    shard_size: Count = SHARD_SIZE  # number of images per shard; a process holds one shard in memory, which an interruption loses
+    on_error: Literal["stop", "skip"] = "stop"  # action at an image that cannot be read; manifest.json lists skipped images
+    batch_size: Count = 64  # number of images per batch of a process
+    num_workers: Whole | None = None  # number of reading processes for each encoding process; null means its share of the cores
+    cpu_threads: Count | None = None  # number of threads of each process; null means its share of the cores
+    tf32: bool = True  # whether CUDA computes float32 products and convolutions in TF32
 
 
-# Keys that may change between runs of the same folder: the latents do not depend on them.
+# Keys that may change when a folder is resumed, because the latents do not depend on them.
 NOT_IN_LATENTS = {
     "images", "output", "labels", "latents_stats", "on_error", "batch_size", "num_workers", "cpu_threads"
 }  # fmt: skip
@@ -67,10 +67,10 @@ NOT_IN_LATENTS = {
 class _Batch(NamedTuple):
     """Consecutive images of one shard."""
 
-    images: Tensor  # uint8 [b, H, W, 3], those that could be read
-    kept: list[int]  # their numbers
-    left_out: list[dict]  # the others, {"name", "problem"} each
-    jpegs: list[bytes]  # the file of each of `images`; empty unless keep_images=jpeg
+    images: Tensor  # uint8 [b, H, W, 3], the images that could be read
+    kept: list[int]  # numbers of these images
+    left_out: list[dict]  # {"name", "problem"} of each image that could not be read
+    jpegs: list[bytes]  # JPEG file of each of `images`; empty unless keep_images=jpeg
 
 
 def _read_batch(source: LabelledImages, encoding: Encoding, numbers: list[int]) -> _Batch:
@@ -92,18 +92,18 @@ def _read_batch(source: LabelledImages, encoding: Encoding, numbers: list[int]) 
 def encode_images(
     source: LabelledImages, vae: Autoencoder, writer: ShardWriter, info: ShardInfo, encoding: Encoding, accelerator: Accelerator
 ) -> None:
-    """Encode the images of the missing shards and write these; each process makes its share.
+    """Encode the images of the missing shards and write these shards. Each process makes its share.
 
-    A batch never crosses the end of a shard, and noise is drawn per image: a shard does not depend on the process that makes it.
-    `encoding.num_workers` must be set. Raises UserError for an image that cannot be read if on_error=stop.
+    A batch never crosses the end of a shard, and noise is drawn per image, so a shard does not depend on the process that makes
+    it. `encoding.num_workers` must be set. Raises UserError if an image cannot be read and on_error=stop.
     """
     rank, num_processes, batch_size = accelerator.process_index, accelerator.num_processes, encoding.batch_size
-    accelerator.wait_for_everyone()  # all processes have checked the folder before one changes it
+    accelerator.wait_for_everyone()  # no process changes the folder before all have checked it
     if accelerator.is_main_process:
         writer.open()
     accelerator.wait_for_everyone()
     shards, num_missing = writer.missing(rank, num_processes), len(writer.missing())
-    accelerator.wait_for_everyone()  # all processes have listed the missing shards before one writes
+    accelerator.wait_for_everyone()  # no process writes before all have listed the missing shards
     log.info("%d images in %d classes; %d of %d shards to make", len(source), info.num_classes, num_missing, len(writer.shards))
     batch_ranges = [range(i, min(i + batch_size, s.stop)) for s in shards for i in range(s.start, s.stop, batch_size)]
     loading = {"num_workers": encoding.num_workers, "pin_memory": accelerator.device.type == "cuda"}
@@ -111,7 +111,7 @@ def encode_images(
     batches = iter(DataLoader(range(len(source)), **loading))
     bar = progress_bar(total=sum(s.stop - s.start for s in shards), unit="images", desc=f"process {rank + 1} of {num_processes}")
     with bar, ThreadPoolExecutor(1) as pool:
-        written = pool.submit(int)  # the previous shard: none yet
+        written = pool.submit(int)  # stands for the write of the previous shard, of which there is none yet
         for shard in shards:
             kept, left_out, jpegs, encoded = [], [], [], [_no_latents(vae, encoding)]
             for _ in range(shard.start, shard.stop, batch_size):
@@ -132,14 +132,14 @@ def encode_images(
 
 
 def _no_latents(vae: Autoencoder, encoding: Encoding) -> dict[str, Tensor]:
-    """The latents of no images, [0, C or 2C, h, w]: perhaps none of a shard's images can be read."""
+    """Return empty latents [0, C or 2C, h, w], in case no image of a shard can be read."""
     channels = (1 if encoding.grey else vae.channels) * (1 + (encoding.kind == "moments"))
     size = encoding.resolution // vae.factor
     return {name: torch.empty(0, channels, size, size) for name in ("latents", "latents_flip")[: 1 + encoding.flips]}
 
 
 def _encode(batch: _Batch, vae: Autoencoder, encoding: Encoding, device: torch.device) -> dict[str, Tensor]:
-    """Latents [b, C or 2C, h, w] of the images, and of the mirrored images if flips=true, on the device."""
+    """Encode the images, and the mirrored images if flips=true, into latents [b, C or 2C, h, w] on the device."""
     pixels = from_uint8(batch.images.to(device, non_blocking=True))[:, : 1 if encoding.grey else 3]
     latents = {}
     for flip, name in enumerate(("latents", "latents_flip")[: 1 + encoding.flips]):

@@ -1,4 +1,4 @@
-"""The command `prepare_latents.py fetch`: download weights into their caches."""
+"""The command `prepare_latents.py fetch`, which downloads weights into their caches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 def fetch(autoencoder: AutoencoderSpec = autoencoders.SD_VAE, encoder: Text | None = None) -> None:
-    """Download autoencoder, Inception and timm's vision transformer `encoder` if the caches lack them, and check the files."""
+    """Download the autoencoder, Inception and timm's vision transformer `encoder` if the caches lack them. Check the weights."""
     log.info("%s is complete: %s", autoencoder, autoencoders.find(autoencoder))
     autoencoders.build(autoencoder, torch.device("cpu"))  # checks the weights
     log.info("Inception is complete: %s", fetch_weights())

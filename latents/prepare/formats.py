@@ -1,4 +1,4 @@
-"""Latents as other projects store them. One class per format; `convert` reads the items in order and writes shards."""
+"""Latent formats of other projects, one class for each. `convert` reads the items in order and writes shards."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from latents.torch_files import read_channel_statistics
 
 
 class LatentSource:
-    """Latents of another project; `open_latents` chooses the subclass.
+    """Latents of another project. `open_latents` chooses the subclass.
 
-    A subclass has `_open()`, which sets `labels` and `items`, and `_load(number)`, which returns the array of an item, and that
-    of the mirrored image if has_flips. Both may raise any error.
+    A subclass defines `_open()`, which sets `labels` and `items`, and `_load(number)`, which returns the array of an item and, if
+    has_flips, the array of the mirrored image. Both may raise any error.
     """
 
     patterns: tuple[str, ...]  # file names by which the format is recognised
     labels: np.ndarray  # [N] int64
-    items: Sequence  # [N]: what identifies each item in the files, also in errors
-    shape: tuple[int, ...]  # (C, h, w) of an item in `read`; 2C channels for moments
-    has_flips = False  # `read` also returns latents of the mirrored images
-    kind: str | None = None  # moments | sample, if the format says it
-    scale: float | None = None  # what the stored values were multiplied by, if the format says it
-    channel_statistics: tuple[list[float], list[float]] | None = None  # mean and deviation of each stored channel, if known
-    note = ""  # for the log: what `_open` found
+    items: Sequence  # [N], where each item is in the files; error messages name it
+    shape: tuple[int, ...]  # shape of an item in `read`: (C, h, w), or (2C, h, w) for moments
+    has_flips = False  # whether `read` also returns latents of the mirrored images
+    kind: str | None = None  # moments or sample, if the format determines it
+    scale: float | None = None  # factor that multiplied the stored values, if the format determines it
+    channel_statistics: tuple[list[float], list[float]] | None = None  # mean and deviation of each channel, if known
+    note = ""  # remark of `_open` for the log
 
     def __init__(self, path: Path):
         self.path = path
@@ -50,9 +50,9 @@ class LatentSource:
             self.shape = self._load(0)[0].shape
 
     def read(self, start: int, stop: int) -> dict[str, Tensor]:
-        """Items start .. stop - 1 as stored: `latents`, float32 [b, *shape], and `latents_flip` if has_flips.
+        """Read items start .. stop - 1 as stored: `latents`, float32 [b, *shape], and `latents_flip` if has_flips.
 
-        Raises UserError for an item that is missing, damaged, of another shape, or not finite.
+        Raises UserError if an item is missing or damaged, has another shape, or is not finite.
         """
         latents = np.empty((1 + self.has_flips, stop - start, *self.shape), dtype=np.float32)
         for number in range(start, stop):
@@ -64,21 +64,21 @@ class LatentSource:
         return dict(zip(("latents", "latents_flip"), torch.from_numpy(latents)))
 
     def find_images(self, resolution: int) -> Callable[[int], bytes]:
-        """A function from an item's number to its image, a JPEG file of `resolution` pixels. UserError if there are no images."""
+        """Return a function from item numbers to JPEG files of `resolution` pixels. Raises UserError if there are no images."""
         raise UserError(f"keep_images=jpeg needs REPA's folder images/ next to vae-sd/; {self.path} has none")
 
     def fingerprint(self) -> str:
-        """A hash of the labels and of 256 items spread over the data: reading all would take as long as converting them."""
+        """Hash the labels and 256 items spread over the data. Reading all items would take as long as converting them."""
         spread = [self.read(i, i + 1)["latents"].numpy().tobytes() for i in spread_items(len(self.labels), 256).tolist()]
         return hash_bytes(b"".join([f"{self.shape} {self.has_flips}".encode(), self.labels.tobytes(), *spread]))
 
 
 class MaskDiTLMDB(LatentSource):
-    """MaskDiT's LMDB, the folder of data.mdb or a single file: moments [8, h, w] `z-<i>`, labels `y-<i>`, their number `length`.
+    """LMDB of MaskDiT: a folder with data.mdb, or a single file. Keys are `z-<i>` (moments [8, h, w]), `y-<i>` (label), `length`.
 
-    With --xflip MaskDiT appends the mirrored images as items of their own, and they stay so.
+    With --xflip, MaskDiT appends the mirrored images as separate items. They also become separate items of the shards.
 
-    LMDB maps its file into memory. If a copy lacks its end, reading it ends the process (SIGBUS): copy it again.
+    LMDB maps its file into memory. If a copy is truncated, reading it ends the process (SIGBUS). Then copy the file again.
     """
 
     kind, scale = "moments", 1.0
@@ -87,7 +87,7 @@ class MaskDiTLMDB(LatentSource):
     def _open(self) -> None:
         import lmdb  # only this format needs it
 
-        # Without a lock, LMDB writes nothing: the folder may be read-only.
+        # Without a lock, LMDB writes nothing, so the folder may be read-only.
         options = {"subdir": self.path.is_dir(), "readonly": True, "lock": False, "readahead": False, "create": False}
         self.transaction = lmdb.open(str(self.path), **options).begin()
         self.items = range(int(self.transaction.get(b"length")))
@@ -99,18 +99,18 @@ class MaskDiTLMDB(LatentSource):
 
 
 class _ArrayUnpickler(pickle.Unpickler):
-    """Reads a pickled NumPy array. It refuses every name but those that old and new NumPy write: other pickles can run code."""
+    """Reads a pickled NumPy array. It accepts only names that old and new NumPy write, because other pickles can run code."""
 
     ADMITTED = ("_reconstruct", "ndarray", "dtype", "_frombuffer")
 
     def find_class(self, module: str, name: str):
         if (module, name) != ("_codecs", "encode") and not (module.split(".")[0] == "numpy" and name in self.ADMITTED):
-            raise ValueError(f"it names {module}.{name}, and only NumPy arrays are admitted")
+            raise ValueError(f"it refers to {module}.{name}, but only NumPy arrays are accepted")
         return super().find_class(module, name)
 
 
 class Tars(LatentSource):
-    """Uncompressed WebDataset tars, a folder or a file: `<key>.latent` (a pickled array), `.latent.npy` or `.npy`, and `.cls`.
+    """Uncompressed WebDataset tars, a folder or a file. They hold `<key>.latent` (pickled), `.latent.npy` or `.npy`, and `.cls`.
 
     MaskDiT's lmdb2wds.py makes them for the official TREAD trainer.
     """
@@ -127,7 +127,7 @@ class Tars(LatentSource):
 
 
 class FastDiTFolder(LatentSource):
-    """fast-DiT's `<name>_features/<i>.npy`, float32 [B, 4, h, w] times 0.18215, and `<name>_labels/<i>.npy`, int64 [B]."""
+    """fast-DiT files: `<name>_features/<i>.npy`, float32 [B, 4, h, w] times 0.18215, and `<name>_labels/<i>.npy`, int64 [B]."""
 
     kind, scale = "sample", SD_SCALE
     patterns = ("*_features",)
@@ -139,7 +139,7 @@ class FastDiTFolder(LatentSource):
         features = folders[0]
         labels = features.with_name(f"{features.name.removesuffix('_features')}_labels")
         names = {file.name for folder in (features, labels) for file in folder.glob("*.npy")}
-        names = sorted(names, key=lambda name: int(Path(name).stem))  # 2 comes before 10
+        names = sorted(names, key=lambda name: int(Path(name).stem))  # sorted as numbers, 2 comes before 10
         parts = [(features / name, np.load(labels / name)) for name in names]
         self.items = [(file, row) for file, values in parts for row in range(len(values))]
         self.labels = np.concatenate([values for _, values in parts]).astype(np.int64, casting="safe")
@@ -150,10 +150,10 @@ class FastDiTFolder(LatentSource):
 
 
 class REPAFolder(LatentSource):
-    """REPA's and EDM2's `vae-sd/`, the folder that holds it, or a .zip of either.
+    """The folder `vae-sd/` of REPA and EDM2, its parent folder, or a .zip of either.
 
     dataset.json has "labels": [[name, label], ...]. Each .npy file holds mean and standard deviation, float32
-    [8, h, w]; `read` returns mean and log-variance.
+    [8, h, w]. `read` returns mean and log-variance.
     """
 
     kind, scale = "moments", 1.0
@@ -168,10 +168,10 @@ class REPAFolder(LatentSource):
         mean, std = np.split(np.load(io.BytesIO((self.root / self.items[number]).read_bytes())), 2)
         if (std < 0).any():
             raise ValueError("there are negative standard deviations")
-        return [np.concatenate([mean, 2 * np.log(np.maximum(std, math.exp(-15)))])]  # the autoencoder clamps at -30
+        return [np.concatenate([mean, 2 * np.log(np.maximum(std, math.exp(-15)))])]  # log-variances are clamped at -30
 
     def find_images(self, resolution: int) -> Callable[[int], bytes]:
-        """Reads `images/` next to `vae-sd/`, which has its own dataset.json. Like REPA, it pairs both lists in sorted order."""
+        """Read `images/` next to `vae-sd/`, which has its own dataset.json. As in REPA, both lists are sorted and then paired."""
         folder = Path(str(self.root)).parent / "images"
         with reading(folder):
             names, labels = read_dataset_json(folder)
@@ -191,7 +191,7 @@ class REPAFolder(LatentSource):
 
 
 class LightningDiTFolder(LatentSource):
-    """LightningDiT's safetensors, a folder or a file: `latents` [M, C, h, w], `latents_flip`, `labels` [M]; unscaled samples.
+    """Unscaled samples of LightningDiT, a folder or a .safetensors file: `latents` [M, C, h, w], `latents_flip`, `labels` [M].
 
     LightningDiT normalises each channel by `mean` and `std` [1, C, 1, 1] of latents_stats.pt in the same folder.
     """
@@ -210,10 +210,10 @@ class LightningDiTFolder(LatentSource):
             self.items += [(file, row) for row in range(len(labels[-1]))]
         self.labels = np.concatenate(labels).astype(np.int64, casting="safe")
         statistics = self.items[0][0].with_name("latents_stats.pt")
-        self.note = f"no {statistics}, by which LightningDiT normalises; normalize=true measures it"
+        self.note = f"{statistics}, with which LightningDiT normalises, is missing; normalize=true measures the statistics"
         if statistics.exists():
             self.channel_statistics = read_channel_statistics(statistics, len(self._load(0)[0]))
-            self.note = f"latents_mean and latents_std: those of {statistics.name}"
+            self.note = f"latents_mean and latents_std come from {statistics.name}"
 
     def _load(self, number: int) -> list[np.ndarray]:
         file, row = self.items[number]
@@ -225,9 +225,9 @@ FORMATS = (MaskDiTLMDB, Tars, FastDiTFolder, REPAFolder, LightningDiTFolder)
 
 
 def open_latents(path: str | Path) -> LatentSource:
-    """Open latents of another project. The names of its files say in which format they are.
+    """Open latents of another project. The file names determine the format.
 
-    Raises UserError if no format or several fit, or a file is missing, damaged or of another format.
+    Raises UserError if no format or several formats fit, or if a file is missing, damaged or in another format.
     """
     path = Path(path)
     fitting = [f for f in FORMATS if any(path.match(pattern) or any(path.glob(pattern)) for pattern in f.patterns)]

@@ -21,24 +21,24 @@ from latents.tars import TAR_NAME, index_tars
 
 log = logging.getLogger(__name__)
 
-HOLD_OUT = 20
+HOLD_OUT = 20  # part=validation takes every 20th image
 
 
 def to_jpeg(pixels: np.ndarray) -> bytes:
-    """uint8 [H, W, 3] -> a JPEG file of quality 95 with all of the colours' resolution."""
+    """Compress pixels, uint8 [H, W, 3], to a JPEG file of quality 95 without chroma subsampling."""
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, format="JPEG", quality=95, subsampling=0)
     return file.getvalue()
 
 
 def read_cropped(images: LabelledImages, number: int, resolution: int, background: str, pad: int, grey: bool) -> np.ndarray:
-    """An image as `encode` takes it, uint8 [R, R, 3]. The arguments are keys of `Encoding`."""
+    """Read and crop an image as `encode` does. Returns uint8 [R, R, 3]. The arguments are keys of `Encoding`."""
     image = ImageOps.expand(read_rgb(images.open(number), background)[0], pad)
     return adm_center_crop(image.convert("L").convert("RGB") if grey else image, resolution)
 
 
 def count_classes(labels: np.ndarray, num_classes: int | None, class_names: list[str] | None = None) -> int:
-    """`num_classes`; if None, as many as the class names or the labels need. Raises UserError if it is too small."""
+    """Return `num_classes`, or if it is None, the number that class names or labels need. Raises UserError if it is too small."""
     if not 0 <= labels.min() <= labels.max() < MAX_CLASSES:
         raise UserError(f"labels run from {labels.min()} to {labels.max()}; they must be from 0 to {MAX_CLASSES - 1:,}")
     needed = len(class_names) if class_names else int(labels.max()) + 1
@@ -52,9 +52,9 @@ class _DatasetJson(BaseModel):
 
 
 def read_dataset_json(folder: Path) -> tuple[list[str], np.ndarray]:
-    """(names, labels [N] int64) from EDM's dataset.json, {"labels": [[name, label], ...]}. `folder` may be a zipfile.Path.
+    """Read (names, labels [N] int64) from EDM's dataset.json, {"labels": [[name, label], ...]}. `folder` may be a zipfile.Path.
 
-    Raises UserError if the file has another form or no entry.
+    Raises UserError if the file has another form or no entries.
     """
     try:
         entries = _DatasetJson.model_validate_json((folder / "dataset.json").read_bytes(), strict=True).labels
@@ -66,13 +66,13 @@ def read_dataset_json(folder: Path) -> tuple[list[str], np.ndarray]:
 
 
 class LabelledImages:
-    """Images by number.
+    """Labelled images that are accessed by number.
 
     Attributes:
-        names: relative to `path`.
+        names: paths relative to `path`.
         labels: [N] int64.
-        class_names: None if unknown.
-        unread: other files in the folder, whose suffix is that of an image.
+        class_names: names of the classes; None if they are unknown.
+        unread: image files in the folder whose format `encode` does not read.
     """
 
     unread: list[str] = []
@@ -89,17 +89,17 @@ class LabelledImages:
         self.names, self.labels = [self.names[i] for i in numbers], self.labels[numbers]
 
     def open(self, index: int) -> Path | BinaryIO:
-        """The argument for `read_rgb`."""
+        """Return the path or the open file of an image, for `read_rgb`."""
         return self.path / self.names[index]
 
     def size(self, index: int) -> int:
-        """In bytes."""
+        """Size of the file in bytes."""
         return (self.path / self.names[index]).stat().st_size
 
     def fingerprint(self, start: int, stop: int) -> str:
-        """A hash of names, sizes in bytes and labels of images start .. stop - 1, and of the bytes of four of them.
+        """Hash the names, sizes in bytes and labels of images start .. stop - 1, and the content of four of them.
 
-        Reading all of them would take as long as encoding them.
+        Reading all images would take as long as encoding them.
         """
         digest = hashlib.blake2b(self.labels[start:stop].tobytes(), digest_size=16)
         spread = set((start + spread_items(stop - start, 4)).tolist())
@@ -110,13 +110,13 @@ class LabelledImages:
                     image = self.open(index)
                     if not isinstance(image, Path):
                         digest.update(image.read())
-                    elif image.is_file():  # a pipe never ends
+                    elif image.is_file():  # reading a pipe might never end
                         digest.update(image.read_bytes())
         return digest.hexdigest()
 
 
 class TarImages(LabelledImages):
-    """WebDataset tars: `<key>.jpg` (or another image) with `<key>.cls`, the label as text. Read in place, not unpacked."""
+    """Images in WebDataset tars: `<key>.jpg` (or another image) and `<key>.cls`, the label as text. Tars are not unpacked."""
 
     def __init__(self, path: Path):
         self.items = index_tars(path, tuple(suffix[1:] for suffix in SUFFIXES))
@@ -138,8 +138,8 @@ def open_labelled_images(path: str | Path, labels: str = "auto", part: str = "al
 
     Args:
         path: a folder of images, a folder of WebDataset tars, or a tar.
-        labels: `none` (all images belong to one class) or `auto` (.cls in tars; otherwise dataset.json, or a folder per class).
-        part: `validation` (every HOLD_OUT-th image), `train` (the others) or `all`.
+        labels: `none` puts all images into one class. `auto` reads .cls in tars, otherwise dataset.json or a folder per class.
+        part: `validation` takes every HOLD_OUT-th image, `train` the others.
 
     Raises:
         UserError: there are no images, dataset.json lists a missing image, or an image is outside the class folders.
@@ -168,7 +168,7 @@ def open_labelled_images(path: str | Path, labels: str = "auto", part: str = "al
     if part != "all":
         images.keep([i for i in range(len(images)) if (i % HOLD_OUT == HOLD_OUT - 1) == (part == "validation")])
         if not len(images):
-            raise UserError(f"images={path}: part=validation takes every {HOLD_OUT}th image, and there are fewer")
+            raise UserError(f"images={path}: part=validation takes every {HOLD_OUT}th image, but there are fewer")
     return images
 
 
@@ -183,13 +183,13 @@ def _label_by_json(path: Path, names: list[str]) -> LabelledImages:
 
 
 def _label_by_folder(path: Path, names: list[str]) -> LabelledImages:
-    """The first folder below `path` is the class. Classes are numbered in the order of their names, as in torchvision."""
+    """Label images by their first folder below `path`. Classes are numbered in the order of their names, as in torchvision."""
     loose = [name for name in names if "/" not in name]
     class_of = [name.partition("/")[0] for name in names]
     classes = sorted(set(class_of))
     if loose or len(classes) == 1:
         held = loose[0] if loose else f"{classes[0]}/ alone"
-        raise UserError(f"images={path} must hold a folder per class, and holds {held}; give labels=none if all are of one class")
+        raise UserError(f"images={path} must hold a folder per class, but holds {held}; set labels=none for a single class")
     if empty := sorted({f.name for f in path.iterdir() if f.is_dir() and not is_hidden(f.name)} - set(classes)):
         raise UserError(f"images={path}: {empty[0]}/ holds no images, and without it later classes get other labels; remove it")
     return LabelledImages(path, names, np.searchsorted(classes, class_of), classes)

@@ -1,4 +1,4 @@
-"""Checks of latents: what they are is logged, and what is wrong with them is returned."""
+"""Checks of latents. They log properties of the latents and return problems."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from latents.shards import MANIFEST, UNFINISHED, LatentDataset, is_intact, mean_
 
 log = logging.getLogger(__name__)
 
-CHUNK = 1024  # latents that are read at once
+CHUNK = 1024  # number of latents per read
 
 
 def find_problems(dataset: LatentDataset, sigma_data: float = 0.5) -> list[str]:
-    """Read all latents, log what they are, and return what is wrong with them.
+    """Read all latents, log their properties, and return a list of problems.
 
     Args:
         sigma_data: the standard deviation that the diffusion assumes.
@@ -34,7 +34,7 @@ def find_problems(dataset: LatentDataset, sigma_data: float = 0.5) -> list[str]:
 
 
 def _check_files(dataset: LatentDataset) -> Iterator[str]:
-    hashes, first_file = dataset.hashes, {}  # first_file: by hash
+    hashes, first_file = dataset.hashes, {}  # first_file: hash -> the first file with this hash
     for file in progress_bar(dataset.files, unit="shards", desc="checksums"):
         if not is_intact(file):
             yield f"{file}: its checksum differs"
@@ -42,11 +42,11 @@ def _check_files(dataset: LatentDataset) -> Iterator[str]:
             yield f"{file} is a copy of {first.name}"
     manifest = read_manifest(dataset.path)
     if manifest is None:
-        log.info("no %s: nothing says whether all latents are there", MANIFEST)
+        log.info("there is no %s, so it is unknown whether latents are missing", MANIFEST)
         if (dataset.path / UNFINISHED).exists():
-            yield "not finished: run the command that makes it again"
+            yield "the folder is not finished: run the same prepare_latents.py command again to complete it"
         return
-    log.info("%d items could not be read when it was made", len(manifest["left_out"]))
+    log.info("%d items could not be read when the folder was made", len(manifest["left_out"]))
     listed = manifest["shards"]
     for name in sorted(listed | hashes):
         if listed.get(name) != hashes.get(name):
@@ -76,7 +76,7 @@ def _check_classes(dataset: LatentDataset) -> Iterator[str]:
 
 
 def _check_values(dataset: LatentDataset, sigma_data: float) -> Iterator[str]:
-    """Find NaN and Inf, and compare the standard deviation that the network sees with `sigma_data`."""
+    """Find NaN and Inf, and compare the standard deviation of the network input with `sigma_data`."""
     info, sums, not_finite = dataset.info, np.zeros((3, dataset.channels)), []
     for start in progress_bar(range(0, len(dataset), CHUNK), unit=f"x {CHUNK} latents", desc="reading"):
         latents, *flipped = _fetch(dataset, np.arange(start, min(start + CHUNK, len(dataset))))
@@ -94,39 +94,42 @@ def _check_values(dataset: LatentDataset, sigma_data: float) -> Iterator[str]:
         log.info(f"{title:20}" + "".join(f"{value:12.4f}" for value in values))
     overall = overall_std(mean, std)
     words = f"a standard deviation of {overall:.3f} over all channels, {overall / sigma_data:.2f} times sigma_data={sigma_data:g}"
-    log.info("the network sees %s", words)
+    log.info("the network input has %s", words)
     if not USUAL_STD[0] <= overall / sigma_data <= USUAL_STD[1]:
         reasons = f"a wrong scale factor ({info.scale_factor:g}) or kind ({info.kind}), or scale= of convert"
         yield f"{words}, cannot be right: {reasons}"
 
 
 def _fetch(dataset: LatentDataset, indices: np.ndarray) -> list[Tensor]:
-    """Stored latents of these items, and those of the mirrored images if there are any."""
+    """Fetch the stored latents of these items, and those of the mirrored images if there are any."""
     return [dataset.fetch(indices, np.full(len(indices), flip))[0] for flip in (False, True)[: 1 + dataset.has_flips]]
 
 
 def fetch_spread(dataset: LatentDataset) -> tuple[Tensor, list[int]]:
-    """Latents [16, C, h, w] float32 (for `moments` the means; 0 for NaN and Inf) and labels of items spread over the data."""
+    """Fetch latents, float32 [16, C, h, w], and labels of items spread over the data.
+
+    For `moments`, the latents are the means. NaN and Inf become 0.
+    """
     indices = spread_items(len(dataset), 16)
     stored, labels = dataset.fetch(indices, np.zeros(len(indices), dtype=bool))
     return mean_and_log_variance(stored.float(), dataset.info.kind)[0].nan_to_num(0, 0, 0), labels.tolist()
 
 
 def fetch_images(dataset: LatentDataset, num_items: int = 16) -> np.ndarray:
-    """uint8 [n, R, R, 3], the stored images of the items that `fetch_spread` takes."""
+    """Fetch stored images, uint8 [n, R, R, 3], of items spread over the data; by default, of those of `fetch_spread`."""
     indices = spread_items(len(dataset), num_items)
     return dataset.fetch_with_images(indices, np.zeros(len(indices), dtype=bool))[2].numpy()
 
 
 def fetch_originals(dataset: LatentDataset, folder: str) -> np.ndarray:
-    """Like `fetch_images`, from the folder that was encoded. Raises UserError if it holds another number of images."""
+    """Like `fetch_images`, but from the folder that was encoded. Raises UserError if it holds another number of images."""
     labels = "none" if dataset.info.num_classes == 1 else "auto"
     source = open_labelled_images(folder, labels, dataset.settings.get("part", "all"))
     manifest, crops = read_manifest(dataset.path) or {}, []
     left_out = {entry["name"] for entry in manifest.get("left_out", [])}
     numbers = [i for i, name in enumerate(source.names) if name not in left_out]
     if len(numbers) != len(dataset):
-        raise UserError(f"images={folder} holds {len(numbers)} images, and {dataset.path} {len(dataset)} latents")
+        raise UserError(f"images={folder} holds {len(numbers)} images, but {dataset.path} holds {len(dataset)} latents")
     defaults = {"background": "white", "pad": 0, "grey": False}
     settings = {key: dataset.settings.get(key, default) for key, default in defaults.items()}
     for i in spread_items(len(dataset), 16):

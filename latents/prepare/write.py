@@ -1,7 +1,7 @@
-"""Writing a folder of shards with one process or several, so that an interrupted command can resume.
+"""Write a folder of shards from one or several processes. An interrupted command can resume.
 
 Shard k holds the items k * shard_size .. (k + 1) * shard_size - 1 of the source, without those that could not be read. Its header
-says from which settings and items it was made, so resuming needs only the shards. When all are there, manifest.json lists them.
+stores the settings and a hash of the items, so resuming needs only the shards. When all shards exist, manifest.json lists them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from latents.shards import MANIFEST, UNFINISHED, LatentDataset, ShardInfo, is_in
 log = logging.getLogger(__name__)
 
 Dtype = Literal["float16", "float32"]
-SHARD_SIZE = 4096  # items of the source per shard: 64 MiB of moments for images of 256x256
+SHARD_SIZE = 4096  # number of items of the source per shard; moments of 256x256 images take 64 MiB
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,12 @@ class ShardWriter:
 
     Args:
         output: the folder.
-        settings: what the latents depend on besides the source, in JSON's types. Resuming a folder requires identical settings.
-        hash_items: (start, stop) -> a hash of these items of the source. If it differs for a finished shard, that shard is made
-            again. If it differs for all of them, the folder holds another data set.
+        settings: all settings that the latents depend on, in JSON types. Resuming a folder requires identical settings.
+        hash_items: hashes items start .. stop - 1 of the source. If the hash of a finished shard differs, this shard is made
+            again. If all hashes differ, the folder holds another data set.
         num_items: number of items in the source.
-        shard_size: items of the source per shard.
-        dtype: of the stored latents.
+        shard_size: number of items of the source per shard.
+        dtype: type of the stored latents.
 
     Raises:
         UserError: the folder holds another data set, or a shard that this command did not write.
@@ -71,9 +71,9 @@ class ShardWriter:
         self._read_sources()
 
     def _read_sources(self) -> set[tuple[Path, str]]:
-        """Each shard in the folder, and the hash of the items that it was made from.
+        """List the shards in the folder, each with the hash of the items that it was made from.
 
-        Raises UserError if one was made with other settings or not by this command, or all of them from other items.
+        Raises UserError if a shard was made with other settings or by another program, or if all are made from other items.
         """
         sources, changed = set(), []
         for file in shard_files(self.output):
@@ -92,12 +92,12 @@ class ShardWriter:
         return sources
 
     def open(self) -> None:
-        """Lock the folder, verify its shards, and rename those to make again. One process does, before any calls `missing`.
+        """Lock the folder, verify its shards, and rename those to make again. Call it in one process, before any calls `missing`.
 
         Raises UserError if the folder cannot be written to, or another process is writing to it.
         """
         self._lock = lock_file(self.output / UNFINISHED, "writing to", "output")
-        for file, source in sorted(self._read_sources()):  # again: the process that held the lock may have written shards
+        for file, source in sorted(self._read_sources()):  # the last holder of the lock may have written shards
             is_planned = (file, source) in self._planned
             if is_planned and is_intact(file):
                 continue
@@ -109,18 +109,18 @@ class ShardWriter:
             (self.output / MANIFEST).unlink(missing_ok=True)
 
     def missing(self, process_index: int = 0, num_processes: int = 1) -> list[PlannedShard]:
-        """This process's share of the missing shards. All processes must have called this before one writes."""
+        """Return this process's share of the missing shards. All processes must have called this before one writes."""
         return [shard for shard in self.shards if not shard.file.exists()][process_index::num_processes]
 
     def write(
         self, shard: PlannedShard, labels: Tensor, info: ShardInfo, tensors: dict[str, Tensor], left_out: Sequence[dict] = ()
     ) -> None:
-        """Write a shard. Raises UserError as `write_shard` does.
+        """Write a shard. Raises UserError if a shape, type or label is wrong, or a value is not finite.
 
         Args:
             labels: [b] int64.
             tensors: `latents` and optionally `latents_flip`, [b, C or 2C, H, W] float32; optionally images, from `pack_images`.
-            left_out: items that could not be read, {"name", "problem"} each.
+            left_out: {"name", "problem"} of each item that could not be read.
         """
         stored = {name: x.to(self.dtype) if x.is_floating_point() else x for name, x in tensors.items()}
         provenance = {
@@ -137,12 +137,12 @@ class ShardWriter:
         """Write manifest.json and unlock the folder. One process calls this after all have written their shards.
 
         Args:
-            normalize: first store mean and standard deviation of each channel, over all latents, in the headers.
-            sigma_data: first store the scale factor that gives all values together this standard deviation.
+            normalize: whether to first store mean and standard deviation of each channel over all latents in the headers.
+            sigma_data: if set, first store the scale factor that gives the network input this standard deviation.
             about: more entries for the manifest.
 
         Raises:
-            UserError: no item could be read; a channel to scale is constant; the folder holds shards of other commands.
+            UserError: no item could be read, a channel to scale is constant, or the folder holds shards of another program.
         """
         self._read_sources()
         provenance = [read_header(shard.file)[0]["provenance"] for shard in self.shards]
@@ -158,7 +158,7 @@ class ShardWriter:
             self._change_headers(latents_mean=tuple(mean), latents_std=tuple(std))
         if sigma_data is not None:
             self._change_headers(scale_factor=round(sigma_data / overall, 4))
-        dataset = LatentDataset(self.output, check_folder=False)  # raises if the shards disagree
+        dataset = LatentDataset(self.output, check_folder=False)  # raises UserError if the shards differ
         manifest = {
             "num_items": len(dataset),
             **asdict(dataset.info),
@@ -180,7 +180,7 @@ class ShardWriter:
             log.warning("left out %d, listed in %s; the first: %s", len(left_out), MANIFEST, left_out[0])
 
     def _change_headers(self, **entries: object) -> None:
-        """Write the shards again with these entries of ShardInfo. If this is interrupted, the next start completes it."""
+        """Rewrite the shards with these entries of ShardInfo. If this is interrupted, the next start completes it."""
         for shard in progress_bar(self.shards, unit="shards", desc="headers"):
             info = LatentDataset(shard.file).info
             if (changed := replace(info, **entries)) != info:
