@@ -1,8 +1,8 @@
 """Sets of uint8 RGB images on disk, in a folder or an .npz in ADM's format. Batches are read in a fixed order.
 
 ADM's .npz holds the images `arr_0`, uint8 [N, H, W, 3], their labels `arr_1`, and statistics of Inception's features: `mu` [2048]
-and `sigma` of the pooled features, `mu_s` [2023] and `sigma_s` of the spatial features. This project
-writes labels as `labels`. The keys `mu_dinov2` [1024] and `sigma_dinov2` hold statistics of DINOv2's class token.
+and `sigma` of the pooled features, `mu_s` [2023] and `sigma_s` of the spatial features. This project writes labels as
+`labels`. The keys `mu_dinov2` [1024] and `sigma_dinov2` hold statistics of DINOv2's class token.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def frechet_distance(first: Statistics | Tensor, second: Statistics | Tensor) ->
 
     - With sigma1 = A A^T, sigma1 sigma2 has the eigenvalues of the symmetric A^T sigma2 A.
     - With N <= D samples the covariance is singular, and the rounding errors of its zero eigenvalues would change the result
-      by about 1e-5. Let X1 be the centred samples over sqrt(N - 1). Then sigma1 sigma2 has the nonzero eigenvalues of
+      by about 1e-5. Let X1 be the centred samples divided by sqrt(N - 1). Then sigma1 sigma2 has the nonzero eigenvalues of
       X1 sigma2 X1^T.
     - If both sides are N <= D samples, the trace is the nuclear norm of X1 X2^T.
     """
@@ -128,7 +128,7 @@ def standard_error(jackknife: Sequence[float]) -> float:
     return statistics.pstdev(jackknife) * (len(jackknife) - 1) ** 0.5
 
 
-NUM_NEIGHBOURS = 3  # value for improved precision and recall (Kynkaanniemi et al. 2019)
+NUM_NEIGHBOURS = 3  # number of neighbours in improved precision and recall (Kynkaanniemi et al. 2019)
 
 
 def precision_recall(reference: Tensor, samples: Tensor, tile_size: int = 2048) -> tuple[float, float]:

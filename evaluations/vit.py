@@ -93,7 +93,7 @@ class DINOv2Detector(Encoder):
 
 
 def _build(name: str, input_size: int) -> tuple[nn.Module, tuple[float, ...], tuple[float, ...]]:
-    """Build the network on the meta device, without weights. Also return mean and deviation of pixels for these weights."""
+    """Build the network on the meta device, without weights. Also return mean and deviation, which normalise pixels."""
     import timm
     from timm.models.vision_transformer import VisionTransformer
 

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 SD_VAES = ("stabilityai/sd-vae-ft-ema", "stabilityai/sd-vae-ft-mse")
 SD_VAE = f"sd-vae:{SD_VAES[0]}"
 SD_SCALE = 0.18215  # SD-VAE latents have a standard deviation of about 5.5, which this factor scales to about 1
-# Number of pixels per call of the autoencoder, which limits its memory: 2**20 pixels are 16 images of 256x256.
+# Number of pixels per call of the autoencoder, to limit its memory. 2**20 pixels are 16 images of 256x256.
 DECODED_PIXELS = 2**20  # the largest activations have 256 channels and take 1 GiB each
 ENCODED_PIXELS = 2**22  # the largest activations have 128 channels and take 2 GiB each
 HUB_FILES = ("config.json", "diffusion_pytorch_model.safetensors")
@@ -39,7 +39,7 @@ class Identity:
 
     def encode_moments(self, images: Tensor) -> Tensor:
         """Encode images [B, 1 or 3, H, W], float32, -1 to 1. Returns float32 [B, 2C, h, w]: mean, then log-variance."""
-        return torch.cat([images, torch.full_like(images, -30.0)], dim=1)  # exp(-30) is practically no variance
+        return torch.cat([images, torch.full_like(images, -30.0)], dim=1)  # a variance of exp(-30) is negligible
 
     def decode(self, latents: Tensor) -> Tensor:
         """Decode latents [B, C, h, w] into images [B, 1 or 3, H, W], float32, about -1 to 1."""

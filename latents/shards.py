@@ -41,7 +41,7 @@ Resolution = Annotated[int, Field(ge=1, le=2**16)]
 
 @pydantic.dataclasses.dataclass(frozen=True)
 class ShardInfo:
-    """How to read a shard, as its header says. All shards of a folder share it. Raises ValueError for a wrong value."""
+    """The part of a header needed to read a shard. All shards of a folder share it. Raises ValueError for a wrong value."""
 
     kind: Kind  # sample (C channels) or moments (2C channels: mean and log-variance; every read draws a new sample)
     scale_factor: Positive  # factor that multiplies latents before they enter the network
@@ -95,7 +95,7 @@ def serialize_shard(path: Path, info: ShardInfo, provenance: dict | None = None,
             raise UserError(f"{path}: {name} of item {finite.index(False)} are not finite as {tensors[name].dtype}")
     about = asdict(info) | ({"provenance": provenance} if provenance else {})
     about["hash"] = _hash(tensors, about)
-    return save(tensors, metadata={"about": json.dumps(about)})  # safetensors writes several entries in a random order
+    return save(tensors, metadata={"about": json.dumps(about)})  # a single entry, because safetensors orders several at random
 
 
 def _hash(tensors: dict[str, Tensor], about: dict) -> str:
@@ -315,7 +315,7 @@ def mean_and_log_variance(stored: Tensor, kind: str) -> tuple[Tensor, Tensor | N
 
 
 def draw_latents(stored: Tensor, kind: str, random=None) -> Tensor:
-    """Draw latents [b, C, H, W] from stored ones [b, C or 2C, H, W]. For `moments`, the noise is `random.randn(C, H, W)`."""
+    """Draw latents [b, C, H, W] from [b, C or 2C, H, W]. For `moments`, `random.randn(C, H, W)` draws noise [b, C, H, W]."""
     mean, log_variance = mean_and_log_variance(stored, kind)
     return mean if log_variance is None else mean + (log_variance / 2).exp() * random.randn(*mean.shape[1:])
 

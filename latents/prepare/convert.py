@@ -62,7 +62,7 @@ def convert(conversion: Conversion) -> None:
 
 
 def settle_header(source: LatentSource, conversion: Conversion) -> tuple[ShardInfo, float]:
-    """Determine the header of the shards, and the factor that multiplied the stored values. Keys of the command come first.
+    """Determine the header of the shards, and the factor that multiplied the stored values. Given keys override the format.
 
     Raises UserError if a value is unknown or does not fit the latents.
     """
@@ -80,7 +80,7 @@ def settle_header(source: LatentSource, conversion: Conversion) -> tuple[ShardIn
         "num_classes": count_classes(source.labels, conversion.num_classes),
     }
     if missing := [f"{key}=" for key, value in {**header, "scale": scale}.items() if value is None]:
-        raise UserError(f"{source.path}: give {', '.join(missing)}; this format with latents {list(source.shape)} does not tell")
+        raise UserError(f"{source.path}: give {', '.join(missing)}, unknown for latents {list(source.shape)} of this format")
     if height != width or (kind == "moments" and (scale != 1 or channels % 2)):
         latents = f"{source.path}: latents {list(source.shape)}, kind={kind}, scale={scale:g}"
         raise UserError(f"{latents}: they must be square, and moments unscaled, with mean and log-variance")

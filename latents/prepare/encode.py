@@ -51,8 +51,8 @@ class Encoding:
     dtype: Dtype = "float16"  # type of the stored latents
     seed: Whole = 0  # seed of the samples for kind=sample
     shard_size: Count = SHARD_SIZE  # number of images per shard; a process holds one shard in memory, which an interruption loses
-    on_error: Literal["stop", "skip"] = "stop"  # action at an image that cannot be read; manifest.json lists skipped images
-    batch_size: Count = 64  # number of images per batch of a process
+    on_error: Literal["stop", "skip"] = "stop"  # what to do with an unreadable image; manifest.json lists skipped images
+    batch_size: Count = 64  # number of images per batch and process
     num_workers: Whole | None = None  # number of reading processes for each encoding process; null means its share of the cores
     cpu_threads: Count | None = None  # number of threads of each process; null means its share of the cores
     tf32: bool = True  # whether CUDA computes float32 products and convolutions in TF32
@@ -70,7 +70,7 @@ class _Batch(NamedTuple):
     images: Tensor  # uint8 [b, H, W, 3], the images that could be read
     kept: list[int]  # numbers of these images
     left_out: list[dict]  # {"name", "problem"} of each image that could not be read
-    jpegs: list[bytes]  # JPEG file of each of `images`; empty unless keep_images=jpeg
+    jpegs: list[bytes]  # JPEG files of `images`; empty unless keep_images=jpeg
 
 
 def _read_batch(source: LabelledImages, encoding: Encoding, numbers: list[int]) -> _Batch:
@@ -92,7 +92,7 @@ def _read_batch(source: LabelledImages, encoding: Encoding, numbers: list[int]) 
 def encode_images(
     source: LabelledImages, vae: Autoencoder, writer: ShardWriter, info: ShardInfo, encoding: Encoding, accelerator: Accelerator
 ) -> None:
-    """Encode the images of the missing shards and write these shards. Each process makes its share.
+    """Encode the images of the missing shards, and write the shards. Each process makes its share.
 
     A batch never crosses the end of a shard, and noise is drawn per image, so a shard does not depend on the process that makes
     it. `encoding.num_workers` must be set. Raises UserError if an image cannot be read and on_error=stop.
@@ -111,7 +111,7 @@ def encode_images(
     batches = iter(DataLoader(range(len(source)), **loading))
     bar = progress_bar(total=sum(s.stop - s.start for s in shards), unit="images", desc=f"process {rank + 1} of {num_processes}")
     with bar, ThreadPoolExecutor(1) as pool:
-        written = pool.submit(int)  # stands for the write of the previous shard, of which there is none yet
+        written = pool.submit(int)  # a placeholder, because there is no previous shard yet
         for shard in shards:
             kept, left_out, jpegs, encoded = [], [], [], [_no_latents(vae, encoding)]
             for _ in range(shard.start, shard.stop, batch_size):

@@ -33,7 +33,7 @@ class LatentSource:
 
     patterns: tuple[str, ...]  # file names by which the format is recognised
     labels: np.ndarray  # [N] int64
-    items: Sequence  # [N], where each item is in the files; error messages name it
+    items: Sequence  # [N], name or position of each item in the files, also for error messages
     shape: tuple[int, ...]  # shape of an item in `read`: (C, h, w), or (2C, h, w) for moments
     has_flips = False  # whether `read` also returns latents of the mirrored images
     kind: str | None = None  # moments or sample, if the format determines it
@@ -74,11 +74,11 @@ class LatentSource:
 
 
 class MaskDiTLMDB(LatentSource):
-    """LMDB of MaskDiT: a folder with data.mdb, or a single file. Keys are `z-<i>` (moments [8, h, w]), `y-<i>` (label), `length`.
+    """LMDB of MaskDiT, a folder with data.mdb or a single file: moments [8, h, w] `z-<i>`, labels `y-<i>`, and `length`, N.
 
     With --xflip, MaskDiT appends the mirrored images as separate items. They also become separate items of the shards.
 
-    LMDB maps its file into memory. If a copy is truncated, reading it ends the process (SIGBUS). Then copy the file again.
+    LMDB maps its file into memory. If a copy is truncated, reading it ends the process (SIGBUS). Copy such a file again.
     """
 
     kind, scale = "moments", 1.0
@@ -110,7 +110,7 @@ class _ArrayUnpickler(pickle.Unpickler):
 
 
 class Tars(LatentSource):
-    """Uncompressed WebDataset tars, a folder or a file. They hold `<key>.latent` (pickled), `.latent.npy` or `.npy`, and `.cls`.
+    """Uncompressed WebDataset tars, a folder or a file: `<key>.latent` (a pickled array), `.latent.npy` or `.npy`, and `.cls`.
 
     MaskDiT's lmdb2wds.py makes them for the official TREAD trainer.
     """
@@ -139,7 +139,7 @@ class FastDiTFolder(LatentSource):
         features = folders[0]
         labels = features.with_name(f"{features.name.removesuffix('_features')}_labels")
         names = {file.name for folder in (features, labels) for file in folder.glob("*.npy")}
-        names = sorted(names, key=lambda name: int(Path(name).stem))  # sorted as numbers, 2 comes before 10
+        names = sorted(names, key=lambda name: int(Path(name).stem))  # in numeric order, 2 comes before 10
         parts = [(features / name, np.load(labels / name)) for name in names]
         self.items = [(file, row) for file, values in parts for row in range(len(values))]
         self.labels = np.concatenate([values for _, values in parts]).astype(np.int64, casting="safe")

@@ -116,7 +116,7 @@ def fetch_spread(dataset: LatentDataset) -> tuple[Tensor, list[int]]:
 
 
 def fetch_images(dataset: LatentDataset, num_items: int = 16) -> np.ndarray:
-    """Fetch stored images, uint8 [n, R, R, 3], of items spread over the data; by default, of those of `fetch_spread`."""
+    """Fetch stored images, uint8 [n, R, R, 3], of items spread over the data, by default those of `fetch_spread`."""
     indices = spread_items(len(dataset), num_items)
     return dataset.fetch_with_images(indices, np.zeros(len(indices), dtype=bool))[2].numpy()
 

@@ -48,8 +48,8 @@ class ShardWriter:
     Args:
         output: the folder.
         settings: all settings that the latents depend on, in JSON types. Resuming a folder requires identical settings.
-        hash_items: hashes items start .. stop - 1 of the source. If the hash of a finished shard differs, this shard is made
-            again. If all hashes differ, the folder holds another data set.
+        hash_items: a function (start, stop) that hashes items start .. stop - 1 of the source. If the hash of a finished shard
+            differs, this shard is made again. If all hashes differ, the folder holds another data set.
         num_items: number of items in the source.
         shard_size: number of items of the source per shard.
         dtype: type of the stored latents.
@@ -92,12 +92,12 @@ class ShardWriter:
         return sources
 
     def open(self) -> None:
-        """Lock the folder, verify its shards, and rename those to make again. Call it in one process, before any calls `missing`.
+        """Lock the folder, verify its shards, and rename those to make again. One process calls this, before any calls `missing`.
 
         Raises UserError if the folder cannot be written to, or another process is writing to it.
         """
         self._lock = lock_file(self.output / UNFINISHED, "writing to", "output")
-        for file, source in sorted(self._read_sources()):  # the last holder of the lock may have written shards
+        for file, source in sorted(self._read_sources()):  # reread, because the last holder of the lock may have written shards
             is_planned = (file, source) in self._planned
             if is_planned and is_intact(file):
                 continue
