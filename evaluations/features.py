@@ -31,11 +31,11 @@ log = logging.getLogger(__name__)
 class Features:
     """Features of N images, in the order of the images. Optional tensors are None if the detector does not give them."""
 
-    detector: str  # name of the detector; metrics compare features of the same detector
+    detector: str  # name of the detector, which must be the same for features that metrics compare
     pool: Tensor  # [N, D] float32
-    logits: Tensor | None = None  # [N, C] float32; their softmax gives class probabilities
+    logits: Tensor | None = None  # [N, C] float32, whose softmax gives class probabilities
     spatial: Tensor | None = None  # [N, S] float32
-    statistics: dict[str, Statistics] = field(default_factory=dict)  # stored statistics of layers; metrics prefer them
+    statistics: dict[str, Statistics] = field(default_factory=dict)  # stored statistics of layers, preferred by metrics
 
     def __len__(self) -> int:
         return len(self.pool)
@@ -49,7 +49,7 @@ class Detector(Protocol):
     """A network that turns images into features."""
 
     name: str  # short name, which is part of file names
-    weights_hash: str  # hash of the weights and of everything else that changes the features; caches depend on it
+    weights_hash: str  # hash of the weights and of everything else that changes the features, by which caches are identified
 
     def features(self, images: np.ndarray | Tensor) -> Features:
         """Compute features of images, uint8 [N, H, W, 3], on the device of the detector."""

@@ -54,9 +54,9 @@ class Metric:
     """A metric of the features of certain detectors."""
 
     name: str  # `{}` stands for the detector or its set, because values depend on the detector
-    detectors: tuple[str, ...]  # names of the detectors; `small` stands for `small-<set>` of any set
+    detectors: tuple[str, ...]  # names of the detectors, where `small` stands for `small-<set>` of any set
     direction: str  # which values are better, `lower` or `higher`
-    format: str  # how tables and logs format a value; files keep full precision
+    format: str  # format of a value in tables and logs (files keep full precision)
     compute: Callable[[FeaturePair], float | None]  # returns None if images or labels are missing
     in_jackknife: bool = True  # False if it is too slow to repeat
 
@@ -136,5 +136,5 @@ def format_mean(metric: str, values: Sequence[float]) -> str:
 
 
 def format_metrics(values: dict[str, float]) -> str:
-    """Format all values on a line: `fid 2.27, sfid 4.60`."""
+    """Format all values on one line: `fid 2.27, sfid 4.60`."""
     return ", ".join(f"{metric} {format_metric(metric, value)}" for metric, value in values.items())

@@ -25,7 +25,7 @@ class BatchOrder:
     batch_size: int  # number of items per step over all processes
     seed: int  # seed of the run
     start_step: int  # first step to read
-    num_steps: int  # number of steps of the run; the last step to read is num_steps - 1
+    num_steps: int  # number of steps of the run, the last of which is num_steps - 1
     slices: list[slice]  # parts of each global batch that this process reads, one slice per micro-batch
     with_flips: bool  # True flips each item with probability 1/2, drawn anew in every epoch
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from common.errors import UserError
 
-MAX_OPEN_FILES = 512  # a process may open 1,024 by default; beyond 512, the least recently used file is closed
+MAX_OPEN_FILES = 512  # half of the default limit of a process; beyond it, the least recently used file is closed
 
 
 class FileReader:

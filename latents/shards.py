@@ -30,8 +30,8 @@ from common.types import Number, Positive
 from latents.autoencoders import to_uint8
 from latents.reader import FileReader
 
-MANIFEST = "manifest.json"  # lists the shards of a folder; it is written when the folder is complete
-UNFINISHED = ".unfinished"  # lock file of the command that writes the folder; an interrupted command leaves it behind
+MANIFEST = "manifest.json"  # lists the shards of a folder, written when the folder is complete
+UNFINISHED = ".unfinished"  # lock file of the command that writes the folder, left behind by an interruption
 _STORED = ("latents", "latents_flip")
 Kind = Literal["sample", "moments"]
 MAX_CLASSES = 10**6  # with more classes, tables over classes and images would not fit into memory
@@ -43,7 +43,7 @@ Resolution = Annotated[int, Field(ge=1, le=2**16)]
 class ShardInfo:
     """The part of a header needed to read a shard. All shards of a folder share it. Raises ValueError for a wrong value."""
 
-    kind: Kind  # sample (C channels) or moments (2C channels: mean and log-variance; every read draws a new sample)
+    kind: Kind  # sample (C channels) or moments (2C channels: mean and log-variance, sampled at every read)
     scale_factor: Positive  # factor that multiplies latents before they enter the network
     autoencoder: str  # identity | none | sd-vae:<hub id or folder> | va-vae:<file or folder>
     resolution: Resolution  # height and width of the images in pixels
@@ -307,7 +307,7 @@ def _open_shard(file: Path) -> tuple[ShardInfo, dict[str, Tensor], dict[str, int
 
 
 def mean_and_log_variance(stored: Tensor, kind: str) -> tuple[Tensor, Tensor | None]:
-    """Split stored latents [b, C or 2C, H, W] into mean and log-variance [b, C, H, W]; the latter is None for `sample`."""
+    """Split stored latents [b, C or 2C, H, W] into mean and log-variance [b, C, H, W]. `sample` has no log-variance (None)."""
     if kind == "sample":
         return stored, None
     mean, log_variance = stored.chunk(2, dim=1)

@@ -26,12 +26,12 @@ class Conversion:
 
     path: Text  # file or folder of latents in a format of docs/data.md
     output: Text  # folder of the shards
-    kind: Kind | None = None  # moments or sample; required for tars
-    scale: Positive | None = None  # factor that multiplied the stored samples (1 or 0.18215); required for tars of samples
+    kind: Kind | None = None  # moments or sample, required for tars
+    scale: Positive | None = None  # factor that multiplied the stored samples (1 or 0.18215), required for tars of samples
     scale_factor: Positive | None = None  # factor that multiplies latents before they enter the network
-    autoencoder: AutoencoderSpec | None = None  # an autoencoder of encode, or none; null means SD-VAE for latents of 4 channels
+    autoencoder: AutoencoderSpec | None = None  # an autoencoder of encode or none, by default SD-VAE for latents of 4 channels
     resolution: Count | None = None  # height and width of the images in pixels
-    num_classes: Count | None = None  # number of classes; null means the largest label + 1
+    num_classes: Count | None = None  # number of classes, by default the largest label + 1
     # true normalises each channel by its measured mean and standard deviation. null uses those of LightningDiT's
     # latents_stats.pt, if this file exists. false does not normalise.
     normalize: bool | None = None

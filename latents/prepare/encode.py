@@ -35,26 +35,26 @@ class Encoding:
     output: str  # folder of the shards
     labels: Literal["auto", "none"] = "auto"  # none puts all images into one class
     part: Literal["all", "train", "validation"] = "all"  # validation keeps every 20th image for eval.validation, train the rest
-    resolution: Resolution = 256  # height and width after ADM's centre crop, in pixels; at most 65,536
-    pad: Whole = 0  # number of black pixels added to every side before the crop; pad=2 turns 28x28 into 32x32
+    resolution: Resolution = 256  # height and width after ADM's centre crop, in pixels, at most 65,536
+    pad: Whole = 0  # number of black pixels added to every side before the crop (2 turns 28x28 into 32x32)
     background: Colour = "white"  # colour behind transparent images: a name, or '#rrggbb' in quotes
-    grey: bool = False  # true keeps only the brightness, as one channel; needs autoencoder=identity
+    grey: bool = False  # true keeps only the brightness, as one channel (with autoencoder=identity)
     autoencoder: Annotated[str, Field(pattern="^(identity|(sd|va)-vae:.+)$")] = SD_VAE
-    kind: Kind = "moments"  # moments (mean and log-variance; every read draws a new sample) or sample (drawn once, from `seed`)
+    kind: Kind = "moments"  # moments (mean and log-variance, sampled at every read) or sample (drawn once, from `seed`)
     flips: bool = False  # true also encodes the mirrored images
     keep_images: Literal["none", "jpeg"] = "none"  # jpeg also stores the cropped images, for alignment
     normalize: bool = False  # true gives each channel of the network input mean 0 and standard deviation 1 over all latents
     latents_stats: str | None = None  # path of LightningDiT's latents_stats.pt, by which each channel is normalised
-    sigma_data: Positive | None = None  # if set, the scale factor gives the network input this standard deviation; 0.5 for EDM
-    num_classes: NumClasses | None = None  # number of classes, at most 1,000,000; null takes it from class names or labels
-    precision: Literal["fp32", "bf16"] = "fp32"  # precision of the autoencoder; bf16 is for GPUs
+    sigma_data: Positive | None = None  # standard deviation of the network input that the scale factor achieves (0.5 for EDM)
+    num_classes: NumClasses | None = None  # number of classes, at most 1,000,000, by default from class names or labels
+    precision: Literal["fp32", "bf16"] = "fp32"  # precision of the autoencoder (bf16 for GPUs)
     dtype: Dtype = "float16"  # type of the stored latents
     seed: Whole = 0  # seed of the samples for kind=sample
-    shard_size: Count = SHARD_SIZE  # number of images per shard; a process holds one shard in memory, which an interruption loses
-    on_error: Literal["stop", "skip"] = "stop"  # what to do with an unreadable image; manifest.json lists skipped images
+    shard_size: Count = SHARD_SIZE  # number of images per shard (a process holds one shard in memory and loses it if interrupted)
+    on_error: Literal["stop", "skip"] = "stop"  # what to do at an unreadable image (manifest.json lists skipped ones)
     batch_size: Count = 64  # number of images per batch and process
-    num_workers: Whole | None = None  # number of reading processes for each encoding process; null means its share of the cores
-    cpu_threads: Count | None = None  # number of threads of each process; null means its share of the cores
+    num_workers: Whole | None = None  # number of reading processes per encoding process, by default its share of the cores
+    cpu_threads: Count | None = None  # number of threads per process, by default its share of the cores
     tf32: bool = True  # whether CUDA computes float32 products and convolutions in TF32
 
 
@@ -70,7 +70,7 @@ class _Batch(NamedTuple):
     images: Tensor  # uint8 [b, H, W, 3], the images that could be read
     kept: list[int]  # numbers of these images
     left_out: list[dict]  # {"name", "problem"} of each image that could not be read
-    jpegs: list[bytes]  # JPEG files of `images`; empty unless keep_images=jpeg
+    jpegs: list[bytes]  # JPEG files of `images`, empty unless keep_images=jpeg
 
 
 def _read_batch(source: LabelledImages, encoding: Encoding, numbers: list[int]) -> _Batch:

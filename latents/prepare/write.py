@@ -29,7 +29,7 @@ from latents.shards import MANIFEST, UNFINISHED, LatentDataset, ShardInfo, is_in
 log = logging.getLogger(__name__)
 
 Dtype = Literal["float16", "float32"]
-SHARD_SIZE = 4096  # number of items of the source per shard; moments of 256x256 images take 64 MiB
+SHARD_SIZE = 4096  # number of source items per shard (64 MiB for moments of 256x256 images)
 
 
 @dataclass(frozen=True)
