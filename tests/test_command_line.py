@@ -122,7 +122,7 @@ def test_commands_without_a_configuration_take_their_functions_parameters(capsys
     run_command(prepare_latents.COMMANDS, "", ["inspect", "--help"])
     assert "sigma_data: Positive = 0.5" in (shown := capsys.readouterr().out) and "Read all latents, print" in shown
     run_command(prepare_latents.COMMANDS, "", ["encode", "--help"], prepare_latents.KEYS)
-    assert "flips: bool = False  # encode the mirrored images as well" in capsys.readouterr().out
+    assert "flips: bool = False  # true also encodes the mirrored images" in capsys.readouterr().out
     for arguments, words in (
         (["mount"], "mount.*count"),
         (["count"], "path= is missing"),
