@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import re
 import sys
@@ -17,9 +16,9 @@ from accelerate import Accelerator
 from checkpoints.provenance import describe_start
 from evaluations.results import markdown_table
 
-NOTES = """`ms`: median of all timed calls. `host ms`: time in which the CPU queues a call; near `ms`, the GPU waits for the CPU.
-`images/s`: per process. `MFU`: relative to the vendor's bfloat16 peak. `time / first`: median over rounds of the
-variant's median over the first variant's.
+NOTES = """`ms`: the median of all timed calls. `host ms`: how long the CPU queues a call; if it is near `ms`, the GPU waits.
+`images/s`: the rate of one process. `MFU`: relative to the vendor's bfloat16 peak. `time / first`: in each round, the median of
+the variant divided by the median of the first variant; the table shows the median over the rounds.
 """
 
 
@@ -74,30 +73,16 @@ def measure(
     """Time variants in turns (A B A B), so that other load on the machine slows all of them. Returns a record per variant.
 
     Args:
-        openers: variant -> a function that builds its row, which stays on the device. Running out of memory becomes a record.
+        openers: variant -> a function that builds its row. All rows stay on the device together.
         steps: timed calls in each of `rounds` turns.
         warmup: untimed calls before a variant's first turn.
     """
-    rows: dict[str, TimedRow] = {}
-    records: dict[str, dict[str, object]] = {name: {"variant": name} for name in openers}
-    for turn, name in itertools.product(range(rounds + 1), openers):
-        if "problem" not in records[name]:
-            try:
-                if turn == 0:
-                    rows[name] = open_row(openers[name], device, warmup)
-                else:
-                    take_turn(rows[name], device, steps)
-                    sys.stderr.write(f"{name}: {np.median(rows[name].turns):.4g} ms\n")  # kept if the benchmark is stopped
-            except torch.OutOfMemoryError:
-                records[name]["problem"] = "out of memory"
-            if "problem" in records[name]:  # outside of `except`, the error no longer holds tensors
-                rows.pop(name, None)
-                gc.collect()
-                torch.cuda.empty_cache()
-    first = rows.get(next(iter(openers)))
-    for name, row in rows.items():
-        records[name] |= summarise(row, first, published_peak(device))
-    return list(records.values())
+    rows = {name: open_row(opener, device, warmup) for name, opener in openers.items()}
+    for _, (name, row) in itertools.product(range(rounds), rows.items()):
+        take_turn(row, device, steps)
+        sys.stderr.write(f"{name}: {np.median(row.turns):.4g} ms\n")  # kept if the benchmark is stopped
+    first = next(iter(rows.values()))
+    return [{"variant": name} | summarise(row, first, published_peak(device)) for name, row in rows.items()]
 
 
 def open_row(opener: Callable[[], TimedRow], device: torch.device, warmup: int) -> TimedRow:
@@ -124,17 +109,15 @@ def take_turn(row: TimedRow, device: torch.device, steps: int) -> None:
     row.turns.append(time_ms(row.action, steps, device))
 
 
-def summarise(row: TimedRow, first: TimedRow | None, peak: float | None) -> dict[str, object]:
-    """The columns of a row. `first` is the first variant's row (None if it ran out of memory), `peak` is in FLOP/s."""
+def summarise(row: TimedRow, first: TimedRow, peak: float | None) -> dict[str, object]:
+    """The columns of a row. `first` is the row of the first variant; `peak` is in FLOP/s."""
     ms = np.median(row.turns)
     images_per_sec = 1000 * row.num_images / ms
     columns = {"ms": ms, "host ms": np.median(row.host_ms), "images/s": images_per_sec}
     columns["GFLOP/image"] = row.flops_per_image / 1e9
     columns["MFU"] = row.flops_per_image * images_per_sec / peak if peak else None
-    if first is not None:
-        ratios = np.median(row.turns, axis=1) / np.median(first.turns, axis=1)
-        columns |= {"time / first": np.median(ratios), "lowest, highest": [ratios.min(), ratios.max()]}
-    return columns | row.columns
+    ratios = np.median(row.turns, axis=1) / np.median(first.turns, axis=1)
+    return columns | {"time / first": np.median(ratios), "lowest, highest": [ratios.min(), ratios.max()]} | row.columns
 
 
 def report(title: str, accelerator: Accelerator, records: Sequence[dict[str, object]]) -> None:
