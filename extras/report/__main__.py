@@ -14,7 +14,7 @@ from pathlib import Path
 
 from common.errors import UserError
 from configs import command_line as cli
-from extras.report.experiments import Experiment, change_words, drop_copies, group
+from extras.report.experiments import Experiment, change_words, group
 from extras.report.runs import read_runs
 from extras.report.tables import guidance_table, machine_of, results_table, speedup_table
 
@@ -38,14 +38,14 @@ def main(arguments: Sequence[str]) -> None:
     if wrong := [folder for folder in folders if not folder.is_dir()]:
         raise UserError(f"{wrong[0]} is not a folder; give folders of runs")
     runs, problems = read_runs(folders)
-    runs, copies = drop_copies(runs)
-    left_out = "".join(f"- {file}: {reason}\n" for file, reason in (problems | copies).items())
+    tables, repeated = group(runs)
+    left_out = "".join(f"- {file}: {reason}\n" for file, reason in (problems | repeated).items())
     if not runs:
         raise UserError(f"no runs in {' '.join(arguments) or 'no folder'}; give folders of runs\n{left_out}")
     parts = []
-    for name, experiments in group(runs).items():
-        tables = [results_table(experiments), guidance_table(experiments), speedup_table(experiments)]
-        parts += [f"## {name}\n", *(table.markdown() for table in tables if table.rows), *describe_runs(experiments)]
+    for name, experiments in tables.items():
+        made = [results_table(experiments), guidance_table(experiments), speedup_table(experiments)]
+        parts += [f"## {name}\n", *(table.markdown() for table in made if table.rows), *describe_runs(experiments)]
     parts += [f"## Left out\n\n{left_out}"] if left_out else []
     sys.stdout.write("\n".join([*parts, NOTES]))
 

@@ -12,11 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from checkpoints import store
-from common.errors import UserError
+from common.errors import UserError, reading
 from common.files import read_lines
 from configs.settings import flatten
 from evaluations.results import in_words
@@ -78,12 +76,6 @@ class Run:
         """Hours of training until a step, interpolated between training lines; NaN beyond them."""
         return float(np.interp(step, *self.clock, left=np.nan, right=np.nan))
 
-    def agrees_with(self, other: Run) -> bool:
-        """Whether the runs share figures (equal measure and step), and all shared figures are equal."""
-        mine, theirs = ({(m, step): x for m, curve in run.figures.items() for step, x in curve.items()} for run in (self, other))
-        shared = mine.keys() & theirs.keys()
-        return bool(shared) and all(mine[key] == theirs[key] for key in shared)
-
     def add(self, step: int, metrics: dict[str, float], num_samples: int, settings: dict) -> None:
         """Add the finite figures of one evaluation. `settings` holds guidance (cfg_scale, guidance.*), sampler and reference."""
         guidance = {key: value for key, value in settings.items() if key.partition(".")[0] in ("cfg_scale", "guidance")}
@@ -121,13 +113,11 @@ def find_files(folders: Sequence[Path], name: str) -> list[Path]:
 
 def read_run(path: Path) -> Run:
     """The run in a folder. Raises UserError if its config.yaml cannot be read or was not written by train.py."""
-    try:
+    with reading("it"):
         stored = OmegaConf.to_container(OmegaConf.load(path / "config.yaml"))
-    except (OSError, YAMLError, OmegaConfBaseException) as e:
-        raise UserError(f"cannot be read: {' '.join(str(e).split())}") from e
     config = flatten(stored) if isinstance(stored, dict) else {}
     if missing := NEEDED - config.keys():
-        raise UserError(f"not a configuration of train.py: without {', '.join(sorted(missing))}")
+        raise UserError(f"it is not a configuration of train.py: it has no {', '.join(sorted(missing))}")
     run = Run(path, config, config.pop("experiment") or {}, list(read_lines(path / "starts.jsonl")))
     for line in read_lines(path / "metrics.jsonl"):
         if "metrics" in line:

@@ -49,8 +49,6 @@ def results_table(experiments: Sequence[Experiment]) -> Table:
         notes = []
         if experiment.baseline and (different := differences_from(experiment, experiment.baseline)):
             notes.append(f"its dense runs differ in more than routes: {change_words(different)}")
-        if experiment.is_routed and experiment.baseline is None:
-            notes.append("there are no dense runs with the same settings")
         if source := experiment.identity.get("init_from"):
             missing = "hours" if experiment.identity["init_state"] == "all" else "steps and hours"
             notes.append(f"started from {source}, whose training is not in the {missing}")
@@ -99,8 +97,7 @@ def figure_text(experiment: Experiment, measure: Measure, step: int, values: Seq
 
     references = []
     if (paper := experiment.paper(measure)) is not None:
-        other = f"paper {format_metric(measure.metric, paper)} with {experiment.row['num_samples']:,} samples"
-        references.append(reference_text("paper", paper) if experiment.has_paper(measure) else other)
+        references.append(reference_text("paper", paper))
     if experiment.baseline and (dense := experiment.baseline.curve(measure).get(step)):
         references.append(reference_text("dense", fmean(dense)))
     return format_mean(measure.metric, values) + (f" ({'; '.join(references)})" if references else "")
