@@ -16,9 +16,9 @@ from accelerate import Accelerator
 from checkpoints.provenance import describe_start
 from evaluations.results import markdown_table
 
-NOTES = """`ms`: the median of all timed calls. `host ms`: how long the CPU queues a call; if it is near `ms`, the GPU waits.
-`images/s`: the rate of one process. `MFU`: relative to the vendor's bfloat16 peak. `time / first`: in each round, the median of
-the variant divided by the median of the first variant; the table shows the median over the rounds.
+NOTES = """`ms`: the median of all timed calls. `images/s`: the rate of one process. `MFU`: relative to the vendor's bfloat16
+peak. `time / first`: the median of the variant divided by the median of the first variant in the same round. The table shows the
+median over rounds.
 """
 
 
@@ -30,13 +30,13 @@ PEAKS = {
 
 
 def published_peak(device: torch.device) -> float | None:
-    """The vendor's bfloat16 peak in FLOP/s; None for a CPU or a GPU that is not in the table."""
+    """The vendor's bfloat16 peak in FLOP/s, or None for a CPU or a GPU that is not in the table."""
     name = torch.cuda.get_device_name(device).removeprefix("NVIDIA ") if device.type == "cuda" else ""
     return next((1e12 * peak for pattern, peak in PEAKS.items() if re.fullmatch(pattern, name)), None)
 
 
 def time_ms(action: Callable[[], object], repeats: int, device: torch.device, warmup: int = 0) -> list[float]:
-    """Milliseconds of each of `repeats` calls after `warmup` untimed calls; measured by CUDA events on a GPU."""
+    """Milliseconds of each of `repeats` calls after `warmup` untimed calls. On a GPU, CUDA events measure them."""
     is_cuda, marks = device.type == "cuda", []
 
     def mark() -> None:
@@ -64,7 +64,6 @@ class TimedRow:
     flops_per_image: float  # of matrix products, a multiply-add counted twice
     columns: dict[str, object] = field(default_factory=dict)  # further columns of the table
     turns: list[list[float]] = field(default_factory=list)  # per turn, the milliseconds of each call
-    host_ms: list[float] = field(default_factory=list)  # per turn, the milliseconds in which the CPU queued a call
 
 
 def measure(
@@ -79,7 +78,7 @@ def measure(
     """
     rows = {name: open_row(opener, device, warmup) for name, opener in openers.items()}
     for _, (name, row) in itertools.product(range(rounds), rows.items()):
-        take_turn(row, device, steps)
+        row.turns.append(time_ms(row.action, steps, device, warmup=1))
         sys.stderr.write(f"{name}: {np.median(row.turns):.4g} ms\n")  # kept if the benchmark is stopped
     first = next(iter(rows.values()))
     return [{"variant": name} | summarise(row, first, published_peak(device)) for name, row in rows.items()]
@@ -99,22 +98,11 @@ def open_row(opener: Callable[[], TimedRow], device: torch.device, warmup: int) 
     return row
 
 
-def take_turn(row: TimedRow, device: torch.device, steps: int) -> None:
-    """One call for the CPU's share, from an empty queue of the GPU, then `steps` timed calls."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start_sec = time.perf_counter()
-    row.action()
-    row.host_ms.append(1000 * (time.perf_counter() - start_sec))
-    row.turns.append(time_ms(row.action, steps, device))
-
-
 def summarise(row: TimedRow, first: TimedRow, peak: float | None) -> dict[str, object]:
-    """The columns of a row. `first` is the row of the first variant; `peak` is in FLOP/s."""
+    """The columns of a row. `first` is the row of the first variant, and `peak` is in FLOP/s."""
     ms = np.median(row.turns)
     images_per_sec = 1000 * row.num_images / ms
-    columns = {"ms": ms, "host ms": np.median(row.host_ms), "images/s": images_per_sec}
-    columns["GFLOP/image"] = row.flops_per_image / 1e9
+    columns = {"ms": ms, "images/s": images_per_sec, "GFLOP/image": row.flops_per_image / 1e9}
     columns["MFU"] = row.flops_per_image * images_per_sec / peak if peak else None
     ratios = np.median(row.turns, axis=1) / np.median(first.turns, axis=1)
     return columns | {"time / first": np.median(ratios), "lowest, highest": [ratios.min(), ratios.max()]} | row.columns
