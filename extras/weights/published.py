@@ -81,7 +81,7 @@ def read_sizes(file: Path, state: dict[str, Tensor], backbones: Mapping[str, tup
 def without_projectors(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """A state dict of REPA without its projectors, which only training uses.
 
-    REPA's first checkpoints call the blocks after the aligned one decoder_blocks.0, ...; they are renumbered.
+    The first checkpoints of REPA call the blocks after the aligned one decoder_blocks.0, ... They are renumbered.
     """
     kept = {name: value for name, value in state.items() if not name.startswith("projectors.")}
     depth = len({name.split(".")[1] for name in kept if name.startswith("blocks.")})
