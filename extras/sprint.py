@@ -43,7 +43,7 @@ def _grid_scores(x: Tensor, uniform: Tensor, grid: tuple[int, int, int, int]) ->
 
 
 class Fusion(dit.RouteEnd):
-    """Every token becomes Linear([before the route, after it]); a learned mask token replaces the tokens that skipped.
+    """Every token becomes Linear([before the route, after it]). A learned mask token replaces the tokens that skipped.
 
     The mask token starts at zero. The network initialises the linear layer like its others.
     """
@@ -56,7 +56,7 @@ class Fusion(dit.RouteEnd):
         self.proj = nn.Linear(2 * width, width)
 
     def forward(self, x: Tensor, skipped: Tensor, ids_keep: Tensor | None, inputs: Tensor | None = None) -> Tensor:
-        """As `dit.RouteEnd.forward`; inputs: (B,) bool, samples in which the mask token replaces all of x (path-drop)."""
+        """As `dit.RouteEnd.forward`. inputs: (B,) bool, samples in which the mask token replaces all of x (path-drop)."""
         masked = self.mask_token.to(skipped.dtype).expand_as(skipped)
         after = x if ids_keep is None else TokenRouter.end_route(x, masked, ids_keep)
         if inputs is not None:
@@ -82,7 +82,7 @@ class FusedRoutes:
         self.path_drop = path_drop
 
     def forward(self, x: Tensor, t: Tensor, y: Tensor, *, drop_paths: Tensor | None = None, **inputs) -> Tensor:
-        """As `DiT.forward`; drop_paths: (B,) bool, samples whose routes output mask tokens only; drawn in training if absent.
+        """As `DiT.forward`. drop_paths: (B,) bool, samples whose routes output mask tokens only. Training draws it if absent.
 
         Raises ValueError for drop_paths of another shape.
         """

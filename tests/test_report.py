@@ -303,7 +303,7 @@ def test_arguments_that_cannot_work_are_refused(tmp_path):
         with pytest.raises(UserError, match=message):
             main(arguments)
     (tmp_path / "config.yaml").write_text("epochs: 3")
-    with pytest.raises(UserError, match=f"no runs in {tmp_path}; give folders of runs\n- .*config.yaml: it is not a configuration"):
+    with pytest.raises(UserError, match=f"no runs in {tmp_path}; give folders of runs\n- .*config.yaml: it is not a config"):
         main([str(tmp_path)])
 
 

@@ -39,7 +39,7 @@ class Attachment:
     def __init__(self, network: nn.Module, adapter: Adapter, routes: Sequence[Route], rule: SelectionRule, generator):
         self.adapter, self.rule, self.generator = adapter, rule, generator
         self.ratios_now: tuple[float, ...] | None = None  # inside `routed()`
-        self.plan: Plan | None = None  # of the current or last forward pass; None before its embedding
+        self.plan: Plan | None = None  # of the current or last forward pass, None before its embedding
         self.recomputed: Plan | None = None  # inside a block that `checkpoint()` runs
         blocks = [(spec, inner_module(block)) for spec in adapter.blocks for block in getattr(network, spec.attribute)]
         self.router = TokenRouter(routes, depth=len(blocks))
@@ -105,7 +105,7 @@ class Attachment:
 
     @property
     def ids_keep(self) -> tuple[Tensor | None, ...]:
-        """(B, K) per route: the image tokens that stayed in the last forward pass; None for a route that was off."""
+        """(B, K) per route: the image tokens that stayed in the last forward pass. None for a route that was off."""
         ids_keep = self.plan.ids_keep if self.plan else {}
         return tuple(ids_keep.get(i) for i in range(len(self.router.routes)))
 
@@ -165,7 +165,7 @@ def inner_module(module: nn.Module) -> nn.Module:
 
 
 def attached(network: nn.Module) -> Attachment | None:
-    """The attachment of a network or of its deep copy; None if it has none."""
+    """The attachment of a network or of its deep copy, or None."""
     hooks = inner_module(network)._forward_pre_hooks.values()
     return next((hook.__self__ for hook in hooks if isinstance(getattr(hook, "__self__", None), Attachment)), None)
 
@@ -178,16 +178,16 @@ def attach(
     generator: torch.Generator | None = None,
     adapter: Adapter | None = None,
 ) -> Attachment:
-    """Route the image tokens of a network (TREAD, section 3) in training mode with gradients; evaluation does not change.
+    """Route the image tokens of a network (TREAD, section 3) in training mode with gradients. Evaluation does not change.
 
     Args:
-        network: one of `ADAPTERS`, or any that `adapter` describes; also inside DDP, torch.compile or PEFT. It gets forward
-            hooks, which `detach` removes; nothing else changes.
+        network: one of `ADAPTERS`, or any that `adapter` describes. It may be inside DDP, torch.compile or PEFT. It gets forward
+            hooks, which `detach` removes. Nothing else changes.
         routes: selection_ratio is the fraction that SKIPS. Layer indices count through all lists of blocks in order, and may be
             negative.
         selection: which tokens stay: `uniform` (the paper: a random subset), `importance` (tokens with a large L1 norm stay
             more often), or a `SelectionRule`, such as `partial(importance_scores, weight=1.0)`.
-        generator: on the device of the tokens; None is torch's default, the only one that torch.compile traces in one graph.
+        generator: on the device of the tokens. None is torch's default, the only one that torch.compile traces in one graph.
 
     Differs from TREAD, section 4: under autocast, the block right after a route runs in the same precision as the others.
 

@@ -1,4 +1,4 @@
-"""The report: figures of runs against the paper's figures and the dense runs', as Markdown tables.
+"""The report: Markdown tables that compare figures of runs with the paper and with dense runs.
 
     python -m extras.report runs/                              # prints the tables
     python -m extras.report runs/ more_runs/ > table2.md
@@ -21,7 +21,7 @@ from extras.report.tables import guidance_table, machine_of, results_table, spee
 NOTES = """## How to read this
 
 - A row is an experiment (runs that differ only in seed, paths and logging) and one way to measure it. Figures and hours are
-  means over the seeds that trained longest; ± is the standard deviation (n − 1).
+  means over the seeds that trained longest. ± is the standard deviation (n − 1).
 - Compare only figures with equal samples, guidance and "measured with".
 - The figures at the best guidance are a little too good, because they chose it.
 - Hours leave out checkpoints, grids and evaluations. Compare them only between runs that had the same machine to themselves.

@@ -48,7 +48,7 @@ class Experiment:
         return [run for run in self.runs if last in run.figures.get(measure, ())]
 
     def curve(self, measure: Measure) -> dict[int, list[float]]:
-        """Step -> a value per seed, in the order of steps; empty if the measure is not among `measures`."""
+        """Step -> a value per seed, in the order of steps. Empty if the measure is not among `measures`."""
         curves = [run.figures[measure] for run in self.furthest(measure)]
         steps = sorted(step for step in (curves[0] if curves else ()) if all(step in curve for curve in curves))
         return {step: [curve[step] for curve in curves] for step in steps}
@@ -58,7 +58,7 @@ class Experiment:
         return statistics.fmean(run.hours_at(step) for run in self.furthest(measure))
 
     def paper(self, measure: Measure) -> float | None:
-        """The paper's figure with as many samples; None if it has none, or if the runs changed settings of their row."""
+        """The paper's figure with as many samples, or None. Runs that changed settings of their row have none."""
         if self.changes or self.row.get("num_samples") != measure.num_samples:
             return None
         figures = self.row.get("paper" if measure.guidance == UNGUIDED else "paper_guided") or {}
@@ -66,7 +66,7 @@ class Experiment:
 
 
 def curve_measure(dense: Experiment, routed: Experiment) -> Measure | None:
-    """What to compare over training: a figure that both have, the paper's if possible, then an unguided one; None without any.
+    """What to compare over training, or None: a figure that both have, if possible one of the paper, then an unguided one.
 
     Of several numbers of samples, it is the one that was evaluated most often. FID of 50,000 samples often exists for the last
     step alone, and FID of 5,000 samples for many steps.

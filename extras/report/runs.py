@@ -49,7 +49,7 @@ class Run:
 
     path: Path
     config: dict  # values by dotted key
-    row: dict  # experiment.* of the configuration; empty without a row
+    row: dict  # experiment.* of the configuration, empty without a row
     starts: list[dict]  # the lines of starts.jsonl
     speeds: dict[int, float] = field(default_factory=dict)  # step -> steps per second, from the training lines
     figures: dict[Measure, dict[int, float]] = field(default_factory=dict)  # measure -> step -> value, including LOSS
@@ -73,7 +73,7 @@ class Run:
         return steps, [0.0, *accumulate(hours)]
 
     def hours_at(self, step: float) -> float:
-        """Hours of training until a step, interpolated between training lines; NaN beyond them."""
+        """Hours of training until a step, interpolated between training lines. NaN beyond them."""
         return float(np.interp(step, *self.clock, left=np.nan, right=np.nan))
 
     def add(self, step: int, metrics: dict[str, float], num_samples: int, settings: dict) -> None:
@@ -88,7 +88,7 @@ class Run:
 
 
 def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:
-    """(all runs below the folders, sorted by path; what was left out, as path -> reason).
+    """(all runs below the folders, sorted by path, and path -> reason of what was left out).
 
     A result of fid.py anywhere below the folders counts for the run whose checkpoint it names.
     """

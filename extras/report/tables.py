@@ -27,7 +27,7 @@ class Table:
 
 
 def results_table(experiments: Sequence[Experiment]) -> Table:
-    """The last figures of each experiment, one row per way to measure them, with the paper's and the dense runs' figures."""
+    """The last figures of each experiment beside those of the paper and of the dense runs. Each way to measure has a row."""
     table = Table("Results")
     for experiment in experiments:
         rows: dict[tuple, dict[str, str]] = {}
