@@ -56,7 +56,7 @@ def import_weights(
         source: a .pt or .safetensors file.
         kind: project of the weights, which gives parameter names, time and diffusion: dit | sit | repa | tread | lightningdit.
         output: the folder of the new run.
-        autoencoder: decodes the latents. None means the SD-VAE, or `none` for lightningdit (give a VA-VAE here or to each command).
+        autoencoder: decodes the latents. None is the SD-VAE, or `none` for lightningdit (name a VA-VAE here or in each command).
         scale_factor: multiplies the latents. None means the scale factor of the autoencoder.
         resolution: height and width of the images, in pixels. If None, it follows from the autoencoder.
         latents_stats: for lightningdit, the latents_stats.pt published with the VA-VAE, or `none` for channels as they are.
