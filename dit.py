@@ -145,30 +145,6 @@ class FinalLayer(nn.Module):
         return self.linear(modulate(self.norm_final(x), shift, scale))
 
 
-class RouteEnd(nn.Module):
-    """The end of a route in TREAD: the kept tokens return to their own positions among those that skipped.
-
-    A subclass of DiT can set `route_end` to another class with the same interface, which may have weights.
-    """
-
-    ends_dense_routes = False  # not called for a route of ratio 0
-
-    def __init__(self, width: int):
-        super().__init__()
-
-    def forward(self, x: Tensor, skipped: Tensor, ids_keep: Tensor | None, inputs: Tensor | None = None) -> Tensor:
-        """Args:
-            x: (B, K, D), the kept tokens after the route. K may be 0.
-            skipped: (B, N, D), all tokens before it.
-            ids_keep: (B, K), from `TokenRouter.choose_ids_keep`. None if x holds all tokens, at ratio 0 in evaluation mode.
-            inputs: (B, ...), the network's `route_inputs`.
-
-        Returns:
-            (B, N, D).
-        """
-        return TokenRouter.end_route(x, skipped, ids_keep)
-
-
 class DiT(nn.Module):
     """The network. It is dense in evaluation mode, and its routes are active in training mode.
 
@@ -188,7 +164,8 @@ class DiT(nn.Module):
     """
 
     block_class: type[nn.Module] = DiTBlock
-    route_end: type[nn.Module] = RouteEnd
+    # The class of a module for each route, such as `extras.sprint.Fusion`. None: `TokenRouter.end_route` ends the routes.
+    route_end: type[nn.Module] | None = None
 
     def __init__(
         self,
@@ -225,7 +202,7 @@ class DiT(nn.Module):
         self.router = TokenRouter(routes, depth)
         # Named after their blocks, so that weights do not load into a route elsewhere.
         places = [f"{r.start_layer_idx}_{r.end_layer_idx}" for r in self.router.routes]
-        self.route_ends = nn.ModuleDict({place: self.route_end(width) for place in places})
+        self.route_ends = nn.ModuleDict({place: self.route_end(width) for place in places} if self.route_end else {})
         self.selection_rule = SELECTIONS[selection] if isinstance(selection, str) else selection
         self.fp32_layers = {r.end_layer_idx + 1 for r in self.router.routes} if fp32_after_route else set()
         self.initialize_weights(init)
@@ -265,7 +242,7 @@ class DiT(nn.Module):
             y: (B,) int64 labels, 0 to num_classes, which is the null class. Other values crash the process on a GPU.
             drop_labels: (B,) bool, labels to replace by the null class. Training mode draws them when they are absent.
             route_scores: (B, R, N) uniform numbers for the selection rule. They are drawn when absent.
-            route_inputs: (B, ...), an extra input for the route ends. The ends of TREAD ignore it.
+            route_inputs: (B, ...), an extra input for the modules of `route_end`.
             selection_ratios: route with these ratios (one, or one per route), in evaluation mode too. All tokens skip a route of
                 ratio 1. By default, training mode uses the ratios of the routes, and evaluation mode does not route.
             generator: source of the numbers drawn here.
@@ -287,9 +264,9 @@ class DiT(nn.Module):
         c = self.t_embedder(t) + self.y_embedder(y, drop_labels)  # (B, D)
 
         ratios = self.router.selection_ratios(selection_ratios if self.training or selection_ratios is not None else 0)
-        active = [i for i, ratio in enumerate(ratios) if ratio > 0 or self.route_end.ends_dense_routes]
+        active = [i for i, ratio in enumerate(ratios) if ratio > 0 or self.route_end]
         starts = {self.router.routes[i].start_layer_idx: i for i in active}  # block index -> route
-        ends = {self.router.routes[i].end_layer_idx: [*self.route_ends.values()][i] for i in active}
+        ends = {self.router.routes[i].end_layer_idx: i for i in active}
         in_fp32 = self.fp32_layers & {end + 1 for end in ends}
 
         ids_keep, all_tables = None, tables
@@ -306,7 +283,10 @@ class DiT(nn.Module):
             if observe is not None:
                 observe(i + 1, h, ids_keep)
             if i in ends:
-                h = ends[i](h, skipped, ids_keep, route_inputs)  # (B, N, D)
+                if self.route_end:
+                    h = [*self.route_ends.values()][ends[i]](h, skipped, ids_keep, route_inputs)
+                else:
+                    h = self.router.end_route(h, skipped, ids_keep)  # (B, N, D)
                 tables, ids_keep = all_tables, None
 
         out = self._in_fp32(self.final_layer, h, c) if len(self.blocks) in in_fp32 else self.final_layer(h, c)  # (B, N, p*p*C)

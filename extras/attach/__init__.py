@@ -1,6 +1,6 @@
 """Token routing (TREAD, arXiv 2501.04765) for networks of other libraries: `attach(network, routes)`.
 
-Nothing here imports diffusers, peft or timm: `attach` recognises networks by the names of their classes.
+Nothing here imports diffusers or peft: `attach` recognises networks by the names of their classes.
 """
 
 from extras.attach.adapters import Adapter, BlockList, ImageTokens, TokenAxis

@@ -64,12 +64,6 @@ class Adapter:
     tokens_from: str  # "": the network itself, before it runs
     blocks: tuple[BlockList, ...]  # in the order in which they run. Layer indices of routes count through all lists.
     count_tokens: Callable[[Mapping[str, Any], Any], ImageTokens] = count_embedded  # (the submodule's arguments, output) -> count
-    must_be_empty: str = ""  # a dotted attribute (the network's own routes, token dropout) that `attach` requires to be empty
-
-
-def count_timm(arguments: Mapping[str, Any], output: Tensor) -> ImageTokens:
-    """Count tokens in the output of timm's patch embedding: (B, N, D), or (B, H, W, D) with dynamic image sizes."""
-    return ImageTokens(len(output), prod(output.shape[1:-1]), output.device)
 
 
 def count_z_image(arguments: Mapping[str, Any], output: None) -> ImageTokens:
@@ -104,14 +98,12 @@ Z_IMAGE_AXES = (
     TokenAxis("attn_mask", dim=1, layout="image_text", ndim=2),  # (B, L), for padded text
 )
 Z_IMAGE = BlockList("layers", "x", layout="image_text", axes=Z_IMAGE_AXES)
-TIMM_MASK = TokenAxis("attn_mask", dim=-1, layout="text_image", mask=True)
-TIMM = BlockList("blocks", "x", layout="text_image", axes=(TIMM_MASK,))  # class and register tokens come first
 LIGHTNING = BlockList("blocks", "x", axes=(TokenAxis("cos", dim=1), TokenAxis("sin", dim=1)))  # (1, N, D_head)
 
 # By package and class.
 ADAPTERS = {
-    "dit.DiT": Adapter("x_embedder", (BlockList("blocks", "x"),), must_be_empty="router.routes"),
-    "extras.LightningDiT": Adapter("x_embedder", (LIGHTNING,), must_be_empty="router.routes"),
+    "dit.DiT": Adapter("x_embedder", (BlockList("blocks", "x"),)),
+    "extras.LightningDiT": Adapter("x_embedder", (LIGHTNING,)),
     "diffusers.FluxTransformer2DModel": Adapter("x_embedder", (FLUX_DOUBLE, FLUX_SINGLE)),
     "diffusers.Flux2Transformer2DModel": Adapter("x_embedder", (FLUX_DOUBLE, FLUX2_SINGLE)),
     "diffusers.SD3Transformer2DModel": Adapter("pos_embed", (BlockList("transformer_blocks", output=1),)),
@@ -120,7 +112,6 @@ ADAPTERS = {
     "diffusers.WanTransformer3DModel": Adapter("patch_embedding", (BlockList("blocks", axes=WAN_AXES),)),
     "diffusers.QwenImageTransformer2DModel": Adapter("img_in", (BlockList("transformer_blocks", output=1, axes=QWEN_AXES),)),
     "diffusers.ZImageTransformer2DModel": Adapter("", (Z_IMAGE,), count_z_image),
-    "timm.VisionTransformer": Adapter("patch_embed", (TIMM,), count_timm, must_be_empty="patch_drop.prob"),
 }
 
 

@@ -198,11 +198,7 @@ def attach(
     network = inner_module(network)
     if attached(network):
         raise ValueError(f"{type(network).__name__} is routed already; call attached(network).detach() first")
-    adapter = adapter or find_adapter(network)
-    setting = network
-    for name in adapter.must_be_empty.split("."):
-        setting = getattr(setting, name, None)  # None also if must_be_empty is ""
-    if setting:
-        raise ValueError(f"{type(network).__name__} with {adapter.must_be_empty}={setting} cannot be routed; build it without")
+    if routes_of_its_own := getattr(getattr(network, "router", None), "routes", ()):  # dit.DiT
+        raise ValueError(f"{type(network).__name__} has router.routes={routes_of_its_own} already; build it without routes")
     rule = SELECTIONS[selection] if isinstance(selection, str) else selection
-    return Attachment(network, adapter, routes, rule, generator)
+    return Attachment(network, adapter or find_adapter(network), routes, rule, generator)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,23 +15,10 @@ from accelerate import Accelerator
 from checkpoints.provenance import describe_start
 from evaluations.results import markdown_table
 
-NOTES = """`ms`: the median of all timed calls. `images/s`: the rate of one process. `MFU`: relative to the vendor's bfloat16
-peak. `time / first`: the median of the variant divided by the median of the first variant in the same round. The table shows the
-median over rounds.
+NOTES = """`ms`: the median of all timed calls. `images/s`: the rate of one process. `TFLOP/s`: its rate of matrix products, which
+becomes the MFU if you divide it by the peak of the GPU. `time / first`: the median of the variant divided by the median of the
+first variant in the same round. The table shows the median over rounds.
 """
-
-
-# TFLOP/s of dense bfloat16 matrix products, from the vendors' data sheets. The whole name must match: a MIG slice has no peak.
-PEAKS = {
-    r"A[18]00(?!.*MIG).*": 312, r"H100 \d+GB HBM3|H800": 989.4, r"H100 PCIe": 756, r"H100 NVL|H200 NVL": 835,
-    r"H200": 989.4, r"B200": 2250, r"L40S": 362, r"GeForce RTX 4090": 165.2, r"GeForce RTX 5090": 209.5,
-}  # fmt: skip
-
-
-def published_peak(device: torch.device) -> float | None:
-    """The vendor's bfloat16 peak in FLOP/s, or None for a CPU or a GPU that is not in the table."""
-    name = torch.cuda.get_device_name(device).removeprefix("NVIDIA ") if device.type == "cuda" else ""
-    return next((1e12 * peak for pattern, peak in PEAKS.items() if re.fullmatch(pattern, name)), None)
 
 
 def time_ms(action: Callable[[], object], repeats: int, device: torch.device, warmup: int = 0) -> list[float]:
@@ -81,7 +67,7 @@ def measure(
         row.turns.append(time_ms(row.action, steps, device, warmup=1))
         sys.stderr.write(f"{name}: {np.median(row.turns):.4g} ms\n")  # kept if the benchmark is stopped
     first = next(iter(rows.values()))
-    return [{"variant": name} | summarise(row, first, published_peak(device)) for name, row in rows.items()]
+    return [{"variant": name} | summarise(row, first) for name, row in rows.items()]
 
 
 def open_row(opener: Callable[[], TimedRow], device: torch.device, warmup: int) -> TimedRow:
@@ -98,12 +84,12 @@ def open_row(opener: Callable[[], TimedRow], device: torch.device, warmup: int) 
     return row
 
 
-def summarise(row: TimedRow, first: TimedRow, peak: float | None) -> dict[str, object]:
-    """The columns of a row. `first` is the row of the first variant, and `peak` is in FLOP/s."""
+def summarise(row: TimedRow, first: TimedRow) -> dict[str, object]:
+    """The columns of a row. `first` is the row of the first variant."""
     ms = np.median(row.turns)
     images_per_sec = 1000 * row.num_images / ms
     columns = {"ms": ms, "images/s": images_per_sec, "GFLOP/image": row.flops_per_image / 1e9}
-    columns["MFU"] = row.flops_per_image * images_per_sec / peak if peak else None
+    columns["TFLOP/s"] = row.flops_per_image * images_per_sec / 1e12
     ratios = np.median(row.turns, axis=1) / np.median(first.turns, axis=1)
     return columns | {"time / first": np.median(ratios), "lowest, highest": [ratios.min(), ratios.max()]} | row.columns
 
