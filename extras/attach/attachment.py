@@ -110,7 +110,7 @@ class Attachment:
         return tuple(ids_keep.get(i) for i in range(len(self.router.routes)))
 
     def _before_network(self, module: nn.Module, args: tuple) -> None:
-        """Hook of the network: `_after_embedding` must run before the blocks do."""
+        """Hook of the network: forget the last plan, so that blocks raise an error if the embedding makes no new plan."""
         self.plan = None
 
     def _after_embedding(self, module: nn.Module, args: tuple, kwargs: dict, output: Any = None) -> None:

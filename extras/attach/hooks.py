@@ -21,7 +21,7 @@ from routing_module import TokenRouter
 
 
 def argument_names(module: nn.Module) -> tuple[str, ...]:
-    """Names of the arguments of forward, in order. Taken from the class: other libraries may replace the instance's forward."""
+    """Names of the arguments of forward, in order. They come from the class, because libraries replace forward in instances."""
     return tuple(inspect.signature(type(module).forward).parameters)[1:]
 
 

@@ -22,10 +22,10 @@ NOTES = """## How to read this
 
 - A row is an experiment (runs that differ only in seed, paths and logging) and one way to measure it. Figures and hours are
   means over the seeds that trained longest. ± is the standard deviation (n − 1).
-- Compare only figures with equal samples, guidance and "measured with".
-- The figures at the best guidance are a little too good, because they chose it.
-- Hours leave out checkpoints, grids and evaluations. Compare them only between runs that had the same machine to themselves.
-- Speedups interpolate linearly between two evaluations. ≥ or ≤: the first evaluation is already better than the figure. The
+- Two figures can be compared only if the columns Samples, Guidance and Measured with are equal.
+- The figures at the best guidance are a little too good, because the same samples chose the guidance.
+- Hours do not count checkpoints, grids and evaluations. Compare them only between runs that had the same machine to themselves.
+- Speedups interpolate linearly between two evaluations. With ≥ or ≤, the first evaluation is already better than the figure. The
   paper's headline, for DiT-XL/2 on ImageNet-256 against 400,000 dense steps, is 14×.
 """
 

@@ -59,7 +59,7 @@ def results_table(experiments: Sequence[Experiment]) -> Table:
 def guidance_table(experiments: Sequence[Experiment]) -> Table:
     """Each experiment unguided and at its best guidance, for experiments whose last step was measured with several guidances.
 
-    The best has the best mean of the first metric. Its figures are a little too good: the same samples chose it.
+    The best guidance has the best mean of the first metric. Its figures are a little too good, because the same samples chose it.
     """
     table = Table("Each experiment at its best guidance")
     for experiment in experiments:

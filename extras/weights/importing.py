@@ -37,7 +37,7 @@ KINDS_OF_WEIGHTS = {
     "lightningdit": ("lightningdit", "sit", LIGHTNING_DIFFUSION),
 }
 TURNED = ("sit", "lightningdit")  # their time runs from noise at 0 to data at 1, and they predict data - noise
-# EMA updates of weights whose file has no step: so many that an EMA started from them has no warm-up.
+# The number of EMA updates to assume if a file of weights has no step. An EMA that starts from them then has no warm-up.
 LONG_TRAINED = 10**6
 
 

@@ -26,10 +26,10 @@ STEP_NAMES = ("step", "steps", "train_steps")
 def read_published(file: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
     """(model, EMA, step) from a .safetensors file or a file of torch.save, without running any code in it. Tensors are float32.
 
-    If the file holds only one of model and EMA, both are that one. The step is 0 if the file holds none.
+    If the file holds only one of model and EMA, it serves as both. If the file holds no step, the step is 0.
 
     Raises:
-        UserError: the file cannot be read, holds objects that could run code, or holds no state dict.
+        UserError: the file cannot be read, could run code, or holds no state dict.
     """
     # Other projects store their arguments with the weights: plain values in a Namespace.
     with torch.serialization.safe_globals([argparse.Namespace]):
