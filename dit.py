@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from common.randomness import SampleRandom
 from routing_module import SELECTIONS, Route, SelectionRule, TokenRouter
 
-# name: (depth, width, heads). S to XL are DiT's, Table 1 of arXiv 2212.09748; XS is ours, for the embedded digits.
+# name: (depth, width, heads). S to XL are the sizes of DiT (arXiv 2212.09748, Table 1). XS is our size, for the embedded digits.
 SIZES = {"XS": (12, 96, 3), "S": (12, 384, 6), "B": (12, 768, 12), "L": (24, 1024, 16), "XL": (28, 1152, 16)}
 PATCH_SIZES = (1, 2, 4, 8)
 BACKBONES = {f"DiT-{size}/{patch}": (*SIZES[size], patch) for size in SIZES for patch in PATCH_SIZES}
@@ -145,40 +145,16 @@ class FinalLayer(nn.Module):
         return self.linear(modulate(self.norm_final(x), shift, scale))
 
 
-class RouteEnd(nn.Module):
-    """The end of a route in TREAD: the kept tokens return to their own positions among those that skipped.
-
-    A subclass of DiT can set `route_end` to another class with the same interface, which may have weights.
-    """
-
-    ends_dense_routes = False  # not called for a route of ratio 0
-
-    def __init__(self, width: int):
-        super().__init__()
-
-    def forward(self, x: Tensor, skipped: Tensor, ids_keep: Tensor | None, inputs: Tensor | None = None) -> Tensor:
-        """Args:
-            x: (B, K, D), the kept tokens after the route; K may be 0.
-            skipped: (B, N, D), all tokens before it.
-            ids_keep: (B, K), from `TokenRouter.choose_ids_keep`; None if x holds all tokens: at ratio 0, in evaluation mode.
-            inputs: (B, ...), the network's `route_inputs`.
-
-        Returns:
-            (B, N, D).
-        """
-        return TokenRouter.end_route(x, skipped, ids_keep)
-
-
 class DiT(nn.Module):
-    """The network. In evaluation mode it is dense; in training mode its routes are active.
+    """The network. It is dense in evaluation mode, and its routes are active in training mode.
 
     Args:
-        input_size: height = width of the latents; a multiple of patch_size.
+        input_size: height = width of the latents, a multiple of patch_size.
         in_channels: C of the latents.
         num_classes: labels are 0 .. num_classes - 1, and num_classes is the null class.
         learn_sigma: twice the output channels, as in published DiT checkpoints (the caller drops the unused half).
         class_dropout: probability that a label is replaced by the null class in training.
-        routes: windows of blocks that some tokens skip; with no routes, this is the plain DiT.
+        routes: windows of blocks that some tokens skip. Without routes, this is the plain DiT.
         selection: the rule that chooses the tokens that stay, or its name in `routing_module.SELECTIONS`.
         fp32_after_route: under autocast, run the block (or final layer) after each active route in float32 (TREAD, section 4).
         init: `adaln_zero`, as in DiT: every block starts as the identity, and the output as zero. `official_tread`, as in the
@@ -188,7 +164,8 @@ class DiT(nn.Module):
     """
 
     block_class: type[nn.Module] = DiTBlock
-    route_end: type[nn.Module] = RouteEnd
+    # The class of a module for each route, such as `extras.sprint.Fusion`. None: `TokenRouter.end_route` ends the routes.
+    route_end: type[nn.Module] | None = None
 
     def __init__(
         self,
@@ -209,7 +186,7 @@ class DiT(nn.Module):
     ):
         super().__init__()
         if input_size % patch_size:
-            raise ValueError(f"latents of size {input_size} cannot be cut into patches of {patch_size}; use another backbone")
+            raise ValueError(f"latents of size {input_size} cannot be cut into patches of {patch_size}: use another backbone")
         self.class_dropout = class_dropout
         self.input_size, self.patch_size = input_size, patch_size
         self.out_channels = in_channels * (2 if learn_sigma else 1)
@@ -225,9 +202,8 @@ class DiT(nn.Module):
         self.router = TokenRouter(routes, depth)
         # Named after their blocks, so that weights do not load into a route elsewhere.
         places = [f"{r.start_layer_idx}_{r.end_layer_idx}" for r in self.router.routes]
-        self.route_ends = nn.ModuleDict({place: self.route_end(width) for place in places})
+        self.route_ends = nn.ModuleDict({place: self.route_end(width) for place in places} if self.route_end else {})
         self.selection_rule = SELECTIONS[selection] if isinstance(selection, str) else selection
-        self.fp32_after_route = fp32_after_route
         self.fp32_layers = {r.end_layer_idx + 1 for r in self.router.routes} if fp32_after_route else set()
         self.initialize_weights(init)
 
@@ -264,14 +240,14 @@ class DiT(nn.Module):
             x: (B, C, H, W) latents.
             t: (B,) noise level in the diffusion's own conditioning (EDM: c_noise).
             y: (B,) int64 labels, 0 to num_classes, which is the null class. Other values crash the process on a GPU.
-            drop_labels: (B,) bool, labels to replace by the null class; drawn in training mode when absent.
-            route_scores: (B, R, N) uniform numbers for the selection rule; drawn when absent.
-            route_inputs: (B, ...), an extra input for the route ends; TREAD's ends ignore it.
-            selection_ratios: route with these ratios (one, or one per route), in evaluation mode too; 1 skips the routes' blocks.
-                By default, training mode uses the routes' own ratios, and evaluation mode does not route.
+            drop_labels: (B,) bool, labels to replace by the null class. Training mode draws them when they are absent.
+            route_scores: (B, R, N) uniform numbers for the selection rule. They are drawn when absent.
+            route_inputs: (B, ...), an extra input for the modules of `route_end`.
+            selection_ratios: route with these ratios (one, or one per route), in evaluation mode too. All tokens skip a route of
+                ratio 1. By default, training mode uses the ratios of the routes, and evaluation mode does not route.
             generator: source of the numbers drawn here.
-            observe: called after every block as observe(number from 1, tokens, ids_keep). Tokens are (B, N, D) and ids_keep None;
-                in a route, tokens are the kept ones (B, K, D), and ids_keep (B, K) int64 their positions.
+            observe: called after every block as observe(number from 1, tokens, ids_keep). Outside a route, it gets all tokens
+                (B, N, D) and None. In a route, it gets the kept tokens (B, K, D) and their positions (B, K) int64.
 
         Returns:
             (B, out_channels, H, W).
@@ -288,10 +264,10 @@ class DiT(nn.Module):
         c = self.t_embedder(t) + self.y_embedder(y, drop_labels)  # (B, D)
 
         ratios = self.router.selection_ratios(selection_ratios if self.training or selection_ratios is not None else 0)
-        active = [i for i, ratio in enumerate(ratios) if ratio > 0 or self.route_end.ends_dense_routes]
+        active = [i for i, ratio in enumerate(ratios) if ratio > 0 or self.route_end]
         starts = {self.router.routes[i].start_layer_idx: i for i in active}  # block index -> route
-        ends = {self.router.routes[i].end_layer_idx: [*self.route_ends.values()][i] for i in active}
-        in_fp32 = {end + 1 for end in ends} if self.fp32_after_route else set()
+        ends = {self.router.routes[i].end_layer_idx: i for i in active}
+        in_fp32 = self.fp32_layers & {end + 1 for end in ends}
 
         ids_keep, all_tables = None, tables
         for i, block in enumerate(self.blocks):
@@ -307,7 +283,10 @@ class DiT(nn.Module):
             if observe is not None:
                 observe(i + 1, h, ids_keep)
             if i in ends:
-                h = ends[i](h, skipped, ids_keep, route_inputs)  # (B, N, D)
+                if self.route_end:
+                    h = [*self.route_ends.values()][ends[i]](h, skipped, ids_keep, route_inputs)
+                else:
+                    h = self.router.end_route(h, skipped, ids_keep)  # (B, N, D)
                 tables, ids_keep = all_tables, None
 
         out = self._in_fp32(self.final_layer, h, c) if len(self.blocks) in in_fp32 else self.final_layer(h, c)  # (B, N, p*p*C)
@@ -336,7 +315,7 @@ class DiT(nn.Module):
             return layer(h.float(), c.float(), *tables)
 
     def unpatchify(self, tokens: Tensor) -> Tensor:
-        """(B, N, p*p*C) -> (B, C, H, W); within a token: row, column, channel."""
+        """(B, N, p*p*C) -> (B, C, H, W). The order within a token is row, column, channel."""
         grid, p = math.isqrt(self.num_tokens), self.patch_size
         x = tokens.reshape(len(tokens), grid, grid, p, p, self.out_channels)
         return x.permute(0, 5, 1, 3, 2, 4).reshape(len(tokens), self.out_channels, grid * p, grid * p)

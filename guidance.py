@@ -1,11 +1,11 @@
 """Guidance: from a network's estimates to the denoiser that a sampler calls, (x, level, y) -> D_x.
 
 Guidance combines denoised estimates, so it works for every diffusion. Settings are checked when a denoiser is built.
-Shapes: x (B, C, H, W); level (B,), the noise level (sigma for EDM, t for SiT), the same in every row; y (B,) int64 labels, of
-which num_classes is the null class; R routes, N tokens.
+Shapes: x is (B, C, H, W). level is (B,), the noise level (sigma for EDM, t for SiT), the same in every row. y is (B,) int64
+labels, of which num_classes is the null class. There are R routes and N tokens.
 
-Guidance with bounds evaluates its second branch only at noise levels in (level_lo, level_hi] (arXiv 2404.07724), and returns
-the first branch elsewhere; None means no bound.
+`bounds` are level_lo and level_hi: guidance evaluates its second branch only at noise levels in (level_lo, level_hi]
+(arXiv 2404.07724), and returns the first branch elsewhere. None, the default, means no bound.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from torch import Tensor
 from routing_module import num_kept_tokens
 
 Denoiser = Callable[[Tensor, Tensor, Tensor], Tensor]
-Bound = float | None
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class GuidanceInputs:
             tokens skips the network's routes, chosen by route_scores (B, R, N).
         num_classes: the null class.
         routes_shape: (R, N).
-        route_scores: () -> (B, R, N) new uniform numbers; row i depends only on image i's seed and the number of calls so far.
+        route_scores: () -> (B, R, N) new uniform numbers. Row i depends only on image i's seed and on how many calls came before.
         weak: the second network of autoguidance.
     """
 
@@ -52,15 +51,13 @@ def none(inputs: GuidanceInputs) -> Denoiser:
     return inputs.denoise
 
 
-def cfg(
-    inputs: GuidanceInputs, *, cfg_scale: float, level_lo: Bound = None, level_hi: Bound = None, channels: int | None = None
-) -> Denoiser:
+def cfg(inputs: GuidanceInputs, *, cfg_scale: float, channels: int | None = None, **bounds: float | None) -> Denoiser:
     """Classifier-free guidance (arXiv 2207.12598): D = D_null + cfg_scale * (D_label - D_null). With bounds, `interval`.
 
     Args:
         cfg_scale: 1 is off (one evaluation a step), 0 is unconditional, above 1 guides. Both estimates come from one
             batched evaluation.
-        channels: guide only the first `channels` channels of the latents; the others are D_label's. None guides all.
+        channels: guide only the first `channels` channels of the latents, and take the others from D_label. None guides all.
             The published code of DiT, SiT and LightningDiT guides three.
     """
 
@@ -68,36 +65,28 @@ def cfg(
         null = torch.full_like(y, inputs.num_classes)
         return inputs.denoise(torch.cat([x, x]), torch.cat([level, level]), torch.cat([y, null])).chunk(2)
 
-    return _guide(label_and_null, inputs.denoise, cfg_scale, level_lo, level_hi, channels)
+    return _guide(label_and_null, inputs.denoise, cfg_scale, channels=channels, **bounds)
 
 
-def path_drop(inputs: GuidanceInputs, *, cfg_scale: float, level_lo: Bound = None, level_hi: Bound = None) -> Denoiser:
+def path_drop(inputs: GuidanceInputs, *, cfg_scale: float, **bounds: float | None) -> Denoiser:
     """Path-drop guidance (SPRINT, arXiv 2510.21986): `cfg`, whose null estimate also skips all blocks of the fused routes."""
 
     def label_and_weak(x: Tensor, level: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         null = torch.full_like(y, inputs.num_classes)
         return inputs.denoise(x, level, y), inputs.denoise(x, level, null, selection_ratios=1.0)
 
-    return _guide(label_and_weak, inputs.denoise, cfg_scale, level_lo, level_hi)
+    return _guide(label_and_weak, inputs.denoise, cfg_scale, **bounds)
 
 
-def sparse(
-    inputs: GuidanceInputs,
-    *,
-    w: float,
-    r_strong: float,
-    r_weak: float,
-    level_lo: Bound = None,
-    level_hi: Bound = None,
-) -> Denoiser:
+def sparse(inputs: GuidanceInputs, *, w: float, r_strong: float, r_weak: float, **bounds: float | None) -> Denoiser:
     """Sparse guidance (arXiv 2601.01608): D = D_weak + w * (D_strong - D_weak), both with the class label.
 
-    Both branches use the same network; in the weak branch, more tokens skip its routes. Every evaluation draws new tokens. With
+    Both branches use the same network. In the weak branch, more tokens skip its routes. Every evaluation draws new tokens. With
     uniform selection, the strong branch keeps every token that the weak branch keeps.
 
     Args:
         w: 1 is off: the strong branch alone, which for r_strong = 0 is the dense network.
-        r_strong, r_weak: fractions of the tokens that SKIP, 0 <= r_strong < r_weak <= 1; 0 is dense.
+        r_strong, r_weak: fractions of the tokens that SKIP, 0 <= r_strong < r_weak <= 1. 0 is dense.
 
     Raises ValueError for a network without routes, and if the weak branch would not keep fewer tokens than the strong one.
     """
@@ -112,10 +101,10 @@ def sparse(
         routings = ({"selection_ratios": ratio, "route_scores": route_scores} if ratio > 0 else {} for ratio in ratios)
         return [inputs.denoise(*batch, **routing) for routing in routings]
 
-    return _guide(partial(branches, (r_strong, r_weak)), lambda *batch: branches((r_strong,), *batch)[0], w, level_lo, level_hi)
+    return _guide(partial(branches, (r_strong, r_weak)), lambda *batch: branches((r_strong,), *batch)[0], w, **bounds)
 
 
-def autoguidance(inputs: GuidanceInputs, *, w: float, level_lo: Bound = None, level_hi: Bound = None) -> Denoiser:
+def autoguidance(inputs: GuidanceInputs, *, w: float, **bounds: float | None) -> Denoiser:
     """Autoguidance (arXiv 2406.02507): D = D_weak + w * (D - D_weak), where a smaller or less trained network gives D_weak.
 
     w = 1 is off. Raises ValueError if there is no second network.
@@ -126,18 +115,18 @@ def autoguidance(inputs: GuidanceInputs, *, w: float, level_lo: Bound = None, le
     def own_and_weak(x: Tensor, level: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         return inputs.denoise(x, level, y), inputs.weak(x, level, y)
 
-    return _guide(own_and_weak, inputs.denoise, w, level_lo, level_hi)
+    return _guide(own_and_weak, inputs.denoise, w, **bounds)
 
 
 def _guide(
     estimates: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]],
     unguided: Denoiser,
     scale: float,
-    level_lo: Bound,
-    level_hi: Bound,
+    level_lo: float | None = None,
+    level_hi: float | None = None,
     channels: int | None = None,
 ) -> Denoiser:
-    """D_weak + scale * (D - D_weak) of the two `estimates` (D, D_weak); `unguided` for scale 1 and outside the bounds.
+    """D_weak + scale * (D - D_weak) of the two `estimates` (D, D_weak). For scale 1 and outside the bounds, `unguided`.
 
     With `channels`, D alone gives the other channels. Raises ValueError if level_lo is not below level_hi.
     """

@@ -19,8 +19,8 @@ class Route:
 
     Attributes:
         selection_ratio: fraction of the tokens that SKIP the window, in [0, 1). 0 switches the route off.
-        start_layer_idx: the first block of the window; negative counts from the end, as in Python.
-        end_layer_idx: the last block of the window, inclusive; negative counts from the end.
+        start_layer_idx: the first block of the window. A negative index counts from the end, as in Python.
+        end_layer_idx: the last block of the window, inclusive. A negative index counts from the end.
     """
 
     selection_ratio: float
@@ -29,7 +29,7 @@ class Route:
 
 
 # Selection rules: (tokens (B, N, D), uniform random numbers (B, N)) -> finite scores (B, N). The tokens with the highest
-# scores stay in the route. NaN would rank highest; a check would have to wait for the device.
+# scores stay in the route. NaN would rank highest. There is no check, because it would have to wait for the device.
 SelectionRule = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -83,7 +83,7 @@ class TokenRouter:
     """The routes of one network, checked against its depth, and the operations that choose, remove and restore tokens.
 
     Args:
-        routes: in the order of their blocks; they must not overlap.
+        routes: in the order of their blocks. They must not overlap.
         depth: number of transformer blocks.
 
     Raises ValueError for a route that does not fit, naming the route, the value and what is accepted.
@@ -95,7 +95,7 @@ class TokenRouter:
         for i, route in enumerate(routes):
             _check_ratio(f"routes[{i}].selection_ratio", route.selection_ratio)
             if route.selection_ratio == 1:
-                raise ValueError(f"routes[{i}].selection_ratio=1 leaves no token in the route; it must be below 1")
+                raise ValueError(f"routes[{i}].selection_ratio=1 leaves no token in the route: it must be below 1")
             for name in ("start_layer_idx", "end_layer_idx"):
                 if not -depth <= (idx := getattr(route, name)) < depth:
                     known = f"{depth} blocks; use {-depth} to {depth - 1}"
@@ -109,7 +109,7 @@ class TokenRouter:
             self.routes += (Route(float(route.selection_ratio), start, end),)
 
     def selection_ratios(self, overrides: float | Sequence[float] | None = None) -> tuple[float, ...]:
-        """The ratio of every route: its own, or `overrides` (one number for all routes, or one per route; 1: all tokens skip)."""
+        """The ratio of every route: its own, or `overrides` (one number for all routes, or one per route). At 1 all skip."""
         if overrides is None:
             return tuple(route.selection_ratio for route in self.routes)
         ratios = [overrides] * len(self.routes) if isinstance(overrides, (int, float)) else list(overrides)
@@ -133,14 +133,14 @@ class TokenRouter:
         Args:
             x: (B, N, D), the tokens where the route starts.
             selection_ratio: fraction of the tokens that skip.
-            scores: (B, N) independent uniform numbers in [0, 1) for the rule; drawn from `generator` when absent.
+            scores: (B, N) independent uniform numbers in [0, 1) for the rule. They are drawn from `generator` when absent.
             rule: one of `SELECTIONS`.
 
         Returns:
             ids_keep: (B, K) int64, the positions that stay, ascending (so that memory is read in order).
 
         Raises:
-            ValueError: a ratio outside [0, 1]; scores of another shape, from the caller or the rule.
+            ValueError: a ratio outside [0, 1], or scores of another shape, from the caller or the rule.
         """
         B, N = x.shape[:2]
         if scores is None:
@@ -168,11 +168,11 @@ class TokenRouter:
 
         Args:
             x: (B, K, D), the kept tokens after the window.
-            skipped: (B, N, D), all tokens as they were before the window; not written to.
+            skipped: (B, N, D), all tokens as they were before the window. It is not written to.
             ids_keep: (B, K), from `choose_ids_keep`.
 
         Returns:
-            (B, N, D). Tokens that skipped are bit-identical to `skipped`; gradients reach both inputs.
+            (B, N, D). Tokens that skipped are bit-identical to `skipped`. Gradients reach both inputs.
         """
         if ids_keep.shape != x.shape[:2] or (len(x), *x.shape[2:]) != (len(skipped), *skipped.shape[2:]):  # it could broadcast
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (x, skipped, ids_keep))

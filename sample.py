@@ -89,7 +89,7 @@ def settings_of_images(cfg: SampleConfig, recipe: Recipe) -> dict:
     return {
         "checkpoint": recipe.content,
         "weights": recipe.weights,
-        "ema_length": recipe.ema_length,
+        "ema_length": cfg.ema_length,
         "labels": None if cfg.classes else cfg.labels,
         "classes": cfg.classes,
         "autoencoder": recipe.autoencoder,

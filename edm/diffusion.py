@@ -1,6 +1,6 @@
 """Preconditioning and loss of EDM (arXiv 2206.00364, Table 1 and section 5).
 
-Shapes: B is the batch size; latents have C channels, height H and width W. sigma is the noise level, in the units of the latents.
+Shapes: B is the batch size. Latents have C channels, height H and width W. sigma is the noise level, in the units of the latents.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from edm.sampler import HeunSampler
 
 @settings
 class EDM:
-    """EDM's preconditioning, loss and sampler. It has no parameters; a network is any callable net(x, c_noise, y, **kwargs).
+    """EDM's preconditioning, loss and sampler. It has no parameters. A network is any callable net(x, c_noise, y, **kwargs).
 
     Attributes:
         sigma_data: standard deviation of the latents.
@@ -46,7 +46,7 @@ class EDM:
 
         Returns:
             (B, C, H, W) float32, the network's estimate of the clean latents. Extra output channels of the network
-            (the learned variance of published DiT checkpoints) are dropped; any other shape is a ValueError.
+            (the learned variance of published DiT checkpoints) are dropped. Any other shape is a ValueError.
         """
         c_skip, c_out, c_in, c_noise = self.coefficients(sigma.reshape(-1, 1, 1, 1))
         F_x = net(c_in * x, c_noise.flatten(), y, **net_kwargs)[:, : x.shape[1]]

@@ -1,4 +1,4 @@
-"""The stochastic second-order sampler of EDM (arXiv 2206.00364, Algorithm 2; deterministic at S_churn = 0, Algorithm 1)."""
+"""The stochastic second-order sampler of EDM (arXiv 2206.00364, Algorithm 2), deterministic at S_churn = 0 (Algorithm 1)."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class HeunSampler:
     """Heun's method along dx/dsigma = (x - D(x; sigma)) / sigma.
 
     Attributes:
-        num_steps: number of noise levels; the denoiser is called 2 * num_steps - 1 times.
+        num_steps: number of noise levels. The denoiser is called 2 * num_steps - 1 times.
         sigma_min, sigma_max: the lowest level above zero, and the first one.
-        rho: spacing of the levels; a larger rho puts more of them near sigma_min (Eq. 5).
-        S_churn: noise added back, over the whole trajectory; 0 makes the sampler deterministic.
+        rho: spacing of the levels. A larger rho puts more of them near sigma_min (Eq. 5).
+        S_churn: noise added back, over the whole trajectory. 0 makes the sampler deterministic.
         S_min, S_max: noise is added only at levels in this range.
         S_noise: standard deviation of the added noise.
     """
@@ -65,7 +65,7 @@ class HeunSampler:
             denoiser: (x, sigma, y) -> D_x, for x (B, C, H, W) float32, sigma (B,) float32 and y (B,).
             noise: (B, C, H, W), unit normal.
             y: (B,) int64 labels, passed to the denoiser.
-            random: source of the added noise; needed when S_churn > 0.
+            random: source of the added noise, which is needed when S_churn > 0.
 
         Returns:
             (B, C, H, W) float32 latents. The solver's state is float64 if the device supports it.

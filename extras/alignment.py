@@ -47,7 +47,7 @@ class ObservedNetwork:
 
     Attributes:
         tokens: (B, N, D), or inside a route the kept tokens, (B, K, D).
-        ids_keep: positions of the kept tokens, (B, K) int64; None outside a route.
+        ids_keep: positions of the kept tokens, (B, K) int64. None outside a route.
     """
 
     def __init__(self, net: Callable[..., Tensor], block: int):
@@ -115,7 +115,7 @@ def build(cfg: TrainConfig, dataset: LatentDataset, accelerator: Accelerator) ->
     """Build the `Alignment` for alignment=repa, with the encoder on this process's device.
 
     Raises:
-        UserError: the network has no such block; the shards hold no images; the encoder cannot be loaded, or its name does not
+        UserError: the network has no such block, the shards hold no images, the encoder cannot be loaded, or its name does not
             give the size of its patches.
     """
     settings = cfg.alignment

@@ -2,7 +2,7 @@
 
 DiT's published weights need it (arXiv 2212.09748). There is no loss: train with edm/ or sit/.
 
-Shapes: B is the batch size; latents have C channels, height H and width W. t is one of the timesteps 0 (least noise) to 999, and
+Shapes: B is the batch size. Latents have C channels, height H and width W. t is one of the timesteps 0 (least noise) to 999, and
 the network receives t itself:
 
     x_t = sqrt(alpha_bar_t) x + sqrt(1 - alpha_bar_t) eps        alpha_bar_t = product of 1 - beta_s for s = 0 .. t
@@ -25,7 +25,7 @@ from torch import Tensor
 from common.randomness import SampleRandom
 from common.types import Steps, settings
 
-NUM_TIMESTEPS, BETA_FIRST, BETA_LAST = 1000, 1e-4, 0.02  # arXiv 2006.11239, section 4; DiT keeps them
+NUM_TIMESTEPS, BETA_FIRST, BETA_LAST = 1000, 1e-4, 0.02  # arXiv 2006.11239, section 4, and DiT
 
 
 @functools.cache
@@ -39,8 +39,8 @@ class AncestralSampler:
     """Samples along the chain x_999 .. x_0, or along some of its timesteps.
 
     Attributes:
-        num_steps: timesteps to visit, evenly spaced from 0 to 999; as many evaluations of the denoiser.
-        solver: `ancestral` draws from p(x_prev | x_t); `ddim` is deterministic (arXiv 2010.02502, Eq. 12 with sigma = 0).
+        num_steps: timesteps to visit, evenly spaced from 0 to 999. Each takes one evaluation of the denoiser.
+        solver: `ancestral` draws from p(x_prev | x_t). `ddim` is deterministic (arXiv 2010.02502, Eq. 12 with sigma = 0).
     """
 
     num_steps: Annotated[Steps, Field(le=NUM_TIMESTEPS)] = 250
@@ -67,7 +67,7 @@ class AncestralSampler:
 
         Args:
             denoiser: (x, t, y) -> D_x, or D_x and v along the channels, as `DDPM.denoise` returns them.
-            random: gives the noise of ancestral steps; not used by DDIM.
+            random: gives the noise of ancestral steps. DDIM does not use it.
         """
         dtype = torch.float32 if noise.device.type == "mps" else torch.float64  # MPS has no float64
         timesteps, C = self.timesteps(), noise.shape[1]
@@ -97,8 +97,8 @@ class AncestralSampler:
 def log_variance_bounds(alpha_bars: list[float]) -> list[tuple[float, float]]:
     """Logarithms of beta_tilde, the posterior's variance (arXiv 2006.11239, Eq. 7), and of beta, for each step.
 
-    `alpha_bars` starts with 1 for the clean latents; the values of the visited timesteps follow, lowest first. The posterior's
-    variance of the last step is 0; its logarithm is clipped to that of the step before (arXiv 2102.09672).
+    `alpha_bars` starts with 1 for the clean latents. The values of the visited timesteps follow, lowest first. The posterior's
+    variance of the last step is 0. Its logarithm is clipped to that of the step before (arXiv 2102.09672).
     """
     pairs = list(itertools.pairwise(alpha_bars))
     betas = [1 - alpha_bar / previous for previous, alpha_bar in pairs]

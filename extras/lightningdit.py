@@ -88,13 +88,13 @@ class LightningDiTBlock(DiTBlock):
 
 
 class LightningDiT(DiT):
-    """The network; arguments, initialisation and `forward` are DiT's.
+    """The network. It has the arguments, the initialisation and the `forward` of DiT.
 
     The rotary tables are parameters that are not trained, like `pos_embed`. Published state dicts hold buffers of the same names,
     which replace the tables when they are loaded.
 
     Raises:
-        ValueError: as DiT; also heads whose width is not a multiple of 4.
+        ValueError: as DiT, and for heads whose width is not a multiple of 4.
     """
 
     block_class = LightningDiTBlock

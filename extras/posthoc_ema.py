@@ -28,10 +28,10 @@ from runtime.processes import on_main
 
 log = logging.getLogger(__name__)
 
-FILE = "tracked_ema"  # in a checkpoint, with averages in float32; snapshots hold float16
+FILE = "tracked_ema"  # in a checkpoint, with averages in float32 (float16 in snapshots)
 SNAPSHOTS = "ema_snapshots"
 MAX_ERROR = 0.1  # largest accepted error of a profile, relative to its norm
-NUM_CELLS = 10_000  # of the grid over a run's steps on which least squares compares profiles
+NUM_CELLS = 10_000  # Least squares compares profiles on a grid of so many cells over the steps of the run.
 
 
 @cache
@@ -49,7 +49,7 @@ def list_snapshots(run: Path | None) -> dict[int, Path]:
 
 
 def open_profiles(folder: Path, length: float) -> tuple[dict[int, Path], list[float], list[float], float]:
-    """(step -> file with averages, up to the checkpoint's step; their lengths; factors and error of `solve` for `length`)."""
+    """(step -> file with averages up to the checkpoint's step, the lengths of the averages, factors and error of `solve`)."""
     step, lengths = store.read_step(folder), store.read_config(folder)["train"]["ema_lengths"]
     files = {t: file for t, file in list_snapshots(store.find_run(folder)).items() if t < step}
     files[step] = folder / f"{FILE}.safetensors"
@@ -63,7 +63,7 @@ def check_length(folder: Path, weights: str, length: float) -> str:
         A hash of the snapshots that it is computed from.
 
     Raises:
-        UserError: the run tracked no averages, or none around this length; it has too few snapshots; `weights` is not `ema`.
+        UserError: the run tracked no averages around this length or has too few snapshots, or `weights` is not `ema`.
     """
     if weights != "ema":
         raise UserError(f"ema_length={length:g} needs weights=ema, not {weights}")

@@ -42,21 +42,27 @@ def _grid_scores(x: Tensor, uniform: Tensor, grid: tuple[int, int, int, int]) ->
     return ranks.unflatten(3, (2, 2)).transpose(2, 3).flatten(1) + uniform  # (B, N)
 
 
-class Fusion(dit.RouteEnd):
-    """Every token becomes Linear([before the route, after it]); a learned mask token replaces the tokens that skipped.
+class Fusion(nn.Module):
+    """Every token becomes Linear([before the route, after it]). A learned mask token replaces the tokens that skipped.
 
     The mask token starts at zero. The network initialises the linear layer like its others.
     """
 
-    ends_dense_routes = True
-
     def __init__(self, width: int):
-        super().__init__(width)
+        super().__init__()
         self.mask_token = nn.Parameter(torch.zeros(width))
         self.proj = nn.Linear(2 * width, width)
 
     def forward(self, x: Tensor, skipped: Tensor, ids_keep: Tensor | None, inputs: Tensor | None = None) -> Tensor:
-        """As `dit.RouteEnd.forward`; inputs: (B,) bool, samples in which the mask token replaces all of x (path-drop)."""
+        """Args:
+            x: (B, K, D), the kept tokens after the route. K may be 0.
+            skipped: (B, N, D), all tokens before it.
+            ids_keep: (B, K), from `TokenRouter.choose_ids_keep`. None if x holds all tokens, at ratio 0 in evaluation mode.
+            inputs: (B,) bool, samples in which the mask token replaces all of x (path-drop).
+
+        Returns:
+            (B, N, D).
+        """
         masked = self.mask_token.to(skipped.dtype).expand_as(skipped)
         after = x if ids_keep is None else TokenRouter.end_route(x, masked, ids_keep)
         if inputs is not None:
@@ -82,7 +88,7 @@ class FusedRoutes:
         self.path_drop = path_drop
 
     def forward(self, x: Tensor, t: Tensor, y: Tensor, *, drop_paths: Tensor | None = None, **inputs) -> Tensor:
-        """As `DiT.forward`; drop_paths: (B,) bool, samples whose routes output mask tokens only; drawn in training if absent.
+        """As `DiT.forward`. drop_paths: (B,) bool, samples whose routes output mask tokens only. Training draws it if absent.
 
         Raises ValueError for drop_paths of another shape.
         """

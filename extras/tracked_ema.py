@@ -67,8 +67,6 @@ class Snapshots(Hook):
         self._is_first = False
 
     def _write(self, trainer: Trainer, tensors: dict[str, Tensor]) -> None:
-        if wrong := [name for name, average in tensors.items() if not average.isfinite().all()]:
-            raise UserError(f"step {trainer.step}: the tracked average {wrong[0]} overflows float16; no snapshot was written")
         content = save(tensors)
         for step, file in list_snapshots(self.run.path).items() if self._is_first else ():
             if step > trainer.first_step:  # from before a resume at an earlier step

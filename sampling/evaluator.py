@@ -10,7 +10,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 
@@ -44,7 +43,7 @@ def build_detectors(settings: schema.DetectorSettings, accelerator: Accelerator)
 
 
 def hash_weights(settings: schema.DetectorSettings) -> dict[str, str | None]:
-    """Hashes of the detectors' files for results; None for published weights. UserError if a file cannot be read."""
+    """Hashes of the files of the detectors, for results. None for published weights. UserError if a file cannot be read."""
 
     def content(key: str) -> str | None:
         with reading(f"evaluation.{key}={(file := getattr(settings, key))}"):
@@ -78,7 +77,7 @@ def open_reference(
     """Open the reference that `key` names. Images of a folder are cropped to the resolution, as in encode.
 
     Args:
-        detectors: by name; the reference must suit all of them.
+        detectors: names of detectors. The reference must suit all of them.
 
     Raises:
         UserError: it cannot be used, or has neither images nor the statistics of a detector.
@@ -102,7 +101,7 @@ class Interrupted(Exception):
 
 
 def until_stopped(batches: Iterable[T], stop: Callable[[], bool]) -> Iterator[T]:
-    """Yield the batches; call `stop` before each one, and raise Interrupted if it returns True."""
+    """Yield the batches. Before each one, call `stop`, and raise Interrupted if it returns True."""
     for batch in batches:
         if stop():
             raise Interrupted
@@ -117,7 +116,7 @@ class Evaluator:
 
     Attributes:
         references: for each detector, features and statistics of the reference. Only the main process has them, because it
-            computes the metrics; the others have None.
+            computes the metrics. The others have None.
     """
 
     def __init__(
@@ -133,12 +132,12 @@ class Evaluator:
         stop: Callable[[], bool] = lambda: False,
         name: str = "evaluation",
     ) -> list[Features]:
-        """Features of an image for each seed from each detector, on the main process; [] on the others.
+        """Features of an image for each seed from each detector, on the main process. The others get [].
 
         Args:
             labels: the class of each seed.
             stop: is called before every batch, equally often on every process, and must return the same value on all.
-            name: title of the progress bar, which counts this process's images.
+            name: title of the progress bar.
 
         Raises:
             Interrupted: `stop` returned True.
@@ -148,20 +147,14 @@ class Evaluator:
         def compute(start: int, end: int) -> list[Features]:
             batches = [all_seeds[i : min(i + self.batch_size, end)] for i in range(start, end, self.batch_size)]
             is_other = not self.accelerator.is_main_process
-            bar = progress_bar(total=end - start, desc=name, unit="image", leave=False, disable=is_other)
-
-            def images() -> Iterator[np.ndarray]:
-                for seeds in until_stopped(batches, stop):
-                    yield sampler(seeds, [labels[seed] for seed in seeds])
-                    bar.update(len(seeds))
-
-            with bar:
-                return extract(self.detectors, images())
+            bar = progress_bar(batches, desc=name, unit="batch", leave=False, disable=is_other)
+            images = (sampler(seeds, [labels[seed] for seed in seeds]) for seeds in until_stopped(bar, stop))
+            return extract(self.detectors, images)
 
         return shared_features(self.accelerator, len(labels), compute)
 
     def features_of_set(self, images: ImageSet, num_samples: int) -> list[Features]:
-        """Features of the first num_samples images on disk from each detector, on the main process; [] on the others.
+        """Features of the first num_samples images on disk from each detector, on the main process. The others get [].
 
         If all images of the file are evaluated, its stored statistics are used, as in ADM's evaluator.
         """
@@ -198,14 +191,14 @@ class Evaluator:
         return replace(features, statistics=features.statistics | images.statistics.get(detector.name, {})) if is_main else None
 
     def _features_of(self, images: ImageSet, detectors: Sequence[Detector], count: int) -> list[Features]:
-        """Features of the first `count` images on disk, on the main process; [] on the others."""
+        """Features of the first `count` images on disk, on the main process. The others get []."""
         is_main = self.accelerator.is_main_process
         compute = partial(features_of_images, images, detectors, self.batch_size, show_progress=is_main)
         return shared_features(self.accelerator, count, compute)
 
 
 def shared_features(accelerator: Accelerator, count: int, compute: Callable[[int, int], list[Features]]) -> list[Features]:
-    """Features of items 0 to count - 1, on the main process; [] on the others. Each process calls compute(start, stop) once."""
+    """Features of items 0 to count - 1, on the main process. The others get []. Each process calls compute(start, stop) once."""
     num_processes = accelerator.num_processes
     if num_processes == 1 or count < num_processes:
         features = compute(0, count)  # on every process, since `compute` may call collectives

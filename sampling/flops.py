@@ -32,8 +32,8 @@ def forward_flops(net: dit.DiT, selection_ratios: float | Sequence[float] | None
     """FLOPs of one forward for one image.
 
     Args:
-        selection_ratios: fraction of the tokens that SKIP, one for all routes or one for each. 0 is dense, as in sampling; 1
-            skips the routes' blocks; None takes the routes' own ratios, as in training.
+        selection_ratios: fraction of the tokens that SKIP, one for all routes or one for each. 0 is dense, as in sampling. At 1
+            all tokens skip. None takes the ratios of the routes, as in training.
     """
     N, D = net.num_tokens, net.pos_embed.shape[-1]
     conv, final = net.x_embedder.proj, net.final_layer

@@ -34,7 +34,7 @@ class Judge:
 
     Attributes:
         cfg: with the detector and the reference filled in.
-        folders: verified checkpoints; [] for images on disk.
+        folders: verified checkpoints. [] for images on disk.
         images: on disk, in place of checkpoints.
         output: the folder of the results.
     """
@@ -47,7 +47,7 @@ class Judge:
     output: Path
 
     def points(self) -> list[tuple[Point, Recipe | None]]:
-        """Every combination of what the command lists, checked against its checkpoint; or the images on disk, without a recipe.
+        """Every combination of what the command lists, checked against its checkpoint. Images on disk have no recipe.
 
         Raises:
             UserError: as `Recipe.for_checkpoint`.
@@ -77,18 +77,15 @@ class Judge:
         cache = (run.parent if run else self.output) / "reference_features"
         return Evaluator(self.accelerator, detectors, self.reference, self.cfg.batch_size, cache)
 
-    @cached_property
-    def conditions(self) -> dict:
-        """What features depend on, besides the point and the seeds."""
-        about = {"autoencoder": self.cfg.autoencoder, "detector": "+".join(self.cfg.evaluation.all_detectors)}
-        return about | on_main(lambda: hash_weights(self.cfg.evaluation))
-
     def results(self, num_samples: int) -> Results:
         """The finished points with this number of samples. Every process must call it."""
         seeds = {} if self.images else {"first_seed": self.cfg.first_seed, "labels": self.cfg.labels}
-        conditions = {"num_samples": num_samples, **self.conditions, **seeds, "reference": on_main(self.reference.fingerprint)}
-        about = {"detector": conditions["detector"], "num_samples": num_samples, **seeds}
-        return Results(self.output, conditions, {"reference": Path(self.cfg.reference).name, **about})
+        detector = "+".join(self.cfg.evaluation.all_detectors)
+        conditions = {"num_samples": num_samples, "autoencoder": self.cfg.autoencoder, "detector": detector}
+        conditions |= on_main(lambda: hash_weights(self.cfg.evaluation)) | seeds
+        conditions["reference"] = on_main(self.reference.fingerprint)
+        about = {"reference": Path(self.cfg.reference).name, "detector": detector, "num_samples": num_samples, **seeds}
+        return Results(self.output, conditions, about)
 
     def __call__(self, points: Sequence[tuple[Point, Recipe | None]], num_samples: int) -> Results:
         """Evaluate the points that are not finished."""

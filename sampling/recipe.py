@@ -34,10 +34,10 @@ class Recipe:
         guidance: the settings guidance.*. Those of autoguidance hold the verified folder of the second checkpoint.
         precision: the precision of the networks, fp32 | bf16.
         autoencoder: decodes the latents.
-        checkpoint: the verified folder of the network's checkpoint; None: the network is in training.
+        checkpoint: the verified folder of the checkpoint, or None for a network in training.
         weights: ema | raw.
-        ema_length: the length of a post-hoc EMA, which replaces `weights`; None: no post-hoc EMA.
         content: hashes of the checkpoints, which identify them in results.
+        average: an `extras.posthoc_ema.Average`, which replaces `weights`, or None.
     """
 
     run: schema.TrainConfig
@@ -47,9 +47,8 @@ class Recipe:
     autoencoder: str
     checkpoint: Path | None = None
     weights: str = "ema"
-    ema_length: float | None = None
     content: str = ""
-    average: Any = None  # `extras.posthoc_ema.Average` for ema_length
+    average: Any = None
 
     def __post_init__(self):
         check_guidance(self.guidance, self.run, self.diffusion)
@@ -83,7 +82,6 @@ class Recipe:
             command.autoencoder or run.data.autoencoder,
             folder,
             command.weights,
-            command.ema_length,
             content,
             average,
         )
@@ -94,14 +92,14 @@ class Recipe:
     ) -> Recipe:
         """The recipe for samples of the network while it trains.
 
-        num_steps: noise levels of the sampler; None: as in the run's configuration.
+        num_steps: noise levels of the sampler. None takes the value of the run.
         """
         diffusion, guidance = with_sampler(run.diffusion, {"num_steps": num_steps}), with_second_checkpoint(guidance, run)
         return cls(run, diffusion, guidance, precision, run.data.autoencoder)
 
     def settings(self) -> dict:
         """The settings under their names in results. Sampler settings other than num_steps appear if they are not the default."""
-        ema_length = {} if self.ema_length is None else {"ema_length": self.ema_length}
+        ema_length = {"ema_length": self.average.length} if self.average else {}
         return {"weights": self.weights, **name_guidance(self.guidance), **name_sampler(self.diffusion), **ema_length}
 
     def load(self, device: torch.device, compile_mode: str) -> ImageSampler:
@@ -140,7 +138,7 @@ def with_scale(settings: schema.Guidance, cfg_scale: float | None) -> schema.Gui
 
 
 def with_sampler(diffusion: schema.Diffusion, settings: Mapping[str, object]) -> schema.Diffusion:
-    """Change settings of the diffusion's sampler; None keeps a value. Raises UserError, also for keys of another sampler."""
+    """Change settings of the sampler. None keeps a value. Raises UserError for a wrong value or a key of another sampler."""
     given = {key: value for key, value in settings.items() if value is not None}
     if unknown := [key for key in given if not hasattr(diffusion.sampler, key)]:
         names = ", ".join(vars(diffusion.sampler))
@@ -157,7 +155,7 @@ def name_sampler(diffusion: schema.Diffusion) -> dict[str, object]:
 
 
 def name_guidance(settings: schema.Guidance) -> dict[str, object]:
-    """Only cfg_scale for cfg and for no guidance (1.0); for others also `guidance` and `guidance.*`."""
+    """cfg_scale alone for cfg and for no guidance (1.0). Other guidance also has `guidance` and `guidance.*`."""
     if settings.name == "none" or getattr(settings, "cfg_scale", None) == 1:
         return {"cfg_scale": 1.0}
     own = settings.model_dump(exclude={"name"}, exclude_defaults=True)
@@ -176,8 +174,8 @@ def check_guidance(settings: schema.Guidance, run: schema.TrainConfig, diffusion
     """Check the settings guidance.* against the run whose network is guided. `diffusion` has the sampler to use.
 
     Raises:
-        UserError: the settings do not fit each other; the network was not trained with the null class or path-drop that they
-            need; they guide too many channels; the interval exceeds the highest noise level or contains no noise level.
+        UserError: the settings do not fit each other. The network was not trained with the null class or path-drop that they
+            need. They guide too many channels. The interval exceeds the highest noise level or contains no noise level.
     """
     scale, channels = getattr(settings, "cfg_scale", 1.0), getattr(settings, "channels", None) or 0
     if scale != 1 and run.model.class_dropout == 0:
@@ -210,9 +208,9 @@ def find_second_checkpoint(path: str) -> Path:
 
 
 def with_second_checkpoint(settings: schema.Guidance, run: schema.TrainConfig) -> schema.Guidance:
-    """guidance.* with the verified folder of autoguidance's second checkpoint; other guidance is returned as it is.
+    """guidance.* with the verified folder of the second checkpoint of autoguidance. Other guidance stays as it is.
 
-    Raises UserError if there is none, or if its network denoises other latents, classes or noise levels than the run's.
+    Raises UserError if there is no checkpoint, or if its network denoises other latents, classes or noise levels than the run.
     """
     if settings.name != "autoguidance":
         return settings

@@ -28,7 +28,7 @@ class ImageSampler:
         net: in evaluation mode, on the device to sample on.
         autoencoder: decodes the latents, after `restore_latents`.
         data: shape, classes and scale of the latents.
-        precision: the networks', fp32 | bf16.
+        precision: the precision of the networks, fp32 | bf16.
         rounding: see `latents.autoencoders.to_uint8`.
         is_compiled: pad each batch to the largest one so far, because every new batch size would trigger a compilation.
         second: the second network of autoguidance and its diffusion.
@@ -50,7 +50,7 @@ class ImageSampler:
 
     @torch.no_grad()
     def __call__(self, seeds: list[int], labels: list[int]) -> np.ndarray:
-        """uint8 [B, H, W, 3]; image i depends on seeds[i] and labels[i] alone.
+        """uint8 [B, H, W, 3]. Image i depends on seeds[i] and labels[i] alone.
 
         Args:
             labels: one per seed, 0 to num_classes, which is the null class.

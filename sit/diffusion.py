@@ -1,6 +1,6 @@
 """Linear-path flow matching with velocity prediction (SiT, arXiv 2401.08740, section 2).
 
-Shapes: B is the batch size; latents have C channels, height H and width W. Convention: t is in [0, 1] with the data at t = 0 and
+Shapes: B is the batch size. Latents have C channels, height H and width W. Convention: t is in [0, 1] with the data at t = 0 and
 unit noise at t = 1, as in the SiT paper, and the network receives t itself, not 1000 t:
 
     x_t = (1 - t) x + t eps        v(x_t, t) = E[eps - x | x_t]        D_x = E[x | x_t] = x_t - t v
@@ -29,8 +29,8 @@ class SiT:
     Attributes:
         timestep: how t is drawn in training: `uniform` in [0, 1), or `logit_normal`, logit(t) ~ N(logit_mean, logit_std^2)
             (arXiv 2403.03206, section 3.1).
-        logit_mean, logit_std: see `timestep`; a higher mean trains more at high noise.
-        cosine_weight: weight of the term 1 - cos(v, eps - x) in the loss; 0 leaves it out, LightningDiT uses 1.
+        logit_mean, logit_std: see `timestep`. A higher mean trains more at high noise.
+        cosine_weight: weight of the term 1 - cos(v, eps - x) in the loss. 0 leaves it out, and LightningDiT uses 1.
         sampler: the settings of the sampler.
     """
 
@@ -44,7 +44,7 @@ class SiT:
     def velocity(self, net: Callable[..., Tensor], x: Tensor, t: Tensor, y: Tensor, **net_kwargs) -> Tensor:
         """(B, C, H, W) float32, the network's estimate of v = E[eps - x | x_t].
 
-        Extra output channels of the network (the learned variance of published DiT and SiT checkpoints) are dropped; any other
+        Extra output channels of the network (the learned variance of published DiT and SiT checkpoints) are dropped. Any other
         shape is a ValueError.
         """
         v = net(x, t, y, **net_kwargs)[:, : x.shape[1]].float()
@@ -59,10 +59,10 @@ class SiT:
     def loss(self, net: Callable[..., Tensor], x: Tensor, y: Tensor, random: SampleRandom, **net_kwargs) -> Tensor:
         """(B,) squared error of the velocity, averaged over C, H and W (SiT, section 2.1), plus the cosine term.
 
-        The cosine term is LightningDiT's (arXiv 2501.01423; from FasterDiT, arXiv 2410.10356): cosine_weight times
-        1 - cos(v, eps - x), the cosine over the C channels of each position, averaged over H and W.
+        The cosine term comes from LightningDiT (arXiv 2501.01423) and FasterDiT (arXiv 2410.10356). It is cosine_weight times
+        1 - cos(v, eps - x), with the cosine over the C channels of each position, averaged over H and W.
 
-        Arguments as for `edm.EDM.loss`; `random` draws t, then the noise.
+        Arguments as for `edm.EDM.loss`. `random` draws t, then the noise.
         """
         t = random.rand() if self.timestep == "uniform" else (self.logit_mean + self.logit_std * random.randn()).sigmoid()  # (B,)
         eps = random.randn(*x.shape[1:])

@@ -29,11 +29,11 @@ class FlowSampler:
         num_steps: steps in t. The denoiser is called num_steps times, or 2 * num_steps - 1 times for heun, whose last step
             is an Euler step.
         solver: `euler` or `heun` (ODE, deterministic), or `euler_maruyama` (SDE).
-        timestep_shift: s in t' = t / (s + (1 - s) t), applied to the evenly spaced t of the ODE's steps. 1 changes nothing; below
-            1, more steps are at high noise. This is LightningDiT's s; SD3's shift (arXiv 2403.03206, section 5.3.2) is 1 / s.
+        timestep_shift: s in t' = t / (s + (1 - s) t), applied to the evenly spaced t of the ODE's steps. 1 changes nothing. Below
+            1, more steps are at high noise. LightningDiT uses this s. SD3's shift (arXiv 2403.03206, section 5.3.2) is 1 / s.
 
     For the SDE only:
-        last_step_size: the t at which the last step starts. That step adds no noise; the other steps divide the rest evenly.
+        last_step_size: the t at which the last step starts. That step adds no noise. The other steps divide the rest evenly.
             w(t) = 2 t, as for the published samples.
     """
 
@@ -62,7 +62,7 @@ class FlowSampler:
     def __call__(self, denoiser: Callable[..., Tensor], noise: Tensor, y: Tensor, random: SampleRandom | None = None) -> Tensor:
         """Solve from t = 1 to 0. Arguments and result as for `edm.sampler.HeunSampler`, with t in place of sigma.
 
-        `random` is the source of the SDE's noise; the ODE needs none.
+        `random` is the source of the noise of the SDE. The ODE needs none.
         """
         dtype = torch.float32 if noise.device.type == "mps" else torch.float64  # MPS has no float64
 

@@ -164,12 +164,6 @@ NETWORKS = {
         z_image_inputs, (("layers", None),),
         variant=True, text_first=False, attention_text_first=False, argument="x",
     ),
-    "timm": Network(
-        "timm.models.vision_transformer.VisionTransformer",
-        dict(img_size=16, patch_size=4, num_classes=7, embed_dim=32, depth=4, num_heads=2, reg_tokens=2, init_values=0.5),
-        lambda variant: dict(x=normal(B, 3, 16, 16)) | (dict(attn_mask=pair_mask(3 + N)) if variant else {}),  # class, registers
-        BLOCKS, variant=True, argument="x",
-    ),
 }  # fmt: skip
 
 

@@ -53,39 +53,13 @@ def test_variants_take_turns_after_they_have_warmed_up():
     assert all(record["images/s"] == pytest.approx(4000 / record["ms"]) for record in records)
 
 
-@pytest.mark.parametrize("when", [0, 4])  # as it is opened, or in its second turn
-def test_a_variant_that_runs_out_of_memory_is_a_row_and_the_others_go_on(when):
-    calls = []
-
-    def fill():
-        calls.append(1)
-        if len(calls) > when:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-    openers = {"large": lambda: TimedRow(fill, 1, 0), "small": lambda: TimedRow(int, 1, 0)}
-    first, second = measure(openers, CPU, rounds=3, steps=1, warmup=1)
-    assert first == {"variant": "large", "problem": "out of memory"}
-    assert second["ms"] > 0 and "time / first" not in second
-
-
-def test_ratios_are_paired_by_rounds_and_mfu_is_of_the_published_peak():
+def test_ratios_are_paired_by_rounds_and_rates_are_of_the_median():
     slow = TimedRow(int, 8, 1e9, turns=[[10, 20, 30], [200, 200, 900]])
     fast = TimedRow(int, 8, 5e8, turns=[[10, 10, 10], [150, 150, 150]])
-    fast.host_ms = [7, 9]
-    found = harness.summarise(fast, slow, peak=1e11)
+    found = harness.summarise(fast, slow)
     assert found["time / first"] == (0.5 + 0.75) / 2 and found["lowest, highest"] == [0.5, 0.75]
-    assert found["ms"] == 80 and found["host ms"] == 8 and found["images/s"] == 100
-    assert (found["GFLOP/image"], found["MFU"]) == (0.5, 0.5)
-
-
-def test_the_published_peak_is_that_of_the_whole_name_or_unknown(monkeypatch):
-    peaks = {"A100-SXM4-80GB": 312, "H100 80GB HBM3": 989.4, "H200": 989.4, "H100 PCIe": 756, "L40S": 362}
-    for name, tflops in peaks.items():
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: f"NVIDIA {name}")
-        assert harness.published_peak(torch.device("cuda")) == 1e12 * tflops
-    for name in ("H100 80GB HBM3 MIG 1g.10gb", "A100-SXM4-80GB MIG 1g.10gb", "GeForce RTX 4090 Laptop GPU"):
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
-        assert harness.published_peak(torch.device("cuda")) is None
+    assert found["ms"] == 80 and found["images/s"] == 100
+    assert (found["GFLOP/image"], found["TFLOP/s"]) == (0.5, 0.05)
 
 
 @pytest.fixture
@@ -190,7 +164,7 @@ def test_a_part_that_fails_is_noted_in_the_results_file_and_the_next_part_runs(r
     (file,) = (tmp_path / "extras/benchmarks/results").iterdir()
     assert file.name.startswith("gpu_example-gpu-80gb-_20")
     text = file.read_text()
-    assert text.startswith("output of -m extras.benchmarks.about")  # versions
+    assert text.startswith("    output of -m torch.utils.collect_env")  # versions
     assert "## test_steps: exit code 3" in text and "## step_xl2: stopped after 90 s" in text and text.count("reason") == 5
     assert "## step_b2: done" in text and "\noutput of -m extras.benchmarks step\n" in text
     assert run_script(parts="step_b2")[0] == 0 and file.read_text().count("## step_b2: done") == 2  # appended
@@ -213,7 +187,5 @@ def test_the_benchmarks_of_the_script_are_accepted(run_script, tmp_path, monkeyp
 def test_the_script_refuses_unknown_parts_and_a_machine_without_a_gpu(run_script, tmp_path):
     parts = "test_numerics test_steps test_evaluation test_runs step_xl2 profile step_b2 step_parallel"
     assert run_script(parts="test") == (1, f"PARTS=test is not a part; use {parts}\n")
-    assert "gpu: install what is missing" in run_script(python="false")[1]
-    (tmp_path / "python").write_text('#!/bin/sh\n[ "$1" != -c ]\n')  # all packages, but no GPU
-    assert run_script() == (1, "gpu: torch finds no CUDA GPU on this machine\n")
+    assert run_script(python="false") == (1, "gpu: false has no torch that finds a CUDA GPU\n")
     assert not [*(tmp_path / "extras/benchmarks/results").iterdir()]

@@ -56,8 +56,7 @@ def attend_to_noise(net):
 
 
 def return_tokens_in_reverse(net):
-    for end in net.route_ends.values():
-        end.forward = lambda h, skipped, ids_keep, *_: TokenRouter.end_route(h.flip(1), skipped, ids_keep)
+    net.router.end_route = lambda h, skipped, ids_keep: TokenRouter.end_route(h.flip(1), skipped, ids_keep)
 
 
 @pytest.mark.parametrize("damage", [None, do_nothing, attend_to_noise, return_tokens_in_reverse])

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from common.errors import UserError
 from configs.experiments import ROWS
 from extras.report.__main__ import main
-from extras.report.experiments import change_words, changes_of, curve_measure, drop_copies, group
+from extras.report.experiments import change_words, changes_of, curve_measure, group
 from extras.report.runs import read_run, read_runs
 from extras.report.tables import guidance_table, results_table, speedup_table
 
@@ -61,7 +61,7 @@ def runs(tmp_path):
 
 def grouped(root):
     """The experiments of the only table."""
-    (table,) = group(read_runs([root])[0]).values()
+    (table,) = group(read_runs([root])[0])[0].values()
     return table
 
 
@@ -147,10 +147,10 @@ def test_the_mean_and_the_hours_are_of_the_seeds_that_got_furthest_and_the_machi
     assert f"{TREAD}: hours on 4 × B and 8 × Example GPU against hours on 8 × Example GPU" in notes(speedup_table, runs)
 
 
-def test_papers_figures_stand_beside_those_of_as_many_samples_guided_or_not(tmp_path):
+def test_papers_figures_are_compared_only_with_those_of_as_many_samples_guided_or_not(tmp_path):
     make_run(tmp_path / "few", f"experiment={TREAD}", fid={400_000: 30.0}, num_samples=5_000)
     row = rows(results_table, tmp_path / "few")[TREAD]
-    assert row["fid"] == "30.00 (paper 21.34 with 50,000 samples)"
+    assert row["fid"] == "30.00"
     folder = make_run(tmp_path / "guided", "experiment=final/xl2_dit", fid={7_000_000: 9.0})
     write(
         folder / "metrics.jsonl",
@@ -287,7 +287,7 @@ def test_what_cannot_be_read_is_listed_and_the_rest_is_shown(runs):
     assert len(found) == 4 and rows(results_table, runs)[DIT]["fid"].startswith("40.00 ± 1.41 ")
     said = {Path(path).relative_to(runs).parts[0]: words for path, words in problems.items()}
     assert said.keys() == {"torn", "foreign", "list", "empty"} and said["empty"] == "no figures yet"
-    assert said["torn"].startswith("cannot be read") and "not a configuration of train.py" in said["foreign"]
+    assert said["torn"].startswith("it cannot be read: ") and "not a configuration of train.py" in said["foreign"]
 
 
 def test_the_report_holds_tables_rows_commands_and_machines(runs, capsys):
@@ -303,14 +303,15 @@ def test_arguments_that_cannot_work_are_refused(tmp_path):
         with pytest.raises(UserError, match=message):
             main(arguments)
     (tmp_path / "config.yaml").write_text("epochs: 3")
-    with pytest.raises(UserError, match=f"no runs in {tmp_path}; give folders of runs\n- .*config.yaml: not a configuration"):
+    with pytest.raises(UserError, match=f"no runs in {tmp_path}; give folders of runs\n- .*config.yaml: it is not a config"):
         main([str(tmp_path)])
 
 
-def test_a_copy_of_a_run_is_named_and_counted_once(runs, capsys):
-    shutil.copytree(min(runs.iterdir()), runs / "renamed")
+def test_of_runs_with_the_same_settings_and_seed_the_longest_counts_and_the_others_are_named(runs, capsys):
+    copy = shutil.copytree(min(runs.iterdir()), runs / "a_copy_that_stopped")
+    lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (copy / "metrics.jsonl").write_text("".join(lines[:4]))
     main([str(runs)])
     output = capsys.readouterr().out
-    assert re.search(r"^- .*: a copy of .*: the same settings, seed and figures$", output, re.M) and "| 0, 0 |" not in output
-    kept, problems = drop_copies(read_runs([runs])[0])
-    assert len(kept) == 4 and len(problems) == 1
+    assert re.search(r"^- .*a_copy_that_stopped: it has the settings and the seed of .*/table2_dit_b2_seed0.*$", output, re.M)
+    assert "| 0, 1 |" in output and "| 0, 0 |" not in output and "| 0, 0, 1 |" not in output

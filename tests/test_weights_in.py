@@ -247,7 +247,6 @@ class Evil:
         ([torch.ones(2)], "holds no state dict"),
         ({0: torch.ones(2)}, "weights.pt holds no state dict; give a file that maps names to tensors"),
         ({"model": dit_weights(), "ema": 3}, "holds no state dict"),
-        (dit_weights() | {"x_embedder.proj.bias": torch.full((WIDTH,), math.nan)}, "weights.pt: x_embedder.proj.bias holds NaN"),
     ],
 )
 def test_other_contents_are_refused_in_one_line(import_file, tmp_path, content, message):
@@ -283,11 +282,9 @@ def test_the_scale_of_an_unknown_autoencoder_is_asked_for(import_file):
     assert (cfg.data.scale_factor, cfg.data.resolution) == (0.3, 128)
 
 
-def test_a_file_of_the_hub_is_downloaded_or_the_reason_said(monkeypatch, tmp_path):
-    with pytest.raises(UserError, match="^source=nothing.pt is neither a file nor <owner>/<name>/<file> .*nothing.pt"):
-        importing.find_published("nothing.pt")
-    monkeypatch.setattr(importing, "find_on_hub", lambda repository, name, otherwise: [tmp_path / repository / name])
-    assert importing.find_published("somebody/dit/folder/weights.pt") == tmp_path / "somebody/dit/folder/weights.pt"
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(UserError, match="^nothing.pt cannot be read: FileNotFoundError"):
+        importing.import_weights("nothing.pt", "dit", str(tmp_path / "run"))
 
 
 def test_the_command_line_imports(tmp_path, caplog):

@@ -24,11 +24,10 @@ class TokenAxis:
     """An argument of a block, besides the tokens themselves, that has one entry per token: positions, a mask."""
 
     argument: str  # its name in the block's forward
-    dim: int  # the token axis; 0 means that there is no batch axis: one table for the whole batch
+    dim: int  # the token axis. At 0 there is no batch axis: one table serves the whole batch.
     layout: Layout = "image"
     ndim: int | None = None  # if set, only tensors with this many axes have an entry per token
-    items: tuple[int, ...] | None = None  # the elements of a tuple that have the token axis; None: all
-    key: str | None = None  # the entry of a dict that has the token axis
+    items: tuple[int | str, ...] | None = None  # the entries of a tuple or dict that have the token axis (None: all of a tuple)
     mask: bool = False  # an attention mask, (B or 1, heads or 1, L or 1, L) or (L, L): its last two axes are token axes
 
 
@@ -38,7 +37,7 @@ class BlockList:
 
     attribute: str  # the list's name in the network
     argument: str = "hidden_states"  # the name of the tokens in the block's forward
-    output: int | None = None  # index of the tokens in the tuple that the block returns; None: it returns the tokens alone
+    output: int | None = None  # index of the tokens in the returned tuple. None: the block returns the tokens alone.
     layout: Layout = "image"
     axes: tuple[TokenAxis, ...] = ()  # the other arguments with a token axis
 
@@ -61,16 +60,10 @@ def count_embedded(arguments: Mapping[str, Any], output: Tensor) -> ImageTokens:
 class Adapter:
     """The description of one kind of network."""
 
-    # The submodule whose output gives the number of image tokens; it runs once per forward pass, before the blocks.
+    # The output of this submodule gives the number of image tokens. It runs once per forward pass, before the blocks.
     tokens_from: str  # "": the network itself, before it runs
-    blocks: tuple[BlockList, ...]  # in the order in which they run; layer indices of routes count through all lists
+    blocks: tuple[BlockList, ...]  # in the order in which they run. Layer indices of routes count through all lists.
     count_tokens: Callable[[Mapping[str, Any], Any], ImageTokens] = count_embedded  # (the submodule's arguments, output) -> count
-    must_be_empty: str = ""  # a dotted attribute (the network's own routes, token dropout) that `attach` requires to be empty
-
-
-def count_timm(arguments: Mapping[str, Any], output: Tensor) -> ImageTokens:
-    """Count tokens in the output of timm's patch embedding: (B, N, D), or (B, H, W, D) with dynamic image sizes."""
-    return ImageTokens(len(output), prod(output.shape[1:-1]), output.device)
 
 
 def count_z_image(arguments: Mapping[str, Any], output: None) -> ImageTokens:
@@ -85,8 +78,8 @@ def count_z_image(arguments: Mapping[str, Any], output: None) -> ImageTokens:
 FLUX_AXES = (
     # (cos, sin), each (L, D_head): one table for text and image, for the whole batch.
     TokenAxis("image_rotary_emb", dim=0, layout="text_image"),
-    # It may hold a mask for padded text; the blocks have no other argument for a mask.
-    TokenAxis("joint_attention_kwargs", dim=-1, layout="text_image", key="attention_mask", mask=True),
+    # It may hold a mask for padded text. The blocks have no other argument for a mask.
+    TokenAxis("joint_attention_kwargs", dim=-1, layout="text_image", items=("attention_mask",), mask=True),
 )
 FLUX_DOUBLE = BlockList("transformer_blocks", output=1, axes=FLUX_AXES)
 FLUX_SINGLE = BlockList("single_transformer_blocks", output=1, axes=FLUX_AXES)
@@ -105,14 +98,12 @@ Z_IMAGE_AXES = (
     TokenAxis("attn_mask", dim=1, layout="image_text", ndim=2),  # (B, L), for padded text
 )
 Z_IMAGE = BlockList("layers", "x", layout="image_text", axes=Z_IMAGE_AXES)
-TIMM_MASK = TokenAxis("attn_mask", dim=-1, layout="text_image", mask=True)
-TIMM = BlockList("blocks", "x", layout="text_image", axes=(TIMM_MASK,))  # class and register tokens come first
 LIGHTNING = BlockList("blocks", "x", axes=(TokenAxis("cos", dim=1), TokenAxis("sin", dim=1)))  # (1, N, D_head)
 
 # By package and class.
 ADAPTERS = {
-    "dit.DiT": Adapter("x_embedder", (BlockList("blocks", "x"),), must_be_empty="router.routes"),
-    "extras.LightningDiT": Adapter("x_embedder", (LIGHTNING,), must_be_empty="router.routes"),
+    "dit.DiT": Adapter("x_embedder", (BlockList("blocks", "x"),)),
+    "extras.LightningDiT": Adapter("x_embedder", (LIGHTNING,)),
     "diffusers.FluxTransformer2DModel": Adapter("x_embedder", (FLUX_DOUBLE, FLUX_SINGLE)),
     "diffusers.Flux2Transformer2DModel": Adapter("x_embedder", (FLUX_DOUBLE, FLUX2_SINGLE)),
     "diffusers.SD3Transformer2DModel": Adapter("pos_embed", (BlockList("transformer_blocks", output=1),)),
@@ -121,7 +112,6 @@ ADAPTERS = {
     "diffusers.WanTransformer3DModel": Adapter("patch_embedding", (BlockList("blocks", axes=WAN_AXES),)),
     "diffusers.QwenImageTransformer2DModel": Adapter("img_in", (BlockList("transformer_blocks", output=1, axes=QWEN_AXES),)),
     "diffusers.ZImageTransformer2DModel": Adapter("", (Z_IMAGE,), count_z_image),
-    "timm.VisionTransformer": Adapter("patch_embed", (TIMM,), count_timm, must_be_empty="patch_drop.prob"),
 }
 
 

@@ -8,7 +8,7 @@ Shapes: B batch, N image tokens, K kept image tokens.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,24 +29,6 @@ WRAPPED = {
     "BaseTuner": "model",  # of PEFT
 }
 
-# TREAD's route (section 4), and the first route that SimpleTuner's documentation recommends.
-PRESETS = {"paper": Route(0.5, 2, -4), "balanced": Route(0.5, 2, -2)}
-
-
-def as_routes(routes: str | Mapping | Sequence[Route | Mapping]) -> tuple[Route, ...]:
-    """Routes from the name of a preset; a `tread_config` of SimpleTuner, `{"routes": [...]}`; or a list of `Route` or of mappings
-    with the keys of `Route`. Raises as `attach` does.
-    """
-    if isinstance(routes, str):
-        if routes not in PRESETS:
-            raise ValueError(f"routes={routes!r} is not a preset; use {', '.join(PRESETS)}")
-        return (PRESETS[routes],)
-    if isinstance(routes, Mapping):
-        routes = routes["routes"]
-    if not routes:
-        raise ValueError(f"routes={routes!r} holds no route")
-    return tuple(route if isinstance(route, Route) else Route(**route) for route in routes)
-
 
 class Attachment:
     """The routes of one network, as `attach` returns them. `router.routes` holds them with absolute indices.
@@ -57,10 +39,8 @@ class Attachment:
     def __init__(self, network: nn.Module, adapter: Adapter, routes: Sequence[Route], rule: SelectionRule, generator):
         self.adapter, self.rule, self.generator = adapter, rule, generator
         self.ratios_now: tuple[float, ...] | None = None  # inside `routed()`
-        self.forced: Tensor | None = None  # inside `force_keep()`: (B, N) bool
-        self.plan: Plan | None = None  # of the current or last forward pass; None before its embedding
+        self.plan: Plan | None = None  # of the current or last forward pass, None before its embedding
         self.recomputed: Plan | None = None  # inside a block that `checkpoint()` runs
-        self.last = Plan()  # of the last routed forward pass
         blocks = [(spec, inner_module(block)) for spec in adapter.blocks for block in getattr(network, spec.attribute)]
         self.router = TokenRouter(routes, depth=len(blocks))
 
@@ -103,19 +83,6 @@ class Attachment:
         finally:
             self.ratios_now = before
 
-    @contextmanager
-    def force_keep(self, mask: Tensor | None) -> Iterator[None]:
-        """Inside the context, tokens with a nonzero `mask` (B, N) never skip; None forces nothing.
-
-        Every sample keeps as many tokens as the sample that forces most; `saving` then reports the share that still skips.
-        The forward pass raises ValueError for a mask of another shape, and waits for the device once.
-        """
-        before, self.forced = self.forced, None if mask is None else mask != 0
-        try:
-            yield
-        finally:
-            self.forced = before
-
     def checkpoint(self, function, *args, **kwargs) -> Any:
         """Gradient checkpointing that recomputes each block with the tokens of its forward pass.
 
@@ -138,20 +105,12 @@ class Attachment:
 
     @property
     def ids_keep(self) -> tuple[Tensor | None, ...]:
-        """(B, K) per route: the image tokens that stayed in the last routed forward pass; None for a route that was off."""
-        return tuple(self.last.ids_keep.get(i) for i in range(len(self.last.num_kept)))
-
-    @property
-    def saving(self) -> float:
-        """Fraction of (image token, block) pairs that the last routed forward pass skipped; 0 before the first."""
-        if self.last.image is None:
-            return 0.0
-        N, kept_by_route = self.last.image.num_tokens, zip(self.last.num_kept, self.router.routes)
-        skipped = sum((N - K) * (route.end_layer_idx - route.start_layer_idx + 1) for K, route in kept_by_route)
-        return skipped / (N * self.router.depth)
+        """(B, K) per route: the image tokens that stayed in the last forward pass. None for a route that was off."""
+        ids_keep = self.plan.ids_keep if self.plan else {}
+        return tuple(ids_keep.get(i) for i in range(len(self.router.routes)))
 
     def _before_network(self, module: nn.Module, args: tuple) -> None:
-        """Hook of the network: `_after_embedding` must run before the blocks do."""
+        """Hook of the network: forget the last plan, so that blocks raise an error if the embedding makes no new plan."""
         self.plan = None
 
     def _after_embedding(self, module: nn.Module, args: tuple, kwargs: dict, output: Any = None) -> None:
@@ -163,16 +122,11 @@ class Attachment:
         if self.ratios_now is None and not (module.training and torch.is_grad_enabled()):
             return
         image = self.adapter.count_tokens(dict(zip(self.embedding_arguments, args)) | kwargs, output)
-        B, N, num_forced = image.batch, image.num_tokens, 0
-        if self.forced is not None:
-            if self.forced.shape != (B, N):
-                raise ValueError(f"force_keep has shape {tuple(self.forced.shape)}; the network has {(B, N)} image tokens")
-            num_forced = int(self.forced.sum(dim=1).max())
         ratios = self.router.selection_ratios() if self.ratios_now is None else self.ratios_now
-        num_kept = tuple(max(num_kept_tokens(N, ratio), num_forced) for ratio in ratios)
-        self.last = self.plan = plan = Plan(image, num_kept, in_evaluation=self.ratios_now is not None)
+        num_kept = tuple(num_kept_tokens(image.num_tokens, ratio) for ratio in ratios)
+        self.plan = plan = Plan(image, num_kept, in_evaluation=self.ratios_now is not None)
         for i in filter(plan.is_on, range(len(ratios))):
-            plan.uniform[i] = torch.rand(B, N, device=image.device, generator=self.generator)
+            plan.uniform[i] = torch.rand(image.batch, image.num_tokens, device=image.device, generator=self.generator)
             if self.rule is uniform_scores:
                 self.choose_ids_keep(plan, i)
 
@@ -181,8 +135,6 @@ class Attachment:
         scores = plan.uniform[route]
         if tokens is not None:
             scores = apply_rule(self.rule, tokens, scores)
-        if self.forced is not None:
-            scores = scores.masked_fill(self.forced.to(scores.device), torch.inf)
         plan.ids_keep[route] = TokenRouter.keep_highest(scores, plan.num_kept[route])  # (B, K)
 
     def find_plan(self, layer: int) -> Plan:
@@ -213,44 +165,40 @@ def inner_module(module: nn.Module) -> nn.Module:
 
 
 def attached(network: nn.Module) -> Attachment | None:
-    """The attachment of a network or of its deep copy; None if it has none."""
+    """The attachment of a network or of its deep copy, or None."""
     hooks = inner_module(network)._forward_pre_hooks.values()
     return next((hook.__self__ for hook in hooks if isinstance(getattr(hook, "__self__", None), Attachment)), None)
 
 
 def attach(
     network: nn.Module,
-    routes: str | Mapping | Sequence[Route | Mapping],
+    routes: Sequence[Route],
     *,
     selection: str | SelectionRule = "uniform",
     generator: torch.Generator | None = None,
     adapter: Adapter | None = None,
 ) -> Attachment:
-    """Route the image tokens of a network (TREAD, section 3) in training mode with gradients; evaluation does not change.
+    """Route the image tokens of a network (TREAD, section 3) in training mode with gradients. Evaluation does not change.
 
     Args:
-        network: one of `ADAPTERS`, or any that `adapter` describes; also inside DDP, torch.compile or PEFT. It gets forward
-            hooks, which `detach` removes; nothing else changes.
-        routes: a preset, a SimpleTuner `tread_config`, or routes (see `as_routes`). selection_ratio is the fraction
-            that SKIPS; layer indices count through all lists of blocks in order, and may be negative.
+        network: one of `ADAPTERS`, or any that `adapter` describes. It may be inside DDP, torch.compile or PEFT. It gets forward
+            hooks, which `detach` removes. Nothing else changes.
+        routes: selection_ratio is the fraction that SKIPS. Layer indices count through all lists of blocks in order, and may be
+            negative.
         selection: which tokens stay: `uniform` (the paper: a random subset), `importance` (tokens with a large L1 norm stay
-            more often), or a function, such as `partial(importance_scores, weight=1.0)`.
-        generator: on the device of the tokens; None is torch's default, the only one that torch.compile traces in one graph.
+            more often), or a `SelectionRule`, such as `partial(importance_scores, weight=1.0)`.
+        generator: on the device of the tokens. None is torch's default, the only one that torch.compile traces in one graph.
 
     Differs from TREAD, section 4: under autocast, the block right after a route runs in the same precision as the others.
 
     Raises:
-        ValueError: an unknown preset, no routes, routes that do not fit the network's depth, or a network that cannot be routed.
-        KeyError, TypeError: an unknown selection; a mapping without `routes`; a wrong or missing key of a route.
+        ValueError: routes that do not fit the network's depth, or a network that cannot be routed.
+        KeyError: an unknown selection.
     """
     network = inner_module(network)
     if attached(network):
         raise ValueError(f"{type(network).__name__} is routed already; call attached(network).detach() first")
-    adapter = adapter or find_adapter(network)
-    setting = network
-    for name in adapter.must_be_empty.split("."):
-        setting = getattr(setting, name, None)  # None also if must_be_empty is ""
-    if setting:
-        raise ValueError(f"{type(network).__name__} with {adapter.must_be_empty}={setting} cannot be routed; build it without")
+    if routes_of_its_own := getattr(getattr(network, "router", None), "routes", ()):  # dit.DiT
+        raise ValueError(f"{type(network).__name__} has router.routes={routes_of_its_own} already; build it without routes")
     rule = SELECTIONS[selection] if isinstance(selection, str) else selection
-    return Attachment(network, adapter, as_routes(routes), rule, generator)
+    return Attachment(network, adapter or find_adapter(network), routes, rule, generator)

@@ -10,7 +10,7 @@ Shapes: B batch, N image tokens, K kept image tokens, L tokens of a block's sequ
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from routing_module import TokenRouter
 
 
 def argument_names(module: nn.Module) -> tuple[str, ...]:
-    """Names of the arguments of forward, in order. Taken from the class: other libraries may replace the instance's forward."""
+    """Names of the arguments of forward, in order. They come from the class, because libraries replace forward in instances."""
     return tuple(inspect.signature(type(module).forward).parameters)[1:]
 
 
@@ -73,7 +73,7 @@ class Plan:
         return x.detach().narrow(1, self.image_start(layout, x.shape[1]), self.image.num_tokens)
 
     def gather(self, x: Tensor, route: int, axis: TokenAxis, dim: int) -> Tensor | PositionsPerSample:
-        """The entries of all other tokens and of the K image tokens, along the axis `dim`; 0 is a table without a batch axis."""
+        """The entries of the K image tokens and of all other tokens, along the axis `dim`. At 0 the table has no batch axis."""
         index = self.index(route, axis.layout, x.shape[dim])
         if dim == 0:
             return PositionsPerSample(TokenRouter.start_route(x.expand(len(index), *x.shape), index))
@@ -90,11 +90,11 @@ class Plan:
         """A block's argument, reduced to the tokens that stay."""
         if value is None:
             return None
+        if isinstance(value, dict):
+            return {key: self.shorten(item, route, axis) if key in axis.items else item for key, item in value.items()}
         if isinstance(value, (tuple, list)):
             items = range(len(value)) if axis.items is None else axis.items
             return tuple(self.shorten(item, route, axis) if i in items else item for i, item in enumerate(value))
-        if axis.key is not None:
-            return {k: self.shorten(v, route, replace(axis, key=None)) if k == axis.key else v for k, v in value.items()}
         if axis.ndim is not None and value.ndim != axis.ndim:
             return value
         if not axis.mask:
@@ -108,7 +108,7 @@ class Plan:
 
 
 class BlockHooks:
-    """The two hooks of one block of a route. `layer` counts blocks through all lists; `names` are those of its arguments."""
+    """The two hooks of one block of a route. `layer` counts blocks through all lists. `names` are the block's arguments."""
 
     def __init__(self, attachment, layer: int, route: int, spec: BlockList, names: tuple[str, ...]):
         self.attachment, self.layer, self.route, self.spec, self.names = attachment, layer, route, spec, names
@@ -139,7 +139,7 @@ class BlockHooks:
             return None
         skipped, index = before
         tokens = output if self.spec.output is None else output[self.spec.output]
-        # Under autocast, a block may return another precision than it received; keep the higher one.
+        # Under autocast, a block may return another precision than it received. Keep the higher one.
         tokens = TokenRouter.end_route(tokens, skipped.to(torch.promote_types(skipped.dtype, tokens.dtype)), index)
         if self.spec.output is None:
             return tokens

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
-import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,27 +15,14 @@ from accelerate import Accelerator
 from checkpoints.provenance import describe_start
 from evaluations.results import markdown_table
 
-NOTES = """`ms`: median of all timed calls. `host ms`: time in which the CPU queues a call; near `ms`, the GPU waits for the CPU.
-`images/s`: per process. `MFU`: relative to the vendor's bfloat16 peak. `time / first`: median over rounds of the
-variant's median over the first variant's.
+NOTES = """`ms`: the median of all timed calls. `images/s`: the rate of one process. `TFLOP/s`: its rate of matrix products, which
+becomes the MFU if you divide it by the peak of the GPU. `time / first`: the median of the variant divided by the median of the
+first variant in the same round. The table shows the median over rounds.
 """
 
 
-# TFLOP/s of dense bfloat16 matrix products, from the vendors' data sheets. The whole name must match: a MIG slice has no peak.
-PEAKS = {
-    r"A[18]00(?!.*MIG).*": 312, r"H100 \d+GB HBM3|H800": 989.4, r"H100 PCIe": 756, r"H100 NVL|H200 NVL": 835,
-    r"H200": 989.4, r"B200": 2250, r"L40S": 362, r"GeForce RTX 4090": 165.2, r"GeForce RTX 5090": 209.5,
-}  # fmt: skip
-
-
-def published_peak(device: torch.device) -> float | None:
-    """The vendor's bfloat16 peak in FLOP/s; None for a CPU or a GPU that is not in the table."""
-    name = torch.cuda.get_device_name(device).removeprefix("NVIDIA ") if device.type == "cuda" else ""
-    return next((1e12 * peak for pattern, peak in PEAKS.items() if re.fullmatch(pattern, name)), None)
-
-
 def time_ms(action: Callable[[], object], repeats: int, device: torch.device, warmup: int = 0) -> list[float]:
-    """Milliseconds of each of `repeats` calls after `warmup` untimed calls; measured by CUDA events on a GPU."""
+    """Milliseconds of each of `repeats` calls after `warmup` untimed calls. On a GPU, CUDA events measure them."""
     is_cuda, marks = device.type == "cuda", []
 
     def mark() -> None:
@@ -65,7 +50,6 @@ class TimedRow:
     flops_per_image: float  # of matrix products, a multiply-add counted twice
     columns: dict[str, object] = field(default_factory=dict)  # further columns of the table
     turns: list[list[float]] = field(default_factory=list)  # per turn, the milliseconds of each call
-    host_ms: list[float] = field(default_factory=list)  # per turn, the milliseconds in which the CPU queued a call
 
 
 def measure(
@@ -74,30 +58,16 @@ def measure(
     """Time variants in turns (A B A B), so that other load on the machine slows all of them. Returns a record per variant.
 
     Args:
-        openers: variant -> a function that builds its row, which stays on the device. Running out of memory becomes a record.
+        openers: variant -> a function that builds its row. All rows stay on the device together.
         steps: timed calls in each of `rounds` turns.
         warmup: untimed calls before a variant's first turn.
     """
-    rows: dict[str, TimedRow] = {}
-    records: dict[str, dict[str, object]] = {name: {"variant": name} for name in openers}
-    for turn, name in itertools.product(range(rounds + 1), openers):
-        if "problem" not in records[name]:
-            try:
-                if turn == 0:
-                    rows[name] = open_row(openers[name], device, warmup)
-                else:
-                    take_turn(rows[name], device, steps)
-                    sys.stderr.write(f"{name}: {np.median(rows[name].turns):.4g} ms\n")  # kept if the benchmark is stopped
-            except torch.OutOfMemoryError:
-                records[name]["problem"] = "out of memory"
-            if "problem" in records[name]:  # outside of `except`, the error no longer holds tensors
-                rows.pop(name, None)
-                gc.collect()
-                torch.cuda.empty_cache()
-    first = rows.get(next(iter(openers)))
-    for name, row in rows.items():
-        records[name] |= summarise(row, first, published_peak(device))
-    return list(records.values())
+    rows = {name: open_row(opener, device, warmup) for name, opener in openers.items()}
+    for _, (name, row) in itertools.product(range(rounds), rows.items()):
+        row.turns.append(time_ms(row.action, steps, device, warmup=1))
+        sys.stderr.write(f"{name}: {np.median(row.turns):.4g} ms\n")  # kept if the benchmark is stopped
+    first = next(iter(rows.values()))
+    return [{"variant": name} | summarise(row, first) for name, row in rows.items()]
 
 
 def open_row(opener: Callable[[], TimedRow], device: torch.device, warmup: int) -> TimedRow:
@@ -114,27 +84,14 @@ def open_row(opener: Callable[[], TimedRow], device: torch.device, warmup: int) 
     return row
 
 
-def take_turn(row: TimedRow, device: torch.device, steps: int) -> None:
-    """One call for the CPU's share, from an empty queue of the GPU, then `steps` timed calls."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start_sec = time.perf_counter()
-    row.action()
-    row.host_ms.append(1000 * (time.perf_counter() - start_sec))
-    row.turns.append(time_ms(row.action, steps, device))
-
-
-def summarise(row: TimedRow, first: TimedRow | None, peak: float | None) -> dict[str, object]:
-    """The columns of a row. `first` is the first variant's row (None if it ran out of memory), `peak` is in FLOP/s."""
+def summarise(row: TimedRow, first: TimedRow) -> dict[str, object]:
+    """The columns of a row. `first` is the row of the first variant."""
     ms = np.median(row.turns)
     images_per_sec = 1000 * row.num_images / ms
-    columns = {"ms": ms, "host ms": np.median(row.host_ms), "images/s": images_per_sec}
-    columns["GFLOP/image"] = row.flops_per_image / 1e9
-    columns["MFU"] = row.flops_per_image * images_per_sec / peak if peak else None
-    if first is not None:
-        ratios = np.median(row.turns, axis=1) / np.median(first.turns, axis=1)
-        columns |= {"time / first": np.median(ratios), "lowest, highest": [ratios.min(), ratios.max()]}
-    return columns | row.columns
+    columns = {"ms": ms, "images/s": images_per_sec, "GFLOP/image": row.flops_per_image / 1e9}
+    columns["TFLOP/s"] = row.flops_per_image * images_per_sec / 1e12
+    ratios = np.median(row.turns, axis=1) / np.median(first.turns, axis=1)
+    return columns | {"time / first": np.median(ratios), "lowest, highest": [ratios.min(), ratios.max()]} | row.columns
 
 
 def report(title: str, accelerator: Accelerator, records: Sequence[dict[str, object]]) -> None:

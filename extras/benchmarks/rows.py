@@ -13,13 +13,12 @@ from tempfile import TemporaryDirectory
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from hydra.errors import HydraException
 
 from checkpoints import load
 from common.errors import UserError
 from common.types import Count, Whole
 from configs import schema
-from configs.command_line import check
+from configs.command_line import check, explained_composition
 from configs.compose import compose_overrides
 from extras.benchmarks.harness import TimedRow, measure, report, time_ms
 from latents.shards import ShardInfo, write_shard
@@ -38,10 +37,8 @@ def compose_config(overrides: Sequence[str], folder: Path) -> schema.TrainConfig
     defaults = ["name=benchmark", f"output_dir={folder}", "sample.every=0", "eval.every=0"]
     if not any(override.startswith(("data=", "experiment=")) for override in overrides):
         defaults.append("data=imagenet256")
-    try:
+    with explained_composition(overrides, "config"):
         cfg = check(compose_overrides([*defaults, *overrides]), schema.TrainConfig)
-    except HydraException as e:
-        raise UserError(str(e).replace("\n", " ")) from e
     if cfg.data.path is None:
         path = write_random_latents(folder, cfg.data, max(2 * cfg.train.batch_size, 64))
         cfg = cfg.model_copy(update={"data": cfg.data.model_copy(update={"path": str(path)})})
@@ -54,8 +51,7 @@ def write_random_latents(folder: Path, data: schema.Data, num_items: int) -> Pat
     if not file.exists():
         shape = (num_items, 2 * data.in_channels, data.input_size, data.input_size)
         latents = torch.randn(shape, generator=torch.Generator().manual_seed(0)).half()
-        about = {"kind": "moments", "scale_factor": 0.18215, "autoencoder": "none", "resolution": 8 * data.input_size}
-        info = ShardInfo(**about, num_classes=data.num_classes)
+        info = ShardInfo("moments", 0.18215, "none", resolution=8 * data.input_size, num_classes=data.num_classes)
         write_shard(file, latents, torch.arange(num_items) % data.num_classes, info)
     return file
 

@@ -1,4 +1,4 @@
-"""The report: figures of runs against the paper's figures and the dense runs', as Markdown tables.
+"""The report: Markdown tables that compare figures of runs with the paper and with dense runs.
 
     python -m extras.report runs/                              # prints the tables
     python -m extras.report runs/ more_runs/ > table2.md
@@ -14,18 +14,18 @@ from pathlib import Path
 
 from common.errors import UserError
 from configs import command_line as cli
-from extras.report.experiments import Experiment, change_words, drop_copies, group
+from extras.report.experiments import Experiment, change_words, group
 from extras.report.runs import read_runs
 from extras.report.tables import guidance_table, machine_of, results_table, speedup_table
 
 NOTES = """## How to read this
 
 - A row is an experiment (runs that differ only in seed, paths and logging) and one way to measure it. Figures and hours are
-  means over the seeds that trained longest; ± is the standard deviation (n − 1).
-- Compare only figures with equal samples, guidance and "measured with".
-- The figures at the best guidance are a little too good, because they chose it.
-- Hours leave out checkpoints, grids and evaluations. Compare them only between runs that had the same machine to themselves.
-- Speedups interpolate linearly between two evaluations. ≥ or ≤: the first evaluation is already better than the figure. The
+  means over the seeds that trained longest. ± is the standard deviation (n − 1).
+- Two figures can be compared only if the columns Samples, Guidance and Measured with are equal.
+- The figures at the best guidance are a little too good, because the same samples chose the guidance.
+- Hours do not count checkpoints, grids and evaluations. Compare them only between runs that had the same machine to themselves.
+- Speedups interpolate linearly between two evaluations. With ≥ or ≤, the first evaluation is already better than the figure. The
   paper's headline, for DiT-XL/2 on ImageNet-256 against 400,000 dense steps, is 14×.
 """
 
@@ -38,14 +38,14 @@ def main(arguments: Sequence[str]) -> None:
     if wrong := [folder for folder in folders if not folder.is_dir()]:
         raise UserError(f"{wrong[0]} is not a folder; give folders of runs")
     runs, problems = read_runs(folders)
-    runs, copies = drop_copies(runs)
-    left_out = "".join(f"- {file}: {reason}\n" for file, reason in (problems | copies).items())
+    tables, repeated = group(runs)
+    left_out = "".join(f"- {file}: {reason}\n" for file, reason in (problems | repeated).items())
     if not runs:
         raise UserError(f"no runs in {' '.join(arguments) or 'no folder'}; give folders of runs\n{left_out}")
     parts = []
-    for name, experiments in group(runs).items():
-        tables = [results_table(experiments), guidance_table(experiments), speedup_table(experiments)]
-        parts += [f"## {name}\n", *(table.markdown() for table in tables if table.rows), *describe_runs(experiments)]
+    for name, experiments in tables.items():
+        made = [results_table(experiments), guidance_table(experiments), speedup_table(experiments)]
+        parts += [f"## {name}\n", *(table.markdown() for table in made if table.rows), *describe_runs(experiments)]
     parts += [f"## Left out\n\n{left_out}"] if left_out else []
     sys.stdout.write("\n".join([*parts, NOTES]))
 

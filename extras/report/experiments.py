@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -49,7 +48,7 @@ class Experiment:
         return [run for run in self.runs if last in run.figures.get(measure, ())]
 
     def curve(self, measure: Measure) -> dict[int, list[float]]:
-        """Step -> a value per seed, in the order of steps; empty if the measure is not among `measures`."""
+        """Step -> a value per seed, in the order of steps. Empty if the measure is not among `measures`."""
         curves = [run.figures[measure] for run in self.furthest(measure)]
         steps = sorted(step for step in (curves[0] if curves else ()) if all(step in curve for curve in curves))
         return {step: [curve[step] for curve in curves] for step in steps}
@@ -59,60 +58,45 @@ class Experiment:
         return statistics.fmean(run.hours_at(step) for run in self.furthest(measure))
 
     def paper(self, measure: Measure) -> float | None:
-        """The paper's figure, for row["num_samples"] samples; None if the runs changed settings of their row."""
+        """The paper's figure with as many samples, or None. Runs that changed settings of their row have none."""
+        if self.changes or self.row.get("num_samples") != measure.num_samples:
+            return None
         figures = self.row.get("paper" if measure.guidance == UNGUIDED else "paper_guided") or {}
-        return None if self.changes else figures.get(measure.metric)
-
-    def has_paper(self, measure: Measure) -> bool:
-        """Whether the paper has a figure with the measure's number of samples."""
-        return self.paper(measure) is not None and self.row["num_samples"] == measure.num_samples
+        return figures.get(measure.metric)
 
 
 def curve_measure(dense: Experiment, routed: Experiment) -> Measure | None:
-    """What to compare over training: a figure that both have, the paper's if possible, then an unguided one; None without any.
+    """What to compare over training, or None: a figure that both have, if possible one of the paper, then an unguided one.
 
     Of several numbers of samples, it is the one that was evaluated most often. FID of 50,000 samples often exists for the last
     step alone, and FID of 5,000 samples for many steps.
     """
     shared = [measure for measure in routed.measures() if measure in dense.measures()]
-    leading = min(shared, key=lambda m: (not routed.has_paper(m), m.guidance != UNGUIDED), default=None)
+    leading = min(shared, key=lambda m: (routed.paper(m) is None, m.guidance != UNGUIDED), default=None)
     alike = [m for m in shared if (m.metric, m.guidance) == (leading.metric, leading.guidance)]
     return max(alike, key=lambda m: len(dense.curve(m)) + len(routed.curve(m)), default=None)
 
 
-def drop_copies(runs: Sequence[Run]) -> tuple[list[Run], dict[str, str]]:
-    """(the runs without copies of others, path of a copy -> reason).
+def group(runs: Sequence[Run]) -> tuple[dict[str, list[Experiment]], dict[str, str]]:
+    """(experiments by table, path of a left-out run -> reason).
 
-    A copy has the settings and the seed of another run, and equal figures wherever both have them. The longest run stays.
-    """
-    kept: dict[tuple, list[Run]] = {}
-    problems = {}
-    for run in sorted(runs, key=lambda run: -run.step):
-        alike = kept.setdefault((run.config["seed"], repr(sorted(identity_of(run.config).items()))), [])
-        if other := next((other for other in alike if run.agrees_with(other)), None):
-            problems[str(run.path)] = f"a copy of {other.path}: the same settings, seed and figures"
-        else:
-            alike.append(run)
-    return [run for run in runs if str(run.path) not in problems], problems
-
-
-def group(runs: Sequence[Run]) -> dict[str, list[Experiment]]:
-    """Experiments by table: the paper's tables in their order, then runs without a row by their data set.
-
-    An experiment's label is its row with the changed settings, or its runs' names without seeds. Equal labels get a number.
+    The paper's tables come in their order, then runs without a row by their data set. The label of an experiment is its row with
+    the changed settings, or the names of its runs without seeds. Of several runs with the same seed, only the longest counts.
     """
     found: dict[tuple, Experiment] = {}
-    for run in runs:
+    problems: dict[str, str] = {}
+    for run in sorted(runs, key=lambda run: -run.step):
         identity = identity_of(run.config)
         key = (run.row.get("name"), repr(sorted(identity.items())))
-        found.setdefault(key, Experiment([], identity, changes_of(run))).runs.append(run)
-    labels: Counter[str] = Counter()
+        experiment = found.setdefault(key, Experiment([], identity, changes_of(run)))
+        if same := [other for other in experiment.runs if other.config["seed"] == run.config["seed"]]:
+            problems[str(run.path)] = f"it has the settings and the seed of {same[0].path}"
+        else:
+            experiment.runs.append(run)
     for experiment in found.values():
         changed = ", ".join(f"{key}={new}" for key, (_, new) in experiment.changes.items())
-        names = dict.fromkeys(without_seed(run.path.name) for run in experiment.runs)
-        label = experiment.row["name"] + (f" with {changed}" if changed else "") if experiment.row else " / ".join(names)
-        labels[label] += 1
-        experiment.label = label if labels[label] == 1 else f"{label} ({labels[label]})"
+        label = experiment.row.get("name") or " / ".join(sorted({without_seed(run.path.name) for run in experiment.runs}))
+        experiment.label = label + (f" with {changed}" if changed else "")
     order = {name: i for i, name in enumerate(ROWS)}
     experiments = [*found.values()]
     experiments.sort(key=lambda e: (order.get(e.row.get("name"), len(order)), bool(e.changes), e.is_routed, e.label))
@@ -121,7 +105,7 @@ def group(runs: Sequence[Run]) -> dict[str, list[Experiment]]:
         experiment.baseline = find_baseline(experiment, experiments)
         name = experiment.row.get("table") or f"Other runs on {experiment.runs[0].config['data.name']}"
         tables.setdefault(name, []).append(experiment)
-    return tables
+    return tables, problems
 
 
 def identity_of(config: dict) -> dict[str, object]:

@@ -12,11 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from checkpoints import store
-from common.errors import UserError
+from common.errors import UserError, reading
 from common.files import read_lines
 from configs.settings import flatten
 from evaluations.results import in_words
@@ -51,7 +49,7 @@ class Run:
 
     path: Path
     config: dict  # values by dotted key
-    row: dict  # experiment.* of the configuration; empty without a row
+    row: dict  # experiment.* of the configuration, empty without a row
     starts: list[dict]  # the lines of starts.jsonl
     speeds: dict[int, float] = field(default_factory=dict)  # step -> steps per second, from the training lines
     figures: dict[Measure, dict[int, float]] = field(default_factory=dict)  # measure -> step -> value, including LOSS
@@ -75,14 +73,8 @@ class Run:
         return steps, [0.0, *accumulate(hours)]
 
     def hours_at(self, step: float) -> float:
-        """Hours of training until a step, interpolated between training lines; NaN beyond them."""
+        """Hours of training until a step, interpolated between training lines. NaN beyond them."""
         return float(np.interp(step, *self.clock, left=np.nan, right=np.nan))
-
-    def agrees_with(self, other: Run) -> bool:
-        """Whether the runs share figures (equal measure and step), and all shared figures are equal."""
-        mine, theirs = ({(m, step): x for m, curve in run.figures.items() for step, x in curve.items()} for run in (self, other))
-        shared = mine.keys() & theirs.keys()
-        return bool(shared) and all(mine[key] == theirs[key] for key in shared)
 
     def add(self, step: int, metrics: dict[str, float], num_samples: int, settings: dict) -> None:
         """Add the finite figures of one evaluation. `settings` holds guidance (cfg_scale, guidance.*), sampler and reference."""
@@ -96,7 +88,7 @@ class Run:
 
 
 def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:
-    """(all runs below the folders, sorted by path; what was left out, as path -> reason).
+    """(all runs below the folders, sorted by path, and path -> reason of what was left out).
 
     A result of fid.py anywhere below the folders counts for the run whose checkpoint it names.
     """
@@ -121,13 +113,11 @@ def find_files(folders: Sequence[Path], name: str) -> list[Path]:
 
 def read_run(path: Path) -> Run:
     """The run in a folder. Raises UserError if its config.yaml cannot be read or was not written by train.py."""
-    try:
+    with reading("it"):
         stored = OmegaConf.to_container(OmegaConf.load(path / "config.yaml"))
-    except (OSError, YAMLError, OmegaConfBaseException) as e:
-        raise UserError(f"cannot be read: {' '.join(str(e).split())}") from e
     config = flatten(stored) if isinstance(stored, dict) else {}
     if missing := NEEDED - config.keys():
-        raise UserError(f"not a configuration of train.py: without {', '.join(sorted(missing))}")
+        raise UserError(f"it is not a configuration of train.py: it has no {', '.join(sorted(missing))}")
     run = Run(path, config, config.pop("experiment") or {}, list(read_lines(path / "starts.jsonl")))
     for line in read_lines(path / "metrics.jsonl"):
         if "metrics" in line:

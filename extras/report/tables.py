@@ -27,7 +27,7 @@ class Table:
 
 
 def results_table(experiments: Sequence[Experiment]) -> Table:
-    """The last figures of each experiment, one row per way to measure them, with the paper's and the dense runs' figures."""
+    """The last figures of each experiment beside those of the paper and of the dense runs. Each way to measure has a row."""
     table = Table("Results")
     for experiment in experiments:
         rows: dict[tuple, dict[str, str]] = {}
@@ -49,8 +49,6 @@ def results_table(experiments: Sequence[Experiment]) -> Table:
         notes = []
         if experiment.baseline and (different := differences_from(experiment, experiment.baseline)):
             notes.append(f"its dense runs differ in more than routes: {change_words(different)}")
-        if experiment.is_routed and experiment.baseline is None:
-            notes.append("there are no dense runs with the same settings")
         if source := experiment.identity.get("init_from"):
             missing = "hours" if experiment.identity["init_state"] == "all" else "steps and hours"
             notes.append(f"started from {source}, whose training is not in the {missing}")
@@ -61,7 +59,7 @@ def results_table(experiments: Sequence[Experiment]) -> Table:
 def guidance_table(experiments: Sequence[Experiment]) -> Table:
     """Each experiment unguided and at its best guidance, for experiments whose last step was measured with several guidances.
 
-    The best has the best mean of the first metric. Its figures are a little too good: the same samples chose it.
+    The best guidance has the best mean of the first metric. Its figures are a little too good, because the same samples chose it.
     """
     table = Table("Each experiment at its best guidance")
     for experiment in experiments:
@@ -99,8 +97,7 @@ def figure_text(experiment: Experiment, measure: Measure, step: int, values: Seq
 
     references = []
     if (paper := experiment.paper(measure)) is not None:
-        other = f"paper {format_metric(measure.metric, paper)} with {experiment.row['num_samples']:,} samples"
-        references.append(reference_text("paper", paper) if experiment.has_paper(measure) else other)
+        references.append(reference_text("paper", paper))
     if experiment.baseline and (dense := experiment.baseline.curve(measure).get(step)):
         references.append(reference_text("dense", fmean(dense)))
     return format_mean(measure.metric, values) + (f" ({'; '.join(references)})" if references else "")

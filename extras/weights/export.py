@@ -10,7 +10,6 @@ import math
 from pathlib import Path
 
 import torch
-from omegaconf import OmegaConf
 
 from checkpoints import load, store
 from common.errors import UserError
@@ -35,8 +34,7 @@ tags: [class-conditional-image-generation, diffusion-transformer]
 # {cfg.name}
 
 {cfg.model.backbone} (`diffusion={cfg.diffusion.name}`) for class-conditional image generation, {cfg.data.num_classes} classes:
-{weights} weights {origin}. `training.yaml` holds the settings. The code has the MIT licence that its files state.
-It needs diffusers, pydantic and torch.
+{weights} weights {origin}. The code has the MIT licence that its files state. It needs diffusers, pydantic and torch.
 
 ```python
 from diffusers import DiffusionPipeline
@@ -55,10 +53,10 @@ def export_checkpoint(
     Args:
         checkpoint: a run's folder (for its newest good checkpoint) or a checkpoint's folder.
         output: a new folder.
-        autoencoder: is saved with the network; None: the autoencoder of the run.
+        autoencoder: is saved with the network. None means the autoencoder of the run.
 
     Raises:
-        UserError: the folder exists; there is no such checkpoint; it is a SPRINT network; the autoencoder cannot be loaded.
+        UserError: the folder exists, there is no such checkpoint, its network is SPRINT, or the autoencoder cannot be loaded.
     """
     folder = Path(output)
     if folder.exists():
@@ -67,8 +65,7 @@ def export_checkpoint(
     cfg = load.load_config(found)
     if cfg.model.name.endswith("sprint"):
         raise UserError(f"checkpoint={checkpoint} has model={cfg.model.name}, which cannot be exported")
-    spec = autoencoder or cfg.data.autoencoder
-    decoder = autoencoders.build(spec, torch.device("cpu"), cfg.data.in_channels)
+    decoder = autoencoders.build(autoencoder or cfg.data.autoencoder, torch.device("cpu"), cfg.data.in_channels)
     vae = getattr(decoder, "vae", None)
     # Importing diffusers takes seconds.
     from extras.weights import pipeline
@@ -83,19 +80,14 @@ def export_checkpoint(
     pipeline.ClassToImagePipeline(net, vae, **describe_sampling(cfg)).save_pretrained(folder)
     _add_code(folder, network_class.__name__)
 
-    origin, groups = f"after {store.read_step(found):,} steps", {"model": True, "alignment": True, "train": True}
-    if source := store.imported_from(found):  # its training is unknown
-        origin, groups = f"of {Path(source).name}", {"model": {"backbone", "learn_sigma"}}
-    kind, _, path = spec.partition(":")
-    training = cfg.model_dump(include=groups | {"diffusion": True})
-    training["autoencoder"] = f"{kind}:{Path(path).name}" if path and Path(path).exists() else spec
-    write_file(folder / "training.yaml", OmegaConf.to_yaml(OmegaConf.create(training)))
+    source = store.imported_from(found)
+    origin = f"of {Path(source).name}" if source else f"after {store.read_step(found):,} steps"
     write_file(folder / "README.md", CARD.format(cfg=cfg, weights=weights, origin=origin))
     log.info("exported %s to %s", found, folder)
 
 
 def describe_sampling(cfg: schema.TrainConfig) -> dict[str, object]:
-    """The settings of `ClassToImagePipeline`. Guidance is the run's if it is cfg or interval, else off."""
+    """The settings of `ClassToImagePipeline`. The guidance of the run is kept if it is cfg or interval. Otherwise it is off."""
     settings = cfg.model_dump()
     diffusion, guidance = settings["diffusion"], settings["guidance"]
     # JSON has no infinity. Only S_max can be infinite, and that is its default.
@@ -138,7 +130,7 @@ def join_source(module: str) -> tuple[str, str]:
 
 
 def _file_of(module: str) -> Path | None:
-    """The file of a module of the project; None for a library."""
+    """The file of a module of the project, or None for a library."""
     path = REPOSITORY / module.replace(".", "/")
     return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.exists()), None)
 

@@ -12,7 +12,6 @@ from omegaconf import OmegaConf
 import dit
 from checkpoints import store
 from checkpoints.load import build_network
-from common.downloads import find_on_hub
 from common.errors import UserError
 from common.files import write_file
 from common.types import Count, Positive, Text
@@ -38,7 +37,7 @@ KINDS_OF_WEIGHTS = {
     "lightningdit": ("lightningdit", "sit", LIGHTNING_DIFFUSION),
 }
 TURNED = ("sit", "lightningdit")  # their time runs from noise at 0 to data at 1, and they predict data - noise
-# EMA updates of weights whose file has no step: so many that an EMA started from them has no warm-up.
+# The number of EMA updates to assume if a file of weights has no step. An EMA that starts from them then has no warm-up.
 LONG_TRAINED = 10**6
 
 
@@ -51,24 +50,24 @@ def import_weights(
     resolution: Count | None = None,
     latents_stats: Text | None = None,
 ) -> None:
-    """Write published weights as a run. Sizes come from the tensors' shapes; the sampler is that of the published scores.
+    """Write published weights as a run. Sizes come from the shapes of the tensors, and the sampler from the published scores.
 
     Args:
-        source: a file (.pt or .safetensors), or <owner>/<name>/<file> of the Hugging Face hub.
+        source: a .pt or .safetensors file.
         kind: project of the weights, which gives parameter names, time and diffusion: dit | sit | repa | tread | lightningdit.
         output: the folder of the new run.
-        autoencoder: decodes the latents; None: the SD-VAE, and for lightningdit `none` (name its VA-VAE here or to each command).
-        scale_factor: multiplies the latents; None: the scale factor of the autoencoder.
-        resolution: of the images, in pixels; None: follows from the autoencoder.
+        autoencoder: decodes the latents. None is the SD-VAE, or `none` for lightningdit (name a VA-VAE here or in each command).
+        scale_factor: multiplies the latents. None means the scale factor of the autoencoder.
+        resolution: height and width of the images, in pixels. If None, it follows from the autoencoder.
         latents_stats: for lightningdit, the latents_stats.pt published with the VA-VAE, or `none` for channels as they are.
 
     Raises:
-        UserError: the folder exists; the file cannot be found or read, or holds another network; a key is missing.
+        UserError: the folder exists, a key is missing, or the file cannot be read or holds another network.
     """
     folder = Path(output)
     if folder.exists():
         raise UserError(f"output={output} exists; give the folder of a new run")
-    file = find_published(source)
+    file = Path(source)
     model, ema, step = read_published(file)
     if kind == "repa":
         model, ema = without_projectors(model), without_projectors(ema)
@@ -93,8 +92,6 @@ def import_weights(
         like = build_network(cfg).state_dict()
     for state in (model, ema):
         store.check_tensors(file, state, like)
-        if wrong := [name for name, value in state.items() if not value.isfinite().all()]:
-            raise UserError(f"{file}: {wrong[0]} holds NaN or infinity")
     config = cfg.model_dump()
     if kind in TURNED:
         model, ema = turn_time_and_sign(model), turn_time_and_sign(ema)
@@ -105,15 +102,6 @@ def import_weights(
     written = store.save(folder / "checkpoints", checkpoint, keep_last=1, keep_every=0)
     shape = "{in_channels}x{input_size}x{input_size}, {num_classes} classes".format(**data)
     log.info("%s: %s for latents of %s, in %s", file, cfg.model.backbone, shape, written)
-
-
-def find_published(source: str) -> Path:
-    """The file `source`, or a file of the hub, downloaded unless it is in the cache. Raises UserError if there is neither."""
-    if Path(source).is_file():
-        return Path(source)
-    owner, name, file = (*source.split("/", 2), "", "")[:3]
-    otherwise = f"source={source} is neither a file nor <owner>/<name>/<file> of the Hugging Face hub"
-    return find_on_hub(f"{owner}/{name}", file, otherwise=otherwise)[0]
 
 
 def build_config(kind: str, changed: dict) -> schema.TrainConfig:

@@ -43,14 +43,14 @@ class ClassToImagePipeline(DiffusionPipeline):
     """Samples images of classes.
 
     Args:
-        transformer: the network; its configuration has num_classes, in_channels and input_size.
-        vae: decodes latents; None if the latents are pixels.
+        transformer: the network. Its configuration has num_classes, in_channels and input_size.
+        vae: decodes latents. None if the latents are pixels.
         diffusion: `name`, the settings of that diffusion and, in `sampler`, those of its sampler.
         guidance: default keywords of classifier-free guidance.
         latents: scale_factor, latents_mean and latents_std. The network's latents are (vae latents - latents_mean) /
             latents_std * scale_factor. Mean and std are a number per channel, or None.
-        null_class: the label for unconditional samples; None if it was never trained.
-        rounding: of 8-bit images: `round` to the nearest level, or `truncate` to the one below.
+        null_class: the label for unconditional samples. None if it was never trained.
+        rounding: 8-bit images `round` to the nearest level, or `truncate` to the level below.
     """
 
     _optional_components = ["vae"]
@@ -80,20 +80,20 @@ class ClassToImagePipeline(DiffusionPipeline):
         """Image i depends on class_labels[i], seeds[i] and the settings alone. None means the value of the configuration.
 
         Args:
-            class_labels: one label per image, 0 to num_classes; num_classes is the null class.
+            class_labels: one label per image, 0 to num_classes, which is the null class.
             seeds: one integer per image, which gives the image of the project's sample.py for that seed.
             generator: draws the seeds if they are not given.
             num_inference_steps: steps of the sampler.
-            guidance_scale: of classifier-free guidance; 1 is off.
-            guidance: its other settings: {"level_lo": 0.2, "level_hi": 0.8} guides only at noise levels in (0.2, 0.8] (sigma for
-                edm, t for sit and ddpm); {"channels": 3} guides only the first three channels of the latents.
+            guidance_scale: the scale of classifier-free guidance. 1 is off.
+            guidance: other settings of guidance. {"level_lo": 0.2, "level_hi": 0.8} guides only at noise levels in (0.2, 0.8]
+                (sigma for edm, t for sit and ddpm). {"channels": 3} guides only the first three channels of the latents.
             sampler: other settings of the sampler, such as {"S_churn": 10} or {"solver": "euler"}.
             output_type: `pil`, `np` (float32 [B, H, W, 3], 0 to 1), `pt` (float32 [B, 3, H, W], 0 to 1), or `latent`.
 
         Raises:
-            ValueError: an unknown label; a wrong number of seeds; guidance without a trained null class; an unknown setting of
-                the sampler.
-            TypeError: a seed that is not an integer; an unknown setting of guidance.
+            ValueError: an unknown label, a wrong number of seeds, guidance without a trained null class, or an unknown setting
+                of the sampler.
+            TypeError: a seed that is not an integer, or an unknown setting of guidance.
         """
         device, net, defaults = self._execution_device, self.transformer, self.config
         labels = torch.as_tensor(class_labels).reshape(-1).tolist()
@@ -128,7 +128,7 @@ class ClassToImagePipeline(DiffusionPipeline):
         return ImagePipelineOutput(images=images)
 
     def decode(self, latents: Tensor, output_type: str) -> object:
-        """Latents of the network (B, C, H, W) -> images in the form of `output_type`; grey becomes RGB."""
+        """Latents of the network (B, C, H, W) -> images in the form of `output_type`. Grey becomes RGB."""
         scaling = self.config.latents
         images = latents / scaling["scale_factor"]
         if scaling["latents_mean"] is not None:

@@ -26,10 +26,10 @@ STEP_NAMES = ("step", "steps", "train_steps")
 def read_published(file: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
     """(model, EMA, step) from a .safetensors file or a file of torch.save, without running any code in it. Tensors are float32.
 
-    If the file holds only one of model and EMA, both are that one. The step is 0 if the file holds none.
+    If the file holds only one of model and EMA, it serves as both. If the file holds no step, the step is 0.
 
     Raises:
-        UserError: the file cannot be read, holds objects that could run code, or holds no state dict.
+        UserError: the file cannot be read, could run code, or holds no state dict.
     """
     # Other projects store their arguments with the weights: plain values in a Namespace.
     with torch.serialization.safe_globals([argparse.Namespace]):
@@ -81,7 +81,7 @@ def read_sizes(file: Path, state: dict[str, Tensor], backbones: Mapping[str, tup
 def without_projectors(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """A state dict of REPA without its projectors, which only training uses.
 
-    REPA's first checkpoints call the blocks after the aligned one decoder_blocks.0, ...; they are renumbered.
+    The first checkpoints of REPA call the blocks after the aligned one decoder_blocks.0, ... They are renumbered.
     """
     kept = {name: value for name, value in state.items() if not name.startswith("projectors.")}
     depth = len({name.split(".")[1] for name in kept if name.startswith("blocks.")})
