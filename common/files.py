@@ -114,12 +114,17 @@ def lock_file(path: Path, activity: str, key: str) -> IO[bytes]:
 
 
 def append_line(path: Path, record: dict) -> None:
-    """Append a JSON object as a new line, even after an incomplete line. Raises UserError if the file cannot be written."""
+    """Append a JSON object as a new line, even after an incomplete line, and return once it is on the disk.
+
+    Raises UserError if the file cannot be written.
+    """
     try:
         with open(path, "a+b") as f:
             f.seek(max(f.tell() - 1, 0))
             is_torn = f.read(1) not in (b"", b"\n")
             f.write((b"\n" if is_torn else b"") + json.dumps(record).encode() + b"\n")
+            f.flush()
+            os.fsync(f.fileno())
     except OSError as e:
         raise UserError(f"cannot write {path}: {why_not_written(path, e)}") from e
 

@@ -196,17 +196,11 @@ def test_a_run_or_a_checkpoint_can_be_named_and_nothing_else(tmp_path):
         store.find_checkpoint(run, "init_from")
 
 
-def test_resume_overwrites_no_later_step_and_goes_on_from_no_import(tmp_path):
-    theirs, run = RunFolder(tmp_path, "theirs"), RunFolder(tmp_path, "mine")
-    save(theirs.checkpoints, 10, 20)
+def test_resume_takes_the_newest_checkpoint_and_goes_on_from_no_import(tmp_path):
+    run = RunFolder(tmp_path, "mine")
     assert find_resume(run, "auto") is find_resume(run, "never") is None
-    assert find_resume(run, str(theirs.path)) == find_resume(theirs, "auto") == theirs.checkpoints / "step_0000020"
     save(run.checkpoints, 10, 20)
-    for folder in (theirs.path, theirs.checkpoints / "step_0000010"):  # it has checkpoints of its own by now
-        assert find_resume(run, str(folder)) == run.checkpoints / "step_0000020"
-    assert find_resume(run, str(run.path)) == run.checkpoints / "step_0000020"
-    with pytest.raises(UserError, match="resume=.*step_0000010, but .*mine/checkpoints already holds step 20"):
-        find_resume(run, str(run.checkpoints / "step_0000010"))
+    assert find_resume(run, "auto") == run.checkpoints / "step_0000020"
     with pytest.raises(UserError, match="resume=never, but .*mine/checkpoints holds checkpoints"):
         find_resume(run, "never")
     store.save(run.checkpoints, make(30, imported_from="DiT-XL-2-256x256.pt"), 1, 0)
@@ -217,10 +211,10 @@ def test_resume_overwrites_no_later_step_and_goes_on_from_no_import(tmp_path):
 def test_init_from_is_read_only_by_a_run_without_checkpoints(tmp_path):
     theirs, run = RunFolder(tmp_path, "theirs"), RunFolder(tmp_path, "mine")
     save(theirs.checkpoints, 10)
-    assert find_initial(run, None, "auto") is None
-    assert find_initial(run, str(theirs.path), "auto") == theirs.checkpoints / "step_0000010"
+    assert find_initial(run, None) is None
+    assert find_initial(run, str(theirs.path)) == theirs.checkpoints / "step_0000010"
     save(run.checkpoints, 5)
-    assert find_initial(run, str(theirs.path), "auto") is None
+    assert find_initial(run, str(theirs.path)) is None
 
 
 # ----------------------------------------------------------------------------------------------------------------------

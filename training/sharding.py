@@ -14,7 +14,6 @@ from collections.abc import Sequence
 
 import torch
 import torch._functorch.config
-import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from torch import Tensor, nn
@@ -22,14 +21,13 @@ from torch import Tensor, nn
 from common.errors import UserError
 from configs.schema import Train
 from runtime.compilation import checkpoint_activations, compile_network, resolve_compile
-from runtime.machine import EXCHANGE_TIMEOUT
 
 
 def check_processes(train: Train, num_processes: int, launched_as: str) -> None:
     """Compare train.* with the processes and accelerate's distributed_type.
 
     Raises:
-        UserError: the global batch is not divisible; FSDP with one process, or with unequal numbers per node.
+        UserError: the global batch is not divisible; FSDP with one process, or with accelerate's own sharding.
     """
     parts = num_processes * train.grad_accum_steps
     if train.batch_size % parts:
@@ -39,16 +37,8 @@ def check_processes(train: Train, num_processes: int, launched_as: str) -> None:
         )
     if launched_as in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
         raise UserError(f"accelerate was launched with {launched_as}; launch it without, and set train.parallel=fsdp to shard")
-    if train.parallel == "fsdp" and (num_processes == 1 or num_processes % processes_per_node(num_processes)):
-        raise UserError(
-            f"train.parallel=fsdp needs several processes, equally many on each node; found {num_processes}, with "
-            f"{processes_per_node(num_processes)} on this node. Use train.parallel=ddp"
-        )
-
-
-def processes_per_node(num_processes: int) -> int:
-    """The number that the launcher gives; without a launcher, all processes."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", num_processes))
+    if train.parallel == "fsdp" and num_processes == 1:
+        raise UserError("train.parallel=fsdp needs several processes and found one; use train.parallel=ddp")
 
 
 def prepare(accelerator: Accelerator, train: Train, modules: Sequence[nn.Module], ema) -> list[nn.Module]:
@@ -71,11 +61,8 @@ def prepare(accelerator: Accelerator, train: Train, modules: Sequence[nn.Module]
         ema.shard_like(net)
         # evaluation_mode: accelerate adds autocast, but no DDP.
         return [accelerator.prepare_model(module, device_placement=False, evaluation_mode=True) for module in modules]
-    # One bucket per block (91 MiB for DiT-XL/2), never below DDP's default. DDP reduces a bucket as soon as it is full; only the
-    # last one cannot overlap with the backward. A bucket ends with the gradient that fills it, so the size is rounded down.
-    # Gradients are views of the buckets, which saves a copy.
-    bucket_mib = max(25, sum(p.nbytes for p in net.blocks[0].parameters()) // 2**20)
-    accelerator.ddp_handler = DistributedDataParallelKwargs(gradient_as_bucket_view=True, bucket_cap_mb=bucket_mib)
+    # Gradients are views of DDP's buckets, which saves a copy.
+    accelerator.ddp_handler = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
     return [accelerator.prepare(module) for module in modules]
 
 
@@ -91,16 +78,13 @@ def shard_network(modules: Sequence[nn.Module], device: torch.device, num_proces
             autocast rounds the weights of linear layers anyway (only the gains of LightningDiT's norms are rounded more). Blocks
             after a route (net.fp32_layers) and everything outside the blocks are gathered in float32. Shards are float32.
     """
-    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     net, *others = modules
-    size = processes_per_node(num_processes)
+    size = int(os.environ.get("LOCAL_WORLD_SIZE", num_processes))  # processes per node; without a launcher, all
     if 1 < size < num_processes:  # fully_shard shards over the second dimension, and averages gradients over both
-        ranks = torch.arange(num_processes).reshape(-1, size)
-        # Not by init_device_mesh, whose groups would have torch's default timeout.
-        groups = [dist.new_subgroups_by_enumeration(part.tolist(), EXCHANGE_TIMEOUT)[0] for part in (ranks.T, ranks)]
-        mesh = DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=("nodes", "processes"))
+        mesh = init_device_mesh(device.type, (num_processes // size, size), mesh_dim_names=("nodes", "processes"))
     else:
         mesh = init_device_mesh(device.type, (num_processes,))
     in_fp32 = MixedPrecisionPolicy(reduce_dtype=torch.float32)
@@ -138,7 +122,7 @@ def distribute_like(full: Tensor, like: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def copy_state_dict(state: object, keep: bool, into: object = None) -> object:
+def copy_state_dict(state: object, keep: bool) -> object:
     """A copy in host memory of a state dict of a network or optimizer, with sharded tensors gathered. Every process must call it.
 
     Tensors are gathered one at a time, so the device needs memory for only one. torch.distributed.checkpoint.state_dict does
@@ -146,10 +130,9 @@ def copy_state_dict(state: object, keep: bool, into: object = None) -> object:
 
     Args:
         keep: if False, return None in place of each tensor.
-        into: an earlier copy, whose memory is reused: allocating memory takes longer than copying.
     """
     if isinstance(state, dict):
-        return {key: copy_state_dict(value, keep, into.get(key) if into else None) for key, value in state.items()}
+        return {key: copy_state_dict(value, keep) for key, value in state.items()}
     if isinstance(state, list):
         return [copy_state_dict(value, keep) for value in state]
     if not isinstance(state, Tensor):
@@ -157,6 +140,6 @@ def copy_state_dict(state: object, keep: bool, into: object = None) -> object:
     full = full_tensor(state)
     if not keep:
         return None
-    if into is None:  # copies to pinned memory are several times faster
-        into = torch.empty(full.shape, dtype=full.dtype, device="cpu", pin_memory=full.is_cuda)
-    return into.copy_(full, non_blocking=True)
+    # Copies to pinned memory are several times faster. torch caches such memory, so the next checkpoint uses it again.
+    copy = torch.empty(full.shape, dtype=full.dtype, device="cpu", pin_memory=full.is_cuda)
+    return copy.copy_(full, non_blocking=True)
