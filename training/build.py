@@ -158,9 +158,9 @@ def build_hooks(
 def check_initial(checkpoint: Path, cfg: schema.TrainConfig) -> None:
     """Compare the verified checkpoint that init_from names with the run that starts from it.
 
-    Routes may differ, unless their ends have weights: these must match. With init_state=weights, classes may
-    differ, too: the run starts with a new label table. Raises UserError with the keys that differ; with init_state=all, also
-    if no steps remain, and for imported weights, which have no optimizer.
+    Routes may differ, but the weights at their ends must match. With init_state=weights, the number of classes may differ, too:
+    the run then starts with a new label table. Raises UserError with the keys that differ. With init_state=all, it also raises
+    UserError if no steps remain, and for imported weights, which have no optimizer.
     """
     stored, step, source = load_config(checkpoint), store.read_step(checkpoint), store.imported_from(checkpoint)
     if cfg.init_state == "all" and (source or step >= cfg.train.num_steps):

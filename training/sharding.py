@@ -1,4 +1,4 @@
-"""One process or several: DDP, or FSDP2, where every process holds a shard of weights, gradients, states and EMA.
+"""Training in several processes: DDP, or FSDP2, where every process holds a shard of weights, gradients, states and EMA.
 
 FSDP uses torch's `fully_shard`. accelerate's plugin gives all units one precision (the block after a route has its own), builds
 its device mesh without regard to the accelerator's device, and does not shard the EMA.
@@ -52,7 +52,7 @@ def prepare(accelerator: Accelerator, train: Train, modules: Sequence[nn.Module]
     if train.parallel == "ddp":
         for module in (*modules, ema.net):
             module.to(device)
-    # Compilation reads it at the first step. It is a setting of the process, so each run of a sweep sets it.
+    # torch.compile reads this budget at the first step. It holds for the whole process, so each run of a sweep sets it.
     torch._functorch.config.activation_memory_budget = train.activation_memory_budget
     compile_network(net, resolve_compile(train.compile, device))
     checkpoint_activations(net, train.activation_checkpointing)

@@ -1,4 +1,4 @@
-"""After a signal, or when the launcher ends, training saves a checkpoint and stops; a second signal ends it at once."""
+"""Training saves a checkpoint and stops after a signal, or when its launcher ends. A second signal ends it at once."""
 
 from __future__ import annotations
 

@@ -23,7 +23,8 @@ from training.ema import EMA
 from training.sharding import full_tensor, prepare
 from training.stop import StopSignal
 
-NUM_LEVELS = 10  # parts of equal probability, into which losses by noise level divide the noise levels of training
+# Losses by noise level: the noise levels of training are divided into this many parts of equal probability.
+NUM_LEVELS = 10
 # A run whose mean loss exceeds it has diverged. A network that predicts zero has a loss of (std / sigma_data)^2 or less: at most
 # 16 for latents of a usual scale. With a far too high learning rate, the loss can reach 1e4 and recover.
 MAX_LOSS = 1e6
@@ -48,19 +49,19 @@ class Trainer:
     """One training run.
 
     Args:
-        cfg: with data.* filled in.
+        cfg: the configuration, with data.* filled in.
         net: the plain network, whose weights a checkpoint holds; train.parallel=fsdp shards them.
         ema: the EMA of `net`, before its first update.
-        alignment: `extras.alignment.Alignment`; None: none.
-        hooks: in the order in which they are called.
+        alignment: an `extras.alignment.Alignment`, or None.
+        hooks: are called in this order.
 
     Attributes:
-        modules: the modules that are trained: `net`, and with alignment its projector. `models` are the same modules as
-            wrapped by accelerate; `parameters` are all their parameters, trained or not.
-        step: optimizer steps done; `first_step`: those done before this start; `measured_step`: those done at the last `measure`.
+        modules: the modules that are trained: `net`, and with alignment its projector. `models` are the same modules, wrapped
+            by accelerate. `parameters` are all their parameters, trained or not.
+        step: the number of optimizer steps done. `first_step` is its value at this start, `measured_step` at the last `measure`.
         parts: the rows of the global batch in each of this process's micro-batches.
-        loss_sums: sums since `measured_step` of the diffusion's loss, and of the alignment's. They stay on the device, so that no
-            step waits for it. So do `level_sums`, the diffusion's loss by noise level (`sums_by_level`).
+        loss_sums: the diffusion loss and the alignment loss, summed since `measured_step`. `level_sums` are the sums of the
+            diffusion loss by noise level (`sums_by_level`). Both stay on the device, so that no step waits for it.
         stop: tells whether the run was asked to stop; set by `train`.
     """
 
@@ -136,13 +137,13 @@ class Trainer:
         self.step += 1
 
     def losses(self, part: slice, stored: Tensor, labels: Tensor, shown: Tensor | None = None) -> tuple[list[Tensor], Tensor]:
-        """Losses of a micro-batch, and the diffusion's by noise level (`sums_by_level`).
+        """The losses of a micro-batch, and the diffusion losses by noise level (`sums_by_level`).
 
-        The losses are the diffusion's and, with alignment, the alignment's; training minimises their sum. Every random number
-        depends on (seed, step, row of the global batch) alone.
+        The first loss is the diffusion loss. With alignment, the second is the alignment loss, and training minimises their sum.
+        Every random number depends on (seed, step, row of the global batch) alone.
 
         Args:
-            shown: images for alignment's encoder (`Alignment.fetch`); None without alignment.
+            shown: the images for the encoder of the alignment (`Alignment.fetch`), or None.
         """
 
         def random(stream: str) -> StepRandom:
