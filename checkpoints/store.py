@@ -38,10 +38,6 @@ FILES = (*WEIGHTS.values(), "optimizer.pt", "state.json", "config.yaml")  # in e
 _STEP = re.compile(r"step_(\d{7,})")
 
 
-class Damaged(UserError):
-    """A checkpoint differs from what was written."""
-
-
 @dataclass
 class Checkpoint:
     """The content of a checkpoint. `load` maps tensors from its files: copy them, and do not write to them."""
@@ -124,17 +120,9 @@ def _flush(path: Path) -> None:
 def verify(folder: Path) -> None:
     """Compare every file with the manifest, and the folder's name with its step.
 
-    Raises:
-        Damaged: a file is missing, truncated or altered, or the folder has the name of another step.
-        UserError: the disk cannot be read, which says nothing about the checkpoint.
+    Raises UserError if a file is missing, truncated or altered, or if the folder has the name of another step. If the disk
+    cannot be read, the cause of the error is an OSError, which says nothing about the checkpoint.
     """
-    try:
-        _compare_files(folder)
-    except UserError as e:
-        raise e if isinstance(e.__cause__, OSError) else Damaged(str(e)) from e
-
-
-def _compare_files(folder: Path) -> None:
     file = folder / MANIFEST
     with reading(file):
         if not file.is_file():
@@ -231,10 +219,11 @@ def find_newest(root: Path) -> tuple[Path | None, dict[Path, str]]:
     for path in reversed(list_steps(root).values()):
         try:
             verify(path)
-        except Damaged as e:
-            problems[path] = str(e)
-        else:
             return path, problems
+        except UserError as e:
+            if isinstance(e.__cause__, OSError):
+                raise
+            problems[path] = str(e)
     return None, problems
 
 

@@ -86,18 +86,14 @@ class Grids(Hook):
 
 @dataclass
 class Scores(Hook):
-    """Scores of the EMA's network: lines of metrics.jsonl that are not there yet. Subclasses identify and measure them."""
+    """Scores of the EMA's network: the lines of metrics.jsonl that are not there yet.
+
+    Subclasses define `identify`, a list with the fields that identify each line of this step, and `measure`, which returns the
+    other fields of a line, and its values by the names to show. Every process calls `measure`, with full EMA weights.
+    """
 
     run: RunFolder
     every: int
-
-    def identify(self, trainer: Trainer) -> list[dict]:
-        """What identifies each line of this step: step, num_samples, cfg_scale, and the settings that affect its values."""
-        raise NotImplementedError
-
-    def measure(self, trainer: Trainer, about: dict) -> tuple[dict, dict[str, float]]:
-        """The other fields of a line, and its values by the names to show. Every process calls it, with full EMA weights."""
-        raise NotImplementedError
 
     def __call__(self, trainer: Trainer) -> None:
         for about in on_main(partial(self.identify, trainer)):

@@ -173,7 +173,6 @@ class Trainer:
         batches, num_steps = self.batches(), self.cfg.train.num_steps
         is_silent = self.step >= num_steps or not self.accelerator.is_main_process
         self.bar = progress_bar(total=num_steps, initial=self.step, unit="step", disable=is_silent, mininterval=0.5)
-        is_complete = False
         with contextlib.closing(StopSignal()) as self.stop, self.bar:
             try:
                 self._call_hooks()  # hooks that an interruption cut short
@@ -186,7 +185,7 @@ class Trainer:
                         raise Interrupted
                 is_complete = True
             except Interrupted:
-                pass
+                is_complete = False
             for hook in self.hooks:
                 hook.finish(self)
         return is_complete
