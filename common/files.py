@@ -103,7 +103,7 @@ def lock_file(path: Path, activity: str, key: str) -> IO[bytes]:
             raise UserError(f"another process is {activity} {folder}: {holder}; wait for it, or choose another {key}=...")
     with contextlib.suppress(OSError):  # the lock works without this text if the disk is full
         file.truncate(0)
-        file.write(f"\nprocess {os.getpid()} on {platform.node()}".encode())  # Windows forbids to read the first byte
+        file.write(f"\nprocess {os.getpid()} on {platform.node()}".encode())  # Windows forbids reading the first byte
         file.flush()
     remove_leftovers(folder)
     return file

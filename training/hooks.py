@@ -88,8 +88,8 @@ class Grids(Hook):
 class Scores(Hook):
     """Scores of the EMA's network: the lines of metrics.jsonl that are not there yet.
 
-    Subclasses define `identify`, a list with the fields that identify each line of this step, and `measure`, which returns the
-    other fields of a line, and its values by the names to show. Every process calls `measure`, with full EMA weights.
+    Subclasses define two methods. `identify` lists the fields that identify each line of this step. `measure` returns the other
+    fields of a line, and its values by the names to show. Every process calls it, with full EMA weights.
     """
 
     run: RunFolder

@@ -54,7 +54,7 @@ class StopSignal:
                 os._exit(128 + signum)
 
     def requested(self) -> bool:
-        """Whether any process was asked to stop. Every process must call it equally often; it does not wait for a GPU."""
+        """Whether any process was asked to stop. Every process must call this equally often. It does not wait for a GPU."""
         return on_any(self.signum is not None)
 
     def close(self) -> None:
