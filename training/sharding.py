@@ -27,7 +27,7 @@ def check_processes(train: Train, num_processes: int, launched_as: str) -> None:
     """Compare train.* with the processes and accelerate's distributed_type.
 
     Raises:
-        UserError: the global batch is not divisible; FSDP with one process, or with accelerate's own sharding.
+        UserError: the global batch is not divisible; FSDP with one process, or with unequal numbers per node.
     """
     parts = num_processes * train.grad_accum_steps
     if train.batch_size % parts:
@@ -37,8 +37,16 @@ def check_processes(train: Train, num_processes: int, launched_as: str) -> None:
         )
     if launched_as in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
         raise UserError(f"accelerate was launched with {launched_as}; launch it without, and set train.parallel=fsdp to shard")
-    if train.parallel == "fsdp" and num_processes == 1:
-        raise UserError("train.parallel=fsdp needs several processes and found one; use train.parallel=ddp")
+    if train.parallel == "fsdp" and (num_processes == 1 or num_processes % processes_per_node(num_processes)):
+        raise UserError(
+            f"train.parallel=fsdp needs several processes, equally many on each node; found {num_processes}, with "
+            f"{processes_per_node(num_processes)} on this node. Use train.parallel=ddp"
+        )
+
+
+def processes_per_node(num_processes: int) -> int:
+    """The number that the launcher gives; without a launcher, all processes."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", num_processes))
 
 
 def prepare(accelerator: Accelerator, train: Train, modules: Sequence[nn.Module], ema) -> list[nn.Module]:
@@ -82,7 +90,7 @@ def shard_network(modules: Sequence[nn.Module], device: torch.device, num_proces
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     net, *others = modules
-    size = int(os.environ.get("LOCAL_WORLD_SIZE", num_processes))  # processes per node; without a launcher, all
+    size = processes_per_node(num_processes)
     if 1 < size < num_processes:  # fully_shard shards over the second dimension, and averages gradients over both
         mesh = init_device_mesh(device.type, (num_processes // size, size), mesh_dim_names=("nodes", "processes"))
     else:
