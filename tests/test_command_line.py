@@ -168,14 +168,6 @@ def test_an_exchange_has_more_than_nccls_ten_minutes_and_a_hang_does_not_last_ho
     assert machine.start_accelerator(1).init_handler.timeout == timedelta(minutes=20)
 
 
-def test_one_process_in_place_of_several_is_said(monkeypatch, caplog):
-    for name in ("ACCELERATE_MIXED_PRECISION", "MASTER_PORT"):  # as `accelerate launch --num_processes 2` on a CPU
-        monkeypatch.setenv(name, "no")
-    forget_accelerate()
-    machine.start_accelerator(1)
-    assert "accelerate launch started one process although it was asked for several" in caplog.text
-
-
 def test_what_accelerate_is_configured_to_compile_is_not_compiled_twice(monkeypatch):
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
     forget_accelerate()
