@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
 from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from common.errors import UserError
-from common.files import lock_file, read_lines, remove_leftovers, why_not_written, write_file
+from common.files import lock_file, read_lines, remove_leftovers, write_file
 
 
 class RunFolder:
@@ -27,13 +25,9 @@ class RunFolder:
     def open(self) -> None:
         """Create the folders and lock them. Raises UserError without permission to write, and if another process trains here."""
         self._lock = lock_file(self.path / ".lock", "training in", "name")
-        try:
-            for folder in (self.checkpoints, self.samples):
-                folder.mkdir(exist_ok=True)
-                remove_leftovers(folder)
-            self.metrics.touch()
-        except OSError as e:
-            raise UserError(f"cannot write to {self.path}: {why_not_written(self.path, e)}") from e
+        for folder in (self.checkpoints, self.samples):
+            folder.mkdir(exist_ok=True)
+            remove_leftovers(folder)
 
     def write_config(self, config: dict) -> None:
         """Write config.yaml: the resolved configuration of the run, as plain values."""
@@ -45,14 +39,6 @@ class RunFolder:
         if not file.exists():
             write_file(file, secrets.token_hex(4))
         return file.read_text(encoding="utf-8").strip()
-
-    def flush_metrics(self) -> None:
-        """Return once metrics.jsonl is on the disk. Raises UserError if it cannot be written."""
-        try:
-            with open(self.metrics, "ab") as f:
-                os.fsync(f.fileno())
-        except OSError as e:
-            raise UserError(f"cannot write {self.metrics}: {why_not_written(self.metrics, e)}") from e
 
     def has_evaluation(self, about: dict) -> bool:
         """Whether metrics.jsonl holds this evaluation."""

@@ -13,13 +13,13 @@ import json
 import logging
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import yaml
 from omegaconf import OmegaConf
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -36,10 +36,6 @@ WEIGHTS = {"raw": "model.safetensors", "ema": "ema.safetensors"}
 OPTIONAL = ("projector", "tracked_ema")  # files of tensors that only some checkpoints have
 FILES = (*WEIGHTS.values(), "optimizer.pt", "state.json", "config.yaml")  # in every checkpoint, with the manifest
 _STEP = re.compile(r"step_(\d{7,})")
-
-
-class Damaged(UserError):
-    """A checkpoint differs from what was written."""
 
 
 @dataclass
@@ -124,33 +120,22 @@ def _flush(path: Path) -> None:
 def verify(folder: Path) -> None:
     """Compare every file with the manifest, and the folder's name with its step.
 
-    Raises:
-        Damaged: a file is missing, truncated or altered, or the folder has the name of another step.
-        UserError: the disk cannot be read, which says nothing about the checkpoint.
+    Raises UserError if a file is missing, truncated or altered, or if the folder has the name of another step. If the disk
+    cannot be read, the cause of the error is an OSError, which says nothing about the checkpoint.
     """
-    try:
-        _compare_files(folder)
-    except UserError as e:
-        raise e if isinstance(e.__cause__, OSError) else Damaged(str(e)) from e
-
-
-def _compare_files(folder: Path) -> None:
     file = folder / MANIFEST
     with reading(file):
         if not file.is_file():
             raise UserError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}")
         manifest = json.loads(file.read_text(encoding="utf-8"))
-        expected = dict.fromkeys(FILES) | {name: (entry["size"], entry["blake2b"]) for name, entry in manifest.items()}
+        expected = dict.fromkeys(FILES) | {name: entry["blake2b"] for name, entry in manifest.items()}
     with log_if_slow(log, "comparing %s with its checksums", folder):
-        for file, entry in ((folder / name, entry) for name, entry in expected.items()):
+        for file, digest in ((folder / name, digest) for name, digest in expected.items()):
             with reading(file):
-                if entry is None or not file.is_file():
+                if digest is None or not file.is_file():
                     raise UserError(f"{file} is missing")
-                size, digest = entry
-                if (found := file.stat().st_size) != size:
-                    raise UserError(f"{file} has {found} bytes instead of {size}: it is truncated or altered")
                 if hash_file(file) != digest:
-                    raise UserError(f"{file} was altered: its hash is not the one in {MANIFEST}")
+                    raise UserError(f"{file} is truncated or altered: its hash is not the one in {MANIFEST}")
     step = read_step(folder)
     if _STEP.fullmatch(folder.name) and folder.name != folder_name(step):
         raise UserError(f"{folder} holds step {step}: it was renamed. Its name must be {folder_name(step)}")
@@ -187,9 +172,7 @@ def hash_checkpoint(folder: Path) -> str:
 def read_config(folder: Path) -> dict:
     """The resolved configuration of the run that wrote a checkpoint, as it was stored."""
     with reading(file := folder / "config.yaml"), open(file, encoding="utf-8") as f:
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(f)):
-            raise ValueError("it holds aliases, which could multiply its size without end")
-        if not isinstance(config := OmegaConf.to_container(OmegaConf.load(file)), dict):
+        if not isinstance(config := OmegaConf.to_container(OmegaConf.load(f)), dict):
             raise ValueError("it holds no configuration")
         return config
 
@@ -236,10 +219,11 @@ def find_newest(root: Path) -> tuple[Path | None, dict[Path, str]]:
     for path in reversed(list_steps(root).values()):
         try:
             verify(path)
-        except Damaged as e:
-            problems[path] = str(e)
-        else:
             return path, problems
+        except UserError as e:
+            if isinstance(e.__cause__, OSError):
+                raise
+            problems[path] = str(e)
     return None, problems
 
 
@@ -260,11 +244,11 @@ def find_checkpoint(folder: Path, key: str) -> Path:
 
 
 def rename_damaged(folder: Path) -> Path:
-    """Rename a damaged checkpoint to bad_<name>, so that `list_steps` skips it; nothing is deleted. UserError if it cannot be."""
-    target, number = folder.with_name(f"bad_{folder.name}"), 1
-    while target.exists():
-        number += 1
-        target = folder.with_name(f"bad_{folder.name}_{number}")
+    """Rename a damaged checkpoint to bad_<name>_<random>, so that `list_steps` skips it. Nothing is deleted.
+
+    Raises UserError if it cannot be renamed.
+    """
+    target = folder.with_name(f"bad_{folder.name}_{secrets.token_hex(4)}")
     try:
         return folder.rename(target)
     except OSError as e:

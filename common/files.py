@@ -11,11 +11,8 @@ import os
 import platform
 import re
 import secrets
-import shlex
 import shutil
-import sys
 from collections.abc import Iterator
-from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
@@ -86,7 +83,7 @@ def lock_file(path: Path, activity: str, key: str) -> IO[bytes]:
     """Create a file with its folder and lock it until it is closed or this process ends. Removes leftovers from the folder.
 
     On file systems without locks (some NFS and Lustre mounts), it only warns. Raises UserError if the folder cannot be written,
-    or another process holds the lock; the message names that process, its activity ("sampling into") and the key to change.
+    or if another process holds the lock. The message names that process, its activity ("sampling into") and the key to change.
     """
     folder = path.parent
     try:
@@ -103,23 +100,27 @@ def lock_file(path: Path, activity: str, key: str) -> IO[bytes]:
         with file:
             file.seek(1)
             holder = file.read().decode(errors="replace").strip()
-            raise UserError(f"another process is {activity} {folder} ({holder}); wait for it, or choose another {key}=...")
-    holder = f"process {os.getpid()} on {platform.node()}, since {datetime.now():%Y-%m-%d %H:%M:%S}: {shlex.join(sys.argv)}"
+            raise UserError(f"another process is {activity} {folder}: {holder}; wait for it, or choose another {key}=...")
     with contextlib.suppress(OSError):  # the lock works without this text if the disk is full
         file.truncate(0)
-        file.write(b"\n" + holder[:400].encode())  # Windows locks the first byte, also against reading
+        file.write(f"\nprocess {os.getpid()} on {platform.node()}".encode())  # Windows forbids reading the first byte
         file.flush()
     remove_leftovers(folder)
     return file
 
 
 def append_line(path: Path, record: dict) -> None:
-    """Append a JSON object as a new line, even after an incomplete line. Raises UserError if the file cannot be written."""
+    """Append a JSON object as a new line, even after an incomplete line, and return once it is on the disk.
+
+    Raises UserError if the file cannot be written.
+    """
     try:
         with open(path, "a+b") as f:
             f.seek(max(f.tell() - 1, 0))
             is_torn = f.read(1) not in (b"", b"\n")
             f.write((b"\n" if is_torn else b"") + json.dumps(record).encode() + b"\n")
+            f.flush()
+            os.fsync(f.fileno())
     except OSError as e:
         raise UserError(f"cannot write {path}: {why_not_written(path, e)}") from e
 

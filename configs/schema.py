@@ -266,7 +266,7 @@ class TrainConfig(Settings):
     output_dir: Text
     experiment: dict[str, Any] | None  # configs.experiments.Row
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)]  # what NumPy's global generator takes
-    resume: Text
+    resume: Literal["auto", "never"]
     init_from: Text | None
     init_state: Literal["weights", "all"]
     model: Annotated[Model | SPRINTModel, Field(discriminator="name")]

@@ -26,7 +26,7 @@ def checkpoint_activations(net: dit.DiT, what: str) -> None:
     """Recompute activations in the backward to save memory.
 
     Args:
-        what: `none`, or `blocks`: store only each block's input; steps take about a third longer.
+        what: `none`, or `blocks`, which stores only the input of each block. Steps then take about a third longer.
     """
     if what == "blocks":
         for block in net.blocks:  # nothing in a block is random
@@ -34,17 +34,20 @@ def checkpoint_activations(net: dit.DiT, what: str) -> None:
 
 
 def resolve_compile(mode: str, device: torch.device) -> str:
-    """`none` or `blocks`; `auto` is `blocks` on CUDA where its compilers are installed, and `none` elsewhere."""
+    """`none` or `blocks`; `auto` is `blocks` on CUDA where torch.compile finds what it needs, and `none` elsewhere."""
     if mode != "auto":
         return mode
-    return "blocks" if device.type == "cuda" and not _missing_for_triton() else "none"
+    # Triton compiles C code on this machine to launch its kernels.
+    compiler = shutil.which(os.environ.get("CC", "gcc")) or shutil.which("clang")
+    headers = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
+    can_compile = importlib.util.find_spec("triton") and compiler and headers.exists()
+    return "blocks" if device.type == "cuda" and can_compile else "none"
 
 
 def compile_network(net: dit.DiT, mode: str) -> None:
-    """torch.compile every block: once for all blocks that see the same number of tokens. Call it before `checkpoint_activations`.
+    """With mode `blocks`, compile every block. Blocks that see the same number of tokens share the compiled code.
 
-    Args:
-        mode: `none` or `blocks`.
+    Call this before `checkpoint_activations`.
     """
     if mode == "none":
         return
@@ -58,7 +61,7 @@ def compile_network(net: dit.DiT, mode: str) -> None:
 
 
 def check_machine(train, device: torch.device) -> None:
-    """Check train.precision and train.compile before any slow work. Raises UserError if the machine cannot do it."""
+    """Check train.precision and train.compile before any slow work. Raises UserError if they do not fit the machine."""
     check_compile("train.compile", train.compile, device)
     if train.activation_memory_budget < 1 and resolve_compile(train.compile, device) == "none":
         raise UserError(f"train.activation_memory_budget={train.activation_memory_budget} needs train.compile=blocks")
@@ -67,28 +70,9 @@ def check_machine(train, device: torch.device) -> None:
 
 
 def check_compile(key: str, mode: str, device: torch.device) -> None:
-    """Log that compilation takes a while, or warn if `auto` would compile but cannot.
-
-    Raises UserError if `blocks` needs a compiler that is not installed; `key` is named in the message.
-    """
-    missing = _missing_for_triton() if device.type == "cuda" else None
-    if mode == "auto" and missing:
-        log.warning("%s=auto does not compile, so steps are slower: torch.compile needs %s", key, missing)
-    if resolve_compile(mode, device) == "none":
-        return
-    if device.type == "cpu" and shutil.which(os.environ.get("CXX", "g++")) is None:
-        missing = "a C++ compiler, which is not installed; install g++"
-    if missing:
-        raise UserError(f"{key}={mode} needs {missing}, or use {key}=none")
-    log.info("%s=%s: the first step takes about a minute longer, once", key, mode)
-
-
-def _missing_for_triton() -> str | None:
-    """What torch.compile lacks on a GPU, in words. Triton compiles C code on this machine to launch its kernels."""
-    if importlib.util.find_spec("triton") is None:
-        return "triton, which is not installed; install it (pip install triton)"
-    if not (shutil.which(os.environ.get("CC", "gcc")) or shutil.which("clang")):
-        return "a C compiler, which is not installed; install gcc"
-    if not Path(sysconfig.get_path("include", "posix_prefix"), "Python.h").exists():
-        return "Python's C headers, which are not installed; install python3-dev"
-    return None
+    """Log that compilation takes a while, or warn if `auto` cannot compile on this GPU. `key` is named in the message."""
+    if resolve_compile(mode, device) == "blocks":
+        log.info("%s=%s: the first step takes about a minute longer, once", key, mode)
+    elif mode == "auto" and device.type == "cuda":
+        needs = "torch.compile needs triton, a C compiler (gcc) and Python's C headers (python3-dev)"
+        log.warning("%s=auto does not compile, so steps are slower: %s", key, needs)

@@ -52,9 +52,6 @@ def start_accelerator(
     accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)], **settings)
     processes.connect()
     log_to_stderr()
-    # The launcher for one process sets the port only if the user asked for several processes.
-    if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ:
-        log.warning("accelerate launch started one process although it was asked for several; on a CPU, add --multi_gpu")
     if not accelerator.is_main_process:
         logging.getLogger().setLevel(logging.ERROR)
     # `accelerate launch` sets OMP_NUM_THREADS=1, which would leave the other cores idle in evaluations.
@@ -66,22 +63,10 @@ def start_accelerator(
 
 
 def check_gpus() -> None:
-    """Raises UserError if torch cannot use this machine's NVIDIA GPU, or if two processes would share a GPU.
-
-    Otherwise accelerate would silently use the CPU, or NCCL would fail at the first collective.
-    """
+    """Raises UserError if torch cannot use this machine's NVIDIA GPU. Otherwise accelerate would silently use the CPU."""
     # Slurm sets NoDevFiles in a job without a GPU.
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles") or parse_flag_from_env("ACCELERATE_USE_CPU")
-    if is_hidden or torch.version.cuda is None:
-        return
-    if torch.cuda.is_available():
-        num_gpus, number = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", "0"))
-        if number >= num_gpus:
-            raise UserError(
-                f"process {number} of this node sees only {num_gpus} GPUs and has none of its own: lower --num_processes, or let "
-                "every process see all GPUs of its node (Slurm hides them with --gpus-per-task)"
-            )
-    elif NVIDIA_DEVICE.exists():
+    if torch.version.cuda and not is_hidden and not torch.cuda.is_available() and NVIDIA_DEVICE.exists():
         raise UserError(
             f"torch {torch.__version__} cannot use this machine's NVIDIA GPU: update the driver for CUDA {torch.version.cuda}, "
             "install a torch for an older CUDA, or set ACCELERATE_USE_CPU=true to use the CPU"
@@ -102,7 +87,7 @@ def choose_kernels(device: torch.device, tf32: bool) -> None:
 
 
 def cores_per_process() -> int:
-    """The user's OMP_NUM_THREADS (not a launcher's); by default the cores divided by the processes on this node, at least 1."""
+    """OMP_NUM_THREADS, if the user and not a launcher has set it. Otherwise the cores divided by the processes on this node."""
     given = os.environ.get("OMP_NUM_THREADS", "")
     if given.isdecimal() and int(given) > 0 and not any(name in os.environ for name in LAUNCHERS):
         return int(given)

@@ -7,25 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 import dit
-from common.randomness import SeedRandom
-from configs.schema import Diffusion
 from routing_module import num_kept_tokens
-
-
-def count_evaluations(diffusion: Diffusion) -> int:
-    """How often the sampler calls its denoiser for an image, counted by running it with a dummy denoiser."""
-    calls = []
-
-    def denoiser(x: Tensor, level: Tensor, y: Tensor) -> Tensor:
-        calls.append(level)
-        return torch.zeros_like(x)
-
-    diffusion.sampler(denoiser, torch.zeros(1, 1, 1, 1), torch.zeros(1), SeedRandom([0], torch.device("cpu")))
-    return len(calls)
 
 
 def forward_flops(net: dit.DiT, selection_ratios: float | Sequence[float] | None = 0.0) -> int:

@@ -86,9 +86,9 @@ def put_another_step_in_its_place(folder):
 
 
 DAMAGES = {
-    "truncated": (edit("model.safetensors", lambda content: content[:-7]), r"model.safetensors has \d+ bytes instead of \d+"),
+    "truncated": (edit("model.safetensors", lambda content: content[:-7]), "model.safetensors is truncated or altered"),
     "a flipped bit": (
-        edit("ema.safetensors", lambda content: content[:-1] + bytes([content[-1] ^ 1])), "ema.safetensors was altered"
+        edit("ema.safetensors", lambda content: content[:-1] + bytes([content[-1] ^ 1])), "ema.safetensors is truncated or a"
     ),
     "a missing file": (lambda folder: (folder / "optimizer.pt").unlink(), "optimizer.pt is missing"),
     "a missing manifest": (lambda folder: (folder / "manifest.json").unlink(), "it has no manifest.json"),
@@ -109,12 +109,12 @@ def test_a_damaged_checkpoint_is_noticed_and_renamed_and_the_previous_one_found(
     with pytest.raises(UserError, match=message):
         store.verify(bad)
     assert find_resume(run, "auto") == run.checkpoints / "step_0000010"
-    assert names(run.checkpoints) == ["bad_step_0000020", "step_0000010"]
+    assert [name[:16] for name in names(run.checkpoints)] == ["bad_step_0000020", "step_0000010"]
 
 
 def test_a_second_bad_checkpoint_of_a_step_does_not_replace_the_first(tmp_path):
-    for name in ("bad_step_0000010", "bad_step_0000010_2"):
-        assert store.rename_damaged(save(tmp_path, 10)).name == name
+    first, second = (store.rename_damaged(save(tmp_path, 10)) for _ in range(2))
+    assert first.is_dir() and second.is_dir() and first != second
 
 
 def test_a_bad_checkpoint_that_cannot_be_renamed_ends_the_start(tmp_path, monkeypatch):
@@ -122,7 +122,9 @@ def test_a_bad_checkpoint_that_cannot_be_renamed_ends_the_start(tmp_path, monkey
     save(run.checkpoints, 10)
     DAMAGES["truncated"][0](save(run.checkpoints, 20))
     monkeypatch.setattr(Path, "rename", lambda *args: raise_os_error())
-    with pytest.raises(UserError, match="step_0000020 is damaged, and cannot be renamed to bad_step_0000020: Permission denied"):
+    with pytest.raises(
+        UserError, match="step_0000020 is damaged, and cannot be renamed to bad_step_0000020.*: Permission denied"
+    ):
         find_resume(run, "auto")
 
 
@@ -189,24 +191,18 @@ def test_a_run_or_a_checkpoint_can_be_named_and_nothing_else(tmp_path):
             store.find_checkpoint(wrong, "init_from")
     DAMAGES["truncated"][0](newest)
     assert store.find_checkpoint(run, "init_from").name == "step_0000010"
-    with pytest.raises(UserError, match="step_0000020/model.safetensors has"):
+    with pytest.raises(UserError, match="step_0000020/model.safetensors is truncated"):
         store.find_checkpoint(newest, "init_from")
     DAMAGES["truncated"][0](run / "checkpoints" / "step_0000010")
-    with pytest.raises(UserError, match=f"^init_from={run} is a run without an intact checkpoint: .*; .*bytes"):
+    with pytest.raises(UserError, match=f"^init_from={run} is a run without an intact checkpoint: .*; .*truncated"):
         store.find_checkpoint(run, "init_from")
 
 
-def test_resume_overwrites_no_later_step_and_goes_on_from_no_import(tmp_path):
-    theirs, run = RunFolder(tmp_path, "theirs"), RunFolder(tmp_path, "mine")
-    save(theirs.checkpoints, 10, 20)
+def test_resume_takes_the_newest_checkpoint_and_goes_on_from_no_import(tmp_path):
+    run = RunFolder(tmp_path, "mine")
     assert find_resume(run, "auto") is find_resume(run, "never") is None
-    assert find_resume(run, str(theirs.path)) == find_resume(theirs, "auto") == theirs.checkpoints / "step_0000020"
     save(run.checkpoints, 10, 20)
-    for folder in (theirs.path, theirs.checkpoints / "step_0000010"):  # it has checkpoints of its own by now
-        assert find_resume(run, str(folder)) == run.checkpoints / "step_0000020"
-    assert find_resume(run, str(run.path)) == run.checkpoints / "step_0000020"
-    with pytest.raises(UserError, match="resume=.*step_0000010, but .*mine/checkpoints already holds step 20"):
-        find_resume(run, str(run.checkpoints / "step_0000010"))
+    assert find_resume(run, "auto") == run.checkpoints / "step_0000020"
     with pytest.raises(UserError, match="resume=never, but .*mine/checkpoints holds checkpoints"):
         find_resume(run, "never")
     store.save(run.checkpoints, make(30, imported_from="DiT-XL-2-256x256.pt"), 1, 0)
@@ -217,10 +213,10 @@ def test_resume_overwrites_no_later_step_and_goes_on_from_no_import(tmp_path):
 def test_init_from_is_read_only_by_a_run_without_checkpoints(tmp_path):
     theirs, run = RunFolder(tmp_path, "theirs"), RunFolder(tmp_path, "mine")
     save(theirs.checkpoints, 10)
-    assert find_initial(run, None, "auto") is None
-    assert find_initial(run, str(theirs.path), "auto") == theirs.checkpoints / "step_0000010"
+    assert find_initial(run, None) is None
+    assert find_initial(run, str(theirs.path)) == theirs.checkpoints / "step_0000010"
     save(run.checkpoints, 5)
-    assert find_initial(run, str(theirs.path), "auto") is None
+    assert find_initial(run, str(theirs.path)) is None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -290,7 +286,6 @@ def test_a_disk_that_cannot_be_read_says_nothing_about_a_checkpoint(tmp_path, mo
     [
         ("state.json", b"[1]", "state.json cannot be read: it holds no step"),
         ("config.yaml", b"[1]", "config.yaml cannot be read: it holds no configuration"),
-        ("config.yaml", b"a: &a [1, 2]\nb: &b [*a, *a]\nc: [*b, *b]", "config.yaml cannot be read: it holds aliases"),
         ("optimizer.pt", None, "optimizer.pt cannot be read: it holds no state of an optimizer"),
     ],
 )

@@ -110,14 +110,14 @@ def test_a_second_process_is_told_who_is_there_until_the_first_is_killed(tmp_pat
     code = "import sys; from checkpoints.run import RunFolder; run = RunFolder(*sys.argv[1:]); run.open(); print('open'); input()"
     process = subprocess.Popen([sys.executable, "-uc", code, tmp_path, "run"], cwd=REPOSITORY, **PIPES)
     assert process.stdout.readline() == "open\n"
-    words = rf"^another process is training in {tmp_path}/run \(process {process.pid} on .*, since 20.*: -c .* run\); .* name="
+    words = rf"^another process is training in {tmp_path}/run: process {process.pid} on .*; .* name="
     with pytest.raises(UserError, match=words):
         open_run(tmp_path / "run")
     process.kill()
     process.communicate()
     run = open_run(tmp_path / "run")
     with pytest.raises(
-        UserError, match=rf"^another process is sampling into {tmp_path}/run \(process {os.getpid()} on .* output="
+        UserError, match=rf"^another process is sampling into {tmp_path}/run: process {os.getpid()} on .* output="
     ):
         files.lock_file(run.path / ".lock", "sampling into", "output")
 

@@ -21,7 +21,6 @@ from common.randomness import derive_seed
 from latents.order import BatchOrder
 from latents.shards import ShardInfo, write_shard
 from routing_module import TokenRouter
-from sampling.flops import forward_flops
 from training import build
 from training.sharding import copy_state_dict
 from training.trainer import Clock, Trainer, learning_rate
@@ -189,10 +188,11 @@ def test_a_resume_on_other_data_is_refused(train, tmp_path):
     train("run", f"data.path={tmp_path / 'moved'}")  # the same data in another place is fine
 
 
-def test_a_run_that_resumed_from_another_folder_resumes_from_its_own_checkpoints_later(whole, train):
-    branch = train("branch", f"resume={folder_of(whole, 4)}", "train.num_steps=5")
+def test_a_run_that_continues_another_folder_resumes_from_its_own_checkpoints_later(whole, train):
+    start = [f"init_from={folder_of(whole, 4)}", "init_state=all"]
+    branch = train("branch", *start, "train.num_steps=5")
     assert losses(branch) == {5: losses(whole)[5]}
-    train("branch", f"resume={folder_of(whole, 4)}")  # as a job that is started again: it has checkpoints of its own
+    train("branch", *start)  # as a job that is started again: it has checkpoints of its own
     assert losses(branch) == {5: losses(whole)[5], 6: losses(whole)[6]}
 
 
@@ -203,7 +203,7 @@ def test_a_loss_that_overflows_stops_the_run_and_keeps_the_checkpoints_before_it
     latents[fourth_batch[1]] = 1e30  # its square overflows
     file.unlink()
     write_shard(file, latents, labels, ShardInfo("sample", 0.5, "identity", resolution=8, num_classes=10))
-    with pytest.raises(UserError, match="in step 4"):
+    with pytest.raises(UserError, match="by step 4"):
         train("run", f"data.path={file.parent}", "checkpoint.every=1", "train.log_every=6", "data.num_workers=2")
     assert max(store.list_steps(tmp_path / "run" / "checkpoints")) == 3
 
@@ -263,7 +263,7 @@ def test_what_cannot_run_is_refused_before_anything_is_written(train, tmp_path):
         (["data.num_classes=7"], "data.num_classes=7, but .*10"),
         (["model.routes=[{selection_ratio:0.5,start_layer_idx:2,end_layer_idx:40}]"], "end_layer_idx=40"),
         (["init_from=nowhere"], "init_from"),
-        (["resume=nowhere"], "resume=nowhere does not exist"),
+        (["resume=nowhere"], "resume"),
         (["data.path=nowhere"], "data.path=nowhere does not exist"),
     ):
         with pytest.raises(UserError, match=words):
@@ -311,15 +311,15 @@ def test_the_clock_counts_no_pauses(monkeypatch):
     monkeypatch.setattr(time, "perf_counter", lambda: seconds[0])
     clock = Clock(torch.device("cpu"))
     for pause in (100.0, 1000.0):
-        clock.num_steps, seconds[0] = clock.num_steps + 4, seconds[0] + 2.0
+        seconds[0] += 2.0
         with clock.paused():
             seconds[0] += pause
     with clock.paused():
-        assert clock.steps_per_sec() == pytest.approx(2.0)
-        clock.restart()
-    clock.num_steps, seconds[0] = 1, seconds[0] + 4.0
+        assert clock.seconds == pytest.approx(4.0)
+        clock.seconds = 0.0
+    seconds[0] += 4.0
     with clock.paused():
-        assert clock.steps_per_sec() == pytest.approx(0.25)
+        assert clock.seconds == pytest.approx(4.0)
 
 
 def test_a_step_pauses_the_clock_only_where_something_is_due(train, monkeypatch):
@@ -441,19 +441,18 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_before_the_next_one_is
         train("other", "train.num_steps=3", "train.log_every=3")  # the last step's too
 
 
-def test_a_copy_of_a_state_dict_takes_the_memory_of_the_one_before():
+def test_a_copy_of_a_state_dict_keeps_its_values():
     state = {"state": {0: {"step": torch.tensor(1.0), "exp_avg": torch.randn(3, 4).T}}, "param_groups": [{"betas": (0.9, 0.99)}]}
     first = copy_state_dict(state, keep=True)
     copied = first["state"][0]["exp_avg"]
     assert torch.equal(copied, state["state"][0]["exp_avg"]) and first["param_groups"] == state["param_groups"]
     state["state"][0]["exp_avg"] += 1
-    second = copy_state_dict(state, keep=True, into=first)
-    assert second["state"][0]["exp_avg"] is copied and torch.equal(copied, state["state"][0]["exp_avg"])
+    assert torch.equal(copied + 1, state["state"][0]["exp_avg"])
     assert copy_state_dict(state, keep=False)["state"] == {0: {"step": None, "exp_avg": None}}
 
 
 def test_a_loss_that_explodes_and_stays_finite_ends_the_run_before_a_checkpoint_goes(train, tmp_path):
-    with pytest.raises(UserError, match=r"the loss became NaN, infinite or above 1e\+06 in step \d+"):
+    with pytest.raises(UserError, match=r"the loss became NaN, infinite or above 1e\+06 by step \d+"):
         train("run", "train.lr=1e4", "checkpoint.every=1", "checkpoint.keep_last=1", "train.num_steps=50", "train.log_every=50")
     (last,) = store.list_steps(tmp_path / "run" / "checkpoints").values()
     assert all(value.isfinite().all() for value in store.load_weights(last, "raw").values())
@@ -473,27 +472,15 @@ def test_weights_for_other_classes_get_a_new_label_table(whole, train, tmp_path,
         train("all", *data[:2], f"init_from={folder_of(whole, 4)}", "init_state=all")
 
 
-def test_a_start_says_its_rate_and_evaluations_and_a_complete_run_needs_no_detector(train, monkeypatch, caplog):
+def test_a_start_says_its_rate_and_a_complete_run_measures_only_what_is_new(train, caplog):
     caplog.set_level("INFO")
     settings = ["eval.every=4", "eval.num_samples=6", "eval.num_steps=2", "sample.every=6", "sample.num_samples=2"]
     run = train("run", *settings)
-    assert "train  steps 0 to 6, batch 4, lr 0.002, 1 x cpu, fp32" in caplog.text
-    # 12 samples of 3 network evaluations at scale 1, and of 6 at 1.5.
-    (line,) = [record.message for record in caplog.records if record.message.startswith("eval ")]
-    assert "6 samples at step 6, for each scale of 1, 1.5, and 6 at 1 steps before" in line
-    steps = 36 * 3 * forward_flops(build_digits_net()) / (3 * 4 * forward_flops(build_digits_net(), None))
-    assert line.endswith(f"takes as long as {steps:.0f} steps")
-
-    def fail(*args, **kwargs):
-        raise AssertionError("a complete run builds no detector")
-
+    assert "train  steps 0 to 6, batch 4, lr 0.002 (constant), 1 x cpu (ddp), fp32" in caplog.text
     (run / "samples" / "step_best.png").touch()  # the user's
-    with monkeypatch.context() as patch:
-        patch.setattr("training.build.build_detectors", fail)
-        train("run", *settings)
-        with pytest.raises(AssertionError):
-            train("run", *settings, "eval.num_steps=3")
     before = len(metrics(run))
+    train("run", *settings)
+    assert len(metrics(run)) == before
     train("run", *settings, "eval.labels=balanced")
     assert len(metrics(run)) == before + 2 and (run / "samples" / "step_best.png").exists()
 

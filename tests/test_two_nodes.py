@@ -50,7 +50,6 @@ def errors(folder, name):
     ("name", "key"),
     [
         ("resume", "output_dir"),
-        ("resume_from", "resume"),
         ("init_from", "init_from"),
         ("sample", "checkpoint"),
         ("output", "output"),

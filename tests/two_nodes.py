@@ -27,7 +27,6 @@ HERE, SHARED = "runs/one", "{shared}/runs/one"
 # name: script, arguments
 RUNS = {
     "resume": ("train", [*TINY, "name=one", "output_dir=runs", "train.num_steps=3"]),
-    "resume_from": ("train", [*TINY, "name=two", "output_dir=runs", f"resume={HERE}"]),
     "damaged": ("train", [*TINY, "name=damaged", "output_dir=runs"]),
     "init_from": ("train", [*TINY, "name=two", "output_dir=runs", f"init_from={HERE}"]),
     "sample": ("sample", [*FEW, f"checkpoint={HERE}"]),

@@ -20,7 +20,7 @@ from latents import autoencoders
 from latents.channel_statistics import USUAL_STD, estimate_std
 from latents.shards import LatentDataset
 from runtime.compilation import compile_network, resolve_compile
-from runtime.processes import check_same, on_main
+from runtime.processes import check_same
 from sampling.evaluator import Evaluator, build_detectors, open_reference
 from sampling.recipe import Recipe
 from training import hooks, saving
@@ -88,13 +88,6 @@ def build_ema(train: schema.Train, net: torch.nn.Module) -> EMA:
     return tracked_ema.TrackedEMA(net, train.ema_decay, train.ema_lengths)
 
 
-def build_autoencoder(cfg: schema.TrainConfig, device: torch.device) -> autoencoders.Autoencoder:
-    try:
-        return autoencoders.build(cfg.data.autoencoder, device, cfg.data.in_channels)
-    except UserError as e:
-        raise UserError(f"{e}; or train without samples: sample.every=0 eval.every=0") from e
-
-
 def build_alignment(cfg: schema.TrainConfig, dataset: LatentDataset, accelerator: Accelerator) -> Any:
     """`extras.alignment.Alignment` for alignment=repa; None for alignment=none."""
     if cfg.alignment.name == "none":
@@ -131,15 +124,12 @@ def build_hooks(
 ) -> list[Hook]:
     """The hooks between steps. Grids, evaluations and validation use the EMA's network.
 
-    A complete run needs none of them, so a repeated sweep does not load its detector and autoencoder.
     Raises UserError if guidance, reference, detector, autoencoder or validation latents cannot be used.
     """
     validation = open_validation(cfg, dataset)
     checkpoint = saving.Saving(run, cfg.checkpoint.every, cfg.checkpoint.keep_last, cfg.checkpoint.keep_every)
     found: list[Hook] = [hooks.Metrics(run, cfg.train.log_every, partial(checkpoint.check, wait=False)), checkpoint]
     found += ema.hooks(run, cfg.train.ema_snapshot_every)
-    if not (cfg.sample.every or cfg.eval.every) or on_main(lambda: hooks.is_complete(run, cfg, validation)):
-        return found
     # Check the settings before any slow work.
     is_evaluated = cfg.eval.every and not (validation and cfg.evaluation.reference is None)
     recipes = {"grid": Recipe.in_training(cfg, cfg.guidance, cfg.sample.precision)} if cfg.sample.every else {}
@@ -149,28 +139,28 @@ def build_hooks(
             recipes[scale] = Recipe.in_training(cfg, guidance, cfg.eval.precision, cfg.eval.num_steps)
         needs = cfg.evaluation.all_detectors, cfg.data.resolution, cfg.evaluation.background
         reference = open_reference(cfg.evaluation.reference, "evaluation.reference", *needs)
-    decoder = build_autoencoder(cfg, accelerator.device) if recipes else None
+    decoder = autoencoders.build(cfg.data.autoencoder, accelerator.device, cfg.data.in_channels) if recipes else None
     mode = resolve_compile(cfg.train.compile, accelerator.device)
     compile_network(ema.net, mode)
     samplers = {key: recipe.sampler(ema.net, decoder, accelerator.device, mode) for key, recipe in recipes.items()}
     if cfg.sample.every:
-        found.append(hooks.Grids(run, samplers.pop("grid"), cfg.sample.every))
+        found.append(hooks.Grids(run, cfg.sample.every, samplers.pop("grid")))
     if is_evaluated:
         cache = run.path.parent / "reference_features"
         detectors = build_detectors(cfg.evaluation, accelerator)
         evaluator = Evaluator(accelerator, detectors, reference, cfg.eval.batch_size, cache)
-        found.append(hooks.Evaluations(run, evaluator, samplers, cfg.eval.every))
+        found.append(hooks.Evaluations(run, cfg.eval.every, evaluator, samplers))
     if validation:
-        found.append(Validation(run, validation, cfg.eval.every))
+        found.append(Validation(run, cfg.eval.every, validation))
     return found
 
 
 def check_initial(checkpoint: Path, cfg: schema.TrainConfig) -> None:
     """Compare the verified checkpoint that init_from names with the run that starts from it.
 
-    Routes may differ, unless their ends have weights: these must match. With init_state=weights, classes may
-    differ, too: the run starts with a new label table. Raises UserError with the keys that differ; with init_state=all, also
-    if no steps remain, and for imported weights, which have no optimizer.
+    Routes may differ, but the weights at their ends must match. With init_state=weights, the number of classes may differ, too:
+    the run then starts with a new label table. Raises UserError with the keys that differ. With init_state=all, it also raises
+    UserError if no steps remain, and for imported weights, which have no optimizer.
     """
     stored, step, source = load_config(checkpoint), store.read_step(checkpoint), store.imported_from(checkpoint)
     if cfg.init_state == "all" and (source or step >= cfg.train.num_steps):

@@ -14,15 +14,15 @@ from training.sharding import distribute_like, full_tensor, local_shard
 
 
 class EMA:
-    """A float32 copy of the network, in evaluation mode, whose weights are averages of the network's.
+    """A float32 copy of the network, in evaluation mode, whose weights are averages of the trained weights.
 
     After step s (counted from 0): ema += (1 - d) * (weights - ema), d = min(decay, (1 + s) / (10 + s)). The warm-up lets
     short runs forget their random start; with decay 0.9999 it is over after 90,000 steps.
 
     Attributes:
         net: the copy. After `shard_like` it has values only inside `full_weights`.
-        averages: by parameter name; sharded after `shard_like`.
-        num_updates_before: updates before step 0, in the run that gave the initial weights. s includes them.
+        averages: the averages by parameter name. `shard_like` shards them.
+        num_updates_before: the number of updates in the run that gave the initial weights. s counts them, too.
     """
 
     def __init__(self, net: nn.Module, decay: float):

@@ -13,7 +13,7 @@ from checkpoints.run import RunFolder
 from common.errors import UserError
 from common.progress import log_if_slow
 from runtime.processes import on_main
-from training.sharding import copy_state_dict, distribute_like, local_shard
+from training.sharding import copy_state_dict, distribute_like, full_tensor, local_shard
 from training.trainer import Hook, Trainer
 
 log = logging.getLogger(__name__)
@@ -32,44 +32,35 @@ class Saving(Hook):
         self.run, self.every, self.keep = run, every, (keep_last, keep_every)
         self.saved_step: int | None = None
         self._thread = ThreadPoolExecutor(1, "checkpoint")
-        # On the main process: the write in progress, and the memory that holds its tensors.
-        self._writing: Future | None = None
-        self._snapshot: dict | None = None
+        self._writing: Future | None = None  # on the main process
 
     def __call__(self, trainer: Trainer) -> None:
         if trainer.step in (self.saved_step, trainer.first_step):
             return
         self.check(wait=True)
         trainer.reduce_losses()  # all processes now hold the sums that the checkpoint stores
-        shards = [local_shard(p.detach()) for p in trainer.parameters]
-        # Minimum and maximum, which are NaN if any value is: several times as fast as isfinite() of every value.
-        extremes = [torch.stack(shard.aminmax()) for shard in shards if shard.numel()]
-        finite = torch.stack(extremes).isfinite().all()
-        if not trainer.accelerator.gather(finite.reshape(1)).all().item():
+        norm = torch.nn.utils.get_total_norm([p.detach() for p in trainer.parameters if p.requires_grad])
+        if not full_tensor(norm).isfinite():
             raise UserError(f"weights are not finite after step {trainer.step}; earlier checkpoints are intact")
         states = {"model": trainer.net.state_dict(), "optimizer": trainer.optimizer.state_dict(), **trainer.ema.states()}
         if trainer.alignment is not None:
             states["projector"] = trainer.alignment.projector.state_dict()
         # All processes take part in gathering sharded tensors; the main process receives them.
-        self._snapshot = copy_state_dict(states, keep=trainer.accelerator.is_main_process, into=self._snapshot)
+        states = copy_state_dict(states, keep=trainer.accelerator.is_main_process)
         if trainer.device.type == "cuda":
             torch.cuda.synchronize(trainer.device)
         state = {
             "data": trainer.dataset.identity,
             "ema_num_updates": trainer.ema.num_updates_before + trainer.step,
             "loss_sums": trainer.loss_sums.tolist(),
-            "loss_count": trainer.loss_count,
+            "loss_count": trainer.step - trainer.measured_step,
             "level_sums": trainer.level_sums.tolist(),
             "encoder": None if trainer.alignment is None else trainer.alignment.encoder,
         }
         self.saved_step = trainer.step
         if trainer.accelerator.is_main_process:
-            checkpoint = store.Checkpoint(trainer.step, **self._snapshot, state=state, config=trainer.cfg.model_dump())
-            self._writing = self._thread.submit(self._write, checkpoint)
-
-    def _write(self, checkpoint: store.Checkpoint) -> None:
-        self.run.flush_metrics()  # a resumed run does not write the lines up to this step again
-        store.save(self.run.checkpoints, checkpoint, *self.keep)
+            checkpoint = store.Checkpoint(trainer.step, **states, state=state, config=trainer.cfg.model_dump())
+            self._writing = self._thread.submit(store.save, self.run.checkpoints, checkpoint, *self.keep)
 
     def check(self, wait: bool) -> None:
         """Every process raises if a checkpoint could not be written. Every process must call it.
@@ -89,9 +80,6 @@ class Saving(Hook):
         self(trainer)
         self.check(wait=True)
 
-    def close(self) -> None:
-        self._thread.shutdown()
-
 
 def resume(trainer: Trainer, folder: Path) -> None:
     """Resume a run from a verified checkpoint. Raises UserError if the latents, labels or encoder weights differ."""
@@ -103,7 +91,7 @@ def resume(trainer: Trainer, folder: Path) -> None:
         )
     _copy_values(trainer, folder, checkpoint, with_optimizer=True)
     trainer.loss_sums.copy_(torch.tensor(checkpoint.state["loss_sums"]))
-    trainer.loss_count = checkpoint.state["loss_count"]
+    trainer.measured_step -= checkpoint.state["loss_count"]
     trainer.level_sums.copy_(torch.tensor(checkpoint.state["level_sums"]))
     log.info("resumed from %s", folder)
 
@@ -117,30 +105,30 @@ def init_from(trainer: Trainer, folder: Path, init_state: str) -> None:
 @torch.no_grad()
 def _copy_values(trainer: Trainer, folder: Path, checkpoint: store.Checkpoint, *, with_optimizer: bool) -> None:
     """Copy a checkpoint tensor by tensor, so that a process never holds more than its own shards in memory."""
-    own, stored, averages, stored_averages = trainer.net.state_dict(), checkpoint.model, trainer.ema.averages, checkpoint.ema
-    if not with_optimizer and stored[LABEL_TABLE].shape != own[LABEL_TABLE].shape:  # `training.build.check_initial` allows it
-        counts = [len(side[LABEL_TABLE]) - 1 for side in (stored, own)]
-        log.info("the label table starts with new weights: %s has %d classes, and the data have %d", folder, *counts)
-        own, stored, averages, stored_averages = (
-            {name: value for name, value in side.items() if name != LABEL_TABLE}
-            for side in (own, stored, averages, stored_averages)
-        )
-    store.check_tensors(folder / store.WEIGHTS["raw"], stored, own)
-    store.check_tensors(folder / store.WEIGHTS["ema"], stored_averages, averages)
+    own, averages = trainer.net.state_dict(), dict(trainer.ema.averages)
+    num_classes, stored_num_classes = (len(side[LABEL_TABLE]) - 1 for side in (own, checkpoint.model))
+    if not with_optimizer and num_classes != stored_num_classes:  # `training.build.check_initial` allows it
+        words = "the label table starts with new weights: %s has %d classes, and the data have %d"
+        log.info(words, folder, stored_num_classes, num_classes)
+        for tensors in (own, averages, checkpoint.model, checkpoint.ema):
+            del tensors[LABEL_TABLE]
+    store.check_tensors(folder / store.WEIGHTS["raw"], checkpoint.model, own)
+    store.check_tensors(folder / store.WEIGHTS["ema"], checkpoint.ema, averages)
     if with_optimizer and trainer.alignment is not None:  # init_state=weights starts with a new projector
         if checkpoint.state["encoder"] != trainer.alignment.encoder:
             raise UserError(f"{folder} was aligned with other encoder weights than alignment.weights")
         projector = trainer.alignment.projector.state_dict()
         store.check_tensors(folder / "projector.safetensors", checkpoint.projector or {}, projector)
-        own, stored = own | projector, stored | checkpoint.projector
+        own |= projector
+        checkpoint.model |= checkpoint.projector
     for name, value in own.items():
-        local_shard(value).copy_(local_shard(distribute_like(stored[name], value)))
-    trainer.ema.load({"ema": stored_averages})
+        local_shard(value).copy_(local_shard(distribute_like(checkpoint.model[name], value)))
+    trainer.ema.load({"ema": checkpoint.ema})
     # The EMA continues without a new warm-up.
     trainer.ema.num_updates_before = checkpoint.state["ema_num_updates"]
     if not with_optimizer:
         return
-    trainer.step = trainer.first_step = checkpoint.step
+    trainer.step = trainer.first_step = trainer.measured_step = checkpoint.step
     trainer.ema.num_updates_before -= trainer.step
     if checkpoint.tracked_ema is not None:
         trainer.ema.load({"tracked_ema": checkpoint.tracked_ema})

@@ -1,4 +1,4 @@
-"""One process or several: DDP, or FSDP2, where every process holds a shard of weights, gradients, states and EMA.
+"""Training in several processes: DDP, or FSDP2, where every process holds a shard of weights, gradients, states and EMA.
 
 FSDP uses torch's `fully_shard`. accelerate's plugin gives all units one precision (the block after a route has its own), builds
 its device mesh without regard to the accelerator's device, and does not shard the EMA.
@@ -14,7 +14,6 @@ from collections.abc import Sequence
 
 import torch
 import torch._functorch.config
-import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from torch import Tensor, nn
@@ -22,7 +21,6 @@ from torch import Tensor, nn
 from common.errors import UserError
 from configs.schema import Train
 from runtime.compilation import checkpoint_activations, compile_network, resolve_compile
-from runtime.machine import EXCHANGE_TIMEOUT
 
 
 def check_processes(train: Train, num_processes: int, launched_as: str) -> None:
@@ -62,7 +60,7 @@ def prepare(accelerator: Accelerator, train: Train, modules: Sequence[nn.Module]
     if train.parallel == "ddp":
         for module in (*modules, ema.net):
             module.to(device)
-    # Compilation reads it at the first step. It is a setting of the process, so each run of a sweep sets it.
+    # torch.compile reads this budget at the first step. It holds for the whole process, so each run of a sweep sets it.
     torch._functorch.config.activation_memory_budget = train.activation_memory_budget
     compile_network(net, resolve_compile(train.compile, device))
     checkpoint_activations(net, train.activation_checkpointing)
@@ -71,11 +69,8 @@ def prepare(accelerator: Accelerator, train: Train, modules: Sequence[nn.Module]
         ema.shard_like(net)
         # evaluation_mode: accelerate adds autocast, but no DDP.
         return [accelerator.prepare_model(module, device_placement=False, evaluation_mode=True) for module in modules]
-    # One bucket per block (91 MiB for DiT-XL/2), never below DDP's default. DDP reduces a bucket as soon as it is full; only the
-    # last one cannot overlap with the backward. A bucket ends with the gradient that fills it, so the size is rounded down.
-    # Gradients are views of the buckets, which saves a copy.
-    bucket_mib = max(25, sum(p.nbytes for p in net.blocks[0].parameters()) // 2**20)
-    accelerator.ddp_handler = DistributedDataParallelKwargs(gradient_as_bucket_view=True, bucket_cap_mb=bucket_mib)
+    # Gradients are views of DDP's buckets, which saves a copy.
+    accelerator.ddp_handler = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
     return [accelerator.prepare(module) for module in modules]
 
 
@@ -91,16 +86,13 @@ def shard_network(modules: Sequence[nn.Module], device: torch.device, num_proces
             autocast rounds the weights of linear layers anyway (only the gains of LightningDiT's norms are rounded more). Blocks
             after a route (net.fp32_layers) and everything outside the blocks are gathered in float32. Shards are float32.
     """
-    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     net, *others = modules
     size = processes_per_node(num_processes)
     if 1 < size < num_processes:  # fully_shard shards over the second dimension, and averages gradients over both
-        ranks = torch.arange(num_processes).reshape(-1, size)
-        # Not by init_device_mesh, whose groups would have torch's default timeout.
-        groups = [dist.new_subgroups_by_enumeration(part.tolist(), EXCHANGE_TIMEOUT)[0] for part in (ranks.T, ranks)]
-        mesh = DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=("nodes", "processes"))
+        mesh = init_device_mesh(device.type, (num_processes // size, size), mesh_dim_names=("nodes", "processes"))
     else:
         mesh = init_device_mesh(device.type, (num_processes,))
     in_fp32 = MixedPrecisionPolicy(reduce_dtype=torch.float32)
@@ -138,7 +130,7 @@ def distribute_like(full: Tensor, like: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def copy_state_dict(state: object, keep: bool, into: object = None) -> object:
+def copy_state_dict(state: object, keep: bool) -> object:
     """A copy in host memory of a state dict of a network or optimizer, with sharded tensors gathered. Every process must call it.
 
     Tensors are gathered one at a time, so the device needs memory for only one. torch.distributed.checkpoint.state_dict does
@@ -146,10 +138,9 @@ def copy_state_dict(state: object, keep: bool, into: object = None) -> object:
 
     Args:
         keep: if False, return None in place of each tensor.
-        into: an earlier copy, whose memory is reused: allocating memory takes longer than copying.
     """
     if isinstance(state, dict):
-        return {key: copy_state_dict(value, keep, into.get(key) if into else None) for key, value in state.items()}
+        return {key: copy_state_dict(value, keep) for key, value in state.items()}
     if isinstance(state, list):
         return [copy_state_dict(value, keep) for value in state]
     if not isinstance(state, Tensor):
@@ -157,6 +148,6 @@ def copy_state_dict(state: object, keep: bool, into: object = None) -> object:
     full = full_tensor(state)
     if not keep:
         return None
-    if into is None:  # copies to pinned memory are several times faster
-        into = torch.empty(full.shape, dtype=full.dtype, device="cpu", pin_memory=full.is_cuda)
-    return into.copy_(full, non_blocking=True)
+    # Copies to pinned memory are several times faster. torch caches such memory, so the next checkpoint uses it again.
+    copy = torch.empty(full.shape, dtype=full.dtype, device="cpu", pin_memory=full.is_cuda)
+    return copy.copy_(full, non_blocking=True)

@@ -23,17 +23,17 @@ from training.ema import EMA
 from training.sharding import full_tensor, prepare
 from training.stop import StopSignal
 
-NUM_LEVELS = 10  # parts of equal probability, into which losses by noise level divide the noise levels of training
-NEVER = 2**62  # `first_bad_step` of a run without one
-# A run that exceeds it has diverged. A network that predicts zero has a loss of (std / sigma_data)^2 or less: at most 16 for
-# latents of a usual scale. With a far too high learning rate, the loss can reach 1e4 and recover.
+# Losses by noise level: the noise levels of training are divided into this many parts of equal probability.
+NUM_LEVELS = 10
+# A run whose mean loss exceeds it has diverged. A network that predicts zero has a loss of (std / sigma_data)^2 or less: at most
+# 16 for latents of a usual scale. With a far too high learning rate, the loss can reach 1e4 and recover.
 MAX_LOSS = 1e6
 
 
 class Hook:
     """An action between steps: called every `every` steps (0: never), after the last step, and at a start from such a step.
 
-    It reads the trainer and does not write to it. After an Interrupted, the next start calls it again with the same step.
+    A hook reads the trainer and does not change what it trains. After an Interrupted, the next start calls it again.
     """
 
     every: int
@@ -44,31 +44,25 @@ class Hook:
     def finish(self, trainer: Trainer) -> None:
         """After the last step, or after a signal."""
 
-    def close(self) -> None:
-        """At the end, also after an error."""
-
 
 class Trainer:
     """One training run.
 
     Args:
-        cfg: with data.* filled in.
+        cfg: the configuration, with data.* filled in.
         net: the plain network, whose weights a checkpoint holds; train.parallel=fsdp shards them.
         ema: the EMA of `net`, before its first update.
-        alignment: `extras.alignment.Alignment`; None: none.
-        hooks: in the order in which they are called.
+        alignment: an `extras.alignment.Alignment`, or None.
+        hooks: are called in this order.
 
     Attributes:
-        modules: the modules that are trained: `net`, and with alignment its projector. `models` are the same modules as
-            wrapped by accelerate; `parameters` are all their parameters, trained or not.
-        step: optimizer steps done; `first_step`: those done before this start.
+        modules: the modules that are trained: `net`, and with alignment its projector. `models` are the same modules, wrapped
+            by accelerate. `parameters` are all their parameters, trained or not.
+        step: the number of optimizer steps done. `first_step` is its value at this start, `measured_step` at the last `measure`.
         parts: the rows of the global batch in each of this process's micro-batches.
-        loss_sums: sums over the last `loss_count` steps of the diffusion's loss, and of the alignment's. They stay on the device,
-            so that no step waits for it. So do `level_sums`, the diffusion's loss by noise level (`sums_by_level`), and
-            `first_bad_step`, the first step with a loss of NaN or above MAX_LOSS.
-        record: the last line of metrics (`measure`); None before the first one.
-        stop: during training, tells whether the run was asked to stop.
-        stopped_by: the signal that stopped this process; None: no signal.
+        loss_sums: the diffusion loss and the alignment loss, summed since `measured_step`. `level_sums` are the sums of the
+            diffusion loss by noise level (`sums_by_level`). Both stay on the device, so that no step waits for it.
+        stop: tells whether the run was asked to stop; set by `train`.
     """
 
     def __init__(
@@ -99,15 +93,11 @@ class Trainer:
         size = cfg.train.batch_size // (accelerator.num_processes * num_parts)
         start = accelerator.process_index * num_parts * size
         self.parts = [slice(start + m * size, start + (m + 1) * size) for m in range(num_parts)]
-        self.step = self.first_step = 0
-        self.loss_sums, self.loss_count = torch.zeros(len(self.modules), device=self.device), 0
+        self.step = self.first_step = self.measured_step = 0
+        self.loss_sums = torch.zeros(len(self.modules), device=self.device)
         self.level_sums = torch.zeros(2, NUM_LEVELS, device=self.device)
-        self.first_bad_step = torch.full((), NEVER, device=self.device)
         self.grad_norm: Tensor | None = None
-        self.record: dict[str, float] | None = None
         self.clock = Clock(self.device)
-        self.stop: StopSignal | None = None
-        self.stopped_by: int | None = None
 
     def batches(self) -> Iterator[tuple[tuple[Tensor, ...], ...]]:
         """This process's share of every global batch from self.step to the end of the run, as `train_step` takes it."""
@@ -125,11 +115,11 @@ class Trainer:
         """
         losses_of_step = torch.zeros_like(self.loss_sums)
         for m, (part, micro_batch) in enumerate(zip(self.parts, micro_batches)):
-            # DDP averages the gradients over processes after the last micro-batch. FSDP does it after each one: otherwise
-            # every process would hold the full gradients.
-            syncs_gradients = self.cfg.train.parallel == "fsdp" or m == len(self.parts) - 1
+            # DDP averages the gradients over processes after the last micro-batch. FSDP has no `no_sync` and does it after each
+            # one: otherwise every process would hold the full gradients.
+            is_last = m == len(self.parts) - 1
             with contextlib.ExitStack() as stack:
-                for model in () if syncs_gradients else self.models:
+                for model in () if is_last else self.models:
                     stack.enter_context(self.accelerator.no_sync(model))
                 losses, level_sums = self.losses(part, *micro_batch)
                 (sum(losses[1:], losses[0]) / len(self.parts)).backward()
@@ -144,19 +134,16 @@ class Trainer:
         self.ema.update(self.step)
 
         self.loss_sums += losses_of_step
-        self.loss_count += 1
-        self.first_bad_step.clamp_(max=torch.where((losses_of_step < MAX_LOSS).all(), NEVER, self.step + 1))
         self.step += 1
-        self.clock.num_steps += 1
 
     def losses(self, part: slice, stored: Tensor, labels: Tensor, shown: Tensor | None = None) -> tuple[list[Tensor], Tensor]:
-        """Losses of a micro-batch, and the diffusion's by noise level (`sums_by_level`).
+        """The losses of a micro-batch, and the diffusion losses by noise level (`sums_by_level`).
 
-        The losses are the diffusion's and, with alignment, the alignment's; training minimises their sum. Every random number
-        depends on (seed, step, row of the global batch) alone.
+        The first loss is the diffusion loss. With alignment, the second is the alignment loss, and training minimises their sum.
+        Every random number depends on (seed, step, row of the global batch) alone.
 
         Args:
-            shown: images for alignment's encoder (`Alignment.fetch`); None without alignment.
+            shown: the images for the encoder of the alignment (`Alignment.fetch`), or None.
         """
 
         def random(stream: str) -> StepRandom:
@@ -186,10 +173,7 @@ class Trainer:
         batches, num_steps = self.batches(), self.cfg.train.num_steps
         is_silent = self.step >= num_steps or not self.accelerator.is_main_process
         self.bar = progress_bar(total=num_steps, initial=self.step, unit="step", disable=is_silent, mininterval=0.5)
-        is_complete = False
-        with contextlib.closing(StopSignal()) as self.stop, self.bar, contextlib.ExitStack() as stack:
-            for hook in self.hooks:
-                stack.callback(hook.close)
+        with contextlib.closing(StopSignal()) as self.stop, self.bar:
             try:
                 self._call_hooks()  # hooks that an interruption cut short
                 while self.step < num_steps:
@@ -201,12 +185,9 @@ class Trainer:
                         raise Interrupted
                 is_complete = True
             except Interrupted:
-                pass
+                is_complete = False
             for hook in self.hooks:
                 hook.finish(self)
-            self.stop.finish()
-            self.stopped_by = self.stop.signum
-        self.stop = None  # free its process group here, and not in whichever thread collects garbage
         return is_complete
 
     def _call_hooks(self) -> None:
@@ -214,26 +195,26 @@ class Trainer:
             return self.step > 0 and every > 0 and (self.step == self.cfg.train.num_steps or self.step % every == 0)
 
         due = [hook for hook in self.hooks if is_due(hook.every)]
-        measures = is_due(self.cfg.train.log_every) and self.clock.num_steps > 0
-        if not due and not measures:
-            return
-        with self.clock.paused():
-            if measures:
-                self.record = self.measure()
-            for hook in due:
-                hook(self)
+        if due:
+            with self.clock.paused():
+                for hook in due:
+                    hook(self)
 
-    def measure(self) -> dict[str, float]:
-        """One line of metrics: losses and speed since the last line. Every process must call it. Raises as `reduce_losses`."""
-        losses, train = self.reduce_losses(), self.cfg.train
-        images, images_per_sec = self.step * train.batch_size, self.clock.steps_per_sec() * train.batch_size
+    def measure(self) -> dict[str, Any]:
+        """One line of metrics: losses and speed since the last line. Every process must call it, between steps.
+
+        Raises UserError as `reduce_losses` does.
+        """
+        losses, batch_size = self.reduce_losses(), self.cfg.train.batch_size
+        steps_per_sec = (self.step - max(self.measured_step, self.first_step)) / max(self.clock.seconds, 1e-9)
+        images = self.step * batch_size
         record = {
             "step": self.step,
             **dict(zip(("loss", "alignment_loss"), losses)),
             "loss_by_level": means_by_level(self.level_sums),
             "lr": self.optimizer.param_groups[0]["lr"],
-            "steps_per_sec": self.clock.steps_per_sec(),
-            "images_per_sec": images_per_sec,
+            "steps_per_sec": steps_per_sec,
+            "images_per_sec": steps_per_sec * batch_size,
             "images_seen": images,
             "epoch": images / len(self.dataset),
         }
@@ -241,11 +222,10 @@ class Trainer:
             record["grad_norm"] = float(self.grad_norm)
         if self.device.type == "cuda":
             record["peak_memory_gib"] = torch.cuda.max_memory_allocated(self.device) / 2**30
-        self.loss_sums, self.loss_count = torch.zeros_like(self.loss_sums), 0
-        self.level_sums = torch.zeros_like(self.level_sums)
-        self.clock.restart()
-        # Shown when the bar is drawn next.
-        self.bar.set_postfix({"loss": f"{losses[0]:.4f}", "images/s": f"{images_per_sec:.0f}"}, refresh=False)
+        self.loss_sums, self.level_sums = torch.zeros_like(self.loss_sums), torch.zeros_like(self.level_sums)
+        self.measured_step, self.clock.seconds = self.step, 0.0
+        # The bar shows this when it is drawn next.
+        self.bar.set_postfix({"loss": f"{losses[0]:.4f}", "images/s": f"{record['images_per_sec']:.0f}"}, refresh=False)
         return record
 
     def reduce_losses(self) -> list[float]:
@@ -253,14 +233,14 @@ class Trainer:
 
         Every process must call it. Raises UserError if the run has diverged.
         """
-        first_bad = int(self.accelerator.gather(self.first_bad_step.reshape(1)).min())
         self.loss_sums, self.level_sums = (self.accelerator.reduce(x, "mean") for x in (self.loss_sums, self.level_sums))
-        if first_bad < NEVER:
+        losses = (self.loss_sums / max(self.step - self.measured_step, 1)).tolist()
+        if not all(loss < MAX_LOSS for loss in losses):
             raise UserError(
-                f"the loss became NaN, infinite or above {MAX_LOSS:g} in step {first_bad}; earlier checkpoints are intact. "
+                f"the loss became NaN, infinite or above {MAX_LOSS:g} by step {self.step}; earlier checkpoints are intact. "
                 f"Check the latents of {self.dataset.path}, lower train.lr={self.cfg.train.lr}, or set train.grad_clip_norm"
             )
-        return (self.loss_sums / max(self.loss_count, 1)).tolist()
+        return losses
 
 
 def sums_by_level(losses: Tensor, quantiles: Tensor) -> Tensor:
@@ -286,22 +266,15 @@ def learning_rate(train: Train, step: int) -> float:
 
 
 class Clock:
-    """Counts steps, and seconds of training without pauses. Call `restart` inside a pause."""
+    """Adds up the seconds of training, without pauses."""
 
     def __init__(self, device: torch.device):
-        self.device, self._start_sec = device, time.perf_counter()
-        self.restart()
-
-    def restart(self) -> None:
-        self.num_steps, self._seconds = 0, 0.0
-
-    def steps_per_sec(self) -> float:
-        return self.num_steps / max(self._seconds, 1e-9)
+        self.device, self.seconds, self._start_sec = device, 0.0, time.perf_counter()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the steps so far count as training
-        self._seconds += time.perf_counter() - self._start_sec
+        self.seconds += time.perf_counter() - self._start_sec
         yield
         self._start_sec = time.perf_counter()

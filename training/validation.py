@@ -2,72 +2,56 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from checkpoints.run import RunFolder
-from common.files import append_line
 from common.progress import progress_bar
 from common.randomness import EvenRandom, SeedRandom
 from latents.shards import LatentDataset, latents_for_network
-from runtime.processes import on_main
 from sampling.evaluator import until_stopped
-from training.hooks import identify_validation, track
-from training.trainer import Hook, Trainer, means_by_level, sums_by_level
-
-log = logging.getLogger(__name__)
+from training.hooks import Scores
+from training.trainer import NUM_LEVELS, Trainer, means_by_level, sums_by_level
 
 
 @dataclass
-class Validation(Hook):
-    """The validation loss at each evaluation: a line of metrics.jsonl with its mean and its means by noise level.
+class Validation(Scores):
+    """The validation loss at each evaluation: its mean and its means by noise level.
 
     Item i always has the same noise level (a quantile of the levels of training) and the same noise. So the loss does not
     depend on seed, step, batch size or number of processes.
     """
 
-    run: RunFolder
     dataset: LatentDataset
-    every: int
 
-    def __call__(self, trainer: Trainer) -> None:
-        about = identify_validation(trainer.cfg, self.dataset, trainer.step)
-        if on_main(partial(self.run.has_evaluation, about)):
-            return
-        start_sec = time.perf_counter()
-        with trainer.ema.full_weights():
-            sums = trainer.accelerator.reduce(self.level_sums(trainer), reduction="sum")
-        loss = float(sums[0].sum() / sums[1].sum())
-        by_level = {"validation_loss_by_level": means_by_level(sums)}
-        if trainer.accelerator.is_main_process:
-            seconds = {"evaluation_sec": time.perf_counter() - start_sec}
-            append_line(self.run.metrics, about | {"metrics": {"validation_loss": loss}, **by_level, **seconds})
-            log.info("step %d: validation loss %.4g", trainer.step, loss)
-        track(trainer.accelerator, {"step": trainer.step, "validation_loss": loss, **by_level})
+    def identify(self, trainer: Trainer) -> list[dict]:
+        settings = {"weights": "ema", "precision": trainer.cfg.eval.precision, "latents": self.dataset.identity}
+        return [{"step": trainer.step, "num_samples": len(self.dataset), "cfg_scale": 1.0, "settings": settings}]
+
+    def measure(self, trainer: Trainer, about: dict) -> tuple[dict, dict[str, float]]:
+        sums = trainer.accelerator.reduce(self.level_sums(trainer), reduction="sum")
+        loss = {"validation_loss": float(sums[0].sum() / sums[1].sum())}
+        return {"metrics": loss, "validation_loss_by_level": means_by_level(sums)}, loss
 
     @torch.no_grad()
     def level_sums(self, trainer: Trainer) -> Tensor:
         """Sums and counts [2, NUM_LEVELS] of this process's share of the items."""
         cfg, data, device, accelerator = trainer.cfg, self.dataset, trainer.device, trainer.accelerator
+        # All batches have one size, because each size is compiled anew: the last ones repeat items, which do not count.
         size, num_processes = cfg.eval.batch_size, accelerator.num_processes
         num_batches = -(-len(data) // (num_processes * size))
-        items = np.arange(len(data))[accelerator.process_index :: num_processes]
-        # All batches have one size, because each size is compiled anew: the last ones repeat items, which do not count.
-        batches = np.resize(items, (num_batches, size))
-        num_counted = [min(size, max(len(items) - i * size, 0)) for i in range(num_batches)]
-        sums = sums_by_level(torch.empty(0, device=device), torch.empty(0, device=device))
+        numbers = np.arange(num_batches * num_processes * size).reshape(num_batches, num_processes, size)
+        batches = numbers[:, accelerator.process_index]
         bar = progress_bar(batches, desc="validation", unit="batch", leave=False, disable=not accelerator.is_main_process)
-        for batch, count in zip(until_stopped(bar, trainer.stop.requested_now), num_counted):
-            stored, labels = (x.to(device) for x in data.fetch(batch, np.zeros(size, dtype=bool)))
-            x = latents_for_network(stored, data.info, SeedRandom(batch, device, "validation latents"))
-            random = EvenRandom(batch, device, "validation")
+        sums = torch.zeros(2, NUM_LEVELS, device=device)
+        for batch in until_stopped(bar, trainer.stop.requested):
+            items, counts = batch % len(data), torch.from_numpy(batch < len(data)).to(device)
+            stored, labels = (x.to(device) for x in data.fetch(items, np.zeros(size, dtype=bool)))
+            x = latents_for_network(stored, data.info, SeedRandom(items, device, "validation latents"))
+            random = EvenRandom(items, device, "validation")
             with torch.autocast(device.type, torch.bfloat16, enabled=cfg.eval.precision == "bf16"):
                 losses = cfg.diffusion.loss(trainer.ema.net, x, labels, random)
-            sums += sums_by_level(losses[:count], random.quantiles[:count])
+            sums += sums_by_level(losses[counts], random.quantiles[counts])
         return sums

@@ -91,7 +91,6 @@ def test_a_save_that_lasts_longer_than_a_step_holds_what_was_there_when_it_began
             trainer.train_step(next(batches))
         may_write.set()
     saving.check(wait=True)
-    saving.close()
     run.close()
     assert begun == [3, 8]
     for step, values in expected.items():
