@@ -107,6 +107,18 @@ def run_fid(*overrides):
     script.main(checked(overrides, "fid"))
 
 
+def encode(images, output, autoencoder="identity", *settings):
+    """`prepare_latents.py encode` in this process; returns `output`. identity stores samples: pixels have no moments."""
+    import prepare_latents
+
+    forget_accelerate()
+    arguments = dict(images=images, output=output, autoencoder=autoencoder, num_workers=0, cpu_threads=1)
+    arguments |= dict(resolution=32, shard_size=8, batch_size=3) | (dict(kind="sample") if autoencoder == "identity" else {})
+    arguments |= dict(setting.split("=", 1) for setting in settings)
+    prepare_latents.main(["encode", *(f"{key}={value}" for key, value in arguments.items())])
+    return output
+
+
 @pytest.fixture
 def train(tmp_path):
     """train(name, *overrides) -> the run's folder; runs train.py in this process."""

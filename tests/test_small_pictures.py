@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import REPOSITORY, forget_accelerate, metrics
+from conftest import REPOSITORY, encode, forget_accelerate, metrics
 from safetensors import safe_open
 
 import prepare_latents
@@ -22,15 +22,6 @@ from latents.channel_statistics import channel_sums, mean_and_std, overall_std
 from latents.shards import LatentDataset, latents_for_network
 
 NAMES = ["fd_fashion", "precision_fashion", "recall_fashion", "class_agreement_fashion"]
-
-
-def encode(images, output, *settings):
-    forget_accelerate()
-    arguments = {"images": images, "output": output, "autoencoder": "identity", "kind": "sample"}
-    arguments |= {"resolution": 32, "num_workers": 0, "cpu_threads": 1, "shard_size": 500}
-    arguments |= dict(setting.split("=", 1) for setting in settings)
-    prepare_latents.main(["encode", *(f"{key}={value}" for key, value in arguments.items())])
-    return output
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +45,8 @@ def prepared(fashion, tmp_path_factory):
     folder = tmp_path_factory.mktemp("prepared")
     (program,) = re.findall(r"```python\n(import hashlib\n.*?)```", (REPOSITORY / "docs" / "data.md").read_text(), re.DOTALL)
     subprocess.run([sys.executable, "-c", program], cwd=fashion[0], check=True)
-    encode(fashion[0] / "datasets" / "fashion", folder / "latents", "pad=2", "grey=true", "sigma_data=0.5")
+    grey = ["pad=2", "grey=true", "sigma_data=0.5", "shard_size=500", "batch_size=64"]
+    encode(fashion[0] / "datasets" / "fashion", folder / "latents", "identity", *grey)
     prepare_latents.main(["reference", f"images={folder / 'latents'}", f"output={folder / 'fashion.npz'}"])
     forget_accelerate()
     prepared = [f"reference={folder / 'fashion.npz'}", f"output={folder / 'fashion.safetensors'}"]
@@ -79,7 +71,7 @@ def test_grey_pictures_are_padded_with_black_and_scaled_to_the_deviation_that_wa
 
 
 def test_colour_pictures_of_pixels_keep_their_own_scale(fashion, prepared, tmp_path):
-    dataset = LatentDataset(encode(fashion[0] / "datasets" / "fashion", tmp_path / "out"))
+    dataset = LatentDataset(encode(fashion[0] / "datasets" / "fashion", tmp_path / "out", "identity", "shard_size=500"))
     assert (len(dataset), dataset.channels, dataset.info.scale_factor) == (1200, 3, 1.0)
 
 

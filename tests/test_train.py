@@ -55,8 +55,8 @@ def whole(tmp_path_factory):
     [
         # The resume cuts the second window of the log in two.
         ["data.num_workers=2", "train.grad_accum_steps=2", "train.grad_clip_norm=1.0", "train.log_every=3"],
-        ["diffusion=sit", "diffusion.timestep=logit_normal", "model=lightningdit_tread", "train.precision=bf16"]
-        + ["train.schedule=cosine", "train.warmup_steps=2"],
+        ["diffusion=sit", "diffusion.timestep=logit_normal", "model=lightningdit_sprint", "model.path_drop=0.5"]
+        + ["train.precision=bf16", "train.schedule=cosine", "train.warmup_steps=2"],
     ],
 )
 def test_a_resumed_run_equals_an_uninterrupted_one_exactly(train, tmp_path, extra):
@@ -353,14 +353,6 @@ def test_init_from_starts_a_dense_run_from_a_routed_ones_weights_and_average(who
     for step, share in ((1, 9 / 16), (2, 9 / 17)):
         average = {name: value.lerp(after[name], share) for name, value in average.items()}
         for name, value in weights(dense, step, "ema").items():
-            assert torch.allclose(value, average[name], atol=1e-6), name
-
-
-def test_the_average_of_a_run_warms_up_from_its_first_step(whole):
-    average = weights(whole, 1, "ema")
-    for step, share in ((2, 9 / 11), (3, 9 / 12), (4, 9 / 13), (5, 9 / 14), (6, 9 / 15)):
-        average = {name: value.lerp(weights(whole, step)[name], share) for name, value in average.items()}
-        for name, value in weights(whole, step, "ema").items():
             assert torch.allclose(value, average[name], atol=1e-6), name
 
 

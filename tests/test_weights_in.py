@@ -8,14 +8,13 @@ import os
 import numpy as np
 import pytest
 import torch
-from conftest import forget_accelerate, run_sample
+from conftest import encode, run_sample
 from definition import definition
 from PIL import Image
 from safetensors.torch import save_file
 from stand_ins import untrained_va_vae
 
 import dit
-import prepare_latents
 from checkpoints import load, store
 from common.errors import UserError
 from configs.command_line import run_command
@@ -175,10 +174,8 @@ def test_lightningdits_weights_are_tuned_on_ones_own_images_that_were_encoded_by
         image = tmp_path / "images" / "ab"[i % 2] / f"{i}.png"
         image.parent.mkdir(parents=True, exist_ok=True)
         Image.effect_noise((32, 32), 50 + i).convert("RGB").save(image)
-    own = [f"images={tmp_path / 'images'}", f"autoencoder=va-vae:{tmp_path / 'vavae.pt'}", "resolution=32", "kind=sample"]
     for name, how in (("good", f"latents_stats={file}"), ("other", "normalize=true")):
-        forget_accelerate()
-        prepare_latents.main(["encode", *own, f"output={tmp_path / name}", how, "num_workers=0", "cpu_threads=1"])
+        encode(tmp_path / "images", tmp_path / name, f"va-vae:{tmp_path / 'vavae.pt'}", "kind=sample", how)
     keys = ["model=lightningdit", "model.backbone=LightningDiT-XS/1", "diffusion=sit", "data=custom", "train.precision=fp32"]
     keys += ["train.num_steps=1", "guidance=none", f"init_from={tmp_path / 'imported'}"]
     assert store.find_checkpoint(train("tuned", *keys, f"data.path={tmp_path / 'good'}"), "checkpoint").name == "step_0000001"
