@@ -136,6 +136,14 @@ def inception_weights(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def tiny_encoder(tmp_path_factory):
+    """The file of timm's test_vit with random weights."""
+    from stand_ins import untrained_encoder
+
+    return untrained_encoder(tmp_path_factory.mktemp("encoder") / "tiny.safetensors")
+
+
+@pytest.fixture(scope="session")
 def vae(tmp_path_factory):
     """The folder of a small AutoencoderKL with random weights, whose images are not grey; 3x32x32 -> 4x16x16."""
     from diffusers import AutoencoderKL
