@@ -1,6 +1,7 @@
 """Shared: small data, and running the entry scripts in this process or in one of their own."""
 
 import contextlib
+import importlib
 import json
 import os
 import resource
@@ -44,7 +45,7 @@ def pytest_collection_modifyitems(items):
 
 
 def forget_accelerate():
-    """accelerate keeps its state in singletons; the next run starts without."""
+    """Reset accelerate's state, which it keeps in singletons, so that the next run starts without it."""
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
 
@@ -83,7 +84,7 @@ TINY = [
 
 
 def run_train(folder, name, *overrides):
-    """train.py in this process; returns the run's folder."""
+    """Run train.py in this process and return the run's folder."""
     import train as script
 
     forget_accelerate()
@@ -91,24 +92,17 @@ def run_train(folder, name, *overrides):
     return folder / name
 
 
-def run_sample(*overrides):
-    """sample.py in this process."""
-    import sample as script
-
+def run_script(name, *overrides):
+    """Run sample.py or fid.py in this process."""
     forget_accelerate()
-    script.main(checked(overrides, "sample"))
+    importlib.import_module(name).main(checked(overrides, name))
 
 
-def run_fid(*overrides):
-    """fid.py in this process."""
-    import fid as script
-
-    forget_accelerate()
-    script.main(checked(overrides, "fid"))
+run_sample, run_fid = partial(run_script, "sample"), partial(run_script, "fid")
 
 
 def encode(images, output, autoencoder="identity", *settings):
-    """`prepare_latents.py encode` in this process; returns `output`. identity stores samples: pixels have no moments."""
+    """Run `prepare_latents.py encode` in this process and return `output`. identity stores samples: pixels have no moments."""
     import prepare_latents
 
     forget_accelerate()
@@ -156,23 +150,11 @@ def vae(tmp_path_factory):
     return folder
 
 
-def start(*arguments, launcher=(), **popen_settings):
-    """Start `python <launcher> <arguments>` in a process of its own, on the CPU, in the repository."""
-    return subprocess.Popen(
-        [sys.executable, *launcher, *arguments],
-        cwd=REPOSITORY,
-        env=os.environ | {"ACCELERATE_USE_CPU": "true"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        **popen_settings,
-    )
-
-
-def finish(process, timeout_sec=180):
-    """(exit code, output)."""
-    output, _ = process.communicate(timeout=timeout_sec)
-    return process.returncode, output
+def run_python(*arguments):
+    """Run `python <arguments>` in a process of its own, on the CPU, in the repository; returns (exit code, output)."""
+    how = dict(cwd=REPOSITORY, env=os.environ | {"ACCELERATE_USE_CPU": "true"}, text=True, timeout=180)
+    done = subprocess.run([sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **how)
+    return done.returncode, done.stdout
 
 
 def wait_for(condition, timeout_sec=120):
@@ -183,7 +165,7 @@ def wait_for(condition, timeout_sec=120):
 
 
 def renew_manifest(folder):
-    """Have the manifest of a checkpoint agree with its files, as whoever changed them could."""
+    """Write the manifest of a checkpoint again after its files were changed."""
     files = [file for file in folder.iterdir() if file.name != "manifest.json"]
     manifest = {file.name: {"size": file.stat().st_size, "blake2b": hash_file(file)} for file in files}
     (folder / "manifest.json").write_text(json.dumps(manifest))

@@ -54,7 +54,7 @@ def test_variants_take_turns_after_they_have_warmed_up():
 
 
 @pytest.mark.parametrize("when", [0, 4])  # as it is opened, or in its second turn
-def test_a_variant_that_runs_out_of_memory_is_a_row_and_the_others_go_on(when):
+def test_a_variant_that_runs_out_of_memory_gets_a_row_and_the_others_continue(when):
     calls = []
 
     def fill():

@@ -112,11 +112,6 @@ def test_a_damaged_checkpoint_is_noticed_and_renamed_and_the_previous_one_found(
     assert names(run.checkpoints) == ["bad_step_0000020", "step_0000010"]
 
 
-def test_a_second_bad_checkpoint_of_a_step_does_not_replace_the_first(tmp_path):
-    for name in ("bad_step_0000010", "bad_step_0000010_2"):
-        assert store.rename_damaged(save(tmp_path, 10)).name == name
-
-
 def test_a_bad_checkpoint_that_cannot_be_renamed_ends_the_start(tmp_path, monkeypatch):
     run = RunFolder(tmp_path, "run")
     save(run.checkpoints, 10)
@@ -134,7 +129,7 @@ def test_training_does_not_start_over_when_only_bad_checkpoints_remain(tmp_path)
     assert names(run.checkpoints) == ["step_0000010"]
 
 
-def test_checkpoints_that_cannot_be_listed_are_not_taken_for_none(tmp_path, monkeypatch):
+def test_checkpoints_that_cannot_be_listed_end_the_start(tmp_path, monkeypatch):
     run = RunFolder(tmp_path, "run")
     save(run.checkpoints, 10)
     monkeypatch.setattr(Path, "iterdir", lambda path: raise_os_error())
@@ -196,7 +191,7 @@ def test_a_run_or_a_checkpoint_can_be_named_and_nothing_else(tmp_path):
         store.find_checkpoint(run, "init_from")
 
 
-def test_resume_overwrites_no_later_step_and_goes_on_from_no_import(tmp_path):
+def test_resume_overwrites_no_later_step_and_refuses_an_imported_checkpoint(tmp_path):
     theirs, run = RunFolder(tmp_path, "theirs"), RunFolder(tmp_path, "mine")
     save(theirs.checkpoints, 10, 20)
     assert find_resume(run, "auto") is find_resume(run, "never") is None
@@ -272,7 +267,7 @@ def test_metrics_end_at_the_step_that_is_resumed(tmp_path):
     assert [file.name for file in run.samples.iterdir()] == ["step_0000002.png"]
 
 
-def test_a_disk_that_cannot_be_read_says_nothing_about_a_checkpoint(tmp_path, monkeypatch):
+def test_a_read_error_of_the_disk_does_not_mark_a_checkpoint_as_damaged(tmp_path, monkeypatch):
     save(tmp_path, 1, 2)
 
     def fail(path):

@@ -46,6 +46,9 @@ def test_seeds_steps_and_streams_are_independent_and_a_seed_is_the_same_number_i
         assert not torch.equal(other[0], base)
     first, second, third = (draw_labels([seed], 1000, "random").popitem()[1] for seed in (np.int64(5), 5, torch.tensor(5)))
     assert first == second == third
+    for draw in (lambda: draw_labels([5.0], 1000, "random"), lambda: SeedRandom([1.0], CPU)):
+        with pytest.raises(TypeError, match="float"):
+            draw()
 
 
 def test_sampling_draws_depend_on_the_seed_alone():

@@ -249,14 +249,14 @@ def test_unreadable_images_can_be_skipped_and_are_counted(images, vae, encoded, 
     random_image(rng, width=90, height=90).save(whole, "jpeg")
     (folder / "bee" / "cut.jpg").write_bytes(whole.getvalue()[:-2000])
     Image.fromarray(rng.integers(0, 60000, (40, 40), dtype=np.uint16)).save(folder / "bee" / "deep.png")
-    os.mkfifo(folder / "cow" / "pipe.png")
+    os.mkfifo(folder / "ant" / "00.png")  # the first: the hash of the source reads it
     (folder / "cow" / "text.png").write_text("not an image")
     out = LatentDataset(encode(folder, tmp_path / "out", vae, "on_error=skip"))
     left_out = json.loads((tmp_path / "out" / "manifest.json").read_text())["left_out"]
-    names = ["ant/narrow.png", "bee/cut.jpg", "bee/deep.png", "cow/pipe.png", "cow/text.png"]
+    names = ["ant/00.png", "ant/narrow.png", "bee/cut.jpg", "bee/deep.png", "cow/text.png"]
     assert [entry["name"] for entry in left_out] == names
-    assert "cow/pipe.png cannot be read: it is not a regular file" in left_out[3]["problem"]
-    assert "left out 5, listed in manifest.json; the first: {'name': 'ant/narrow.png'" in caplog.text
+    assert "ant/00.png cannot be read: it is not a regular file" in left_out[0]["problem"]
+    assert "left out 5, listed in manifest.json; the first: {'name': 'ant/00.png'" in caplog.text
     every = np.arange(40), np.zeros(40, dtype=bool)
     assert torch.allclose(out.fetch(*every)[0].float(), LatentDataset(encoded).fetch(*every)[0].float(), atol=2e-3)
     originals = [inspect_module.fetch_originals(*pair) for pair in ((out, folder), (LatentDataset(encoded), images))]
@@ -542,6 +542,7 @@ def test_transparent_images_get_a_background_and_other_files_are_named(tmp_path,
     assert pixels == [[255, 255, 255], [244, 204, 204], [200, 0, 0], [255, 255, 255]]
     encode(images, tmp_path / "blue", "identity", *settings, "background='#0000ff'")
     cfg, dataset = build.open_data(checked(["data=custom", f"data.path={tmp_path / 'blue'}", "model.backbone=DiT-XS/2"]))
+    assert (dataset.channels, dataset.info.scale_factor) == (3, 1.0)
     assert cfg.evaluation.background == "#0000ff"  # as a reference folder is read
     read = next(open_images(images, crop=8, background=cfg.evaluation.background).batches(4))
     assert (read == dataset.fetch_with_images(np.arange(4), np.zeros(4, dtype=bool))[2].numpy()).all()
