@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import checked, make_shard
 from safetensors.torch import load_file, save_file
+from test_edm import ListedRandom
 
 from common.errors import UserError
 from latents import autoencoders
@@ -69,21 +70,14 @@ def test_items_are_fetched_by_index_across_shards_in_the_order_asked_for(tmp_pat
     assert torch.equal(latents, torch.stack(expected)) and torch.equal(labels, both_labels[indices])
 
 
-class FixedNoise:
-    def __init__(self, value):
-        self.value = value
-
-    def randn(self, *shape):
-        return torch.full((1, *shape), self.value)
-
-
 def test_moments_are_sampled_then_normalised_and_scaled(tmp_path):
     stored = torch.tensor([2.0, math.log(9.0)]).reshape(1, 2, 1, 1)  # mean 2, variance 9
     info = ShardInfo(kind="moments", scale_factor=0.5, autoencoder="identity", resolution=1, num_classes=1)
-    assert latents_for_network(stored, info, FixedNoise(1.0)).item() == pytest.approx((2 + 3 * 1.0) * 0.5)
-    assert latents_for_network(stored, info, FixedNoise(-2.0)).item() == pytest.approx((2 - 3 * 2.0) * 0.5)
+    noise = ListedRandom(*(torch.full((1, 1, 1, 1), value) for value in (1.0, -2.0, 1.0)))
+    assert latents_for_network(stored, info, noise).item() == pytest.approx((2 + 3 * 1.0) * 0.5)
+    assert latents_for_network(stored, info, noise).item() == pytest.approx((2 - 3 * 2.0) * 0.5)
     info = ShardInfo("moments", 0.5, "identity", 1, 1, latents_mean=(4.0,), latents_std=(10.0,))
-    assert latents_for_network(stored, info, FixedNoise(1.0)).item() == pytest.approx((2 + 3 - 4) / 10 * 0.5)
+    assert latents_for_network(stored, info, noise).item() == pytest.approx((2 + 3 - 4) / 10 * 0.5)
     make_shard(tmp_path / "a.safetensors", channels=2, kind="moments")
     assert LatentDataset(tmp_path).channels == 2  # half of those stored
 
