@@ -46,9 +46,9 @@ def test_the_settings_for_a_gpu_compose(tmp_path, kind):
     config_for(FULL, tmp_path, *(key.format(backbone=FULL.backbone) for key in test_steps.KINDS[kind]))
 
 
-def attend_to_noise(net):
+def do_nothing(net):
     for block in net.blocks:
-        block.attn.forward = lambda x, *_: 50 * torch.randn_like(x)
+        block.forward = lambda h, *_: h
 
 
 def return_tokens_in_reverse(net):
@@ -56,7 +56,7 @@ def return_tokens_in_reverse(net):
         end.forward = lambda h, skipped, ids_keep, *_: TokenRouter.end_route(h.flip(1), skipped, ids_keep)
 
 
-@pytest.mark.parametrize("damage", [None, attend_to_noise, return_tokens_in_reverse])
+@pytest.mark.parametrize("damage", [None, do_nothing, return_tokens_in_reverse])
 def test_compiled_steps_that_learn_something_else_are_found(tmp_path, monkeypatch, damage):
     def compile_and_damage(net, mode):
         compile_network(net, mode)
