@@ -36,7 +36,7 @@ LIGHTNING = ["model=lightningdit_sprint", "sample.every=4", *LOOKS[1:3]]
 
 @contextlib.contextmanager
 def half_of_the_blocks():
-    """Inside, DiT-XS and LightningDiT-XS have 6 blocks: processes exchange something for each, which takes most of the time."""
+    """Inside, DiT-XS and LightningDiT-XS have 6 blocks instead of 12: sharded processes exchange the weights of each block."""
     with contextlib.ExitStack() as stack:
         for backbones in (dit.BACKBONES, lightningdit.BACKBONES, sprint.BACKBONES):
             shallow = {name: (6, *sizes[1:]) for name, sizes in backbones.items() if "-XS/" in name}
