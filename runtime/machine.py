@@ -52,6 +52,9 @@ def start_accelerator(
     accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)], **settings)
     processes.connect()
     log_to_stderr()
+    # The launcher for one process sets the port only if the user asked for several processes.
+    if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ:
+        log.warning("accelerate launch started one process although it was asked for several; on a CPU, add --multi_gpu")
     if not accelerator.is_main_process:
         logging.getLogger().setLevel(logging.ERROR)
     # `accelerate launch` sets OMP_NUM_THREADS=1, which would leave the other cores idle in evaluations.

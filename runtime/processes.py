@@ -68,7 +68,7 @@ def on_any(flag: bool) -> bool:
     try:
         dist.all_reduce(found, dist.ReduceOp.MAX, group=_group)
     except RuntimeError as e:
-        words = f"another process has ended, or has not answered for {PATIENCE} hours"
+        words = f"another process has ended, or has not answered within {PATIENCE}"
         raise UserError(f"{words}; run the same command to resume: {e}") from e
     return bool(found)
 

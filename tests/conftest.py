@@ -1,6 +1,7 @@
 """Shared: small data, and running the entry scripts in this process or in one of their own."""
 
 import contextlib
+import importlib
 import json
 import os
 import resource
@@ -30,8 +31,9 @@ LAUNCH_1 = ["-m", "accelerate.commands.launch", "--num_machines=1", "--mixed_pre
 LAUNCH_1 += ["--num_processes=1"]
 LAUNCH_2 = [*LAUNCH_1[:-1], "--multi_gpu", "--num_processes=2", "--main_process_port=0"]
 # The files that take longest, which pytest -n starts first, so that its workers end together.
-SLOWEST = ["test_drills", "test_fsdp", "test_train", "test_weights_out", "test_fid", "test_two_nodes", "test_command_line"]
-SLOWEST += ["test_processes", "test_weights_in", "test_stop", "test_prepare_latents", "test_offline", "test_latents"]
+SLOWEST = ["test_drills", "test_fsdp", "test_train", "test_gpu_code", "test_fid", "test_weights_out", "test_two_nodes"]
+SLOWEST += ["test_start_page", "test_command_line", "test_stop", "test_weights_in", "test_processes", "test_small_pictures"]
+SLOWEST += ["test_attach_company", "test_speed", "test_prepare_latents"]
 
 
 def pytest_configure(config):
@@ -44,7 +46,7 @@ def pytest_collection_modifyitems(items):
 
 
 def forget_accelerate():
-    """accelerate keeps its state in singletons; the next run starts without."""
+    """Reset accelerate's state, which it keeps in singletons, so that the next run starts without it."""
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
 
@@ -83,7 +85,7 @@ TINY = [
 
 
 def run_train(folder, name, *overrides):
-    """train.py in this process; returns the run's folder."""
+    """Run train.py in this process and return the run's folder."""
     import train as script
 
     forget_accelerate()
@@ -91,20 +93,25 @@ def run_train(folder, name, *overrides):
     return folder / name
 
 
-def run_sample(*overrides):
-    """sample.py in this process."""
-    import sample as script
+def run_script(name, *overrides):
+    """Run sample.py or fid.py in this process."""
+    forget_accelerate()
+    importlib.import_module(name).main(checked(overrides, name))
+
+
+run_sample, run_fid = partial(run_script, "sample"), partial(run_script, "fid")
+
+
+def encode(images, output, autoencoder="identity", *settings):
+    """Run `prepare_latents.py encode` in this process and return `output`. identity stores samples: pixels have no moments."""
+    import prepare_latents
 
     forget_accelerate()
-    script.main(checked(overrides, "sample"))
-
-
-def run_fid(*overrides):
-    """fid.py in this process."""
-    import fid as script
-
-    forget_accelerate()
-    script.main(checked(overrides, "fid"))
+    arguments = dict(images=images, output=output, autoencoder=autoencoder, num_workers=0, cpu_threads=1)
+    arguments |= dict(resolution=32, shard_size=8, batch_size=3) | (dict(kind="sample") if autoencoder == "identity" else {})
+    arguments |= dict(setting.split("=", 1) for setting in settings)
+    prepare_latents.main(["encode", *(f"{key}={value}" for key, value in arguments.items())])
+    return output
 
 
 @pytest.fixture
@@ -124,6 +131,14 @@ def inception_weights(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def tiny_encoder(tmp_path_factory):
+    """The file of timm's test_vit with random weights."""
+    from stand_ins import untrained_encoder
+
+    return untrained_encoder(tmp_path_factory.mktemp("encoder") / "tiny.safetensors")
+
+
+@pytest.fixture(scope="session")
 def vae(tmp_path_factory):
     """The folder of a small AutoencoderKL with random weights, whose images are not grey; 3x32x32 -> 4x16x16."""
     from diffusers import AutoencoderKL
@@ -136,23 +151,11 @@ def vae(tmp_path_factory):
     return folder
 
 
-def start(*arguments, launcher=(), **popen_settings):
-    """Start `python <launcher> <arguments>` in a process of its own, on the CPU, in the repository."""
-    return subprocess.Popen(
-        [sys.executable, *launcher, *arguments],
-        cwd=REPOSITORY,
-        env=os.environ | {"ACCELERATE_USE_CPU": "true"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        **popen_settings,
-    )
-
-
-def finish(process, timeout_sec=180):
-    """(exit code, output)."""
-    output, _ = process.communicate(timeout=timeout_sec)
-    return process.returncode, output
+def run_python(*arguments):
+    """Run `python <arguments>` in a process of its own, on the CPU, in the repository; returns (exit code, output)."""
+    how = dict(cwd=REPOSITORY, env=os.environ | {"ACCELERATE_USE_CPU": "true"}, text=True, timeout=180)
+    done = subprocess.run([sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **how)
+    return done.returncode, done.stdout
 
 
 def wait_for(condition, timeout_sec=120):
@@ -163,7 +166,7 @@ def wait_for(condition, timeout_sec=120):
 
 
 def renew_manifest(folder):
-    """Have the manifest of a checkpoint agree with its files, as whoever changed them could."""
+    """Write the manifest of a checkpoint again after its files were changed."""
     files = [file for file in folder.iterdir() if file.name != "manifest.json"]
     manifest = {file.name: {"size": file.stat().st_size, "blake2b": hash_file(file)} for file in files}
     (folder / "manifest.json").write_text(json.dumps(manifest))

@@ -1,6 +1,5 @@
 """Representation alignment: the loss, where its gradient goes, whole runs, and the images stored with latents."""
 
-import io
 import math
 import shutil
 
@@ -8,39 +7,33 @@ import numpy as np
 import pytest
 import torch
 from conftest import losses, make_shard, metrics, run_train, weights
-from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import dit
 from checkpoints.load import load_network
 from common.errors import UserError
-from common.randomness import SeedRandom
-from edm import EDM
 from extras.alignment import Alignment, ObservedNetwork, Projector, alignment_loss
+from latents.prepare.images import to_jpeg
 from latents.shards import LatentDataset, ShardInfo, pack_images, write_shard
 from routing_module import Route
-from sit import SiT
 from training.trainer import Trainer
 
 CPU = torch.device("cpu")
 ENCODER = "vit_tiny_patch16_224.augreg_in21k"
 
 
-def tiny_network(routes=(), **settings):
+def tiny_network(routes=()):
     torch.manual_seed(0)
     sizes = dict(input_size=8, patch_size=2, in_channels=1, num_classes=3, depth=6, width=16, num_heads=2)
-    net = dit.DiT(**sizes, routes=routes, init="official_tread", **settings).train()
-    return net
+    return dit.DiT(**sizes, routes=routes, init="official_tread").train()
 
 
-def batch(num_items=3):
+def batch(routes=()):
+    """x, t, y and the other inputs of a training step."""
     g = torch.Generator().manual_seed(1)
-    x, t = torch.randn(num_items, 1, 8, 8, generator=g), torch.rand(num_items, generator=g)
-    return x, t, torch.arange(num_items) % 3, {"drop_labels": torch.zeros(num_items, dtype=torch.bool)}
-
-
-def scores(num_items=3, num_routes=1, num_tokens=16):
-    return torch.rand(num_items, num_routes, num_tokens, generator=torch.Generator().manual_seed(2))
+    x, t = torch.randn(3, 1, 8, 8, generator=g), torch.rand(3, generator=g)
+    draws = {"drop_labels": torch.zeros(3, dtype=torch.bool)} | ({"route_scores": torch.rand(3, 1, 16)} if routes else {})
+    return x, t, torch.arange(3), draws
 
 
 def cosine_by_hand(projected, patches, positions):
@@ -58,18 +51,13 @@ def cosine_by_hand(projected, patches, positions):
 # The loss.
 
 
-def test_the_loss_of_all_tokens_is_minus_the_mean_cosine():
-    g = torch.Generator().manual_seed(3)
-    projected, patches = torch.randn(2, 5, 7, generator=g), torch.randn(2, 5, 7, generator=g)
-    everywhere = torch.arange(5).expand(2, 5)
+def test_the_loss_is_minus_the_mean_cosine_of_each_token_and_the_patch_of_its_own_position():
+    g = torch.Generator().manual_seed(4)
+    patches, everywhere = torch.randn(2, 6, 7, generator=g), torch.arange(6).expand(2, 6)
+    projected = torch.randn(2, 6, 7, generator=g)
     assert alignment_loss(projected, patches).item() == pytest.approx(cosine_by_hand(projected, patches, everywhere), abs=1e-6)
     assert alignment_loss(3 * patches, patches).item() == pytest.approx(-1, abs=1e-6)
-
-
-def test_inside_a_route_each_token_meets_the_patch_of_its_own_position():
-    g = torch.Generator().manual_seed(4)
-    patches, ids_keep = torch.randn(2, 6, 7, generator=g), torch.tensor([[0, 2, 5], [1, 3, 4]])
-    projected = torch.randn(2, 3, 7, generator=g)
+    projected, ids_keep = projected[:, :3], torch.tensor([[0, 2, 5], [1, 3, 4]])  # inside a route
     expected = cosine_by_hand(projected, patches, ids_keep)
     assert alignment_loss(projected, patches, ids_keep).item() == pytest.approx(expected, abs=1e-6)
     # What a wrong gather would give: the first tokens' patches, or those of the other sample.
@@ -95,10 +83,9 @@ def test_tokens_and_patches_of_other_positions_are_refused():
 
 
 @pytest.mark.parametrize("number", range(1, 7))
-def test_the_tokens_after_a_block_are_observed_and_nothing_changes(number):
-    net, (x, t, y, kwargs) = tiny_network([Route(0.5, 1, 3)]), batch()
-    kwargs["route_scores"] = scores()
-    seen = []
+def test_observing_the_tokens_after_a_block_changes_nothing(number):
+    routes, seen = [Route(0.5, 1, 3)], []
+    net, (x, t, y, kwargs) = tiny_network(routes), batch(routes)
     for block in net.blocks:
         block.register_forward_hook(lambda _, args, out: seen.append(out))
     plain = net(x, t, y, **kwargs)
@@ -114,11 +101,8 @@ def test_the_tokens_after_a_block_are_observed_and_nothing_changes(number):
 
 @pytest.mark.parametrize("routes", [(), [Route(0.5, 1, 3)]])
 def test_the_gradient_reaches_the_blocks_up_to_the_aligned_one_and_none_after(routes):
-    net, (x, t, y, kwargs) = tiny_network(routes), batch()
-    projector = Projector(16, 8, 5)
-    observed = ObservedNetwork(net, 3)
-    if routes:
-        kwargs["route_scores"] = scores()
+    net, (x, t, y, kwargs) = tiny_network(routes), batch(routes)
+    projector, observed = Projector(16, 8, 5), ObservedNetwork(net, 3)
     observed(x, t, y, **kwargs)
     patches = torch.randn(3, 16, 5, generator=torch.Generator().manual_seed(6))
     alignment = Alignment(projector, lambda shown: shown, fetch=None, block=3, weight=0.5)
@@ -133,13 +117,6 @@ def test_the_gradient_reaches_the_blocks_up_to_the_aligned_one_and_none_after(ro
     assert all(p.grad is not None and p.grad.any() for p in projector.parameters())
 
 
-@pytest.mark.parametrize("diffusion", [EDM(), SiT()])
-def test_a_diffusion_calls_an_observed_network_as_it_calls_the_network(diffusion):
-    net, (x, _, y, kwargs) = tiny_network(), batch()
-    plain, observed = (diffusion.loss(f, x, y, SeedRandom([1, 2, 3], CPU), **kwargs) for f in (net, ObservedNetwork(net, 2)))
-    assert torch.equal(plain, observed)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Images stored with latents.
 
@@ -151,50 +128,26 @@ def smooth_images(num_items, size=16):
     return np.stack(values).astype(np.uint8)
 
 
-def jpeg(pixels):
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, format="JPEG", quality=95, subsampling=0)
-    return file.getvalue()
+INFO = ShardInfo(kind="sample", scale_factor=0.5, autoencoder="none", resolution=16, num_classes=3)
 
 
-def shards_with_images(folder, num_items=6, flips=True, **info):
-    """Two shards of latents [3, 8, 8] of images of 16x16 pixels; returns the images."""
-    images, g = smooth_images(num_items), torch.Generator().manual_seed(0)
-    latents, labels = torch.randn(num_items, 3, 8, 8, generator=g), torch.arange(num_items) % 3
-    about = ShardInfo(**dict(kind="sample", scale_factor=0.5, autoencoder="none", resolution=16, num_classes=3) | info)
-    for part in (slice(0, 4), slice(4, num_items)):
-        shown = pack_images([jpeg(image) for image in images[part]])
-        flipped = latents[part].flip(-1) if flips else None
-        write_shard(folder / f"{part.start}.safetensors", latents[part], labels[part], about, latents_flip=flipped, **shown)
-    return images
-
-
-def test_images_are_read_by_index_from_all_shards_and_mirrored_with_their_latents(tmp_path):
-    images = shards_with_images(tmp_path)
-    dataset = LatentDataset(tmp_path)
-    indices, flips = np.array([5, 0, 3, 4]), np.array([False, True, False, True])
-    latents, labels, shown = dataset.fetch_with_images(indices, flips)
-    assert shown.shape == (4, 16, 16, 3) and shown.dtype == torch.uint8
-    for pixels, index, flip in zip(shown.numpy().astype(int), indices, flips):
-        expected = images[index][:, ::-1] if flip else images[index]
-        assert np.abs(pixels - expected).mean() < 3
-        assert np.abs(pixels[:, ::-1] - expected).mean() > 30
-    plain = dataset.fetch(indices, flips)
-    assert torch.equal(latents, plain[0]) and torch.equal(labels, plain[1])
+def write_shard_with_images(file, jpegs):
+    """A shard of random latents [3, 8, 8] and of these files."""
+    latents = torch.randn(len(jpegs), 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    labels = torch.arange(len(jpegs)) % 3
+    write_shard(file, latents, labels, INFO, latents_flip=latents.flip(-1), **pack_images(jpegs))
 
 
 @pytest.mark.parametrize(
     ("second", "message"),
     [
         (b"no image", "UnidentifiedImageError"),
-        (jpeg(smooth_images(1)[0])[:99], "OSError"),
-        (jpeg(smooth_images(1, 8)[0]), "8x8 pixels"),
+        (to_jpeg(smooth_images(1)[0])[:99], "OSError"),
+        (to_jpeg(smooth_images(1, 8)[0]), "8x8 pixels"),
     ],
 )
 def test_an_image_that_is_damaged_or_of_another_size_is_named(tmp_path, second, message):
-    shown = pack_images([jpeg(smooth_images(1)[0]), second])
-    labels = torch.zeros(2, dtype=torch.int64)
-    write_shard(tmp_path / "a.safetensors", torch.ones(2, 3, 8, 8), labels, ShardInfo("sample", 0.5, "none", 16, 1), **shown)
+    write_shard_with_images(tmp_path / "a.safetensors", [to_jpeg(smooth_images(1)[0]), second])
     dataset = LatentDataset(tmp_path)
     dataset.fetch_with_images(np.array([0]), np.array([False]))
     with pytest.raises(UserError, match=f"image 1 cannot be read: .*{message}"):
@@ -211,10 +164,7 @@ def test_latents_that_are_pixels_are_their_own_images(tmp_path):
 
 def test_other_images_are_another_data_set(tmp_path):
     for name, shift in (("a", 0), ("b", 9)):
-        shown = pack_images([jpeg(image + shift) for image in smooth_images(4)])
-        about = ShardInfo("sample", 0.5, "none", 16, 3)
-        labels = torch.zeros(4, dtype=torch.int64)
-        write_shard(tmp_path / name / "a.safetensors", torch.ones(4, 3, 8, 8), labels, about, **shown)
+        write_shard_with_images(tmp_path / name / "a.safetensors", [to_jpeg(image + shift) for image in smooth_images(4)])
     first, second = (LatentDataset(tmp_path / name).identity for name in "ab")
     assert first != second
 
@@ -232,7 +182,7 @@ def repa(tmp_path_factory):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         save_file(timm.create_model(ENCODER, pretrained=False, num_classes=0).state_dict(), folder / "vit.safetensors")
-    shards_with_images(folder / "data")
+    write_shard_with_images(folder / "data" / "a.safetensors", [to_jpeg(image) for image in smooth_images(6)])
     data = ["data=custom", f"data.path={folder / 'data'}", "data.num_workers=0", "model.backbone=DiT-XS/2"]
     data += ["train.precision=fp32", "train.lr=2e-3", "checkpoint.keep_every=0"]
     own = ["alignment=repa", f"alignment.encoder={ENCODER}", f"alignment.weights={folder / 'vit.safetensors'}"]
@@ -248,7 +198,7 @@ def alignment_losses(run):
     return [record.get("alignment_loss") for record in metrics(run)]
 
 
-def test_tokens_learn_to_resemble_the_encoders_and_the_first_loss_is_that_without(repa, aligned, train):
+def test_alignment_decreases_its_loss_and_leaves_the_first_diffusion_loss_unchanged(repa, aligned, train):
     found = alignment_losses(aligned)
     assert found[-1] < found[0] < 0.5
     plain = train("plain", *repa[:7])
@@ -285,7 +235,7 @@ def test_a_resumed_aligned_run_equals_an_uninterrupted_one_exactly(repa, aligned
         assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_the_projector_has_its_own_file_and_a_plain_network_loads_the_model(repa, aligned, train):
+def test_the_projector_has_its_own_file_and_the_model_loads_without_it(repa, aligned, train):
     folder = aligned / "checkpoints" / "step_0000006"
     net = load_network(folder, "raw", CPU)
     assert not any("projector" in name for name in net.state_dict())

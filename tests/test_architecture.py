@@ -71,7 +71,7 @@ def test_imports_run_downwards():
         own, named = room_of(module), REGISTRY.get(module, set()) | {"extras"}
         up = [name for name in imports_of(module) if room_of(name) != own and FLOOR_OF[room_of(name)] <= FLOOR_OF[own]]
         up = [name for name in up if name not in named]
-        assert up == [], f"{module} imports {', '.join(up)}, beside or above it"
+        assert up == [], f"{module} imports {', '.join(up)}, on its own floor or above"
 
 
 def test_no_helper_is_defined_twice():
@@ -99,7 +99,7 @@ def test_no_module_imports_itself_in_a_circle():
 
 
 def names_used(tree: ast.AST) -> Counter:
-    """How often each name stands in a piece of code, as a name, an attribute or in an import."""
+    """Count the uses of each name in a piece of code: as a name, as an attribute and in imports."""
     used = Counter()
     for node in ast.walk(tree):
         if isinstance(node, ast.Name):
@@ -140,6 +140,14 @@ def test_every_definition_is_used_outside_of_tests():
         if name not in offered and everywhere[name] <= names_used(node)[name]
     ]
     assert unused == []
+
+
+def test_text_files_are_utf_8_everywhere():
+    """Without `encoding` Python takes the system's, which on Windows is another."""
+    calls = ((module, node) for module, tree in sources().items() for node in ast.walk(tree) if isinstance(node, ast.Call))
+    texts = [(module, node) for module, node in calls if getattr(node.func, "attr", "") in ("read_text", "write_text")]
+    found = [(module, node.lineno) for module, node in texts if "encoding" not in {keyword.arg for keyword in node.keywords}]
+    assert found == [] and texts
 
 
 def test_the_users_own_names_are_where_they_were():

@@ -203,7 +203,7 @@ def test_a_copy_has_routes_of_its_own_and_an_evaluation_copy_is_never_routed():
     assert attached(network) is attachment
 
 
-def test_routes_leave_no_trace_in_state_dicts_and_files(tmp_path):
+def test_routes_change_no_state_dict_and_no_saved_file(tmp_path):
     from diffusers import PixArtTransformer2DModel
 
     network, inputs = build("PixArt"), NETWORKS["PixArt"].inputs(False)

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import save_file
 from test_formats import as_mean_and_std, write_fast_dit, write_lightningdit, write_lmdb, write_repa
 from test_webdataset import npy_members, pickle_members, sd_moments, write_tar
 
@@ -50,9 +49,9 @@ def repa_of(folder, moments):
 
 
 def lightningdit_of(folder, moments):
-    samples = torch.from_numpy(moments[:, :4].copy())
-    write_lightningdit(folder / "latents_rank00.safetensors", samples[:12], samples[:12].flip(-1).contiguous(), LABELS[:12])
-    write_lightningdit(folder / "latents_rank01.safetensors", samples[12:], samples[12:].flip(-1).contiguous(), LABELS[12:])
+    samples = torch.from_numpy(moments[:, :4])
+    write_lightningdit(folder / "latents_rank00_shard000.safetensors", samples[:12], LABELS[:12])
+    write_lightningdit(folder / "latents_rank01_shard000.safetensors", samples[12:], LABELS[12:])
 
 
 @pytest.mark.parametrize(
@@ -67,7 +66,7 @@ def lightningdit_of(folder, moments):
     ids=lambda value: getattr(value, "__name__", None),
 )
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_every_item_of_another_projects_format_is_converted_and_found_sound(tmp_path, make, kind, flips, settings, dtype, caplog):
+def test_every_item_of_another_format_is_converted_and_passes_inspection(tmp_path, make, kind, flips, settings, dtype, caplog):
     moments = sd_moments(NUM_ITEMS, size=8)
     (tmp_path / "theirs").mkdir()
     make(tmp_path / "theirs", moments)
@@ -90,7 +89,7 @@ def test_every_item_of_another_projects_format_is_converted_and_found_sound(tmp_
     assert "no problems were found" in caplog.text
 
 
-def test_what_cannot_be_stored_or_known_is_refused_before_anything_is_written(tmp_path):
+def test_values_that_cannot_be_stored_and_missing_settings_are_refused_before_anything_is_written(tmp_path):
     moments = sd_moments(NUM_ITEMS, size=8)
     tars_of(tmp_path, moments)
     out = tmp_path / "out"
@@ -139,24 +138,19 @@ def test_scale_and_resolution_are_those_of_the_autoencoder_that_is_given(tmp_pat
     assert (info.scale_factor, info.resolution) == (0.25, 32)
 
 
-def lightningdit_with_statistics(folder, channels=4, num_items=NUM_ITEMS):
+def lightningdit_with_statistics(folder, channels=4):
     """A folder as LightningDiT's extraction writes it; returns latents, mean and std. Channels differ in both."""
     g = torch.Generator().manual_seed(0)
     spread = torch.linspace(0.3, 4, channels).reshape(1, -1, 1, 1)
-    latents = spread * torch.randn(num_items, channels, 8, 8, generator=g) + 3 * spread.flip(1) - 5
-    labels = [i % 10 for i in range(num_items)]
-    folder.mkdir(parents=True)
-    for number, part in enumerate((slice(0, 12), slice(12, None))):
-        tensors = {"latents": latents[part], "latents_flip": latents[part].flip(-1), "labels": torch.tensor(labels[part])}
-        about = {"total_size": str(len(latents[part])), "dtype": "torch.float32", "device": "cpu"}
-        file = folder / f"latents_rank00_shard{number:03d}.safetensors"
-        save_file({name: x.contiguous() for name, x in tensors.items()}, file, about)
+    latents = spread * torch.randn(NUM_ITEMS, channels, 8, 8, generator=g) + 3 * spread.flip(1) - 5
+    write_lightningdit(folder / "latents_rank00_shard000.safetensors", latents[:12], LABELS[:12])
+    write_lightningdit(folder / "latents_rank00_shard001.safetensors", latents[12:], LABELS[12:])
     mean, std = latents.mean(dim=[0, 2, 3], keepdim=True), latents.std(dim=[0, 2, 3], keepdim=True)
     torch.save({"mean": mean, "std": std}, folder / "latents_stats.pt")
     return latents, mean, std
 
 
-def test_the_images_beside_repas_latents_are_paired_with_them_by_their_order(tmp_path):
+def test_the_images_next_to_repas_latents_are_paired_with_them_by_their_order(tmp_path):
     rng, levels = np.random.default_rng(0), [20, 90, 160, 230]
     mean_std = np.abs(rng.standard_normal((4, 8, 4, 4))).astype(np.float32)
     mean_std[:, 0] = np.array(levels)[:, None, None]
@@ -211,7 +205,7 @@ def test_convert_measures_statistics_itself_or_leaves_them_out(tmp_path):
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
-def test_normalising_that_was_interrupted_is_done_to_the_end(tmp_path, monkeypatch, number):
+def test_interrupted_normalising_is_completed_by_the_next_start(tmp_path, monkeypatch, number):
     lightningdit_with_statistics(tmp_path / "theirs")
     settings = ["autoencoder=none", "resolution=64", "normalize=true"]
     whole = convert(tmp_path / "theirs", tmp_path / "whole", *settings)

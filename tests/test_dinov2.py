@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 from conftest import REPOSITORY, metrics, run_fid
-from stand_ins import untrained_encoder
 
 from common.files import hash_file
 from evaluations import vit
@@ -17,17 +16,12 @@ from evaluations.vit import DINOv2Detector
 PUBLISHED = vit.DINOV2_L  # before a tiny one takes its place
 
 
-@pytest.fixture(scope="module")
-def tiny_file(tmp_path_factory):
-    return untrained_encoder(tmp_path_factory.mktemp("weights") / "tiny.safetensors")
-
-
 @pytest.fixture(autouse=True)
-def tiny(tiny_file, monkeypatch):
+def tiny(tiny_encoder, monkeypatch):
     """timm's test_vit with random weights in place of DINOv2; gives its file."""
     monkeypatch.setattr(vit, "DINOV2_L", "test_vit.r160_in1k")
     monkeypatch.setitem(STATISTICS_KEYS, ("dinov2", "pool"), ("mu_dinov2", "sigma_dinov2", 64))
-    return tiny_file
+    return tiny_encoder
 
 
 @pytest.fixture

@@ -96,17 +96,6 @@ def finish_alike(out, arguments, reference):
     expect_same(out, reference)
 
 
-def test_a_users_error_is_one_line_and_nothing_is_written(tmp_path):
-    for name, arguments, words in (
-        ("group", ["train.py", "mdel=tread"], "mdel is not a key; nearest: model"),
-        ("choice", ["train.py", "model=vit"], "dit lightningdit lightningdit_sprint lightningdit_tread sprint tread"),
-        ("checkpoint", ["sample.py", "checkpoint=nowhere"], "checkpoint"),
-        ("command", ["prepare_latents.py", "frobnicate"], "unknown command 'frobnicate'"),
-    ):
-        run(tmp_path / name, arguments).expect_one_line(words)
-        assert list((tmp_path / name).iterdir()) == []
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Kills, before these operations on files.
 
@@ -147,7 +136,7 @@ FULL = {
 
 
 @pytest.mark.parametrize("name", FULL)
-def test_a_full_disk_is_one_line_and_the_next_start_goes_on(name, undisturbed, tmp_path):
+def test_a_full_disk_gives_one_line_and_the_next_start_continues(name, undisturbed, tmp_path):
     arguments, reference = undisturbed(name)
     for pattern, named in FULL[name].items():
         number = errno.EIO if "state" in pattern else errno.ENOSPC
@@ -166,7 +155,7 @@ STEP, SAMPLER = "training.trainer:Trainer.train_step", "sampling.sampler:ImageSa
 MOMENTS = [(STEP, 2), ("checkpoints.store:_write_files", 1), (SAMPLER, 2), (SAMPLER, 5)]  # a step, save, grid and evaluation
 
 
-def test_training_that_is_signalled_again_and_again_saves_each_time_and_ends_as_undisturbed(undisturbed, tmp_path):
+def test_training_saves_at_each_signal_and_ends_with_the_files_of_an_undisturbed_run(undisturbed, tmp_path):
     arguments, reference = undisturbed("train", *LOOKS)
     moments = [(signal.SIGTERM, *moment) for moment in MOMENTS] + [
         (signum, STEP, 1) for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -180,7 +169,7 @@ def test_training_that_is_signalled_again_and_again_saves_each_time_and_ends_as_
 
 
 @pytest.mark.parametrize("name", ["sample", "encode"])
-def test_another_command_that_is_signalled_prints_no_traceback_and_goes_on(name, undisturbed, tmp_path):
+def test_other_commands_print_no_traceback_at_a_signal_and_their_next_start_continues(name, undisturbed, tmp_path):
     arguments, reference = undisturbed(name)
     for signum, pattern in zip((signal.SIGTERM, signal.SIGINT), KILLS[name][1:]):
         outcome = disturb(tmp_path / "out", arguments, reference, partial(at_operation, partial(send, signum), pattern))
@@ -215,7 +204,7 @@ def test_training_repeats_what_a_damaged_checkpoint_held(inputs, undisturbed, tm
 
 
 @pytest.mark.parametrize("name", ["train", "sample"])
-def test_of_two_commands_at_once_one_works_and_the_other_names_it_or_both_are_right(name, undisturbed, tmp_path):
+def test_of_two_equal_commands_at_once_one_works_and_the_other_names_it_or_both_are_right(name, undisturbed, tmp_path):
     arguments, reference = undisturbed(name)
     outcomes = [process.finish() for process in [Command(tmp_path / "out", arguments) for _ in range(2)]]
     for outcome in outcomes:

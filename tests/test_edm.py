@@ -100,7 +100,7 @@ def test_churn_keeps_the_distribution_of_the_data():
 
 
 @pytest.mark.parametrize("churn", [0.0, 4.0])
-def test_the_denoiser_is_called_at_the_levels_that_the_sampler_names_and_noise_added_between_s_min_and_s_max(churn):
+def test_the_sampler_lists_the_levels_that_it_evaluates_and_adds_noise_between_s_min_and_s_max(churn):
     sampler, random, seen = HeunSampler(num_steps=8, S_churn=churn, S_min=0.05, S_max=20.0), GeneratorRandom(4, 0), []
 
     def denoiser(x, sigma, y):

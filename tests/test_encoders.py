@@ -11,7 +11,6 @@ import timm
 import torch
 from PIL import Image
 from safetensors.torch import save_file
-from stand_ins import untrained_encoder
 from torch.nn import functional as F
 
 from common.errors import UserError
@@ -39,11 +38,6 @@ def dinov2_file(tmp_path_factory):
     file = tmp_path_factory.mktemp("dinov2") / "dinov2_vits14_pretrain.pth"
     torch.save(weights, file)
     return file
-
-
-@pytest.fixture(scope="module")
-def tiny_file(tmp_path_factory):
-    return untrained_encoder(tmp_path_factory.mktemp("tiny") / "tiny.safetensors")
 
 
 def bicubic_points(size: int, stored: int, scale: float) -> np.ndarray:
@@ -121,18 +115,18 @@ def test_images_are_shrunk_as_pillows_bicubic_filter_does_it_and_normalised(dino
     assert np.abs(plain - found).max() > 0.02
 
 
-def test_an_encoder_is_frozen_in_its_own_precision(tiny_file):
-    encoder = Encoder(TINY, tiny_file, 32)
+def test_an_encoder_is_frozen_in_its_own_precision(tiny_encoder):
+    encoder = Encoder(TINY, tiny_encoder, 32)
     images = np.random.default_rng(0).integers(0, 256, (1, 32, 32, 3), dtype=np.uint8)
     assert not encoder.net.training and not any(p.requires_grad for p in encoder.net.parameters())
     with torch.autocast("cpu", torch.bfloat16):
         inside = encoder.encode(images)[0]
     assert torch.equal(inside, encoder.encode(images)[0])
-    rounded = Encoder(TINY, tiny_file, 32, precision="bf16").encode(images)[0]
+    rounded = Encoder(TINY, tiny_encoder, 32, precision="bf16").encode(images)[0]
     assert rounded.dtype == torch.float32 and 0 < (rounded - inside).abs().max() < 0.2
 
 
-def test_what_cannot_be_an_encoder_is_refused_in_one_line(tiny_file, tmp_path):
+def test_what_cannot_be_an_encoder_is_refused_in_one_line(tiny_encoder, tmp_path):
     other, pickled = tmp_path / "other.safetensors", tmp_path / "code.pth"
     save_file({"weight": torch.zeros(2)}, other)
 
@@ -142,12 +136,12 @@ def test_what_cannot_be_an_encoder_is_refused_in_one_line(tiny_file, tmp_path):
 
     pickled.write_bytes(pickle.dumps({"weight": Code()}))
     for name, weights, message in (
-        ("test_vit.nothing", tiny_file, "'test_vit.nothing' is not a VisionTransformer of timm"),
-        ("resnet18", tiny_file, "'resnet18' is not a VisionTransformer of timm"),
+        ("test_vit.nothing", tiny_encoder, "'test_vit.nothing' is not a VisionTransformer of timm"),
+        ("resnet18", tiny_encoder, "'resnet18' is not a VisionTransformer of timm"),
         (TINY, tmp_path / "none.pth", "none.pth .weights of the encoder. cannot be read"),
         (TINY, other, "other.safetensors .weights of the encoder. cannot be read"),
         (TINY, pickled, "code.pth .weights of the encoder. cannot be read"),
-        ("vit_tiny_patch16_224", tiny_file, "tiny.safetensors .weights of the encoder. cannot be read"),
+        ("vit_tiny_patch16_224", tiny_encoder, "tiny.safetensors .weights of the encoder. cannot be read"),
     ):
         with pytest.raises(UserError, match=message) as e:
             Encoder(name, weights, 64)

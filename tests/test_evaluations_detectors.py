@@ -56,7 +56,7 @@ def test_features_are_those_of_torch_fidelity_in_any_batches(inception_weights, 
         torch.testing.assert_close(x, features.tensors()[name], rtol=1e-4, atol=1e-5)
 
 
-def test_the_hash_is_of_the_weights_and_other_weights_are_warned_of(inception_weights, caplog):
+def test_the_detector_hashes_its_weights_and_warns_of_unpublished_ones(inception_weights, caplog):
     sha256 = hashlib.sha256(inception_weights.read_bytes()).hexdigest()
     assert InceptionDetector(inception_weights).weights_hash == sha256
     assert "not the published Inception" in caplog.text

@@ -4,15 +4,13 @@ import functools
 
 import pytest
 import torch
-from conftest import checked, composed, make_shard
+from conftest import checked, composed
 from hydra.core.config_store import ConfigStore
 
 from checkpoints.load import build_network
 from common.errors import UserError
 from configs.compose import register
 from configs.experiments import ROWS, TABLES
-from extras.report.experiments import change_words, changes_of
-from extras.report.runs import LOSS, read_run
 
 # The other placements differ from these in their two blocks alone.
 COMPOSED = [name for name in ROWS if "placement/" not in name or name.endswith(("baseline", "/0_10", "/7_8"))]
@@ -57,7 +55,7 @@ def test_experiments_are_evaluated_along_the_way_and_with_the_papers_number_of_s
             assert cfg.train.num_steps % cfg.eval.every == 0 and cfg.eval.final_num_samples == row.num_samples
 
 
-def test_what_a_row_says_follows_the_settings_on_top():
+def test_the_description_of_a_row_follows_its_overrides():
     cfg = composed(["experiment=fashion/dit_xs4_tread", "seed=2", "train.num_steps=77", "train.batch_size=8"])
     assert cfg.name == "fashion_dit_xs4_tread_seed2" and "77 steps of 8 images" in cfg.experiment.differs
     cfg = composed(["experiment=final/xl2_tread_finetune_740", "seed=2", "output_dir=elsewhere"])
@@ -102,46 +100,25 @@ def test_the_rows_of_the_ablations_have_the_routes_of_their_names():
     assert not ROWS["placement/baseline"].overrides.get("model.routes")
 
 
-def test_the_lightning_rows_are_trained_and_sampled_as_published():
-    """By configs/lightningdit_xl_vavae_f16d32.yaml of LightningDiT; the times in this project's clock."""
-    for name in ("lightning/xl1", "lightning/xl1_tread"):
+def test_the_rows_of_lightningdit_and_sprint_are_trained_as_published():
+    """By configs/lightningdit_xl_vavae_f16d32.yaml of LightningDiT and SPRINT's configuration; times in this project's clock."""
+    lightning, sprint = ("XL/1", 80_000, 1024, 2e-4, [0.9, 0.95], None, 1), (400_000, 256, 1e-4, [0.9, 0.999], 1, 0)
+    for name, published, routes in (
+        ("lightning/xl1", lightning, []),
+        ("lightning/xl1_tread", lightning, [(0.5, 2, -4)]),
+        ("sprint/sit_b2_dense", ("B/2", *sprint), []),
+        ("sprint/sit_b2", ("B/2", *sprint), [(0.75, 2, -3)]),
+        ("sprint/sit_xl2_dense", ("XL/2", *sprint), []),
+        ("sprint/sit_xl2", ("XL/2", *sprint), [(0.75, 2, -3)]),
+    ):
         cfg = compose_experiment(name)
-        train, diffusion, data = cfg.train, cfg.diffusion, cfg.data
-        assert (cfg.model.backbone, data.in_channels, data.input_size, data.num_classes) == ("LightningDiT-XL/1", 32, 16, 1000)
-        assert (train.num_steps, train.batch_size, train.lr, train.betas) == (80_000, 1024, 2e-4, [0.9, 0.95])
-        assert (train.weight_decay, train.grad_clip_norm, train.ema_decay, train.precision) == (0, None, 0.9999, "bf16")
+        train, diffusion, data, sampler = cfg.train, cfg.diffusion, cfg.data, cfg.diffusion.sampler
+        steps = (train.num_steps, train.batch_size, train.lr, train.betas, train.grad_clip_norm)
+        assert (cfg.model.backbone.removeprefix("LightningDiT-"), *steps, diffusion.cosine_weight) == published
+        assert (train.weight_decay, train.ema_decay, train.precision) == (0, 0.9999, "bf16")
         assert (diffusion.timestep, diffusion.logit_mean, diffusion.logit_std) == ("logit_normal", 0, 1)
-        assert (diffusion.cosine_weight, cfg.model.class_dropout, cfg.model.learn_sigma) == (1, 0.1, False)
-        sampler = diffusion.sampler
-        assert (sampler.solver, sampler.num_steps, sampler.timestep_shift) == ("euler", 249, 0.3)
-        routes = [(one.selection_ratio, one.start_layer_idx, one.end_layer_idx) for one in cfg.model.routes]
-        assert routes == ([(0.5, 2, -4)] if name.endswith("tread") else [])
-
-
-@pytest.mark.parametrize("size", ["b2", "xl2"])
-def test_the_sprint_rows_are_trained_as_its_published_configuration_says(size):
-    for name, routes in (("sprint/sit_{}_dense", []), ("sprint/sit_{}", [(0.75, 2, -3)])):
-        cfg = compose_experiment(name.format(size))
-        train, diffusion = cfg.train, cfg.diffusion
-        assert (cfg.model.backbone, train.batch_size, train.lr, train.grad_clip_norm) == (
-            f"LightningDiT-{size[:-1].upper()}/2",
-            256,
-            1e-4,
-            1,
-        )
-        assert (diffusion.timestep, diffusion.logit_mean, diffusion.logit_std, diffusion.cosine_weight) == (
-            "logit_normal",
-            0,
-            1,
-            0,
-        )
+        assert (cfg.model.class_dropout, cfg.model.learn_sigma) == (0.1, False)
         assert [(one.selection_ratio, one.start_layer_idx, one.end_layer_idx) for one in cfg.model.routes] == routes
-
-
-def test_an_experiment_runs_and_the_report_knows_it_by_its_folder(train, tmp_path):
-    make_shard(tmp_path / "data" / "a.safetensors", channels=1, size=32, num_classes=10)
-    row, keys = "fashion/dit_xs4_tread", [f"data.path={tmp_path / 'data'}", "train.compile=none"]
-    run = read_run(train("selection", f"experiment={row}", *keys, "train.num_steps=2"))
-    assert run.row["name"] == row and run.row["baseline"] == "fashion/dit_xs4"
-    assert "train.num_steps=2 instead of 6000, train.batch_size=4 instead of 64" in change_words(changes_of(run))
-    assert [*run.figures[LOSS]] == [*run.speeds] == [1, 2] and run.clock[1][-1] > 0
+        if published == lightning:
+            assert (data.in_channels, data.input_size, data.num_classes) == (32, 16, 1000)
+            assert (sampler.solver, sampler.num_steps, sampler.timestep_shift) == ("euler", 249, 0.3)

@@ -1,28 +1,26 @@
 """Files are written whole or not at all; a lock says who holds it; what is cut off while it is read is named."""
 
-import ast
 import errno
 import json
 import logging
 import os
 import re
-import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import file_size_limit, make_shard
+from conftest import file_size_limit, make_shard, wait_for
+from forked import Command
 
 from checkpoints.run import RunFolder
 from common import files
 from common.errors import UserError
-from common.files import REPOSITORY, write_file
+from common.files import write_file
 from common.images import list_images
 from evaluations.images import write_npz
 from latents.shards import LatentDataset
-
-PIPES = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def open_run(folder):
@@ -90,35 +88,28 @@ def test_a_run_removes_what_an_interrupted_save_left_and_nothing_else(tmp_path):
     assert not any(path.exists() for path in left) and all(path.exists() for path in kept)
 
 
-def test_text_files_are_utf_8_everywhere():
-    """Without `encoding` Python takes the system's, which on Windows is another."""
-    found = []
-    tracked = subprocess.run(["git", "ls-files", "*.py"], cwd=REPOSITORY, capture_output=True, text=True).stdout.split()
-    for file in (name for name in tracked if not name.startswith("tests/") and (REPOSITORY / name).exists()):
-        for node in ast.walk(ast.parse((REPOSITORY / file).read_text(encoding="utf-8"))):
-            name = getattr(node.func, "id", getattr(node.func, "attr", "")) if isinstance(node, ast.Call) else ""
-            if name in ("read_text", "write_text") and not any(keyword.arg == "encoding" for keyword in node.keywords):
-                found.append(f"{file}:{node.lineno}")
-    assert found == []
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Locks.
 
 
-def test_a_second_process_is_told_who_is_there_until_the_first_is_killed(tmp_path):
-    code = "import sys; from checkpoints.run import RunFolder; run = RunFolder(*sys.argv[1:]); run.open(); print('open'); input()"
-    process = subprocess.Popen([sys.executable, "-uc", code, tmp_path, "run"], cwd=REPOSITORY, **PIPES)
-    assert process.stdout.readline() == "open\n"
-    words = rf"^another process is training in {tmp_path}/run: process {process.pid} on .*; .* name="
+def hold_a_run():
+    sys.argv = ["train.py", "name=run"]  # as the command has it a moment later
+    run = open_run(Path("run"))
+    Path("is_open").touch()
+    time.sleep(600)
+    run.close()
+
+
+def test_a_second_process_gets_the_name_of_the_first_until_that_is_killed(tmp_path):
+    process = Command(tmp_path, ["train.py", "name=run"], before=hold_a_run)
+    wait_for((tmp_path / "is_open").exists)
+    words = rf"^another process is training in {tmp_path}/run: process {process.process.pid} on .*; .* name="
     with pytest.raises(UserError, match=words):
         open_run(tmp_path / "run")
-    process.kill()
-    process.communicate()
+    process.finish(limit_sec=0)  # kills it
     run = open_run(tmp_path / "run")
-    with pytest.raises(
-        UserError, match=rf"^another process is sampling into {tmp_path}/run: process {os.getpid()} on .* output="
-    ):
+    words = rf"^another process is sampling into {tmp_path}/run: process {os.getpid()} on .* output="
+    with pytest.raises(UserError, match=words):
         files.lock_file(run.path / ".lock", "sampling into", "output")
 
 
@@ -136,7 +127,7 @@ def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch, caplog)
 # Reading.
 
 
-def test_lines_that_are_no_objects_are_none(tmp_path):
+def test_lines_that_hold_no_json_object_are_skipped(tmp_path):
     (tmp_path / "a").write_bytes(b'[1]\n{"step": 1}\n\xff\n{"st\n')
     assert list(files.read_lines(tmp_path / "a")) == [{"step": 1}]
     assert list(files.read_lines(tmp_path / "none")) == []

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import make_shard
 from safetensors.torch import save_file
-from test_webdataset import npy_members, sd_moments, write_tar
+from test_webdataset import check, npy_members, sd_moments, write_tar
 
 from common.errors import UserError
 from latents.autoencoders import SD_SCALE
@@ -57,25 +57,16 @@ def zip_of(folder, file, prefix=""):
                 archive.write(path, prefix + path.relative_to(folder).as_posix())
 
 
-def write_lightningdit(file, latents, flips, labels):
+def write_lightningdit(file, latents, labels, flips=None):
+    """As LightningDiT's extract_features.py; `flips` of None: the mirrored latents."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    save_file({"latents": latents, "latents_flip": flips, "labels": torch.tensor(labels)}, file)
+    tensors = {"latents": latents, "latents_flip": latents.flip(-1) if flips is None else flips, "labels": torch.tensor(labels)}
+    about = {"total_size": str(len(latents)), "dtype": str(latents.dtype), "device": "cpu"}
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, about)
 
 
 def as_mean_and_std(moments):
     return np.concatenate([moments[:, :4], np.exp(moments[:, 4:] / 2)], axis=1)
-
-
-def check(source, latents, labels, flips=None):
-    """Every item, in one piece, one by one, and across the seams of files."""
-    num = len(labels)
-    assert source.labels.dtype == np.int64 and source.labels.tolist() == list(labels)
-    assert tuple(source.shape) == latents.shape[1:] and source.has_flips == (flips is not None)
-    for start, stop in [(0, num), (1, num - 1), (num // 2, num)] + [(i, i + 1) for i in range(num)]:
-        read = source.read(start, stop)
-        assert list(read) == ["latents", "latents_flip"][: 1 + (flips is not None)]
-        for name, expected in zip(read, (latents, flips)):
-            assert read[name].dtype == torch.float32 and torch.equal(read[name], torch.as_tensor(expected[start:stop]))
 
 
 def test_maskdit_items_are_read_in_numeric_order_and_nothing_is_written(tmp_path):
@@ -176,7 +167,7 @@ def test_lightningdit_latents_flips_and_labels_are_read(tmp_path, dtype):
     labels = [4, 2, 0, 1, 3, 3, 2, 1, 0]
     for shard, part in enumerate((slice(0, 4), slice(4, 5), slice(5, 9))):
         file = tmp_path / f"latents_rank00_shard{shard:03d}.safetensors"
-        write_lightningdit(file, latents[part].clone(), flips[part].clone(), labels[part])
+        write_lightningdit(file, latents[part], labels[part], flips[part])
     source = open_latents(tmp_path)
     check(source, latents.float(), labels, flips.float())
     assert source.channel_statistics is None and "latents_stats.pt, with which LightningDiT normalises" in source.note
@@ -231,7 +222,7 @@ def test_what_fits_no_format_or_several_is_refused_and_native_shards_are_not_con
     assert open_latents(tmp_path / "a.safetensors").kind == "sample"
 
 
-def test_what_a_format_does_not_say_is_asked_for_by_its_key(tmp_path):
+def test_a_setting_that_a_format_does_not_hold_is_asked_for_by_its_key(tmp_path):
     def describe(source, kind=None, scale=None, autoencoder=None, **keys):
         return settle_header(source, Conversion("in", "out", kind, scale, autoencoder=autoencoder, **keys))
 

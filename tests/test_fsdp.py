@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import checked, losses, make_shard, metrics, run_train
 from forked import launch
-from fsdp_runs import BATCH, DENSE, LIGHTNING, TREAD, copy_until_step_2
+from fsdp_runs import BATCH, DENSE, LIGHTNING, TREAD, copy_until_step_2, half_of_the_blocks
 from gpu.runs import SMALL, keys_of_repa
 from PIL import Image, ImageChops
 from safetensors.torch import load_file
@@ -16,6 +16,12 @@ from checkpoints.load import load_network
 from common.errors import UserError
 from extras.posthoc_ema import list_snapshots
 from training.sharding import check_processes
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shallow():
+    with half_of_the_blocks():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +149,7 @@ def test_each_process_of_a_node_holds_its_share(runs):
     assert node == pytest.approx(two[0]["ddp"] / 2, rel=0.01)
 
 
-def test_only_the_group_for_long_waits_waits_for_long(runs):
+def test_only_the_group_for_long_waits_has_a_long_timeout(runs):
     timeouts = json.loads((runs / "records_four_0.json").read_text())["timeouts"]
     # Two groups of the mesh with gloo's default, the default group, and the one of runtime/processes.py.
     assert timeouts == [[2, 30 * 60], [2, 30 * 60], [4, 20 * 60], [4, 2 * 60 * 60]]

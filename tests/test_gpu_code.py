@@ -15,6 +15,7 @@ from sampling.sampler import ImageSampler
 from training import sharding
 
 CPU = torch.device("cpu")
+CFG, SPARSE = test_numerics.GUIDANCES
 
 
 def test_the_numerics_run_on_a_cpu():
@@ -50,16 +51,11 @@ def do_nothing(net):
         block.forward = lambda h, *_: h
 
 
-def attend_to_noise(net):
-    for block in net.blocks:
-        block.attn.forward = lambda x, *_: 50 * torch.randn_like(x)
-
-
 def return_tokens_in_reverse(net):
     net.router.end_route = lambda h, skipped, ids_keep: TokenRouter.end_route(h.flip(1), skipped, ids_keep)
 
 
-@pytest.mark.parametrize("damage", [None, do_nothing, attend_to_noise, return_tokens_in_reverse])
+@pytest.mark.parametrize("damage", [None, do_nothing, return_tokens_in_reverse])
 def test_compiled_steps_that_learn_something_else_are_found(tmp_path, monkeypatch, damage):
     def compile_and_damage(net, mode):
         compile_network(net, mode)
@@ -81,8 +77,7 @@ def with_other_labels(sampler):
     return lambda seeds, labels: sampler(seeds, [label + 1 for label in labels])
 
 
-@pytest.mark.parametrize("guidance", test_numerics.GUIDANCES)
-@pytest.mark.parametrize("damage", [None, without_guidance, with_other_labels])
+@pytest.mark.parametrize(("damage", "guidance"), zip([None, without_guidance, with_other_labels], [CFG, SPARSE, CFG]))
 def test_other_images_are_found(monkeypatch, damage, guidance):
     def sampler(**settings):
         made = ImageSampler(**settings)

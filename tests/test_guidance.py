@@ -4,16 +4,9 @@ import itertools
 
 import pytest
 import torch
-from definition import N, small
 
 import guidance
-from common.randomness import SeedRandom
-from edm import EDM
-from edm.sampler import HeunSampler
 from guidance import GuidanceInputs
-from routing_module import Route
-from sit import SiT
-from sit.sampler import FlowSampler
 
 NUM_CLASSES = 7
 X, LEVEL, Y = torch.randn(2, 5, 2, 2, generator=torch.Generator().manual_seed(0)), torch.full((2,), 2.0), torch.tensor([1, 4])
@@ -136,37 +129,3 @@ def test_guidance_of_mixed_noise_levels_is_refused():
     denoiser = guidance.cfg(make_inputs(Recorder()), cfg_scale=2.0, level_lo=0.2, level_hi=0.4)
     with pytest.raises(ValueError, match="a batch has noise levels inside and outside"):
         denoiser(X, torch.tensor([0.3, 0.5]), Y)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# With a network.
-
-
-def sampled(diffusion, name, seeds=(3, 5), **settings):
-    """Images of a small random network under a guidance."""
-    net = small(routes=[Route(0.5, 1, 2)], init="official_tread", num_classes=NUM_CLASSES).eval()
-    random, subsets = (SeedRandom(seeds, torch.device("cpu"), stream) for stream in ("sample", "routes"))
-
-    def denoise(x, level, y, **routing):
-        return diffusion.denoise(net, x, level, y, **routing)
-
-    inputs = GuidanceInputs(denoise, NUM_CLASSES, (1, N), route_scores=lambda: subsets.rand(1, N), weak=denoise)
-    y = torch.tensor([seed % NUM_CLASSES for seed in seeds])
-    return diffusion.sampler(guidance.GUIDANCES[name](inputs, **settings), random.randn(3, 8, 8), y, random)
-
-
-@pytest.mark.parametrize(
-    "diffusion", [EDM(sampler=HeunSampler(num_steps=4)), SiT(sampler=FlowSampler(num_steps=4))], ids=["edm", "sit"]
-)
-def test_the_identities_hold_for_whole_trajectories_and_an_image_is_a_function_of_its_seed(diffusion):
-    top = diffusion.sampler.evaluated_levels()[0]
-    plain, guided = sampled(diffusion, "none"), sampled(diffusion, "cfg", cfg_scale=2.0)
-    assert (plain - guided).abs().max() > 1e-3
-    assert torch.equal(sampled(diffusion, "cfg", cfg_scale=1.0), plain)
-    assert torch.equal(sampled(diffusion, "interval", cfg_scale=2.0, level_lo=0.0, level_hi=top), guided)
-    assert torch.allclose(sampled(diffusion, "autoguidance", w=2.0), plain, atol=1e-5)
-    settings = dict(r_strong=0.25, r_weak=0.5)
-    assert torch.equal(sampled(diffusion, "sparse", w=1.0, **settings | dict(r_strong=0.0)), plain)
-    together = sampled(diffusion, "sparse", seeds=(3, 5), w=2.0, **settings)
-    alone = [sampled(diffusion, "sparse", seeds=(seed,), w=2.0, **settings) for seed in (3, 5)]
-    assert torch.allclose(together, torch.cat(alone), rtol=1e-3, atol=1e-3) and (together - plain).abs().max() > 1e-2

@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import checked, make_shard
 from safetensors.torch import load_file, save_file
+from test_edm import ListedRandom
 
 from common.errors import UserError
 from latents import autoencoders
@@ -23,8 +24,8 @@ CPU = torch.device("cpu")
 
 
 def test_a_shard_uses_the_documented_keys_and_header(tmp_path):
-    file = tmp_path / "a.safetensors"
-    latents, labels = make_shard(file)
+    file, statistics = tmp_path / "a.safetensors", dict(latents_mean=(0.1, -1 / 3), latents_std=(1e-7, 123456.789))
+    latents, labels = make_shard(file, **statistics)
     tensors = load_file(file)
     assert torch.equal(tensors["latents"], latents) and torch.equal(tensors["labels"], labels)
     size = int.from_bytes(file.read_bytes()[:8], "little")
@@ -32,8 +33,10 @@ def test_a_shard_uses_the_documented_keys_and_header(tmp_path):
     assert re.fullmatch("[0-9a-f]{32}", about.pop("hash"))
     assert about == {
         "kind": "sample", "scale_factor": 0.5, "autoencoder": "identity", "resolution": 4, "num_classes": 3,
-        "latents_mean": None, "latents_std": None,
+        "latents_mean": [0.1, -1 / 3], "latents_std": [1e-7, 123456.789],
     }  # fmt: skip
+    info = LatentDataset(tmp_path).info
+    assert (info.latents_mean, info.latents_std) == tuple(statistics.values())
 
 
 def test_any_changed_byte_of_a_shard_is_found(tmp_path):
@@ -67,26 +70,19 @@ def test_items_are_fetched_by_index_across_shards_in_the_order_asked_for(tmp_pat
     assert torch.equal(latents, torch.stack(expected)) and torch.equal(labels, both_labels[indices])
 
 
-class FixedNoise:
-    def __init__(self, value):
-        self.value = value
-
-    def randn(self, *shape):
-        return torch.full((1, *shape), self.value)
-
-
 def test_moments_are_sampled_then_normalised_and_scaled(tmp_path):
     stored = torch.tensor([2.0, math.log(9.0)]).reshape(1, 2, 1, 1)  # mean 2, variance 9
     info = ShardInfo(kind="moments", scale_factor=0.5, autoencoder="identity", resolution=1, num_classes=1)
-    assert latents_for_network(stored, info, FixedNoise(1.0)).item() == pytest.approx((2 + 3 * 1.0) * 0.5)
-    assert latents_for_network(stored, info, FixedNoise(-2.0)).item() == pytest.approx((2 - 3 * 2.0) * 0.5)
+    noise = ListedRandom(*(torch.full((1, 1, 1, 1), value) for value in (1.0, -2.0, 1.0)))
+    assert latents_for_network(stored, info, noise).item() == pytest.approx((2 + 3 * 1.0) * 0.5)
+    assert latents_for_network(stored, info, noise).item() == pytest.approx((2 - 3 * 2.0) * 0.5)
     info = ShardInfo("moments", 0.5, "identity", 1, 1, latents_mean=(4.0,), latents_std=(10.0,))
-    assert latents_for_network(stored, info, FixedNoise(1.0)).item() == pytest.approx((2 + 3 - 4) / 10 * 0.5)
+    assert latents_for_network(stored, info, noise).item() == pytest.approx((2 + 3 - 4) / 10 * 0.5)
     make_shard(tmp_path / "a.safetensors", channels=2, kind="moments")
     assert LatentDataset(tmp_path).channels == 2  # half of those stored
 
 
-def test_what_the_network_sees_of_a_channel_is_brought_to_mean_0_and_deviation_1_and_restored_for_the_autoencoder():
+def test_each_channel_is_normalised_for_the_network_and_restored_for_the_autoencoder():
     info = ShardInfo("sample", 0.5, "none", 4, 3, latents_mean=(1.5, -20.0), latents_std=(0.25, 40.0))
     stored = torch.tensor([1.25, 1.5, -20.0, 60.0], dtype=torch.float16).reshape(1, 2, 1, 2)
     seen = latents_for_network(stored, info)
@@ -95,16 +91,6 @@ def test_what_the_network_sees_of_a_channel_is_brought_to_mean_0_and_deviation_1
     plain = ShardInfo("sample", 0.3, "none", 4, 3)
     x = torch.randn(2, 2, 3, 3)
     assert torch.equal(latents_for_network(x, plain), x * 0.3) and torch.equal(restore_latents(x, plain), x / 0.3)
-
-
-def test_a_header_holds_mean_and_deviation_of_each_channel_exactly(tmp_path):
-    values = dict(latents_mean=(0.1, -1 / 3), latents_std=(1e-7, 123456.789))
-    make_shard(tmp_path / "a.safetensors", **values)
-    info = LatentDataset(tmp_path).info
-    assert (info.latents_mean, info.latents_std) == tuple(values.values())
-    make_shard(tmp_path / "b.safetensors", **dict(values, latents_mean=(0.1, 0.0)))
-    with pytest.raises(UserError, match="b.safetensors does not belong with .*a.safetensors: .*latents_mean"):
-        LatentDataset(tmp_path)
 
 
 def test_the_identity_changes_with_the_data(tmp_path):
@@ -152,6 +138,7 @@ def cut_off(file):
         (changed(latents=torch.zeros(2, 2, 4, 4).half()), "does not belong with .*a.safetensors"),
         (changed(latents=torch.zeros(2, 2, 5, 5)), "does not belong with .*a.safetensors"),
         (changed({"scale_factor": 0.25}), "does not belong with .*a.safetensors"),
+        (changed({"latents_mean": [0, 0], "latents_std": [1, 1]}), "does not belong with .*a.safetensors: .*latents_mean"),
     ],
 )
 def test_a_bad_shard_is_refused_by_name(tmp_path, write, message):
@@ -162,7 +149,7 @@ def test_a_bad_shard_is_refused_by_name(tmp_path, write, message):
     assert "\n" not in str(refused.value)
 
 
-def test_what_is_no_shard_is_not_written_and_an_existing_one_not_overwritten(tmp_path):
+def test_a_bad_shard_is_not_written_and_an_existing_one_is_not_overwritten(tmp_path):
     latents, labels = torch.zeros(3, 2, 4, 4), torch.tensor([0, 1, 2])
     bad = latents.clone()
     bad[1, 0, 2, 2] = float("nan")
@@ -200,7 +187,7 @@ def test_every_epoch_is_a_permutation_also_where_a_batch_spans_two():
     assert sorted(np.bincount(indices, minlength=3)) == [2, 3, 3]  # two epochs and a part of the third
 
 
-def test_the_order_goes_on_from_any_step_and_slices_make_up_the_global_batch():
+def test_the_order_resumes_at_any_step_and_slices_make_up_the_global_batch():
     whole = [indices.tolist() for indices, _ in order()]
     assert [indices.tolist() for indices, _ in order(start_step=3)] == whole[3:]
     halves = [[i.tolist() for i, _ in order(slices=[part])] for part in (slice(0, 2), slice(2, 4))]  # two processes
@@ -209,7 +196,7 @@ def test_the_order_goes_on_from_any_step_and_slices_make_up_the_global_batch():
     assert [a + b for a, b in zip(micro[::2], micro[1::2])] == whole
 
 
-def test_flips_are_tossed_afresh_each_epoch():
+def test_flips_are_drawn_again_in_each_epoch():
     coins = order(num_items=1000, batch_size=1000, slices=[slice(0, 1000)], num_steps=2, with_flips=True)
     first, second = (flips for _, flips in coins)
     assert abs(first.mean() - 0.5) < 0.05 and (first != second).any()
@@ -229,6 +216,8 @@ def test_identity_latents_become_the_pixels_of_the_images_and_are_clamped():
     between = torch.tensor([[[[-3.0, 9.6 / 127.5 - 1, 3.0]]]])
     assert [autoencoders.to_uint8(between, how)[0, 0, 1, 0].item() for how in ("round", "truncate")] == [10, 9]
     assert autoencoders.to_uint8(between, "truncate")[0, 0, :, 0].tolist() == [0, 9, 255]
+    with pytest.raises(UserError, match="decoded images hold NaN"):
+        autoencoders.to_uint8(torch.full((1, 3, 2, 2), math.nan))
 
 
 def test_an_sd_vae_decodes_from_a_local_folder_large_batches_in_slices(tmp_path, monkeypatch):
@@ -252,7 +241,7 @@ def test_an_sd_vae_decodes_from_a_local_folder_large_batches_in_slices(tmp_path,
             assert torch.allclose(method(batch), whole, atol=1e-6) and sizes == expected
 
 
-def test_an_autoencoder_that_is_not_there_or_does_not_fit_is_refused(tmp_path):
+def test_a_missing_autoencoder_and_one_of_other_channels_are_refused(tmp_path):
     for spec, message in (
         (f"sd-vae:{tmp_path / 'nowhere'}", "autoencoder=sd-vae:.*nowhere: there is no such folder"),
         ("identity", "autoencoder=identity shows latents as pixels, which have 1 or 3 channels, not 4"),

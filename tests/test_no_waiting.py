@@ -14,14 +14,16 @@ from training.trainer import Trainer
 
 WAITING = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__", "__contains__")
 SETTINGS = {
-    "routed": [],
-    "importance": ["model.selection=importance"],
-    "sit": ["diffusion=sit"],
-    "clipping and accumulation": ["train.grad_clip_norm=1", "train.grad_accum_steps=2"],
-    "checkpointing": ["train.activation_checkpointing=blocks"],
-    "workers": ["data.num_workers=2"],
-    "grids and evaluations": ["sample.every=6", "sample.num_samples=2", "eval.every=6", "eval.num_samples=4", "eval.num_steps=1"],
-}
+    "defaults": [],
+    "importance, clipping, accumulation and checkpointing": [
+        "model.selection=importance", "train.activation_checkpointing=blocks",
+        "train.grad_clip_norm=1", "train.grad_accum_steps=2",
+    ],
+    "sit, workers, grids and evaluations": [
+        "diffusion=sit", "data.num_workers=2",
+        "sample.every=6", "sample.num_samples=2", "eval.every=6", "eval.num_samples=4", "eval.num_steps=1",
+    ],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -41,8 +43,8 @@ def test_steps_between_two_lines_of_metrics_wait_for_nothing(tmp_path, monkeypat
     assert len(calls) > calls_before_step[-1]  # the line of metrics waits
 
 
-@pytest.mark.parametrize("name", ["routed", "importance", "sit"])
-def test_the_loss_on_a_gpu_takes_no_tensor_that_stayed_on_the_cpu(tmp_path, monkeypatch, name):
+@pytest.mark.parametrize("key", ["model.selection=importance", "diffusion=sit"])
+def test_every_tensor_of_the_loss_is_moved_to_the_gpu(tmp_path, monkeypatch, key):
     losses, make_generator = Trainer.losses, torch.Generator
     seen = []
 
@@ -62,5 +64,5 @@ def test_the_loss_on_a_gpu_takes_no_tensor_that_stayed_on_the_cpu(tmp_path, monk
         return losses(trainer, part, stored, labels)
 
     monkeypatch.setattr(Trainer, "losses", losses_on_a_gpu)
-    run_train(tmp_path, "run", "train.num_steps=1", *SETTINGS[name])
+    run_train(tmp_path, "run", "train.num_steps=1", key)
     assert len(seen) == 1

@@ -139,7 +139,7 @@ def test_the_hubs_offline_mode_is_named(monkeypatch):
         find_on_hub(NAME, *autoencoders.HUB_FILES, otherwise="")
 
 
-def test_an_id_that_the_hub_does_not_know_is_said_to_be_wrong(server):
+def test_an_id_that_the_hub_does_not_know_is_named(server):
     with pytest.raises(UserError, match="cannot be downloaded .404.*someone/veo"):
         find_on_hub("someone/veo", *autoencoders.HUB_FILES, otherwise="")
 

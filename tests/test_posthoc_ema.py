@@ -5,7 +5,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import run_sample
+from conftest import run_sample, run_train
 from conftest import weights as tensors
 from safetensors.torch import load_file
 
@@ -29,7 +29,7 @@ def profile(t, length):
 
 
 @torch.no_grad()
-def test_tracked_averages_are_made_as_the_weights_are_after_they_have_been_moved():
+def test_tracked_averages_follow_a_network_that_was_moved_after_they_were_built():
     """To another type here, which changes parameters in place as another device does."""
     net = torch.nn.Linear(3, 1)
     ema = TrackedEMA(net, 0.9, [0.05])
@@ -58,7 +58,7 @@ def test_tracked_averages_are_sums_of_the_weights_by_their_profiles():
         assert averages["weight"][0].numpy() == pytest.approx(profile(steps, length) @ trajectory, rel=1e-4, abs=1e-4)
 
 
-def test_an_average_of_any_length_between_is_found_to_the_error_that_is_stated():
+def test_an_average_of_any_length_is_found_within_the_error_that_solve_returns():
     """|sum (p' - p) theta| is at most |p' - p| |theta|, by Cauchy and Schwarz."""
     t, tracked = 1200, [(step, length) for step in range(50, 1201, 50) for length in (0.05, 0.25)]
     profiles = np.stack([np.pad(profile(step, length), (0, t - step)) for step, length in tracked])
@@ -95,7 +95,7 @@ def test_a_length_that_is_tracked_is_itself():
     assert factors == pytest.approx([0, 0, 0, 0, 0, 1], abs=1e-9) and error < 1e-9
 
 
-def test_tracking_changes_nothing_else_and_a_resume_goes_on_with_it(train, tmp_path):
+def test_tracking_changes_nothing_else_and_a_resumed_run_continues_it(train, tmp_path):
     plain, tracked = train("plain", *TRACK[2:]), train("tracked", *TRACK)
     for file in ("model", "ema"):
         assert all(torch.equal(a, tensors(plain, 6, file)[name]) for name, a in tensors(tracked, 6, file).items())
@@ -116,8 +116,6 @@ def test_tracking_changes_nothing_else_and_a_resume_goes_on_with_it(train, tmp_p
 
 @pytest.fixture(scope="module")
 def tracked(tmp_path_factory):
-    from conftest import run_train
-
     return run_train(tmp_path_factory.mktemp("tracked"), "run", *TRACK)
 
 
@@ -145,13 +143,13 @@ def test_a_checkpoint_gives_a_tracked_average_itself_and_others_from_the_snapsho
         (["ema_length=0.3"], "ema_length=0.3: Input should be less than or equal to 0.28"),
     ],
 )
-def test_a_length_that_cannot_be_had_is_refused(tracked, tmp_path, overrides, words):
+def test_a_length_outside_the_tracked_range_is_refused(tracked, tmp_path, overrides, words):
     with pytest.raises(UserError, match=words):
         run_sample(f"checkpoint={tracked}", f"output={tmp_path / 'out'}", *overrides)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_that_tracks_none_gives_none_and_does_not_begin_later(train, tmp_path):
+def test_a_run_without_tracked_averages_gives_none_and_cannot_start_tracking_later(train, tmp_path):
     run = train("run", "train.num_steps=2")
     with pytest.raises(UserError, match="ema_length=0.1: .* belongs to a run without train.ema_lengths"):
         run_sample(f"checkpoint={run}", "ema_length=0.1")
@@ -163,7 +161,7 @@ def test_a_run_that_tracks_none_gives_none_and_does_not_begin_later(train, tmp_p
     assert (other / "checkpoints" / "step_0000006" / "tracked_ema.safetensors").exists()
 
 
-def test_missing_and_altered_snapshots_are_refused_and_other_files_are_not_looked_at(tracked, tmp_path):
+def test_missing_and_altered_snapshots_are_refused_and_other_files_are_ignored(tracked, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(tracked, run)
     folder, snapshots = store.find_checkpoint(run, "checkpoint"), posthoc_ema.list_snapshots(run)

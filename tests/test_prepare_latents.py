@@ -8,15 +8,13 @@ import os
 import re
 import shutil
 import tarfile
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from threading import Barrier
 
 import numpy as np
 import pytest
 import torch
-from conftest import checked, forget_accelerate, make_shard
+from conftest import checked, encode, forget_accelerate, make_shard
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -30,11 +28,9 @@ from evaluations.images import open_images
 from latents import autoencoders
 from latents.channel_statistics import are_mirrored
 from latents.prepare import inspect as inspect_module
-from latents.prepare.encode import Encoding
 from latents.prepare.images import open_labelled_images
 from latents.prepare.write import ShardWriter
 from latents.shards import LatentDataset, ShardInfo, latents_for_network, write_shard
-from runtime import machine
 from training import build
 
 RESOLUTION = 32
@@ -74,12 +70,10 @@ def images(tmp_path_factory):
     return root
 
 
-def encode(images, output, vae, *settings):
-    forget_accelerate()
-    arguments = dict(images=images, output=output, resolution=RESOLUTION, autoencoder=vae, cpu_threads=1, num_workers=0)
-    arguments |= dict(shard_size=8, batch_size=3) | dict(setting.split("=", 1) for setting in settings)
-    prepare_latents.main(["encode", *(f"{key}={value}" for key, value in arguments.items())])
-    return output
+@pytest.fixture(scope="module")
+def encoded(images, vae, tmp_path_factory):
+    """The latents of `images` without further settings. Nobody writes to them: tests that would take a copy."""
+    return encode(images, tmp_path_factory.mktemp("encoded") / "out", vae)
 
 
 def contents(folder):
@@ -102,9 +96,6 @@ def test_latents_are_those_of_the_autoencoder(images, vae, tmp_path):
                 posterior = net.encode(pixels[None].flip(-1) if flip else pixels[None]).latent_dist
             expected = torch.cat([posterior.mean, posterior.logvar], dim=1)
             assert torch.allclose(stored.float(), expected, rtol=2e-3, atol=1e-4)
-            mean = stored.float().chunk(2, dim=1)[0]  # gives the image back as well as the autoencoder does directly
-            with torch.no_grad():
-                assert torch.allclose(net.decode(mean).sample, net.decode(posterior.mean).sample, atol=5e-3)
 
 
 def write_statistics(folder, num_channels):
@@ -114,28 +105,28 @@ def write_statistics(folder, num_channels):
     return file
 
 
-def test_encode_measures_mean_and_deviation_of_each_channel_or_takes_lightningdits(images, vae, tmp_path):
-    given = {"plain": [], "measured": ["normalize=true"], "taken": [f"latents_stats={write_statistics(tmp_path, 4)}"]}
-    plain, measured, taken = (LatentDataset(encode(images, tmp_path / name, vae, *keys)) for name, keys in given.items())
+def test_encode_measures_mean_and_deviation_of_each_channel_or_takes_lightningdits(images, vae, encoded, tmp_path):
+    plain = LatentDataset(encoded)
+    measured = LatentDataset(encode(images, tmp_path / "measured", vae, "normalize=true"))
+    taken = LatentDataset(encode(images, tmp_path / "taken", vae, f"latents_stats={write_statistics(tmp_path, 4)}"))
     manifest = json.loads((tmp_path / "measured" / "manifest.json").read_text())
     assert plain.info.latents_mean is None and plain.info.scale_factor == 0.18215 and measured.info.scale_factor == 1
     assert list(measured.info.latents_mean) == manifest["mean"] and list(measured.info.latents_std) == manifest["std"]
     assert (taken.info.scale_factor, taken.info.latents_mean, taken.info.latents_std) == (1, (0, 1, 2, 3), (0.5, 1, 1.5, 2))
     indices = np.arange(40)
     stored, *others = (dataset.fetch(indices, indices < 0)[0] for dataset in (plain, measured, taken))
-    assert all(torch.equal(stored, other) for other in others)  # what is stored is the same, and the network sees it otherwise
+    assert all(torch.equal(stored, other) for other in others)  # the shards hold the same values; the headers differ
     seen = latents_for_network(stored, measured.info, SeedRandom(list(range(40)), torch.device("cpu")))
     assert np.allclose(seen.mean(dim=(0, 2, 3)), 0, atol=0.1) and np.allclose(seen.std(dim=(0, 2, 3)), 1, atol=0.1)
     inspect(tmp_path / "measured", "grid=none", "sigma_data=1")
 
 
-def test_the_manifest_states_what_was_made_and_how(images, vae, tmp_path):
-    folder = encode(images, tmp_path / "out", vae)
-    manifest = json.loads((folder / "manifest.json").read_text())
+def test_the_manifest_describes_the_latents(images, vae, encoded):
+    manifest = json.loads((encoded / "manifest.json").read_text())
     expected = {"num_items": 40, "kind": "moments", "autoencoder": vae, "shape": [4, 16, 16], "source": str(images)}
     expected |= {"class_names": ["ant", "bee", "cow"], "class_counts": [14, 13, 13]}
     assert {key: manifest[key] for key in expected} == expected
-    stored = LatentDataset(folder).fetch(np.arange(40), np.zeros(40, dtype=bool))[0].double()
+    stored = LatentDataset(encoded).fetch(np.arange(40), np.zeros(40, dtype=bool))[0].double()
     mean, log_variance = stored.chunk(2, dim=1)
     samples = mean + (log_variance / 2).exp() * torch.randn(200, *mean.shape, generator=torch.Generator().manual_seed(0))
     assert np.allclose(manifest["mean"], mean.mean(dim=(0, 2, 3)), atol=1e-6)
@@ -151,8 +142,8 @@ def test_samples_are_drawn_once_from_the_seed_and_the_image(images, vae, tmp_pat
     assert torch.allclose(first, repeated, atol=2e-3)
 
 
-def test_an_interrupted_encoding_continues_and_ends_in_the_same_files(images, vae, tmp_path, monkeypatch):
-    whole, output, write = contents(encode(images, tmp_path / "whole", vae)), tmp_path / "out", ShardWriter.write
+def test_an_interrupted_encoding_continues_and_ends_in_the_same_files(images, vae, encoded, tmp_path, monkeypatch):
+    output, write = tmp_path / "out", ShardWriter.write
 
     def stop_at_the_third(self, shard, *arguments):
         if shard.start == 16:
@@ -169,33 +160,9 @@ def test_an_interrupted_encoding_continues_and_ends_in_the_same_files(images, va
         LatentDataset(output)
     written_ns = {name: (output / name).stat().st_mtime_ns for name in contents(output)}
     assert len(written_ns) == 2
-    assert contents(encode(images, output, vae)) == whole
+    assert contents(encode(images, output, vae)) == contents(encoded)
     assert {name: (output / name).stat().st_mtime_ns for name in written_ns} == written_ns  # finished shards were left alone
     assert not list(output.glob(".*"))
-
-
-class Process:
-    """What `encode` uses of an Accelerator, for two processes that are threads."""
-
-    device, num_processes, end_training = torch.device("cpu"), 2, lambda self: None
-
-    def __init__(self, index, barrier):
-        self.process_index, self.is_main_process, self.wait_for_everyone = index, index == 0, barrier.wait
-
-
-def test_two_processes_write_the_same_shards_as_one(images, vae, tmp_path, monkeypatch):
-    one, barrier = encode(images, tmp_path / "one", vae, "kind=sample"), Barrier(2)
-    net = autoencoders.build(vae, torch.device("cpu"))
-    monkeypatch.setattr(autoencoders, "build", lambda *args, **settings: net)  # diffusers cannot build two at a time
-    processes = iter([Process(0, barrier), Process(1, barrier)])
-    monkeypatch.setattr(machine, "start_accelerator", lambda *args, **settings: next(processes))
-    keys = dict(resolution=RESOLUTION, autoencoder=vae, num_workers=0, shard_size=8, batch_size=3, kind="sample")
-    encoding = Encoding(images=str(images), output=str(tmp_path / "two"), **keys)
-    with ThreadPoolExecutor(2) as pool:
-        both = [pool.submit(prepare_latents.encode, encoding) for _ in range(2)]
-        assert [future.result(timeout=60) for future in both] == [None, None]
-    assert contents(tmp_path / "two") == contents(one)
-    assert (tmp_path / "two" / "manifest.json").read_text() == (one / "manifest.json").read_text()
 
 
 def test_a_folder_is_locked_until_it_has_its_manifest_and_may_be_locked_again_at_once(tmp_path, monkeypatch):
@@ -226,8 +193,8 @@ def test_a_folder_is_locked_until_it_has_its_manifest_and_may_be_locked_again_at
     assert contents(tmp_path) == before and not list(tmp_path.glob(".*")) and len(LatentDataset(tmp_path)) == 4
 
 
-def test_a_changed_shard_is_set_aside_and_made_again(images, vae, tmp_path, caplog):
-    folder = encode(images, tmp_path / "out", vae)
+def test_a_changed_shard_is_renamed_and_made_again(images, vae, encoded, tmp_path, caplog):
+    folder = shutil.copytree(encoded, tmp_path / "out")
     before, file = contents(folder), folder / "latents_00001.safetensors"
     file.write_bytes(damaged := file.read_bytes()[:-1] + b"\x00")
     encode(images, folder, vae)
@@ -236,26 +203,8 @@ def test_a_changed_shard_is_set_aside_and_made_again(images, vae, tmp_path, capl
     assert contents(folder) == before and (folder / "manifest.json").exists()
 
 
-def test_a_folder_with_other_latents_is_refused(images, vae, tmp_path):
-    folder = encode(images, tmp_path / "out", vae)
-    before = contents(folder), (folder / "manifest.json").read_bytes()
-    with pytest.raises(UserError, match=r"already holds another data set \(flips: False -> True\); choose another folder"):
-        encode(images, folder, vae, "flips=true")
-    make_shard(tmp_path / "mine" / "a.safetensors")
-    with pytest.raises(UserError, match="holds a.safetensors, which this command did not write; choose another"):
-        encode(images, tmp_path / "mine", vae)
-    assert (contents(folder), (folder / "manifest.json").read_bytes()) == before
-
-
-def copy_of(images, folder):
-    for file in images.rglob("*.*"):
-        (folder / file.relative_to(images)).parent.mkdir(parents=True, exist_ok=True)
-        (folder / file.relative_to(images)).write_bytes(file.read_bytes())
-    return folder
-
-
-def test_a_mended_image_costs_no_more_than_its_shard(images, vae, tmp_path, caplog):
-    folder = copy_of(images, tmp_path / "copy")
+def test_a_repaired_or_removed_image_changes_only_its_shard(images, vae, encoded, tmp_path, caplog):
+    folder = shutil.copytree(images, tmp_path / "copy")
     file = folder / "cow" / "38.jpg"  # in the last of five shards
     good = file.read_bytes()
     file.write_bytes(good[:100])
@@ -264,19 +213,19 @@ def test_a_mended_image_costs_no_more_than_its_shard(images, vae, tmp_path, capl
     finished = {f.name: f.stat().st_mtime_ns for f in (tmp_path / "out").glob("*.safetensors")}
     file.write_bytes(good)
     encode(folder, tmp_path / "out", vae)
-    assert contents(tmp_path / "out") == contents(encode(images, tmp_path / "whole", vae)) and len(finished) >= 3
+    assert contents(tmp_path / "out") == contents(encoded) and len(finished) >= 3
     assert all((tmp_path / "out" / name).stat().st_mtime_ns == at for name, at in finished.items())
-    file.unlink()  # and an image that is removed: those before it stay
+    file.unlink()
     encode(folder, tmp_path / "out", vae)
     assert "latents_00004.safetensors was made from other items than the source holds now; renamed" in caplog.text
     assert len(LatentDataset(tmp_path / "out")) == 39
     assert all((tmp_path / "out" / name).stat().st_mtime_ns == at for name, at in finished.items())
 
 
-def test_other_images_or_weights_are_another_data_set(images, vae, tmp_path, monkeypatch):
-    out = encode(images, tmp_path / "out", vae)
-    before = contents(out)
-    others = copy_of(images, tmp_path / "others")
+def test_other_settings_images_weights_or_shards_are_another_data_set(images, vae, encoded, tmp_path, monkeypatch):
+    out, others = shutil.copytree(encoded, tmp_path / "out"), shutil.copytree(images, tmp_path / "others")
+    with pytest.raises(UserError, match=r"already holds another data set \(flips: False -> True\); choose another folder"):
+        encode(images, out, vae, "flips=true")
     for file in sorted(others.rglob("*.*")):  # same names, sizes and labels
         blob = bytearray(file.read_bytes())
         blob[-20] ^= 255
@@ -284,34 +233,39 @@ def test_other_images_or_weights_are_another_data_set(images, vae, tmp_path, mon
     with pytest.raises(UserError, match="already holds another data set .made of other items.; choose another folder"):
         encode(others, out, vae)
     net = autoencoders.build(vae, torch.device("cpu"))
-    original = net.fingerprint()
     net.vae.quant_conv.bias.add_(1.0)
-    assert net.fingerprint() != original
     monkeypatch.setattr(autoencoders, "build", lambda *args, **settings: net)
     with pytest.raises(UserError, match="already holds another data set .weights: "):
         encode(images, out, vae)
-    assert contents(out) == before
+    assert contents(out) == contents(encoded) and (out / "manifest.json").exists()
+    make_shard(tmp_path / "mine" / "a.safetensors")
+    with pytest.raises(UserError, match="holds a.safetensors, which this command did not write; choose another"):
+        encode(images, tmp_path / "mine", vae)
 
 
-def test_unreadable_images_can_be_skipped_and_are_counted(images, vae, tmp_path, caplog):
-    folder, rng, whole = copy_of(images, tmp_path / "bad"), np.random.default_rng(1), io.BytesIO()
+def test_unreadable_images_can_be_skipped_and_are_counted(images, vae, encoded, tmp_path, caplog):
+    folder, rng, whole = shutil.copytree(images, tmp_path / "bad"), np.random.default_rng(1), io.BytesIO()
     random_image(rng, width=1, height=50).save(folder / "ant" / "narrow.png")
     random_image(rng, width=90, height=90).save(whole, "jpeg")
     (folder / "bee" / "cut.jpg").write_bytes(whole.getvalue()[:-2000])
     Image.fromarray(rng.integers(0, 60000, (40, 40), dtype=np.uint16)).save(folder / "bee" / "deep.png")
+    os.mkfifo(folder / "ant" / "00.png")  # the first: the hash of the source reads it
     (folder / "cow" / "text.png").write_text("not an image")
-    encode(folder, tmp_path / "out", vae, "on_error=skip")
-    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
-    assert [entry["name"] for entry in manifest["left_out"]] == ["ant/narrow.png", "bee/cut.jpg", "bee/deep.png", "cow/text.png"]
-    assert "left out 4, listed in manifest.json; the first: {'name': 'ant/narrow.png'" in caplog.text
-    good, every = LatentDataset(encode(images, tmp_path / "good", vae)), (np.arange(40), np.zeros(40, dtype=bool))
-    found = LatentDataset(tmp_path / "out").fetch(*every)[0].float()
-    assert torch.allclose(found, good.fetch(*every)[0].float(), atol=2e-3)
+    out = LatentDataset(encode(folder, tmp_path / "out", vae, "on_error=skip"))
+    left_out = json.loads((tmp_path / "out" / "manifest.json").read_text())["left_out"]
+    names = ["ant/00.png", "ant/narrow.png", "bee/cut.jpg", "bee/deep.png", "cow/text.png"]
+    assert [entry["name"] for entry in left_out] == names
+    assert "ant/00.png cannot be read: it is not a regular file" in left_out[0]["problem"]
+    assert "left out 5, listed in manifest.json; the first: {'name': 'ant/00.png'" in caplog.text
+    every = np.arange(40), np.zeros(40, dtype=bool)
+    assert torch.allclose(out.fetch(*every)[0].float(), LatentDataset(encoded).fetch(*every)[0].float(), atol=2e-3)
+    originals = [inspect_module.fetch_originals(*pair) for pair in ((out, folder), (LatentDataset(encoded), images))]
+    assert np.array_equal(*originals) and len(originals[0]) == 16
 
 
 @pytest.mark.parametrize("autoencoder", ["identity", None])
 def test_a_shard_of_which_no_image_can_be_read_is_empty_and_is_not_made_again(images, vae, tmp_path, autoencoder):
-    folder = copy_of(images, tmp_path / "images")
+    folder = shutil.copytree(images, tmp_path / "images")
     names = open_labelled_images(folder).names
     for name in names[8:16]:
         (folder / name).write_text("not an image")
@@ -357,7 +311,13 @@ def test_labels_come_from_edms_dataset_json_or_all_images_are_of_one_class(tmp_p
     for i in range(4):
         random_image(np.random.default_rng(0)).save(tmp_path / f"{i}.png")
     assert open_labelled_images(tmp_path, labels="none").labels.tolist() == [0, 0, 0, 0]
-    for pairs, message in (([["4.png", 0]], "lists 4.png, which is not there"), ([["0.png", 0.5]], "is not .*whole number")):
+    for pairs, message in (
+        ([["4.png", 0]], "lists 4.png, which is not there"),
+        ([["0.png", 0.5]], "is not .*whole number"),
+        ([["0.png", -1]], "is not .*Input should be .*0"),
+        ([["0.png", 10**6]], "is not .*Input should be .*1000000"),
+        ([["0.png", 10**30]], "is not .*Input should be .*1000000"),
+    ):
         (tmp_path / "dataset.json").write_text(json.dumps({"labels": pairs}))
         with pytest.raises(UserError, match=f"dataset.json {message}"):
             open_labelled_images(tmp_path)
@@ -366,7 +326,7 @@ def test_labels_come_from_edms_dataset_json_or_all_images_are_of_one_class(tmp_p
     assert found.names == ["0.png", "1.png", "2.png"] and found.labels.tolist() == [3, 7, 7] and found.class_names is None
 
 
-def in_tars(folder, rng):
+def write_image_tars(folder, rng):
     for t in range(2):
         members = []
         for i in range(3):
@@ -379,22 +339,24 @@ def in_tars(folder, rng):
 
 @pytest.mark.parametrize("autoencoder", ["identity", None])
 def test_kept_images_are_those_of_their_latents(images, vae, tmp_path, autoencoder):
-    folder = copy_of(images, tmp_path / "images")
-    (folder / "bee" / "00.png").write_text("left out")  # what comes after it keeps its image
+    folder = shutil.copytree(images, tmp_path / "images")
+    (folder / "bee" / "00.png").write_text("left out")  # later images keep their places
     settings = ["keep_images=jpeg", "on_error=skip", "flips=true", "kind=sample", "dtype=float32"]
     dataset = LatentDataset(encode(folder, tmp_path / "out", autoencoder or vae, *settings))
     left_out = json.loads((tmp_path / "out" / "manifest.json").read_text())["left_out"]
     assert [entry["name"] for entry in left_out] == ["bee/00.png"] and dataset.has_jpegs
     files = [file for file in sorted(folder.rglob("*.*")) if file.name != "00.png" or file.parent.name != "bee"]
-    for flip in (False, True):
-        found = dataset.fetch_with_images(np.arange(len(files)), np.full(len(files), flip))[2].numpy().astype(int)
-        for image, file in zip(found, files):
-            error = np.abs(image - adm_center_crop(read_rgb(file)[0], RESOLUTION)[:, :: -1 if flip else 1]).mean()
-            assert error < (1 if autoencoder else 12), file  # pixels themselves; those of JPEG files
+    indices = np.random.default_rng(0).permutation(len(files))  # over the seams of shards, some mirrored
+    flips = indices % 2 == 1
+    latents, labels, found = dataset.fetch_with_images(indices, flips)
+    assert all(torch.equal(a, b) for a, b in zip(dataset.fetch(indices, flips), (latents, labels))) and found.dtype == torch.uint8
+    for image, index, flip in zip(found.numpy().astype(int), indices, flips):
+        error = np.abs(image - adm_center_crop(read_rgb(files[index])[0], RESOLUTION)[:, :: -1 if flip else 1]).mean()
+        assert error < (1 if autoencoder else 12), files[index]  # pixels themselves; those of JPEG files
 
 
 def test_images_are_read_from_tars(tmp_path, vae):
-    folder = in_tars(tmp_path / "tars", np.random.default_rng(0))
+    folder = write_image_tars(tmp_path / "tars", np.random.default_rng(0))
     found = open_labelled_images(folder)
     assert found.labels.tolist() == [0, 1, 2, 1, 2, 0]
     with tarfile.open(folder / "1.tar") as tar:
@@ -405,10 +367,13 @@ def test_images_are_read_from_tars(tmp_path, vae):
     assert LatentDataset(encode(folder, tmp_path / "out", vae)).labels.tolist() == [0, 1, 2, 1, 2, 0]
     one_class = LatentDataset(encode(folder, tmp_path / "one", vae, "labels=none"))
     assert not one_class.labels.any() and one_class.info.num_classes == 1
+    write_tar(folder / "2.tar", [("0.png", expected.tobytes()), ("0.cls", b"-1")])
+    with pytest.raises(UserError, match="labels run from -1 to 2; they must be from 0 to 999,999"):
+        encode(folder, tmp_path / "negative", vae)
 
 
 def test_tars_that_would_be_left_out_are_named(tmp_path):
-    folder = in_tars(tmp_path / "tars", np.random.default_rng(0))
+    folder = write_image_tars(tmp_path / "tars", np.random.default_rng(0))
     (folder / "0.tar").write_bytes((folder / "0.tar").read_bytes()[:-11_000])  # the end, and the last label
     with pytest.raises(UserError, match="0.tar "):
         open_labelled_images(folder)
@@ -460,7 +425,7 @@ def inspect(path, *settings):
 
 
 def test_good_latents_pass_inspection_and_are_drawn(images, vae, tmp_path, caplog):
-    folder = encode(images, tmp_path / "out", vae, "num_classes=9")  # of which the folder has three
+    folder = encode(images, tmp_path / "out", vae, "num_classes=9")  # the folder has three
     with caplog.at_level(logging.INFO):
         inspect(folder, "sigma_data=0.1")  # the little autoencoder's latents are small
     for line in (
@@ -476,10 +441,12 @@ def test_good_latents_pass_inspection_and_are_drawn(images, vae, tmp_path, caplo
     inspect(folder, "sigma_data=0.1")  # again: the picture is the same
     with pytest.raises(UserError, match="grid=.*exists; give another file"):
         inspect(folder, f"grid={next(folder.glob('inspect_*.png'))}")
+    with pytest.raises(UserError, match="nowhere does not exist"):
+        inspect(tmp_path / "nowhere")
 
 
 def test_the_originals_are_drawn_beside_what_their_latents_decode_to(images, tmp_path):
-    pixels = encode(images, tmp_path / "pixels", "identity", "kind=sample", "pad=9", "grey=true")
+    pixels = encode(images, tmp_path / "pixels", "identity", "pad=9", "grey=true")
     inspect(pixels, f"images={images}", f"grid={tmp_path / 'pairs.png'}")
     pairs = np.asarray(Image.open(tmp_path / "pairs.png")).astype(int)
     assert pairs.shape[:2] == (4 * (64 + 14 + 4) + 4, 8 * (64 + 4) + 4)
@@ -487,12 +454,10 @@ def test_the_originals_are_drawn_beside_what_their_latents_decode_to(images, tmp
         y, x = 4 + row * 82 + 14, 4 + column * 68
         decoded, original = pairs[y : y + 64, x : x + 64], pairs[y : y + 64, x + 68 : x + 132]
         assert np.abs(decoded - original).max() <= 2 and original.std() > 10
-    Image.open(next(images.rglob("*.png"))).save(tmp_path / "one.png")
-    with pytest.raises(UserError, match="holds 2 images, but .*pixels holds 40 latents"):
-        for name in ("a/one.png", "b/one.png"):
-            (tmp_path / "few" / name).parent.mkdir(parents=True)
-            shutil.copy(tmp_path / "one.png", tmp_path / "few" / name)
-        inspect(pixels, f"images={tmp_path / 'few'}")
+    few = shutil.copytree(images, tmp_path / "few")
+    shutil.rmtree(few / "ant")
+    with pytest.raises(UserError, match="holds 26 images, but .*pixels holds 40 latents"):
+        inspect(pixels, f"images={few}")
     first = pixels / "latents_00000.safetensors"
     tensors, metadata = load_file(first), safe_open(first, "pt").metadata()
     tensors["latents"][0, 0, 0, 0] = float("inf")
@@ -522,15 +487,20 @@ def test_inspection_finds_what_is_wrong(tmp_path):
     )
 
 
-def test_inspection_tells_flips_from_copies(tmp_path):
+def test_inspection_tells_mirrored_latents_from_copies_and_finds_a_doubled_shard(tmp_path):
     latents, labels = make_shard(tmp_path / "good" / "a.safetensors", num_items=30, flips=True)
     inspect(tmp_path / "good", "grid=none")
     write_shard(tmp_path / "bad" / "a.safetensors", latents, labels, INFO, latents_flip=latents.clone())
     assert "latents_flip do not resemble the mirrored latents" in problems_of(tmp_path / "bad")
+    for seed in range(1, 6):
+        other = torch.randn(latents.shape, generator=torch.Generator().manual_seed(seed))
+        assert not are_mirrored(latents, other) and are_mirrored(latents, latents.flip(-1) + 0.5 * other)
+    shutil.copy(tmp_path / "good" / "a.safetensors", tmp_path / "good" / "b.safetensors")
+    assert "b.safetensors is a copy of a.safetensors" in problems_of(tmp_path / "good")
 
 
 def test_shards_that_are_not_those_of_the_manifest_are_named(images, tmp_path):
-    encode(images, tmp_path, "identity", "kind=sample", "resolution=8")
+    encode(images, tmp_path, "identity", "resolution=8")
     file = tmp_path / "latents_00002.safetensors"
     blob = file.read_bytes()
 
@@ -555,7 +525,7 @@ def test_shards_that_are_not_those_of_the_manifest_are_named(images, tmp_path):
         LatentDataset(tmp_path)
 
 
-def test_transparent_images_are_put_on_a_background_and_other_files_are_named(tmp_path, caplog):
+def test_transparent_images_get_a_background_and_other_files_are_named(tmp_path, caplog):
     for name, alpha in (("a/clear", 0), ("a/half", 51), ("b/opaque", 255)):
         (file := tmp_path / "images" / f"{name}.png").parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGBA", (8, 8), (200, 0, 0, alpha)).save(file)
@@ -563,59 +533,25 @@ def test_transparent_images_are_put_on_a_background_and_other_files_are_named(tm
     palette.save(tmp_path / "images" / "b" / "palette.png", transparency=0)
     palette.save(tmp_path / "images" / "b" / "unread.gif")
     caplog.set_level("INFO")
-    settings = [f"images={tmp_path / 'images'}", "autoencoder=identity", "kind=sample", "resolution=8", "dtype=float32"]
-    prepare_latents.main(["encode", *settings, f"output={tmp_path / 'white'}", "num_workers=0", "shard_size=2"])
+    images, settings = tmp_path / "images", ["resolution=8", "dtype=float32"]
+    encode(images, tmp_path / "white", "identity", *settings, "shard_size=2")
     manifest = json.loads((tmp_path / "white" / "manifest.json").read_text())
     assert (manifest["unread"], manifest["settings"]["background"]) == (["b/unread.gif"], "white")
     assert "1 images are not read, b/unread.gif first" in caplog.text
     pixels = LatentDataset(tmp_path / "white").fetch_with_images(np.arange(4), np.zeros(4, dtype=bool))[2][:, 4, 4].tolist()
     assert pixels == [[255, 255, 255], [244, 204, 204], [200, 0, 0], [255, 255, 255]]
-    prepare_latents.main(["encode", *settings, f"output={tmp_path / 'blue'}", "num_workers=0", "background='#0000ff'"])
+    encode(images, tmp_path / "blue", "identity", *settings, "background='#0000ff'")
     cfg, dataset = build.open_data(checked(["data=custom", f"data.path={tmp_path / 'blue'}", "model.backbone=DiT-XS/2"]))
+    assert (dataset.channels, dataset.info.scale_factor) == (3, 1.0)
     assert cfg.evaluation.background == "#0000ff"  # as a reference folder is read
-    read = next(open_images(tmp_path / "images", crop=8, background=cfg.evaluation.background).batches(4))
+    read = next(open_images(images, crop=8, background=cfg.evaluation.background).batches(4))
     assert (read == dataset.fetch_with_images(np.arange(4), np.zeros(4, dtype=bool))[2].numpy()).all()
-    assert (inspect_module.fetch_originals(dataset, str(tmp_path / "images")) == read).all()
-    assert (next(open_images(tmp_path / "images", convert_to_rgb=True).batches(4))[:, 4, 4] == pixels).all()
-    assert (
-        open_images(tmp_path / "images", crop=8).fingerprint()
-        != open_images(tmp_path / "images", crop=8, background="black").fingerprint()
-    )
+    assert (inspect_module.fetch_originals(dataset, str(images)) == read).all()
+    assert (next(open_images(images, convert_to_rgb=True).batches(4))[:, 4, 4] == pixels).all()
+    white, black = (open_images(images, crop=8, background=name).fingerprint() for name in ("white", "black"))
+    assert white != black
     with pytest.raises(UserError, match="background: unknown color specifier: 'whit'"):
-        prepare_latents.main(["encode", *settings, f"output={tmp_path / 'x'}", "background=whit"])
-
-
-def test_pipes_missing_folders_and_impossible_labels_are_one_line(tmp_path):
-    (folder := tmp_path / "images").mkdir()
-    random_image(np.random.default_rng(0)).save(folder / "a.png")
-    os.mkfifo(folder / "x.png")
-    settings = ["autoencoder=identity", "kind=sample", "resolution=8", "num_workers=0", f"output={tmp_path / 'out'}"]
+        encode(images, tmp_path / "x", "identity", *settings, "background=whit")
+    os.mkfifo(images / "x.png")
     with pytest.raises(UserError, match="x.png cannot be read: it is not a regular file"):
-        prepare_latents.main(["encode", f"images={folder}", "labels=none", *settings])
-    with pytest.raises(UserError, match="x.png cannot be read: it is not a regular file"):
-        list(open_images(folder, crop=8).batches(2))
-    with pytest.raises(UserError, match="nowhere does not exist"):
-        prepare_latents.main(["inspect", f"path={tmp_path / 'nowhere'}"])
-    for label in (-1, 10**6, 10**30):
-        (folder / "dataset.json").write_text(json.dumps({"labels": [["a.png", label]]}))
-        with pytest.raises(UserError, match="Input should be .*(0|1000000)"):
-            prepare_latents.main(["encode", f"images={folder}", *settings])
-    write_tar(tmp_path / "tars" / "0.tar", [("0.png", (folder / "a.png").read_bytes()), ("0.cls", b"-1")])
-    with pytest.raises(UserError, match="labels run from -1 to -1; they must be from 0 to 999,999"):
-        prepare_latents.main(["encode", f"images={tmp_path / 'tars'}", *settings])
-
-
-def test_inspection_finds_a_doubled_shard_and_foreign_flips_and_skips_what_encode_skipped(tmp_path, images):
-    latents, labels = make_shard(tmp_path / "twice" / "a.safetensors", num_items=20)
-    shutil.copy(tmp_path / "twice" / "a.safetensors", tmp_path / "twice" / "b.safetensors")
-    problems = inspect_module.find_problems(LatentDataset(tmp_path / "twice"))
-    assert any("b.safetensors is a copy of a.safetensors" in problem for problem in problems)
-    for seed in range(5):
-        other = torch.randn(latents.shape, generator=torch.Generator().manual_seed(seed + 1))
-        assert not are_mirrored(latents, other) and are_mirrored(latents, latents.flip(-1) + 0.5 * other)
-    assert not are_mirrored(latents, latents)
-    folder = copy_of(images, tmp_path / "some")
-    (folder / "cow" / "0.png").write_text("no image")
-    settings = [f"images={folder}", "autoencoder=identity", "kind=sample", "resolution=32", "on_error=skip", "num_workers=0"]
-    prepare_latents.main(["encode", *settings, f"output={tmp_path / 'out'}"])
-    assert len(inspect_module.fetch_originals(LatentDataset(tmp_path / "out"), str(folder))) == 16
+        list(open_images(images, crop=8).batches(2))

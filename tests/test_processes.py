@@ -70,7 +70,7 @@ def run(tmp_path):
     return both
 
 
-def test_others_wait_for_one_that_works_alone_for_longer_than_an_exchange_may_take(run):
+def test_processes_wait_for_one_that_works_alone_for_longer_than_the_timeout_of_an_exchange(run):
     main, other = run("wait")
     assert main[0] == other[0] == 0 and main[2] == other[2] == "refused"
     assert (main[1], other[1]) == ([[0, 7], [1, 7]], [])
@@ -79,10 +79,10 @@ def test_others_wait_for_one_that_works_alone_for_longer_than_an_exchange_may_ta
 @pytest.mark.parametrize(
     ("where", "words"),
     [
-        ("hang at a stop", "^another process has ended, or has not answered for 0:00:02 hours; run the same command to resume"),
+        ("hang at a stop", "^another process has ended, or has not answered within 0:00:02; run the same command to resume"),
         ("hang alone", "Rank 1 failed to pass monitoredBarrier in 2000 ms"),
     ],
 )
-def test_a_process_that_hangs_ends_the_waits_of_the_others(run, where, words):
+def test_the_wait_for_a_process_that_hangs_ends_with_an_error(run, where, words):
     ((found,),) = run(where)
     assert re.search(words, found)

@@ -89,7 +89,7 @@ def test_a_short_bar_that_goes_away_says_nothing_in_a_log_file(logged):
     assert file.getvalue() == ""
 
 
-def test_a_bar_does_with_a_stderr_that_nobody_reads(monkeypatch):
+def test_a_bar_survives_a_stderr_that_nobody_reads(monkeypatch):
     class Broken(io.StringIO):
         def write(self, text):
             raise BrokenPipeError

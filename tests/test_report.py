@@ -122,7 +122,7 @@ def test_each_experiment_is_shown_unguided_and_at_its_best_guidance(runs):
         ({4: 10.0}, {4: 10.0}, ("step 400,000", "step 400,000"), "1×"),
     ],
 )
-def test_where_a_run_starts_below_the_figure_the_speedup_is_a_bound(tmp_path, dense, routed, reached, speedup):
+def test_the_speedup_is_a_bound_if_a_run_starts_below_the_figure(tmp_path, dense, routed, reached, speedup):
     for name, curve in ((DIT, dense), (TREAD, routed)):
         make_run(tmp_path, f"experiment={name}", fid={100_000 * step: value for step, value in curve.items()})
     row = rows(speedup_table, tmp_path)[TREAD]
@@ -135,7 +135,7 @@ def test_the_table_of_metrics_says_which_direction_is_better(tmp_path):
     assert rows(speedup_table, tmp_path)[TREAD]["Reached"] == "step 150,000"
 
 
-def test_the_mean_and_the_hours_are_of_the_seeds_that_got_furthest_and_the_machines_are_said(runs):
+def test_the_mean_and_the_hours_use_the_seeds_that_trained_longest_and_the_machines_are_named(runs):
     file = next(runs.glob("*b2_seed1*")) / "metrics.jsonl"
     file.write_text("".join(line for line in file.read_text().splitlines(keepends=True) if '"step": 400000' not in line))
     row = rows(results_table, runs)[DIT]
@@ -147,7 +147,7 @@ def test_the_mean_and_the_hours_are_of_the_seeds_that_got_furthest_and_the_machi
     assert f"{TREAD}: hours on 4 × B and 8 × Example GPU against hours on 8 × Example GPU" in notes(speedup_table, runs)
 
 
-def test_papers_figures_are_compared_only_with_those_of_as_many_samples_guided_or_not(tmp_path):
+def test_a_papers_figure_is_shown_with_figures_of_as_many_samples_and_the_same_guidance(tmp_path):
     make_run(tmp_path / "few", f"experiment={TREAD}", fid={400_000: 30.0}, num_samples=5_000)
     row = rows(results_table, tmp_path / "few")[TREAD]
     assert row["fid"] == "30.00"
@@ -191,7 +191,7 @@ def test_what_a_run_changed_of_its_row_is_found(tmp_path, overrides, changed):
     assert change_words(changes_of(run)) == changed
 
 
-def test_what_the_data_fill_in_and_where_a_run_starts_from_change_no_row(tmp_path):
+def test_settings_filled_in_from_the_data_and_the_initial_weights_do_not_change_a_row(tmp_path):
     row = "experiment=final/xl2_tread_finetune_220"
     data = resolved(row)["data"] | {"kind": "moments", "scale_factor": 0.18215}
     for seed in (0, 2):
@@ -207,7 +207,7 @@ def test_a_row_is_itself(name, tmp_path):
     assert changes_of(read_run(make_run(tmp_path, f"experiment={name}"))) == {}
 
 
-def test_a_run_that_changed_its_row_stands_apart_and_is_compared_only_with_its_like(tmp_path):
+def test_a_run_that_changed_its_row_has_its_own_line_and_is_compared_with_equal_changes_only(tmp_path):
     small, label = "model.backbone=DiT-XS/2", f"{TREAD} with model.backbone=DiT-XS/2"
     make_run(tmp_path, f"experiment={DIT}", fid={400_000: 40.0})
     make_run(tmp_path, f"experiment={TREAD}", fid={400_000: 25.0})
@@ -219,7 +219,7 @@ def test_a_run_that_changed_its_row_stands_apart_and_is_compared_only_with_its_l
     assert found[label]["fid"] == "80.00 (dense 100.00, -20%)" and "dense 40.00" in found[TREAD]["fid"]
 
 
-def test_other_routes_are_compared_with_the_rows_dense_run_and_another_length_is_said(tmp_path):
+def test_other_routes_are_compared_with_the_rows_dense_run_and_another_length_is_named(tmp_path):
     make_run(tmp_path, f"experiment={DIT}", fid={400_000: 40.0})
     make_run(tmp_path, f"experiment={TREAD}", ROUTE, fid={400_000: 30.0})
     make_run(tmp_path, f"experiment={TREAD}", "train.num_steps=500000", fid={400_000: 20.0})

@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from conftest import REPOSITORY, finish, start
+from conftest import REPOSITORY, run_python
 from PIL import Image
 from sklearn.datasets import load_digits
 from test_architecture import sources
@@ -17,9 +17,11 @@ from latents.shards import ShardInfo, write_shard
 SLOW = {"timm", "torchvision", "diffusers", "transformers", "wandb", "matplotlib", "scipy", "torch_fidelity"}
 
 
-def test_commands_import_nothing_slow_and_importing_draws_no_random_number_and_touches_no_device():
+def test_attach_needs_torch_alone_and_imports_are_not_slow_draw_no_random_number_and_touch_no_device():
     code = f"""
 import importlib, random, sys
+import extras.attach
+assert not (found := {SLOW | {"hydra", "accelerate", "pydantic"}!r} & set(sys.modules)), found
 import train, sample, fid, prepare_latents
 assert not (found := {SLOW!r} & set(sys.modules)), found  # what only some commands need
 import numpy as np, torch
@@ -30,7 +32,7 @@ after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolis
 assert torch.equal(before[0], after[0]) and before[1:] == after[1:]
 assert not torch.cuda.is_initialized()
 """
-    code, output = finish(start("-c", code))
+    code, output = run_python("-c", code)
     assert code == 0, output
 
 

@@ -69,20 +69,15 @@ def test_an_image_depends_on_its_seed_and_not_on_its_batch(sample):
     assert len(set(labels)) > 2  # random, but fixed by the seed
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        ["S_churn=2", "guidance=cfg", "cfg_scale=2"],
-        ["guidance=sparse", "guidance.w=2", "guidance.r_strong=0.25"],
-    ],
-)
-def test_churn_and_guidance_depend_on_the_seed_too(sample, settings):
-    together = sample("together", "seeds=0-3", *settings)
-    assert_same_images(together, sample("apart", "seeds=0-3", "batch_size=1", *settings))
-    assert_all_differ(together, sample("plain", "seeds=0-3"))
+def test_churn_and_the_subsets_of_sparse_guidance_depend_on_the_seed_too(sample):
+    churn, sparse = ["S_churn=2"], ["guidance=sparse", "guidance.w=2", "guidance.r_strong=0.25"]
+    together = sample("together", "seeds=0-3", *churn, *sparse)
+    assert_same_images(together, sample("apart", "seeds=0-3", "batch_size=1", *churn, *sparse))
+    for name, settings in (("churn", churn), ("sparse", sparse)):
+        assert_all_differ(together, sample(name, "seeds=0-3", *settings))
 
 
-def test_the_cost_is_stated(sample, caplog):
+def test_sampling_logs_its_cost(sample, caplog):
     caplog.set_level("INFO")
     sample("sparse", "seeds=0-1", "guidance=sparse", "guidance.w=2", "guidance.r_strong=0.25")
     # 3 noise levels are 5 evaluations of two branches.
@@ -119,13 +114,9 @@ def test_a_compiled_network_meets_one_size_of_batch_and_weights_that_come_and_go
     assert sampler.cost["network_evaluations"] == plain.cost["network_evaluations"]
 
 
-def test_a_sit_run_samples_with_every_solver(runs, sample):
-    sit = runs["sit"]
-    for solver in ("euler", "heun", "euler_maruyama"):
-        images = sample(solver, "seeds=0-3", f"solver={solver}", checkpoint=sit)
-        assert_same_images(images, sample(f"{solver}_1", "seeds=0-3", "batch_size=1", f"solver={solver}", checkpoint=sit))
-    with pytest.raises(UserError, match="S_churn is not a setting"):
-        sample("churn", "S_churn=2", checkpoint=sit)
+def test_a_sit_run_samples_with_a_solver_whose_noise_depends_on_the_seed(runs, sample):
+    sit, settings = runs["sit"], ["seeds=0-3", "solver=euler_maruyama"]
+    assert_same_images(*(sample(f"batch_{size}", *settings, f"batch_size={size}", checkpoint=sit) for size in (4, 1)))
 
 
 def test_autoguidance_takes_a_second_checkpoint_of_the_same_latents_and_diffusion(runs, sample):
@@ -146,7 +137,7 @@ def test_the_npz_is_what_adm_reads(sample, tmp_path):
     assert list(images) == [f"seed_{seed:06d}_class_{label:03d}.png" for seed, label in enumerate([3, 7, 3, 7, 3])]
 
 
-def test_interrupted_sampling_goes_on_with_the_missing_seeds(sample, tmp_path):
+def test_interrupted_sampling_continues_with_the_missing_seeds(sample, tmp_path):
     before = sample("out", "seeds=0-4")
     names = sorted(before)
     times = {name: (tmp_path / "out" / name).stat().st_mtime_ns for name in names}
@@ -174,10 +165,6 @@ def test_without_an_output_the_folder_says_what_it_holds(runs, tmp_path):
 def test_a_checkpoint_folder_alone_is_enough(runs, sample, tmp_path):
     shutil.copytree(runs["edm"] / "checkpoints" / "step_0000002", tmp_path / "alone")
     assert_same_images(sample("from_run", "seeds=0-1"), sample("from_folder", "seeds=0-1", checkpoint=tmp_path / "alone"))
-    (tmp_path / "alone" / "ema.safetensors").unlink()
-    with pytest.raises(UserError, match="ema.safetensors"):
-        sample("out", checkpoint=tmp_path / "alone")
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -207,7 +194,7 @@ def test_grids_show_every_image_with_its_label():
     assert [bool((caption < 128).any()) for caption in captions] == [True, True, True, False]
 
 
-def test_nan_of_the_network_and_settings_that_were_cut_off_are_named(runs, sample, tmp_path):
+def test_nan_from_the_network_and_a_damaged_settings_file_are_named(runs, sample, tmp_path):
     folder = shutil.copytree(runs["edm"] / "checkpoints" / "step_0000002", tmp_path / "copy")
     save_file({name: x * np.nan for name, x in load_file(folder / "ema.safetensors").items()}, folder / "ema.safetensors")
     renew_manifest(folder)

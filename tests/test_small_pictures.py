@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import REPOSITORY, forget_accelerate, metrics
+from conftest import REPOSITORY, encode, forget_accelerate, metrics
 from safetensors import safe_open
 
 import prepare_latents
@@ -18,19 +18,12 @@ from common.errors import UserError
 from evaluations.classifiers import ClassifierDetector, train_detector
 from evaluations.images import open_images, write_npz
 from evaluations.suite import evaluate
+from extras.report.experiments import change_words, changes_of
+from extras.report.runs import LOSS, read_run
 from latents.channel_statistics import channel_sums, mean_and_std, overall_std
 from latents.shards import LatentDataset, latents_for_network
 
 NAMES = ["fd_fashion", "precision_fashion", "recall_fashion", "class_agreement_fashion"]
-
-
-def encode(images, output, *settings):
-    forget_accelerate()
-    arguments = {"images": images, "output": output, "autoencoder": "identity", "kind": "sample"}
-    arguments |= {"resolution": 32, "num_workers": 0, "cpu_threads": 1, "shard_size": 500}
-    arguments |= dict(setting.split("=", 1) for setting in settings)
-    prepare_latents.main(["encode", *(f"{key}={value}" for key, value in arguments.items())])
-    return output
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +47,8 @@ def prepared(fashion, tmp_path_factory):
     folder = tmp_path_factory.mktemp("prepared")
     (program,) = re.findall(r"```python\n(import hashlib\n.*?)```", (REPOSITORY / "docs" / "data.md").read_text(), re.DOTALL)
     subprocess.run([sys.executable, "-c", program], cwd=fashion[0], check=True)
-    encode(fashion[0] / "datasets" / "fashion", folder / "latents", "pad=2", "grey=true", "sigma_data=0.5")
+    grey = ["pad=2", "grey=true", "sigma_data=0.5", "shard_size=500", "batch_size=64"]
+    encode(fashion[0] / "datasets" / "fashion", folder / "latents", "identity", *grey)
     prepare_latents.main(["reference", f"images={folder / 'latents'}", f"output={folder / 'fashion.npz'}"])
     forget_accelerate()
     prepared = [f"reference={folder / 'fashion.npz'}", f"output={folder / 'fashion.safetensors'}"]
@@ -76,11 +70,6 @@ def test_grey_pictures_are_padded_with_black_and_scaled_to_the_deviation_that_wa
     assert stored[:, 0, 0].eq(-1).all()
     sums = channel_sums(latents_for_network(stored, dataset.info), "sample")
     assert overall_std(*mean_and_std(sums)) == pytest.approx(0.5, abs=1e-3)
-
-
-def test_colour_pictures_of_pixels_keep_their_own_scale(fashion, prepared, tmp_path):
-    dataset = LatentDataset(encode(fashion[0] / "datasets" / "fashion", tmp_path / "out"))
-    assert (len(dataset), dataset.channels, dataset.info.scale_factor) == (1200, 3, 1.0)
 
 
 def test_the_detector_knows_the_classes_and_says_how_often_it_is_right(prepared):
@@ -114,10 +103,14 @@ def test_a_detector_needs_a_new_file_with_the_name_of_a_set_and_1000_images(prep
         train_detector(open_images(tmp_path / "a.npz"), tmp_path / "a.safetensors", torch.device("cpu"), 1)
 
 
-def test_a_row_trains_and_is_judged_along_the_way(prepared, train):
+def test_a_row_trains_is_evaluated_on_the_way_and_is_known_to_the_report(prepared, train):
     files = [f"data.path={prepared / 'latents'}", f"evaluation.weights={prepared / 'fashion.safetensors'}"]
     files += [f"evaluation.reference={prepared / 'fashion.npz'}", "train.compile=none", "sample.every=0", "train.cpu_threads=1"]
     few = ["train.num_steps=2", "train.batch_size=4", "eval.every=1", "eval.num_samples=6", "eval.num_steps=2"]
-    run = train("fashion", "experiment=fashion/dit_xs4_tread", *files, *few, "checkpoint.every=2")
+    run = train("any_name", "experiment=fashion/dit_xs4_tread", *files, *few, "checkpoint.every=2")
     scores = [record["metrics"] for record in metrics(run) if "metrics" in record]
     assert [list(one) for one in scores] == 2 * [NAMES]
+    found = read_run(run)
+    assert (found.row["name"], found.row["baseline"]) == ("fashion/dit_xs4_tread", "fashion/dit_xs4")
+    assert "train.num_steps=2 instead of 6000, train.batch_size=4 instead of 64" in change_words(changes_of(found))
+    assert [*found.figures[LOSS]] == [*found.speeds] == [1, 2] and found.clock[1][-1] > 0

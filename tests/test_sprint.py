@@ -132,15 +132,11 @@ SPRINT = ["model=sprint", "model.backbone=DiT-XS/2", "model.path_drop=0.5", "tra
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    return run_train(tmp_path_factory.mktemp("runs"), "whole", *SPRINT, "checkpoint.every=3")
+    return run_train(tmp_path_factory.mktemp("runs"), "whole", *SPRINT)
 
 
-def test_a_run_resumes_exactly_and_micro_batches_and_threads_change_nothing(whole, train):
-    train("cut", *SPRINT, "train.num_steps=3")
-    cut = train("cut", *SPRINT)
-    assert losses(cut) == losses(whole)
-    first, second = weights(whole, 6), weights(cut, 6)
-    assert all(torch.equal(first[name], second[name]) for name in first) and first["route_ends.2_9.mask_token"].any()
+def test_micro_batches_threads_and_checkpointed_activations_do_not_change_a_run(whole, train):
+    assert weights(whole, 6)["route_ends.2_9.mask_token"].any()
     parts = train("parts", *SPRINT, "train.grad_accum_steps=2", "train.activation_checkpointing=blocks", "data.num_workers=2")
     assert losses(parts) == pytest.approx(losses(whole), rel=1e-4)
 

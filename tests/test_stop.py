@@ -5,9 +5,12 @@ import os
 import re
 import signal
 import time
+from pathlib import Path
 
 import pytest
-from conftest import LAUNCH_1, LAUNCH_2, REPOSITORY, TINY, finish, metrics, start, wait_for
+from accelerate.commands import launch
+from conftest import LAUNCH_1, LAUNCH_2, REPOSITORY, TINY, metrics, wait_for
+from forked import Command
 
 from checkpoints import store
 from common.errors import UserError
@@ -16,7 +19,7 @@ from training import stop as stop_module
 from training.stop import StopSignal
 
 
-def test_signals_return_to_whoever_had_them():
+def test_signals_get_their_previous_handlers_back():
     before = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)]
     stop = StopSignal()
     os.kill(os.getpid(), signal.SIGTERM)
@@ -25,7 +28,7 @@ def test_signals_return_to_whoever_had_them():
     assert [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)] == before
 
 
-def test_a_warning_that_somebody_ignores_stays_theirs_and_others_never_end_a_run_at_once(monkeypatch):
+def test_an_ignored_warning_signal_stays_ignored_and_warnings_never_end_a_run_at_once(monkeypatch):
     monkeypatch.setattr(stop_module, "SAME_REQUEST_SEC", 0.1)
     ignored = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:
@@ -52,21 +55,21 @@ def test_a_run_stops_when_its_launcher_ends_and_not_when_its_shell_does(monkeypa
         assert stop.requested() == (launcher is not None)
 
 
-def test_a_second_signal_ends_the_process():
-    code = """
-import time
-from training.stop import StopSignal
-stop = StopSignal()
-print("ready", flush=True)
-time.sleep(600)
-"""
-    process = start("-c", code)
-    assert "ready\n" in iter(process.stdout.readline, "")
-    process.send_signal(signal.SIGTERM)
+def wait_for_signals():
+    stop = StopSignal()
+    Path("ready").touch()
+    time.sleep(600)
+    stop.close()
+
+
+def test_a_second_signal_ends_the_process(tmp_path):
+    process = Command(tmp_path, ["train.py"], before=wait_for_signals)
+    wait_for((tmp_path / "ready").exists)
+    os.kill(process.process.pid, signal.SIGTERM)
     time.sleep(1.2)  # less would be one request
-    process.send_signal(signal.SIGTERM)
-    code, output = finish(process, timeout_sec=10)
-    assert code == 128 + signal.SIGTERM, output
+    os.kill(process.process.pid, signal.SIGTERM)
+    outcome = process.finish(limit_sec=10)
+    assert outcome.code == 128 + signal.SIGTERM, outcome.output
 
 
 def is_free(lock):
@@ -80,24 +83,22 @@ def is_free(lock):
 @pytest.mark.parametrize(
     ("launcher", "signum", "reason"), [(LAUNCH_1, signal.SIGKILL, "SIGTERM"), (LAUNCH_2, signal.SIGUSR1, "SIGUSR1")]
 )
-def test_the_processes_of_a_signalled_launcher_save_and_leave_during_an_evaluation(
-    launcher, signum, reason, tmp_path, monkeypatch
-):
+def test_the_processes_of_a_signalled_launcher_save_and_leave_during_an_evaluation(launcher, signum, reason, tmp_path):
     page = (REPOSITORY / "docs" / "speed_and_clusters.md").read_text(encoding="utf-8")
-    for name, value in re.findall(r"^export (\w*(?:SIGNALS|TIMEOUT)\w*)=(\S+)$", page, re.MULTILINE):
-        monkeypatch.setenv(name, value)
+    environment = dict(re.findall(r"^export (\w*(?:SIGNALS|TIMEOUT)\w*)=(\S+)$", page, re.MULTILINE))
     evaluation = ["eval.every=2", "eval.num_samples=100000", "eval.batch_size=2", "eval.num_steps=1", "train.batch_size=8"]
-    process = start("train.py", *TINY, "name=run", f"output_dir={tmp_path}", *evaluation, launcher=launcher)
-    run = tmp_path / "run"
+    train = [str(REPOSITORY / "train.py"), *TINY, "name=run", "output_dir=.", *evaluation]
+    command = Command(tmp_path, [launch.__file__, *launcher[2:], *train], **environment)  # `-m` and the module come first
+    process, run = command.process, tmp_path / "run"
     try:
-        wait_for(lambda: process.poll() is not None or ((run / "metrics.jsonl").exists() and len(metrics(run)) >= 2))
+        wait_for(lambda: not process.is_alive() or ((run / "metrics.jsonl").exists() and len(metrics(run)) >= 2))
         time.sleep(1)  # now in the evaluation of step 2, which would take an hour
-        process.send_signal(signum)
+        os.kill(process.pid, signum)
         wait_for(lambda: is_free(run / ".lock"), timeout_sec=60)
-        wait_for(lambda: process.poll() is not None, timeout_sec=60)
+        wait_for(lambda: not process.is_alive(), timeout_sec=60)
     finally:
-        process.kill()
-    code, output = finish(process)  # when both have closed their output
+        outcome = command.finish(limit_sec=0)
+    code, output = outcome.code, outcome.output
     assert code == (-signal.SIGKILL if signum == signal.SIGKILL else 1), output
     assert list(store.list_steps(run / "checkpoints")) == [2], output
     assert f"{reason}: stopping after this step" in output and ("Traceback" in output) == (code == 1)  # the launcher's own

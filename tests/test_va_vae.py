@@ -1,6 +1,5 @@
 """VA-VAE against latent diffusion's autoencoder, computed here from its definition; and files that are not its weights."""
 
-import pickle
 import re
 
 import pytest
@@ -98,14 +97,8 @@ def test_a_folder_that_also_holds_latents_stats_pt_and_safetensors_hold_the_weig
     assert torch.equal(decoded[0], decoded[1]) and torch.equal(decoded[0], decoded[2])
 
 
-class Command:
-    def __reduce__(self):
-        return (open, (self.file, "w"))
-
-
-def test_files_that_are_not_its_weights_are_refused_by_name_and_nothing_in_them_runs(tmp_path):
-    weights, command = untrained_va_vae(tmp_path / "good.pt"), Command()
-    command.file = str(tmp_path / "written_by_the_pickle")
+def test_files_that_are_not_its_weights_are_refused_by_name(tmp_path):
+    weights = untrained_va_vae(tmp_path / "good.pt")
     missing = {name: value for name, value in weights.items() if name != "decoder.up.2.attn.1.proj_out.bias"}
     for name, content, message in (
         ("missing.pt", {"state_dict": missing}, "does not hold the weights .*attentions.1.to_out.0.bias"),
@@ -113,12 +106,9 @@ def test_files_that_are_not_its_weights_are_refused_by_name_and_nothing_in_them_
         ("other.pt", {"model": {"a": torch.zeros(1)}}, "does not hold the weights"),
         ("list.pt", [torch.zeros(1)], "does not hold the weights"),
         ("short.pt", (tmp_path / "good.pt").read_bytes()[:-1000], "cannot be read: "),
-        ("zip.pt", {"state_dict": command}, "cannot be read: it is damaged, or holds objects other"),
-        ("plain.pt", pickle.dumps({"state_dict": command}), "cannot be read: it is damaged, or holds objects other"),
         ("text.safetensors", b"nothing", "cannot be read: SafetensorError"),
     ):
         (tmp_path / name).write_bytes(content) if isinstance(content, bytes) else torch.save(content, tmp_path / name)
         with pytest.raises(UserError, match=f"{name} {message}") as refused:
             load(tmp_path / name)
         assert "\n" not in str(refused.value)
-    assert not (tmp_path / "written_by_the_pickle").exists()

@@ -57,10 +57,16 @@ def two_tars(folder, members=npy_members, num_items=11, **settings):
     return latents, labels
 
 
-def check_items(source, latents, labels):
-    assert source.labels.tolist() == list(labels)
-    assert torch.equal(source.read(0, len(labels))["latents"], torch.from_numpy(latents))
-    assert torch.equal(source.read(2, 3)["latents"], torch.from_numpy(latents[2:3]))
+def check(source, latents, labels, flips=None):
+    """Compare every item, read at once, one by one, and across the seams of files."""
+    num = len(labels)
+    assert source.labels.dtype == np.int64 and source.labels.tolist() == list(labels)
+    assert tuple(source.shape) == latents.shape[1:] and source.has_flips == (flips is not None)
+    for start, stop in [(0, num), (1, num - 1), (num // 2, num)] + [(i, i + 1) for i in range(num)]:
+        read = source.read(start, stop)
+        assert list(read) == ["latents", "latents_flip"][: 1 + (flips is not None)]
+        for name, expected in zip(read, (latents, flips)):
+            assert read[name].dtype == torch.float32 and torch.equal(read[name], torch.as_tensor(expected[start:stop]))
 
 
 @pytest.mark.parametrize(
@@ -69,8 +75,8 @@ def check_items(source, latents, labels):
 )
 def test_every_item_and_label_is_read(tmp_path, members, settings):
     latents, labels = two_tars(tmp_path, members, **settings)
-    check_items(Tars(tmp_path), latents, labels)
-    check_items(Tars(tmp_path / "train-0001.tar"), latents[6:], labels[6:])
+    check(Tars(tmp_path), latents, labels)
+    check(Tars(tmp_path / "train-0001.tar"), latents[6:], labels[6:])
 
 
 def test_pickles_of_an_older_numpy_and_half_precision_are_read(tmp_path):
@@ -79,7 +85,7 @@ def test_pickles_of_an_older_numpy_and_half_precision_are_read(tmp_path):
         members = pickle_members(latents, labels, protocol=2)
         members = [(name, p.replace(b"numpy._core", core).replace(b"numpy.core", core)) for name, p in members]
         write_tar(tmp_path / "a.tar", members)
-        check_items(Tars(tmp_path), latents.astype(np.float32), labels)
+        check(Tars(tmp_path), latents.astype(np.float32), labels)
 
 
 def test_members_may_stand_in_any_order_among_others_and_tars_in_folders_below(tmp_path):

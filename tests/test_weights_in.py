@@ -8,14 +8,13 @@ import os
 import numpy as np
 import pytest
 import torch
-from conftest import forget_accelerate, run_sample
+from conftest import encode, run_sample
 from definition import definition
 from PIL import Image
 from safetensors.torch import save_file
 from stand_ins import untrained_va_vae
 
 import dit
-import prepare_latents
 from checkpoints import load, store
 from common.errors import UserError
 from configs.command_line import run_command
@@ -107,7 +106,7 @@ def test_sits_clock_and_sign_are_turned_in_its_weights(import_file, learn_sigma)
 
 
 @torch.no_grad()
-def test_repa_keeps_its_clock_and_its_projectors_are_set_aside(import_file):
+def test_repa_keeps_its_clock_and_its_projectors_are_left_out(import_file):
     model, ema = dit_weights(seed=1), dit_weights(seed=2)
     halves = {}  # as its first checkpoints name the blocks after the aligned ones
     for name, value in ema.items():
@@ -165,7 +164,7 @@ def test_lightningdit_is_turned_as_sit_and_normalises_each_channel(import_file, 
         import_file(content, "lightningdit", output="other")
 
 
-def test_lightningdits_weights_are_tuned_on_ones_own_images_that_were_encoded_by_its_statistics(import_file, train, tmp_path):
+def test_lightningdits_weights_are_fine_tuned_on_images_that_were_encoded_with_its_statistics(import_file, train, tmp_path):
     untrained_va_vae(tmp_path / "vavae.pt")
     published = lightningdit.build("LightningDiT-XS/1", input_size=8, in_channels=4, num_classes=2)
     stats = {"mean": torch.arange(4.0).reshape(1, 4, 1, 1), "std": torch.full((1, 4, 1, 1), 2.0)}
@@ -175,10 +174,8 @@ def test_lightningdits_weights_are_tuned_on_ones_own_images_that_were_encoded_by
         image = tmp_path / "images" / "ab"[i % 2] / f"{i}.png"
         image.parent.mkdir(parents=True, exist_ok=True)
         Image.effect_noise((32, 32), 50 + i).convert("RGB").save(image)
-    own = [f"images={tmp_path / 'images'}", f"autoencoder=va-vae:{tmp_path / 'vavae.pt'}", "resolution=32", "kind=sample"]
     for name, how in (("good", f"latents_stats={file}"), ("other", "normalize=true")):
-        forget_accelerate()
-        prepare_latents.main(["encode", *own, f"output={tmp_path / name}", how, "num_workers=0", "cpu_threads=1"])
+        encode(tmp_path / "images", tmp_path / name, f"va-vae:{tmp_path / 'vavae.pt'}", "kind=sample", how)
     keys = ["model=lightningdit", "model.backbone=LightningDiT-XS/1", "diffusion=sit", "data=custom", "train.precision=fp32"]
     keys += ["train.num_steps=1", "guidance=none", f"init_from={tmp_path / 'imported'}"]
     assert store.find_checkpoint(train("tuned", *keys, f"data.path={tmp_path / 'good'}"), "checkpoint").name == "step_0000001"
@@ -219,7 +216,7 @@ def test_training_starts_from_imported_weights_and_their_ema_has_no_warm_up(impo
     assert torch.allclose(ema - before, 1e-4 * (raw - before), atol=1e-7) and (raw - before).abs().max() > 1e-3
 
 
-def test_training_does_not_go_on_from_an_imported_checkpoint(import_file, train, tmp_path):
+def test_training_does_not_resume_from_an_imported_checkpoint(import_file, train, tmp_path):
     import_file(dit_weights(), "repa", output="run", **PIXELS)
     with pytest.raises(UserError, match=rf"was imported from .*weights.pt \(kind=repa\).* init_from={tmp_path / 'run'}"):
         train("run", "diffusion=sit")
@@ -255,24 +252,19 @@ def test_other_contents_are_refused_in_one_line(import_file, tmp_path, content, 
     assert "\n" not in str(refused.value) and not (tmp_path / "imported").exists()
 
 
-def test_a_pickle_with_code_is_refused_and_nothing_runs(import_file, tmp_path):
-    with pytest.raises(UserError, match="evil.pt cannot be read: it is damaged, or holds objects other"):
-        import_file({"model": dit_weights(), "extra": Evil(tmp_path / "pwned")}, "dit", file="evil.pt")
-    assert not (tmp_path / "pwned").exists() and not (tmp_path / "imported").exists()
-
-
-def test_a_pointer_to_a_large_file_is_said_to_be_no_checkpoint(tmp_path):
-    (tmp_path / "weights.pt").write_bytes(content := b"version https://git-lfs.github.com/spec/v1")
-    with pytest.raises(UserError, match="weights.pt is not a file of torch.save, .* it begins with ") as refused:
-        importing.import_weights(str(tmp_path / "weights.pt"), "dit", str(tmp_path / "run"))
-    assert repr(content)[:35] in str(refused.value)
-
-
-def test_a_safetensors_file_that_was_cut_off_is_refused(tmp_path):
+def test_files_that_hold_no_weights_are_refused_and_no_code_in_them_runs(tmp_path):
+    torch.save({"model": dit_weights(), "extra": Evil(tmp_path / "pwned")}, tmp_path / "evil.pt")
+    (tmp_path / "pointer.pt").write_bytes(b"version https://git-lfs.github.com/spec/v1")
     save_file(dit_weights(), tmp_path / "cut.safetensors")
     os.truncate(tmp_path / "cut.safetensors", 10_000)
-    with pytest.raises(UserError, match="cut.safetensors cannot be read"):
-        importing.import_weights(str(tmp_path / "cut.safetensors"), "dit", str(tmp_path / "run"))
+    for name, message in (
+        ("evil.pt", "cannot be read: it is damaged, or holds objects other"),
+        ("pointer.pt", "is not a file of torch.save, .* it begins with b'version https://git-lfs.github"),
+        ("cut.safetensors", "cannot be read"),
+    ):
+        with pytest.raises(UserError, match=f"{name} {message}"):
+            importing.import_weights(str(tmp_path / name), "dit", str(tmp_path / "run"))
+    assert not (tmp_path / "pwned").exists() and not (tmp_path / "run").exists()
 
 
 def test_the_scale_of_an_unknown_autoencoder_is_asked_for(import_file):

@@ -62,15 +62,8 @@ def runs(tmp_path_factory, vae):
     info |= {"latents_mean": (0.5, -1.0, 0.0, 2.0), "latents_std": (1.0, 2.0, 0.5, 1.5)}
     make_shard(shards / "a.safetensors", channels=4, size=8, **info)
     few = ["train.num_steps=2", "train.lr=1e-2", "diffusion.sampler.num_steps=3"]
-    sit = [
-        "model=lightningdit",
-        "diffusion=sit",
-        "data=custom",
-        f"data.path={shards}",
-        "guidance=none",
-        "sample.every=0",
-        "train.precision=fp32",
-    ]
+    sit = ["model=lightningdit", "diffusion=sit", "guidance=none", "sample.every=0", "train.precision=fp32"]
+    sit += ["data=custom", f"data.path={shards}"]
     torch.manual_seed(0)
     sizes = {"input_size": 8, "in_channels": 1, "num_classes": 10, "learn_sigma": True}
     torch.save(dit.build("DiT-XS/2", **sizes, init="official_tread").state_dict(), folder / "published.pt")
@@ -106,7 +99,6 @@ def elsewhere(exports, tmp_path_factory):
 
 @pytest.mark.parametrize("case", CASES)
 def test_diffusers_alone_makes_the_images_of_sample_py(runs, elsewhere, tmp_path, case):
-
     run, _, settings = CASES[case]
     where = [f"checkpoint={runs[run]}", f"output={tmp_path}", "seeds=0-2", "classes=[2,0,1]", "cpu_threads=1"]
     run_sample(*where, *settings)
