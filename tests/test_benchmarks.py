@@ -161,7 +161,7 @@ def test_a_part_that_fails_is_noted_in_the_results_file_and_the_next_part_runs(r
     (file,) = (tmp_path / "extras/benchmarks/results").iterdir()
     assert file.name.startswith("gpu_example-gpu-80gb-_20")
     text = file.read_text()
-    assert text.startswith("    output of -m torch.utils.collect_env")  # versions
+    assert text.startswith("output of -m extras.benchmarks.about")  # versions
     assert "## test_steps: exit code 3" in text and "## step_xl2: stopped after 90 s" in text and text.count("reason") == 5
     assert "## step_b2: done" in text and "\noutput of -m extras.benchmarks step\n" in text
     assert run_script(parts="step_b2")[0] == 0 and file.read_text().count("## step_b2: done") == 2  # appended
@@ -184,5 +184,7 @@ def test_the_benchmarks_of_the_script_are_accepted(run_script, tmp_path, monkeyp
 def test_the_script_refuses_unknown_parts_and_a_machine_without_a_gpu(run_script, tmp_path):
     parts = "test_numerics test_steps test_evaluation test_runs step_xl2 profile step_b2 step_parallel"
     assert run_script(parts="test") == (1, f"PARTS=test is not a part; use {parts}\n")
-    assert run_script(python="false") == (1, "gpu: false has no torch that finds a CUDA GPU\n")
+    assert "gpu: install what is missing" in run_script(python="false")[1]
+    (tmp_path / "python").write_text('#!/bin/sh\n[ "$1" != -c ]\n')  # all packages, but no GPU
+    assert run_script() == (1, "gpu: torch finds no CUDA GPU on this machine\n")
     assert not [*(tmp_path / "extras/benchmarks/results").iterdir()]

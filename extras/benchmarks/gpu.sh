@@ -19,8 +19,9 @@ fail() {
 for part in $PARTS; do
     case " $all " in *" $part "*) ;; *) fail "PARTS=$part is not a part; use $all" ;; esac
 done
+"$PYTHON" -m extras.benchmarks.about || fail "gpu: install what is missing; docs/speed_and_clusters.md names the wheels"
 count='import sys, torch; n = torch.cuda.device_count(); print(n, torch.cuda.get_device_name()) if n else sys.exit(1)'
-device=$("$PYTHON" -c "$count") || fail "gpu: $PYTHON has no torch that finds a CUDA GPU"
+device=$("$PYTHON" -c "$count") || fail "gpu: torch finds no CUDA GPU on this machine"
 num_gpus=${device%% *}
 name=$(echo "${device#* }" | sed 's/^NVIDIA //' | tr '[:upper:]' '[:lower:]' | sed 's/[^a-z0-9]\{1,\}/-/g')
 results=extras/benchmarks/results/gpu_${name}_$(date -u +%Y-%m).md
@@ -51,7 +52,7 @@ run_part() {
     [ $code = 0 ] || failed="$failed $part"
 }
 
-"$PYTHON" -m torch.utils.collect_env | sed 's/^/    /' >>"$results"
+"$PYTHON" -m extras.benchmarks.about >>"$results"
 step="-m extras.benchmarks step rounds=3 steps=10 train.precision=bf16"
 xl2=model.backbone=DiT-XL/2
 # The times together are less than 10 minutes on one GPU. Unquoted variables are several arguments.

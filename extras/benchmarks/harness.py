@@ -58,7 +58,7 @@ def measure(
     """Time variants in turns (A B A B), so that other load on the machine slows all of them. Returns a record per variant.
 
     Args:
-        openers: variant -> a function that builds its row. All rows stay on the device together.
+        openers: variant -> a function that builds its row, which stays on the device. Running out of memory becomes a record.
         steps: timed calls in each of `rounds` turns.
         warmup: untimed calls before a variant's first turn.
     """
