@@ -98,8 +98,8 @@ def find_checkpoints(cfg: FidConfig) -> list[Path]:
 
 def with_settings_of_run(cfg: FidConfig, run: TrainConfig | None) -> FidConfig:
     """Take settings that the command omits from the run: reference, detector, and weights if the detector is the run's."""
-    given, stored = cfg.evaluation.model_dump(), run.evaluation.model_dump() if run else {"detector": "inception"}
-    if given["detector"] not in (None, stored["detector"]):
+    given, stored = cfg.evaluation.model_dump(), run.evaluation.model_dump() if run else {}
+    if given["detector"] not in (None, stored.get("detector")):
         stored["weights"] = None
     evaluation = {key: value or stored.get(key) for key, value in given.items()}
     evaluation["background"] = evaluation["background"] or "white"

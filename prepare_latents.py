@@ -184,11 +184,11 @@ def detector(reference: Text, output: Text, num_epochs: Count = 8, cpu_threads: 
 
 
 COMMANDS = {
-    "encode": encode,
+    "encode": "prepare_latents:encode",
     "convert": "latents.prepare.convert:convert",
-    "inspect": inspect,
-    "reference": reference,
-    "detector": detector,
+    "inspect": "prepare_latents:inspect",
+    "reference": "prepare_latents:reference",
+    "detector": "prepare_latents:detector",
     "fetch": "latents.prepare.fetch:fetch",
 }
 KEYS = {"encode": "latents.prepare.encode:Encoding", "convert": "latents.prepare.convert:Conversion"}

@@ -65,7 +65,7 @@ def describe(trainer: Trainer, run: RunFolder) -> None:
 def describe_evaluations(cfg: TrainConfig, net: nn.Module, step: int) -> str:
     """The evaluations after `step`, and how many steps of training take as many FLOPs."""
     last, scales = cfg.train.num_steps, ", ".join(f"{scale:g}" for scale in cfg.eval.cfg_scales)
-    closing = cfg.eval.closing_num_samples
+    closing = cfg.eval.final_num_samples or cfg.eval.num_samples
     num_earlier = sum(t > step for t in range(cfg.eval.every, last, cfg.eval.every))
     num_samples = (num_earlier * cfg.eval.num_samples + closing) * sum(1 + (scale != 1) for scale in cfg.eval.cfg_scales)
     diffusion = with_sampler(cfg.diffusion, {"num_steps": cfg.eval.num_steps})

@@ -13,7 +13,6 @@ from tempfile import TemporaryDirectory
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from hydra.errors import HydraException
 
 from checkpoints import load
 from common.errors import UserError
@@ -38,10 +37,7 @@ def compose_config(overrides: Sequence[str], folder: Path) -> schema.TrainConfig
     defaults = ["name=benchmark", f"output_dir={folder}", "sample.every=0", "eval.every=0"]
     if not any(override.startswith(("data=", "experiment=")) for override in overrides):
         defaults.append("data=imagenet256")
-    try:
-        cfg = check(compose_overrides([*defaults, *overrides]), schema.TrainConfig)
-    except HydraException as e:
-        raise UserError(str(e).replace("\n", " ")) from e
+    cfg = check(compose_overrides([*defaults, *overrides]), schema.TrainConfig)
     if cfg.data.path is None:
         path = write_random_latents(folder, cfg.data, max(2 * cfg.train.batch_size, 64))
         cfg = cfg.model_copy(update={"data": cfg.data.model_copy(update={"path": str(path)})})
