@@ -100,7 +100,7 @@ def settings_of_images(cfg: SampleConfig, recipe: Recipe) -> dict:
 
 
 def default_output(checkpoint: Path, settings: dict) -> Path:
-    """<run>/generated/<step>_<weights>_<guidance>_<steps>_<hash of all settings>; `generated` is next to a checkpoint without run."""
+    """<run>/generated/<step>_<weights>_<guidance>_<steps>_<hash of all settings>. Without a run: <checkpoint>/../generated/..."""
     from checkpoints import store
 
     guidance = settings["guidance"]
