@@ -145,7 +145,11 @@ def run_command(commands: dict[str, str], description: str, arguments: list[str]
     taker = resolve_name(kind) if kind else function
     parameters = inspect.signature(taker, eval_str=True).parameters.values()
     types = {p.name: (p.annotation, ... if p.default is p.empty else p.default) for p in parameters}
-    values = dict(parse_arguments(given, create_model(name, __base__=Settings, **types)))
+    try:
+        raw = OmegaConf.to_container(OmegaConf.from_dotlist(given))  # values are YAML
+    except (YAMLError, OmegaConfBaseException, ValueError) as e:
+        raise UserError(" ".join(str(e).split())) from e
+    values = dict(validate(raw, create_model(name, __base__=Settings, **types)))
     function(taker(**values)) if kind else function(**values)
 
 
@@ -156,12 +160,3 @@ def source_of(what: str) -> str:
     node = next(node for node in ast.parse(source).body if getattr(node, "name", None) == name)
     end = node.end_lineno if isinstance(node, ast.ClassDef) else node.body[0].end_lineno
     return "\n".join(source.splitlines()[node.lineno - 1 : end]) + "\n"
-
-
-def parse_arguments(arguments: Sequence[str], settings: type[S]) -> S:
-    """`key=value` arguments as checked settings. Values are parsed as YAML. Raises UserError."""
-    try:
-        raw = OmegaConf.to_container(OmegaConf.from_dotlist(list(arguments)))
-    except (YAMLError, OmegaConfBaseException, ValueError) as e:
-        raise UserError(" ".join(str(e).split())) from e
-    return validate(raw, settings)

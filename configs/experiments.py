@@ -97,7 +97,7 @@ def add_pair(
     add(f"{name}_tread", table, source, f"{base} {TREAD}", routed, baseline=name, **more)
 
 
-# Below are the paper's tables. FID of 50,000 unguided samples after 400,000 steps, unless a table says otherwise.
+# Figures are FIDs of 50,000 unguided samples after 400,000 steps, unless a table says otherwise.
 
 # Table 2: the FID of DiT without and with TREAD, then of SiT. The dense figures come from other papers.
 DIT = "the figure is DiT's: DDPM with learned variance; here EDM, sampled by Heun"
@@ -112,7 +112,7 @@ for size, *fids in (
     add_pair(f"table2/dit_{slug(size)}", *about, f"{base} diffusion=edm", fids[:2], DIT)
     add_pair(f"table2/sit_{slug(size)}", *about, f"{base} diffusion=sit", fids[2:], SIT)
 
-# DiT-B/2: the percentage of the tokens that skip the route.
+# DiT-B/2: the percentage of the tokens that skip the route, and the FID.
 about = ("Selection rate", "TREAD, ablation of the selection rate")
 add("selection_rate/0", *about, f"{IMAGENET_256} {B} {DENSE}", {"fid": 43.47}, DIT)
 for rate, fid in {25: 26.50, 50: 21.34, 75: 49.29}.items():
@@ -125,7 +125,7 @@ rounded = "B/6 = 4.67 and 2B/3 = 18.67 of 28 blocks are rounded down: 4 to 18"
 add("location/relative", *about, f"{IMAGENET_256} {XL} {route(0.5, 4, 18)}", {"fid": 18.81}, rounded, "table2/dit_xl2")
 add("location/absolute", *about, f"{IMAGENET_256} {XL} {route(0.5, 2, -4)}", {"fid": 7.38}, None, "table2/dit_xl2")
 
-# DiT-B/2, half of the tokens: (first, last block): change of FID from the dense network's.
+# DiT-B/2, where half of the tokens skip the route. For its first and last block, the change of the FID from the dense network's.
 PLACEMENTS = {
     (0, 2): 2.95, (0, 3): 2.59, (0, 4): 7.23, (0, 5): 0.92, (0, 6): -12.12, (0, 7): -15.71, (0, 8): -16.31, (0, 9): -14.82,
     (0, 10): 7.47, (7, 8): 0.61, (6, 8): 0.82, (5, 8): -4.84, (4, 8): -14.20, (3, 8): -16.31, (2, 8): -21.87, (1, 8): -21.68,
@@ -172,7 +172,7 @@ for name, (epochs, own, differs, *figures) in FINAL.items():
     paper, guided = (dict(zip(("fid", "sfid", "inception_score", "precision", "recall"), values)) for values in figures)
     add(f"final/xl2_{name}", *about, arguments, paper, differs, baseline, guided)
 
-# SiT with alignment to DINOv2-B; REPA's own runs have no routes. B/2: sihyun-yu/REPA#5, gstoica27/DeltaFM#6.
+# SiT with alignment to DINOv2-B. REPA's own runs have no routes. Its FID of B/2 is in sihyun-yu/REPA#5 and gstoica27/DeltaFM#6.
 source = "REPA (arXiv 2410.06940), 400K iterations, 250 steps of the SDE"
 differs = "trained in bf16 (REPA: fp16), with an EMA that is warmed up"
 routed = f"{differs}; TREAD's project page says that both stack, without figures; tokens that skip are not aligned"

@@ -290,7 +290,7 @@ class TrainConfig(Settings):
         in_default = {"data", "model", "experiment"} | ({"seed"} if "experiment" in typed else set())
         values, words = flatten(self.model_dump()), [self.name]
         for key in typed:
-            if find_role(key) in (*SAME_RUN, Role.NOTED) and key not in in_default:
+            if find_role(key) not in (None, Role.COMPARED) and key not in in_default:
                 value = json.dumps(values[f"{key}.name" if key in GROUPS else key]).strip('[]{}"/ ')
                 words.append(f"{key.rpartition('.')[2]}-{re.sub(r'[^0-9A-Za-z.+-]+', '-', value)}")
         name = "_".join(words)
@@ -307,7 +307,7 @@ class TrainConfig(Settings):
 
 
 class _Sampling(Settings):
-    """Keys that are not listed are settings of the sampler. They are checked when the sampler of the checkpoint is known."""
+    """`model_extra` holds the settings of the sampler. They are checked when the sampler of the checkpoint is known."""
 
     model_config = ConfigDict(extra="allow")
     output: Text | None
@@ -318,10 +318,6 @@ class _Sampling(Settings):
     tf32: bool
     compile: Compile
     cpu_threads: Count | None
-
-    @property
-    def sampler_settings(self) -> dict[str, Any]:
-        return self.model_extra
 
 
 class SampleConfig(_Sampling):
@@ -358,7 +354,7 @@ class FidConfig(_Sampling):
     def choices(self) -> list[FidConfig]:
         """One configuration for each combination of weights, ema_length, guidance, cfg_scale and settings of the sampler."""
         listed = {key: getattr(self, key) for key in ("weights", "ema_length", "guidance", "cfg_scale")}
-        return [self.model_copy(update=choice) for choice in combinations(listed | self.sampler_settings)]
+        return [self.model_copy(update=choice) for choice in combinations(listed | self.model_extra)]
 
 
 class Role(Enum):

@@ -13,9 +13,8 @@ import prepare_latents
 from common.errors import UserError
 from common.types import Count, Text
 from configs import command_line
-from configs.command_line import guard, parse_arguments, run_command
+from configs.command_line import guard, run_command
 from configs.schema import TrainConfig
-from configs.settings import Settings
 from runtime import machine
 
 
@@ -138,12 +137,14 @@ def test_commands_without_a_configuration_take_their_functions_parameters(capsys
             run_command(commands, "", arguments)
 
 
-def test_a_value_is_what_yaml_reads():
-    class Given(Settings):
-        numbers: list[float]
-        switch: bool
+def take(numbers: list[float], switch: bool) -> None:
+    called.append((numbers, switch))
 
-    assert parse_arguments(["numbers=[1.0,2e-3]", "switch=true"], Given) == Given(numbers=[1.0, 2e-3], switch=True)
+
+def test_a_value_is_what_yaml_reads():
+    called.clear()
+    run_command({"take": "test_command_line:take"}, "", ["take", "numbers=[1.0,2e-3]", "switch=true"])
+    assert called == [([1.0, 2e-3], True)]
 
 
 def test_help_and_configurations_are_printed_on_request():
