@@ -97,9 +97,9 @@ def find_checkpoints(cfg: FidConfig) -> list[Path]:
 
 
 def with_settings_of_run(cfg: FidConfig, run: TrainConfig | None) -> FidConfig:
-    """Take settings that the command omits from the run: reference, detector, and weights if the detector is the run's."""
-    given, stored = cfg.evaluation.model_dump(), run.evaluation.model_dump() if run else {"detector": "inception"}
-    if given["detector"] not in (None, stored["detector"]):
+    """Take the settings that the command omits from the run. Weights are taken only if the run has the same detector."""
+    given, stored = cfg.evaluation.model_dump(), run.evaluation.model_dump() if run else {}
+    if given["detector"] not in (None, stored.get("detector")):
         stored["weights"] = None
     evaluation = {key: value or stored.get(key) for key, value in given.items()}
     evaluation["background"] = evaluation["background"] or "white"
@@ -108,7 +108,7 @@ def with_settings_of_run(cfg: FidConfig, run: TrainConfig | None) -> FidConfig:
 
 
 def default_folder(cfg: FidConfig, folders: list[Path]) -> Path:
-    """<run>/evaluations, or next to a checkpoint outside any run; for images, <images>_evaluations."""
+    """<run>/evaluations, or a folder next to a checkpoint outside any run. For images, <images>_evaluations."""
     from checkpoints import store
 
     if not folders:
@@ -116,7 +116,7 @@ def default_folder(cfg: FidConfig, folders: list[Path]) -> Path:
         return images.with_name(f"{images.name}_evaluations")
     checkpoint = folders[0].resolve()
     folder = (store.find_run(checkpoint) or checkpoint.parent) / "evaluations"
-    if folder == REPOSITORY / "evaluations":  # a checkpoint in the repository's root: keep results out of the source files
+    if folder == REPOSITORY / "evaluations":  # for a checkpoint in the root of the repository: this folder holds source files
         return checkpoint.with_name(f"{checkpoint.name}_evaluations")
     return folder
 

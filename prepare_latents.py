@@ -97,7 +97,7 @@ def inspect(
     Args:
         path: a folder of shards, or a shard.
         images: the folder that was encoded; the grid shows its images next to the decoded latents.
-        autoencoder: decodes the grid; null: the one that the shards name.
+        autoencoder: the autoencoder that decodes the grid; null: the autoencoder that the shards name.
         grid: auto (<path>/inspect_<data>.png), a file to write, or none.
         sigma_data: the standard deviation that the diffusion assumes.
     """
@@ -141,11 +141,11 @@ def inspect(
 
 
 def reference(images: Text, output: Text, resolution: Count | None = None, background: Colour = "white") -> None:
-    """Write images as a reference batch for fid.py, which caches their features at the first evaluation.
+    """Write images as a reference batch for fid.py. Its first evaluation caches the features.
 
     Args:
         images: a folder of images, an .npz, or a folder of pixel shards, whose labels are kept.
-        resolution: crop images of a folder to this size as encode does; null: use them unchanged; all must have one size.
+        resolution: crop images of a folder to this size, as encode does; null: images must have one size and are not changed.
         background: colour behind transparent images.
     """
     from evaluations.images import open_images, read_ahead, write_npz
@@ -172,7 +172,7 @@ def detector(reference: Text, output: Text, num_epochs: Count = 8, cpu_threads: 
     """Train a small classifier on a reference of labelled small images, for evaluation.detector=small-<set>.
 
     Args:
-        output: detectors/<set>.safetensors; the metrics are named after the set: fd_<set>.
+        output: detectors/<set>.safetensors. The metric is named after the set: fd_<set>.
     """
     from evaluations.classifiers import train_detector
     from evaluations.images import open_images
@@ -184,11 +184,11 @@ def detector(reference: Text, output: Text, num_epochs: Count = 8, cpu_threads: 
 
 
 COMMANDS = {
-    "encode": encode,
+    "encode": "prepare_latents:encode",
     "convert": "latents.prepare.convert:convert",
-    "inspect": inspect,
-    "reference": reference,
-    "detector": detector,
+    "inspect": "prepare_latents:inspect",
+    "reference": "prepare_latents:reference",
+    "detector": "prepare_latents:detector",
     "fetch": "latents.prepare.fetch:fetch",
 }
 KEYS = {"encode": "latents.prepare.encode:Encoding", "convert": "latents.prepare.convert:Conversion"}

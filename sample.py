@@ -4,8 +4,8 @@
     python sample.py checkpoint=runs/digits_tread/checkpoints/step_0001000 guidance=cfg cfg_scale=2 num_steps=30
     accelerate launch --num_processes 8 sample.py checkpoint=runs/in256 seeds=0-49999 batch_size=128
 
-Image i depends only on seed i and the settings, not on the number of processes; another batch size changes pixels by at most
-one grey level. Run the same command again for missing images. Output: a PNG per seed, a labelled grid, an .npz in ADM's format.
+Image i depends only on seed i and the settings, not on the number of processes. Another batch size changes pixels by at most
+one grey level. The command writes a PNG per seed, a labelled grid, and an .npz in ADM's format. Run it again for missing images.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def choose_labels(cfg: SampleConfig, num_classes: int) -> dict[int, int]:
 
 
 def settings_of_images(cfg: SampleConfig, recipe: Recipe) -> dict:
-    """What determines an image, except its seed, as stored in settings.yaml. Hashes of checkpoints replace their paths."""
+    """The settings that determine an image, except its seed, for settings.yaml. Checkpoints are named by hash, not by path."""
     guidance = recipe.guidance.model_dump()
     return {
         "checkpoint": recipe.content,
@@ -100,7 +100,7 @@ def settings_of_images(cfg: SampleConfig, recipe: Recipe) -> dict:
 
 
 def default_output(checkpoint: Path, settings: dict) -> Path:
-    """<run>/generated/<step>_<weights>_<guidance>_<steps>_<hash of all settings>; next to a checkpoint outside any run."""
+    """<run>/generated/<step>_<weights>_<guidance>_<steps>_<hash of all settings>. Without a run: <checkpoint>/../generated/..."""
     from checkpoints import store
 
     guidance = settings["guidance"]

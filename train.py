@@ -25,7 +25,7 @@ log = logging.getLogger("train")
 
 
 def main(cfg: TrainConfig) -> None:
-    # Imported here: torch takes seconds to import, and --help and errors in keys need not wait for it.
+    # Imported here, because torch takes seconds to import. --help and errors in keys do not wait for it.
     from accelerate.utils import set_seed
 
     from checkpoints.load import build_network

@@ -1,203 +1,120 @@
-"""Command lines: Hydra for commands with a configuration, `key=value` for the rest. A user's error becomes one line."""
+"""Read command lines, with Hydra for commands that have a configuration. An error that a user can cause becomes one line."""
 
 from __future__ import annotations
 
 import ast
-import contextlib
 import inspect
 import os
-import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from pkgutil import resolve_name
-from typing import NoReturn
 
-import hydra
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra._internal.utils import get_args_parser
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException, OverrideParseException
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import create_model
 from yaml import YAMLError
 
-from common.errors import UserError, first_line
+from common.errors import UserError
 from common.files import REPOSITORY
 from common.progress import log_to_stderr
-from configs.compose import compose_overrides, register
-from configs.settings import GROUPS, S, Settings, flatten, nearest, validate
+from configs.compose import compose_overrides
+from configs.settings import S, Settings, validate
 
-FULL_ERRORS = "HYDRA_FULL_ERROR"  # Hydra's switch, which holds for all commands here
-NO_NAME = "Config group override must be a string"  # Hydra's ValueError for model=3
+FULL_ERRORS = "HYDRA_FULL_ERROR"  # the environment variable of Hydra; all commands read it
 CONFIGS = REPOSITORY / "configs"
 HELP = {"--help", "-h"}
 
 
-def _backbone(size: str, _root_: DictConfig) -> str:
-    """The backbone of this size ("XS/2") for model=<name>, in the configuration of the digits."""
-    return f"{'LightningDiT' if _root_.model.name.startswith('lightning') else 'DiT'}-{size}"
-
-
-OmegaConf.register_new_resolver("backbone", _backbone, replace=True)
-OmegaConf.register_new_resolver("name_of", lambda path: os.path.basename(os.path.abspath(path or "custom")), replace=True)
-OmegaConf.register_new_resolver("repository", lambda path: str(REPOSITORY / path), replace=True)
-
-
 def guard(action: Callable[[], None]) -> None:
-    """Call `action`. An error that a user can cause becomes one line, and exit code 1. HYDRA_FULL_ERROR=1 keeps the traceback."""
-    wants_traceback = os.environ.get(FULL_ERRORS, "0") == "1"
-    interrupts: list[int] = []
-
-    def interrupt(signum: int, frame: object) -> NoReturn:
-        interrupts.append(signum)
-        raise KeyboardInterrupt
-
+    """Call `action`. An error that a user can cause becomes one line and exit code 1. HYDRA_FULL_ERROR=1 keeps the traceback."""
     log_to_stderr()
-    signal.signal(signal.SIGINT, interrupt)  # shells start background jobs with SIGINT ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background jobs with SIGINT ignored
     try:
         action()
-    except (Exception, KeyboardInterrupt) as error:
-        if wants_traceback:
-            raise
-        if interrupts or isinstance(error, KeyboardInterrupt):  # in the middle of an import, Ctrl-C can raise any error
-            sys.stderr.write("stopped; run the same command to resume\n")
-            sys.exit(128 + signal.SIGINT)
-        if (line := format_error(error)) is None:
+    except KeyboardInterrupt:
+        sys.stderr.write("stopped; run the same command to resume\n")
+        sys.exit(128 + signal.SIGINT)
+    except Exception as error:
+        line = format_error(error)
+        if line is None or os.environ.get(FULL_ERRORS) == "1":
             raise
         sys.exit(line)
 
 
-def format_error(error: BaseException) -> str | None:
+def format_error(error: Exception) -> str | None:
     """The message that a command prints for an error that a user can cause; None for others."""
     rank = os.environ.get("RANK")
-    if isinstance(error, UserError):
+    if isinstance(error, (UserError, HydraException)):
         return f"error{'' if rank is None else f' (process {rank})'}: {error}"
-    if isinstance(error, RuntimeError) and "gloo" in str(error):
-        return f"error (process {rank}): another process has ended, or does not answer: {first_line(error)}"
     return None
 
 
 def run(main: Callable[[S], None], config_name: str, settings: type[S], description: str) -> None:
     """Compose configs/<config_name>.yaml with the command line, check it by `settings`, and call `main` with it, guarded.
 
-    `description` is printed above the help. `main` imports what it needs, so that --help and wrong keys do not
-    wait seconds for torch.
+    --help prints `description` and all keys. `main` imports torch, which takes seconds; --help and wrong keys do not wait for it.
     """
-    if HELP & set(sys.argv):
-        sys.stdout.write(f"{description}\n{explain_keys(config_name)}")
+    parser = ArgumentParser(description=description, formatter_class=RawDescriptionHelpFormatter)
+    parser.epilog = explain_keys(config_name)
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("-m", "--multirun", action="store_true", help="run every combination of the values between commas")
+    parser.add_argument("--cfg", choices=["job"], help="print the configuration and stop")
+    given = parser.parse_intermixed_args()
+    if given.cfg:
+        guard(lambda: sys.stdout.write(OmegaConf.to_yaml(compose_overrides(given.overrides, config_name))))
+    elif given.multirun:
+        guard(partial(sweep, main, config_name, settings, given.overrides))
     else:
-        guard(partial(_run, main, config_name, settings))
-
-
-def _run(main: Callable[[S], None], config_name: str, settings: type[S]) -> None:
-    given, unknown = get_args_parser().parse_known_args()
-    if unknown:
-        raise UserError(f"{unknown[0]} is not an option; keys are written without dashes: {unknown[0].lstrip('-')}=<value>")
-    options = {name for name, value in vars(given).items() if value and name != "overrides"}
-    with explained_composition(given.overrides, config_name):
-        if "multirun" in options:
-            check_sweep(given.overrides, config_name, settings)
-        cfg = None if options else check(compose_overrides(given.overrides, config_name), settings, given.overrides)
-    if options:  # a sweep, --cfg, the shell's completion
-        run_by_hydra(main, config_name, settings, given.overrides)
-    else:
-        main(cfg)
+        guard(lambda: main(check(compose_overrides(given.overrides, config_name), settings, given.overrides)))
     if processes := sys.modules.get("runtime.processes"):  # otherwise nothing ran
         processes.leave()
 
 
-def run_by_hydra(main: Callable[[S], None], config_name: str, settings: type[S], overrides: Sequence[str]) -> None:
-    """Let Hydra's sweeper and launcher call `main`."""
+def sweep(main: Callable[[S], None], config_name: str, settings: type[S], overrides: Sequence[str]) -> None:
+    """Call `main` for every combination of the values between commas.
 
-    def checked(cfg: DictConfig) -> None:
-        try:
-            main(check(cfg, settings, HydraConfig.get().overrides.task))
-        except Exception as e:
-            clear_frames(e)  # Hydra keeps the error until the sweep ends; its frames would keep the trainer in memory
-            if os.environ.get("WORLD_SIZE", "1") != "1":  # the other processes may still be in this run: end the sweep
-                sys.exit(format_error(e) or traceback.format_exc())
-            raise
-
-    checked.__module__ = Path(sys.argv[0]).stem  # Hydra names the jobs of a cluster after it
-    os.environ[FULL_ERRORS] = "1"  # have Hydra raise errors instead of printing them
-    register(overrides)
-    with explained_composition(overrides, config_name):
-        hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(checked)()
-
-
-@contextlib.contextmanager
-def explained_composition(overrides: Sequence[str], config_name: str) -> Iterator[None]:
-    """A context in which Hydra's errors become UserErrors."""
-    try:
-        yield
-    except (HydraException, ValueError) as e:
-        if not isinstance(e, HydraException) and not str(e).startswith(NO_NAME):
-            raise
-        raise UserError(explain(e, overrides, config_name)) from e
-
-
-def check_sweep(overrides: Sequence[str], config_name: str, settings: type[S]) -> None:
-    """Compose and check every run of a sweep before the first one starts. Sweepers other than Hydra's default choose runs later.
-
+    Every run is checked before the first one starts. If a run fails, the later ones still run, and the errors are printed at the
+    end. With several processes, the first error ends the sweep, because the other processes may still be in the failed run.
     Raises UserError for a run that `check` refuses, and for two runs that would share a folder.
     """
-    if any(override.startswith("hydra/sweeper") for override in overrides):
-        return
-    runs: dict[tuple, str] = {}
+    runs: dict[str, tuple[str, S]] = {}  # by the folder of the run
     for typed in BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(list(overrides)), None)[0]:
-        typed = [override for override in typed if not override.startswith("hydra")]
-        words = " ".join(typed)
+        words, cfg = " ".join(typed), check(compose_overrides(typed, config_name), settings, typed)
+        folder = f"{cfg.output_dir}/{cfg.name}" if hasattr(cfg, "name") else words
+        if folder in runs:
+            raise UserError(f"two runs of the sweep have the folder {folder}: {runs[folder][0]} and {words}; set name=...")
+        runs[folder] = words, cfg
+    failures = []
+    for _, cfg in runs.values():
         try:
-            cfg = check(compose_overrides(typed, config_name), settings, typed)
-        except UserError as e:
-            raise UserError(f"{words}: {e}") from e
-        folder = tuple(getattr(cfg, key, None) for key in ("output_dir", "name"))
-        if folder != (None, None) and folder in runs:
-            raise UserError(f"two runs of the sweep have the folder {'/'.join(folder)}: {runs[folder]} and {words}; set name=...")
-        runs[folder] = words
-
-
-def clear_frames(error: BaseException | None) -> None:
-    """Drop the local variables that the tracebacks of an error and of its causes hold."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
+            main(cfg)
+        except Exception as e:
+            if os.environ.get("WORLD_SIZE", "1") != "1":
+                raise
+            failures.append(format_error(e) or traceback.format_exc())
+    if failures:
+        sys.exit("\n".join(failures))
 
 
 def explain_keys(config_name: str) -> str:
-    """The YAML files of a command and of its groups, which explain every key and hold its default."""
+    """The YAML files of a command and of its groups. They explain every key and hold its default."""
     groups = ["*/*.yaml"] if config_name == "config" else ["sampling.yaml", "guidance/*.yaml"]
     files = [CONFIGS / f"{config_name}.yaml", *(file for group in groups for file in sorted(CONFIGS.glob(group)))]
     return "\n".join(f"--- {file.relative_to(REPOSITORY)}\n{file.read_text(encoding='utf-8')}" for file in files)
-
-
-def explain(error: HydraException | ValueError, overrides: Sequence[str], config_name: str) -> str:
-    """Hydra's message on one line, with the nearest key."""
-    if isinstance(error, OverrideParseException):
-        return f"{error.override!r} cannot be read; quote a value that holds spaces or special characters: 'key=\"a b\"'"
-    text = " ".join(str(error).partition("Config search path")[0].split())
-    if text.startswith(NO_NAME):
-        return f"{' '.join(overrides)}: a group takes the name of a choice; --help lists them"
-    if text.startswith("Error merging override"):  # a dictionary in place of a list
-        return f"{text.partition('override ')[2]}: the key holds a list"
-    if unknown := re.search(r"Could not override '([^']+)'", text):
-        choices = [override for override in overrides if override.partition("=")[0] in GROUPS]
-        known = flatten(OmegaConf.to_container(compose_overrides(choices, config_name)))
-        return f"{unknown[1]} is not a key{nearest(unknown[1], [*known, *(key.partition('.')[0] for key in known)])}"
-    return text
 
 
 def check(cfg: DictConfig, settings: type[S], overrides: Sequence[str] = ("name=",)) -> S:
     """Resolve the interpolations of a composed configuration and return it as checked settings. Raises UserError.
 
     Args:
-        overrides: the arguments that the user typed. Without `name=`, the run is named after them (`Settings.named`).
+        overrides: the arguments that the user typed. The run is named after them (`Settings.named`).
     """
     try:
         raw = OmegaConf.to_container(cfg, resolve=True)
@@ -206,15 +123,13 @@ def check(cfg: DictConfig, settings: type[S], overrides: Sequence[str] = ("name=
     return validate(raw, settings).named(overrides)
 
 
-def run_command(
-    commands: Mapping[str, Callable | str], description: str, arguments: list[str], keys: Mapping[str, str] | None = None
-) -> None:
+def run_command(commands: dict[str, str], description: str, arguments: list[str], keys: dict[str, str] | None = None) -> None:
     """Call the function that the first argument names, with the other arguments, `key=value`.
 
     Args:
-        commands: functions, or "module:function", which is imported when it is called.
-        description: what `--help` prints.
-        keys: "module:class" for commands that take one object; their keys are the fields of the class instead of parameters.
+        commands: "module:function" for each command. The module is imported when the function is called.
+        description: the text that `--help` prints.
+        keys: "module:class" for commands whose function takes one object. The fields of the class are the keys of the command.
     """
     name, *given = arguments or ["--help"]
     if name in HELP:
@@ -226,33 +141,25 @@ def run_command(
     if HELP & set(given):
         sys.stdout.write(source_of(kind or commands[name]))
         return
-    function = resolve_name(commands[name]) if isinstance(commands[name], str) else commands[name]
+    function = resolve_name(commands[name])
     taker = resolve_name(kind) if kind else function
     parameters = inspect.signature(taker, eval_str=True).parameters.values()
     types = {p.name: (p.annotation, ... if p.default is p.empty else p.default) for p in parameters}
-    values = dict(parse_arguments(given, create_model(name, __base__=Settings, **types)))
+    for argument in given:
+        if "=" not in argument:
+            raise UserError(f"{argument!r} is not of the form key=value")
+    try:
+        raw = OmegaConf.to_container(OmegaConf.from_dotlist(given))  # values are YAML
+    except (YAMLError, OmegaConfBaseException, ValueError) as e:
+        raise UserError(" ".join(str(e).split())) from e
+    values = dict(validate(raw, create_model(name, __base__=Settings, **types)))
     function(taker(**values)) if kind else function(**values)
 
 
-def source_of(what: Callable | str) -> str:
-    """Source of a function's signature and docstring, or of a whole "module:class", without an import, which takes seconds."""
-    if callable(what):
-        file, name = Path(inspect.getsourcefile(what)), what.__name__
-    else:
-        module, _, name = what.partition(":")
-        file = REPOSITORY / f"{module.replace('.', '/')}.py"
-    source = file.read_text(encoding="utf-8")
+def source_of(what: str) -> str:
+    """The source of a "module:class", or of a function's signature and docstring. An import would take seconds."""
+    module, _, name = what.partition(":")
+    source = (REPOSITORY / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
     node = next(node for node in ast.parse(source).body if getattr(node, "name", None) == name)
     end = node.end_lineno if isinstance(node, ast.ClassDef) else node.body[0].end_lineno
     return "\n".join(source.splitlines()[node.lineno - 1 : end]) + "\n"
-
-
-def parse_arguments(arguments: Sequence[str], settings: type[S]) -> S:
-    """`key=value` arguments as checked settings. Values are parsed as YAML. Raises UserError."""
-    if wrong := [argument for argument in arguments if "=" not in argument]:
-        raise UserError(f"{wrong[0]!r} is not of the form key=value; the keys are {', '.join(settings.model_fields)}")
-    try:
-        raw = OmegaConf.to_container(OmegaConf.from_dotlist(list(arguments)))
-    except (YAMLError, OmegaConfBaseException, ValueError) as e:
-        raise UserError(" ".join(str(e).split())) from e
-    return validate(raw, settings)

@@ -1,42 +1,63 @@
-"""Composes configs/*.yaml with overrides, and with the row of configs/experiments.py that they name."""
+"""Compose configs/*.yaml, the row of configs/experiments.py that a command names, and the arguments of the command."""
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import hydra
-from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
-from omegaconf import DictConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
 
 from common.errors import UserError
-from configs.settings import nearest
+from common.files import REPOSITORY
+from configs.experiments import ROWS, Row
+from configs.settings import GROUPS, flatten, nearest
 
-
-def register(overrides: Sequence[str]) -> None:
-    """Register the rows that `experiment=` names (comma-separated for a sweep) as the choices of Hydra's group `experiment`.
-
-    Hydra copies everything registered at every step: all rows would add 0.4 s to a start. UserError for an unknown row.
-    """
-    ConfigStore.instance().repo.pop("experiment", None)
-    pairs = (override.partition("=") for override in overrides)
-    names = [name for key, _, value in pairs if key.lstrip("+") == "experiment" for name in value.split(",") if name != "null"]
-    if not names:
-        return
-    from configs.experiments import ROWS
-
-    for name in names:
-        if name not in ROWS:
-            raise UserError(f"experiment={name} is not a row of configs/experiments.py{nearest(name, ROWS)}")
-        group, _, last = f"experiment/{name}".rpartition("/")
-        ConfigStore.instance().store(group=group, name=last, node=ROWS[name].to_config(), package="_global_")
+OmegaConf.register_new_resolver(
+    "backbone", lambda size, _root_: f"{'LightningDiT' if 'lightning' in _root_.model.name else 'DiT'}-{size}", replace=True
+)
+OmegaConf.register_new_resolver("name_of", lambda path: os.path.basename(os.path.abspath(path or "custom")), replace=True)
+OmegaConf.register_new_resolver("repository", lambda path: str(REPOSITORY / path), replace=True)
 
 
 def compose_overrides(overrides: Sequence[str], config_name: str = "config") -> DictConfig:
-    """configs/<config_name>.yaml with these overrides, unresolved and unchecked. Raises UserError as `register` does."""
-    if GlobalHydra.instance().is_initialized():  # inside a command, which has registered all of its rows
-        return hydra.compose(config_name, overrides=list(overrides))
-    register(overrides)
-    with hydra.initialize_config_dir(str(Path(__file__).parent), version_base="1.3"):
-        return hydra.compose(config_name, overrides=list(overrides))
+    """configs/<config_name>.yaml with these overrides, unresolved and unchecked.
+
+    The arguments of the row that `experiment=` names come first, so that the others can change them.
+    Raises UserError for an unknown row, for arguments that Hydra refuses, and for settings of Hydra itself.
+    """
+    for override in overrides:
+        if override.lstrip("+~").startswith("hydra"):
+            raise UserError(f"{override}: settings of Hydra itself, such as launchers, have no effect here")
+    row = find_row(overrides) if config_name == "config" else None
+    given = [f"name={row.name.replace('/', '_')}_seed${{seed}}", *row.arguments.split(), *overrides] if row else [*overrides]
+    try:
+        with hydra.initialize_config_dir(str(Path(__file__).parent), version_base="1.3"):
+            cfg = hydra.compose(config_name, overrides=given)
+    except (HydraException, ValueError) as e:  # ValueError: model=3
+        raise UserError(explain(e, overrides, config_name)) from e
+    if row:
+        cfg.experiment = {key: value for key, value in asdict(row).items() if key != "arguments"}
+    return cfg
+
+
+def find_row(overrides: Sequence[str]) -> Row | None:
+    """The row that `experiment=` names. Raises UserError for an unknown one."""
+    name = next((o.partition("=")[2] for o in reversed(overrides) if o.startswith("experiment=")), "null")
+    if name != "null" and name not in ROWS:
+        raise UserError(f"experiment={name} is not a row of configs/experiments.py{nearest(name, ROWS)}")
+    return ROWS.get(name)
+
+
+def explain(error: Exception, overrides: Sequence[str], config_name: str) -> str:
+    """The message of Hydra on one line. For an unknown key, a message with the nearest keys."""
+    text = " ".join(f"{error} {error.__cause__ or ''}".partition("Config search path")[0].split())
+    if unknown := re.search(r"Could not override '([^']+)'", text):
+        choices = [override for override in overrides if override.partition("=")[0] in GROUPS]
+        known = flatten(OmegaConf.to_container(compose_overrides(choices, config_name)))
+        return f"{unknown[1]} is not a key{nearest(unknown[1], [*known, *(key.partition('.')[0] for key in known)])}"
+    return text

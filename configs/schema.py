@@ -1,8 +1,8 @@
 """The configuration of every command: its keys, what each accepts, and which of them a resumed run must keep.
 
-A class per Hydra group. configs/*.yaml hold the values, with a comment for every key; this file holds the types. Diffusions and
-their samplers are settings too: `cfg.diffusion` is an `edm.EDM`, for example. The module of a choice is imported only if it is
-chosen, and after all other keys are checked, because torch takes seconds to import.
+Each Hydra group has a class here. configs/*.yaml hold the default values, with a comment for every key. Diffusions and their
+samplers are settings too: `cfg.diffusion` is an `edm.EDM`, for example. The module of a choice is imported after all other keys
+are checked, because torch takes seconds to import.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from configs.settings import GROUPS, OneOrMany, Settings, as_list, flatten, near
 MAX_NUMBERS = 10**7  # how many seeds or classes a command may list
 MAX_NAME_LENGTH = 60  # characters of a run's name
 
-# model.name -> the module of its network: `build(backbone, **settings)`, and BACKBONES with the sizes by name.
+# model.name -> the module of its network. It has a function `build(backbone, **settings)` and the sizes by name, BACKBONES.
 NETWORKS = {
     "dit": "dit",
     "tread": "dit",
@@ -37,9 +37,9 @@ NETWORKS = {
     "lightningdit_tread": "extras.lightningdit",
     "lightningdit_sprint": "extras.sprint",
 }
-# diffusion.name -> its class: `loss`, `denoise` and a `sampler`.
+# diffusion.name -> its class. It has methods `loss` and `denoise`, and a `sampler`.
 DIFFUSIONS = {"edm": "edm:EDM", "sit": "sit:SiT", "ddpm": "extras.ddpm:DDPM"}
-Diffusion = Any  # an object of one of these classes
+Diffusion = Any  # one of these classes
 
 
 def parse_numbers(spec: str | int | list) -> list[int]:
@@ -61,14 +61,8 @@ def known_detector(name: str) -> str:
     return name
 
 
-def check_folder_name(name: str) -> str:
-    if not name.strip(".") or {*name} & {*"/\\"}:
-        raise ValueError(f"{name!r} is not the name of a folder: it must not be empty, hold / or \\, or consist of dots")
-    return name
-
-
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-FolderName = Annotated[str, AfterValidator(check_folder_name)]
+FolderName = Annotated[str, Field(pattern=r"^[^/\\]*[^/\\.][^/\\]*$")]  # no slashes, and not only dots
 Checkpoint = Text  # the folder of a checkpoint, or of a run for its newest
 Detector = Annotated[str, AfterValidator(known_detector)]
 Numbers = Annotated[list[int], BeforeValidator(parse_numbers)]
@@ -80,7 +74,7 @@ EMALength = Annotated[float, Field(gt=0, le=0.28)]  # extras.posthoc_ema
 
 
 class RouteSettings(Settings):
-    """A `routing_module.Route`, which TokenRouter checks against the network."""
+    """The arguments of a `routing_module.Route`. TokenRouter checks them against the network."""
 
     selection_ratio: Number
     start_layer_idx: int
@@ -99,7 +93,7 @@ class Model(Settings):
 
     @property
     def module(self) -> ModuleType:
-        """The module of its network."""
+        """The module of the network."""
         return importlib.import_module(NETWORKS[self.name])
 
     @property
@@ -116,7 +110,7 @@ class SPRINTModel(Model):
 
 
 class Data(Settings):
-    """`training.build.open_data` fills in from the latents what the configuration leaves open."""
+    """`training.build.open_data` fills in keys that are None from the latents."""
 
     name: FolderName
     path: Text | None
@@ -187,7 +181,7 @@ Guidance = Annotated[NoChoice | CFG | Interval | PathDrop | Sparse | Autoguidanc
 
 
 class Train(Settings):
-    num_steps: Count | None  # here and below, `training.build.fill_in_lengths` fills in what is None
+    num_steps: Count | None  # `training.build.fill_in_lengths` fills in lengths that are None, here and below
     batch_size: Count
     grad_accum_steps: Count
     lr: Positive
@@ -217,7 +211,7 @@ class CheckpointSettings(Settings):
 
 class Sample(Settings):
     every: Whole | None
-    num_samples: Annotated[int, Field(ge=1, le=10**4)]  # all in one image
+    num_samples: Annotated[int, Field(ge=1, le=10**4)]  # a grid holds all of them
     batch_size: Count
     precision: Precision
     rounding: Literal["round", "truncate"]
@@ -234,26 +228,17 @@ class Eval(Settings):
     precision: Precision
     validation: Text | None
 
-    @property
-    def closing_num_samples(self) -> int:
-        """Images per guidance scale at the last step."""
-        return self.final_num_samples or self.num_samples
 
-
-class DetectorSettings(Settings):
+class EvaluationSettings(Settings):
     detector: OneOrMany[Detector] | None
     weights: Text | None
     dinov2_weights: Text | None
     background: Colour | None
+    reference: Text | None = None
 
     @property
     def all_detectors(self) -> list[str]:
-        return as_list(self.detector)
-
-
-class EvaluationSettings(DetectorSettings):
-    detector: OneOrMany[Detector]
-    reference: Text | None
+        return as_list(self.detector or "inception")
 
 
 class Wandb(Settings):
@@ -265,7 +250,7 @@ class TrainConfig(Settings):
     name: FolderName
     output_dir: Text
     experiment: dict[str, Any] | None  # configs.experiments.Row
-    seed: Annotated[int, Field(ge=0, le=2**32 - 1)]  # what NumPy's global generator takes
+    seed: Annotated[int, Field(ge=0, le=2**32 - 1)]  # the range of NumPy's global generator
     resume: Literal["auto", "never"]
     init_from: Text | None
     init_state: Literal["weights", "all"]
@@ -284,34 +269,32 @@ class TrainConfig(Settings):
     @model_validator(mode="after")
     def _import_choices(self) -> TrainConfig:
         """Check what only the chosen modules know: the backbone and the diffusion."""
-        known = self.model.module.BACKBONES
-        if self.model.backbone not in known:
-            words = f"model.backbone={self.model.backbone} is not a backbone of model={self.model.name}"
-            raise UserError(f"{words}{nearest(self.model.backbone, known)}")
+        name, known = self.model.backbone, self.model.module.BACKBONES
+        if name not in known:
+            raise UserError(f"model.backbone={name} is not a backbone of model={self.model.name}{nearest(name, known)}")
         if isinstance(self.diffusion, dict):
-            if (name := self.diffusion.get("name")) not in DIFFUSIONS:
-                raise UserError(f"diffusion.name={name} is not one of {', '.join(DIFFUSIONS)}")
-            checked = create_model("Chosen", __base__=Settings, diffusion=(resolve_name(DIFFUSIONS[name]), ...))
+            kind = resolve_name(DIFFUSIONS[self.diffusion["name"]])
+            checked = create_model("Chosen", __base__=Settings, diffusion=(kind, ...))
             object.__setattr__(self, "diffusion", validate({"diffusion": self.diffusion}, checked).diffusion)
         return self
 
     def named(self, overrides: Sequence[str]) -> TrainConfig:
-        """The configuration with the name of its run: the default name, then each typed key with its value.
+        """The configuration with the name of its run, if none is typed: the default name, then each typed key with its value.
 
-        It omits keys with role COMPARED or none, such as train.num_steps, and keys that are part of the default
-        name (data, model, experiment and its seed). A name of more than MAX_NAME_LENGTH characters ends with a hash.
+        The name omits keys without a role and with role COMPARED, such as train.num_steps. It also omits keys that are part of
+        the default name: data, model, experiment and its seed. A name of more than MAX_NAME_LENGTH characters ends with a hash.
         """
-        typed = [override.lstrip("+~").partition("=")[0] for override in overrides]
-        in_default = {"data", "model", "experiment"} | ({"seed"} if "experiment" in typed else set())
-        keys = [key for key in dict.fromkeys(typed) if find_role(key) in (*SAME_RUN, Role.NOTED) and key not in in_default]
-        if "name" in typed or not keys:
+        typed = dict.fromkeys(override.lstrip("+~").partition("=")[0] for override in overrides)
+        if "name" in typed:
             return self
+        in_default = {"data", "model", "experiment"} | ({"seed"} if "experiment" in typed else set())
         values, words = flatten(self.model_dump()), [self.name]
-        for key in keys:
-            value = json.dumps(values[f"{key}.name" if key in GROUPS else key]).strip('[]{}"/ ')
-            words.append(f"{key.rpartition('.')[2]}-{re.sub(r'[^0-9A-Za-z.+-]+', '-', value)}")
+        for key in typed:
+            if find_role(key) not in (None, Role.COMPARED) and key not in in_default:
+                value = json.dumps(values[f"{key}.name" if key in GROUPS else key]).strip('[]{}"/ ')
+                words.append(f"{key.rpartition('.')[2]}-{re.sub(r'[^0-9A-Za-z.+-]+', '-', value)}")
         name = "_".join(words)
-        if len(name) > MAX_NAME_LENGTH:
+        if len(words) > 1 and len(name) > MAX_NAME_LENGTH:
             name = f"{name[: MAX_NAME_LENGTH - 9]}_{hash_bytes(name.encode())[:8]}"
         return self.model_copy(update={"name": name})
 
@@ -324,7 +307,7 @@ class TrainConfig(Settings):
 
 
 class _Sampling(Settings):
-    """Other keys are sampler settings (configs/sampling.yaml), checked once the checkpoint's sampler is known."""
+    """`model_extra` holds the settings of the sampler. They are checked when the sampler of the checkpoint is known."""
 
     model_config = ConfigDict(extra="allow")
     output: Text | None
@@ -335,10 +318,6 @@ class _Sampling(Settings):
     tf32: bool
     compile: Compile
     cpu_threads: Count | None
-
-    @property
-    def sampler_settings(self) -> dict[str, Any]:
-        return self.model_extra
 
 
 class SampleConfig(_Sampling):
@@ -354,7 +333,7 @@ class SampleConfig(_Sampling):
 
 
 def combinations(chosen_from: dict) -> list[dict]:
-    """{a: [1, 2], b: 3} -> [{a: 1, b: 3}, {a: 2, b: 3}]: every choice of one entry from each list."""
+    """Every choice of one entry from each list: {a: [1, 2], b: 3} -> [{a: 1, b: 3}, {a: 2, b: 3}]."""
     return [dict(zip(chosen_from, chosen)) for chosen in itertools.product(*map(as_list, chosen_from.values()))]
 
 
@@ -367,36 +346,35 @@ class FidConfig(_Sampling):
     first_seed: Whole
     weights: OneOrMany[Weights]
     ema_length: OneOrMany[EMALength] | None
-    guidance: list[Guidance]  # one for each combination of the values that the command lists
+    guidance: Annotated[list[Guidance], Field(min_length=1), BeforeValidator(combinations)]  # the command may list values
     cfg_scale: OneOrMany[Number] | None
     convert_to_rgb: bool
-    evaluation: DetectorSettings
-
-    @model_validator(mode="before")
-    @classmethod
-    def _combine(cls, raw: dict) -> dict:
-        if empty := [key for key, value in flatten(raw).items() if value == []]:
-            raise ValueError(f"{empty[0]}=[]: a list needs an entry")
-        return raw | {"guidance": combinations(raw["guidance"])} if isinstance(raw.get("guidance"), dict) else raw
+    evaluation: EvaluationSettings
 
     def choices(self) -> list[FidConfig]:
-        """One configuration per combination of the listed weights, ema_length, guidance, cfg_scale and sampler settings."""
-        listed = {key: getattr(self, key) for key in ("weights", "ema_length", "guidance", "cfg_scale")}
-        return [self.model_copy(update=choice) for choice in combinations(listed | self.sampler_settings)]
+        """One configuration for each combination of weights, ema_length, guidance, cfg_scale and settings of the sampler.
+
+        Raises UserError for an empty list.
+        """
+        listed = {key: getattr(self, key) for key in ("weights", "ema_length", "guidance", "cfg_scale")} | self.model_extra
+        for key, values in listed.items():
+            if values == []:
+                raise UserError(f"{key}=[] lists no value")
+        return [self.model_copy(update=choice) for choice in combinations(listed)]
 
 
 class Role(Enum):
-    """Keys without a role (paths, logging, speed) do not affect results."""
+    """What a key determines. Keys without a role (paths, logging, speed) do not affect results."""
 
-    ARCHITECTURE = "must be equal in all uses of the weights: init_from, autoguidance, resume"
-    FIXED = "fixed when the run starts"
-    STARTED = "fixed when the run starts; does not affect its figures"
-    NOTED = "may change on a resume, which logs it; runs that differ in it are different experiments"
-    COMPARED = "may change on a resume; runs that differ in it are different experiments"
+    ARCHITECTURE = "must be equal wherever the weights are used: init_from, autoguidance, resume"
+    FIXED = "is fixed when the run starts"
+    STARTED = "is fixed when the run starts, but does not affect its figures"
+    NOTED = "may change on a resume, which logs the change; it distinguishes experiments"
+    COMPARED = "may change on a resume; it distinguishes experiments"
 
 
 SAME_RUN = (Role.ARCHITECTURE, Role.FIXED, Role.STARTED)
-_ROLES = {  # a group's role holds for its keys that are not listed
+_ROLES = {  # the role of a group is the role of its keys that are not listed
     Role.ARCHITECTURE: (
         "model.backbone", "model.learn_sigma", "diffusion.name", "diffusion.sigma_data", "data.scale_factor", "data.latents_mean",
         "data.latents_std", "data.in_channels", "data.input_size", "data.num_classes",
@@ -417,14 +395,14 @@ _ROLE_OF = {key: role for role, keys in _ROLES.items() for key in keys}
 
 
 def find_role(key: str) -> Role | None:
-    """The role of a key of train.py, or of the innermost group around it that has one."""
+    """The role of a key of train.py. A key that is not listed has the role of the innermost listed group around it."""
     while key and key not in _ROLE_OF:
         key = key.rpartition(".")[0]
     return _ROLE_OF.get(key)
 
 
 def differences(stored: Settings | dict, current: Settings | dict, roles: Sequence[Role] | None = None) -> list[str]:
-    """`key: stored -> current` for every key that differs; with `roles`, only for keys of these roles."""
+    """`key: stored -> current` for every key that differs. If `roles` are given, other keys are ignored."""
     old, new = (flatten(side.model_dump() if isinstance(side, Settings) else side) for side in (stored, current))
     return [
         f"{key}: {old.get(key, 'absent')!r:.100} -> {new.get(key, 'absent')!r:.100}"

@@ -1,4 +1,4 @@
-"""Settings checked by their types. pydantic says what a key accepts; this file adds the key's name and the nearest known key."""
+"""Settings that pydantic checks by their types. Error messages name the key, its value and what is accepted."""
 
 from __future__ import annotations
 
@@ -15,29 +15,28 @@ T = TypeVar("T")
 
 
 class Settings(BaseModel):
-    """Checked settings. An unknown key, a missing key and a value of another type are errors. Objects are frozen."""
+    """Checked settings. Unknown keys, missing keys and values of another type are errors. Objects are frozen."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", defer_build=True)  # built when first used
 
     def named(self, overrides: Sequence[str]) -> Settings:
-        """The settings; if they have a name, their default name shows what `overrides` changed."""
+        """The settings. The default name of a run shows what `overrides` changed (`TrainConfig.named`)."""
         return self
 
 
 S = TypeVar("S", bound=Settings)
 GROUPS = ("data", "model", "diffusion", "alignment", "guidance")  # Hydra's groups of choices
 
-_MISSING = ("missing", "missing_argument")
 OneOrMany = Union[T, Annotated[list[T], Field(min_length=1)]]  # noqa: UP007 (a generic alias)
 
 
 def as_list(value: T | list[T]) -> list[T]:
-    """What OneOrMany accepts, as a list."""
+    """The list itself, or a list of the one value."""
     return value if isinstance(value, list) else [value]
 
 
 def validate(raw: dict, settings: type[S]) -> S:
-    """`raw` as checked settings. Raises UserError with a line for every wrong key: its value and what pydantic says."""
+    """Turn `raw` into checked settings. Raises UserError with a line for every wrong key."""
     with explained(raw, known={**flatten(raw), **settings.model_fields}):
         return settings.model_validate(raw)
 
@@ -47,25 +46,18 @@ def explained(raw: dict, known: Iterable[str]) -> Iterator[None]:
     """A context in which pydantic's ValidationError becomes a UserError with a line for every wrong key.
 
     Args:
-        raw: what is validated.
-        known: the keys from which the nearest one is suggested.
+        raw: the values that the block validates.
+        known: all keys; the message about an unknown key names the nearest of them.
     """
     try:
         yield
     except ValidationError as e:
-        problems: dict[str, str] = {}  # by key; a key that takes a number or a list of numbers has two problems
-        for error in e.errors():
-            key = _dotted_key(error, raw)
-            text = _explain(error, key, known)
-            problems[key] = f"{problems[key]} or {text.partition(': ')[2]}" if key in problems else text
-        keys: dict[str, list[str]] = {}  # problem -> keys; interpolated keys share a problem
-        for key, text in problems.items():
-            keys.setdefault(text, []).append(key)
-        raise UserError("\n".join((", ".join(names) + text).removeprefix(": ") for text, names in keys.items())) from e
+        raise UserError("\n".join(dict.fromkeys(_explain(error, raw, known) for error in e.errors()))) from e
 
 
-def _dotted_key(error: dict, raw: dict) -> str:
-    """The key of an error, without the branches of a union, which pydantic adds to the path."""
+def _explain(error: dict, raw: dict, known: Iterable[str]) -> str:
+    """The wrong key, its value and the message of pydantic. The path that pydantic gives also holds branches of unions."""
+    is_missing = error["type"] in ("missing", "missing_argument")
     path, value = [], raw
     for part in error["loc"]:
         if isinstance(value, dict) and part in value:
@@ -74,24 +66,18 @@ def _dotted_key(error: dict, raw: dict) -> str:
         elif isinstance(value, list) and isinstance(part, int):
             path[-1] += f"[{part}]"
             value = value[part]
-    if error["type"] in _MISSING:
-        path.append(str(error["loc"][-1]))
-    return ".".join(path)
-
-
-def _explain(error: dict, key: str, known: Iterable[str]) -> str:
-    if error["type"] in _MISSING:
-        return "= is missing"
+    key = ".".join([*path, str(error["loc"][-1])] if is_missing else path)
+    if is_missing:
+        return f"{key}= is missing"
     if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        return f" is not a key{nearest(key, known)}"
+        return f"{key} is not a key{nearest(key, known)}"
     if error["type"] == "value_error":  # raised by one of our functions
-        return f": {error['ctx']['error']}"
-    value = " is not set" if error["input"] is None else f"={error['input']!r:.100}"
-    return f"{value}: {error['msg']}"
+        return f"{key}: {error['ctx']['error']}".removeprefix(": ")
+    return f"{key} is not set: {error['msg']}" if error["input"] is None else f"{key}={error['input']!r:.100}: {error['msg']}"
 
 
 def nearest(key: str, known: Iterable[str]) -> str:
-    """`; nearest: train.lr`: up to three known keys that look alike, first those with the same last part."""
+    """`; nearest: train.lr`, with up to three known keys that look alike. Keys with the same last part come first."""
     names = {other.lower(): other for other in known if other != key}
     same = [other for name, other in names.items() if name.rpartition(".")[2] == key.lower().rpartition(".")[2]]
     near = [*same, *(names[name] for name in difflib.get_close_matches(key.lower(), names, cutoff=0.75))]
@@ -99,7 +85,7 @@ def nearest(key: str, known: Iterable[str]) -> str:
 
 
 def flatten(config: dict, prefix: str = "") -> dict[str, object]:
-    """Nested dictionaries -> {"train.lr": 1e-4, ...}; lists are values, and so is `experiment`."""
+    """Nested dictionaries -> {"train.lr": 1e-4, ...}. Lists and the dictionary `experiment` are values."""
     flat = {}
     for key, value in config.items():
         if isinstance(value, dict) and value and f"{prefix}{key}" != "experiment":

@@ -37,12 +37,12 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def build_detectors(settings: schema.DetectorSettings, accelerator: Accelerator) -> list[Detector]:
+def build_detectors(settings: schema.EvaluationSettings, accelerator: Accelerator) -> list[Detector]:
     """The detectors of evaluation.*, on this process's device. Raises UserError if weights are missing."""
     return [_build_detector(name, settings, accelerator) for name in settings.all_detectors]
 
 
-def hash_weights(settings: schema.DetectorSettings) -> dict[str, str | None]:
+def hash_weights(settings: schema.EvaluationSettings) -> dict[str, str | None]:
     """Hashes of the files of the detectors, for results. None for published weights. UserError if a file cannot be read."""
 
     def content(key: str) -> str | None:
@@ -52,7 +52,7 @@ def hash_weights(settings: schema.DetectorSettings) -> dict[str, str | None]:
     return {"detector_weights": content("weights"), "dinov2_weights": content("dinov2_weights")}
 
 
-def _build_detector(name: str, settings: schema.DetectorSettings, accelerator: Accelerator) -> Detector:
+def _build_detector(name: str, settings: schema.EvaluationSettings, accelerator: Accelerator) -> Detector:
     if name == "digits" or small_set(name):
         from evaluations.classifiers import DIGITS_WEIGHTS, ClassifierDetector
 

@@ -59,7 +59,7 @@ class Judge:
         for folder, choice in itertools.product(self.folders, self.cfg.choices()):
             recipe = Recipe.for_checkpoint(folder, choice, load_config(folder).eval.precision)
             settings, sampler = recipe.settings(), vars(recipe.diffusion.sampler)
-            given = {key: sampler[key] for key, value in choice.sampler_settings.items() if value is not None}
+            given = {key: sampler[key] for key, value in choice.model_extra.items() if value is not None}
             name = (store.find_run(folder) or folder.resolve().parent).name
             shown = {"run": name, "step": store.read_step(folder), **settings, **given}
             point = Point({"checkpoint": str(folder), **settings, "precision": recipe.precision}, recipe.content, shown)

@@ -76,7 +76,7 @@ class Recipe:
             content += posthoc_ema.check_length(folder, command.weights, command.ema_length)
         return cls(
             run,
-            with_sampler(run.diffusion, command.sampler_settings),
+            with_sampler(run.diffusion, command.model_extra),
             guidance,
             command.precision or precision,
             command.autoencoder or run.data.autoencoder,

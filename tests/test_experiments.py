@@ -5,12 +5,11 @@ import functools
 import pytest
 import torch
 from conftest import checked, composed
-from hydra.core.config_store import ConfigStore
 
 from checkpoints.load import build_network
 from common.errors import UserError
-from configs.compose import register
-from configs.experiments import ROWS, TABLES
+from configs.compose import find_row
+from configs.experiments import ROWS
 
 # The other placements differ from these in their two blocks alone.
 COMPOSED = [name for name in ROWS if "placement/" not in name or name.endswith(("baseline", "/0_10", "/7_8"))]
@@ -32,18 +31,12 @@ def test_every_experiment_composes_and_builds(name):
     assert net.num_tokens == (cfg.data.input_size // net.patch_size) ** 2
 
 
-def test_no_two_rows_share_a_name_or_run_and_only_the_named_ones_are_registered():
-    assert len({name.replace("/", "_") for name in ROWS}) == len([row for table in TABLES for row in table()]) == 66
-
-    def registered(*overrides):
-        register(overrides)
-        return ConfigStore.instance().repo.get("experiment", {})
-
-    assert registered("seed=1") == registered("experiment=null") == {}
-    found = registered("experiment=table2/dit_b2,selection_rate/50", "seed=0,1")
+def test_no_two_rows_share_a_name_or_run_and_an_unknown_one_is_refused():
+    assert len({name.replace("/", "_") for name in ROWS}) == len(ROWS) == 66
+    assert find_row(["seed=1"]) is find_row(["experiment=null"]) is None
+    assert find_row(["experiment=table2/dit_b2", "seed=0"]) == ROWS["table2/dit_b2"]
     with pytest.raises(UserError, match="experiment=table2/dit_b3 is not a row .*nearest: table2/dit_b2"):
-        register(["experiment=table2/dit_b3"])
-    assert {*found} == {"table2", "selection_rate"} and [*found["table2"]] == ["dit_b2.yaml"]
+        find_row(["experiment=table2/dit_b3"])
 
 
 def test_experiments_are_evaluated_along_the_way_and_with_the_papers_number_of_samples_at_the_end():
@@ -89,15 +82,15 @@ def test_the_rows_of_table_2_train_the_network_of_their_name_as_the_paper_does(s
 
 
 def test_the_rows_of_the_ablations_have_the_routes_of_their_names():
-    for name, row in ROWS.items():
+    for name in ROWS:
         table, _, words = name.partition("/")
-        routes = row.overrides.get("model.routes", [])
         if table == "selection_rate":
-            assert [route["selection_ratio"] for route in routes] == ([int(words) / 100] if words != "0" else [])
+            routes = compose_experiment(name).model.routes
+            assert [route.selection_ratio for route in routes] == ([int(words) / 100] if words != "0" else [])
         elif table == "placement" and words != "baseline":
-            (route,) = routes
-            assert f"{route['start_layer_idx']}_{route['end_layer_idx']}" == words
-    assert not ROWS["placement/baseline"].overrides.get("model.routes")
+            (route,) = compose_experiment(name).model.routes
+            assert f"{route.start_layer_idx}_{route.end_layer_idx}" == words
+    assert not compose_experiment("placement/baseline").model.routes
 
 
 def test_the_rows_of_lightningdit_and_sprint_are_trained_as_published():

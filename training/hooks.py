@@ -127,7 +127,7 @@ class Evaluations(Scores):
         settings = {"weights": "ema", **name_sampler(diffusion), "precision": cfg.eval.precision, "labels": cfg.eval.labels}
         settings |= {"detector": "+".join(cfg.evaluation.all_detectors), "reference": Path(cfg.evaluation.reference).name}
         settings |= hash_weights(cfg.evaluation)
-        num_samples = cfg.eval.closing_num_samples if step == cfg.train.num_steps else cfg.eval.num_samples
+        num_samples = (step == cfg.train.num_steps and cfg.eval.final_num_samples) or cfg.eval.num_samples
         return [{"step": step, "num_samples": num_samples, "cfg_scale": scale, "settings": settings} for scale in self.samplers]
 
     def measure(self, trainer: Trainer, about: dict) -> tuple[dict, dict[str, float]]:

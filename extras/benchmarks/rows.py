@@ -18,7 +18,7 @@ from checkpoints import load
 from common.errors import UserError
 from common.types import Count, Whole
 from configs import schema
-from configs.command_line import check, explained_composition
+from configs.command_line import check
 from configs.compose import compose_overrides
 from extras.benchmarks.harness import TimedRow, measure, report, time_ms
 from latents.shards import ShardInfo, write_shard
@@ -37,8 +37,7 @@ def compose_config(overrides: Sequence[str], folder: Path) -> schema.TrainConfig
     defaults = ["name=benchmark", f"output_dir={folder}", "sample.every=0", "eval.every=0"]
     if not any(override.startswith(("data=", "experiment=")) for override in overrides):
         defaults.append("data=imagenet256")
-    with explained_composition(overrides, "config"):
-        cfg = check(compose_overrides([*defaults, *overrides]), schema.TrainConfig)
+    cfg = check(compose_overrides([*defaults, *overrides]), schema.TrainConfig)
     if cfg.data.path is None:
         path = write_random_latents(folder, cfg.data, max(2 * cfg.train.batch_size, 64))
         cfg = cfg.model_copy(update={"data": cfg.data.model_copy(update={"path": str(path)})})

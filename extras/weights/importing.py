@@ -27,12 +27,12 @@ from latents.torch_files import read_channel_statistics
 
 log = logging.getLogger(__name__)
 
-TRUNCATED = {"sample.rounding": "truncate"}
+TRUNCATED = "sample.rounding=truncate"
 # Kind of weights -> model, diffusion, and the settings of the published scores that differ from our defaults.
 KINDS_OF_WEIGHTS = {
-    "dit": ("dit", "ddpm", {}),
+    "dit": ("dit", "ddpm", ""),
     "sit": ("dit", "sit", SIT_SAMPLER),
-    "repa": ("dit", "sit", SIT_SAMPLER | TRUNCATED),
+    "repa": ("dit", "sit", f"{SIT_SAMPLER} {TRUNCATED}"),
     "tread": ("tread", "edm", TRUNCATED),
     "lightningdit": ("lightningdit", "sit", LIGHTNING_DIFFUSION),
 }
@@ -107,6 +107,5 @@ def import_weights(
 def build_config(kind: str, changed: dict) -> schema.TrainConfig:
     """The configuration of the run: our defaults, then the published sampler, then `changed`."""
     model, diffusion, published = KINDS_OF_WEIGHTS[kind]
-    overrides = [f"{key}={value}" for key, value in published.items()]
-    composed = compose_overrides([f"model={model}", f"diffusion={diffusion}", "data=custom", *overrides])
+    composed = compose_overrides([f"model={model}", f"diffusion={diffusion}", "data=custom", *published.split()])
     return check(OmegaConf.merge(OmegaConf.to_container(composed), changed), schema.TrainConfig)
