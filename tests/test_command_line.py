@@ -63,7 +63,7 @@ def test_what_cannot_be_read_on_a_command_line_is_one_line(monkeypatch, tmp_path
     for arguments, words in (
         (["output_dir=out dir ü"], "LexerNoViableAltException: output_dir=out dir ü .*override_grammar"),
         (["model=3"], "Config group override must be a string"),
-        (["-m", "seed=0,1", "hydra/launcher=joblib"], "hydra/launcher=joblib: settings of Hydra itself, such as launchers, have no"),
+        (["-m", "seed=0,1", "hydra/launcher=joblib"], "hydra/launcher=joblib: settings of Hydra itself, such as launchers"),
         (["guidance=cfg", "cfg_scale=1.5"], "cfg_scale is not a key; nearest: guidance.cfg_scale, eval.cfg_scales"),
         (["model.routes={selection_ratio:0.5}"], "model.routes={selection_ratio:0.5}.*Cannot merge DictConfig with ListConfig"),
         (["-m", "train.lr=1e-3,abc"], "error: train.lr='abc': .*number"),
