@@ -77,7 +77,7 @@ def main(cfg: TrainConfig) -> None:
         log.warning("stopped after step %d as requested; run the same command to resume", trainer.step)
         processes.leave()
         # Exiting also ends a sweep, and after Ctrl-C a shell loop, too. A signal from a cluster does not count as an error.
-        sys.exit(128 + SIGINT if trainer.stop.signum == SIGINT else 0)
+        sys.exit(128 + SIGINT if trainer.stopped_by == SIGINT else 0)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,11 @@ from runtime.compilation import compile_network, resolve_compile
 
 def load_config(folder: Path) -> schema.TrainConfig:
     """Read the configuration with which a verified checkpoint was trained. Raises UserError if this version cannot read it."""
+    return _load_config(folder, store.hash_checkpoint(folder))
+
+
+@lru_cache(maxsize=1000)
+def _load_config(folder: Path, content: str) -> schema.TrainConfig:
     try:
         return validate(store.read_config(folder), schema.TrainConfig)
     except UserError as e:

@@ -60,19 +60,6 @@ def on_main(action: Callable[[], T]) -> T:
     return value
 
 
-def on_any(flag: bool) -> bool:
-    """Whether `flag` is true on any process. Raises UserError if another process has ended, or does not call this in time."""
-    if _group is None:
-        return flag
-    found = torch.tensor(int(flag))
-    try:
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=_group)
-    except RuntimeError as e:
-        words = f"another process has ended, or has not answered within {PATIENCE}"
-        raise UserError(f"{words}; run the same command to resume: {e}") from e
-    return bool(found)
-
-
 def wait_for_all() -> None:
     """Return once every process has called this. An error names the processes that did not."""
     if _group is not None:

@@ -152,7 +152,7 @@ def test_each_process_of_a_node_holds_its_share(runs):
 def test_only_the_group_for_long_waits_has_a_long_timeout(runs):
     timeouts = json.loads((runs / "records_four_0.json").read_text())["timeouts"]
     # Two groups of the mesh with gloo's default, the default group, and the one of runtime/processes.py.
-    assert timeouts == [[2, 30 * 60], [2, 30 * 60], [4, 20 * 60], [4, 2 * 60 * 60]]
+    assert timeouts == [[2, 30 * 60], [2, 30 * 60], [4, 20 * 60], [4, 30 * 60], [4, 2 * 60 * 60]]
 
 
 def test_what_goes_wrong_on_one_process_stops_all(runs):

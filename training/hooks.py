@@ -73,7 +73,7 @@ class Grids(Hook):
         bar = progress_bar(starts, desc="grid", unit="batch", leave=False, disable=is_silent)
         images = []
         with trainer.ema.full_weights():
-            for i in until_stopped(bar, trainer.stop.requested):
+            for i in until_stopped(bar, trainer.stop.requested_now):
                 images += list(on_main(partial(self.sampler, seeds[i : i + size], labels[i : i + size])))
         if accelerator.is_main_process:
             grid = labelled_grid(images, labels)
@@ -133,7 +133,7 @@ class Evaluations(Scores):
     def measure(self, trainer: Trainer, about: dict) -> tuple[dict, dict[str, float]]:
         num_samples, sampler = about["num_samples"], self.samplers[about["cfg_scale"]]
         labels = draw_labels(range(num_samples), sampler.data.num_classes, trainer.cfg.eval.labels)
-        features = self.evaluator.features_of_samples(sampler, labels, trainer.stop.requested)
+        features = self.evaluator.features_of_samples(sampler, labels, trainer.stop.requested_now)
         metrics = on_main(partial(self.evaluator.evaluate, features, list(labels.values())))
         named = {display_name(metric, num_samples, about["cfg_scale"]): value for metric, value in metrics.items()}
         return {"metrics": metrics}, named

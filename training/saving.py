@@ -80,6 +80,10 @@ class Saving(Hook):
         self(trainer)
         self.check(wait=True)
 
+    def close(self) -> None:
+        """Wait for the write in progress: an error elsewhere must not leave a part of a checkpoint."""
+        self._thread.shutdown()
+
 
 def resume(trainer: Trainer, folder: Path) -> None:
     """Resume a run from a verified checkpoint. Raises UserError if the latents, labels or encoder weights differ."""

@@ -1,4 +1,4 @@
-"""Training saves a checkpoint and stops after a signal, or when its launcher ends. A second signal ends it at once."""
+"""After a signal, or when the launcher ends, training saves a checkpoint and stops; a second signal ends it at once."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ import os
 import signal
 import sys
 import time
+from datetime import timedelta
 
+import torch
+import torch.distributed as dist
+
+from common.errors import UserError
 from runtime.machine import LAUNCHERS
-from runtime.processes import on_any
 
 log = logging.getLogger(__name__)
 
@@ -20,12 +24,16 @@ STOP_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP"
 URGENT = (signal.SIGTERM, signal.SIGINT)
 # Terminal and launcher both forward a Ctrl-C: signals this close together are one request.
 SAME_REQUEST_SEC = 1.0
+PATIENCE = timedelta(minutes=30)  # how long a process waits for the slowest one
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PARENT = os.getppid()  # read at the import: the launcher may end before training starts
 
 
 class StopSignal:
-    """Tells whether the run was asked to stop.
+    """Tells whether the run was asked to stop, with the same answer on every process.
+
+    The processes agree by an all-reduce on the CPU, which starts in one step and is read in the next. No process waits for an
+    accelerator, and all stop after the same step.
 
     Python calls the handler between two bytecodes of the main thread: on a CPU, signals within one long backward count as one.
     On Linux, the system sends SIGTERM when the launcher that started this process ends.
@@ -34,6 +42,10 @@ class StopSignal:
     def __init__(self):
         self.signum: int | None = None  # the first signal
         self._first_urgent_sec: float | None = None
+        self._group = None
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            self._group = dist.new_group(backend="gloo", timeout=PATIENCE)
+        self._pending: tuple[dist.Work, torch.Tensor] | None = None
         # Do not change warning signals that are already handled or ignored: nohup ignores SIGHUP.
         signals = [s for s in STOP_SIGNALS if s in URGENT or signal.getsignal(s) == signal.SIG_DFL]
         self._previous = {s: signal.signal(s, self._handle) for s in signals}
@@ -54,8 +66,35 @@ class StopSignal:
                 os._exit(128 + signum)
 
     def requested(self) -> bool:
-        """Whether any process was asked to stop. Every process must call this equally often. It does not wait for a GPU."""
-        return on_any(self.signum is not None)
+        """Whether to stop after this step. Every process must call it once per step. It may answer one step late."""
+        here = self.signum is not None
+        if self._group is None:
+            return here
+        answer = self.finish()
+        flag = torch.tensor([int(here)])
+        self._pending = (dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True), flag)
+        return answer
+
+    def requested_now(self) -> bool:
+        """`requested` without the delay of a step: it waits for all processes. For batches of samples, which take seconds."""
+        return self.requested() or self.finish()
+
+    def finish(self) -> bool:
+        """Wait for the all-reduce of the step before, and return its answer. Every process must call it after the last step.
+
+        Raises:
+            UserError: a process did not call `requested` within PATIENCE, or has ended.
+        """
+        if self._pending is None:
+            return False
+        work, flag = self._pending
+        self._pending = None
+        try:
+            work.wait()
+        except RuntimeError as e:
+            words = f"another process has ended, or has not answered for {PATIENCE / timedelta(minutes=1):g} minutes"
+            raise UserError(f"{words}; run the same command to resume: {e}") from e
+        return bool(flag.item())
 
     def close(self) -> None:
         """Restore the previous handlers."""

@@ -44,6 +44,9 @@ class Hook:
     def finish(self, trainer: Trainer) -> None:
         """After the last step, or after a signal."""
 
+    def close(self) -> None:
+        """At the end, also after an error."""
+
 
 class Trainer:
     """One training run.
@@ -62,7 +65,8 @@ class Trainer:
         parts: the rows of the global batch in each of this process's micro-batches.
         loss_sums: the diffusion loss and the alignment loss, summed since `measured_step`. `level_sums` are the sums of the
             diffusion loss by noise level (`sums_by_level`). Both stay on the device, so that no step waits for it.
-        stop: tells whether the run was asked to stop; set by `train`.
+        stop: during training, tells whether the run was asked to stop.
+        stopped_by: the signal that stopped this process; None: no signal.
     """
 
     def __init__(
@@ -173,7 +177,10 @@ class Trainer:
         batches, num_steps = self.batches(), self.cfg.train.num_steps
         is_silent = self.step >= num_steps or not self.accelerator.is_main_process
         self.bar = progress_bar(total=num_steps, initial=self.step, unit="step", disable=is_silent, mininterval=0.5)
-        with contextlib.closing(StopSignal()) as self.stop, self.bar:
+        with contextlib.ExitStack() as stack, self.bar:
+            self.stop = stack.enter_context(contextlib.closing(StopSignal()))
+            for hook in self.hooks:
+                stack.callback(hook.close)
             try:
                 self._call_hooks()  # hooks that an interruption cut short
                 while self.step < num_steps:
@@ -188,6 +195,9 @@ class Trainer:
                 is_complete = False
             for hook in self.hooks:
                 hook.finish(self)
+            self.stop.finish()
+            self.stopped_by = self.stop.signum
+        self.stop = None  # free its process group here, and not in whichever thread collects garbage
         return is_complete
 
     def _call_hooks(self) -> None:

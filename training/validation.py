@@ -46,7 +46,7 @@ class Validation(Scores):
         batches = numbers[:, accelerator.process_index]
         bar = progress_bar(batches, desc="validation", unit="batch", leave=False, disable=not accelerator.is_main_process)
         sums = torch.zeros(2, NUM_LEVELS, device=device)
-        for batch in until_stopped(bar, trainer.stop.requested):
+        for batch in until_stopped(bar, trainer.stop.requested_now):
             items, counts = batch % len(data), torch.from_numpy(batch < len(data)).to(device)
             stored, labels = (x.to(device) for x in data.fetch(items, np.zeros(size, dtype=bool)))
             x = latents_for_network(stored, data.info, SeedRandom(items, device, "validation latents"))
