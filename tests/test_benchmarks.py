@@ -1,6 +1,7 @@
 """The benchmarks: FLOPs against a counter, turns and ratios, and the results file of `make gpu`."""
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -17,7 +18,7 @@ from common.files import REPOSITORY
 from extras import lightningdit
 from extras.benchmarks import __main__ as benchmarks
 from extras.benchmarks import harness, rows
-from extras.benchmarks.evidence import NAMES, evidence
+from extras.benchmarks.evidence import NAMES, collect, draw_scales, evidence, show_equal_time, show_tokens
 from extras.benchmarks.harness import TimedRow, measure
 from routing_module import Route
 from sampling import flops
@@ -87,31 +88,89 @@ def test_a_step_is_timed_dense_and_routed_with_machine_and_command(run):
     assert all(f"\n- {key}: " in text for key in ("time", "command", "commit", "device", "torch"))
 
 
-def test_the_evidence_compares_each_arm_at_its_best_rate_by_the_pooled_deviation(tmp_path, capsys):
+def test_equal_time_compares_each_arm_at_its_best_rate_by_the_pooled_deviation(capsys):
     values = {("A", 1): (10, 12, 11), ("A", 2): (20, 21, 22), ("A", 3): (1,), ("C", 1): (9, 10, 8), ("C", 2): (5, 6, 7, 8)}
     about = [(arm, lr, seed, n, v) for (arm, lr), vs in values.items() for seed, v in enumerate(vs) for n in (1000, 2000)]
     metrics = [dict.fromkeys(NAMES, value) for *_, value in about]
     names = ("arm", "lr", "seed", "num_samples")
     lines = [dict(zip(names, one), step=9, guidance="none", metrics=values) for one, values in zip(about, metrics)]
     lines.append({**lines[0], "guidance": "cfg"})  # another guidance is another row
-    (tmp_path / "some.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    evidence(str(tmp_path / "some.jsonl"))
+    show_equal_time(lines)
     text = capsys.readouterr().out
     assert "| 2 | 21.00 ± 1.00 | 6.00 ± 1.00 |" in text  # of the first three seeds; one seed of A at 3 chooses nothing
     assert "| A | 1 | 3 | 11.00 ± 1.00 |" in text and "| C | 2 | 4 | 6.50 ± 1.29 |" in text
     # Squares within arms: 2 and 5, with 2 + 3 degrees of freedom: s = 1.183; error s (1/3 + 1/4)^0.5 = 0.904; t = 2.571, 0.920.
     assert "| C - A | -4.50 (-6.82 to -2.18) |" in text
     near = [line | {"metrics": dict.fromkeys(NAMES, line["metrics"]["fd_fashion"] + 4 * (line["arm"] == "C"))} for line in lines]
-    (tmp_path / "near.jsonl").write_text("\n".join(map(json.dumps, near)))
-    evidence(str(tmp_path / "near.jsonl"))
+    show_equal_time(near)
     assert "| C - A | -0.50 (-2.82 to 1.82; 80%: 3.15) |" in capsys.readouterr().out
 
 
-def test_the_page_shows_what_the_command_prints(capsys):
+def test_the_primary_outcomes_are_those_of_the_rule(capsys, tmp_path):
+    """Log distances with a deviation of 0.1 between seeds, and parabolas with known minima."""
+    lines = []
+
+    def add(arm, step, logs, cfg_scale=1.0, first_seed=2000):
+        for seed, value in enumerate(logs):
+            about = {"arm": arm, "step": step, "seed": seed, "cfg_scale": cfg_scale, "first_seed": first_seed}
+            lines.append(about | {"metrics": dict.fromkeys(NAMES, math.exp(value))})
+
+    for arm, first in (("routed-256", 1.0), ("dense-256", 1.5), ("routed-64", 1.0), ("dense-64", 1.2)):
+        add(arm, 2000, [first, first + 0.1, first + 0.2])
+    lines.append(lines[-1] | {"seed": 3, "metrics": dict.fromkeys(NAMES, 9.0)})  # a seed that the other arms lack
+    for arm, minima in (("dense-64", (2.0, 2.1, 2.2)), ("routed-64", (1.5, 1.6, 1.7))):
+        for scale in (1.0, 1.25, 1.5, 1.75, 2.0, 2.5):
+            add(arm, 3000, [(scale - minimum) ** 2 for minimum in minima], scale, first_seed=0)
+            add(arm, 3000, [0, 0.1, 0.2] if scale == (2.0 if arm == "dense-64" else 1.5) else [1, 1.1, 1.2], scale)
+    add("routed-64-end", 3000, [0.9, 1.1, 1.0])
+    show_tokens(lines)
+    text = capsys.readouterr().out
+    # Standard errors 0.1 (4/3)^0.5, 0.1 (2/3)^0.5 (twice) and 0.1 / 3^0.5, with 8, 4, 4 and 2 degrees of freedom.
+    # p: 0.0317, 1, 0.0036, 0.225; by Holm's method the lowest times 4, the second times 3, and so on.
+    assert "with 256 tokens / with 64 | 0.74 (0.57 to 0.97) | 8 | 0.095 |" in text
+    assert "at the scales 1.5 / 2 | 1.00 (0.80 to 1.25; 80%: 1.35) | 4 | 1 |" in text
+    assert "best scale, routed - dense | -0.50 (-0.73 to -0.27) | 4 | 0.014 |" in text
+    assert "dense end / routed to the end | 0.90 (0.71 to 1.16; 80%: 1.36) | 2 | 0.45 |" in text
+    draw_scales(lines, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"fashion_scales.png", "fashion_precision_recall.png"}
+
+
+def test_collected_lines_hold_every_evaluation_with_its_weights(tmp_path):
+    run = tmp_path / "runs/dense-64_seed5"
+    (run / "evaluations").mkdir(parents=True)
+    (run / "checkpoints/step_0000020").mkdir(parents=True)
+    (run / "config.yaml").write_text("{seed: 5, train: {lr: 0.004}}")
+    evaluation = {
+        "shown": {"step": 20, "cfg_scale": 1.5},
+        "about": {"first_seed": 7},
+        "metrics": {"fd": 3.0},
+        "jackknife": {"fd": [1, 3]},
+    }
+    validation = {"step": 20, "metrics": {"validation_loss": 0.5}, "validation_loss_by_level": [0.5]}
+    files = {"starts.jsonl": [{"commit": "abc"}], "evaluations/results.jsonl": [evaluation]}
+    files["metrics.jsonl"] = [{"step": 10, "steps_per_sec": 2.0}, validation]
+    for name, lines in files.items():
+        (run / name).write_text("\n".join(map(json.dumps, lines)))
+    (run / "checkpoints/step_0000020/manifest.json").write_text(json.dumps({"ema.safetensors": {"blake2b": "123"}}))
+    (tmp_path / "runs/other").mkdir()
+    collect(str(tmp_path / "runs"), str(tmp_path / "lines.jsonl"))
+    about = {"arm": "dense-64", "seed": 5, "lr": 0.004, "commit": "abc"}
+    assert [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()] == [
+        about | validation | {"ema": "123"},
+        about
+        | {"step": 20, "cfg_scale": 1.5, "first_seed": 7, "metrics": {"fd": 3.0}, "standard_errors": {"fd": 1.0}, "ema": "123"},
+        about | {"steps_per_sec": [2.0], "metrics": {}},
+    ]
+
+
+def test_the_pages_show_what_the_command_prints(capsys):
     evidence()
     tables = capsys.readouterr().out.strip().split("\n\n")
-    page = (REPOSITORY / "docs" / "experiments.md").read_text(encoding="utf-8")
-    assert len(tables) == 3 and all(table in page for table in tables)
+    pages = [
+        (REPOSITORY / f"extras/benchmarks/results/fashion_{name}.md").read_text(encoding="utf-8")
+        for name in ("equal_time", "tokens")
+    ]
+    assert len(tables) == 6 and all(any(table in page for page in pages) for table in tables)
 
 
 def test_a_wrong_argument_is_refused():

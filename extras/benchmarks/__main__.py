@@ -4,7 +4,8 @@
     python -m extras.benchmarks step 'variants=[model=dit,model=tread train.compile=blocks]' train.precision=fp32
     accelerate launch --multi_gpu --num_processes 8 -m extras.benchmarks step 'variants=[train.parallel=ddp,train.parallel=fsdp]'
     python -m extras.benchmarks profile model=tread      # the operations that take the most time
-    python -m extras.benchmarks evidence                 # the tables of docs/experiments.md
+    python -m extras.benchmarks evidence                 # the tables of our runs on Fashion-MNIST
+    python -m extras.benchmarks collect runs=runs        # all evaluations of such runs, as extras/benchmarks/results holds them
 
 `variants`, `rounds`, `steps` and `warmup` are keys of the benchmark; all others are keys of train.py. A variant is one or more
 arguments of train.py, separated by spaces. Without variants, the given configuration is timed, and without data.path, on random
@@ -21,7 +22,10 @@ from collections.abc import Sequence
 from configs import command_line as cli
 
 ROWS = "extras.benchmarks.rows"
-COMMANDS = {"step": f"{ROWS}:step", "profile": f"{ROWS}:profile", "evidence": "extras.benchmarks.evidence:evidence"}
+EVIDENCE = "extras.benchmarks.evidence"
+COMMANDS = {
+    "step": f"{ROWS}:step", "profile": f"{ROWS}:profile", "evidence": f"{EVIDENCE}:evidence", "collect": f"{EVIDENCE}:collect",
+}  # fmt: skip
 OWN_KEYS = ("variants", "rounds", "steps", "warmup")
 
 

@@ -1,47 +1,64 @@
-"""The tables of docs/experiments.md about routed and dense networks on Fashion-MNIST, from all of their evaluations."""
+"""The tables of our runs on Fashion-MNIST, from all of their evaluations.
+
+The rules of these runs and the tables are in results/fashion_equal_time.md and results/fashion_tokens.md.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import combinations
-from math import sqrt
+from math import exp, log, sqrt
 from pathlib import Path
 from statistics import fmean
 
+import numpy as np
 from scipy.stats import t
 
+from checkpoints import store
+from common.files import read_json, read_lines, write_file
 from common.types import Text
-from evaluations.results import markdown_table
+from evaluations.metrics import standard_error
+from evaluations.results import markdown_table, plot
 from evaluations.suite import format_mean, format_metric
 
-RESULTS = Path(__file__).parent / "results/fashion_equal_time.jsonl"
-CHOSEN_BY, NUM_CHOOSING_SEEDS = "fd_fashion", 3
+EQUAL_TIME, TOKENS = (Path(__file__).parent / "results" / f"fashion_{name}.jsonl" for name in ("equal_time", "tokens"))
+DISTANCE, NUM_CHOOSING_SEEDS = "fd_fashion", 3
 NAMES = {
-    CHOSEN_BY: "distance", "class_agreement_fashion": "agreement", "precision_fashion": "precision", "recall_fashion": "recall",
+    DISTANCE: "distance", "class_agreement_fashion": "agreement", "precision_fashion": "precision", "recall_fashion": "recall",
 }  # fmt: skip
 GUIDANCES = {"none": "", "cfg": ", cfg 1.5", "path_drop": ", path-drop 1.5"}
 DENSE = ("A", "B")
+LOSS, SEARCH_SEED = "validation_loss", 100
+CHOOSING, COMPARING = 0, 2000  # the first sampling seeds that choose a scale, and those of all other figures
 
 
-def evidence(results: Text = str(RESULTS)) -> None:
-    """Print the tables: learning rates, each arm at its best rate, and there each routed arm against the arms before it.
+def evidence(equal_time: Text = str(EQUAL_TIME), tokens: Text = str(TOKENS), pictures: Text | None = None) -> None:
+    """Print the tables of both rules. With a folder for `pictures`, also draw the guidance scales."""
+    for file, print_tables in ((equal_time, show_equal_time), (tokens, show_tokens)):
+        print_tables(sorted(read_lines(Path(file)), key=lambda line: line["seed"]))
+    if pictures:
+        draw_scales(list(read_lines(Path(tokens))), Path(pictures))
+
+
+def show_equal_time(lines: list[dict]) -> None:
+    """Print learning rates, each arm at its best rate, and there each routed arm against the arms before it.
 
     A rate counts if it has the first three seeds.
     """
-    lines = sorted(map(json.loads, Path(results).read_text(encoding="utf-8").splitlines()), key=lambda line: line["seed"])
     arms, rates = (sorted({line[key] for line in lines}) for key in ("arm", "lr"))
 
     def find(metric: str, arm: str, lr: float, num_samples: int = 1000, guidance: str = "none") -> list[float]:
-        """A value per seed."""
         wanted = {"arm": arm, "lr": lr, "num_samples": num_samples, "guidance": guidance}
-        return [line["metrics"][metric] for line in lines if metric in line["metrics"] and wanted.items() <= line.items()]
+        return [*find_values(lines, metric, **wanted).values()]
 
-    first = {(arm, lr): find(CHOSEN_BY, arm, lr)[:NUM_CHOOSING_SEEDS] for arm in arms for lr in rates}
+    first = {(arm, lr): find(DISTANCE, arm, lr)[:NUM_CHOOSING_SEEDS] for arm in arms for lr in rates}
     complete = [key for key, values in first.items() if len(values) == NUM_CHOOSING_SEEDS]
     best = dict(sorted(complete, key=lambda key: (key[0], -fmean(first[key]))))  # arm -> lr: the last of an arm stays
-    show(["learning rate", *best], [[f"{lr:g}", *(mean_text(CHOSEN_BY, first[arm, lr]) for arm in best)] for lr in rates])
+    show(["learning rate", *best], [[f"{lr:g}", *(mean_text(DISTANCE, first[arm, lr]) for arm in best)] for lr in rates])
 
     rows, differences = [], []
     for guidance, suffix in GUIDANCES.items():
@@ -52,12 +69,127 @@ def evidence(results: Text = str(RESULTS)) -> None:
         spreads = [pooled_deviation(column) for column in zip(*found.values())]
         for other, arm in combinations(found, 2):
             if arm not in DENSE:
-                differences.append([f"{arm} - {other}{suffix}", *map(interval, NAMES, found[arm], found[other], spreads)])
+                pairs = [Contrast.of([(1, ours), (-1, theirs)], s) for ours, theirs, s in zip(found[arm], found[other], spreads)]
+                texts = [pair.text(lambda x, metric=metric: format_metric(metric, x)) for metric, pair in zip(NAMES, pairs)]
+                differences.append([f"{arm} - {other}{suffix}", *texts])
     show(["", "learning rate", "seeds", *NAMES.values()], rows)
     show(["", *NAMES.values()], differences)
 
 
-def show(columns: list[str], rows: list[list[str]]) -> None:
+def show_tokens(lines: list[dict]) -> None:
+    """Print the losses, each arm, the scales of guidance, and the primary outcomes.
+
+    An outcome uses the training seeds that all of its arms have. It is left out without two of them.
+    """
+    losses = [line for line in lines if LOSS in line["metrics"]]
+    rows = []
+    for is_search, arm, lr, step in sorted(
+        {(line["seed"] == SEARCH_SEED, line["arm"], line["lr"], line["step"]) for line in losses}
+    ):
+        found = find_values(losses, LOSS, arm=arm, lr=lr, step=step)
+        values = [value for seed, value in found.items() if (seed == SEARCH_SEED) == is_search]
+        rows.append([arm, "search" if is_search else str(len(values)), f"{lr:g}", f"{step:,}", mean_text(LOSS, values)])
+    show(["", "seeds", "learning rate", "step", "validation loss"], rows)
+
+    def show_arms(first_seed: int) -> None:
+        chosen = [line for line in lines if line.get("first_seed") == first_seed]
+        rows = []
+        for arm, step, scale in sorted({(line["arm"], line["step"], line["cfg_scale"]) for line in chosen}):
+            found = [[*find_values(chosen, metric, arm=arm, step=step, cfg_scale=scale).values()] for metric in NAMES]
+            rows.append([arm, f"{step:,}", f"{scale:g}", str(len(found[0])), *map(mean_text, NAMES, found)])
+        show(["", "step", "cfg_scale", "seeds", *NAMES.values()], rows)
+
+    def log_distances(*conditions: dict) -> list[list[float]]:
+        """For each condition, the values of the training seeds that all conditions have."""
+        found = [find_values(lines, DISTANCE, **condition) for condition in conditions]
+        seeds = sorted(set.intersection(*map(set, found)))
+        return [[log(values[seed]) for seed in seeds] for values in found]
+
+    show_arms(COMPARING)
+    show_arms(CHOOSING)
+
+    unguided = {"first_seed": COMPARING, "cfg_scale": 1.0}
+    arms = ("routed-256", "dense-256", "routed-64", "dense-64")
+    tokens = log_distances(*({"arm": arm, "step": 2000, **unguided} for arm in arms))
+    scales = sorted({line["cfg_scale"] for line in lines if line.get("first_seed") == CHOOSING})
+    conditions = [{"arm": arm, "first_seed": CHOOSING, "cfg_scale": scale} for arm in arms[2:] for scale in scales]
+    columns = log_distances(*conditions)
+    curves = columns[: len(scales)], columns[len(scales) :]  # routed and dense: a list per scale
+    chosen = [scales[int(np.argmin(np.exp(curve).mean(axis=1)))] for curve in curves]
+    best = [[best_scale(scales, one_seed) for one_seed in zip(*curve)] for curve in curves]
+    pair = [{"arm": arm, "step": 3000, "first_seed": COMPARING, "cfg_scale": scale} for arm, scale in zip(arms[2:], chosen)]
+    guided = log_distances(*pair)
+    end = log_distances(*({"arm": arm, "step": 3000, **unguided} for arm in ("routed-64-end", "routed-64")))
+    ratio = "ratio of distances, routed / dense"
+    questions = (
+        (f"1. {ratio}, with 256 tokens / with 64", exp, zip((1, -1, -1, 1), tokens)),
+        (f"2a. {ratio}, at the scales {chosen[0]:g} / {chosen[1]:g}", exp, zip((1, -1), guided)),
+        ("2b. best scale, routed - dense", float, zip((1, -1), best)),
+        ("3. ratio of distances, dense end / routed to the end", exp, [(1, [a - b for a, b in zip(*end)])]),
+    )
+    outcomes = [(name, shown, [*groups]) for name, shown, groups in questions]
+    outcomes = [(name, shown, Contrast.of(groups)) for name, shown, groups in outcomes if len(groups[0][1]) > 1]
+    corrected = holm([outcome.p_value for *_, outcome in outcomes])
+    texts = [outcome.text(lambda x, shown=shown: f"{shown(x):.2f}") for _, shown, outcome in outcomes]
+    rows = [[name, text, str(outcome.df), f"{p:.2g}"] for (name, _, outcome), text, p in zip(outcomes, texts, corrected)]
+    if rows:
+        show(["primary outcome", "95% interval", "degrees of freedom", "p (Holm)"], rows)
+
+
+def draw_scales(lines: list[dict], folder: Path) -> None:
+    """Draw distance against guidance scale, and precision against recall at the same scales: means over training seeds."""
+    chosen = [line for line in lines if line.get("first_seed") == CHOOSING]
+    points = [{"arm": arm, "cfg_scale": scale} for arm, scale in sorted({(line["arm"], line["cfg_scale"]) for line in chosen})]
+    found = {metric: [[*find_values(chosen, metric, **point).values()] for point in points] for metric in NAMES}
+    means = {NAMES[metric]: [fmean(values) for values in columns] for metric, columns in found.items()}
+    deviations = {NAMES[metric]: [pooled_deviation([values])[0] for values in columns] for metric, columns in found.items()}
+    write_file(folder / "fashion_scales.png", plot(points, means["distance"], deviations["distance"], "distance"))
+    recalls = [{"arm": point["arm"], "recall": recall} for point, recall in zip(points, means["recall"])]
+    curve = plot(recalls, means["precision"], deviations["precision"], "precision")
+    write_file(folder / "fashion_precision_recall.png", curve)
+
+
+def collect(runs: Text = "runs", output: Text = str(TOKENS)) -> None:
+    """Write all evaluations of runs named search_<arm>_<rate> and <arm>_seed<seed> to a file of JSON lines."""
+    lines = []
+    for run in sorted(folder for folder in Path(runs).iterdir() if re.search("^search_|_seed", folder.name)):
+        config, start = store.read_config(run), next(read_lines(run / "starts.jsonl"))
+        arm = run.name.removeprefix("search_").rpartition("_")[0]
+        about = {"arm": arm, "seed": config["seed"], "lr": config["train"]["lr"], "commit": start["commit"]}
+        manifests = {step: folder / store.MANIFEST for step, folder in store.list_steps(run / "checkpoints").items()}
+        weights = {step: {"ema": read_json(file)["ema.safetensors"]["blake2b"]} for step, file in manifests.items()}
+        speeds = []
+        for line in read_lines(run / "metrics.jsonl"):
+            if "steps_per_sec" in line:
+                speeds.append(line["steps_per_sec"])
+            if "metrics" in line:
+                kept = {key: line[key] for key in ("step", "metrics", "validation_loss_by_level")}
+                lines.append(about | kept | weights[line["step"]])
+        for line in read_lines(run / "evaluations" / "results.jsonl"):
+            kept = {"step": line["shown"]["step"], "cfg_scale": line["shown"]["cfg_scale"], "metrics": line["metrics"]}
+            errors = {name: standard_error(values) for name, values in line["jackknife"].items()}
+            lines.append(about | line["about"] | kept | {"standard_errors": errors} | weights[kept["step"]])
+        lines.append(about | {"steps_per_sec": speeds, "metrics": {}})
+    write_file(Path(output), "".join(json.dumps(line) + "\n" for line in lines))
+
+
+def find_values(lines: list[dict], metric: str, **wanted: object) -> dict[int, float]:
+    """Training seed -> value."""
+    found = [line for line in lines if metric in line["metrics"] and wanted.items() <= line.items()]
+    return {line["seed"]: line["metrics"][metric] for line in found}
+
+
+def best_scale(scales: Sequence[float], curve: Sequence[float]) -> float:
+    """The minimum of the parabola through the lowest point and both neighbours. At an end, the lowest point."""
+    lowest = int(np.argmin(curve))
+    if lowest in (0, len(scales) - 1):
+        return scales[lowest]
+    near = slice(lowest - 1, lowest + 2)
+    square, linear, _ = np.polyfit(scales[near], curve[near], 2)
+    return float(-linear / (2 * square))
+
+
+def show(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     sys.stdout.write(markdown_table(columns, rows) + "\n")
 
 
@@ -72,14 +204,40 @@ def pooled_deviation(groups: Sequence[Sequence[float]]) -> tuple[float, int]:
     return sqrt(squares / df) if df else float("nan"), df
 
 
-def interval(metric: str, ours: Sequence[float], theirs: Sequence[float], spread: tuple[float, int]) -> str:
-    """The difference of the means with its 95% interval.
+@dataclass(frozen=True)
+class Contrast:
+    """A weighted sum of the means of groups of runs."""
 
-    If this holds zero, also the difference that a repetition would tell from zero with a probability of 80%.
-    """
-    deviation, df = spread
-    error = deviation * sqrt(1 / len(ours) + 1 / len(theirs))
-    difference, margin = fmean(ours) - fmean(theirs), t.ppf(0.975, df) * error
-    texts = [format_metric(metric, x) for x in (difference, difference - margin, difference + margin)]
-    power = f"; 80%: {format_metric(metric, margin + t.ppf(0.8, df) * error)}" if abs(difference) < margin else ""
-    return f"{texts[0]} ({texts[1]} to {texts[2]}{power})"
+    estimate: float
+    error: float  # standard error
+    df: int  # degrees of freedom of the error
+
+    @staticmethod
+    def of(groups: Sequence[tuple[float, Sequence[float]]], spread: tuple[float, int] | None = None) -> Contrast:
+        """`groups` holds a weight and a value per run. `spread` is as `pooled_deviation` returns it; None: of these groups."""
+        deviation, df = spread or pooled_deviation([values for _, values in groups])
+        estimate = sum(weight * fmean(values) for weight, values in groups)
+        return Contrast(estimate, deviation * sqrt(sum(weight**2 / len(values) for weight, values in groups)), df)
+
+    @property
+    def p_value(self) -> float:
+        return 2 * t.sf(abs(self.estimate) / self.error, self.df)
+
+    def text(self, shown: Callable[[float], str]) -> str:
+        """The estimate with its 95% interval.
+
+        If the interval holds zero, also the estimate that a repetition would tell from zero with a probability of 80%.
+        """
+        margin = t.ppf(0.975, self.df) * self.error
+        low, high = self.estimate - margin, self.estimate + margin
+        power = f"; 80%: {shown(margin + t.ppf(0.8, self.df) * self.error)}" if low < 0 < high else ""
+        return f"{shown(self.estimate)} ({shown(low)} to {shown(high)}{power})"
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Correct p-values for their number by Holm's method (1979)."""
+    corrected, highest = [0.0] * len(p_values), 0.0
+    for rank, i in enumerate(np.argsort(p_values)):
+        highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[i]))
+        corrected[i] = highest
+    return corrected
