@@ -71,10 +71,14 @@ class Grids(Hook):
         labels = [seed % self.sampler.data.num_classes for seed in seeds]
         starts, is_silent = range(0, len(seeds), size), not accelerator.is_main_process
         bar = progress_bar(starts, desc="grid", unit="batch", leave=False, disable=is_silent)
-        images = []
+        images = []  # on the main process
+
+        def sample(start: int) -> None:
+            images.extend(self.sampler(seeds[start : start + size], labels[start : start + size]))
+
         with trainer.ema.full_weights():
-            for i in until_stopped(bar, trainer.stop.requested_now):
-                images += list(on_main(partial(self.sampler, seeds[i : i + size], labels[i : i + size])))
+            for start in until_stopped(bar, trainer.stop.requested_now):
+                on_main(partial(sample, start))
         if accelerator.is_main_process:
             grid = labelled_grid(images, labels)
             with whole_file(file) as f:

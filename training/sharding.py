@@ -69,8 +69,11 @@ def prepare(accelerator: Accelerator, train: Train, modules: Sequence[nn.Module]
         ema.shard_like(net)
         # evaluation_mode: accelerate adds autocast, but no DDP.
         return [accelerator.prepare_model(module, device_placement=False, evaluation_mode=True) for module in modules]
-    # Gradients are views of DDP's buckets, which saves a copy.
-    accelerator.ddp_handler = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+    # One bucket per block (91 MiB for DiT-XL/2), never below DDP's default. DDP reduces a bucket as soon as it is full. Only the
+    # last one cannot overlap with the backward. A bucket ends with the gradient that fills it, so the size is rounded down.
+    # Gradients are views of the buckets, which saves a copy.
+    bucket_mib = max(25, sum(p.nbytes for p in net.blocks[0].parameters()) // 2**20)
+    accelerator.ddp_handler = DistributedDataParallelKwargs(gradient_as_bucket_view=True, bucket_cap_mb=bucket_mib)
     return [accelerator.prepare(module) for module in modules]
 
 

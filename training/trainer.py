@@ -102,6 +102,8 @@ class Trainer:
         self.level_sums = torch.zeros(2, NUM_LEVELS, device=self.device)
         self.grad_norm: Tensor | None = None
         self.clock = Clock(self.device)
+        self.stop: StopSignal | None = None
+        self.stopped_by: int | None = None
 
     def batches(self) -> Iterator[tuple[tuple[Tensor, ...], ...]]:
         """This process's share of every global batch from self.step to the end of the run, as `train_step` takes it."""

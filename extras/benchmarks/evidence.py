@@ -77,27 +77,43 @@ def show_equal_time(lines: list[dict]) -> None:
 
 
 def show_tokens(lines: list[dict]) -> None:
-    """Print the losses, each arm, the scales of guidance, and the primary outcomes.
+    """Print the losses, each arm, the scales of guidance, and the primary outcomes with corrected p-values."""
+    show_losses([line for line in lines if LOSS in line["metrics"]])
+    for first_seed in (COMPARING, CHOOSING):
+        show_arms([line for line in lines if line.get("first_seed") == first_seed])
+    outcomes = primary_outcomes(lines)
+    corrected = holm([outcome.p_value for *_, outcome in outcomes])
+    rows = [
+        [name, outcome.text(lambda x, shown=shown: f"{shown(x):.2f}"), str(outcome.df), f"{p:.2g}"]
+        for (name, shown, outcome), p in zip(outcomes, corrected)
+    ]
+    if rows:
+        show(["primary outcome", "95% interval", "degrees of freedom", "p (Holm)"], rows)
 
-    An outcome uses the training seeds that all of its arms have. It is left out without two of them.
-    """
-    losses = [line for line in lines if LOSS in line["metrics"]]
+
+def show_losses(lines: list[dict]) -> None:
     rows = []
-    for is_search, arm, lr, step in sorted(
-        {(line["seed"] == SEARCH_SEED, line["arm"], line["lr"], line["step"]) for line in losses}
-    ):
-        found = find_values(losses, LOSS, arm=arm, lr=lr, step=step)
+    runs = {(line["seed"] == SEARCH_SEED, line["arm"], line["lr"], line["step"]) for line in lines}
+    for is_search, arm, lr, step in sorted(runs):
+        found = find_values(lines, LOSS, arm=arm, lr=lr, step=step)
         values = [value for seed, value in found.items() if (seed == SEARCH_SEED) == is_search]
         rows.append([arm, "search" if is_search else str(len(values)), f"{lr:g}", f"{step:,}", mean_text(LOSS, values)])
     show(["", "seeds", "learning rate", "step", "validation loss"], rows)
 
-    def show_arms(first_seed: int) -> None:
-        chosen = [line for line in lines if line.get("first_seed") == first_seed]
-        rows = []
-        for arm, step, scale in sorted({(line["arm"], line["step"], line["cfg_scale"]) for line in chosen}):
-            found = [[*find_values(chosen, metric, arm=arm, step=step, cfg_scale=scale).values()] for metric in NAMES]
-            rows.append([arm, f"{step:,}", f"{scale:g}", str(len(found[0])), *map(mean_text, NAMES, found)])
-        show(["", "step", "cfg_scale", "seeds", *NAMES.values()], rows)
+
+def show_arms(lines: list[dict]) -> None:
+    rows = []
+    for arm, step, scale in sorted({(line["arm"], line["step"], line["cfg_scale"]) for line in lines}):
+        found = [[*find_values(lines, metric, arm=arm, step=step, cfg_scale=scale).values()] for metric in NAMES]
+        rows.append([arm, f"{step:,}", f"{scale:g}", str(len(found[0])), *map(mean_text, NAMES, found)])
+    show(["", "step", "cfg_scale", "seeds", *NAMES.values()], rows)
+
+
+def primary_outcomes(lines: list[dict]) -> list[tuple[str, Callable[[float], float], Contrast]]:
+    """The primary outcomes of the rule: a name, the function that turns an estimate into the printed number, and the contrast.
+
+    An outcome uses the training seeds that all of its arms have. It is left out without two of them.
+    """
 
     def log_distances(*conditions: dict) -> list[list[float]]:
         """For each condition, the values of the training seeds that all conditions have."""
@@ -105,35 +121,23 @@ def show_tokens(lines: list[dict]) -> None:
         seeds = sorted(set.intersection(*map(set, found)))
         return [[log(values[seed]) for seed in seeds] for values in found]
 
-    show_arms(COMPARING)
-    show_arms(CHOOSING)
-
-    unguided = {"first_seed": COMPARING, "cfg_scale": 1.0}
-    arms = ("routed-256", "dense-256", "routed-64", "dense-64")
-    tokens = log_distances(*({"arm": arm, "step": 2000, **unguided} for arm in arms))
+    unguided, arms = {"first_seed": COMPARING, "cfg_scale": 1.0}, ("routed-64", "dense-64")
+    tokens = log_distances(*({"arm": arm, "step": 2000, **unguided} for arm in ("routed-256", "dense-256", *arms)))
+    end = log_distances(*({"arm": arm, "step": 3000, **unguided} for arm in ("routed-64-end", "routed-64")))
     scales = sorted({line["cfg_scale"] for line in lines if line.get("first_seed") == CHOOSING})
-    conditions = [{"arm": arm, "first_seed": CHOOSING, "cfg_scale": scale} for arm in arms[2:] for scale in scales]
-    columns = log_distances(*conditions)
-    curves = columns[: len(scales)], columns[len(scales) :]  # routed and dense: a list per scale
+    columns = log_distances(*({"arm": arm, "first_seed": CHOOSING, "cfg_scale": scale} for arm in arms for scale in scales))
+    curves = columns[: len(scales)], columns[len(scales) :]  # of each arm: a list per scale
     chosen = [scales[int(np.argmin(np.exp(curve).mean(axis=1)))] for curve in curves]
     best = [[best_scale(scales, one_seed) for one_seed in zip(*curve)] for curve in curves]
-    pair = [{"arm": arm, "step": 3000, "first_seed": COMPARING, "cfg_scale": scale} for arm, scale in zip(arms[2:], chosen)]
-    guided = log_distances(*pair)
-    end = log_distances(*({"arm": arm, "step": 3000, **unguided} for arm in ("routed-64-end", "routed-64")))
+    compared = [{"first_seed": COMPARING, "step": 3000, "arm": arm, "cfg_scale": scale} for arm, scale in zip(arms, chosen)]
     ratio = "ratio of distances, routed / dense"
     questions = (
-        (f"1. {ratio}, with 256 tokens / with 64", exp, zip((1, -1, -1, 1), tokens)),
-        (f"2a. {ratio}, at the scales {chosen[0]:g} / {chosen[1]:g}", exp, zip((1, -1), guided)),
-        ("2b. best scale, routed - dense", float, zip((1, -1), best)),
+        (f"1. {ratio}, with 256 tokens / with 64", exp, [*zip((1, -1, -1, 1), tokens)]),
+        (f"2a. {ratio}, at the scales {chosen[0]:g} / {chosen[1]:g}", exp, [*zip((1, -1), log_distances(*compared))]),
+        ("2b. best scale, routed - dense", float, [*zip((1, -1), best)]),
         ("3. ratio of distances, dense end / routed to the end", exp, [(1, [a - b for a, b in zip(*end)])]),
     )
-    outcomes = [(name, shown, [*groups]) for name, shown, groups in questions]
-    outcomes = [(name, shown, Contrast.of(groups)) for name, shown, groups in outcomes if len(groups[0][1]) > 1]
-    corrected = holm([outcome.p_value for *_, outcome in outcomes])
-    texts = [outcome.text(lambda x, shown=shown: f"{shown(x):.2f}") for _, shown, outcome in outcomes]
-    rows = [[name, text, str(outcome.df), f"{p:.2g}"] for (name, _, outcome), text, p in zip(outcomes, texts, corrected)]
-    if rows:
-        show(["primary outcome", "95% interval", "degrees of freedom", "p (Holm)"], rows)
+    return [(name, shown, Contrast.of(groups)) for name, shown, groups in questions if len(groups[0][1]) > 1]
 
 
 def draw_scales(lines: list[dict], folder: Path) -> None:
