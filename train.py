@@ -35,7 +35,7 @@ def main(cfg: TrainConfig) -> None:
     from runtime.compilation import check_machine
     from runtime.machine import start_accelerator
     from training import build, saving, start
-    from training.sharding import check_processes
+    from training.parallel import check_processes
     from training.trainer import Trainer
 
     # Check the configuration, the data and the folder before any slow work.

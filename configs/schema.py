@@ -195,7 +195,6 @@ class Train(Settings):
     ema_snapshot_every: Count | None
     precision: Precision
     tf32: bool
-    parallel: Literal["ddp", "fsdp"]
     compile: Compile
     activation_checkpointing: Literal["none", "blocks"]
     activation_memory_budget: Annotated[float, Field(ge=0, le=1)]

@@ -53,7 +53,7 @@ class RotaryAttention(Attention):
 
 
 class RMSNorm(nn.RMSNorm):
-    """RMSNorm in float32, as in the published code. nn.RMSNorm is not fused for weights that FSDP gathers in bfloat16."""
+    """RMSNorm in float32, as in the published code."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x.float(), self.normalized_shape, self.weight.float(), self.eps).type_as(x)

@@ -15,7 +15,6 @@ from common.files import hash_bytes, write_file
 from extras.posthoc_ema import FILE, SNAPSHOTS, gamma_from_length, list_snapshots
 from runtime.processes import on_main
 from training.ema import EMA
-from training.sharding import full_tensor, local_shard
 from training.trainer import Hook, Trainer
 
 
@@ -30,16 +29,16 @@ class TrackedEMA(EMA):
 
     @cached_property
     def tracked(self) -> dict[float, dict[str, Tensor]]:
-        """Length -> name -> average. Created at the first use, when the weights are on their device and sharded."""
-        return {length: {name: torch.zeros_like(ema) for name, (ema, _) in self._pairs.items()} for length in self.lengths}
+        """Length -> name -> average. Created at the first use, when the weights are on their device."""
+        return {length: {name: torch.zeros_like(self.averages[name]) for name in self._trained} for length in self.lengths}
 
     @torch.no_grad()
     def update(self, step: int) -> None:
         super().update(step)
-        weights = [local_shard(p) for _, p in self._pairs.values()]
+        weights = [*self._trained.values()]
         for length, averages in self.tracked.items():
             new = 1 - (step / (step + 1)) ** (gamma_from_length(length) + 1)  # 1 in the first step
-            torch._foreach_lerp_([local_shard(average) for average in averages.values()], weights, new)
+            torch._foreach_lerp_([*averages.values()], weights, new)
 
     def hooks(self, run: RunFolder, every: int) -> list[Hook]:
         return [Snapshots(run, every)]
@@ -56,20 +55,15 @@ class Snapshots(Hook):
         self.run, self.every, self._is_first = run, every, True
 
     def __call__(self, trainer: Trainer) -> None:
-        is_main, tensors = trainer.accelerator.is_main_process, {}
-        if trainer.step == trainer.first_step and on_main(lambda: trainer.step in list_snapshots(self.run.path)):
-            return
-        for name, average in trainer.ema.states()[FILE].items():
-            full = full_tensor(average)  # gathered by all ranks
-            if is_main:
-                tensors[name] = full.half().cpu()
-        on_main(lambda: self._write(trainer, tensors))
-        self._is_first = False
+        on_main(lambda: self._write(trainer))
 
-    def _write(self, trainer: Trainer, tensors: dict[str, Tensor]) -> None:
-        content = save(tensors)
+    def _write(self, trainer: Trainer) -> None:
+        if trainer.step == trainer.first_step and trainer.step in list_snapshots(self.run.path):
+            return
+        content = save({name: average.half().cpu() for name, average in trainer.ema.states()[FILE].items()})
         for step, file in list_snapshots(self.run.path).items() if self._is_first else ():
             if step > trainer.first_step:  # from before a resume at an earlier step
                 file.unlink()
         name = f"{store.folder_name(trainer.step)}_{hash_bytes(content)}.safetensors"
         write_file(self.run.path / SNAPSHOTS / name, content)
+        self._is_first = False

@@ -33,7 +33,7 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_APPEND
 _CONTEXT = multiprocessing.get_context("forkserver")
 # All commands, and what they import late.
 _IMPORTED = "train sample fid prepare_latents hydra._internal.hydra matplotlib.pyplot scipy.linalg timm.layers torch._dynamo"
-_IMPORTED += " torch.distributed.nn.functional torch.distributed.fsdp evaluations.classifiers extras.alignment"
+_IMPORTED += " torch.distributed.nn.functional evaluations.classifiers extras.alignment"
 _IMPORTED += " extras.lightningdit pytest"
 
 

@@ -12,7 +12,7 @@ from guidance import none
 from routing_module import TokenRouter
 from runtime.compilation import compile_network
 from sampling.sampler import ImageSampler
-from training import sharding
+from training import parallel
 
 CPU = torch.device("cpu")
 CFG, SPARSE = test_numerics.GUIDANCES
@@ -27,9 +27,8 @@ def test_a_save_during_training_runs_on_a_cpu(tmp_path, monkeypatch):
     test_runs.test_a_save_that_lasts_longer_than_a_step_holds_what_was_there_when_it_began(CPU, SMALL, tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_a_group_of_one_process_runs_on_a_cpu(tmp_path, parallel):
-    test_runs.test_one_process_alone_in_its_group_learns_what_it_does_without_one(CPU, SMALL, tmp_path, parallel)
+def test_a_group_of_one_process_runs_on_a_cpu(tmp_path):
+    test_runs.test_one_process_alone_in_its_group_learns_what_it_does_without_one(CPU, SMALL, tmp_path)
 
 
 def test_the_guard_against_waits_runs_on_a_cpu(tmp_path):
@@ -62,7 +61,7 @@ def test_compiled_steps_that_learn_something_else_are_found(tmp_path, monkeypatc
         if mode == "blocks" and damage is not None:
             damage(net)
 
-    monkeypatch.setattr(sharding, "compile_network", compile_and_damage)
+    monkeypatch.setattr(parallel, "compile_network", compile_and_damage)
     found = contextlib.nullcontext() if damage is None else pytest.raises(AssertionError, match="learns something else: [0-9.]+")
     with found as error:
         test_steps.test_compiled_steps_learn_what_plain_ones_do_and_are_compiled_once(CPU, SMALL, tmp_path, "tread")

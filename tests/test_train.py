@@ -23,7 +23,7 @@ from latents.order import BatchOrder
 from latents.shards import ShardInfo, write_shard
 from routing_module import TokenRouter
 from training import build
-from training.sharding import copy_state_dict
+from training.saving import copy_to_host
 from training.trainer import Clock, Trainer, learning_rate
 
 GRIDS = ["sample.every=2", "sample.num_samples=3", "diffusion.sampler.num_steps=2"]
@@ -274,7 +274,6 @@ def test_what_cannot_run_is_refused_before_anything_is_written(train, tmp_path):
         (["model.class_dropout=0.0", "guidance=cfg", *GRIDS], "model.class_dropout=0"),
         (["model.class_dropout=0.0", "guidance=none", "eval.every=2", "eval.cfg_scales=[1.0,2.0]"], "cfg_scale=2"),
         (["train.grad_accum_steps=3"], "train.batch_size=4 .*= 3 parts"),
-        (["train.parallel=fsdp"], "train.parallel=fsdp"),
         (["diffusion=ddpm"], "diffusion=ddpm"),
         (["data.num_classes=7"], "data.num_classes=7, but .*10"),
         (["model.routes=[{selection_ratio:0.5,start_layer_idx:2,end_layer_idx:40}]"], "end_layer_idx=40"),
@@ -454,12 +453,11 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_before_the_next_one_is
 
 def test_a_copy_of_a_state_dict_keeps_its_values():
     state = {"state": {0: {"step": torch.tensor(1.0), "exp_avg": torch.randn(3, 4).T}}, "param_groups": [{"betas": (0.9, 0.99)}]}
-    first = copy_state_dict(state, keep=True)
+    first = copy_to_host(state)
     copied = first["state"][0]["exp_avg"]
     assert torch.equal(copied, state["state"][0]["exp_avg"]) and first["param_groups"] == state["param_groups"]
     state["state"][0]["exp_avg"] += 1
     assert torch.equal(copied + 1, state["state"][0]["exp_avg"])
-    assert copy_state_dict(state, keep=False)["state"] == {0: {"step": None, "exp_avg": None}}
 
 
 def test_a_loss_that_explodes_and_stays_finite_ends_the_run_before_a_checkpoint_goes(train, tmp_path):
@@ -487,7 +485,7 @@ def test_a_start_logs_its_plan_and_a_complete_run_measures_only_what_is_new(trai
     caplog.set_level("INFO")
     settings = ["eval.every=4", "eval.num_samples=6", "eval.num_steps=2", "sample.every=6", "sample.num_samples=2"]
     run = train("run", *settings)
-    assert "train  steps 0 to 6, batch 4, lr 0.002 (constant), 1 x cpu (ddp), fp32" in caplog.text
+    assert "train  steps 0 to 6, batch 4, lr 0.002 (constant), 1 x cpu, fp32" in caplog.text
     (run / "samples" / "step_best.png").touch()  # the user's
     before = len(metrics(run))
     train("run", *settings)

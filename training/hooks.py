@@ -76,9 +76,8 @@ class Grids(Hook):
         def sample(start: int) -> None:
             images.extend(self.sampler(seeds[start : start + size], labels[start : start + size]))
 
-        with trainer.ema.full_weights():
-            for start in until_stopped(bar, trainer.stop.requested_now):
-                on_main(partial(sample, start))
+        for start in until_stopped(bar, trainer.stop.requested_now):
+            on_main(partial(sample, start))
         if accelerator.is_main_process:
             grid = labelled_grid(images, labels)
             with whole_file(file) as f:
@@ -93,7 +92,7 @@ class Scores(Hook):
     """Scores of the EMA's network: the lines of metrics.jsonl that are not there yet.
 
     Subclasses define two methods. `identify` lists the fields that identify each line of this step. `measure` returns the other
-    fields of a line, and its values by the names to show. Every process calls it, with full EMA weights.
+    fields of a line, and its values by the names to show. Every process calls it.
     """
 
     run: RunFolder
@@ -104,8 +103,7 @@ class Scores(Hook):
             if on_main(partial(self.run.has_evaluation, about)):
                 continue
             start_sec = time.perf_counter()
-            with trainer.ema.full_weights():
-                fields, shown = self.measure(trainer, about)
+            fields, shown = self.measure(trainer, about)
             if trainer.accelerator.is_main_process:
                 append_line(self.run.metrics, about | fields | {"evaluation_sec": time.perf_counter() - start_sec})
                 log.info("step %d: %s", trainer.step, format_metrics(shown))

@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from checkpoints import store
 from checkpoints.run import RunFolder
 from common.errors import UserError
 from common.progress import log_if_slow
 from runtime.processes import on_main
-from training.sharding import copy_state_dict, distribute_like, full_tensor, local_shard
 from training.trainer import Hook, Trainer
 
 log = logging.getLogger(__name__)
@@ -40,13 +41,15 @@ class Saving(Hook):
         self.check(wait=True)
         trainer.reduce_losses()  # all processes now hold the sums that the checkpoint stores
         norm = torch.nn.utils.get_total_norm([p.detach() for p in trainer.parameters if p.requires_grad])
-        if not full_tensor(norm).isfinite():
+        if not norm.isfinite():
             raise UserError(f"weights are not finite after step {trainer.step}; earlier checkpoints are intact")
+        self.saved_step = trainer.step
+        if not trainer.accelerator.is_main_process:
+            return
         states = {"model": trainer.net.state_dict(), "optimizer": trainer.optimizer.state_dict(), **trainer.ema.states()}
         if trainer.alignment is not None:
             states["projector"] = trainer.alignment.projector.state_dict()
-        # All processes take part in gathering sharded tensors; the main process receives them.
-        states = copy_state_dict(states, keep=trainer.accelerator.is_main_process)
+        states = copy_to_host(states)
         if trainer.device.type == "cuda":
             torch.cuda.synchronize(trainer.device)
         state = {
@@ -57,10 +60,8 @@ class Saving(Hook):
             "level_sums": trainer.level_sums.tolist(),
             "encoder": None if trainer.alignment is None else trainer.alignment.encoder,
         }
-        self.saved_step = trainer.step
-        if trainer.accelerator.is_main_process:
-            checkpoint = store.Checkpoint(trainer.step, **states, state=state, config=trainer.cfg.model_dump())
-            self._writing = self._thread.submit(store.save, self.run.checkpoints, checkpoint, *self.keep)
+        checkpoint = store.Checkpoint(trainer.step, **states, state=state, config=trainer.cfg.model_dump())
+        self._writing = self._thread.submit(store.save, self.run.checkpoints, checkpoint, *self.keep)
 
     def check(self, wait: bool) -> None:
         """Every process raises if a checkpoint could not be written. Every process must call it.
@@ -83,6 +84,19 @@ class Saving(Hook):
     def close(self) -> None:
         """Wait for the write in progress: an error elsewhere must not leave a part of a checkpoint."""
         self._thread.shutdown()
+
+
+def copy_to_host(state: Any) -> Any:
+    """A copy of a state dict with its tensors in host memory. Copies from CUDA may still run on return: synchronize first."""
+    if isinstance(state, dict):
+        return {key: copy_to_host(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [copy_to_host(value) for value in state]
+    if not isinstance(state, Tensor):
+        return state
+    # Copies to pinned memory are several times faster. torch caches such memory, so the next checkpoint uses it again.
+    copy = torch.empty(state.shape, dtype=state.dtype, device="cpu", pin_memory=state.is_cuda)
+    return copy.copy_(state, non_blocking=True)
 
 
 def resume(trainer: Trainer, folder: Path) -> None:
@@ -108,7 +122,7 @@ def init_from(trainer: Trainer, folder: Path, init_state: str) -> None:
 
 @torch.no_grad()
 def _copy_values(trainer: Trainer, folder: Path, checkpoint: store.Checkpoint, *, with_optimizer: bool) -> None:
-    """Copy a checkpoint tensor by tensor, so that a process never holds more than its own shards in memory."""
+    """Copy a checkpoint into a trainer. Its tensors are mapped from files, so host memory holds none of them for long."""
     own, averages = trainer.net.state_dict(), dict(trainer.ema.averages)
     num_classes, stored_num_classes = (len(side[LABEL_TABLE]) - 1 for side in (own, checkpoint.model))
     if not with_optimizer and num_classes != stored_num_classes:  # `training.build.check_initial` allows it
@@ -126,7 +140,7 @@ def _copy_values(trainer: Trainer, folder: Path, checkpoint: store.Checkpoint, *
         own |= projector
         checkpoint.model |= checkpoint.projector
     for name, value in own.items():
-        local_shard(value).copy_(local_shard(distribute_like(checkpoint.model[name], value)))
+        value.copy_(checkpoint.model[name])
     trainer.ema.load({"ema": checkpoint.ema})
     # The EMA continues without a new warm-up.
     trainer.ema.num_updates_before = checkpoint.state["ema_num_updates"]
@@ -136,10 +150,7 @@ def _copy_values(trainer: Trainer, folder: Path, checkpoint: store.Checkpoint, *
     trainer.ema.num_updates_before -= trainer.step
     if checkpoint.tracked_ema is not None:
         trainer.ema.load({"tracked_ema": checkpoint.tracked_ema})
-    parameters = [p for group in trainer.optimizer.param_groups for p in group["params"]]
-    state = {
-        i: {key: distribute_like(value, parameters[i]) if key != "step" else value.clone() for key, value in values.items()}
-        for i, values in checkpoint.optimizer["state"].items()
-    }
+    moments = checkpoint.optimizer["state"].items()
+    state = {i: {key: value.to(trainer.device, copy=True) for key, value in values.items()} for i, values in moments}
     # Keep this start's learning rate, betas and weight decay: a resume may change them.
     trainer.optimizer.load_state_dict({"state": state, "param_groups": trainer.optimizer.state_dict()["param_groups"]})

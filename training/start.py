@@ -49,7 +49,7 @@ def describe(trainer: Trainer, run: RunFolder) -> None:
         log.info("this run is complete at step %d: train.num_steps=%d", trainer.step, train.num_steps)
         return
     schedule = f"batch {train.batch_size}, lr {train.lr:g} ({train.schedule})"
-    machine = f"{trainer.accelerator.num_processes} x {device.type} ({train.parallel})"
+    machine = f"{trainer.accelerator.num_processes} x {device.type}"
     numerics = f"{train.precision}, tf32={train.tf32}, compile={resolve_compile(train.compile, device)}"
     log.info("train  steps %d to %d, %s, %s, %s", trainer.step, train.num_steps, schedule, machine, numerics)
 

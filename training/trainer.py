@@ -20,7 +20,7 @@ from latents.order import BatchOrder, read_batches
 from latents.shards import LatentDataset, latents_for_network
 from sampling.evaluator import Interrupted
 from training.ema import EMA
-from training.sharding import full_tensor, prepare
+from training.parallel import prepare
 from training.stop import StopSignal
 
 # Losses by noise level: the noise levels of training are divided into this many parts of equal probability.
@@ -53,7 +53,7 @@ class Trainer:
 
     Args:
         cfg: the configuration, with data.* filled in.
-        net: the plain network, whose weights a checkpoint holds; train.parallel=fsdp shards them.
+        net: the plain network, whose weights a checkpoint holds.
         ema: the EMA of `net`, before its first update.
         alignment: an `extras.alignment.Alignment`, or None.
         hooks: are called in this order.
@@ -82,7 +82,7 @@ class Trainer:
         self.accelerator, self.cfg, self.net, self.ema, self.dataset = accelerator, cfg, net.train(), ema, dataset
         self.alignment, self.hooks, self.device = alignment, list(hooks), accelerator.device
         self.modules = [net] if alignment is None else [net, alignment.projector]
-        self.models = prepare(accelerator, cfg.train, self.modules, ema)
+        self.models = prepare(accelerator, cfg.train, self.modules, ema.net)
         self.parameters = [p for module in self.modules for p in module.parameters()]
         optimizer = torch.optim.AdamW(
             [p for p in self.parameters if p.requires_grad],
@@ -121,9 +121,7 @@ class Trainer:
         """
         losses_of_step = torch.zeros_like(self.loss_sums)
         for m, (part, micro_batch) in enumerate(zip(self.parts, micro_batches)):
-            # DDP averages the gradients over processes after the last micro-batch. FSDP has no `no_sync` and does it after each
-            # one: otherwise every process would hold the full gradients.
-            is_last = m == len(self.parts) - 1
+            is_last = m == len(self.parts) - 1  # after it, DDP averages the gradients over processes
             with contextlib.ExitStack() as stack:
                 for model in () if is_last else self.models:
                     stack.enter_context(self.accelerator.no_sync(model))
@@ -132,7 +130,7 @@ class Trainer:
             losses_of_step += torch.stack(losses).detach() / len(self.parts)
             self.level_sums += level_sums
         if self.cfg.train.grad_clip_norm is not None:
-            self.grad_norm = full_tensor(self.accelerator.clip_grad_norm_(self.parameters, self.cfg.train.grad_clip_norm))
+            self.grad_norm = self.accelerator.clip_grad_norm_(self.parameters, self.cfg.train.grad_clip_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.cfg.train, self.step)
         self.optimizer.step()

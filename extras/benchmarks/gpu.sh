@@ -66,7 +66,7 @@ run_part profile 45 -m extras.benchmarks profile $xl2 train.batch_size=32 'varia
 run_part step_b2 75 $step model.backbone=DiT-B/2 train.batch_size=256 \
     'variants=[model=dit, model=tread, model=tread train.compile=none]'
 [ "$num_gpus" = 1 ] || run_part step_parallel 100 -m accelerate.commands.launch --multi_gpu --num_processes "$num_gpus" \
-    --mixed_precision no --dynamo_backend no $step model=tread $xl2 'variants=[train.parallel=ddp, train.parallel=fsdp]'
+    --mixed_precision no --dynamo_backend no $step $xl2 'variants=[model=dit, model=tread]'
 
 echo "results: $results"
 [ -z "$failed" ] || fail "failed:$failed; $results says why"

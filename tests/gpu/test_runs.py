@@ -19,8 +19,7 @@ from checkpoints import store
 from checkpoints.run import RunFolder
 from extras.posthoc_ema import gamma_from_length
 from gpu.runs import trainer_for
-from training.saving import Saving
-from training.sharding import copy_state_dict, shard_network
+from training.saving import Saving, copy_to_host
 
 
 def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(device, tmp_path):
@@ -128,16 +127,15 @@ def test_sigterm_ends_all_processes_soon_with_a_checkpoint(tmp_path, capsys):
 FAST, EXACT = ["train.precision=bf16"], ["train.precision=fp32", "train.tf32=false", "train.compile=none"]
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 @pytest.mark.parametrize(("how", "error"), [(EXACT, 0.01), (FAST, 0.1)])
-def test_two_devices_learn_what_one_does(device, tmp_path, parallel, how, error):
+def test_two_devices_learn_what_one_does(device, tmp_path, how, error):
     if torch.cuda.device_count() < 2:
-        pytest.skip("two GPUs are needed; tests/test_train.py and tests/test_fsdp.py train so on a CPU")
+        pytest.skip("two GPUs are needed; tests/test_ddp.py trains so on a CPU")
     keys = ["train.batch_size=8", "train.num_steps=4", *how, "train.grad_accum_steps=2", "train.grad_clip_norm=1"]
     keys += ["checkpoint.every=1", "checkpoint.keep_last=4", "train.lr=1e-4"]
     one = run_train(tmp_path, "one", *keys)
     own = ["train.log_every=1", "sample.every=0", "eval.every=0", "train.cpu_threads=1", f"output_dir={tmp_path}", "name=two"]
-    command = [sys.executable, *LAUNCH_2, "train.py", *keys, *own, f"train.parallel={parallel}"]
+    command = [sys.executable, *LAUNCH_2, "train.py", *keys, *own]
     subprocess.run(command, cwd=REPOSITORY, check=True, timeout=120)
     expected, got = (
         torch.cat([(weights(run, 4)[name] - x).flatten() for name, x in weights(run, 1).items()])
@@ -146,26 +144,18 @@ def test_two_devices_learn_what_one_does(device, tmp_path, parallel, how, error)
     assert (got - expected).norm() <= error * expected.norm()
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_one_process_alone_in_its_group_learns_what_it_does_without_one(device, size, tmp_path, parallel):
-    """NCCL, DDP and FSDP on one device: no other test of this folder runs them where there is only one."""
+def test_one_process_alone_in_its_group_learns_what_it_does_without_one(device, size, tmp_path):
+    """NCCL and DDP on one device: no other test of this folder runs them where there is only one."""
 
     def change_of_weights():
         trainer = trainer_for(device, size, tmp_path)
-        model, before = trainer.net, copy_state_dict(trainer.net.state_dict(), keep=True)
-        if dist.is_initialized() and parallel == "ddp":
+        model, before = trainer.net, copy_to_host(trainer.net.state_dict())
+        if dist.is_initialized():
             trainer.models[0] = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        elif dist.is_initialized():
-            shard_network([model], device, 1, "bf16")
-            trainer.ema.shard_like(model)
-            trainer.parameters = [*model.parameters()]
-            trainer.optimizer = torch.optim.AdamW(
-                [p for p in trainer.parameters if p.requires_grad], lr=trainer.cfg.train.lr, fused=True
-            )
         batches = trainer.batches()
         for _ in range(4):
             trainer.train_step(next(batches))
-        after = copy_state_dict(model.state_dict(), keep=True)
+        after = copy_to_host(model.state_dict())
         if device.type == "cuda":
             torch.cuda.synchronize()  # the copies
         return torch.cat([(after[name] - before[name]).flatten() for name in before])

@@ -1,0 +1,54 @@
+"""The runs of two processes that tests/test_ddp.py looks at. One launch makes all, since starting takes longest."""
+
+import functools
+import json
+import sys
+from pathlib import Path
+from unittest import mock
+
+import torch
+from conftest import run_train
+
+from checkpoints import store
+from common.errors import UserError
+from runtime import compilation, processes
+
+BATCH = ["train.batch_size=8", "train.num_steps=4"]
+DENSE = [*BATCH, "model=dit", "train.grad_accum_steps=2", "train.grad_clip_norm=0.5"]
+LOOKS = ["sample.every=4", "sample.num_samples=3", "diffusion.sampler.num_steps=2"]
+LOOKS += ["eval.every=4", "eval.num_samples=3", "eval.num_steps=2", "eval.batch_size=2"]
+TREAD = [*BATCH, "checkpoint.every=2", *LOOKS, "sample.batch_size=1"]
+TREAD += ["train.ema_lengths=[0.1,0.25]", "train.ema_snapshot_every=2"]
+SPRINT = [*BATCH, "model=lightningdit_sprint", "model.path_drop=0.5", *LOOKS[:3]]
+
+
+def main(folder: Path) -> None:
+    """Both processes call this. `folder` holds the runs of one process."""
+    run, records = functools.partial(run_train, folder), {}
+    # One launch cannot open a second process group.
+    with mock.patch.object(processes, "leave", lambda: None):
+        run("tread", *TREAD, f"eval.validation={folder / 'validation'}")
+        groups, cpu = torch.distributed.distributed_c10d._world.pg_map, torch.device("cpu")
+        records["timeouts_sec"] = sorted(group._get_backend(cpu).options._timeout.total_seconds() for group in groups)
+        run("dense", *DENSE)
+        run("sprint", *SPRINT)
+        run("aligned", *BATCH, "train.grad_accum_steps=2", *json.loads((folder / "repa.json").read_text()))
+        run("cut", *TREAD, f"eval.validation={folder / 'validation'}")  # its folder holds step 2 of one process
+        # Dynamo captures the graphs, which run as they are: inductor's code is not what is tested.
+        with mock.patch.object(compilation.torch, "compile", functools.partial(torch.compile, backend="eager")):
+            run("compiled", *DENSE, "train.compile=blocks", "train.activation_checkpointing=blocks", "train.num_steps=2")
+        with mock.patch.object(store, "save", fail_to_save):
+            try:
+                run("unwritten", *BATCH, "checkpoint.every=1", "train.log_every=100")
+            except UserError as e:
+                records["unwritten"] = str(e)
+    (folder / f"records_{torch.distributed.get_rank()}.json").write_text(json.dumps(records))
+    torch.distributed.destroy_process_group()
+
+
+def fail_to_save(root: Path, checkpoint, *keep) -> None:
+    raise UserError(f"no room for step {checkpoint.step}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,125 @@
+"""Two processes train one network: losses, weights, averages, grids and evaluations are those of one process."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from conftest import checked, losses, make_shard, metrics, run_train
+from ddp_runs import BATCH, DENSE, SPRINT, TREAD
+from forked import launch
+from gpu.runs import SMALL, keys_of_repa
+from PIL import Image, ImageChops
+from safetensors.torch import load_file
+
+from checkpoints import store
+from common.errors import UserError
+from extras.posthoc_ema import list_snapshots
+from training.parallel import check_processes
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The folder with the runs: those of one process, and those of tests/ddp_runs.py."""
+    folder = tmp_path_factory.mktemp("runs")
+    make_shard(folder / "validation" / "a.safetensors", num_items=7, channels=1, size=8, num_classes=10)
+    run_train(folder, "one_tread", *TREAD, f"eval.validation={folder / 'validation'}")
+    run_train(folder, "one_dense", *DENSE)
+    run_train(folder, "one_sprint", *SPRINT)
+    keys = keys_of_repa(SMALL, folder)
+    run_train(folder, "one_aligned", *BATCH, *keys)
+    (folder / "repa.json").write_text(json.dumps(keys))
+    shutil.copytree(folder / "one_tread", folder / "cut")  # as if it had been killed soon after step 2
+    shutil.rmtree(folder / "cut" / "checkpoints" / "step_0000004")
+    shutil.rmtree(folder / "cut" / "samples")
+    for outcome in launch(folder, ["tests/ddp_runs.py", str(folder)], 2, limit_sec=600, small=False):
+        outcome.expect_code(0)
+    return folder
+
+
+def checkpoint(run, step):
+    return store.load(run / "checkpoints" / store.folder_name(step))
+
+
+def norms(run):
+    return {record["step"]: record["grad_norm"] for record in metrics(run) if "grad_norm" in record}
+
+
+def assert_same_checkpoint(first, second, step):
+    """Adam divides by small numbers at first: rounding grows to about 1e-5 of the largest weight."""
+    a, b = checkpoint(first, step), checkpoint(second, step)
+    for x, y in ((a.model, b.model), (a.ema, b.ema), (a.tracked_ema or {}, b.tracked_ema or {})):
+        assert list(x) == list(y)
+        assert all(torch.allclose(x[name], y[name], rtol=1e-4, atol=5e-5) for name in x)
+    assert a.optimizer["param_groups"] == b.optimizer["param_groups"]
+    assert list(a.optimizer["state"]) == list(b.optimizer["state"])
+    for x, y in zip(a.optimizer["state"].values(), b.optimizer["state"].values()):
+        assert list(x) == list(y) and {type(value) for value in y.values()} == {torch.Tensor}
+        assert all(torch.allclose(x[key], y[key], rtol=1e-3, atol=1e-6) for key in x)
+    assert a.state == b.state
+
+
+@pytest.mark.parametrize(
+    ("one", "two"),
+    [
+        ("one_tread", "tread"),
+        ("one_tread", "cut"),  # resumes a checkpoint of one process
+        ("one_dense", "dense"),
+        ("one_sprint", "sprint"),
+        ("one_aligned", "aligned"),
+    ],
+)
+def test_two_processes_give_the_losses_weights_and_averages_of_one(runs, one, two):
+    assert list(losses(runs / one)) == [1, 2, 3, 4]
+    assert losses(runs / two) == pytest.approx(losses(runs / one), rel=1e-5)
+    assert norms(runs / two) == pytest.approx(norms(runs / one), rel=1e-5)
+    assert_same_checkpoint(runs / one, runs / two, 4)
+    if two in ("tread", "cut", "sprint"):
+        grids = [Image.open(runs / name / "samples" / "step_0000004.png") for name in (one, two)]
+        assert max(high for _, high in ImageChops.difference(*grids).getextrema()) <= 1
+
+
+def test_losses_by_level_are_those_of_one_process(runs):
+    for key in ("validation_loss_by_level", "loss_by_level"):
+        expected, found = ([line[key] for line in metrics(runs / run) if key in line][-1] for run in ("one_tread", "tread"))
+        # None: no sample had such a noise level. The 7 items of the validation leave three levels out.
+        assert [x is None for x in found] == [x is None for x in expected] and None in expected
+        assert [x for x in found if x] == pytest.approx([x for x in expected if x], rel=1e-4)
+
+
+def test_evaluations_are_those_of_one_process(runs):
+    one, two = ([r for r in metrics(runs / name) if "fd_digits" in r.get("metrics", ())] for name in ("one_tread", "tread"))
+    assert len(one) == len(two) == 2
+    for ours, theirs in zip(one, two):
+        assert theirs["metrics"] == pytest.approx(ours["metrics"], rel=1e-3) and theirs["cfg_scale"] == ours["cfg_scale"]
+
+
+def test_snapshots_are_those_of_one_process(runs):
+    for step in (2, 4):
+        one, two = (load_file(list_snapshots(runs / name)[step]) for name in ("one_tread", "tread"))
+        assert list(one) == list(two) and len(one) > 2
+        assert all(torch.allclose(one[name], two[name], atol=1e-3) for name in one)  # float16
+
+
+def test_compiled_and_checkpointed_blocks_give_the_same_losses(runs):
+    expected = losses(runs / "one_dense")
+    assert losses(runs / "compiled") == pytest.approx({step: expected[step] for step in (1, 2)}, rel=1e-5)
+
+
+def test_a_checkpoint_that_the_main_process_cannot_write_ends_both(runs):
+    records = [json.loads((runs / f"records_{rank}.json").read_text()) for rank in (0, 1)]
+    assert [record["unwritten"] for record in records] == ["no room for step 1"] * 2
+
+
+def test_only_the_group_for_long_waits_has_a_long_timeout(runs):
+    # The groups of accelerate, of training/stop.py, and of runtime/processes.py.
+    timeouts = json.loads((runs / "records_0.json").read_text())["timeouts_sec"]
+    assert timeouts == [20 * 60, 30 * 60, 2 * 60 * 60]
+
+
+def test_processes_that_do_not_fit_are_refused():
+    train = checked(["train.grad_accum_steps=2"]).train
+    with pytest.raises(UserError, match="train.batch_size=64 .*3 processes x train.grad_accum_steps=2 = 6"):
+        check_processes(train, 3, "MULTI_CPU")
+    with pytest.raises(UserError, match="launched with FSDP"):
+        check_processes(train, 2, "FSDP")
