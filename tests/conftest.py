@@ -31,7 +31,7 @@ LAUNCH_1 = ["-m", "accelerate.commands.launch", "--num_machines=1", "--mixed_pre
 LAUNCH_1 += ["--num_processes=1"]
 LAUNCH_2 = [*LAUNCH_1[:-1], "--multi_gpu", "--num_processes=2", "--main_process_port=0"]
 # The files that take longest, which pytest -n starts first, so that its workers end together.
-SLOWEST = ["test_drills", "test_ddp", "test_train", "test_gpu_code", "test_fid", "test_weights_out", "test_two_nodes"]
+SLOWEST = ["test_drills", "test_ddp", "test_train", "test_gpu_code", "test_fid", "test_two_nodes"]
 SLOWEST += ["test_start_page", "test_command_line", "test_stop", "test_weights_in", "test_processes", "test_small_pictures"]
 SLOWEST += ["test_attach_company", "test_speed", "test_prepare_latents"]
 
