@@ -84,6 +84,7 @@ class Command:
         code = self.process.exitcode
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)  # what it left running, and itself if the time is up
+        self.process.join()  # its locks are free
         with open(self._reader.fileno(), "rb", closefd=False) as pipe:
             return Outcome(code, pipe.read().decode(errors="replace"))
 
