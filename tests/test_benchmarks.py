@@ -170,7 +170,7 @@ def test_the_pages_show_what_the_command_prints(capsys):
         (REPOSITORY / f"extras/benchmarks/results/fashion_{name}.md").read_text(encoding="utf-8")
         for name in ("equal_time", "tokens")
     ]
-    assert len(tables) == 6 and all(any(table in page for page in pages) for table in tables)
+    assert len(tables) == 7 and all(any(table in page for page in pages) for table in tables)
 
 
 def test_a_wrong_argument_is_refused():

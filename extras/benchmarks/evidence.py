@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from math import exp, log, sqrt
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 
 import numpy as np
 from scipy.stats import t
@@ -97,7 +97,9 @@ def show_losses(lines: list[dict]) -> None:
     for is_search, arm, lr, step in sorted(runs):
         found = find_values(lines, LOSS, arm=arm, lr=lr, step=step)
         values = [value for seed, value in found.items() if (seed == SEARCH_SEED) == is_search]
-        rows.append([arm, "search" if is_search else str(len(values)), f"{lr:g}", f"{step:,}", mean_text(LOSS, values)])
+        spread = f" ± {stdev(values):.4f}" if len(values) > 1 else ""
+        seeds = "search" if is_search else str(len(values))
+        rows.append([arm, seeds, f"{lr:g}", f"{step:,}", f"{fmean(values):.4f}{spread}"])
     show(["", "seeds", "learning rate", "step", "validation loss"], rows)
 
 
