@@ -31,7 +31,7 @@ def build(backbone: str, **kwargs) -> DiT:
 
 
 def look_up_sizes(backbone: str, backbones: Mapping[str, tuple[int, int, int, int]]) -> dict[str, int]:
-    """Depth, width, heads and patch size by name. Raises KeyError for an unknown name."""
+    """Look up depth, width, heads and patch size by name. Raises KeyError for an unknown name."""
     return dict(zip(("depth", "width", "num_heads", "patch_size"), backbones[backbone]))
 
 
@@ -164,7 +164,7 @@ class DiT(nn.Module):
     """
 
     block_class: type[nn.Module] = DiTBlock
-    # The class of a module for each route, such as `extras.sprint.Fusion`. None: `TokenRouter.end_route` ends the routes.
+    # Class of the module that ends a route, such as `extras.sprint.Fusion`. With None, `TokenRouter.end_route` ends routes.
     route_end: type[nn.Module] | None = None
 
     def __init__(
@@ -293,14 +293,14 @@ class DiT(nn.Module):
         return self.unpatchify(out)
 
     def draw_inputs(self, random: Callable[[str], SampleRandom]) -> dict[str, Tensor]:
-        """Random keyword arguments of `forward` for one training step. Each is drawn from its own named stream."""
+        """Draw random keyword arguments for `forward` in one training step, each from its own named stream."""
         draws = {"drop_labels": random("labels").rand() < self.class_dropout}
         if self.router.routes:
             draws["route_scores"] = random("routes").rand(len(self.router.routes), self.num_tokens)
         return draws
 
     def token_tables(self) -> tuple[Tensor, ...]:
-        """Per-token tables that blocks take besides the tokens (such as rotary angles), each (1, N, ...).
+        """Return per-token tables that blocks take besides the tokens (such as rotary angles), each (1, N, ...).
 
         In a route, a block gets the rows of the kept tokens.
         """

@@ -44,7 +44,7 @@ def main(cfg: FidConfig) -> None:
         raise UserError(f"{of_sampler[0]}= applies to sampling from a checkpoint, but images={cfg.images} exist already")
     accelerator = start_accelerator(cfg.cpu_threads, tf32=cfg.tf32)
     check_compile("compile", cfg.compile, accelerator.device)
-    # Rank 0 chooses for all: while a run trains, ranks could find different newest checkpoints.
+    # Rank 0 chooses the checkpoints. While a run trains, ranks could find different newest ones.
     folders = on_main(lambda: find_checkpoints(cfg))
     for folder in folders:
         check_shared(folder / store.MANIFEST, given[0])
@@ -83,7 +83,7 @@ def main(cfg: FidConfig) -> None:
 
 
 def find_checkpoints(cfg: FidConfig) -> list[Path]:
-    """The verified checkpoints that the command names."""
+    """Return the verified checkpoints that the command names."""
     from checkpoints import store
 
     if cfg.checkpoints is None:
@@ -108,7 +108,7 @@ def with_settings_of_run(cfg: FidConfig, run: TrainConfig | None) -> FidConfig:
 
 
 def default_folder(cfg: FidConfig, folders: list[Path]) -> Path:
-    """<run>/evaluations, or a folder next to a checkpoint outside any run. For images, <images>_evaluations."""
+    """Return <run>/evaluations, or a folder next to a checkpoint outside any run. For images: <images>_evaluations."""
     from checkpoints import store
 
     if not folders:

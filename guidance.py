@@ -25,7 +25,7 @@ Denoiser = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class GuidanceInputs:
-    """What guidance combines, for one batch of images.
+    """The inputs of guidance for one batch of images.
 
     Attributes:
         denoise: (x, level, y, *, selection_ratios=None, route_scores=None) -> D_x. With selection_ratios, that fraction of the
@@ -47,7 +47,7 @@ Guidance = Callable[[GuidanceInputs], Denoiser]
 
 
 def none(inputs: GuidanceInputs) -> Denoiser:
-    """No guidance: the conditional estimate itself."""
+    """No guidance: returns the conditional estimate."""
     return inputs.denoise
 
 
@@ -126,7 +126,7 @@ def _guide(
     level_hi: float | None = None,
     channels: int | None = None,
 ) -> Denoiser:
-    """D_weak + scale * (D - D_weak) of the two `estimates` (D, D_weak). For scale 1 and outside the bounds, `unguided`.
+    """Compute D_weak + scale * (D - D_weak) from the `estimates` (D, D_weak). For scale 1 and outside the bounds: `unguided`.
 
     With `channels`, D alone gives the other channels. Raises ValueError if level_lo is not below level_hi.
     """

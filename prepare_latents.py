@@ -55,7 +55,7 @@ def encode(encoding: Encoding) -> None:
         raise UserError(f"grey=true: autoencoder={encoding.autoencoder} encodes RGB; use autoencoder=identity")
     if len(ways := [key for key in ("normalize", "sigma_data", "latents_stats") if getattr(encoding, key)]) > 1:
         raise UserError(f"{'= and '.join(ways)}= all scale the latents; give one of them")
-    # Rank 0 lists the images for all: on a shared disk, every rank would look up each of them.
+    # Only rank 0 lists the images. Otherwise every rank would look up every file on a shared disk.
     source = processes.on_main(lambda: open_labelled_images(encoding.images, encoding.labels, encoding.part))
     processes.check_same(source.fingerprint(0, 1), "images", Path(encoding.images))
     if Path(encoding.images).resolve() in (Path(encoding.output).resolve(), *Path(encoding.output).resolve().parents):

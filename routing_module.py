@@ -1,4 +1,4 @@
-"""Token routing (TREAD, arXiv 2501.04765): a random part of the tokens skips a window of transformer blocks.
+"""Token routing (TREAD, arXiv 2501.04765): a random subset of the tokens skips a window of transformer blocks.
 
 Shapes: B batch, N tokens, K kept tokens (K = N - int(N * selection_ratio)), D width.
 This file works on tensors with a token axis and is independent of any network.
@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Route:
-    """One window of blocks that a part of the tokens skips (TREAD, section 3).
+    """One window of blocks that a subset of the tokens skips (TREAD, section 3).
 
     Attributes:
         selection_ratio: fraction of the tokens that SKIP the window, in [0, 1). 0 switches the route off.
@@ -61,7 +61,7 @@ SELECTIONS: dict[str, SelectionRule] = {"uniform": uniform_scores, "importance":
 
 
 def num_kept_tokens(num_tokens: int, selection_ratio: float) -> int:
-    """K, the number of tokens that stay in the window: N - int(N * selection_ratio), which is 0 only for a ratio of 1."""
+    """Return K, the number of tokens that stay in the window: N - int(N * selection_ratio). It is 0 only for a ratio of 1."""
     _check_ratio("selection_ratio", selection_ratio)
     return num_tokens - int(num_tokens * selection_ratio)
 
@@ -72,7 +72,7 @@ def _check_ratio(name: str, ratio: float) -> None:
 
 
 def apply_rule(rule: SelectionRule, x: Tensor, uniform: Tensor) -> Tensor:
-    """The scores (B, N) that a rule gives to tokens x (B, N, D). Raises ValueError if it gives another shape."""
+    """Score tokens x (B, N, D) by a rule: (B, N). Raises ValueError if the rule returns another shape."""
     scores = rule(x, uniform)
     if scores.shape != x.shape[:2]:
         raise ValueError(f"the selection rule gives scores of shape {tuple(scores.shape)}, the tokens need {tuple(x.shape[:2])}")
@@ -109,7 +109,7 @@ class TokenRouter:
             self.routes += (Route(float(route.selection_ratio), start, end),)
 
     def selection_ratios(self, overrides: float | Sequence[float] | None = None) -> tuple[float, ...]:
-        """The ratio of every route: its own, or `overrides` (one number for all routes, or one per route). At 1 all skip."""
+        """Return the ratio of every route: its own, or `overrides` (one number, or one per route). At 1, all tokens skip."""
         if overrides is None:
             return tuple(route.selection_ratio for route in self.routes)
         ratios = [overrides] * len(self.routes) if isinstance(overrides, (int, float)) else list(overrides)

@@ -70,7 +70,7 @@ def main(cfg: SampleConfig) -> None:
 
 
 def choose_labels(cfg: SampleConfig, num_classes: int) -> dict[int, int]:
-    """The class of every seed: from `classes` in turn, or by the rule `labels`."""
+    """Return the class of every seed: from `classes` in turn, or by the rule `labels`."""
     from sampling.sampler import draw_labels
 
     if cfg.seeds and cfg.num_samples:
@@ -84,7 +84,7 @@ def choose_labels(cfg: SampleConfig, num_classes: int) -> dict[int, int]:
 
 
 def settings_of_images(cfg: SampleConfig, recipe: Recipe) -> dict:
-    """The settings that determine an image, except its seed, for settings.yaml. Checkpoints are named by hash, not by path."""
+    """Return the settings that determine an image, except its seed, for settings.yaml. Checkpoints appear as hashes."""
     guidance = recipe.guidance.model_dump()
     return {
         "checkpoint": recipe.content,
@@ -100,7 +100,7 @@ def settings_of_images(cfg: SampleConfig, recipe: Recipe) -> dict:
 
 
 def default_output(checkpoint: Path, settings: dict) -> Path:
-    """<run>/generated/<step>_<weights>_<guidance>_<steps>_<hash of all settings>. Without a run: <checkpoint>/../generated/..."""
+    """Return <run>/generated/<step>_<weights>_<guidance>_<steps>_<hash>. Without a run: <checkpoint>/../generated/..."""
     from checkpoints import store
 
     guidance = settings["guidance"]
@@ -150,7 +150,7 @@ def make_images(
 
 
 def write_grid_and_npz(output: Path, npz: bool, files: dict[int, Path], labels: dict[int, int]) -> None:
-    """grid_<seeds>.png with the first images, and samples_<seeds>.npz with all of them, in the order of the seeds."""
+    """Write grid_<seeds>.png with the first images and samples_<seeds>.npz with all images, in the order of the seeds."""
     from evaluations.images import write_npz
 
     seeds = list(files)

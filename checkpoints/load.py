@@ -32,7 +32,7 @@ def _load_config(folder: Path, content: str) -> schema.TrainConfig:
 
 
 def build_network(cfg: schema.TrainConfig) -> dit.DiT:
-    """The network of a configuration with data.* filled in. Raises UserError for routes or sizes that do not fit it."""
+    """Build the network of a configuration with data.* filled in. Raises UserError for routes or sizes that do not fit."""
     model = cfg.model
     settings = {name: getattr(model, name) for name in type(model).model_fields if name not in ("name", "backbone")}
     settings |= {key: getattr(cfg.data, key) for key in ("input_size", "in_channels", "num_classes")}

@@ -1,4 +1,4 @@
-"""What produced the numbers of a run: command, commit and machine of every start."""
+"""Record what produced a run's numbers: command, commit and machine of every start."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from common.files import REPOSITORY
 
 
 def describe_start(accelerator: Accelerator, step: int) -> dict[str, object]:
-    """The record of a start at `step`, for starts.jsonl."""
+    """Return the record of a start at `step`, for starts.jsonl."""
     commit, modified = git_commit()
     return {
         "step": step,
@@ -42,7 +42,7 @@ def device_name(device: torch.device) -> str:
 
 
 def git_commit() -> tuple[str | None, bool | None]:
-    """(commit of this repository, whether tracked files were modified); (None, None) without a repository or git."""
+    """Return (commit, whether tracked files were modified) of this repository; (None, None) without a repository or git."""
     if not (REPOSITORY / ".git").exists():  # git would use a parent folder's repository
         return None, None
     command = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]

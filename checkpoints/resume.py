@@ -1,4 +1,4 @@
-"""The checkpoint that a run starts from or resumes. The main process chooses it; all processes must see the same files."""
+"""Find the checkpoint that a run starts from or resumes. Rank 0 chooses it, and all ranks must see the same files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 def find_resume(run: RunFolder, resume: str) -> Path | None:
-    """The newest intact checkpoint of the run, verified; None: the run starts at step 0. Newer damaged ones are renamed.
+    """Return the run's newest intact checkpoint, or None to start at step 0. Newer damaged ones are renamed.
 
     Raises:
         UserError: all checkpoints are damaged; resume=never in a run with checkpoints; the checkpoint was imported; a node does
@@ -37,7 +37,7 @@ def find_resume(run: RunFolder, resume: str) -> Path | None:
 
 
 def find_newest_of_run(run: RunFolder) -> Path | None:
-    """The newest intact checkpoint of a run, or None; newer damaged ones are renamed. UserError if all are damaged."""
+    """Return a run's newest intact checkpoint, or None. Renames newer damaged ones. Raises UserError if all are damaged."""
     found, problems = store.find_newest(run.checkpoints)
     if found is None and problems:
         raise UserError(
@@ -50,7 +50,7 @@ def find_newest_of_run(run: RunFolder) -> Path | None:
 
 
 def find_initial(run: RunFolder, init_from: str | None) -> Path | None:
-    """The verified checkpoint that `init_from=` names; None without that key, or if the run has its own checkpoints."""
+    """Return the verified checkpoint that `init_from=` names; None without the key, or if the run has its own checkpoints."""
 
     def decide() -> Path | None:
         if store.list_steps(run.checkpoints):
@@ -62,7 +62,7 @@ def find_initial(run: RunFolder, init_from: str | None) -> Path | None:
 
 
 def find_checkpoint_together(path: str, key: str) -> Path:
-    """`store.find_checkpoint` on rank 0, for all ranks: while a run trains, they could find different newest checkpoints."""
+    """Call `store.find_checkpoint` on rank 0 only. While a run trains, ranks could find different newest checkpoints."""
     return _see_together(lambda: store.find_checkpoint(Path(path), key), key)
 
 

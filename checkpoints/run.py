@@ -23,7 +23,7 @@ class RunFolder:
         self._lock = None
 
     def open(self) -> None:
-        """Create the folders and lock them. Raises UserError without permission to write, and if another process trains here."""
+        """Create and lock the folders. Raises UserError without write permission, or if another process trains here."""
         self._lock = lock_file(self.path / ".lock", "training in", "name")
         for folder in (self.checkpoints, self.samples):
             folder.mkdir(exist_ok=True)
@@ -34,14 +34,14 @@ class RunFolder:
         write_file(self.path / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(config)))
 
     def wandb_id(self) -> str:
-        """An id that every start of this run shares, so that Weights & Biases continues one run."""
+        """Return an id that all starts of this run share, so that Weights & Biases continues one run."""
         file = self.path / "wandb_id"
         if not file.exists():
             write_file(file, secrets.token_hex(4))
         return file.read_text(encoding="utf-8").strip()
 
     def has_evaluation(self, about: dict) -> bool:
-        """Whether metrics.jsonl holds this evaluation."""
+        """Return whether metrics.jsonl holds this evaluation."""
         return any("metrics" in line and about.items() <= line.items() for line in read_lines(self.metrics))
 
     def keep_until(self, step: int) -> None:

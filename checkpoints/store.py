@@ -57,14 +57,14 @@ def folder_name(step: int) -> str:
 
 
 def list_steps(root: Path) -> dict[int, Path]:
-    """Checkpoint folders below `root` by step, oldest first, without temporary and damaged (renamed) ones."""
+    """List checkpoint folders under `root` by step, oldest first, without temporary and damaged (renamed) ones."""
     with reading(root):  # glob would return nothing for an unreadable folder
         folders = [p for p in root.iterdir() if _STEP.fullmatch(p.name) and p.is_dir()] if root.is_dir() else []
     return dict(sorted((int(folder.name.removeprefix("step_")), folder) for folder in folders))
 
 
 def save(root: Path, checkpoint: Checkpoint, keep_last: int, keep_every: int) -> Path:
-    """Write `checkpoint` below `root`, then delete old ones: all but the newest keep_last and the multiples of keep_every.
+    """Save `checkpoint` under `root`. Then delete old ones, except the newest keep_last and those at multiples of keep_every.
 
     Raises UserError if the disk is full, for example: the incomplete checkpoint is removed, earlier ones are untouched.
     """
@@ -85,7 +85,7 @@ def save(root: Path, checkpoint: Checkpoint, keep_last: int, keep_every: int) ->
     for step, path in list(list_steps(root).items())[:-keep_last]:
         if not (keep_every and step % keep_every == 0):
             with contextlib.suppress(OSError):  # the next save tries again
-                # A half-deleted checkpoint must not look like a complete one.
+                # A partly deleted checkpoint must not look complete.
                 shutil.rmtree(path.rename(root / f".del_{path.name}"))
     return final
 
@@ -154,23 +154,23 @@ def read_step(folder: Path) -> int:
 
 
 def imported_from(folder: Path) -> str | None:
-    """The source of imported weights, which have no optimizer; None for a checkpoint of a training run."""
+    """Return the source of imported weights, which have no optimizer; None for a checkpoint of a training run."""
     return _read_state(folder).get("imported_from")
 
 
 def find_run(folder: Path) -> Path | None:
-    """The folder of the run that a checkpoint belongs to; None for a checkpoint that was copied elsewhere."""
+    """Return the run folder that a checkpoint belongs to; None for a checkpoint that was copied elsewhere."""
     parent = folder.resolve().parent
     return parent.parent if parent.name == "checkpoints" else None
 
 
 def hash_checkpoint(folder: Path) -> str:
-    """A hash of everything in a checkpoint, computed from its manifest, which holds the hash of every file."""
+    """Hash a checkpoint from its manifest, which holds the hash of every file."""
     return hash_bytes((folder / MANIFEST).read_bytes())[:16]
 
 
 def read_config(folder: Path) -> dict:
-    """The resolved configuration of the run that wrote a checkpoint, as it was stored."""
+    """Return the stored configuration of the run that wrote a checkpoint, resolved."""
     with reading(file := folder / "config.yaml"), open(file, encoding="utf-8") as f:
         if not isinstance(config := OmegaConf.to_container(OmegaConf.load(f)), dict):
             raise ValueError("it holds no configuration")
@@ -178,7 +178,7 @@ def read_config(folder: Path) -> dict:
 
 
 def load_weights(folder: Path, weights: str) -> dict[str, Tensor]:
-    """`ema` or `raw` weights, mapped from the file: see `Checkpoint`."""
+    """Map the `ema` or `raw` weights from their file, see `Checkpoint`."""
     with reading(folder / WEIGHTS[weights]):
         return load_file(folder / WEIGHTS[weights])
 
@@ -211,7 +211,7 @@ def check_tensors(file: Path, given: Mapping[str, Tensor], like: Mapping[str, Te
 
 
 def find_newest(root: Path) -> tuple[Path | None, dict[Path, str]]:
-    """The newest checkpoint below `root` that verifies, or None, and what is wrong with each newer one.
+    """Find the newest intact checkpoint under `root`, or None. Also return what is wrong with each newer one.
 
     Raises UserError if the disk cannot be read.
     """
@@ -228,7 +228,7 @@ def find_newest(root: Path) -> tuple[Path | None, dict[Path, str]]:
 
 
 def find_checkpoint(folder: Path, key: str) -> Path:
-    """A verified checkpoint: the folder itself, or the newest intact one of a run. UserError names `key` if there is none."""
+    """Return a verified checkpoint: the folder itself, or a run's newest intact one. If there is none, UserError names `key`."""
     if (folder / MANIFEST).exists():
         verify(folder)
         return folder

@@ -6,6 +6,6 @@ import re
 
 
 def small_set(detector: str) -> str | None:
-    """The data set that the name of a detector for small images holds: small-fashion -> fashion. None for other detectors."""
+    """Extract the data set from the name of a small-image detector: small-fashion -> fashion. None for other detectors."""
     found = re.fullmatch(r"small-(?!digits$|dinov2$)([a-z][a-z0-9_]*)", detector)  # fd_digits and fd_dinov2 exist
     return found and found[1]

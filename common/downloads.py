@@ -1,4 +1,4 @@
-"""Files from the Hugging Face hub, with no retries, so that a command without a network fails within seconds."""
+"""Download files from the Hugging Face hub. There are no retries, so a command without internet fails within seconds."""
 
 from __future__ import annotations
 

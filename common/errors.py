@@ -1,4 +1,4 @@
-"""UserError, the exception for problems that a user can solve, and conversion of other errors to it."""
+"""UserError, the exception for problems that a user can solve, and the conversion of other errors into it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class UserError(ValueError):
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's message, or the name of its class if the message is empty."""
+    """Return the first line of an error's message, or its class name if the message is empty."""
     return (str(error) or type(error).__name__).splitlines()[0]
 
 

@@ -1,4 +1,4 @@
-"""Files: written completely or not at all, locked, hashed, as JSON."""
+"""File helpers: complete writes, locks, hashes, JSON."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def why_not_written(path: Path, error: Exception) -> str:
 def whole_file(path: Path, flush: bool = True) -> Iterator[IO[bytes]]:
     """Open a file for writing under a temporary name, and rename it once it is complete and on disk. Creates its folder.
 
-    flush=False lets the system choose when the content reaches the disk: for many files that are easily made again.
+    With flush=False, the system chooses when the content reaches the disk. Use it for files that can be made again.
     Raises UserError if the file cannot be written; an earlier file with that name is kept.
     """
     temporary = path.with_name(f".tmp_{secrets.token_hex(8)}_{path.name}")  # process ids are not unique: containers share folders
@@ -68,7 +68,7 @@ def write_file(path: Path, content: bytes | str) -> None:
 
 
 def is_leftover(name: str) -> bool:
-    """Whether this is the name of a temporary file or checkpoint folder that an interrupted write or removal leaves."""
+    """Return whether an interrupted write or removal left the temporary file or checkpoint folder with this name."""
     return re.fullmatch(r"\.tmp_[0-9a-f]{16}_.+|\.(tmp|del)_step_\d{7,}", name) is not None
 
 
@@ -126,7 +126,7 @@ def append_line(path: Path, record: dict) -> None:
 
 
 def read_lines(path: Path) -> Iterator[dict]:
-    """Yield the complete objects of a file of JSON lines, none if it is missing. Raises UserError if it cannot be read."""
+    """Yield the complete objects in a JSON-lines file, none if it is missing. Raises UserError if it cannot be read."""
     with reading(path):
         content = path.read_bytes() if path.exists() else b""
     for line in content.decode(errors="replace").splitlines():

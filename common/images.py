@@ -1,4 +1,4 @@
-"""Images: finding and decoding files, ADM's crop, labelled grids."""
+"""Image helpers: finding and decoding files, ADM's crop, labelled grids."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def list_images(folder: Path) -> tuple[list[str], list[str]]:
 
 
 def is_hidden(name: str) -> bool:
-    """Whether `list_images` skips files and folders with this name: dot files, and the folder that macOS adds to a .zip."""
+    """Return whether `list_images` skips this name: dot files, and the folder that macOS adds to a .zip."""
     return name.startswith(".") or name == "__MACOSX"
 
 
 def read_rgb(file: Path | BinaryIO, background: str = "white", modes: tuple[str, ...] = MODES) -> tuple[Image.Image, bool]:
-    """Decode an image as 8-bit RGB, upright as its EXIF orientation says; also return whether the background shows through.
+    """Decode an image as upright 8-bit RGB (EXIF orientation). Also return whether the background shows through.
 
     Raises ValueError if it is not a regular file, or its mode in Pillow is not in `modes`. Damaged files can raise any error.
     """

@@ -37,7 +37,7 @@ class _Lines:
 
 
 class LogHandler(logging.StreamHandler):
-    """Write messages to stderr, above the progress bars of a terminal."""
+    """Write messages to stderr. In a terminal, print them above active progress bars."""
 
     def emit(self, record: logging.LogRecord) -> None:
         with tqdm.external_write_mode(file=self.stream):
@@ -57,6 +57,6 @@ def log_if_slow(log: logging.Logger, message: str, *args: object) -> Iterator[No
 
 
 def log_to_stderr() -> None:
-    """Log the main process's messages and the other processes' errors to stderr. A second call changes nothing."""
+    """Log to stderr: all messages of the main process, and errors of the other processes. A second call changes nothing."""
     level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR
     logging.basicConfig(format="%(message)s", level=level, handlers=[LogHandler()])

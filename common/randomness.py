@@ -1,4 +1,4 @@
-"""Random numbers that belong to samples, not to batches or processes."""
+"""Random numbers that depend on the sample, not on the batch or process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def derive_seed(*parts: int | str | tuple) -> int:
 
 
 def _plain(part: int | str | tuple) -> int | str | tuple:
-    """Convert integers of NumPy and torch to Python's, so that repr writes equal numbers alike."""
+    """Convert NumPy and torch integers to Python integers, so that equal numbers have the same repr."""
     if isinstance(part, str):
         return part
     return tuple(map(_plain, part)) if isinstance(part, tuple) else int(operator.index(part))

@@ -1,4 +1,4 @@
-"""Types of settings, which pydantic checks, and the decorator of objects that hold settings."""
+"""Types of settings, which pydantic checks, and the decorator for objects that hold settings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _number(value: object) -> object:
 
 
 _NUMBER = BeforeValidator(_number)
-# The upper bounds are far above all sensible values, so that a typing error raises instead of running for ever.
+# The upper bounds are far above all sensible values, so that a typing error raises instead of running forever.
 Whole = Annotated[int, Field(ge=0, le=10**9), _NUMBER]
 Count = Annotated[int, Field(ge=1, le=10**9), _NUMBER]
 Steps = Annotated[int, Field(ge=1, le=10**5), _NUMBER]  # a sampler's num_steps

@@ -49,7 +49,7 @@ def guard(action: Callable[[], None]) -> None:
 
 
 def format_error(error: Exception) -> str | None:
-    """The message that a command prints for an error that a user can cause; None for others."""
+    """Return the message that a command prints for a user error; None for other errors."""
     rank = os.environ.get("RANK")
     if isinstance(error, (UserError, HydraException)):
         return f"error{'' if rank is None else f' (process {rank})'}: {error}"
@@ -104,7 +104,7 @@ def sweep(main: Callable[[S], None], config_name: str, settings: type[S], overri
 
 
 def explain_keys(config_name: str) -> str:
-    """The YAML files of a command and of its groups. They explain every key and hold its default."""
+    """Return the YAML files of a command and its groups, which explain every key and hold its default."""
     groups = ["*/*.yaml"] if config_name == "config" else ["sampling.yaml", "guidance/*.yaml"]
     files = [CONFIGS / f"{config_name}.yaml", *(file for group in groups for file in sorted(CONFIGS.glob(group)))]
     return "\n".join(f"--- {file.relative_to(REPOSITORY)}\n{file.read_text(encoding='utf-8')}" for file in files)
@@ -157,7 +157,7 @@ def run_command(commands: dict[str, str], description: str, arguments: list[str]
 
 
 def source_of(what: str) -> str:
-    """The source of a "module:class", or of a function's signature and docstring. An import would take seconds."""
+    """Return the source of a class, or of a function's signature and docstring, without a slow import."""
     module, _, name = what.partition(":")
     source = (REPOSITORY / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
     node = next(node for node in ast.parse(source).body if getattr(node, "name", None) == name)

@@ -25,7 +25,7 @@ OmegaConf.register_new_resolver("repository", lambda path: str(REPOSITORY / path
 
 
 def compose_overrides(overrides: Sequence[str], config_name: str = "config") -> DictConfig:
-    """configs/<config_name>.yaml with these overrides, unresolved and unchecked.
+    """Compose configs/<config_name>.yaml with these overrides, without resolving or checking it.
 
     The arguments of the row that `experiment=` names come first, so that the others can change them.
     Raises UserError for an unknown row, for arguments that Hydra refuses, and for settings of Hydra itself.
@@ -46,7 +46,7 @@ def compose_overrides(overrides: Sequence[str], config_name: str = "config") -> 
 
 
 def find_row(overrides: Sequence[str]) -> Row | None:
-    """The row that `experiment=` names. Raises UserError for an unknown one."""
+    """Return the row that `experiment=` names. Raises UserError for an unknown row."""
     name = next((o.partition("=")[2] for o in reversed(overrides) if o.startswith("experiment=")), "null")
     if name != "null" and name not in ROWS:
         raise UserError(f"experiment={name} is not a row of configs/experiments.py{nearest(name, ROWS)}")
@@ -54,7 +54,7 @@ def find_row(overrides: Sequence[str]) -> Row | None:
 
 
 def explain(error: Exception, overrides: Sequence[str], config_name: str) -> str:
-    """The message of Hydra on one line. For an unknown key, a message with the nearest keys."""
+    """Return Hydra's message on one line, or for an unknown key, a message with the nearest keys."""
     text = " ".join(f"{error} {error.__cause__ or ''}".partition("Config search path")[0].split())
     if unknown := re.search(r"Could not override '([^']+)'", text):
         choices = [override for override in overrides if override.partition("=")[0] in GROUPS]

@@ -71,12 +71,12 @@ FASHION = """
 
 
 def route(selection_ratio: float, start: int, end: int) -> str:
-    """Arguments for one route: a fraction of the tokens skips blocks start to end, inclusive."""
+    """Return arguments for one route: a fraction of the tokens skips blocks start to end, inclusive."""
     return f"{TREAD} model.routes=[{{selection_ratio:{selection_ratio},start_layer_idx:{start},end_layer_idx:{end}}}]"
 
 
 def slug(size: str) -> str:
-    """The size of a network in the name of a row: XL/2 -> xl2."""
+    """Return a network size as row names write it: XL/2 -> xl2."""
     return size.replace("/", "").lower()
 
 

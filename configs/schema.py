@@ -1,4 +1,4 @@
-"""The configuration of every command: its keys, what each accepts, and which of them a resumed run must keep.
+"""The configuration of every command: its keys, their types, and the keys that a resumed run must keep.
 
 Each Hydra group has a class here. configs/*.yaml hold the default values, with a comment for every key. Diffusions and their
 samplers are settings too: `cfg.diffusion` is an `edm.EDM`, for example. The module of a choice is imported after all other keys
@@ -25,7 +25,7 @@ from common.files import hash_bytes
 from common.types import AutoencoderSpec, Colour, Count, NotNegative, Number, Positive, Text, Whole
 from configs.settings import GROUPS, OneOrMany, Settings, as_list, flatten, nearest, validate
 
-MAX_NUMBERS = 10**7  # how many seeds or classes a command may list
+MAX_NUMBERS = 10**7  # maximum number of seeds or classes that a command may list
 MAX_NAME_LENGTH = 60  # characters of a run's name
 
 # model.name -> the module of its network. It has a function `build(backbone, **settings)` and the sizes by name, BACKBONES.
@@ -93,12 +93,12 @@ class Model(Settings):
 
     @property
     def module(self) -> ModuleType:
-        """The module of the network."""
+        """Import and return the module of the network."""
         return importlib.import_module(NETWORKS[self.name])
 
     @property
     def sizes(self) -> dict[str, int]:
-        """depth, width, num_heads and patch_size."""
+        """Return depth, width, num_heads and patch_size."""
         from dit import look_up_sizes
 
         return look_up_sizes(self.backbone, self.module.BACKBONES)
@@ -267,7 +267,7 @@ class TrainConfig(Settings):
 
     @model_validator(mode="after")
     def _import_choices(self) -> TrainConfig:
-        """Check what only the chosen modules know: the backbone and the diffusion."""
+        """Check the backbone and the diffusion, which needs the chosen modules."""
         name, known = self.model.backbone, self.model.module.BACKBONES
         if name not in known:
             raise UserError(f"model.backbone={name} is not a backbone of model={self.model.name}{nearest(name, known)}")
@@ -278,7 +278,7 @@ class TrainConfig(Settings):
         return self
 
     def named(self, overrides: Sequence[str]) -> TrainConfig:
-        """The configuration with the name of its run, if none is typed: the default name, then each typed key with its value.
+        """Name the run, if no name is typed: the default name, then each typed key with its value.
 
         The name omits keys without a role and with role COMPARED, such as train.num_steps. It also omits keys that are part of
         the default name: data, model, experiment and its seed. A name of more than MAX_NAME_LENGTH characters ends with a hash.
@@ -298,7 +298,7 @@ class TrainConfig(Settings):
         return self.model_copy(update={"name": name})
 
     def checkpoints_gb(self, num_parameters: int) -> float:
-        """The maximum size in GB of checkpoints (float32: weights, EMA, moments, tracked averages) and snapshots (float16)."""
+        """Return the maximum GB of checkpoints (float32 weights, EMA, moments, tracked averages) and snapshots (float16)."""
         keep, every, lengths = self.checkpoint.keep_last + 1, self.checkpoint.keep_every, len(self.train.ema_lengths)
         num_checkpoints = keep + (self.train.num_steps // every if every else 0)  # one is written before another is removed
         num_snapshots = self.train.num_steps // self.train.ema_snapshot_every
@@ -332,7 +332,7 @@ class SampleConfig(_Sampling):
 
 
 def combinations(chosen_from: dict) -> list[dict]:
-    """Every choice of one entry from each list: {a: [1, 2], b: 3} -> [{a: 1, b: 3}, {a: 2, b: 3}]."""
+    """List all choices of one entry per list: {a: [1, 2], b: 3} -> [{a: 1, b: 3}, {a: 2, b: 3}]."""
     return [dict(zip(chosen_from, chosen)) for chosen in itertools.product(*map(as_list, chosen_from.values()))]
 
 
@@ -351,7 +351,7 @@ class FidConfig(_Sampling):
     evaluation: EvaluationSettings
 
     def choices(self) -> list[FidConfig]:
-        """One configuration for each combination of weights, ema_length, guidance, cfg_scale and settings of the sampler.
+        """Return a configuration per combination of weights, ema_length, guidance, cfg_scale and settings of the sampler.
 
         Raises UserError for an empty list.
         """
@@ -363,7 +363,7 @@ class FidConfig(_Sampling):
 
 
 class Role(Enum):
-    """What a key determines. Keys without a role (paths, logging, speed) do not affect results."""
+    """How a key affects a run. Keys without a role (paths, logging, speed) do not affect results."""
 
     ARCHITECTURE = "must be equal wherever the weights are used: init_from, autoguidance, resume"
     FIXED = "is fixed when the run starts"
@@ -394,14 +394,14 @@ _ROLE_OF = {key: role for role, keys in _ROLES.items() for key in keys}
 
 
 def find_role(key: str) -> Role | None:
-    """The role of a key of train.py. A key that is not listed has the role of the innermost listed group around it."""
+    """Return the role of a train.py key. An unlisted key has the role of its innermost listed group."""
     while key and key not in _ROLE_OF:
         key = key.rpartition(".")[0]
     return _ROLE_OF.get(key)
 
 
 def differences(stored: Settings | dict, current: Settings | dict, roles: Sequence[Role] | None = None) -> list[str]:
-    """`key: stored -> current` for every key that differs. If `roles` are given, other keys are ignored."""
+    """List `key: stored -> current` for every key that differs. If `roles` are given, other keys are ignored."""
     old, new = (flatten(side.model_dump() if isinstance(side, Settings) else side) for side in (stored, current))
     return [
         f"{key}: {old.get(key, 'absent')!r:.100} -> {new.get(key, 'absent')!r:.100}"

@@ -20,7 +20,7 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", defer_build=True)  # built when first used
 
     def named(self, overrides: Sequence[str]) -> Settings:
-        """The settings. The default name of a run shows what `overrides` changed (`TrainConfig.named`)."""
+        """Return the settings, named after `overrides` if they are those of a run (`TrainConfig.named`)."""
         return self
 
 
@@ -31,7 +31,7 @@ OneOrMany = Union[T, Annotated[list[T], Field(min_length=1)]]  # noqa: UP007 (a 
 
 
 def as_list(value: T | list[T]) -> list[T]:
-    """The list itself, or a list of the one value."""
+    """Return the list itself, or a list with the single value."""
     return value if isinstance(value, list) else [value]
 
 
@@ -56,7 +56,7 @@ def explained(raw: dict, known: Iterable[str]) -> Iterator[None]:
 
 
 def _explain(error: dict, raw: dict, known: Iterable[str]) -> str:
-    """The wrong key, its value and the message of pydantic. The path that pydantic gives also holds branches of unions."""
+    """Format the wrong key, its value and pydantic's message. Pydantic's path also holds branches of unions."""
     is_missing = error["type"] in ("missing", "missing_argument")
     path, value = [], raw
     for part in error["loc"]:
@@ -77,7 +77,7 @@ def _explain(error: dict, raw: dict, known: Iterable[str]) -> str:
 
 
 def nearest(key: str, known: Iterable[str]) -> str:
-    """`; nearest: train.lr`, with up to three known keys that look alike. Keys with the same last part come first."""
+    """Format `; nearest: train.lr` with up to three similar known keys. Keys with the same last part come first."""
     names = {other.lower(): other for other in known if other != key}
     same = [other for name, other in names.items() if name.rpartition(".")[2] == key.lower().rpartition(".")[2]]
     near = [*same, *(names[name] for name in difflib.get_close_matches(key.lower(), names, cutoff=0.75))]
@@ -85,7 +85,7 @@ def nearest(key: str, known: Iterable[str]) -> str:
 
 
 def flatten(config: dict, prefix: str = "") -> dict[str, object]:
-    """Nested dictionaries -> {"train.lr": 1e-4, ...}. Lists and the dictionary `experiment` are values."""
+    """Flatten nested dictionaries to {"train.lr": 1e-4, ...}. Lists and the dictionary `experiment` are values."""
     flat = {}
     for key, value in config.items():
         if isinstance(value, dict) and value and f"{prefix}{key}" != "experiment":

@@ -32,7 +32,7 @@ class EDM:
     name: Literal["edm"] = "edm"  # diffusion=edm
 
     def coefficients(self, sigma: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """c_skip, c_out, c_in, c_noise (Table 1, column "Ours"), each of sigma's shape."""
+        """Return c_skip, c_out, c_in, c_noise (Table 1, column "Ours"), each with sigma's shape."""
         total = sigma**2 + self.sigma_data**2
         return self.sigma_data**2 / total, sigma * self.sigma_data / total.sqrt(), 1 / total.sqrt(), sigma.log() / 4
 

@@ -42,18 +42,18 @@ class HeunSampler:
             raise ValueError(f"sigma_min={self.sigma_min} is not below sigma_max={self.sigma_max}")
 
     def noise_levels(self) -> list[float]:
-        """num_steps levels from sigma_max to sigma_min, then 0 (Eq. 5)."""
+        """Return num_steps levels from sigma_max to sigma_min, then 0 (Eq. 5)."""
         last = max(self.num_steps - 1, 1)
         high, low = self.sigma_max ** (1 / self.rho), self.sigma_min ** (1 / self.rho)
         return [(high + i / last * (low - high)) ** self.rho for i in range(self.num_steps)] + [0.0]
 
     def sigma_hat(self, sigma: float) -> float:
-        """The noise level after the step from sigma has added its noise: sigma * (1 + gamma) (Algorithm 2)."""
+        """Return the noise level after noise is added at sigma: sigma * (1 + gamma) (Algorithm 2)."""
         gamma_max = min(self.S_churn / self.num_steps, math.sqrt(2) - 1)
         return sigma * (1 + (gamma_max if self.S_min <= sigma <= self.S_max else 0.0))
 
     def evaluated_levels(self) -> list[float]:
-        """The noise levels that the denoiser is called with, highest first."""
+        """Return the noise levels at which the denoiser is called, highest first."""
         levels = self.noise_levels()[:-1]
         return sorted({*levels[1:], *map(self.sigma_hat, levels)}, reverse=True)
 

@@ -1,4 +1,4 @@
-"""Small classifiers as detectors for small images. They evaluate on a CPU in seconds, without a network.
+"""Small classifiers, which serve as detectors for small images. They run on a CPU in seconds and need no internet.
 
 `digits` is for the embedded digits of 8x8 pixels, `small-<set>` for a set of pictures of up to 128x128. One command trains both:
 

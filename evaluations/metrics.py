@@ -31,7 +31,7 @@ class Statistics:
 
     @functools.cached_property
     def root(self) -> Tensor:
-        """The matrix A [D, D] with sigma = A A^T. It is cached, because many sample sets are compared with the same reference."""
+        """Factor sigma as A A^T, A [D, D]. The result is cached, because many sample sets share a reference."""
         values, vectors = torch.linalg.eigh(_symmetric(self.sigma))
         return vectors * values.clamp(min=0).sqrt()  # only rounding makes eigenvalues negative
 
@@ -51,7 +51,7 @@ def statistics_of(features: Tensor, chunk_size: int = 4096) -> Statistics:
 
 
 def frechet_distance(first: Statistics | Tensor, second: Statistics | Tensor) -> float:
-    """Frechet distance between two Gaussians. Each is given by its statistics, or fitted to samples [N, D], N > 1.
+    """Compute the Frechet distance between two Gaussians, given by statistics or fitted to samples [N, D], N > 1.
 
     It is |mu1 - mu2|^2 + tr sigma1 + tr sigma2 - 2 tr (sigma1 sigma2)^(1/2) (Heusel et al. 2017, eq. 6).
     The trace of the root is computed without the root of a non-symmetric matrix and without complex numbers:
@@ -96,7 +96,7 @@ def _centred(features: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def inception_score(logits: Tensor, split_size: int = 5000) -> float:
-    """exp(mean over samples of KL(p(y|x) || p(y))), averaged over consecutive splits (Salimans et al. 2016).
+    """Compute exp(mean over samples of KL(p(y|x) || p(y))), averaged over consecutive splits (Salimans et al. 2016).
 
     As in ADM's evaluator, a short last split counts like the others.
     logits: [N, C] in the order of the samples. Those of Inception must omit the bias of the last layer.
@@ -113,7 +113,7 @@ def inception_score(logits: Tensor, split_size: int = 5000) -> float:
 
 
 def class_agreement(logits: Tensor, labels: Tensor) -> float:
-    """Fraction of samples whose most likely class (by logits [N, C]) is the requested class (labels [N] int64).
+    """Compute the fraction of samples whose most likely class (logits [N, C]) is the requested class (labels [N] int64).
 
     Raises UserError for labels outside 0 .. C - 1.
     """
@@ -124,7 +124,7 @@ def class_agreement(logits: Tensor, labels: Tensor) -> float:
 
 
 def standard_error(jackknife: Sequence[float]) -> float:
-    """Standard error of a metric (delete-a-group jackknife). `jackknife` holds its value without each of several equal groups."""
+    """Compute a metric's standard error by the delete-a-group jackknife, from its values without each of several equal groups."""
     return statistics.pstdev(jackknife) * (len(jackknife) - 1) ** 0.5
 
 
@@ -132,7 +132,7 @@ NUM_NEIGHBOURS = 3  # number of neighbours in improved precision and recall (Kyn
 
 
 def precision_recall(reference: Tensor, samples: Tensor, tile_size: int = 2048) -> tuple[float, float]:
-    """Fraction of samples [N, D] in the ball of any reference [M, D], and fraction of references in the ball of any sample.
+    """Compute precision and recall: the fraction of samples [N, D] in a ball around any reference [M, D], and vice versa.
 
     The ball of a point reaches to its third nearest neighbour in its own set, border included. Distances are computed in tiles,
     so memory only needs to hold a centred copy of the features and a few tiles. Features are float32 or float64; N, M > 3.
@@ -154,9 +154,9 @@ def precision_recall(reference: Tensor, samples: Tensor, tile_size: int = 2048) 
 
 
 def neighbour_radii(x: Tensor, tile_size: int) -> Tensor:
-    """Squared distance of each point of x [N, D] to its third nearest neighbour, [N].
+    """Compute squared distances [N] from the points x [N, D] to their third nearest neighbours.
 
-    It is at least the rounding error of a zero distance, so that the ball of a point contains copies of the point.
+    Distances are at least the rounding error of zero, so that the ball around a point contains duplicates of the point.
     """
     nearest = x.new_full((len(x), NUM_NEIGHBOURS), float("inf"))
 
@@ -180,7 +180,7 @@ def _tiles(x: Tensor, size: int) -> list[slice]:
 
 
 def _squared_distances(a: Tensor, b: Tensor) -> Tensor:
-    """Squared distances [n, m] between a [n, D] and b [m, D]."""
+    """Compute squared distances [n, m] between a [n, D] and b [m, D]."""
     products = torch.addmm(b.square().sum(1), a, b.T, alpha=-2)
     return products.add_(a.square().sum(1, keepdim=True)).clamp_(min=0)
 

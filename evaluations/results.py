@@ -1,4 +1,4 @@
-"""Results of evaluations in a folder: a file with the evaluated points, tables and a plot."""
+"""Evaluation results in a folder: the evaluated points, tables and a plot."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Point:
 
     @property
     def identity(self) -> dict:
-        """The settings without paths, and the content. It does not depend on where the files are."""
+        """Return the settings without paths and the content. They do not depend on where the files are."""
         return without_paths(self.settings) | {"content": self.content}
 
 
@@ -99,7 +99,7 @@ class Results:
 
 
 def without_paths(settings: dict) -> dict:
-    """The settings of a point without the keys that are paths."""
+    """Return the settings of a point without paths."""
     return {name: value for name, value in settings.items() if name not in ("checkpoint", "images", "guidance.checkpoint")}
 
 
@@ -129,7 +129,7 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str
 
 
 def in_words(settings: dict) -> str:
-    """`step 400000, cfg_scale 1.5`: settings as text."""
+    """Format settings as text: `step 400000, cfg_scale 1.5`."""
     return ", ".join(f"{name} {value}" for name, value in settings.items())
 
 

@@ -91,7 +91,7 @@ def find_metric(name: str) -> Metric | None:
 def evaluate(
     reference: Features, samples: Features, labels: Tensor | None = None, device: torch.device | str = "cpu"
 ) -> dict[str, float]:
-    """Compute all metrics of the features' detector, by name in the order of METRICS. Metrics without enough data are left out.
+    """Compute all metrics of the detector that made the features, in the order of METRICS. Omit those without enough data.
 
     labels: [N] int64, the requested class of each sample. device: where the neighbour search runs.
     """

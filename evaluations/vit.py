@@ -1,4 +1,4 @@
-"""Frozen vision transformers from timm, and FD-DINOv2's detector, DINOv2's ViT-L/14.
+"""Frozen vision transformers from timm, among them the detector of FD-DINOv2 (DINOv2 ViT-L/14).
 
 B images, N = grid * grid patches, D width. timm takes seconds to import, so functions import it when they need it.
 """
@@ -79,7 +79,7 @@ class Encoder:
 
 
 class DINOv2Detector(Encoder):
-    """The class token [B, 1024] of images resized to 224x224 pixels, as in EDM2's FD-DINOv2 (arXiv 2312.02696)."""
+    """Computes DINOv2 class tokens [B, 1024] of images resized to 224x224 pixels, as EDM2 does (arXiv 2312.02696)."""
 
     name = "dinov2"
 
@@ -109,7 +109,7 @@ def _build(name: str, input_size: int) -> tuple[nn.Module, tuple[float, ...], tu
 
 
 def find_encoder_weights(name: str) -> Path:
-    """Find timm's weights in the cache of the Hugging Face hub, or download them. Raises UserError if the download fails."""
+    """Find timm weights in the Hugging Face cache, or download them. Raises UserError if the download fails."""
     otherwise = f"give the weights file of {name}, or run `python prepare_latents.py fetch encoder={name}`"
     return find_on_hub(f"timm/{name}", "model.safetensors", otherwise=otherwise)[0]
 

@@ -63,7 +63,7 @@ class ObservedNetwork:
 
 @dataclass(frozen=True)
 class Alignment:
-    """What a trainer needs to align its network.
+    """The parts that a trainer needs to align its network.
 
     Attributes:
         projector: trained with the network.

@@ -30,7 +30,7 @@ NUM_TIMESTEPS, BETA_FIRST, BETA_LAST = 1000, 1e-4, 0.02  # arXiv 2006.11239, sec
 
 @functools.cache
 def alpha_bars() -> np.ndarray:
-    """float64 [1000]: alpha_bar_t of the linear schedule (arXiv 2006.11239, Eq. 4)."""
+    """Return alpha_bar_t of the linear schedule, float64 [1000] (arXiv 2006.11239, Eq. 4)."""
     return np.cumprod(1 - np.linspace(BETA_FIRST, BETA_LAST, NUM_TIMESTEPS))
 
 
@@ -47,13 +47,13 @@ class AncestralSampler:
     solver: Literal["ancestral", "ddim"] = "ancestral"
 
     def timesteps(self) -> list[int]:
-        """The timesteps to visit, lowest first: 0, 999 / (num_steps - 1), ..., rounded as improved DDPM's code does."""
+        """Return the timesteps to visit, lowest first: 0, 999 / (num_steps - 1), ..., rounded as in improved DDPM's code."""
         stride = (NUM_TIMESTEPS - 1) / max(self.num_steps - 1, 1)
         # A running sum, as in that code: products round differently, which could change a timestep that ends in .5.
         return [round(t) for t in itertools.accumulate([stride] * (self.num_steps - 1), initial=0.0)]
 
     def evaluated_levels(self) -> list[float]:
-        """The timesteps that the denoiser is called with, highest first."""
+        """Return the timesteps at which the denoiser is called, highest first."""
         return [float(t) for t in reversed(self.timesteps())]
 
     @torch.no_grad()
@@ -95,7 +95,7 @@ class AncestralSampler:
 
 
 def log_variance_bounds(alpha_bars: list[float]) -> list[tuple[float, float]]:
-    """Logarithms of beta_tilde, the posterior's variance (arXiv 2006.11239, Eq. 7), and of beta, for each step.
+    """Compute the logarithms of beta_tilde (the posterior variance, arXiv 2006.11239, Eq. 7) and of beta for each step.
 
     `alpha_bars` starts with 1 for the clean latents. The values of the visited timesteps follow, lowest first. The posterior's
     variance of the last step is 0. Its logarithm is clipped to that of the step before (arXiv 2102.09672).
@@ -115,7 +115,7 @@ class DDPM:
     name: Literal["ddpm"] = "ddpm"  # diffusion=ddpm
 
     def denoise(self, net: Callable[..., Tensor], x: Tensor, t: Tensor, y: Tensor, **net_kwargs) -> Tensor:
-        """D_x from the predicted noise (arXiv 2006.11239, Eq. 15), and the learned variance.
+        """Compute D_x from the predicted noise (arXiv 2006.11239, Eq. 15), and the learned variance.
 
         Args:
             x: (B, C, H, W) float32, x_t.

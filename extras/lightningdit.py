@@ -19,12 +19,12 @@ BACKBONES = {f"LightningDiT-{size}/{patch}": (*SIZES[size], patch) for size in (
 
 
 def build(backbone: str, **kwargs) -> LightningDiT:
-    """A network by its name, such as `LightningDiT-XL/1`. Other keywords override the sizes of the name."""
+    """Build a network by name, such as `LightningDiT-XL/1`. Other keywords override the sizes of the name."""
     return LightningDiT(**look_up_sizes(backbone, BACKBONES) | kwargs)
 
 
 def rotary_tables(grid_size: int, head_width: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the angles for `rotate`, each (N, d), row-major.
+    """Return cosines and sines of the angles for `rotate`, each (N, d), row-major.
 
     The row turns the first half of the channels, the column the second half. In each half of d/2 channels, channels 2i and
     2i + 1 form a pair with the angle position x 10000^(-2i / (d/2)).

@@ -36,20 +36,20 @@ NUM_CELLS = 10_000  # Least squares compares profiles on a grid of so many cells
 
 @cache
 def gamma_from_length(length: float) -> float:
-    """The exponent of a profile, from length^2 = (gamma + 1) / ((gamma + 2)^2 (gamma + 3))."""
+    """Solve length^2 = (gamma + 1) / ((gamma + 2)^2 (gamma + 3)) for gamma, the exponent of a profile."""
     s = length**-2
     return np.roots([1, 7, 16 - s, 12 - s]).real.max()
 
 
 def list_snapshots(run: Path | None) -> dict[int, Path]:
-    """Step -> file, sorted. A file's name holds its step and the hash of its content."""
+    """List the snapshots, sorted: step -> file. A file's name holds its step and the hash of its content."""
     pattern = re.compile(r"step_(\d{7,})_[0-9a-f]{32}\.safetensors")
     files = (run / SNAPSHOTS).glob("*") if run else ()
     return dict(sorted((int(match[1]), file) for file in files if (match := pattern.fullmatch(file.name))))
 
 
 def open_profiles(folder: Path, length: float) -> tuple[dict[int, Path], list[float], list[float], float]:
-    """(step -> file with averages up to the checkpoint's step, the lengths of the averages, factors and error of `solve`)."""
+    """Return step -> file of averages up to the checkpoint's step, their lengths, and the factors and error of `solve`."""
     step, lengths = store.read_step(folder), store.read_config(folder)["train"]["ema_lengths"]
     files = {t: file for t, file in list_snapshots(store.find_run(folder)).items() if t < step}
     files[step] = folder / f"{FILE}.safetensors"
@@ -86,7 +86,7 @@ class Average:
     length: float
 
     def load(self) -> dict[str, Tensor]:
-        """The network's weights. Rank 0 computes them for all ranks."""
+        """Load the network's weights. Rank 0 computes them for all ranks."""
         sums: dict[str, Tensor] = {}
 
         def add_up() -> list[str]:
@@ -109,7 +109,7 @@ class Average:
 
 
 def solve(tracked: list[tuple[int, float]], wanted: tuple[int, float]) -> tuple[list[float], float]:
-    """(factors of the tracked profiles whose weighted sum is nearest to the wanted profile, its relative L2 error).
+    """Find factors for a weighted sum of tracked profiles that is nearest to the wanted profile, and its relative L2 error.
 
     A profile is given as (steps, length).
     """

@@ -21,7 +21,7 @@ from routing_module import SelectionRule, TokenRouter
 
 
 def grid_rule(rows: int, columns: int) -> SelectionRule:
-    """A rule that keeps equally many random tokens in each 2x2 group: three, two or one of four.
+    """Make a rule that keeps the same number of random tokens in each 2x2 group: three, two or one of four.
 
     For ratios other than 1/4, 1/2 and 3/4, the counts of two groups differ by at most one. `attach` also takes the rule:
     `selection=grid_rule(32, 48)`.
@@ -71,7 +71,7 @@ class Fusion(nn.Module):
 
 
 class FusedRoutes:
-    """What SPRINT changes in a network with routes: the route ends, and path-drop. List it before the network among the bases.
+    """SPRINT's changes to a network with routes: how a route ends, and path-drop. List it before the network among the bases.
 
     Args:
         path_drop: probability in training that mask tokens replace the whole output of a sample's routes.

@@ -1,4 +1,4 @@
-"""Tracks averages of the weights while a run trains, and stores snapshots of them for extras/posthoc_ema.py."""
+"""Track averages of the weights while a run trains, and store snapshots of them for extras/posthoc_ema.py."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TrackedEMA(EMA):
 
     @cached_property
     def tracked(self) -> dict[float, dict[str, Tensor]]:
-        """Length -> name -> average. Created at the first use, when the weights are on their device."""
+        """Return length -> name -> average. They are created at the first use, when the weights are on their device."""
         return {length: {name: torch.zeros_like(self.averages[name]) for name in self._trained} for length in self.lengths}
 
     @torch.no_grad()

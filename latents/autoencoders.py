@@ -34,7 +34,7 @@ class Identity:
     channels = 3  # number of channels of a latent
 
     def fingerprint(self) -> str:
-        """A hash of the weights."""
+        """Return a hash of the weights."""
         return "identity"
 
     def encode_moments(self, images: Tensor) -> Tensor:

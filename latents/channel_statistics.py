@@ -61,5 +61,5 @@ def are_mirrored(latents: Tensor, flipped: Tensor) -> bool:
 
 
 def overall_std(mean: Sequence[float], std: Sequence[float]) -> float:
-    """Standard deviation of all values, from mean and standard deviation of each channel: EDM's sigma_data (section 5)."""
+    """Compute the standard deviation of all values, EDM's sigma_data (section 5), from means and deviations of channels."""
     return (np.mean(np.square(mean) + np.square(std)) - np.mean(mean) ** 2).item() ** 0.5

@@ -1,4 +1,4 @@
-"""The order of training batches. It depends only on (seed, step), so checkpoints do not store a position in the data."""
+"""The order of training batches. It depends only on (seed, step), so checkpoints store no data-loader state."""
 
 from __future__ import annotations
 

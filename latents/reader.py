@@ -1,4 +1,4 @@
-"""Random access to many files. Errors name the file that is truncated or cannot be read."""
+"""Read parts of many files in any order. Errors name the file that is truncated or cannot be read."""
 
 from __future__ import annotations
 

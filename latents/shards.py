@@ -173,7 +173,7 @@ def read_manifest(folder: Path) -> dict | None:
 
 
 class LatentDataset:
-    """All shards of a folder as one array of latents, read by index.
+    """The shards of a folder as one array of latents, read by index.
 
     Attributes:
         labels: [N] int64.
@@ -286,7 +286,7 @@ class LatentDataset:
 
     @property
     def identity(self) -> str:
-        """A hash that identifies the data set."""
+        """Return a hash that identifies the data set."""
         return hash_bytes("".join(self.hashes.values()).encode())
 
 

@@ -1,4 +1,4 @@
-"""Compilation and activation checkpointing of blocks, and checks that the machine supports the settings.
+"""Compile blocks, checkpoint their activations, and check that the machine supports the settings.
 
 Nothing here changes names or values of parameters. Results change by rounding only.
 """
@@ -34,7 +34,7 @@ def checkpoint_activations(net: dit.DiT, what: str) -> None:
 
 
 def resolve_compile(mode: str, device: torch.device) -> str:
-    """`none` or `blocks`; `auto` is `blocks` on CUDA where torch.compile finds what it needs, and `none` elsewhere."""
+    """Resolve `auto`: `blocks` on CUDA if torch.compile finds what it needs, otherwise `none`. Other modes are unchanged."""
     if mode != "auto":
         return mode
     # Triton compiles C code on this machine to launch its kernels.

@@ -1,4 +1,4 @@
-"""Starting a command on a machine: accelerate, one GPU per process, a share of the cores, kernels."""
+"""Start a command on a machine: set up accelerate, one GPU per process, CPU threads and kernels."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def choose_kernels(device: torch.device, tf32: bool) -> None:
 
 
 def cores_per_process() -> int:
-    """OMP_NUM_THREADS, if the user and not a launcher has set it. Otherwise the cores divided by the processes on this node."""
+    """Return OMP_NUM_THREADS if the user has set it. Otherwise divide the cores by the number of processes on this node."""
     given = os.environ.get("OMP_NUM_THREADS", "")
     if given.isdecimal() and int(given) > 0 and not any(name in os.environ for name in LAUNCHERS):
         return int(given)

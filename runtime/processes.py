@@ -1,4 +1,4 @@
-"""Coordination of processes: one decides or computes alone, and the others wait for it.
+"""Coordinate processes: one decides or computes alone, and the others wait for it.
 
 They wait over gloo, which has a long timeout. NCCL's is short, because a collective that hangs keeps all GPUs idle.
 """
@@ -67,7 +67,7 @@ def wait_for_all() -> None:
 
 
 def gather_on_main(tensor: Tensor) -> list[Tensor]:
-    """The tensors of all processes (of equal shape), in host memory of the main process; [] on the others."""
+    """Gather tensors of equal shape in the main process's host memory. Other processes get []."""
     tensor = tensor.cpu().contiguous()
     if _group is None:
         return [tensor]

@@ -1,4 +1,4 @@
-"""Metrics of a sampler or of images on disk against a reference. All processes share the work, without files in between."""
+"""Evaluate a sampler or images on disk against a reference. All processes share the work, without intermediate files."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ T = TypeVar("T")
 
 
 def build_detectors(settings: schema.EvaluationSettings, accelerator: Accelerator) -> list[Detector]:
-    """The detectors of evaluation.*, on this process's device. Raises UserError if weights are missing."""
+    """Build the detectors of evaluation.* on this process's device. Raises UserError if weights are missing."""
     return [_build_detector(name, settings, accelerator) for name in settings.all_detectors]
 
 
 def hash_weights(settings: schema.EvaluationSettings) -> dict[str, str | None]:
-    """Hashes of the files of the detectors, for results. None for published weights. UserError if a file cannot be read."""
+    """Hash the detectors' weights files for results. Published weights give None. Raises UserError for an unreadable file."""
 
     def content(key: str) -> str | None:
         with reading(f"evaluation.{key}={(file := getattr(settings, key))}"):
@@ -97,7 +97,7 @@ def open_reference(
 
 
 class Interrupted(Exception):
-    """Sampling stopped early, after a signal."""
+    """Raised when sampling stops early, after a signal."""
 
 
 def until_stopped(batches: Iterable[T], stop: Callable[[], bool]) -> Iterator[T]:
@@ -109,7 +109,7 @@ def until_stopped(batches: Iterable[T], stop: Callable[[], bool]) -> Iterator[T]
 
 
 class Evaluator:
-    """Features of images, which all processes compute together, and metrics against one reference.
+    """Computes features of images on all processes, and metrics against one reference.
 
     Args:
         cache: a folder for features of the reference.
@@ -132,7 +132,7 @@ class Evaluator:
         stop: Callable[[], bool] = lambda: False,
         name: str = "evaluation",
     ) -> list[Features]:
-        """Features of an image for each seed from each detector, on the main process. The others get [].
+        """Sample an image per seed and compute each detector's features. The main process gets them, the others get [].
 
         Args:
             labels: the class of each seed.
@@ -154,7 +154,7 @@ class Evaluator:
         return shared_features(self.accelerator, len(labels), compute)
 
     def features_of_set(self, images: ImageSet, num_samples: int) -> list[Features]:
-        """Features of the first num_samples images on disk from each detector, on the main process. The others get [].
+        """Compute each detector's features of the first num_samples images on disk. Only the main process gets them.
 
         If all images of the file are evaluated, its stored statistics are used, as in ADM's evaluator.
         """
@@ -164,7 +164,7 @@ class Evaluator:
         return features
 
     def evaluate(self, samples: Sequence[Features], labels: Sequence[int] | None) -> dict[str, float]:
-        """Metrics of features. Only the main process can call it.
+        """Compute the metrics of features. Only the main process can call this.
 
         labels: the class of each sample, for class_agreement.
         """
@@ -191,14 +191,14 @@ class Evaluator:
         return replace(features, statistics=features.statistics | images.statistics.get(detector.name, {})) if is_main else None
 
     def _features_of(self, images: ImageSet, detectors: Sequence[Detector], count: int) -> list[Features]:
-        """Features of the first `count` images on disk, on the main process. The others get []."""
+        """Compute features of the first `count` images on disk. Only the main process gets them, the others get []."""
         is_main = self.accelerator.is_main_process
         compute = partial(features_of_images, images, detectors, self.batch_size, show_progress=is_main)
         return shared_features(self.accelerator, count, compute)
 
 
 def shared_features(accelerator: Accelerator, count: int, compute: Callable[[int, int], list[Features]]) -> list[Features]:
-    """Features of items 0 to count - 1, on the main process. The others get []. Each process calls compute(start, stop) once."""
+    """Compute features of items 0 to count - 1 for the main process; others get []. Each calls compute(start, stop) once."""
     num_processes = accelerator.num_processes
     if num_processes == 1 or count < num_processes:
         features = compute(0, count)  # on every process, since `compute` may call collectives

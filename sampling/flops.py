@@ -1,4 +1,4 @@
-"""FLOPs of a network's matrix products (dit.py, lightningdit.py), computed from its sizes. A multiply-add is 2 FLOPs.
+"""Compute FLOPs of the matrix products of dit.py and lightningdit.py from their sizes. A multiply-add is 2 FLOPs.
 
 As usual, norms, activations, modulation and softmax are not counted.
 """
@@ -14,7 +14,7 @@ from routing_module import num_kept_tokens
 
 
 def forward_flops(net: dit.DiT, selection_ratios: float | Sequence[float] | None = 0.0) -> int:
-    """FLOPs of one forward for one image.
+    """Compute the FLOPs of one forward for one image.
 
     Args:
         selection_ratios: fraction of the tokens that SKIP, one for all routes or one for each. 0 is dense, as in sampling. At 1
@@ -35,7 +35,7 @@ def forward_flops(net: dit.DiT, selection_ratios: float | Sequence[float] | None
 
 
 def block_flops(block: dit.DiTBlock, num_tokens: int) -> int:
-    """FLOPs of one block for `num_tokens` tokens of one image."""
+    """Compute the FLOPs of one block for `num_tokens` tokens of one image."""
     linear = [layer for name, layer in block.named_modules() if isinstance(layer, nn.Linear) and "adaLN" not in name]
     attention = 2 * 2 * num_tokens**2 * block.attn.proj.in_features  # Q K^T, and its product with V
     return 2 * num_tokens * sum(x.weight.numel() for x in linear) + attention + 2 * block.adaLN_modulation[1].weight.numel()

@@ -47,7 +47,7 @@ class Judge:
     output: Path
 
     def points(self) -> list[tuple[Point, Recipe | None]]:
-        """Every combination of what the command lists, checked against its checkpoint. Images on disk have no recipe.
+        """Build a point for every combination of listed values, checked against its checkpoint. Images on disk have no recipe.
 
         Raises:
             UserError: as `Recipe.for_checkpoint`.
@@ -78,7 +78,7 @@ class Judge:
         return Evaluator(self.accelerator, detectors, self.reference, self.cfg.batch_size, cache)
 
     def results(self, num_samples: int) -> Results:
-        """The finished points with this number of samples. Every process must call it."""
+        """Return the finished points with this number of samples. Every process must call this."""
         seeds = {} if self.images else {"first_seed": self.cfg.first_seed, "labels": self.cfg.labels}
         detector = "+".join(self.cfg.evaluation.all_detectors)
         conditions = {"num_samples": num_samples, "autoencoder": self.cfg.autoencoder, "detector": detector}
@@ -109,7 +109,7 @@ class Judge:
         return results
 
     def features(self, recipe: Recipe | None, num_samples: int, name: str) -> tuple:
-        """The features of a point, the requested labels of its images, and the cost per image."""
+        """Compute a point's features. Also return the requested labels of its images, and the cost per image."""
         if recipe is None:
             labels = self.images.labels
             return self.evaluator.features_of_set(self.images, num_samples), None if labels is None else labels[:num_samples], {}

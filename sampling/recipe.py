@@ -55,7 +55,7 @@ class Recipe:
 
     @classmethod
     def for_checkpoint(cls, folder: Path, command: schema.SampleConfig | schema.FidConfig, precision: str) -> Recipe:
-        """The recipe of a verified checkpoint, with the settings of a command.
+        """Make the recipe of a verified checkpoint with the settings of a command.
 
         Args:
             command: has one value for each key. If it is None, the run's value is used.
@@ -90,7 +90,7 @@ class Recipe:
     def in_training(
         cls, run: schema.TrainConfig, guidance: schema.Guidance, precision: str, num_steps: int | None = None
     ) -> Recipe:
-        """The recipe for samples of the network while it trains.
+        """Make the recipe for samples of the network while it trains.
 
         num_steps: noise levels of the sampler. None takes the value of the run.
         """
@@ -98,18 +98,18 @@ class Recipe:
         return cls(run, diffusion, guidance, precision, run.data.autoencoder)
 
     def settings(self) -> dict:
-        """The settings under their names in results. Sampler settings other than num_steps appear if they are not the default."""
+        """Return the settings by their names in results. Only num_steps and changed settings of the sampler appear."""
         ema_length = {"ema_length": self.average.length} if self.average else {}
         return {"weights": self.weights, **name_guidance(self.guidance), **name_sampler(self.diffusion), **ema_length}
 
     def load(self, device: torch.device, compile_mode: str) -> ImageSampler:
-        """The sampler of the checkpoint's network."""
+        """Load the checkpoint's network and build its sampler."""
         net = load_network(self.checkpoint, self.average or self.weights, device, compile_mode)
         decoder = autoencoders.build(self.autoencoder, device, self.run.data.in_channels)
         return self.sampler(net, decoder, device, compile_mode)
 
     def sampler(self, net: nn.Module, decoder: Autoencoder, device: torch.device, compile_mode: str) -> ImageSampler:
-        """The sampler of a network on the device, compiled as compile_mode says. Autoguidance's second network is loaded here."""
+        """Build the sampler of a network on the device, compiled as compile_mode says. Loads autoguidance's second network."""
         second = None
         if self.guidance.name == "autoguidance":
             folder = Path(self.guidance.checkpoint)
@@ -129,7 +129,7 @@ class Recipe:
 
 
 def with_scale(settings: schema.Guidance, cfg_scale: float | None) -> schema.Guidance:
-    """guidance.* with `cfg_scale=`, the short name of guidance.cfg_scale. Raises UserError for guidance without it."""
+    """Set guidance.cfg_scale to the value of its short name `cfg_scale`. Raises UserError for guidance without a scale."""
     if cfg_scale is None:
         return settings
     if not hasattr(settings, "cfg_scale"):
@@ -149,13 +149,13 @@ def with_sampler(diffusion: schema.Diffusion, settings: Mapping[str, object]) ->
 
 
 def name_sampler(diffusion: schema.Diffusion) -> dict[str, object]:
-    """num_steps, and each setting of the sampler that differs from its default."""
+    """Return num_steps and each setting of the sampler that differs from its default."""
     default = vars(type(diffusion.sampler)())
     return {key: x for key, x in vars(diffusion.sampler).items() if key == "num_steps" or x != default[key]}
 
 
 def name_guidance(settings: schema.Guidance) -> dict[str, object]:
-    """cfg_scale alone for cfg and for no guidance (1.0). Other guidance also has `guidance` and `guidance.*`."""
+    """Return only cfg_scale for cfg and for no guidance (1.0). Other guidance adds `guidance` and `guidance.*`."""
     if settings.name == "none" or getattr(settings, "cfg_scale", None) == 1:
         return {"cfg_scale": 1.0}
     own = settings.model_dump(exclude={"name"}, exclude_defaults=True)
@@ -203,12 +203,12 @@ def check_guidance(settings: schema.Guidance, run: schema.TrainConfig, diffusion
 
 @lru_cache(maxsize=100)
 def find_second_checkpoint(path: str) -> Path:
-    """The verified checkpoint of autoguidance's second network: the same for all points, even if its run still trains."""
+    """Find autoguidance's verified second checkpoint. It is the same for all points, even if its run still trains."""
     return find_checkpoint_together(path, "guidance.checkpoint")
 
 
 def with_second_checkpoint(settings: schema.Guidance, run: schema.TrainConfig) -> schema.Guidance:
-    """guidance.* with the verified folder of the second checkpoint of autoguidance. Other guidance stays as it is.
+    """Fill in the verified folder of autoguidance's second checkpoint. Other guidance is unchanged.
 
     Raises UserError if there is no checkpoint, or if its network denoises other latents, classes or noise levels than the run.
     """

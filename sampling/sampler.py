@@ -1,4 +1,4 @@
-"""Images from a network: one sampler for the grids of training, for sample.py and for evaluation."""
+"""Sample images from a network. Training grids, sample.py and evaluations share this sampler."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ImageSampler:
 
     @torch.no_grad()
     def __call__(self, seeds: list[int], labels: list[int]) -> np.ndarray:
-        """uint8 [B, H, W, 3]. Image i depends on seeds[i] and labels[i] alone.
+        """Sample images, uint8 [B, H, W, 3]. Image i depends only on seeds[i] and labels[i].
 
         Args:
             labels: one per seed, 0 to num_classes, which is the null class.
@@ -89,7 +89,7 @@ class ImageSampler:
 
 
 def draw_labels(seeds: Iterable[int], num_classes: int, rule: str) -> dict[int, int]:
-    """The class of each seed, a function of the seed alone: uniformly `random`, or `balanced`, seed mod num_classes."""
+    """Choose each seed's class from the seed alone: uniformly `random`, or `balanced` (seed mod num_classes)."""
     if rule == "balanced":
         return {seed: seed % num_classes for seed in seeds}
     return {seed: int(np.random.default_rng(derive_seed("class", seed)).integers(num_classes)) for seed in seeds}

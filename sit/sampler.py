@@ -47,7 +47,7 @@ class FlowSampler:
             raise ValueError(f"timestep_shift={self.timestep_shift:g} moves the steps of the ODE; euler_maruyama needs 1")
 
     def noise_levels(self) -> list[float]:
-        """The num_steps values of t at which steps begin, from 1 downwards, then 0."""
+        """Return the num_steps values of t at which steps begin, from 1 downwards, then 0."""
         if self.solver != "euler_maruyama":
             even = [1 - i / self.num_steps for i in range(self.num_steps)] + [0.0]
             return [t / (1 - (1 - self.timestep_shift) * (1 - t)) for t in even]  # s = 1 gives t exactly
@@ -55,7 +55,7 @@ class FlowSampler:
         return [1 - i / last * (1 - self.last_step_size) for i in range(self.num_steps)] + [0.0]
 
     def evaluated_levels(self) -> list[float]:
-        """The values of t that the denoiser is called with, from 1 downwards."""
+        """Return the values of t at which the denoiser is called, from 1 downwards."""
         return self.noise_levels()[:-1]
 
     @torch.no_grad()

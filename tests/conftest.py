@@ -1,4 +1,4 @@
-"""Shared: small data, and running the entry scripts in this process or in one of their own."""
+"""Shared helpers: small data, and functions that run the commands in this process or in a new one."""
 
 import contextlib
 import importlib
@@ -24,13 +24,13 @@ from latents.shards import ShardInfo, write_shard
 
 # tests/gpu needs a CUDA device; tests/test_gpu_code.py runs its code on a CPU.
 collect_ignore = [] if torch.cuda.is_available() else ["gpu"]
-if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # pytest -n: each worker its share of the cores
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # with pytest -n, each worker gets its share of the cores
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])))
-# gloo processes: `--cpu --num_processes 2` would start one.
+# gloo processes. `--cpu --num_processes 2` would start only one process.
 LAUNCH_1 = ["-m", "accelerate.commands.launch", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]
 LAUNCH_1 += ["--num_processes=1"]
 LAUNCH_2 = [*LAUNCH_1[:-1], "--multi_gpu", "--num_processes=2", "--main_process_port=0"]
-# The files that take longest, which pytest -n starts first, so that its workers end together.
+# The slowest files. pytest -n starts them first, so that its workers end at about the same time.
 SLOWEST = ["test_drills", "test_ddp", "test_train", "test_gpu_code", "test_fid", "test_two_nodes"]
 SLOWEST += ["test_start_page", "test_command_line", "test_stop", "test_weights_in", "test_processes", "test_small_pictures"]
 SLOWEST += ["test_attach_company", "test_speed", "test_prepare_latents"]
@@ -46,13 +46,13 @@ def pytest_collection_modifyitems(items):
 
 
 def forget_accelerate():
-    """Reset accelerate's state, which it keeps in singletons, so that the next run starts without it."""
+    """Reset the state that accelerate keeps in singletons, before the next run."""
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
 
 
 def make_shard(path, num_items=24, channels=2, size=4, kind="sample", num_classes=3, seed=0, flips=False, **info):
-    """A small random shard; returns its latents and labels."""
+    """Write a small random shard. Returns its latents and labels."""
     g = torch.Generator().manual_seed(seed)
     stored_channels = 2 * channels if kind == "moments" else channels
     latents = torch.randn(num_items, stored_channels, size, size, generator=g)
@@ -67,7 +67,7 @@ def composed(overrides=(), config_name="config"):
 
 
 def checked(overrides=(), config_name="config"):
-    """The typed configuration of a command."""
+    """Return the checked configuration of a command."""
     settings = {"config": schema.TrainConfig, "sample": schema.SampleConfig, "fid": schema.FidConfig}[config_name]
     return check(composed(overrides, config_name), settings)
 
@@ -116,13 +116,13 @@ def encode(images, output, autoencoder="identity", *settings):
 
 @pytest.fixture
 def train(tmp_path):
-    """train(name, *overrides) -> the run's folder; runs train.py in this process."""
+    """Fixture: train(name, *overrides) runs train.py in this process and returns the run's folder."""
     return partial(run_train, tmp_path)
 
 
 @pytest.fixture(scope="session")
 def inception_weights(tmp_path_factory):
-    """The file of an untrained Inception, made once: 95 MB."""
+    """Fixture: the weights file of an untrained Inception (95 MB), made once."""
     from stand_ins import untrained_inception
 
     file = tmp_path_factory.mktemp("inception") / "inception.pth"
@@ -132,7 +132,7 @@ def inception_weights(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tiny_encoder(tmp_path_factory):
-    """The file of timm's test_vit with random weights."""
+    """Fixture: a weights file of timm's test_vit with random weights."""
     from stand_ins import untrained_encoder
 
     return untrained_encoder(tmp_path_factory.mktemp("encoder") / "tiny.safetensors")
@@ -140,7 +140,7 @@ def tiny_encoder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def vae(tmp_path_factory):
-    """The folder of a small AutoencoderKL with random weights, whose images are not grey; 3x32x32 -> 4x16x16."""
+    """Fixture: the folder of a small AutoencoderKL, 3x32x32 -> 4x16x16. Its weights are random, its images not grey."""
     from diffusers import AutoencoderKL
 
     torch.manual_seed(0)
@@ -152,7 +152,7 @@ def vae(tmp_path_factory):
 
 
 def run_python(*arguments):
-    """Run `python <arguments>` in a process of its own, on the CPU, in the repository; returns (exit code, output)."""
+    """Run `python <arguments>` in a new process, on the CPU, in the repository. Returns (exit code, output)."""
     how = dict(cwd=REPOSITORY, env=os.environ | {"ACCELERATE_USE_CPU": "true"}, text=True, timeout=180)
     done = subprocess.run([sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **how)
     return done.returncode, done.stdout
@@ -166,7 +166,7 @@ def wait_for(condition, timeout_sec=120):
 
 
 def renew_manifest(folder):
-    """Write the manifest of a checkpoint again after its files were changed."""
+    """Rewrite the manifest of a checkpoint whose files have changed."""
     files = [file for file in folder.iterdir() if file.name != "manifest.json"]
     manifest = {file.name: {"size": file.stat().st_size, "blake2b": hash_file(file)} for file in files}
     (folder / "manifest.json").write_text(json.dumps(manifest))
@@ -174,7 +174,7 @@ def renew_manifest(folder):
 
 @contextlib.contextmanager
 def file_size_limit(num_bytes):
-    """Writing to a file beyond this size fails as on a full disk, in every library."""
+    """Inside the context, writing to a file beyond this size fails in every library, as on a full disk."""
     limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
     try:

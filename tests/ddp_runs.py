@@ -1,4 +1,4 @@
-"""The runs of two processes that tests/test_ddp.py looks at. One launch makes all, since starting takes longest."""
+"""Runs of two processes, which tests/test_ddp.py checks. One launch makes all of them, because starting takes longest."""
 
 import functools
 import json
@@ -23,9 +23,9 @@ SPRINT = [*BATCH, "model=lightningdit_sprint", "model.path_drop=0.5", *LOOKS[:3]
 
 
 def main(folder: Path) -> None:
-    """Both processes call this. `folder` holds the runs of one process."""
+    """Make all runs; both processes call this. `folder` holds the runs of a single process."""
     run, records = functools.partial(run_train, folder), {}
-    # One launch cannot open a second process group.
+    # A process cannot open a second process group.
     with mock.patch.object(processes, "leave", lambda: None):
         run("tread", *TREAD, f"eval.validation={folder / 'validation'}")
         groups, cpu = torch.distributed.distributed_c10d._world.pg_map, torch.device("cpu")
@@ -33,8 +33,8 @@ def main(folder: Path) -> None:
         run("dense", *DENSE)
         run("sprint", *SPRINT)
         run("aligned", *BATCH, "train.grad_accum_steps=2", *json.loads((folder / "repa.json").read_text()))
-        run("cut", *TREAD, f"eval.validation={folder / 'validation'}")  # its folder holds step 2 of one process
-        # Dynamo captures the graphs, which run as they are: inductor's code is not what is tested.
+        run("cut", *TREAD, f"eval.validation={folder / 'validation'}")  # resumes step 2 of a single process
+        # Dynamo captures the graphs, but inductor compiles nothing: its code is not under test.
         with mock.patch.object(compilation.torch, "compile", functools.partial(torch.compile, backend="eager")):
             run("compiled", *DENSE, "train.compile=blocks", "train.activation_checkpointing=blocks", "train.num_steps=2")
         with mock.patch.object(store, "save", fail_to_save):

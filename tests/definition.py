@@ -1,5 +1,5 @@
-"""DiT and LightningDiT written once more, to compare with: float64, a softmax that is written out, complex numbers for the
-rotation, and tokens that skip are barred as keys and put back, instead of taken out."""
+"""A second implementation of DiT and LightningDiT, for comparison: float64, an explicit softmax, complex numbers for the
+rotation. It masks skipped tokens as keys and restores them after each block, instead of removing them."""
 
 import itertools
 import math
@@ -25,7 +25,7 @@ def small(network=DiT, patch=2, **settings):
 
 
 def randomized(net):
-    """No weight is zero, and no gain is one, so that every part matters."""
+    """Add noise to all trained weights and return the network. No weight is zero and no gain is one: every part matters."""
     g = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for p in net.parameters():
@@ -35,7 +35,7 @@ def randomized(net):
 
 
 def inputs(patch=2, batch=3):
-    """Latents, noise levels, labels, and scores of two routes."""
+    """Return latents, noise levels, labels, and scores of two routes."""
     g = torch.Generator().manual_seed(1)
     x = torch.randn(batch, CHANNELS, patch * GRID, patch * GRID, generator=g)
     return x, torch.rand(batch, generator=g), torch.arange(batch), torch.rand(batch, 2, N, generator=g)
@@ -46,7 +46,7 @@ def linear(w, name, x):
 
 
 def normalized(w, name, x):
-    """RMSNorm where there is a gain, otherwise LayerNorm."""
+    """Apply RMSNorm if there is a gain, otherwise LayerNorm."""
     if f"{name}.weight" in w:
         return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * w[f"{name}.weight"]
     x = x - x.mean(-1, keepdim=True)
@@ -54,7 +54,7 @@ def normalized(w, name, x):
 
 
 def turned(x):
-    """(B, H, N, d): the pairs of neighbouring channels as complex numbers, times e^(i position frequency)."""
+    """Rotate x (B, H, N, d): pairs of neighbouring channels are complex numbers, multiplied by e^(i position frequency)."""
     pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
     frequencies = [10000 ** (-i / (pairs.shape[-1] // 2)) for i in range(pairs.shape[-1] // 2)]
     rows = [[p * f for p in (row, column) for f in frequencies] for row in range(GRID) for column in range(GRID)]
@@ -63,7 +63,7 @@ def turned(x):
 
 
 def fixed_positions(width):
-    """Sines, then cosines, of the column in the first half of the channels and of the row in the second."""
+    """Return sines, then cosines, of the column in the first half of the channels and of the row in the second."""
     omega = [10000 ** (-i / (width // 4)) for i in range(width // 4)]
     rows = [
         [function(place * w) for place in (column, row) for function in (math.sin, math.cos) for w in omega]
@@ -74,7 +74,7 @@ def fixed_positions(width):
 
 
 def skipping(h, route, uniform, selection):
-    """(B, N) bool: the tokens with the lowest scores; `grid`, with ratios of quarters, has them in every 2x2 group."""
+    """Return (B, N) bool, true for the tokens with the lowest scores; for `grid`, with ratios of quarters, in each 2x2 group."""
     if selection == "grid":
         skip = torch.zeros(len(h), N, dtype=torch.bool)
         for sample, corner in itertools.product(range(len(h)), range(N)):
@@ -93,7 +93,7 @@ def skipping(h, route, uniform, selection):
 
 
 def definition(w, x, t, y, routes=(), scores=None, selection="uniform", drop_paths=None, depth=DEPTH):
-    """The output for weights by their published names, float64. A route whose end has weights ends as SPRINT's."""
+    """Return the output in float64 for weights with the published names. A route end that has weights works as in SPRINT."""
     rotary, patch = "feat_rope.freqs_cos" in w, w["x_embedder.proj.weight"].shape[-1]
     h = F.conv2d(x, w["x_embedder.proj.weight"], w["x_embedder.proj.bias"], stride=patch).flatten(2).mT
     h = h + fixed_positions(h.shape[2])
@@ -139,7 +139,7 @@ def with_gradients(out, x, weights):
 
 
 def worst_error(net, routes, patch=2, selection="uniform"):
-    """Of the output, and of the gradients of the latents and of every weight, relative to the largest value of each."""
+    """Return the largest error of the output and all gradients (latents, weights), each relative to its largest value."""
     x, t, y, scores = inputs(patch)
     dropped = torch.tensor([False, True, False])
     drops = {"drop_labels": dropped} | ({"drop_paths": dropped.roll(1)} if isinstance(net, FusedRoutes) else {})

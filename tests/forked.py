@@ -28,10 +28,10 @@ import dit
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-HAPPENED = "<it happened>"  # printed when a disturbance comes
+HAPPENED = "<it happened>"  # printed when a disturbance begins
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_APPEND
 _CONTEXT = multiprocessing.get_context("forkserver")
-# All commands, and what they import late.
+# All commands, and the modules that they import late.
 _IMPORTED = "train sample fid prepare_latents hydra._internal.hydra matplotlib.pyplot scipy.linalg timm.layers torch._dynamo"
 _IMPORTED += " torch.distributed.nn.functional evaluations.classifiers extras.alignment"
 _IMPORTED += " extras.lightningdit pytest"
@@ -39,7 +39,7 @@ _IMPORTED += " extras.lightningdit pytest"
 
 @functools.cache
 def start_server():
-    """Start the process that imports everything, once. multiprocessing does not pass sys.path on before it imports."""
+    """Start the process that imports everything, once. multiprocessing sets sys.path only after these imports."""
     before = os.environ.get("PYTHONPATH", "")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests"), before])
     forkserver.set_forkserver_preload(_IMPORTED.split())
@@ -49,7 +49,7 @@ def start_server():
 
 @dataclass
 class Outcome:
-    code: int | None  # the exit code, minus the signal that ended it; None: the time was up
+    code: int | None  # the exit code; minus the number of the signal that ended it; None after a timeout
     output: str
 
     def happened(self):
@@ -59,7 +59,7 @@ class Outcome:
         assert self.code in codes and "Traceback (most recent" not in self.output, (self.code, self.output)
 
     def expect_one_line(self, *words):
-        """It ended with 1 and one line of error, which holds all words."""
+        """Check that the command exited with 1 and one line of error, which contains all words."""
         self.expect_code(1)
         _, _, error = self.output.partition("error: ")
         assert error and "\n" not in error.strip() and all(word in error for word in words), self.output
@@ -84,7 +84,7 @@ class Command:
         code = self.process.exitcode
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)  # what it left running, and itself if the time is up
-        self.process.join()  # its locks are free
+        self.process.join()  # now its locks are free
         with open(self._reader.fileno(), "rb", closefd=False) as pipe:
             return Outcome(code, pipe.read().decode(errors="replace"))
 
@@ -94,7 +94,7 @@ def run(folder, arguments, before=None, **how):
 
 
 def launch(folder, arguments, num_processes, before=None, limit_sec=60, **how):
-    """The outcomes of processes that find each other as those of `accelerate launch` do. `before`: by rank."""
+    """Launch connected processes, as `accelerate launch` does. Returns their outcomes. `before` holds a function per rank."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         where = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(probe.getsockname()[1])}
@@ -140,7 +140,7 @@ def _become(folder, writer, arguments, before, small, environment):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Disturbances, for `before`. Their arguments go to another process: functions of a module, and partials of them.
+# Disturbances for `before`. They are sent to another process: functions of a module, or partials of them.
 
 
 def die():
@@ -190,7 +190,7 @@ def at_operation(action, pattern):
 
 
 def at_call(action, name, number):
-    """Act at the number-th call of a function, `module:Class.method`, and then take half a second for each."""
+    """Act at the number-th call of a function, `module:Class.method`. From then on, each call takes half a second longer."""
     module, _, path = name.partition(":")
     *owners, attribute = path.split(".")
     owner = functools.reduce(getattr, owners, importlib.import_module(module))
@@ -210,7 +210,7 @@ def at_call(action, name, number):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What a command left.
+# The files that a command leaves.
 
 _TIMES = {"steps_per_sec", "images_per_sec", "evaluation_sec"}
 
@@ -223,7 +223,7 @@ def contents(folder):
         if not file.is_file() or name.endswith((".lock", "starts.jsonl")) or "bad_step_" in name:
             continue
         blob = file.read_bytes()
-        if file.suffix == ".npz":  # a zip holds the time of its making
+        if file.suffix == ".npz":  # a zip holds the time of its creation
             with zipfile.ZipFile(file) as archive:
                 blob = repr([(member, archive.read(member)) for member in archive.namelist()]).encode()
         elif file.suffix == ".jsonl":

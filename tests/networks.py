@@ -23,14 +23,14 @@ N = GRID * GRID
 
 @dataclass(frozen=True)
 class Network:
-    """How the tests build a network of 4 blocks, call it, and find its tokens."""
+    """How to build a network of 4 blocks, call it, and find its tokens."""
 
     path: str  # package and class
     settings: dict
     # (variant) -> keywords of its forward. The variant has masks, padded text, timesteps per token, residuals, skipped layers.
     inputs: Callable
     blocks: tuple[tuple[str, int | None], ...]  # (list, index of the tokens in what a block returns or None) in order
-    variant: bool = False  # whether there is one
+    variant: bool = False  # whether the network has one
     text_first: bool = True  # in a joint sequence
     attention_text_first: bool = True  # in joint attention
     num_tokens: int = N
@@ -49,7 +49,7 @@ def text_mask():
     return torch.arange(T)[None] < torch.tensor([T, 2, 3])[:, None]
 
 
-def pair_mask(length):  # of queries and keys
+def pair_mask(length):  # norms of queries and keys
     return (normal(length, length) > -1) | torch.eye(length, dtype=torch.bool)
 
 
@@ -83,7 +83,7 @@ def flux2_inputs(variant):
 
 def pixart_inputs(variant):
     masks = {}
-    if variant:  # three image tokens are masked for everybody
+    if variant:  # three image tokens are masked in all samples
         image_mask = (torch.arange(N) > 2).float().expand(B, -1)
         masks = dict(encoder_attention_mask=text_mask().float(), attention_mask=image_mask)
     return inputs(added_cond_kwargs={"resolution": None, "aspect_ratio": None}, **masks)
@@ -96,13 +96,13 @@ def wan_inputs(variant):
 
 
 def qwen_inputs(variant):
-    """An image and a reference image, which has a timestep of its own."""
+    """Inputs with an image and a reference image, which has a different timestep."""
     mask, shapes = text_mask() if variant else None, [[(1, GRID, GRID)] * 2] * B
     return inputs(hidden_states=normal(B, 2 * N, 16), encoder_hidden_states_mask=mask, img_shapes=shapes)
 
 
 def z_image_inputs(variant):
-    # Text is brought to a multiple of 32 tokens, so only a long one makes the lengths of the joint sequences differ.
+    # Text is padded to a multiple of 32 tokens, so only a long text changes the length of the joint sequence.
     text = [normal(40 if variant and i == 0 else T - i, 12, seed=2 + i) for i in range(B)]
     return dict(x=list(normal(B, 4, 1, 8, 8)), t=torch.tensor([0.1, 0.5, 0.9]), cap_feats=text)
 
@@ -142,7 +142,7 @@ NETWORKS = {
     "diffusers DiT": Network(
         "diffusers.DiTTransformer2DModel",
         LATENTS | HEADS | dict(num_layers=4, out_channels=8, num_embeds_ada_norm=10, norm_num_groups=1),
-        # In training the label table replaces labels by the null class, which is the largest, at random; so all are that.
+        # In training, the label table replaces random labels by the null class. So all labels are the null class.
         lambda variant: dict(hidden_states=normal(B, 4, 8, 8), timestep=torch.arange(B), class_labels=torch.full((B,), 10)),
         (("transformer_blocks", None),),
     ),
@@ -168,7 +168,7 @@ NETWORKS = {
 
 
 def build(name, **settings):
-    """The same random weights every time; layers that start at zero are random too, so that every part matters."""
+    """Set random weights, the same at every call. Layers that start at zero are random too, so that every part matters."""
     torch.manual_seed(0)
     module, _, cls = NETWORKS[name].path.rpartition(".")
     network = getattr(importlib.import_module(module), cls)(**NETWORKS[name].settings | settings)
@@ -181,19 +181,19 @@ def build(name, **settings):
 
 @cache
 def cached(name):
-    """Shared between tests, which leave it as they found it."""
+    """Return a network that tests share. They must leave it unchanged."""
     return build(name)
 
 
 def call(network, inputs):
-    """The prediction, (B, ...), from whatever a network returns."""
+    """Return the prediction (B, ...), whatever the network's type of output is."""
     output = network(**inputs)
     output = output if isinstance(output, torch.Tensor) else output[0]
     return output if isinstance(output, torch.Tensor) else torch.stack(output)
 
 
 def run(network, inputs):
-    """(prediction, {parameter: gradient}) of a loss in which every element of the prediction has its own weight."""
+    """Return (prediction, {parameter: gradient}) for a loss in which every element of the prediction has its own weight."""
     network.zero_grad(set_to_none=True)
     output = call(network, inputs)
     (output * normal(*output.shape, seed=9)).mean().backward()
@@ -203,7 +203,7 @@ def run(network, inputs):
 
 
 def difference(ours, theirs):
-    """Largest absolute difference, relative to values above one; of tensors, or of what `run` returns."""
+    """Return the largest absolute difference of tensors or results of `run`, relative for values above one."""
     if isinstance(ours, torch.Tensor):
         return ((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1)).item()
     assert ours[1].keys() == theirs[1].keys()
@@ -215,7 +215,7 @@ def blocks_of(network, case):
 
 
 def reference_error(network, case, inputs, attachment):
-    """The worst difference between a routed pass with its gradients and the reference; detaches."""
+    """Return the largest difference between a routed pass with gradients and the reference. Detaches the routes."""
     results = run(network, inputs)
     windows = skipped(attachment, case.num_tokens)
     attachment.detach()
@@ -224,7 +224,7 @@ def reference_error(network, case, inputs, attachment):
 
 
 def skipped(attachment, num_tokens=N):
-    """(first block, last block, (B, N) bool, True for a token that skips) per route of the last pass."""
+    """Return (first block, last block, (B, N) bool, True for tokens that skip) for each route of the last pass."""
     routes = zip(attachment.router.routes, attachment.ids_keep)
     return [
         (r.start_layer_idx, r.end_layer_idx, torch.ones(len(ids), num_tokens, dtype=torch.bool).scatter(1, ids, False))
@@ -234,12 +234,12 @@ def skipped(attachment, num_tokens=N):
 
 @contextmanager
 def reference(network, case, windows):
-    """Inside, `network` runs at full length with the meaning of routes; `windows` are what `skipped` returns."""
+    """Inside the context, `network` runs at full length and imitates the routes `windows` (from `skipped`)."""
     stock_attention = F.scaled_dot_product_attention
-    now: list[torch.Tensor | None] = [None]  # the skipping tokens of the block that runs
+    now: list[torch.Tensor | None] = [None]  # the tokens that skip the running block
 
     def place(skip, length, text_first):
-        """(B, N) -> (B, length): the same tokens in a sequence that holds text too."""
+        """(B, N) -> (B, length): mark the same tokens in a sequence with text."""
         whole = torch.zeros(len(skip), length, dtype=torch.bool)
         for b in range(len(skip)):
             start = (length - case.num_tokens) * text_first
@@ -247,7 +247,7 @@ def reference(network, case, windows):
         return whole
 
     def attention(query, key, value, attn_mask=None, *args, **kwargs):
-        if now[0] is not None and key.shape[-2] >= case.num_tokens:  # not the text alone
+        if now[0] is not None and key.shape[-2] >= case.num_tokens:  # not only the text
             allowed = ~place(now[0], key.shape[-2], case.attention_text_first)[:, None, None, :]
             attn_mask = torch.tensor(True) if attn_mask is None else attn_mask
             boolean = attn_mask.dtype == torch.bool

@@ -1,4 +1,4 @@
-"""Untrained networks in place of those that commands download."""
+"""Untrained networks that replace downloaded ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CACHED_SD_VAE = "models--stabilityai--sd-vae-ft-ema"
 
 
 def cache_untrained_autoencoder(cache: Path) -> None:
-    """Write the default autoencoder, untrained, into a cache of the hub's library; its latents have SD-VAE's scale."""
+    """Write an untrained default autoencoder into a cache of the Hugging Face Hub. Its latents have the scale of SD-VAE's."""
     from diffusers import AutoencoderKL
 
     torch.manual_seed(0)
@@ -33,12 +33,12 @@ def cache_untrained_autoencoder(cache: Path) -> None:
 def ldm_autoencoder(
     channels: int, widths: tuple[int, ...], num_blocks: int, attention_at: tuple[int, ...]
 ) -> dict[str, torch.Tensor]:
-    """Random weights of an AutoencoderKL in latent diffusion's layout.
+    """Return random weights of an AutoencoderKL in the layout of latent diffusion.
 
     Args:
-        channels: of the latents.
-        widths: of the levels, from the images' size down.
-        attention_at: the levels with attention.
+        channels: Channels of the latents.
+        widths: Channels of each level, from the full resolution down.
+        attention_at: Levels with attention.
     """
     g, weights = torch.Generator().manual_seed(0), {}
 
@@ -83,7 +83,7 @@ def ldm_autoencoder(
 
 
 def untrained_va_vae(file: Path, channels: int = 4) -> dict[str, torch.Tensor]:
-    """Write a checkpoint as VA-VAE's is published, small and untrained; returns the autoencoder's weights."""
+    """Write a small untrained checkpoint in the published format of VA-VAE. Return the autoencoder's weights."""
     weights = ldm_autoencoder(channels, (32, 32, 64), num_blocks=1, attention_at=(2,))
     others = {
         "foundation_model.model.cls_token": torch.zeros(3),
@@ -96,7 +96,7 @@ def untrained_va_vae(file: Path, channels: int = 4) -> dict[str, torch.Tensor]:
 
 
 def untrained_inception(file: Path) -> None:
-    """Write a weights file of the real network's layout, with random numbers."""
+    """Write a weights file in the layout of the real network, with random weights."""
 
     class Untrained(port.FeatureExtractorInceptionV3):
         def load_state_dict(self, state_dict):  # keep the initial weights
@@ -108,18 +108,18 @@ def untrained_inception(file: Path) -> None:
         net = Untrained("random", ["2048"])
         for module in net.modules():
             if isinstance(module, torch.nn.Conv2d):
-                torch.nn.init.kaiming_normal_(module.weight)  # the default shrinks features to nothing over 20 layers
+                torch.nn.init.kaiming_normal_(module.weight)  # with the default, features vanish over 20 layers
             elif isinstance(module, torch.nn.BatchNorm2d):
                 torch.nn.init.normal_(module.running_mean, std=0.1)
                 torch.nn.init.uniform_(module.running_var, 0.8, 1.2)
-    # As published: a plain dict without the counters that newer versions of BatchNorm keep.
+    # As published: a plain dict without the counters of newer versions of BatchNorm.
     state = {name: x for name, x in net.state_dict().items() if not name.endswith("num_batches_tracked")}
     assert len(state) == 472
     torch.save(state, file)
 
 
 def untrained_encoder(file: Path) -> Path:
-    """Write random weights of timm's test_vit: 64 wide, patches of 16 pixels, 10x10 positions."""
+    """Write random weights of timm's test_vit (64 wide, patches of 16 pixels, 10x10 positions) and return the file."""
     import timm
     from safetensors.torch import save_file
 
@@ -127,7 +127,7 @@ def untrained_encoder(file: Path) -> Path:
         torch.manual_seed(0)
         weights = timm.create_model("test_vit").state_dict()
         for name, x in weights.items():
-            if x.ndim > 1:  # timm's small ones make nearly the same tokens of all images
+            if x.ndim > 1:  # timm's small weights give nearly the same tokens for all images
                 weights[name] = torch.randn_like(x) / (1 if "embed" in name else x[0].numel() ** 0.5)
     save_file(weights, file)
     return file

@@ -1,4 +1,4 @@
-"""Representation alignment: the loss, where its gradient goes, whole runs, and the images stored with latents."""
+"""Representation alignment: its loss and gradient, whole runs, and images in shards."""
 
 import math
 import shutil
@@ -29,7 +29,7 @@ def tiny_network(routes=()):
 
 
 def batch(routes=()):
-    """x, t, y and the other inputs of a training step."""
+    """Return x, t, y and the other inputs of a training step."""
     g = torch.Generator().manual_seed(1)
     x, t = torch.randn(3, 1, 8, 8, generator=g), torch.rand(3, generator=g)
     draws = {"drop_labels": torch.zeros(3, dtype=torch.bool)} | ({"route_scores": torch.rand(3, 1, 16)} if routes else {})
@@ -37,7 +37,7 @@ def batch(routes=()):
 
 
 def cosine_by_hand(projected, patches, positions):
-    """Minus the mean cosine, in Python's own numbers, token by token."""
+    """Return minus the mean cosine, computed in Python floats, token by token."""
     cosines = []
     for sample, patch_of, kept in zip(projected.tolist(), patches.tolist(), positions.tolist()):
         for token, position in zip(sample, kept):
@@ -60,7 +60,7 @@ def test_the_loss_is_minus_the_mean_cosine_of_each_token_and_the_patch_of_its_ow
     projected, ids_keep = projected[:, :3], torch.tensor([[0, 2, 5], [1, 3, 4]])  # inside a route
     expected = cosine_by_hand(projected, patches, ids_keep)
     assert alignment_loss(projected, patches, ids_keep).item() == pytest.approx(expected, abs=1e-6)
-    # What a wrong gather would give: the first tokens' patches, or those of the other sample.
+    # A wrong gather would give the patches of the first tokens, or of the other sample.
     for wrong in (torch.arange(3).expand(2, 3), ids_keep.flip(0)):
         assert abs(alignment_loss(projected, patches, wrong).item() - expected) > 1e-3
 
@@ -79,7 +79,7 @@ def test_tokens_and_patches_of_other_positions_are_refused():
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Tokens of a block.
+# The tokens after a block.
 
 
 @pytest.mark.parametrize("number", range(1, 7))
@@ -122,7 +122,7 @@ def test_the_gradient_reaches_the_blocks_up_to_the_aligned_one_and_none_after(ro
 
 
 def smooth_images(num_items, size=16):
-    """uint8 [num_items, size, size, 3] that JPEG keeps well, brighter to the right."""
+    """Return smooth images, uint8 [num_items, size, size, 3], which JPEG hardly changes. They are brighter on the right."""
     rows, columns = np.meshgrid(np.linspace(0, 1, size), np.linspace(0, 1, size), indexing="ij")
     values = [np.stack([columns * 255, rows * 10 * i, np.full_like(rows, 20 * i)], axis=-1) for i in range(num_items)]
     return np.stack(values).astype(np.uint8)
@@ -132,7 +132,7 @@ INFO = ShardInfo(kind="sample", scale_factor=0.5, autoencoder="none", resolution
 
 
 def write_shard_with_images(file, jpegs):
-    """A shard of random latents [3, 8, 8] and of these files."""
+    """Write a shard of random latents [3, 8, 8] with these image files."""
     latents = torch.randn(len(jpegs), 3, 8, 8, generator=torch.Generator().manual_seed(0))
     labels = torch.arange(len(jpegs)) % 3
     write_shard(file, latents, labels, INFO, latents_flip=latents.flip(-1), **pack_images(jpegs))
@@ -175,7 +175,7 @@ def test_other_images_are_another_data_set(tmp_path):
 
 @pytest.fixture(scope="module")
 def repa(tmp_path_factory):
-    """Settings of a run on latents with images, aligned to an untrained vision transformer of timm."""
+    """Return the settings of a run that aligns tokens to an untrained vision transformer of timm."""
     import timm  # slow to import
 
     folder = tmp_path_factory.mktemp("repa")

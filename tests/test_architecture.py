@@ -1,4 +1,4 @@
-"""The layout of the project: who imports whom, and nothing that only tests use."""
+"""The layout of the project: which room imports which, and no code that only tests use."""
 
 import ast
 from collections import Counter
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from conftest import REPOSITORY
 
-# From the top down. A room imports only from floors below its own; a file that is named here is a room.
+# Floors, from the top down. A room imports only from lower floors. A file that is named here is a room.
 FLOORS = [
     ["train", "sample", "fid", "prepare_latents"],
     ["training"],
@@ -21,8 +21,8 @@ FLOORS = [
     ["common"],
     ["routing_module"],
 ]
-FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms} | {"extras": -1}  # extras use everything
-# The lines where a choice names an extra. model=<name> and diffusion=ddpm name theirs as text, in configs/schema.py.
+FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms} | {"extras": -1}  # extras import anything
+# Modules that import extras for a setting that selects them. configs/schema.py names those of model= and diffusion= as text.
 REGISTRY = {
     "training.build": {"extras.alignment", "extras.tracked_ema"},
     "sampling.recipe": {"extras.posthoc_ema"},
@@ -32,7 +32,7 @@ REGISTRY = {
 
 @cache
 def sources() -> dict[str, ast.Module]:
-    """{"training.ema": its syntax tree, ...} for every module but tests."""
+    """Return {"training.ema": syntax tree, ...} for every module outside tests/."""
     found = {}
     for file in sorted(REPOSITORY.rglob("*.py")):
         path = file.relative_to(REPOSITORY)
@@ -43,14 +43,14 @@ def sources() -> dict[str, ast.Module]:
 
 
 def room_of(module: str) -> str | None:
-    """The room of a module of the project, the innermost one; None for a library."""
+    """Return the innermost room of a module of the project; None for a library."""
     parts = module.split(".")
     rooms = [".".join(parts[:i]) for i in range(len(parts), 0, -1)]
     return next((room for room in rooms if room in FLOOR_OF), None)
 
 
 def imports_of(module: str) -> set[str]:
-    """The modules of the project that a module imports, anywhere in it."""
+    """Return the modules of the project that a module imports, at the top or inside functions."""
     names = set()
     for node in ast.walk(sources()[module]):
         if isinstance(node, ast.Import):
@@ -62,7 +62,7 @@ def imports_of(module: str) -> set[str]:
     return {name for name in names if name in sources() and name != module}
 
 
-def test_every_module_lies_in_a_room():
+def test_every_module_belongs_to_a_room():
     assert {module for module in sources() if room_of(module) is None} == set()
 
 
@@ -83,7 +83,7 @@ def test_no_helper_is_defined_twice():
                 seen[node.name] = module
 
 
-def test_no_module_imports_itself_in_a_circle():
+def test_imports_have_no_cycles():
     def circle_from(module: str, path: tuple[str, ...]) -> tuple[str, ...] | None:
         if module in path:
             return (*path[path.index(module) :], module)
@@ -94,7 +94,7 @@ def test_no_module_imports_itself_in_a_circle():
         return found
 
     done: set[str] = set()
-    # A package's __init__ and its modules are one: what it exports may use each other.
+    # A package's __init__ and its modules count as one: the parts that it exports may use each other.
     assert [c for module in sources() if (c := circle_from(module, ()))] == []
 
 
@@ -109,7 +109,7 @@ def names_used(tree: ast.AST) -> Counter:
         elif isinstance(node, ast.ImportFrom):
             used.update(alias.name for alias in node.names)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            name = node.value.rpartition(":")[2]  # of "module:name"
+            name = node.value.rpartition(":")[2]  # the name in "module:name"
             used[name] += name.isidentifier()  # annotations in quotes, getattr
     return used
 
@@ -126,7 +126,7 @@ def defined_in(node: ast.stmt) -> list[str]:
 
 def test_every_definition_is_used_outside_of_tests():
     everywhere = sum((names_used(tree) for tree in sources().values()), Counter())
-    # What is not called by name: entry points, and what a package offers to its users.
+    # Definitions that no code calls by name: entry points, and the public interface of a package.
     offered = {"main", "__all__", "script"}
     for tree in sources().values():
         for node in tree.body:
@@ -143,14 +143,14 @@ def test_every_definition_is_used_outside_of_tests():
 
 
 def test_text_files_are_utf_8_everywhere():
-    """Without `encoding` Python takes the system's, which on Windows is another."""
+    """Without `encoding`, Python uses the system's encoding, which differs on Windows."""
     calls = ((module, node) for module, tree in sources().items() for node in ast.walk(tree) if isinstance(node, ast.Call))
     texts = [(module, node) for module, node in calls if getattr(node.func, "attr", "") in ("read_text", "write_text")]
     found = [(module, node.lineno) for module, node in texts if "encoding" not in {keyword.arg for keyword in node.keywords}]
     assert found == [] and texts
 
 
-def test_the_users_own_names_are_where_they_were():
+def test_files_and_folders_that_users_know_keep_their_names():
     files = ["train.py", "fid.py", "sample.py", "dit.py", "routing_module.py", "requirements.txt"]
     folders = ["configs", "edm", "evaluations", "tests"]
     assert all((REPOSITORY / name).is_file() for name in files) and all((REPOSITORY / name).is_dir() for name in folders)

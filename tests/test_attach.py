@@ -1,4 +1,4 @@
-"""Routing of networks that are not ours, against full-length blocks in which skipping tokens are barred and restored."""
+"""Routing of other libraries' networks, against full-length blocks that mask the skipping tokens and restore them."""
 
 from dataclasses import replace
 from functools import partial
@@ -10,7 +10,7 @@ from networks import NETWORKS, B, N, blocks_of, build, cached, call, difference,
 from extras.attach import Adapter, BlockList, TokenAxis, attach
 from routing_module import SELECTIONS, Route, importance_scores
 
-ONE = [Route(0.5, 1, 3)]  # crosses from one list of blocks to the next where there are two
+ONE = [Route(0.5, 1, 3)]  # crosses from the first list of blocks to the second, if there are two
 TWO = [Route(0.25, 0, 1), Route(0.5, 2, 2)]
 VARIANTS = [(name, variant) for name in NETWORKS for variant in (False, True)[: 1 + NETWORKS[name].variant]]
 TOLERANCE = 1e-5  # 4 blocks in float32 differ by up to 4e-7 here; rotary positions of other tokens by 1e-4 and more
@@ -40,10 +40,10 @@ def test_evaluation_and_passes_without_gradients_are_bit_identical_to_the_plain_
     with torch.no_grad():
         assert torch.equal(call(network.train(), inputs), expected[0])
     assert attachment.ids_keep == (None,)
-    assert not torch.equal(call(network, inputs), expected[0])  # and with gradients it is routed
+    assert not torch.equal(call(network, inputs), expected[0])  # with gradients, the pass is routed
     for module in network.modules():
         module.training = module is network.get_submodule(attachment.adapter.tokens_from)
-    assert torch.equal(call(network, inputs), expected[0])  # but for frozen blocks in evaluation mode
+    assert torch.equal(call(network, inputs), expected[0])  # frozen blocks in evaluation mode stay dense
     network.train()
     attachment.detach()
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in network.modules())
@@ -103,7 +103,7 @@ def test_an_adapter_routes_a_network_of_the_user():
     ((_, _, skips),) = skipped(attachment, 6)
     attachment.detach()
     once = network.layers[0](network.embed(x), positions)
-    # Nothing mixes tokens here, so every token is either through the two middle blocks or past them.
+    # These blocks do not mix tokens, so each token either passes through the two middle blocks or skips them.
     through = network.layers[3](network.layers[2](network.layers[1](once, positions), positions), positions)
     past = network.layers[3](once, positions)
     assert skips.sum(1).tolist() == [3, 3]
@@ -113,7 +113,7 @@ def test_an_adapter_routes_a_network_of_the_user():
 @pytest.mark.parametrize("name", ["PixArt", "Flux2", "ZImage"])
 @pytest.mark.parametrize("inverse", [False, True])
 def test_importance_selects_by_the_image_tokens_that_arrive_at_the_route(name, inverse):
-    case, network, arrived, layer = NETWORKS[name], cached(name), [], 2  # of Flux2, a single block: a joint sequence
+    case, network, arrived, layer = NETWORKS[name], cached(name), [], 2  # Flux2, a single block: a joint sequence
     hook = blocks_of(network, case)[layer][0].register_forward_pre_hook(
         lambda module, args, kwargs: arrived.append(kwargs.get(case.argument, args[0] if args else None)), with_kwargs=True
     )
@@ -130,7 +130,7 @@ def test_importance_selects_by_the_image_tokens_that_arrive_at_the_route(name, i
 
 
 def test_a_rule_keeps_the_reference_tokens_of_kontext_and_positions_follow():
-    """Kontext appends the tokens of a reference image to those of the noise; their positions have 1 on the first axis."""
+    """Kontext appends the tokens of a reference image to the noisy tokens. Their positions are 1 on the first axis."""
     case, network = replace(NETWORKS["Flux"], num_tokens=2 * N), build("Flux")
     inputs = case.inputs(False)
     positions = torch.cat([inputs["img_ids"], inputs["img_ids"] + torch.tensor([1.0, 0.0, 0.0])])
@@ -175,7 +175,7 @@ def test_routing_can_be_forced_in_evaluation_for_sparse_guidance(name):
             assert not torch.equal(call(network, inputs), dense)
         assert attachment.ids_keep[0].shape == (B, 4) and attachment.ids_keep[1] is None
         assert torch.equal(call(network, inputs), dense)
-    with attachment.routed(0.0):  # and off in training
+    with attachment.routed(0.0):  # and is off in training
         assert difference(call(network.train(), inputs), dense) < TOLERANCE
     network.eval()
     with attachment.routed():

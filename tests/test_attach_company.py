@@ -1,4 +1,4 @@
-"""Routed networks in company: gradient checkpointing, compilation, autocast, LoRA, int8, DDP, copies, files."""
+"""Routed networks with other tools: gradient checkpointing, compilation, autocast, LoRA, int8, DDP, copies, files."""
 
 import copy
 
@@ -17,7 +17,7 @@ TOLERANCE = 1e-5  # as in test_attach.py
 
 
 def two_passes(network, first, second):
-    """(their outputs, gradients) of two forward passes whose backward passes follow together, with a dense one between."""
+    """Return (outputs, gradients) of two routed passes, each before a dense one, with a single backward pass at the end."""
     outputs = []
     for inputs in (first, second):
         outputs.append(call(network, inputs))
@@ -38,7 +38,7 @@ def test_two_checkpointed_passes_before_one_backward_recompute_each_with_its_own
         if checkpointed:
             network.enable_gradient_checkpointing(attachment.checkpoint)
         results.append(two_passes(network, case.inputs(True), case.inputs(False)))
-        for block, _ in blocks_of(network, case):  # recomputation may stop half-way through a block
+        for block, _ in blocks_of(network, case):  # recomputation may stop in the middle of a block
             assert all(hook.__self__.before is None for hook in block._forward_hooks.values())
         attachment.detach()
     assert difference(results[1], results[0]) < TOLERANCE
@@ -56,7 +56,7 @@ def test_dropout_of_a_checkpointed_pass_is_the_same_when_it_is_recomputed():
     assert difference(results[1], results[0]) < TOLERANCE
     expected = run(network.eval(), inputs)
     attachment.detach()
-    assert difference(run(network, inputs), expected) == 0  # in evaluation mode a checkpointed pass stays dense
+    assert difference(run(network, inputs), expected) == 0  # in evaluation mode, a checkpointed pass stays dense
 
 
 def test_other_checkpoint_functions_are_an_error_and_not_a_wrong_gradient():
@@ -68,12 +68,12 @@ def test_other_checkpoint_functions_are_an_error_and_not_a_wrong_gradient():
     with pytest.raises(RuntimeError, match="recomputes block 3; checkpoint blocks with attachment.checkpoint"):
         call(network, inputs).mean().backward()
     network.enable_gradient_checkpointing(attachment.checkpoint)
-    # Offloaded activations come back at another place in memory.
+    # Offloaded activations return at another memory address.
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x.clone()):
         call(network, inputs).mean().backward()
 
 
-# Every block takes seconds to trace, so there are two.
+# Tracing a block takes seconds, so there are two.
 BOTH = [Route(0.5, 0, 1)]
 
 
@@ -81,7 +81,7 @@ def test_a_routed_network_compiles_without_a_break_in_its_graph():
     network, inputs = build("DiT", depth=2), NETWORKS["DiT"].inputs(False)
     compiled = torch.compile(network, fullgraph=True, backend="eager")
     dense = call(compiled, inputs)
-    attachment = attach(compiled, BOTH, selection="importance")  # after the first compiled call: not ignored
+    attachment = attach(compiled, BOTH, selection="importance")  # also after the first compiled call
     results = []
     for called in (network, compiled):
         torch.manual_seed(3)
@@ -133,7 +133,7 @@ def test_lora_adapters_of_diffusers_are_trained_fused_and_deleted_under_routes()
     inputs = case.inputs(False)
     attachment = attach(network, ROUTES)
     network.requires_grad_(False)
-    # x_embedder is the module that counts the tokens; its replacement by a LoRA layer must not matter.
+    # The attachment counts tokens at x_embedder. LoRA replaces this layer, which must not matter.
     network.add_adapter(lora_config("to_q", "to_k", "to_v", "proj_out", "x_embedder"))
     _, grads = run(network, inputs)
     assert grads.keys() == {name for name, p in network.named_parameters() if "lora" in name}
@@ -194,7 +194,7 @@ def test_a_copy_has_routes_of_its_own_and_an_evaluation_copy_is_never_routed():
     attachment = attach(network, ROUTES, generator=generator(5))
     call(network, inputs)
     ema = copy.deepcopy(network).eval().requires_grad_(False)
-    with attachment.routed(0.5):  # of the original, also while it is training
+    with attachment.routed(0.5):  # the original's, also while it is training
         assert difference(call(ema, inputs), dense) < TOLERANCE
     own = attached(ema)
     assert own is not attachment
@@ -214,7 +214,7 @@ def test_routes_change_no_state_dict_and_no_saved_file(tmp_path):
     loaded = PixArtTransformer2DModel.from_pretrained(tmp_path).train()
     assert attached(loaded) is None and torch.equal(call(loaded, inputs), dense)
 
-    torch.save(network, tmp_path / "network.pt")  # the module itself, hooks included
+    torch.save(network, tmp_path / "network.pt")  # the whole module with its hooks
     pickled = torch.load(tmp_path / "network.pt", weights_only=False)
     call(pickled, inputs)
     assert [ids.shape for ids in attached(pickled).ids_keep] == [(B, N // 2), (B, N * 3 // 4)]

@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 
 def counted_flops(function):
-    # Of attention as matrix products: torch 2.11 does not count the fused kernel of a CPU.
+    # Compute attention as matrix products, because torch 2.11 does not count the fused kernel of a CPU.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         result = function()
     return counter.get_total_flops(), result
@@ -35,7 +35,7 @@ def counted_flops(function):
 
 @pytest.mark.parametrize("routes", [[], [Route(0.5, 2, -4)], [Route(0.3, 0, 2), Route(0.75, 5, 11)]])
 @pytest.mark.parametrize(("file", "backbone"), [(dit, "DiT-XS/4"), (lightningdit, "LightningDiT-XS/2")])
-def test_flops_are_those_that_torch_counts_dense_and_routed(file, backbone, routes):
+def test_flops_equal_the_count_of_torch_dense_and_routed(file, backbone, routes):
     net = file.build(backbone, input_size=16, in_channels=4, num_classes=10, routes=routes)
     inputs = torch.randn(1, 4, 16, 16), torch.zeros(1), torch.zeros(1, dtype=torch.int64)
     assert counted_flops(lambda: net.eval()(*inputs))[0] == flops.forward_flops(net)
@@ -49,12 +49,12 @@ def test_variants_take_turns_after_they_have_warmed_up():
     calls = []
     openers = {name: lambda name=name: TimedRow(lambda: calls.append(name), 4, 1e9) for name in "ab"}
     records = measure(openers, CPU, rounds=2, steps=3, warmup=2)
-    assert "".join(calls) == "aaa" + "bbb" + "aaaabbbb" * 2  # a turn begins with a call that is not timed
+    assert "".join(calls) == "aaa" + "bbb" + "aaaabbbb" * 2  # each turn begins with an untimed call
     assert [record["variant"] for record in records] == ["a", "b"] and records[0]["time / first"] == 1
     assert all(record["images/s"] == pytest.approx(4000 / record["ms"]) for record in records)
 
 
-def test_ratios_are_paired_by_rounds_and_rates_are_of_the_median():
+def test_ratios_compare_turns_of_the_same_round_and_rates_use_the_median():
     slow = TimedRow(int, 8, 1e9, turns=[[10, 20, 30], [200, 200, 900]])
     fast = TimedRow(int, 8, 5e8, turns=[[10, 10, 10], [150, 150, 150]])
     found = harness.summarise(fast, slow)
@@ -65,7 +65,7 @@ def test_ratios_are_paired_by_rounds_and_rates_are_of_the_median():
 
 @pytest.fixture
 def run(capsys):
-    """run(*arguments) -> (text, the table's rows as dictionaries)."""
+    """Fixture: run(*arguments) returns (text, rows of the table as dictionaries)."""
 
     def benchmark(*arguments):
         forget_accelerate()
@@ -94,20 +94,20 @@ def test_equal_time_compares_each_arm_at_its_best_rate_by_the_pooled_deviation(c
     metrics = [dict.fromkeys(NAMES, value) for *_, value in about]
     names = ("arm", "lr", "seed", "num_samples")
     lines = [dict(zip(names, one), step=9, guidance="none", metrics=values) for one, values in zip(about, metrics)]
-    lines.append({**lines[0], "guidance": "cfg"})  # another guidance is another row
+    lines.append({**lines[0], "guidance": "cfg"})  # lines with another guidance form another row
     show_equal_time(lines)
     text = capsys.readouterr().out
-    assert "| 2 | 21.00 ± 1.00 | 6.00 ± 1.00 |" in text  # of the first three seeds; one seed of A at 3 chooses nothing
+    assert "| 2 | 21.00 ± 1.00 | 6.00 ± 1.00 |" in text  # the first three seeds choose the rate; A at 3 has only one
     assert "| A | 1 | 3 | 11.00 ± 1.00 |" in text and "| C | 2 | 4 | 6.50 ± 1.29 |" in text
-    # Squares within arms: 2 and 5, with 2 + 3 degrees of freedom: s = 1.183; error s (1/3 + 1/4)^0.5 = 0.904; t = 2.571, 0.920.
+    # Sums of squares 2 and 5, 2 + 3 degrees of freedom: s = 1.183; error s (1/3 + 1/4)^0.5 = 0.904; t = 2.571; 80%: 0.920.
     assert "| C - A | -4.50 (-6.82 to -2.18) |" in text
     near = [line | {"metrics": dict.fromkeys(NAMES, line["metrics"]["fd_fashion"] + 4 * (line["arm"] == "C"))} for line in lines]
     show_equal_time(near)
     assert "| C - A | -0.50 (-2.82 to 1.82; 80%: 3.15) |" in capsys.readouterr().out
 
 
-def test_the_primary_outcomes_are_those_of_the_rule(capsys, tmp_path):
-    """Log distances with a deviation of 0.1 between seeds, and parabolas with known minima."""
+def test_the_primary_outcomes_follow_the_rule(capsys, tmp_path):
+    """Log distances have a standard deviation of 0.1 between seeds, and parabolas over the scale have known minima."""
     lines = []
 
     def add(arm, step, logs, cfg_scale=1.0, first_seed=2000):
@@ -183,7 +183,7 @@ def test_a_wrong_argument_is_refused():
             benchmarks.main(arguments)
 
 
-# Stands for Python on a machine with 2 GPUs. It records its arguments; the tests fail, and step_xl2 exceeds its time.
+# Replaces Python on a machine with 2 GPUs. It records its arguments. The tests fail, and step_xl2 exceeds its time.
 PYTHON = """#!{python}
 import json, sys
 if sys.argv[1] == "-c":
@@ -199,7 +199,7 @@ sys.exit({{"pytest": 3, "extras.benchmarks": 124 * ({{"step", "train.batch_size=
 
 @pytest.fixture
 def run_script(tmp_path):
-    """run_script(python, parts) -> (exit code, stdout and stderr), in a copy of the repository's folders."""
+    """Fixture: run_script(python, parts) returns (exit code, stdout and stderr), run in a copy of the repository's folders."""
     (tmp_path / "extras/benchmarks/results").mkdir(parents=True)
     script = shutil.copy(REPOSITORY / "extras/benchmarks/gpu.sh", tmp_path / "extras/benchmarks")
     (tmp_path / "python").write_text(PYTHON.format(python=sys.executable))
@@ -226,17 +226,17 @@ def test_a_part_that_fails_is_noted_in_the_results_file_and_the_next_part_runs(r
     assert run_script(parts="step_b2")[0] == 0 and file.read_text().count("## step_b2: done") == 2  # appended
 
 
-def test_the_benchmarks_of_the_script_are_accepted(run_script, tmp_path, monkeypatch, capsys):
+def test_every_benchmark_command_of_the_script_is_valid(run_script, tmp_path, monkeypatch, capsys):
     measured = []
     monkeypatch.setattr(rows, "measure", lambda openers, *_: measured.append(len(openers)))
     monkeypatch.setattr(rows, "report", lambda *_: None)
-    monkeypatch.setattr(rows, "open_step", lambda *_: TimedRow(lambda: torch.ones(2) * 2, 1, 0))  # profile
+    monkeypatch.setattr(rows, "open_step", lambda *_: TimedRow(lambda: torch.ones(2) * 2, 1, 0))  # for profile
     run_script()
     for arguments in map(json.loads, (tmp_path / "calls.jsonl").read_text().splitlines()):
         if "extras.benchmarks" in arguments:
             forget_accelerate()
             benchmarks.main(arguments[arguments.index("extras.benchmarks") + 1 :])
-    assert measured == [3, 3, 2]  # variants
+    assert measured == [3, 3, 2]  # variants of each benchmark
     assert capsys.readouterr().out.count("aten::mul") == 2  # the tables of profile
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints are whole or not there, whatever interrupts a save or damages a file."""
+"""Checkpoints are complete or absent, whatever interrupts a save or damages a file."""
 
 import errno
 import json
@@ -39,7 +39,7 @@ def names(root):
     return sorted(path.name for path in root.iterdir())
 
 
-def test_what_is_saved_is_what_is_loaded(tmp_path):
+def test_loading_returns_what_was_saved(tmp_path):
     folder, expected = save(tmp_path, 400), make(400)
     assert folder.name == "step_0000400" and names(folder) == sorted([*store.FILES, "manifest.json"])
     loaded = store.load(folder)
@@ -47,7 +47,7 @@ def test_what_is_saved_is_what_is_loaded(tmp_path):
     for side in ("model", "ema"):
         assert all(torch.equal(getattr(loaded, side)[name], value) for name, value in getattr(expected, side).items())
     assert torch.equal(loaded.optimizer["state"][0]["exp_avg"], torch.ones(3)) and loaded.projector is None
-    assert len({file.stat().st_mode for file in folder.iterdir()}) == 1  # who may read one file may read all
+    assert len({file.stat().st_mode for file in folder.iterdir()}) == 1  # all files have the same permissions
 
 
 def test_the_newest_and_every_mth_are_kept(tmp_path):
@@ -57,7 +57,7 @@ def test_the_newest_and_every_mth_are_kept(tmp_path):
 
 def test_a_checkpoint_that_cannot_be_deleted_stays_until_a_later_save(tmp_path, monkeypatch):
     save(tmp_path, 10)
-    with monkeypatch.context() as windows:  # which refuses while somebody reads it
+    with monkeypatch.context() as windows:  # Windows refuses it while another process reads
         windows.setattr(store.shutil, "rmtree", lambda *args, **settings: raise_os_error())
         save(tmp_path, 20, keep_last=1)
     assert list(store.list_steps(tmp_path)) == [20]
@@ -172,7 +172,7 @@ def test_weights_of_another_network_are_named_by_the_first_tensor(change, messag
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Which checkpoint.
+# Choosing a checkpoint.
 
 
 def test_a_run_or_a_checkpoint_can_be_named_and_nothing_else(tmp_path):
@@ -193,7 +193,7 @@ def test_a_run_or_a_checkpoint_can_be_named_and_nothing_else(tmp_path):
         store.find_checkpoint(run, "init_from")
 
 
-def test_resume_takes_the_newest_checkpoint_and_goes_on_from_no_import(tmp_path):
+def test_resume_takes_the_newest_checkpoint_and_refuses_imported_weights(tmp_path):
     run = RunFolder(tmp_path, "mine")
     assert find_resume(run, "auto") is find_resume(run, "never") is None
     save(run.checkpoints, 10, 20)
@@ -230,7 +230,7 @@ def test_nothing_is_renamed_before_it_is_on_the_disk(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("num_values", "max_bytes"), [(50_000, 9000), (3, 100), (3, 4000)])
 def test_a_full_disk_leaves_the_previous_checkpoint_and_no_debris(tmp_path, num_values, max_bytes):
-    """It is torch.save that fails, with a RuntimeError; then Python's file; then safetensors."""
+    """The limits make torch.save fail with a RuntimeError, then Python's file, then safetensors."""
     save(tmp_path, 10)
     checkpoint = make(20)
     checkpoint.optimizer["state"][0]["exp_avg"] = torch.ones(num_values)

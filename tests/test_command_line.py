@@ -1,4 +1,4 @@
-"""What a command prints and returns: one line for a user's error, a traceback for ours, sweeps, help."""
+"""What commands print and return: one line for a user's error, a traceback for a bug, sweeps, help."""
 
 import signal
 import weakref
@@ -17,7 +17,7 @@ from configs.schema import TrainConfig
 from runtime import machine
 
 
-def test_a_users_errors_and_ctrl_c_end_a_command_with_one_line_and_ours_keep_their_traceback(monkeypatch, capsys):
+def test_user_errors_and_ctrl_c_print_one_line_and_bugs_keep_their_traceback(monkeypatch, capsys):
     def fail(error):
         raise error
 
@@ -51,14 +51,14 @@ def test_a_sweep_of_two_processes_names_its_runs_and_repeating_it_does_nothing(t
     for outcome in launch(tmp_path, arguments, 2):
         outcome.expect_code(0)
     assert len(list((runs / min(names) / "generated").glob("*/samples_0-3.npz"))) == 2
-    guidances = ["guidance=path_drop,none", f"output={tmp_path}/refused"]  # one process would start the second run
+    guidances = ["guidance=path_drop,none", f"output={tmp_path}/refused"]  # a single process would start the second run
     main, other = launch(tmp_path, [*arguments, *guidances], 2)
     assert main.code == other.code == 1
     assert "error (process 0): guidance=path_drop needs a network of model=sprint" in main.output, main.output
     assert not (tmp_path / "refused").exists()
 
 
-def test_what_cannot_be_read_on_a_command_line_is_one_line(monkeypatch, tmp_path, capsys):
+def test_unreadable_arguments_give_one_line(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     for arguments, words in (
         (["output_dir=out dir ü"], "LexerNoViableAltException: output_dir=out dir ü .*override_grammar"),
@@ -83,7 +83,7 @@ def test_what_cannot_be_read_on_a_command_line_is_one_line(monkeypatch, tmp_path
 
 
 class Trainer:
-    """Stands for what a run holds in memory."""
+    """Represents objects that a run holds in memory."""
 
 
 def fail_in_a_sweep(cfg):
@@ -164,7 +164,7 @@ def test_help_and_configurations_are_printed_on_request():
 # Starting.
 
 
-def test_one_process_instead_of_several_is_warned_of(monkeypatch, caplog):
+def test_a_launch_of_one_process_instead_of_several_gives_a_warning(monkeypatch, caplog):
     for name in ("ACCELERATE_MIXED_PRECISION", "MASTER_PORT"):  # as `accelerate launch --num_processes 2` on a CPU
         monkeypatch.setenv(name, "no")
     forget_accelerate()
@@ -172,7 +172,7 @@ def test_one_process_instead_of_several_is_warned_of(monkeypatch, caplog):
     assert "accelerate launch started one process although it was asked for several" in caplog.text
 
 
-def test_what_accelerate_is_configured_to_compile_is_not_compiled_twice(monkeypatch):
+def test_accelerate_compiles_nothing_even_if_it_is_configured_to(monkeypatch):
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
     forget_accelerate()
     net = torch.nn.Linear(2, 2)

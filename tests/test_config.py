@@ -1,4 +1,4 @@
-"""Every shipped configuration composes and builds; a wrong key or value is refused by name."""
+"""Every shipped configuration composes and builds. The error for a wrong key or value names it."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def test_every_shipped_configuration_composes_and_builds(tmp_path, number, model
     assert cfg.diffusion.sampler.num_steps == (20 if data == "digits" else 250 if diffusion == "ddpm" else 40)
     assert cfg.name == f"{tmp_path.name if data == 'custom' else data}_{model}"
     assert cfg.data.autoencoder == dataset.info.autoencoder and cfg.data.scale_factor == dataset.info.scale_factor
-    assert given.data.scale_factor is None  # a checked configuration is never written to
+    assert given.data.scale_factor is None  # open_data does not change the configuration that it gets
     assert schema.TrainConfig.model_validate(cfg.model_dump()) == cfg
 
 
@@ -97,7 +97,7 @@ def test_the_sampler_takes_its_own_settings_and_no_others():
             with_sampler(diffusion, setting)
 
 
-def test_the_paper_is_the_default_away_from_the_digits():
+def test_the_defaults_are_the_papers_except_for_the_digits():
     cfg = checked(["data=imagenet256"])
     assert [vars(route) for route in cfg.model.routes] == [vars(Route(selection_ratio=0.5, start_layer_idx=2, end_layer_idx=-4))]
     assert (cfg.train.lr, cfg.train.batch_size, cfg.train.num_steps) == (1e-4, 256, 400_000)
@@ -153,7 +153,7 @@ def test_every_key_with_a_role_exists():
         ("alignment.name=repo", "alignment=.*'none', 'repa'"),
     ],
 )
-def test_a_wrong_key_or_value_is_refused_with_what_is_accepted(override, words):
+def test_the_error_for_a_wrong_key_or_value_says_what_is_accepted(override, words):
     with pytest.raises(UserError, match=words):
         checked([override])
 
@@ -163,7 +163,7 @@ def test_a_count_may_be_written_as_a_float():
     assert (cfg.eval.num_samples, cfg.diffusion.sampler.num_steps) == (1000, 30)
 
 
-def test_all_wrong_keys_are_named_at_once():
+def test_one_error_names_all_wrong_keys():
     with pytest.raises(UserError) as error:
         checked(["train.lr=0", "seed=x"])
     assert len(str(error.value).splitlines()) == 2
@@ -197,7 +197,7 @@ def test_other_lists_are_refused(spec):
         schema.parse_numbers(spec)
 
 
-def test_a_run_is_named_after_what_makes_it_another_run():
+def test_a_run_is_named_after_the_settings_that_distinguish_it():
     def name(*overrides):
         return checked(overrides).named(overrides).name
 

@@ -1,4 +1,4 @@
-"""What a function needs is checked: a wrong argument raises an error, where it would give a wrong value without a word."""
+"""Public objects check their arguments where a wrong one would silently give a wrong result."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Every format of another project becomes shards that hold the same items, and train."""
+"""Latents in every format of another project become shards with the same items, and train."""
 
 import json
 import logging
@@ -82,7 +82,7 @@ def test_every_item_of_another_format_is_converted_and_passes_inspection(tmp_pat
     assert (info.kind, info.scale_factor, info.resolution, info.num_classes) == (kind, SD_SCALE, 64, 10)
     assert info.autoencoder == "sd-vae:stabilityai/sd-vae-ft-ema" and len(dataset.files) == 3
     before = {file.name: file.read_bytes() for file in dataset.files}
-    convert(tmp_path / "theirs", tmp_path / "ours", *settings, f"dtype={dtype}")  # again: finds everything done
+    convert(tmp_path / "theirs", tmp_path / "ours", *settings, f"dtype={dtype}")  # again: nothing is left to do
     assert {file.name: file.read_bytes() for file in dataset.files} == before
     with caplog.at_level(logging.INFO):
         prepare_latents.main(["inspect", f"path={tmp_path / 'ours'}", "grid=none"])
@@ -117,7 +117,7 @@ def test_a_wrong_scale_is_found_by_inspect(tmp_path):
 
 
 @pytest.mark.parametrize("make", [lmdb_of, fast_dit_of, repa_of, lightningdit_of])
-def test_other_values_under_the_same_names_are_another_data_set(tmp_path, make):
+def test_changed_values_under_the_same_names_are_another_data_set(tmp_path, make):
     for name, seed in (("a", 0), ("b", 1)):
         (tmp_path / name).mkdir()
         make(tmp_path / name, sd_moments(NUM_ITEMS, size=8, seed=seed))
@@ -139,7 +139,7 @@ def test_scale_and_resolution_are_those_of_the_autoencoder_that_is_given(tmp_pat
 
 
 def lightningdit_with_statistics(folder, channels=4):
-    """A folder as LightningDiT's extraction writes it; returns latents, mean and std. Channels differ in both."""
+    """Write a folder like LightningDiT's extraction. Returns latents, mean and std, which differ between channels."""
     g = torch.Generator().manual_seed(0)
     spread = torch.linspace(0.3, 4, channels).reshape(1, -1, 1, 1)
     latents = spread * torch.randn(NUM_ITEMS, channels, 8, 8, generator=g) + 3 * spread.flip(1) - 5
@@ -157,7 +157,7 @@ def test_the_images_next_to_repas_latents_are_paired_with_them_by_their_order(tm
     write_repa(tmp_path / "theirs" / "vae-sd", mean_std, [0, 1, 0, 1])
     pictures = tmp_path / "theirs" / "images"
     entries = []
-    for i in (2, 0, 3, 1):  # as dataset.json may list them
+    for i in (2, 0, 3, 1):  # dataset.json may list such paths
         name = f"{i // 2:05d}/img{i:08d}.png"
         (pictures / name).parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(np.full((32, 32, 3), levels[i], np.uint8)).save(pictures / name)

@@ -20,7 +20,7 @@ from training.parallel import check_processes
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """The folder with the runs: those of one process, and those of tests/ddp_runs.py."""
+    """Fixture: the folder with the runs of a single process and the runs of tests/ddp_runs.py."""
     folder = tmp_path_factory.mktemp("runs")
     make_shard(folder / "validation" / "a.safetensors", num_items=7, channels=1, size=8, num_classes=10)
     run_train(folder, "one_tread", *TREAD, f"eval.validation={folder / 'validation'}")
@@ -29,7 +29,7 @@ def runs(tmp_path_factory):
     keys = keys_of_repa(SMALL, folder)
     run_train(folder, "one_aligned", *BATCH, *keys)
     (folder / "repa.json").write_text(json.dumps(keys))
-    shutil.copytree(folder / "one_tread", folder / "cut")  # as if it had been killed soon after step 2
+    shutil.copytree(folder / "one_tread", folder / "cut")  # as if the run had been killed soon after step 2
     shutil.rmtree(folder / "cut" / "checkpoints" / "step_0000004")
     shutil.rmtree(folder / "cut" / "samples")
     for outcome in launch(folder, ["tests/ddp_runs.py", str(folder)], 2, limit_sec=600, small=False):
@@ -63,7 +63,7 @@ def assert_same_checkpoint(first, second, step):
     ("one", "two"),
     [
         ("one_tread", "tread"),
-        ("one_tread", "cut"),  # resumes a checkpoint of one process
+        ("one_tread", "cut"),  # resumes a checkpoint of a single process
         ("one_dense", "dense"),
         ("one_sprint", "sprint"),
         ("one_aligned", "aligned"),

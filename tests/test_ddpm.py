@@ -1,4 +1,4 @@
-"""DDPM's chain, against the published schedule written out in numpy and against data whose chain is known."""
+"""DDPM's chain, against the published schedule in NumPy, and against data with a known chain."""
 
 import numpy as np
 import pytest
@@ -11,13 +11,13 @@ from extras.ddpm import DDPM, AncestralSampler, alpha_bars, log_variance_bounds
 from guidance import GuidanceInputs
 
 
-def test_the_schedule_is_ddpms_linear_one():
+def test_the_schedule_is_the_linear_schedule_of_ddpm():
     betas = np.linspace(0.0001, 0.02, 1000, dtype=np.float64)
     assert np.allclose(alpha_bars(), np.cumprod(1.0 - betas), rtol=1e-14, atol=0)
     assert alpha_bars()[0] == 1 - 0.0001 and alpha_bars()[999] == pytest.approx(4.0358e-5, rel=1e-4)
 
 
-def test_the_visited_timesteps_are_those_of_the_published_respacing():
+def test_the_visited_timesteps_equal_those_of_the_published_respacing():
     steps = AncestralSampler(num_steps=250).timesteps()
     assert len(set(steps)) == 250 and steps[:7] == [0, 4, 8, 12, 16, 20, 24] and steps[-3:] == [991, 995, 999]
     gaps = np.diff(steps)
@@ -28,7 +28,7 @@ def test_the_visited_timesteps_are_those_of_the_published_respacing():
 
 
 @pytest.mark.parametrize("num_steps", [250, 1000])
-def test_the_variance_lies_between_the_posteriors_and_beta(num_steps):
+def test_the_bounds_of_the_variance_are_the_posterior_variance_and_beta(num_steps):
     kept = alpha_bars()[AncestralSampler(num_steps=num_steps).timesteps()]
     before = np.append(1.0, kept[:-1])
     betas = 1 - kept / before
@@ -39,7 +39,7 @@ def test_the_variance_lies_between_the_posteriors_and_beta(num_steps):
 
 
 def gaussian_denoiser(timesteps, share_of_beta=None):
-    """(x, t, y) -> the exact E[x | x_t] of the toy data, with the v whose variance is the exact one, or a given v."""
+    """Return a denoiser with the exact E[x | x_t] of the toy data. Its variance is exact unless `share_of_beta` is given."""
     kept = np.append(1.0, alpha_bars()[timesteps])
     bounds = log_variance_bounds(kept.tolist())
 
@@ -48,7 +48,7 @@ def gaussian_denoiser(timesteps, share_of_beta=None):
         a, before = kept[i], kept[i - 1]
         gain = np.sqrt(a) * STD**2 / (a * STD**2 + 1 - a)
         D_x = MEAN + gain * (x - np.sqrt(a) * MEAN)
-        # Var(x_prev | x_t) = the posterior's + c1^2 Var(x | x_t)
+        # Var(x_prev | x_t) = posterior variance + c1^2 Var(x | x_t)
         beta = 1 - a / before
         c1 = np.sqrt(before) * beta / (1 - a)
         variance = beta * (1 - before) / (1 - a) + c1**2 * STD**2 * (1 - a) / (a * STD**2 + 1 - a)
@@ -65,7 +65,7 @@ def moments(sampler, denoiser, num_samples=20000):
     return x.mean().item(), x.std().item()
 
 
-def test_ancestral_steps_with_the_exact_variance_give_the_data_back_and_with_others_do_not():
+def test_ancestral_steps_reproduce_the_data_with_the_exact_variance_and_not_with_another():
     for num_steps in (20, 250):
         sampler = AncestralSampler(num_steps)
         mean, std = moments(sampler, gaussian_denoiser(sampler.timesteps()))
@@ -73,7 +73,7 @@ def test_ancestral_steps_with_the_exact_variance_give_the_data_back_and_with_oth
     sampler = AncestralSampler(20)
     beta, posterior = (gaussian_denoiser(sampler.timesteps(), share_of_beta=share) for share in (1.0, 0.0))
     assert moments(sampler, posterior)[1] < 0.97 * STD and moments(sampler, beta)[1] > 1.03 * STD
-    assert moments(sampler, lambda x, t, y: beta(x, t, y)[:, :1]) == moments(sampler, beta)  # no learned variance
+    assert moments(sampler, lambda x, t, y: beta(x, t, y)[:, :1]) == moments(sampler, beta)  # beta without a learned variance
 
 
 def test_ddim_is_the_exact_map_between_the_gaussians():
@@ -83,7 +83,7 @@ def test_ddim_is_the_exact_map_between_the_gaussians():
     assert torch.allclose(x, MEAN + STD * noise, atol=0.01)
 
 
-def test_denoise_takes_the_predicted_noise_away_and_scales_the_learned_variance():
+def test_denoise_removes_the_predicted_noise_and_scales_the_learned_variance():
     g = torch.Generator().manual_seed(0)
     data, eps, v = (torch.randn(4, 2, 3, 3, generator=g) for _ in range(3))
     t = torch.tensor([0.0, 4.0, 500.0, 999.0])
@@ -99,7 +99,7 @@ def test_denoise_takes_the_predicted_noise_away_and_scales_the_learned_variance(
     assert torch.allclose(D_x[:3], data[:3], atol=2e-6) and torch.allclose(D_x[3], data[3], atol=2e-4)
 
 
-def test_guidance_leaves_the_learned_variance_to_the_conditional_estimate():
+def test_guidance_takes_the_learned_variance_from_the_conditional_estimate():
     def denoise(x, level, y):
         label = y.reshape(-1, 1, 1, 1).float()
         return torch.cat([x + label, x - label], dim=1)

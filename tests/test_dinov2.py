@@ -1,4 +1,4 @@
-"""FD-DINOv2 beside FID: one pass over the samples, the same figures in training and by fid.py. A tiny encoder stands in."""
+"""FD-DINOv2 and FID from one pass over the samples, with the same figures in training and fid.py. The encoder is tiny."""
 
 import json
 
@@ -13,12 +13,12 @@ from evaluations.metrics import frechet_distance
 from evaluations.suite import evaluate
 from evaluations.vit import DINOv2Detector
 
-PUBLISHED = vit.DINOV2_L  # before a tiny one takes its place
+PUBLISHED = vit.DINOV2_L  # before a fixture replaces it with a tiny one
 
 
 @pytest.fixture(autouse=True)
 def tiny(tiny_encoder, monkeypatch):
-    """timm's test_vit with random weights in place of DINOv2; gives its file."""
+    """Fixture: replaces DINOv2 with timm's test_vit, which has random weights, and returns the file of its weights."""
     monkeypatch.setattr(vit, "DINOV2_L", "test_vit.r160_in1k")
     monkeypatch.setitem(STATISTICS_KEYS, ("dinov2", "pool"), ("mu_dinov2", "sigma_dinov2", 64))
     return tiny_encoder
@@ -51,7 +51,7 @@ def test_the_published_detector_is_vit_l_14_of_dinov2_at_224_pixels():
     assert mean == (0.485, 0.456, 0.406) and std == (0.229, 0.224, 0.225)
 
 
-def test_training_and_fid_give_the_same_figures_of_both_detectors(train, tmp_path, reference, tiny, inception_weights):
+def test_training_and_fid_give_the_same_figures_for_both_detectors(train, tmp_path, reference, tiny, inception_weights):
     weights = [f"evaluation.weights={inception_weights}", f"evaluation.dinov2_weights={tiny}"]
     settings = ["eval.every=1", "eval.num_samples=5", "eval.num_steps=2", "eval.batch_size=3", "eval.cfg_scales=[1.0]"]
     both = "evaluation.detector=[inception,dinov2]"
@@ -69,6 +69,6 @@ def test_training_and_fid_give_the_same_figures_of_both_detectors(train, tmp_pat
     (point,) = by_fid()  # the run's detectors
     assert point["point"]["detector"] == "inception+dinov2" and point["point"]["dinov2_weights"] == hash_file(tiny)
     assert point["metrics"] == pytest.approx(in_training, rel=1e-4)
-    _, alone = by_fid("evaluation.detector=dinov2")  # the command's one replaces the run's two
+    _, alone = by_fid("evaluation.detector=dinov2")  # the command's detector replaces the two of the run
     assert [*alone["metrics"]] == ["fd_dinov2", "precision_dinov2", "recall_dinov2"]
     assert alone["metrics"]["fd_dinov2"] == pytest.approx(point["metrics"]["fd_dinov2"], rel=1e-6)

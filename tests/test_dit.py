@@ -1,4 +1,4 @@
-"""The networks, against their definition written once more, and names, counts and values written down by hand."""
+"""The networks, against an independent definition, and against names, counts and values written by hand."""
 
 import math
 
@@ -55,7 +55,7 @@ def test_every_backbone_builds_by_name_for_any_latents(module):
 
 
 def published_state_dict(network, channels=3, out_channels=6, patch=2):
-    """Names and shapes of a published checkpoint, with random values."""
+    """Return a state dict with the names and shapes of a published checkpoint and random values."""
     D, layers, plain = WIDTH, {}, {"pos_embed": (1, N, WIDTH), "y_embedder.embedding_table.weight": (CLASSES + 1, WIDTH)}
     layers |= {"x_embedder.proj": (D, channels, patch, patch), "t_embedder.mlp.0": (D, 256), "t_embedder.mlp.2": (D, D)}
     layers |= {"final_layer.linear": (patch**2 * out_channels, D), "final_layer.adaLN_modulation.1": (2 * D, D)}
@@ -66,7 +66,7 @@ def published_state_dict(network, channels=3, out_channels=6, patch=2):
         else:  # its MLP is narrower, its norms have gains
             layers |= {f"{block}.mlp.w12": (2 * 128, D), f"{block}.mlp.w3": (D, 128)}
             plain |= {f"{block}.norm1.weight": (D,), f"{block}.norm2.weight": (D,), "final_layer.norm_final.weight": (D,)}
-            plain |= {"feat_rope.freqs_cos": (N, 16), "feat_rope.freqs_sin": (N, 16)}  # buffers there
+            plain |= {"feat_rope.freqs_cos": (N, 16), "feat_rope.freqs_sin": (N, 16)}  # buffers in the published code
     for name, shape in layers.items():
         plain |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
     return {name: torch.randn(shape) * 0.1 for name, shape in plain.items()}
@@ -109,7 +109,7 @@ def test_weights_start_as_dit_says_and_official_init_differs_in_modulation_and_o
 
 
 def seen_by_layers(net, *args, **kwargs):
-    """What every block and the final layer receive in a forward: tokens, type of the conditioning, whether autocast is on."""
+    """Record what every block and the final layer receive: tokens, dtype of the conditioning, whether autocast is on."""
     seen = []
     hooks = [
         layer.register_forward_pre_hook(lambda _, args: seen.append((args[0], args[1].dtype, torch.is_autocast_enabled("cpu"))))
@@ -155,7 +155,7 @@ def test_the_layer_after_a_route_runs_in_float32_under_mixed_precision(end, fp32
         net = randomized(small(routes=[Route(ratio, 1, end)], fp32_after_route=fp32_after_route))
         assert list(net.fp32_layers) == [fp32_layer] * fp32_after_route
         expected = [fp32_layer] if fp32_after_route and ratio > 0 else []
-        for is_training, ratios in ((True, None), (False, ratio)):  # as sparse guidance asks for
+        for is_training, ratios in ((True, None), (False, ratio)):  # as sparse guidance does
             with torch.autocast("cpu", torch.bfloat16):
                 seen = seen_by_layers(net.train(is_training), x, t, y, selection_ratios=ratios)
             assert [i for i, (_, _, autocast) in enumerate(seen) if not autocast] == expected
@@ -173,12 +173,12 @@ def test_labels_are_dropped_at_their_rate_in_training_and_never_in_evaluation():
     assert torch.equal(seen[1], y)
 
 
-def test_what_does_not_fit_is_refused():
+def test_inputs_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="latents of size 30 cannot be cut into patches of 4"):
         dit.build("DiT-S/4", input_size=30, in_channels=4, num_classes=10)
     x, t, y, _ = inputs()
     arguments = {"t": t, "y": y, "drop_labels": torch.zeros(3, dtype=torch.bool)}
-    for name in arguments:  # one condition does not serve a whole batch
+    for name in arguments:  # one condition must not broadcast over the batch
         with pytest.raises(ValueError, match=rf"{name} has shape \(1,\); 3 latents need \(3,\)"):
             small()(x, **arguments | {name: arguments[name][:1]})
 
@@ -188,12 +188,12 @@ def test_embedded_patches_are_contiguous():
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# LightningDiT alone: rotary positions, norms and precision.
+# LightningDiT only: rotary positions, norms and precision.
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.filterwarnings("error")  # torch warns that types which differ miss its fused kernel
+@pytest.mark.filterwarnings("error")  # torch warns that its fused kernel needs equal types
 def test_the_norm_is_computed_in_float32_for_every_type_of_tokens_and_gain(dtype, weight_dtype):
     x, norm = (100 * torch.randn(5, 48)).to(dtype), RMSNorm(48, eps=1e-6)
     with torch.no_grad():
@@ -207,7 +207,7 @@ def test_the_norm_is_computed_in_float32_for_every_type_of_tokens_and_gain(dtype
     assert torch.allclose(got, expected, rtol=1e-6) if dtype == torch.float32 else (got == expected).float().mean() > 0.99
 
 
-def test_under_mixed_precision_queries_are_turned_in_float32_and_tables_are_not_rounded(monkeypatch):
+def test_under_mixed_precision_queries_are_rotated_in_float32_and_tables_are_not_rounded(monkeypatch):
     seen = []
 
     def record(x, cos, sin):

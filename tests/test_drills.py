@@ -1,7 +1,7 @@
-"""Drills: commands are killed, signalled, started twice, and have their disk filled and their checkpoints damaged.
+"""Drills: tests kill commands, send them signals, start them twice, fill their disk and damage their checkpoints.
 
-What they leave in the end must be, byte by byte, what an undisturbed run leaves. A chain of disturbances hits one folder, one
-start after the other. Needs Linux.
+In the end their files must equal those of an undisturbed run, byte for byte. The disturbances of a test hit the same folder,
+one per start. Needs Linux.
 """
 
 import errno
@@ -35,7 +35,7 @@ COMMANDS = {
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    """run/ with checkpoints of steps 2, 4 and 6, and images/ of two classes."""
+    """Fixture: a folder with run/ (checkpoints of steps 2, 4 and 6) and images/ (two classes)."""
     folder, rng = tmp_path_factory.mktemp("inputs"), np.random.default_rng(0)
     for i in range(10):
         file = folder / "images" / ("ant", "bee")[i % 2] / f"{i}.png"
@@ -47,7 +47,7 @@ def inputs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def undisturbed(inputs, tmp_path_factory):
-    """undisturbed(name, *more) -> the arguments of a command, and what it leaves."""
+    """Fixture: undisturbed(name, *more) returns the arguments of a command and the files that it leaves."""
     found = {}
 
     def make(name, *more):
@@ -72,7 +72,7 @@ def expect_same(out, reference):
 
 
 def disturb(out, arguments, reference, before):
-    """How a disturbed command ended. If it had nothing left to do, so that nothing could happen, it starts from the beginning."""
+    """Return how a disturbed command ended. If nothing was left to do, so that nothing happened, it starts from the beginning."""
     newest = newest_step(out)
     outcome = run(out, arguments, before)
     if not outcome.happened():
@@ -81,7 +81,7 @@ def disturb(out, arguments, reference, before):
         shutil.rmtree(out)
         newest, outcome = -1, run(out, arguments, before)
     assert outcome.happened(), outcome.output
-    assert newest_step(out) >= newest  # no whole checkpoint is lost
+    assert newest_step(out) >= newest  # no complete checkpoint is lost
     return outcome
 
 
@@ -97,7 +97,7 @@ def finish_alike(out, arguments, reference):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Kills, before these operations on files.
+# Kills: the process dies before each of these file operations.
 
 KILLS = {
     "train": [
@@ -113,7 +113,7 @@ KILLS = {
 
 
 @pytest.mark.parametrize("name", KILLS)
-def test_a_command_that_is_killed_again_and_again_leaves_what_an_undisturbed_one_leaves(name, undisturbed, tmp_path):
+def test_a_command_that_is_killed_repeatedly_leaves_the_files_of_an_undisturbed_one(name, undisturbed, tmp_path):
     arguments, reference = undisturbed(name)
     for pattern in KILLS[name]:
         disturb(tmp_path / "out", arguments, reference, partial(at_operation, die, pattern)).expect_code(-signal.SIGKILL)
@@ -121,7 +121,7 @@ def test_a_command_that_is_killed_again_and_again_leaves_what_an_undisturbed_one
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A full or failing disk: {operation that fails: how the error names it}.
+# A full or failing disk: {operation that fails: file that the error names}.
 
 FULL = {
     "train": {
@@ -136,7 +136,7 @@ FULL = {
 
 
 @pytest.mark.parametrize("name", FULL)
-def test_a_full_disk_gives_one_line_and_the_next_start_continues(name, undisturbed, tmp_path):
+def test_a_full_disk_gives_an_error_of_one_line_and_the_next_start_continues(name, undisturbed, tmp_path):
     arguments, reference = undisturbed(name)
     for pattern, named in FULL[name].items():
         number = errno.EIO if "state" in pattern else errno.ENOSPC
@@ -152,7 +152,7 @@ def test_a_full_disk_gives_one_line_and_the_next_start_continues(name, undisturb
 
 LOOKS = ["sample.batch_size=1", "eval.every=3", "eval.num_samples=4", "eval.batch_size=1", "eval.num_steps=1"]
 STEP, SAMPLER = "training.trainer:Trainer.train_step", "sampling.sampler:ImageSampler.__call__"
-MOMENTS = [(STEP, 2), ("checkpoints.store:_write_files", 1), (SAMPLER, 2), (SAMPLER, 5)]  # a step, save, grid and evaluation
+MOMENTS = [(STEP, 2), ("checkpoints.store:_write_files", 1), (SAMPLER, 2), (SAMPLER, 5)]  # in a step, save, grid and evaluation
 
 
 def test_training_saves_at_each_signal_and_ends_with_the_files_of_an_undisturbed_run(undisturbed, tmp_path):
@@ -183,14 +183,14 @@ def test_two_processes_save_the_same_step_whichever_is_signalled(ranks, inputs, 
     before = partial(at_call, partial(send, signal.SIGTERM), STEP, 3)
     for outcome in launch(tmp_path, arguments, 2, dict.fromkeys(ranks, before)):
         outcome.expect_code(0)
-    assert newest_step(tmp_path) in (3, 4, 5)  # the ranks agree after a step
+    assert newest_step(tmp_path) in (3, 4, 5)  # the ranks agree one step after the signal
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Damage, and the same command twice.
 
 
-def test_training_repeats_what_a_damaged_checkpoint_held(inputs, undisturbed, tmp_path):
+def test_training_repeats_the_steps_of_a_damaged_checkpoint(inputs, undisturbed, tmp_path):
     arguments, reference = undisturbed("train", "checkpoint.keep_last=3")
     shutil.copytree(inputs / "run", tmp_path / "out" / "run")
     rng = np.random.default_rng(0)
@@ -204,7 +204,7 @@ def test_training_repeats_what_a_damaged_checkpoint_held(inputs, undisturbed, tm
 
 
 @pytest.mark.parametrize("name", ["train", "sample"])
-def test_of_two_equal_commands_at_once_one_works_and_the_other_names_it_or_both_are_right(name, undisturbed, tmp_path):
+def test_if_a_command_is_started_twice_one_works_and_the_other_names_it_or_both_succeed(name, undisturbed, tmp_path):
     arguments, reference = undisturbed(name)
     outcomes = [process.finish() for process in [Command(tmp_path / "out", arguments) for _ in range(2)]]
     for outcome in outcomes:

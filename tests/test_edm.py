@@ -8,12 +8,12 @@ import torch
 from edm import EDM
 from edm.sampler import HeunSampler
 
-MEAN, STD = 0.3, 0.5  # of the toy data, one Gaussian
+MEAN, STD = 0.3, 0.5  # the toy data: one Gaussian
 LABELS = torch.zeros(4, dtype=torch.int64)
 
 
 class ListedRandom:
-    """Gives out prepared numbers, in order."""
+    """Random numbers that were prepared, in order."""
 
     def __init__(self, *tensors):
         self.tensors = list(tensors)
@@ -28,7 +28,7 @@ class ListedRandom:
 
 
 class GeneratorRandom:
-    """Counts its calls."""
+    """A denoiser that counts its calls."""
 
     def __init__(self, batch, seed):
         self.batch, self.generator, self.count = batch, torch.Generator().manual_seed(seed), 0
@@ -73,7 +73,7 @@ def test_noise_levels_follow_equation_5():
 
 
 def gaussian_denoiser(x, sigma, y):
-    """The posterior mean of N(MEAN, STD^2) data."""
+    """Return the posterior mean of N(MEAN, STD^2) data."""
     s2 = sigma.double().reshape(-1, 1, 1, 1) ** 2
     return (STD**2 * x.double() + s2 * MEAN) / (STD**2 + s2)
 
@@ -124,7 +124,7 @@ def test_every_step_gets_its_share_of_the_churn_below_the_limit():
         return torch.zeros_like(x)
 
     sampler(denoiser, torch.full((1, 1, 1, 1), 3.0), LABELS[:1], ListedRandom(*[torch.ones(1, 1, 1, 1)] * 8))
-    euler_steps = [sigma for _, sigma in calls[::2]]  # every second call is the correction's
+    euler_steps = [sigma for _, sigma in calls[::2]]  # every second call belongs to the correction
     assert euler_steps == pytest.approx([1.25 * sigma for sigma in sampler.noise_levels()[:-1]])
     assert calls[0][0] == pytest.approx(3.0 * 80 + 1.5 * math.sqrt((1.25 * 80) ** 2 - 80**2))
     assert HeunSampler(num_steps=8, S_churn=8.0).sigma_hat(10.0) == pytest.approx(10 * math.sqrt(2))

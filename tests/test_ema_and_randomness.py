@@ -32,7 +32,7 @@ def draws(seed=0, step=0, stream="diffusion", part=slice(0, 8)):
     return random.randn(2), random.rand()
 
 
-def test_a_sample_draws_the_same_whatever_part_of_the_batch_it_travels_in():
+def test_random_numbers_of_a_sample_do_not_depend_on_its_micro_batch():
     normal, uniform = draws()
     for part in (slice(0, 4), slice(4, 8), slice(5, 6)):
         part_normal, part_uniform = draws(part=part)

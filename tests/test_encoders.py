@@ -1,4 +1,4 @@
-"""Frozen encoders against DINOv2's definition, written here once more, on shared random weights."""
+"""Frozen encoders, against an independent definition of DINOv2 with the same random weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MEAN, STD = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
 
 @pytest.fixture(scope="module")
 def dinov2_file(tmp_path_factory):
-    """Random weights of DINOv2-S in the layout of its authors' file, with a table of 37x37 positions."""
+    """Return random weights of DINOv2-S in the layout of the published file, with a table of 37x37 positions."""
     g = torch.Generator().manual_seed(0)
 
     def normal(*shape, scale=0.05):
@@ -41,7 +41,7 @@ def dinov2_file(tmp_path_factory):
 
 
 def bicubic_points(size: int, stored: int, scale: float) -> np.ndarray:
-    """[size, stored]: the weights of a cubic filter (a = -0.75) without antialias, borders repeated."""
+    """Return the weights [size, stored] of a cubic filter (a = -0.75) without antialias, with repeated borders."""
     a, rows = -0.75, np.zeros((size, stored))
     for i in range(size):
         centre = (i + 0.5) / scale - 0.5
@@ -53,7 +53,7 @@ def bicubic_points(size: int, stored: int, scale: float) -> np.ndarray:
 
 
 def dinov2_tokens(w: dict[str, torch.Tensor], images: np.ndarray, num_heads: int) -> np.ndarray:
-    """Tokens after the last norm, in float64, of images [B, H, W, 3] of 0 to 1 whose sides are multiples of 14."""
+    """Return the tokens after the last norm, in float64. Images: [B, H, W, 3], 0 to 1, sides multiples of 14."""
     w = {name: x.double() for name, x in w.items()}
     x = torch.from_numpy((images - MEAN) / STD)
     B, grid = len(x), x.shape[1] // 14
@@ -96,16 +96,16 @@ def test_timm_resamples_the_table_of_positions_differently_and_the_default_is_ti
     expected = timm.layers.resample_abs_pos_embed(stored, [4, 4])
     assert torch.equal(Encoder(DINOV2_S, dinov2_file, 56).net.pos_embed, expected)
     other = resample_as_dinov2(stored, 4)
-    assert torch.equal(other[:, 0], expected[:, 0]) and (other - expected)[:, 1:].std() > 0.3  # no antialias on white noise
+    assert torch.equal(other[:, 0], expected[:, 0]) and (other - expected)[:, 1:].std() > 0.3  # white noise without antialias
     for recipe in ("repa", "edm2"):
         assert torch.equal(Encoder(DINOV2_S, dinov2_file, 518, recipe=recipe).net.pos_embed, stored)
 
 
-def test_images_are_shrunk_as_pillows_bicubic_filter_does_it_and_normalised(dinov2_file):
+def test_images_are_resized_like_pillows_bicubic_filter_and_normalised(dinov2_file):
     smooth = np.random.default_rng(0).integers(0, 256, (9, 7, 3), dtype=np.uint8)
     image = np.array(Image.fromarray(smooth).resize((150, 200), Image.Resampling.BILINEAR))
     expected = np.array(Image.fromarray(image).resize((56, 56), Image.Resampling.BICUBIC)) / 255
-    seen = []  # what the network gets, [1, 3, H, W]
+    seen = []  # the network's input, [1, 3, H, W]
     for recipe in ("edm2", "repa"):
         encoder = Encoder(DINOV2_S, dinov2_file, 56, recipe=recipe)
         encoder.net.patch_embed.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0]))
@@ -126,7 +126,7 @@ def test_an_encoder_is_frozen_in_its_own_precision(tiny_encoder):
     assert rounded.dtype == torch.float32 and 0 < (rounded - inside).abs().max() < 0.2
 
 
-def test_what_cannot_be_an_encoder_is_refused_in_one_line(tiny_encoder, tmp_path):
+def test_networks_that_cannot_be_encoders_are_refused_in_one_line(tiny_encoder, tmp_path):
     other, pickled = tmp_path / "other.safetensors", tmp_path / "code.pth"
     save_file({"weight": torch.zeros(2)}, other)
 

@@ -1,4 +1,4 @@
-"""Inception against torch-fidelity's own extractor, the classifier of the digits against its labels; sets of features."""
+"""Inception, against torch-fidelity's extractor; the classifier of the digits, against labels; several detectors."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def test_features_are_those_of_torch_fidelity_in_any_batches(inception_weights, 
     names = ["2048", "logits_unbiased"]
     extractor = port.FeatureExtractorInceptionV3("check", names, feature_extractor_weights_path=inception_weights)
     kept = []
-    # Before the ReLU, computed from the convolution and the normalisation, whose hooks are not ours.
+    # Before the ReLU, from hooks of this test on the convolution and the normalisation.
     extractor.Mixed_6d.branch1x1.bn.register_forward_hook(lambda module, inputs, output: kept.append(output.clone()))
     with torch.no_grad():
         pool, logits = extractor(torch.from_numpy(images).permute(0, 3, 1, 2))
     assert pool.std() > 0.1
     torch.testing.assert_close(features.pool, pool, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(features.logits, logits, rtol=1e-5, atol=1e-5)
-    first = [kept[0].relu()[:, channel] for channel in range(7)]  # of [N, 192, 17, 17], flattened as NHWC
+    first = [kept[0].relu()[:, channel] for channel in range(7)]  # [N, 192, 17, 17], flattened as NHWC
     torch.testing.assert_close(features.spatial, torch.stack(first, dim=-1).flatten(1), rtol=1e-5, atol=1e-5)
     assert features.spatial.shape == (3, 2023) and features.spatial.std() > 0.1
     (parts,) = extract([detector], (images[i : i + 2] for i in (0, 2)))
@@ -110,7 +110,7 @@ def test_images_of_another_size_and_other_weights_are_refused(tmp_path):
 
 
 class Named:
-    """A detector that gives the pixels back."""
+    """A detector whose features are the pixels."""
 
     def __init__(self, name: str):
         self.name = name

@@ -1,4 +1,4 @@
-"""Reading and writing images: .npz files and folders, and what is said of bad ones."""
+"""Reading and writing images: .npz files and folders, and errors for bad ones."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ def read(images, *args) -> np.ndarray:
     return np.concatenate(list(images.batches(*args)))
 
 
-def test_what_is_written_is_read_back(tmp_path):
+def test_images_are_read_as_they_were_written(tmp_path):
     images, labels = make_images(), np.arange(7)
     write_npz(tmp_path / "a.npz", iter(images), images.shape, labels)
     found = open_images(tmp_path / "a.npz")
     assert found.shape == images.shape and np.array_equal(found.labels, labels)
     assert np.array_equal(read(found, 3), images) and np.array_equal(read(found, 2, 2, 5), images[2:5])
-    with np.load(tmp_path / "a.npz") as plain:  # what any other evaluator sees
+    with np.load(tmp_path / "a.npz") as plain:  # as other evaluators read it
         assert sorted(plain.files) == ["arr_0", "labels"]
         assert np.array_equal(plain["arr_0"], images)
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
-def test_files_of_numpy_are_read_with_adms_labels(tmp_path, save):
+def test_files_written_by_numpy_are_read_with_labels_as_adm_stores_them(tmp_path, save):
     images = make_images()
     save(tmp_path / "a.npz", images, np.arange(7, dtype=np.int32))
     found = NpzImages(tmp_path / "a.npz")
@@ -64,7 +64,7 @@ def test_a_bad_npz_is_refused_by_name(tmp_path, case):
         NpzImages(tmp_path / "bad.npz")
 
 
-def test_what_is_no_set_of_images_is_refused_by_name(tmp_path):
+def test_paths_that_are_not_sets_of_images_are_refused_by_name(tmp_path):
     (tmp_path / "text.npz").write_text("hello")
     (tmp_path / "empty").mkdir()
     for name in ("text.npz", "none.npz", "text.txt", "empty"):
@@ -79,7 +79,7 @@ def test_a_damaged_or_short_array_is_found_while_reading(tmp_path):
     images = make_images(50, 32, 32)
     np.savez(tmp_path / "a.npz", images)
     data = bytearray((tmp_path / "a.npz").read_bytes())
-    data[len(data) // 2] ^= 0xFF  # the zip's checksum tells
+    data[len(data) // 2] ^= 0xFF  # the checksum of the zip file detects it
     (tmp_path / "flipped.npz").write_bytes(data)
     with zipfile.ZipFile(tmp_path / "a.npz") as whole, zipfile.ZipFile(tmp_path / "short.npz", "w") as short:
         short.writestr("arr_0.npy", whole.read("arr_0.npy")[:-100])
@@ -92,7 +92,7 @@ def test_a_damaged_or_short_array_is_found_while_reading(tmp_path):
             read(NpzImages(tmp_path / f"{name}.npz"), 8)
 
 
-def test_writing_refuses_other_images_and_leaves_no_file(tmp_path):
+def test_writing_refuses_float_images_and_leaves_no_file(tmp_path):
     with pytest.raises(UserError, match="an image is float64"):
         write_npz(tmp_path / "a.npz", iter(IMAGES / 255), IMAGES.shape)
     assert list(tmp_path.iterdir()) == []
@@ -123,20 +123,20 @@ def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path):
     assert ImageFolder(tmp_path).fingerprint() != before
 
 
-def test_the_grids_of_sample_py_are_no_samples(tmp_path):
+def test_the_grids_of_sample_py_are_not_samples(tmp_path):
     for name in ("seed_000000_class_000.png", "grid_0-0.png"):
         Image.fromarray(make_images(1)[0]).save(tmp_path / name)
-    assert len(ImageFolder(tmp_path)) == 2  # somebody's images, by whatever names
+    assert len(ImageFolder(tmp_path)) == 2  # without settings.yaml, any image of a user counts
     (tmp_path / "settings.yaml").touch()
     assert [file.name for file in ImageFolder(tmp_path).files] == ["seed_000000_class_000.png"]
 
 
-def test_a_folder_of_references_is_cropped_to_the_resolution_of_the_run_as_encode_does(tmp_path):
+def test_a_folder_of_reference_images_is_cropped_to_the_resolution_of_the_run_as_in_encode(tmp_path):
     write_folder(tmp_path, make_images(2, 40, 30))
     reference = open_reference(str(tmp_path), "reference", ["inception"], resolution=16)
     assert reference.shape == (2, 16, 16, 3)
     assert np.array_equal(read(reference, 2)[0], adm_center_crop(Image.open(tmp_path / "a.png"), 16))
-    assert reference.fingerprint() != open_images(tmp_path).fingerprint()  # by which features are cached
+    assert reference.fingerprint() != open_images(tmp_path).fingerprint()  # caches of features depend on it
     write_folder(tmp_path / "square", make_images(1, 16, 16))
     same = [open_images(tmp_path / "square", crop=crop) for crop in (None, 16)]
     assert np.array_equal(*(read(images, 1) for images in same))
@@ -154,7 +154,7 @@ def test_images_that_are_not_rgb_are_converted_only_when_asked(tmp_path, mode):
         read(open_images(tmp_path, convert_to_rgb=True), 2)
 
 
-def test_a_broken_image_and_one_of_another_size_are_named(tmp_path):
+def test_a_broken_image_and_an_image_of_another_size_are_named(tmp_path):
     write_folder(tmp_path, make_images(2, 64, 64))
     whole = (tmp_path / "a.png").read_bytes()
     for content in (whole[: len(whole) // 2], b"not a PNG"):

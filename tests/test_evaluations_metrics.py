@@ -70,14 +70,14 @@ def test_the_score_is_the_mean_over_consecutive_splits_and_a_short_one_counts_fu
     assert metrics.inception_score(logits.flip(0), split_size=10) != pytest.approx(expected, rel=1e-3)
 
 
-def test_the_score_is_the_number_of_classes_for_sure_and_balanced_predictions_and_1_for_equal_ones():
+def test_the_score_is_the_number_of_classes_for_certain_balanced_predictions_and_1_for_equal_ones():
     sure = torch.eye(10).repeat(5, 1) * 2000  # the softmax underflows: log(softmax) would be -inf
     assert metrics.inception_score(sure) == pytest.approx(10, rel=1e-12)
     assert metrics.inception_score(torch.ones(50, 10)) == pytest.approx(1, rel=1e-12)
     assert metrics.inception_score(torch.tensor([[3000.0, 0.0]]).repeat(9, 1)) == pytest.approx(1, rel=1e-12)
 
 
-def test_class_agreement_is_the_share_of_samples_classified_as_asked():
+def test_class_agreement_is_the_fraction_of_samples_classified_as_requested():
     logits = torch.eye(4)
     assert metrics.class_agreement(logits, torch.tensor([0, 1, 2, 0])) == 0.75
     with pytest.raises(ValueError, match="outside the detector's 4 classes"):
@@ -120,7 +120,7 @@ def test_a_point_on_the_border_of_a_ball_is_inside():
 
 @pytest.mark.parametrize("spectrum", ["equal", "decaying"])
 def test_95_percent_intervals_of_the_jackknife_cover_the_mean_distance_of_samples_of_this_size(spectrum):
-    """Samples of one Gaussian against another of known distance; the interval is Student's, with 9 degrees of freedom."""
+    """Two Gaussians with a known distance. The interval is Student's, with 9 degrees of freedom."""
     g, dim = torch.Generator().manual_seed(0), 16 if spectrum == "equal" else 64
     variances = torch.ones(dim).double() if spectrum == "equal" else 1 / torch.arange(1, dim + 1).double()
     known = Statistics(0.1 * variances.sqrt(), torch.diag(1.2 * variances))

@@ -35,7 +35,7 @@ def digits():
 
 
 class FakeInception:
-    """Features that are cheap and of Inception's sizes: fixed random projections of the pixels."""
+    """A cheap detector with Inception's sizes: fixed random projections of the pixels."""
 
     name = "inception"
 
@@ -89,7 +89,7 @@ def test_the_table_gives_each_detector_its_names_and_the_primary_one_first():
     assert [metric.name for metric in metrics_for("small-cifar10")] == [
         "fd_cifar10", "precision_cifar10", "recall_cifar10", "class_agreement_cifar10",
     ]  # fmt: skip
-    assert metrics_for("small-digits") == []  # would be taken for those of the embedded digits
+    assert metrics_for("small-digits") == []  # looks like a metric of the embedded digits
     sets = [small_set(name) for name in ("small-fashion", "inception", "small-", "fashion")]
     assert sets == ["fashion", None, None, None]
     assert [metric.name for metric in METRICS if metric.direction == "lower"] == ["fid", "sfid", "fd_{}"]
@@ -97,7 +97,7 @@ def test_the_table_gives_each_detector_its_names_and_the_primary_one_first():
     assert find_metric("loss") is None is find_metric("fid50k")
 
 
-def test_names_and_values_are_shown_as_people_read_them():
+def test_names_and_values_are_shown_in_readable_form():
     assert [display_name("fid", 50_000, 1), display_name("fd_digits", 250)] == ["fid50k/cfg1.0", "fd_digits250"]
     assert display_name("fd_dinov2", 5_000, 1.25) == "fd_dinov2_5k/cfg1.25"
     assert format_metrics({"fid": 12.34567, "recall": 0.34567, "loss": 12.34567}) == "fid 12.35, recall 0.346, loss 12.35"
@@ -111,7 +111,7 @@ def npz(tmp_path):
 
 
 def load(file, detector) -> Features:
-    """The features of a reference as an evaluator has them."""
+    """Return the features of a reference, as an evaluator loads them."""
     forget_accelerate()
     images = open_reference(str(file), "reference", [detector.name])
     return evaluator.Evaluator(Accelerator(cpu=True), [detector], images, 8, file.parent / "cache").references[0]
@@ -125,7 +125,7 @@ def test_a_reference_is_computed_once_and_again_for_changed_images_other_weights
     other, size = FakeInception(weights_hash="1"), npz.stat().st_size
     load(npz, other)
     assert other.num_images == 20
-    images = np.full((20, 2, 2, 3), 200, dtype=np.uint8)  # of the same size on disk
+    images = np.full((20, 2, 2, 3), 200, dtype=np.uint8)  # the same size on disk
     write_npz(npz, iter(images), images.shape)
     assert npz.stat().st_size == size
     assert torch.equal(load(npz, other).pool, other.features(images).pool) and other.num_images == 60
@@ -153,7 +153,7 @@ def test_statistics_of_a_large_reference_are_computed_once_and_cached(detector, 
     assert torch.equal(first.statistics["pool"].mu, second.statistics["pool"].mu)
 
 
-def test_stored_statistics_are_of_their_detector_alone(tmp_path, npz, detector):
+def test_stored_statistics_are_used_only_for_their_detector(tmp_path, npz, detector):
     file, inception, pool = tmp_path / "with.npz", FakeInception(), {"mu": np.zeros(2048), "sigma": np.eye(2048)}
     dinov2 = {"mu_dinov2": np.ones(1024), "sigma_dinov2": np.diag(np.arange(1024.0))}
     np.savez(file, next(NpzImages(npz).batches(20)), **pool, mu_s=np.ones(2023), sigma_s=np.eye(2023), **dinov2)

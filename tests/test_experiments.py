@@ -1,4 +1,4 @@
-"""The paper's rows as named runs: every one composes, builds and holds the paper's figures."""
+"""The paper's rows as named runs: each composes, builds and holds the paper's figures."""
 
 import functools
 
@@ -11,11 +11,11 @@ from common.errors import UserError
 from configs.compose import find_row
 from configs.experiments import ROWS
 
-# The other placements differ from these in their two blocks alone.
+# The other placements differ from these only in their two blocks.
 COMPOSED = [name for name in ROWS if "placement/" not in name or name.endswith(("baseline", "/0_10", "/7_8"))]
 
 
-@functools.cache  # a checked configuration is never written to
+@functools.cache  # safe, because no test changes a configuration
 def compose_experiment(name):
     return checked([f"experiment={name}"])
 
@@ -26,12 +26,12 @@ def test_every_experiment_composes_and_builds(name):
     assert cfg.experiment["name"] == name and cfg.name == f"{name.replace('/', '_')}_seed0"
     assert cfg.experiment["baseline"] in (None, *ROWS)
     assert bool(cfg.model.routes) == cfg.model.name.endswith(("tread", "sprint")) and cfg.model.init == "adaln_zero"
-    with torch.device("meta"):  # shapes and routes, without the memory of an XL
+    with torch.device("meta"):  # shapes and routes, without the memory of a DiT-XL
         net = build_network(cfg)
     assert net.num_tokens == (cfg.data.input_size // net.patch_size) ** 2
 
 
-def test_no_two_rows_share_a_name_or_run_and_an_unknown_one_is_refused():
+def test_no_two_rows_share_a_name_or_run_and_an_unknown_row_is_refused():
     assert len({name.replace("/", "_") for name in ROWS}) == len(ROWS) == 66
     assert find_row(["seed=1"]) is find_row(["experiment=null"]) is None
     assert find_row(["experiment=table2/dit_b2", "seed=0"]) == ROWS["table2/dit_b2"]
@@ -39,7 +39,7 @@ def test_no_two_rows_share_a_name_or_run_and_an_unknown_one_is_refused():
         find_row(["experiment=table2/dit_b3"])
 
 
-def test_experiments_are_evaluated_along_the_way_and_with_the_papers_number_of_samples_at_the_end():
+def test_experiments_are_evaluated_during_training_and_at_the_end_with_the_papers_number_of_samples():
     along = {"fashion": (1_000, 1_000), "final": (100_000, 5_000), "lightning": (10_000, 5_000)}
     for name in COMPOSED:
         cfg, table, row = compose_experiment(name), name.partition("/")[0], ROWS[name]
@@ -73,7 +73,7 @@ def test_a_row_of_each_table_holds_the_papers_figure():
 
 
 @pytest.mark.parametrize("size", ["s2", "b2", "l2", "xl2"])
-def test_the_rows_of_table_2_train_the_network_of_their_name_as_the_paper_does(size):
+def test_the_rows_of_table_2_train_the_network_in_their_name_as_the_paper_does(size):
     for name, diffusion in (("dit_{}", "edm"), ("dit_{}_tread", "edm"), ("sit_{}", "sit"), ("sit_{}_tread", "sit")):
         cfg = compose_experiment(f"table2/{name.format(size)}")
         assert (cfg.model.backbone, cfg.diffusion.name) == (f"DiT-{size[:-1].upper()}/2", diffusion)
@@ -81,7 +81,7 @@ def test_the_rows_of_table_2_train_the_network_of_their_name_as_the_paper_does(s
         assert cfg.experiment["num_samples"] == 50_000
 
 
-def test_the_rows_of_the_ablations_have_the_routes_of_their_names():
+def test_the_rows_of_the_ablations_have_the_routes_in_their_names():
     for name in ROWS:
         table, _, words = name.partition("/")
         if table == "selection_rate":
@@ -94,7 +94,7 @@ def test_the_rows_of_the_ablations_have_the_routes_of_their_names():
 
 
 def test_the_rows_of_lightningdit_and_sprint_are_trained_as_published():
-    """By configs/lightningdit_xl_vavae_f16d32.yaml of LightningDiT and SPRINT's configuration; times in this project's clock."""
+    """From LightningDiT's configs/lightningdit_xl_vavae_f16d32.yaml and SPRINT's configuration, with t as in this project."""
     lightning, sprint = ("XL/1", 80_000, 1024, 2e-4, [0.9, 0.95], None, 1), (400_000, 256, 1e-4, [0.9, 0.999], 1, 0)
     for name, published, routes in (
         ("lightning/xl1", lightning, []),

@@ -1,4 +1,4 @@
-"""Evaluation during training and by fid.py: the same figures, shared between processes, finished points kept."""
+"""Evaluation in training and by fid.py gives the same figures. Finished points are kept."""
 
 import csv
 import json
@@ -27,7 +27,7 @@ REFERENCE = f"reference={REPOSITORY / 'evaluations' / 'digits_reference.npz'}"
 
 
 def evaluations(run):
-    """{(step, cfg_scale): metrics}."""
+    """Return {(step, cfg_scale): metrics}."""
     return {(record["step"], record["cfg_scale"]): record["metrics"] for record in metrics(run) if "metrics" in record}
 
 
@@ -43,7 +43,7 @@ def sit(tmp_path_factory):
 
 @pytest.fixture
 def fid(tmp_path):
-    """fid(output, *overrides) -> lines of results.jsonl."""
+    """Fixture: fid(output, *overrides) runs fid.py and returns the lines of results.jsonl."""
 
     def run(output, *overrides):
         run_fid(f"output={tmp_path / output}", *FID, *overrides)
@@ -70,7 +70,7 @@ def test_an_interrupted_evaluation_is_completed_by_the_next_start(edm, train):
     assert (run / "metrics.jsonl").read_text() == before
 
 
-def test_fid_gives_the_figures_of_training_and_sweeps_keep_what_is_done(edm, fid, tmp_path):
+def test_fid_gives_the_figures_of_training_and_sweeps_keep_finished_points(edm, fid, tmp_path):
     sweep = [f"checkpoints={edm}", "guidance=cfg"]
     first = fid("out", *sweep, "cfg_scale=1.5")
     lines = fid("out", *sweep, "cfg_scale=[1.0,1.5]")
@@ -81,11 +81,11 @@ def test_fid_gives_the_figures_of_training_and_sweeps_keep_what_is_done(edm, fid
     with open(tmp_path / "out" / "results.csv") as f:
         rows = list(csv.DictReader(f))
     swept = [(row["run"], row["step"], row["cfg_scale"]) for row in rows]
-    assert swept == [("run", "2", "1.5"), ("run", "4", "1.5"), ("run", "2", "1.0"), ("run", "4", "1.0")]  # as they were finished
+    assert swept == [("run", "2", "1.5"), ("run", "4", "1.5"), ("run", "2", "1.0"), ("run", "4", "1.0")]  # in order of completion
     best = min(rows, key=lambda row: float(row["fd_digits"]))
     assert {(row["reference"], row["detector"]) for row in rows} == {("digits_reference.npz", "digits")}
     assert [row["best"] for row in rows] == ["*" if row is best else "~" for row in rows]  # of 70 samples
-    fid("out", f"checkpoint={edm}", "num_samples=35")  # another number of samples does not compete
+    fid("out", f"checkpoint={edm}", "num_samples=35")  # a point with another number of samples is not compared
     assert len((tmp_path / "out" / "results.csv").read_text().splitlines()) == 6
     fid("out", *sweep, "cfg_scale=[1.0,1.5]")
     assert (tmp_path / "out" / "results.md").read_text().count("\n") == 9
@@ -184,7 +184,7 @@ def test_images_on_disk_are_judged_like_the_samples_they_are(edm, fid, tmp_path)
     assert from_folder == {name: from_npz[name] for name in NAMES if name != "class_agreement"}  # a folder holds no labels
 
 
-def test_raw_weights_are_the_networks_own(edm, fid, tmp_path):
+def test_raw_weights_are_those_of_the_network(edm, fid, tmp_path):
     ema, raw = fid("both", f"checkpoint={edm}", "weights=[ema,raw]")
     copy = shutil.copytree(edm, tmp_path / "copy") / "checkpoints" / "step_0000004"
     shutil.copy(copy / "model.safetensors", copy / "ema.safetensors")
@@ -238,7 +238,7 @@ def test_a_run_is_sampled_and_evaluated_in_the_precision_of_its_training_unless_
 
 @pytest.fixture
 def sampled(monkeypatch):
-    """The seeds that were sampled."""
+    """Record the seeds that are sampled."""
     seeds, call = [], ImageSampler.__call__
 
     def recorded(self, batch, labels):
@@ -266,7 +266,7 @@ def test_the_points_of_a_checkpoint_share_its_network(edm, fid, monkeypatch):
 
 
 def test_differences_are_judged_group_by_group():
-    """Both move by 10 from group to group, and one is always 1 above the other, which their errors alone would hide."""
+    """Both values vary by 10 between groups, and the first always exceeds the second by 1. Separate errors would hide this."""
     low = [10.0 * group for group in range(10)]
     first, above, other = (
         {"metrics": {"fid": fid}, "jackknife": {"fid": values}}

@@ -1,4 +1,4 @@
-"""Files are written whole or not at all; a lock says who holds it; what is cut off while it is read is named."""
+"""Files are written completely or not at all. A lock names its holder. Errors name truncated files."""
 
 import errno
 import json
@@ -30,7 +30,7 @@ def open_run(folder):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Writing. tests/test_drills.py fills the disk under whole commands.
+# Writing. tests/test_drills.py fills the disk while commands run.
 
 
 WRITERS = {
@@ -50,7 +50,7 @@ def test_a_full_disk_is_named_with_the_file_and_the_free_space_and_leaves_nothin
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_an_earlier_file_is_untouched_where_a_new_one_cannot_be_written(number, tmp_path):
+def test_an_earlier_file_is_untouched_if_a_new_one_cannot_be_written(number, tmp_path):
     files.write_file(tmp_path / "a", "earlier")
     words = f"^cannot write {tmp_path / 'a'}: {os.strerror(number)}; .* MB are free"
     with pytest.raises(UserError, match=words), files.whole_file(tmp_path / "a") as f:
@@ -67,19 +67,19 @@ def test_a_folder_that_cannot_be_written_is_named_without_the_free_space(tmp_pat
         open_run(tmp_path / "file" / "run")
 
 
-def test_a_torn_line_is_not_joined_to_the_next_one(tmp_path):
+def test_a_truncated_line_is_not_joined_to_the_next_one(tmp_path):
     file = tmp_path / "starts.jsonl"
     file.write_text(json.dumps({"step": 0}) + '\n{"step": 1, "ti')
     files.append_line(file, {"step": 2})
     assert list(files.read_lines(file)) == [{"step": 0}, {"step": 2}]
 
 
-def test_a_run_removes_what_an_interrupted_save_left_and_nothing_else(tmp_path):
+def test_a_run_removes_the_leftovers_of_an_interrupted_save_and_nothing_else(tmp_path):
     run = open_run(tmp_path / "run")
     left = [run.checkpoints / ".tmp_step_0000002", run.checkpoints / ".del_step_0000001"]
     left.append(run.samples / ".tmp_0123456789abcdef_a.png")
     kept = [run.checkpoints / "step_0000001", run.checkpoints / "bad_step_0000001"]
-    kept += [run.samples / name for name in (".tmp_mine", ".del_mine", ".tmp_step_one", ".tmp_0123_a.png")]  # the user's
+    kept += [run.samples / name for name in (".tmp_mine", ".del_mine", ".tmp_step_one", ".tmp_0123_a.png")]  # the user's own
     for path in left + kept:
         path.mkdir()
         (path / "model.safetensors").write_bytes(b"half")
@@ -93,27 +93,27 @@ def test_a_run_removes_what_an_interrupted_save_left_and_nothing_else(tmp_path):
 
 
 def hold_a_run():
-    sys.argv = ["train.py", "name=run"]  # as the command has it a moment later
+    sys.argv = ["train.py", "name=run"]  # the command sets it only after `before`
     run = open_run(Path("run"))
     Path("is_open").touch()
     time.sleep(600)
     run.close()
 
 
-def test_a_second_process_gets_the_name_of_the_first_until_that_is_killed(tmp_path):
+def test_the_error_for_a_locked_run_names_its_process_until_that_is_killed(tmp_path):
     process = Command(tmp_path, ["train.py", "name=run"], before=hold_a_run)
     wait_for((tmp_path / "is_open").exists)
     words = rf"^another process is training in {tmp_path}/run: process {process.process.pid} on .*; .* name="
     with pytest.raises(UserError, match=words):
         open_run(tmp_path / "run")
-    process.finish(limit_sec=0)  # kills it
+    process.finish(limit_sec=0)  # kills the process
     run = open_run(tmp_path / "run")
     words = rf"^another process is sampling into {tmp_path}/run: process {os.getpid()} on .* output="
     with pytest.raises(UserError, match=words):
         files.lock_file(run.path / ".lock", "sampling into", "output")
 
 
-def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch, caplog):
+def test_a_file_system_without_locks_gives_a_warning(tmp_path, monkeypatch, caplog):
     def no_locks(descriptor, blocking):
         raise OSError(errno.ENOLCK, "no locks")
 
@@ -136,7 +136,7 @@ def test_lines_that_hold_no_json_object_are_skipped(tmp_path):
 
 
 @pytest.mark.parametrize("kept", [0, 0.5, 0.999])
-def test_a_shard_that_is_cut_off_while_it_is_used_is_named(kept, tmp_path):
+def test_a_shard_that_is_truncated_during_use_is_named(kept, tmp_path):
     for k in range(2):
         make_shard(tmp_path / f"{k}.safetensors", num_items=24, channels=4, size=16, seed=k)
     dataset, file = LatentDataset(tmp_path), tmp_path / "1.safetensors"

@@ -1,4 +1,4 @@
-"""Each format is written as the other project writes it, and read item by item."""
+"""Formats of other projects: each test writes files like that project and reads them item by item."""
 
 import json
 import zipfile
@@ -18,7 +18,7 @@ from latents.prepare.formats import REPAFolder, open_latents
 
 
 def write_lmdb(folder, latents, labels, length=None, leave_out=()):
-    """As MaskDiT's extract_latent.py: arrays are put as they are, labels and length as text."""
+    """Write an LMDB like MaskDiT's extract_latent.py: arrays as bytes, labels and length as text."""
     folder.mkdir(parents=True, exist_ok=True)
     with lmdb.open(str(folder), map_size=2**26) as env, env.begin(write=True) as txn:
         for i, (latent, label) in enumerate(zip(latents, labels)):
@@ -27,11 +27,11 @@ def write_lmdb(folder, latents, labels, length=None, leave_out=()):
         txn.put(b"length", str(len(labels) if length is None else length).encode())
         for key in leave_out:
             assert txn.delete(key.encode())
-    (folder / "lock.mdb").unlink()  # as after a copy
+    (folder / "lock.mdb").unlink()  # as after copying the folder
 
 
 def write_fast_dit(folder, latents, labels, files, name="imagenet256"):
-    """As fast-DiT's extract_features.py: one file per step; `files` gives the items of each."""
+    """Write files like fast-DiT's extract_features.py, one per step. `files` lists the items of each file."""
     for part in ("features", "labels"):
         (folder / f"{name}_{part}").mkdir(parents=True, exist_ok=True)
     for i, items in enumerate(files):
@@ -40,7 +40,7 @@ def write_fast_dit(folder, latents, labels, files, name="imagenet256"):
 
 
 def write_repa(folder, mean_std, labels):
-    """As EDM2's dataset_tools.py encode: one file per item, dataset.json written last."""
+    """Write files like EDM2's dataset_tools.py encode: one per item, then dataset.json."""
     entries = []
     for i, (value, label) in enumerate(zip(mean_std, labels)):
         name = f"{i // 1000:05d}/img-mean-std-{i:08d}.npy"
@@ -58,7 +58,7 @@ def zip_of(folder, file, prefix=""):
 
 
 def write_lightningdit(file, latents, labels, flips=None):
-    """As LightningDiT's extract_features.py; `flips` of None: the mirrored latents."""
+    """Write files like LightningDiT's extract_features.py. With flips=None, the flips are the mirrored latents."""
     file.parent.mkdir(parents=True, exist_ok=True)
     tensors = {"latents": latents, "latents_flip": latents.flip(-1) if flips is None else flips, "labels": torch.tensor(labels)}
     about = {"total_size": str(len(latents)), "dtype": str(latents.dtype), "device": "cpu"}
@@ -91,7 +91,7 @@ def test_a_bad_lmdb_is_refused_by_name(tmp_path, settings):
 def test_fast_dit_files_are_read_in_numeric_order_whatever_number_of_items_they_hold(tmp_path):
     latents, labels = sd_moments(12)[:, :4] * np.float32(SD_SCALE), list(range(12))
     write_fast_dit(tmp_path / "one", latents, labels, [slice(i, i + 1) for i in range(12)])
-    check(open_latents(tmp_path / "one"), latents, labels)  # as text, 10 would come before 2
+    check(open_latents(tmp_path / "one"), latents, labels)  # in text order, 10 would come before 2
     check(open_latents(tmp_path / "one" / "imagenet256_features"), latents, labels)
     write_fast_dit(tmp_path / "more", latents[:8], labels[:8], [slice(0, 2), slice(2, 4), slice(4, 7), slice(7, 8)])
     check(open_latents(tmp_path / "more"), latents[:8], labels[:8])
@@ -131,7 +131,7 @@ def test_standard_deviations_become_log_variances(tmp_path):
         assert torch.equal(read[:, :4], torch.from_numpy(moments[1:, :4]))
         assert torch.allclose(read[:, 4:], torch.from_numpy(moments[1:, 4:]), atol=1e-5)
     write_repa(tmp_path / "zeros", np.zeros((1, 8, 2, 2), np.float32), [0])
-    assert torch.allclose(open_latents(tmp_path / "zeros").read(0, 1)["latents"][:, 4:], torch.tensor(-30.0))  # as clamped
+    assert torch.allclose(open_latents(tmp_path / "zeros").read(0, 1)["latents"][:, 4:], torch.tensor(-30.0))  # clamped
 
 
 def put(name, array):
@@ -208,7 +208,7 @@ def test_bad_statistics_of_lightningdit_are_refused_by_name(tmp_path, statistics
         open_latents(tmp_path)
 
 
-def test_what_fits_no_format_or_several_is_refused_and_native_shards_are_not_converted(tmp_path):
+def test_latents_of_no_format_or_several_are_refused_and_native_shards_are_not_converted(tmp_path):
     make_shard(tmp_path / "native" / "a.safetensors")
     with pytest.raises(UserError, match="a.safetensors is a native shard, which training reads as it is"):
         open_latents(tmp_path / "native")

@@ -1,4 +1,4 @@
-"""The code of tests/gpu runs: one test of each of its files on the CPU, with small sizes, and all its settings."""
+"""The code of tests/gpu works on the CPU: one test of each file runs with small sizes, and all settings compose."""
 
 import contextlib
 from dataclasses import replace
@@ -24,15 +24,15 @@ def test_the_numerics_run_on_a_cpu():
 
 
 def test_a_save_during_training_runs_on_a_cpu(tmp_path, monkeypatch):
-    test_runs.test_a_save_that_lasts_longer_than_a_step_holds_what_was_there_when_it_began(CPU, SMALL, tmp_path, monkeypatch)
+    test_runs.test_a_save_that_takes_longer_than_a_step_holds_the_state_at_its_start(CPU, SMALL, tmp_path, monkeypatch)
 
 
 def test_a_group_of_one_process_runs_on_a_cpu(tmp_path):
-    test_runs.test_one_process_alone_in_its_group_learns_what_it_does_without_one(CPU, SMALL, tmp_path)
+    test_runs.test_a_group_of_one_process_learns_the_same_as_a_process_without_a_group(CPU, SMALL, tmp_path)
 
 
 def test_the_guard_against_waits_runs_on_a_cpu(tmp_path):
-    test_steps.test_the_guard_sees_what_waits(CPU)
+    test_steps.test_the_guard_sees_functions_that_wait(CPU)
     test_steps.test_nothing_waits_in_the_loop_between_two_log_lines(CPU, SMALL, tmp_path, test_steps.ACCUMULATION)
 
 
@@ -55,7 +55,7 @@ def return_tokens_in_reverse(net):
 
 
 @pytest.mark.parametrize("damage", [None, do_nothing, return_tokens_in_reverse])
-def test_compiled_steps_that_learn_something_else_are_found(tmp_path, monkeypatch, damage):
+def test_the_comparison_of_compiled_steps_detects_other_results(tmp_path, monkeypatch, damage):
     def compile_and_damage(net, mode):
         compile_network(net, mode)
         if mode == "blocks" and damage is not None:
@@ -77,7 +77,7 @@ def with_other_labels(sampler):
 
 
 @pytest.mark.parametrize(("damage", "guidance"), zip([None, without_guidance, with_other_labels], [CFG, SPARSE, CFG]))
-def test_other_images_are_found(monkeypatch, damage, guidance):
+def test_the_comparison_of_images_detects_wrong_images(monkeypatch, damage, guidance):
     def sampler(**settings):
         made = ImageSampler(**settings)
         return damage(made) if damage and made.precision == "bf16" else made

@@ -1,4 +1,4 @@
-"""Guidance by its identities: what each is equal to where its scale, its interval or its ratios switch it off."""
+"""Identities of guidance: its value where scale, interval or ratios switch it off."""
 
 import itertools
 
@@ -13,7 +13,7 @@ X, LEVEL, Y = torch.randn(2, 5, 2, 2, generator=torch.Generator().manual_seed(0)
 
 
 class Recorder:
-    """A denoise function that is linear in the label and in the fraction that skips, and remembers its calls."""
+    """A denoise function that is linear in the label and in the fraction of skipping tokens. It records its calls."""
 
     def __init__(self):
         self.calls = []
@@ -28,7 +28,7 @@ LABEL, NULL = Recorder()(X, LEVEL, Y), Recorder()(X, LEVEL, torch.full_like(Y, N
 
 
 def make_inputs(denoise, routes=1, **kwargs):
-    """Its route scores are 1, 2, ... with each call."""
+    """Guidance inputs whose route scores are 1, 2, ... at successive calls."""
     scores = (torch.full((2, 1, 4), float(count)) for count in itertools.count(1))
     return GuidanceInputs(denoise, NUM_CLASSES, (routes, 4), route_scores=lambda: next(scores), **kwargs)
 
@@ -37,7 +37,7 @@ SPARSE = dict(w=1.5, r_strong=0.25, r_weak=0.5)
 
 
 def guided(name, level=2.0, weak=None, **settings):
-    """D_x at (X, level, Y), and what was asked of the network."""
+    """Return D_x at (X, level, Y), and the calls of the network."""
     denoise = Recorder()
     D_x = guidance.GUIDANCES[name](make_inputs(denoise, weak=weak), **settings)(X, torch.full((2,), level), Y)
     return D_x, denoise.calls
@@ -51,7 +51,7 @@ def test_cfg_extrapolates_from_the_null_class_in_one_batched_call():
 
 def test_cfg_scale_1_is_no_guidance_0_is_unconditional_and_an_interval_over_everything_is_cfg():
     D, calls = guided("cfg", cfg_scale=1.0)
-    assert torch.equal(D, LABEL) and len(calls[0]["x"]) == 2  # no second branch is paid for
+    assert torch.equal(D, LABEL) and len(calls[0]["x"]) == 2  # the second branch is not evaluated
     assert torch.equal(guided("none")[0], LABEL) and torch.allclose(guided("cfg", cfg_scale=0.0)[0], NULL)
     for level in (0.002, 80.0):
         everywhere = guided("interval", level, cfg_scale=1.5, level_lo=0.0, level_hi=80.0)[0]
@@ -59,12 +59,12 @@ def test_cfg_scale_1_is_no_guidance_0_is_unconditional_and_an_interval_over_ever
 
 
 @pytest.mark.parametrize(("level", "num_rows"), [(0.1, 2), (0.3, 2), (0.31, 4), (0.7, 4), (0.71, 2)])
-def test_an_interval_pays_for_the_second_branch_only_above_its_lower_bound_up_to_its_upper(level, num_rows):
+def test_an_interval_evaluates_the_second_branch_only_above_its_lower_bound_up_to_its_upper(level, num_rows):
     D, calls = guided("interval", level, cfg_scale=2.0, level_lo=0.3, level_hi=0.7)
     assert [len(call["x"]) for call in calls] == [num_rows]
     assert torch.equal(D, Recorder()(X, torch.full((2,), level), Y)) == (num_rows == 2)
     _, calls = guided("sparse", level, **SPARSE | dict(r_strong=0.0, level_lo=0.3, level_hi=0.7))
-    assert [call["ratio"] for call in calls] == [None, 0.5][: num_rows // 2]  # elsewhere the strong branch alone
+    assert [call["ratio"] for call in calls] == [None, 0.5][: num_rows // 2]  # elsewhere only the strong branch
 
 
 def test_guidance_of_the_first_channels_leaves_the_label_estimate_in_the_others():
@@ -76,7 +76,7 @@ def test_guidance_of_the_first_channels_leaves_the_label_estimate_in_the_others(
 def test_sparse_guidance_extrapolates_from_the_weak_branch_with_the_label_in_both():
     D, calls = guided("sparse", **SPARSE)
     assert [call["y"] for call in calls] == [[1, 4], [1, 4]] and [call["ratio"] for call in calls] == [0.25, 0.5]
-    assert torch.equal(calls[0]["scores"], calls[1]["scores"])  # what stays in the weak branch stays in the strong one
+    assert torch.equal(calls[0]["scores"], calls[1]["scores"])  # tokens that the weak branch keeps stay in the strong branch
     weak, strong = LABEL - 5.0 * 2, LABEL - 2.5 * 2
     assert torch.allclose(D, weak + 1.5 * (strong - weak))
 
@@ -102,7 +102,7 @@ def test_autoguidance_extrapolates_from_the_second_network_where_it_guides():
     assert torch.allclose(D, LABEL + 1) and calls[0]["y"] == weak.calls[0]["y"] == [1, 4]
     for off in (dict(w=1.0), dict(w=2.0, level_lo=3.0)):
         assert torch.equal(guided("autoguidance", weak=weak, **off)[0], LABEL)
-    assert len(weak.calls) == 1  # nor is it paid for
+    assert len(weak.calls) == 1  # and it is not evaluated
 
 
 BOUNDS = dict(level_lo=0.6, level_hi=0.4)

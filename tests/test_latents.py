@@ -1,4 +1,4 @@
-"""Shards: what is written is what is read, and what is wrong is named."""
+"""Shards: reading returns what was written, and errors name what is wrong."""
 
 import json
 import math
@@ -57,10 +57,10 @@ def test_a_shard_may_be_empty_and_its_neighbours_keep_their_items(tmp_path):
     assert torch.equal(LatentDataset(tmp_path).fetch(indices, indices < 0)[0], torch.cat([first, last]))
 
 
-def test_items_are_fetched_by_index_across_shards_in_the_order_asked_for(tmp_path):
+def test_items_are_fetched_by_index_across_shards_in_the_requested_order(tmp_path):
     first, first_labels = make_shard(tmp_path / "a.safetensors", num_items=5, seed=1, flips=True)
     second, second_labels = make_shard(tmp_path / "b.safetensors", num_items=3, seed=2, flips=True)
-    (tmp_path / ".tmp_c.safetensors").write_bytes(b"half written")  # is no data
+    (tmp_path / ".tmp_c.safetensors").write_bytes(b"half written")  # not part of the data
     dataset = LatentDataset(tmp_path)
     assert len(dataset) == 8 and (dataset.channels, dataset.height, dataset.width) == (2, 4, 4) and dataset.has_flips
     indices, flips = np.array([7, 0, 5, 4, 0]), np.array([False, True, True, False, False])
@@ -79,7 +79,7 @@ def test_moments_are_sampled_then_normalised_and_scaled(tmp_path):
     info = ShardInfo("moments", 0.5, "identity", 1, 1, latents_mean=(4.0,), latents_std=(10.0,))
     assert latents_for_network(stored, info, noise).item() == pytest.approx((2 + 3 - 4) / 10 * 0.5)
     make_shard(tmp_path / "a.safetensors", channels=2, kind="moments")
-    assert LatentDataset(tmp_path).channels == 2  # half of those stored
+    assert LatentDataset(tmp_path).channels == 2  # half of the stored channels
 
 
 def test_each_channel_is_normalised_for_the_network_and_restored_for_the_autoencoder():
@@ -102,7 +102,7 @@ def test_the_identity_changes_with_the_data(tmp_path):
 
 
 def changed(info=None, **tensors):
-    """A shard with other metadata or tensors than a good one."""
+    """Return a function that writes a shard with other metadata or tensors than a valid one."""
 
     def write(file):
         good = {"latents": torch.zeros(2, 2, 4, 4), "labels": torch.zeros(2, dtype=torch.int64)}
@@ -170,14 +170,14 @@ def test_a_bad_shard_is_not_written_and_an_existing_one_is_not_overwritten(tmp_p
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The order of training.
+# The order of the items in training.
 
 
 def order(num_items=10, batch_size=4, seed=0, start_step=0, num_steps=5, slices=(slice(0, 4),), with_flips=False):
     return BatchOrder(num_items, batch_size, seed, start_step, num_steps, list(slices), with_flips)
 
 
-def test_every_epoch_is_a_permutation_also_where_a_batch_spans_two():
+def test_every_epoch_is_a_permutation_even_if_a_batch_spans_two_epochs():
     stream = np.concatenate([indices for indices, _ in order()])  # 5 steps of 4 = 2 epochs of 10
     assert sorted(stream[:10]) == sorted(stream[10:]) == list(range(10))
     assert list(stream[:10]) != list(stream[10:])
@@ -220,7 +220,7 @@ def test_identity_latents_become_the_pixels_of_the_images_and_are_clamped():
         autoencoders.to_uint8(torch.full((1, 3, 2, 2), math.nan))
 
 
-def test_an_sd_vae_decodes_from_a_local_folder_large_batches_in_slices(tmp_path, monkeypatch):
+def test_an_sd_vae_loads_from_a_local_folder_and_processes_large_batches_in_slices(tmp_path, monkeypatch):
     from diffusers import AutoencoderKL
 
     torch.manual_seed(0)
@@ -241,7 +241,7 @@ def test_an_sd_vae_decodes_from_a_local_folder_large_batches_in_slices(tmp_path,
             assert torch.allclose(method(batch), whole, atol=1e-6) and sizes == expected
 
 
-def test_a_missing_autoencoder_and_one_of_other_channels_are_refused(tmp_path):
+def test_a_missing_autoencoder_and_a_wrong_number_of_channels_are_refused(tmp_path):
     for spec, message in (
         (f"sd-vae:{tmp_path / 'nowhere'}", "autoencoder=sd-vae:.*nowhere: there is no such folder"),
         ("identity", "autoencoder=identity shows latents as pixels, which have 1 or 3 channels, not 4"),
@@ -251,7 +251,7 @@ def test_a_missing_autoencoder_and_one_of_other_channels_are_refused(tmp_path):
             autoencoders.build(spec, CPU, 4)
 
 
-def test_any_replaced_shard_is_another_data_set_also_without_hashes_in_the_headers(tmp_path):
+def test_replacing_any_shard_changes_the_identity_even_without_hashes_in_the_headers(tmp_path):
     for i in range(100):
         make_shard(tmp_path / f"{i:03}.safetensors", num_items=5, num_classes=1, seed=i)
     identities = [LatentDataset(tmp_path).identity]
@@ -267,7 +267,7 @@ def test_any_replaced_shard_is_another_data_set_also_without_hashes_in_the_heade
 
 
 @pytest.mark.parametrize(("scale_factor", "warns"), [(0.02, True), (0.5, False), (1.9, False), (10.0, True)])
-def test_a_scale_that_is_far_off_is_warned_of(tmp_path, caplog, scale_factor, warns):
-    make_shard(tmp_path / "a.safetensors", scale_factor=scale_factor)  # deviation 1
+def test_an_unusual_scale_gives_a_warning(tmp_path, caplog, scale_factor, warns):
+    make_shard(tmp_path / "a.safetensors", scale_factor=scale_factor)  # latents with a standard deviation of 1
     build.open_data(checked(["data=custom", f"data.path={tmp_path}"]))
     assert ("the network sees latents with a standard deviation of" in caplog.text) == warns

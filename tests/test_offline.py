@@ -1,4 +1,4 @@
-"""Without a network: what is in a cache is used, and what is not is asked for once, within seconds."""
+"""Without a network, commands use their caches. If a cache lacks a file, they ask once and fail within seconds."""
 
 import hashlib
 import http.server
@@ -24,7 +24,7 @@ NAME = "someone/vae"
 
 @pytest.fixture(autouse=True)
 def hub(tmp_path, monkeypatch):
-    """An empty cache, and a hub that nobody can reach; hub(url) sets another."""
+    """Fixture: an empty cache and an unreachable hub. hub(url) sets another hub."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy", "no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
@@ -41,7 +41,7 @@ def hub(tmp_path, monkeypatch):
 
 
 def closed():
-    """An address that refuses connections."""
+    """Fixture: an address that refuses connections."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return f"http://127.0.0.1:{s.getsockname()[1]}"
@@ -49,7 +49,7 @@ def closed():
 
 @pytest.fixture
 def silent(monkeypatch):
-    """The address of a server that takes connections and never answers. Nobody waits longer than half a second for it."""
+    """Fixture: the address of a server that accepts connections and never answers. Timeouts are half a second."""
     monkeypatch.setattr(downloads, "TIMEOUT_SEC", 0.5)
     monkeypatch.setattr(inception, "TIMEOUT_SEC", 0.5)
     with socket.socket() as s:
@@ -60,7 +60,7 @@ def silent(monkeypatch):
 
 @pytest.fixture
 def server(vae, hub):
-    """The address of a hub with the autoencoder, and of a file."""
+    """Fixture: the address of a hub with the autoencoder, and of a file."""
     files = {f"/{NAME}/resolve/main/{file.name}": file.read_bytes() for file in vae.iterdir()} | {"/file": b"content"}
     siblings = [{"rfilename": name} for name in ("README.md", *(file.name for file in vae.iterdir()))]
     files[f"/api/models/{NAME}"] = json.dumps({"id": NAME, "sha": COMMIT, "siblings": siblings}).encode()
@@ -93,7 +93,7 @@ def server(vae, hub):
 
 @pytest.fixture
 def seconds():
-    """Fails a test that takes longer than a user without a network is to wait."""
+    """Fixture: fails a test that takes longer than a user without a network should wait."""
     start_sec = time.perf_counter()
     yield
     assert time.perf_counter() - start_sec < 5
@@ -148,7 +148,7 @@ def test_an_id_that_the_hub_does_not_know_is_named(server):
 # Other files.
 
 
-def test_the_weights_of_inception_are_whole_or_not_there(server, silent, tmp_path, seconds, monkeypatch):
+def test_the_weights_of_inception_are_complete_or_absent(server, silent, tmp_path, seconds, monkeypatch):
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "new"))
     sha256 = hashlib.sha256(b"content").hexdigest()[:8]
     for url, digest, message in [

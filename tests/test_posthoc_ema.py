@@ -19,7 +19,7 @@ TRACK = ["train.ema_lengths=[0.1,0.25]", "train.ema_snapshot_every=2", "train.lr
 
 
 def profile(t, length):
-    """The share of each step's weights, by the recursion of the update."""
+    """Return the weight of each step in the average, by the recursion of the update."""
     shares, gamma = np.zeros(t), gamma_from_length(length)
     for step in range(t):
         beta = (1 - 1 / (step + 1)) ** (gamma + 1)
@@ -30,7 +30,7 @@ def profile(t, length):
 
 @torch.no_grad()
 def test_tracked_averages_follow_a_network_that_was_moved_after_they_were_built():
-    """To another type here, which changes parameters in place as another device does."""
+    """Move the network to another dtype, which changes parameters in place, as a move to another device does."""
     net = torch.nn.Linear(3, 1)
     ema = TrackedEMA(net, 0.9, [0.05])
     for module in (net, ema.net):
@@ -74,7 +74,7 @@ def test_an_average_of_any_length_is_found_within_the_error_that_solve_returns()
 
 @pytest.mark.parametrize("num_snapshots", [2, 10, 20])
 def test_factors_are_the_normalised_solution_of_the_closed_form(num_snapshots):
-    """The inner product of k^a (a + 1) / s^(a + 1) up to s with the same of b up to t, as integrals (EDM2, appendix C)."""
+    """Return the inner product of two profiles, k^a (a + 1) / s^(a + 1) up to s and the same for b and t (EDM2, appendix C)."""
 
     def product(one, other):
         (s, a), (t, b) = one, other
@@ -89,7 +89,7 @@ def test_factors_are_the_normalised_solution_of_the_closed_form(num_snapshots):
     assert factors == pytest.approx(expected / expected.sum(), abs=1e-6)
 
 
-def test_a_length_that_is_tracked_is_itself():
+def test_a_tracked_length_needs_only_its_last_snapshot():
     tracked = [(step, length) for step in (100, 200, 300) for length in (0.05, 0.25)]
     factors, error = solve(tracked, (300, 0.25))
     assert factors == pytest.approx([0, 0, 0, 0, 0, 1], abs=1e-9) and error < 1e-9
@@ -104,7 +104,7 @@ def test_tracking_changes_nothing_else_and_a_resumed_run_continues_it(train, tmp
     shutil.copytree(tracked, cut)
     shutil.rmtree(cut / "checkpoints" / "step_0000006")
     for step, file in posthoc_ema.list_snapshots(cut).items():
-        if step > 3:  # of what is trained again
+        if step > 3:  # snapshots of steps that are trained again
             file.rename(file.with_name(f"step_{step + 1:07d}_{'0' * 32}.safetensors"))
     train("cut", *TRACK)
     assert all(torch.equal(a, tensors(cut, 6, "tracked_ema")[name]) for name, a in tensors(tracked, 6, "tracked_ema").items())
@@ -177,7 +177,7 @@ def test_missing_and_altered_snapshots_are_refused_and_other_files_are_ignored(t
         file.unlink()
     with pytest.raises(UserError, match="ema_length=0.18: .*0 earlier snapshots.*train.ema_snapshot_every"):
         posthoc_ema.check_length(folder, "ema", 0.18)
-    assert posthoc_ema.check_length(folder, "ema", 0.25) != identity  # is in the checkpoint
+    assert posthoc_ema.check_length(folder, "ema", 0.25) != identity  # it is in the checkpoint
 
 
 def test_a_length_that_is_named_twice_is_refused():

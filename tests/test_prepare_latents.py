@@ -1,4 +1,4 @@
-"""From images to shards: what is encoded is what the autoencoder makes, however often it was interrupted."""
+"""From images to shards: shards hold the autoencoder's latents, also after interruptions."""
 
 import gc
 import io
@@ -51,7 +51,7 @@ def random_image(rng, mode="RGB", width=None, height=None):
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
-    """40 images of several sizes and modes in three class folders, some of them deeper."""
+    """Fixture: 40 images of several sizes and modes in three class folders, some in subfolders."""
     root = tmp_path_factory.mktemp("images")
     rng = np.random.default_rng(0)
     modes = ["RGB", "L", "RGBA", "CMYK", "LA", "P", "EXIF", "RGB"]
@@ -72,7 +72,7 @@ def images(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def encoded(images, vae, tmp_path_factory):
-    """The latents of `images` without further settings. Nobody writes to them: tests that would take a copy."""
+    """Fixture: latents of `images` with default settings. Tests that write to them copy the folder first."""
     return encode(images, tmp_path_factory.mktemp("encoded") / "out", vae)
 
 
@@ -99,7 +99,7 @@ def test_latents_are_those_of_the_autoencoder(images, vae, tmp_path):
 
 
 def write_statistics(folder, num_channels):
-    """LightningDiT's latents_stats.pt."""
+    """Fixture: a latents_stats.pt of LightningDiT."""
     mean, std = torch.arange(float(num_channels)), torch.arange(1, num_channels + 1) / 2
     torch.save({"mean": mean.reshape(1, -1, 1, 1), "std": std.reshape(1, -1, 1, 1)}, file := folder / "stats.pt")
     return file
@@ -154,14 +154,14 @@ def test_an_interrupted_encoding_continues_and_ends_in_the_same_files(images, va
     with pytest.raises(KeyboardInterrupt):
         encode(images, output, vae)
     monkeypatch.undo()
-    gc.collect()  # the writer and its lock, which lie in a cycle with the error
+    gc.collect()  # frees the writer and its lock, which are in a reference cycle with the error
     (output / ".tmp_0123456789abcdef_latents_00002.safetensors").write_bytes(b"half")
     with pytest.raises(UserError, match="is not finished: run the same prepare_latents.py command again to complete it"):
         LatentDataset(output)
     written_ns = {name: (output / name).stat().st_mtime_ns for name in contents(output)}
     assert len(written_ns) == 2
     assert contents(encode(images, output, vae)) == contents(encoded)
-    assert {name: (output / name).stat().st_mtime_ns for name in written_ns} == written_ns  # finished shards were left alone
+    assert {name: (output / name).stat().st_mtime_ns for name in written_ns} == written_ns  # finished shards were not rewritten
     assert not list(output.glob(".*"))
 
 
@@ -249,7 +249,7 @@ def test_unreadable_images_can_be_skipped_and_are_counted(images, vae, encoded, 
     random_image(rng, width=90, height=90).save(whole, "jpeg")
     (folder / "bee" / "cut.jpg").write_bytes(whole.getvalue()[:-2000])
     Image.fromarray(rng.integers(0, 60000, (40, 40), dtype=np.uint16)).save(folder / "bee" / "deep.png")
-    os.mkfifo(folder / "ant" / "00.png")  # the first: the hash of the source reads it
+    os.mkfifo(folder / "ant" / "00.png")  # the first image, because the hash of the source reads it
     (folder / "cow" / "text.png").write_text("not an image")
     out = LatentDataset(encode(folder, tmp_path / "out", vae, "on_error=skip"))
     left_out = json.loads((tmp_path / "out" / "manifest.json").read_text())["left_out"]
@@ -301,7 +301,7 @@ def test_images_are_read_upright_and_in_colour(tmp_path):
     pixels = np.zeros((40, 60, 3), dtype=np.uint8)
     pixels[:, :30] = 250  # the left half is bright
     exif = Image.Exif()
-    exif[0x0112] = 6  # to be turned clockwise: the left half is then above
+    exif[0x0112] = 6  # EXIF: turn clockwise, so that the left half becomes the upper half
     Image.fromarray(pixels).save(tmp_path / "a.png", exif=exif)
     turned = np.asarray(read_rgb(tmp_path / "a.png")[0])
     assert turned.shape == (60, 40, 3) and turned[:30].min() == 250 and turned[30:].max() == 0
@@ -346,13 +346,13 @@ def test_kept_images_are_those_of_their_latents(images, vae, tmp_path, autoencod
     left_out = json.loads((tmp_path / "out" / "manifest.json").read_text())["left_out"]
     assert [entry["name"] for entry in left_out] == ["bee/00.png"] and dataset.has_jpegs
     files = [file for file in sorted(folder.rglob("*.*")) if file.name != "00.png" or file.parent.name != "bee"]
-    indices = np.random.default_rng(0).permutation(len(files))  # over the seams of shards, some mirrored
+    indices = np.random.default_rng(0).permutation(len(files))  # across the borders of shards, some mirrored
     flips = indices % 2 == 1
     latents, labels, found = dataset.fetch_with_images(indices, flips)
     assert all(torch.equal(a, b) for a, b in zip(dataset.fetch(indices, flips), (latents, labels))) and found.dtype == torch.uint8
     for image, index, flip in zip(found.numpy().astype(int), indices, flips):
         error = np.abs(image - adm_center_crop(read_rgb(files[index])[0], RESOLUTION)[:, :: -1 if flip else 1]).mean()
-        assert error < (1 if autoencoder else 12), files[index]  # pixels themselves; those of JPEG files
+        assert error < (1 if autoencoder else 12), files[index]  # stored pixels; pixels of JPEG files
 
 
 def test_images_are_read_from_tars(tmp_path, vae):
@@ -398,7 +398,7 @@ def test_images_without_classes_are_refused_and_class_folders_without_images(tmp
         open_labelled_images(tmp_path)
 
 
-def test_what_encode_does_not_accept_is_refused(images, vae, tmp_path):
+def test_arguments_that_encode_does_not_accept_are_refused(images, vae, tmp_path):
     out = tmp_path / "out"
     for settings, message in (
         (["num_classes=2"], "num_classes=2, but there are labels up to 2"),
@@ -427,7 +427,7 @@ def inspect(path, *settings):
 def test_good_latents_pass_inspection_and_are_drawn(images, vae, tmp_path, caplog):
     folder = encode(images, tmp_path / "out", vae, "num_classes=9")  # the folder has three
     with caplog.at_level(logging.INFO):
-        inspect(folder, "sigma_data=0.1")  # the little autoencoder's latents are small
+        inspect(folder, "sigma_data=0.1")  # latents of the small autoencoder are small
     for line in (
         "40 latents 4x16x16 in 5 files",
         "latents of mirrored images: False",
@@ -438,19 +438,19 @@ def test_good_latents_pass_inspection_and_are_drawn(images, vae, tmp_path, caplo
         assert line in caplog.text
     picture = Image.open(next(folder.glob("inspect_*.png")))
     assert picture.size == (4 * (64 + 4) + 4, 4 * (64 + 14 + 4) + 4)
-    inspect(folder, "sigma_data=0.1")  # again: the picture is the same
+    inspect(folder, "sigma_data=0.1")  # a second call draws the same picture
     with pytest.raises(UserError, match="grid=.*exists; give another file"):
         inspect(folder, f"grid={next(folder.glob('inspect_*.png'))}")
     with pytest.raises(UserError, match="nowhere does not exist"):
         inspect(tmp_path / "nowhere")
 
 
-def test_the_originals_are_drawn_beside_what_their_latents_decode_to(images, tmp_path):
+def test_the_originals_are_drawn_next_to_the_decoded_latents(images, tmp_path):
     pixels = encode(images, tmp_path / "pixels", "identity", "pad=9", "grey=true")
     inspect(pixels, f"images={images}", f"grid={tmp_path / 'pairs.png'}")
     pairs = np.asarray(Image.open(tmp_path / "pairs.png")).astype(int)
     assert pairs.shape[:2] == (4 * (64 + 14 + 4) + 4, 8 * (64 + 4) + 4)
-    for row, column in ((0, 0), (3, 6)):  # identity decodes to the original, up to float16's rounding
+    for row, column in ((0, 0), (3, 6)):  # identity decodes to the original, up to rounding of float16
         y, x = 4 + row * 82 + 14, 4 + column * 68
         decoded, original = pairs[y : y + 64, x : x + 64], pairs[y : y + 64, x + 68 : x + 132]
         assert np.abs(decoded - original).max() <= 2 and original.std() > 10
@@ -472,9 +472,9 @@ def problems_of(path, *settings):
     return str(error.value)
 
 
-def test_inspection_finds_what_is_wrong(tmp_path):
+def test_inspection_finds_problems(tmp_path):
     latents, labels = make_shard(tmp_path / "a.safetensors", num_items=30)
-    labels[:] = torch.arange(30) % 2  # nothing of class 2
+    labels[:] = torch.arange(30) % 2  # no item of class 2
     latents[4, 0, 1, 1] = float("nan")
     metadata = {"about": json.dumps(asdict(INFO))}
     save_file({"latents": latents * 20, "labels": labels}, tmp_path / "a.safetensors", metadata=metadata)
@@ -487,7 +487,7 @@ def test_inspection_finds_what_is_wrong(tmp_path):
     )
 
 
-def test_inspection_tells_mirrored_latents_from_copies_and_finds_a_doubled_shard(tmp_path):
+def test_inspection_distinguishes_mirrored_latents_from_copies_and_finds_a_duplicate_shard(tmp_path):
     latents, labels = make_shard(tmp_path / "good" / "a.safetensors", num_items=30, flips=True)
     inspect(tmp_path / "good", "grid=none")
     write_shard(tmp_path / "bad" / "a.safetensors", latents, labels, INFO, latents_flip=latents.clone())
@@ -543,7 +543,7 @@ def test_transparent_images_get_a_background_and_other_files_are_named(tmp_path,
     encode(images, tmp_path / "blue", "identity", *settings, "background='#0000ff'")
     cfg, dataset = build.open_data(checked(["data=custom", f"data.path={tmp_path / 'blue'}", "model.backbone=DiT-XS/2"]))
     assert (dataset.channels, dataset.info.scale_factor) == (3, 1.0)
-    assert cfg.evaluation.background == "#0000ff"  # as a reference folder is read
+    assert cfg.evaluation.background == "#0000ff"  # as for a folder of references
     read = next(open_images(images, crop=8, background=cfg.evaluation.background).batches(4))
     assert (read == dataset.fetch_with_images(np.arange(4), np.zeros(4, dtype=bool))[2].numpy()).all()
     assert (inspect_module.fetch_originals(dataset, str(images)) == read).all()

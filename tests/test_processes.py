@@ -1,4 +1,4 @@
-"""Two processes: the others wait for what one does alone for longer than an exchange may take, but not for ever."""
+"""Two processes: one may work alone for longer than the timeout of an exchange. The other waits, but not forever."""
 
 import json
 
@@ -58,7 +58,7 @@ with open(f"{folder}/{rank}.json", "w") as f:
 
 @pytest.fixture
 def run(tmp_path):
-    """run(what) -> what each process found."""
+    """Fixture: run(what) returns what each process found."""
 
     def both(what):
         (tmp_path / "script.py").write_text(SCRIPT)

@@ -1,4 +1,4 @@
-"""What a user sees while something runs, in a terminal and in a log file."""
+"""Progress bars and messages, in a terminal and in a log file."""
 
 import io
 import logging
@@ -15,7 +15,7 @@ log = logging.getLogger("test")
 
 
 class Terminal(io.StringIO):
-    """A stderr that is a terminal; `lines` are what stands on it at the end."""
+    """A stderr that is a terminal. `lines` is the text on the screen at the end."""
 
     def isatty(self):
         return True
@@ -39,7 +39,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def logged(monkeypatch):
-    """logged(stream): stderr is `stream`, and messages go there as our commands have it."""
+    """Fixture: logged(stream) replaces stderr by `stream`, and logs to it as commands do."""
     handlers = []
 
     def to(stream):
@@ -83,13 +83,13 @@ def test_a_log_file_gets_whole_lines_of_a_bar_now_and_then(logged, monkeypatch, 
     assert "step 1 is done\n" in text and re.search(r"^ ?33%\|.* 1/3 ", text, re.MULTILINE)
 
 
-def test_a_short_bar_that_goes_away_says_nothing_in_a_log_file(logged):
+def test_a_short_temporary_bar_writes_nothing_to_a_log_file(logged):
     file = logged(io.StringIO())
     assert list(progress_bar(range(3), desc="evaluation", leave=False)) == [0, 1, 2]
     assert file.getvalue() == ""
 
 
-def test_a_bar_survives_a_stderr_that_nobody_reads(monkeypatch):
+def test_a_bar_survives_a_closed_stderr(monkeypatch):
     class Broken(io.StringIO):
         def write(self, text):
             raise BrokenPipeError
@@ -98,7 +98,7 @@ def test_a_bar_survives_a_stderr_that_nobody_reads(monkeypatch):
     assert list(progress_bar(range(3))) == [0, 1, 2]
 
 
-def test_only_a_long_wait_is_announced(caplog, monkeypatch):
+def test_only_a_long_wait_is_logged(caplog, monkeypatch):
     with caplog.at_level(logging.INFO):
         with log_if_slow(log, "a short wait"):
             pass

@@ -1,4 +1,4 @@
-"""The report: what it reads, groups and compares, with figures worked out by hand; and its text."""
+"""The report: reading, grouping and comparing runs, against figures computed by hand, and its text."""
 
 import functools
 import json
@@ -28,7 +28,7 @@ def resolved(*overrides):
 
 
 def make_run(root, *overrides, name=None, fid=(), num_samples=50_000, speed=10.0, steps=400_000, metric="fid", **config):
-    """A run's folder as training leaves it, with lines every 50,000 steps; `fid`: {step: FID}, `speed`: steps per second."""
+    """Write a run with lines every 50,000 steps and return its folder. fid: {step: FID}. speed: steps per second."""
     stored = resolved(*overrides) | {"output_dir": str(root)} | config
     folder = root / (name or stored["name"] + "".join(overrides[1:]).replace("/", "-"))
     folder.mkdir(parents=True)
@@ -49,7 +49,7 @@ def write(file, *lines):
 
 @pytest.fixture
 def runs(tmp_path):
-    """Dense and routed, two seeds each. Dense is best at the end: 40; routed passes 40 between 100,000 (60) and 200,000 (20)."""
+    """Fixture: dense and routed, two seeds each. Dense ends best (40). Routed passes it between 100,000 (60) and 200,000 (20)."""
     root = tmp_path / "runs"
     for seed, shift in ((0, -1), (1, 1)):
         dense = {100_000: 80 + shift, 200_000: 60 + shift, 300_000: 50 + shift, 400_000: 40 + shift}
@@ -60,13 +60,13 @@ def runs(tmp_path):
 
 
 def grouped(root):
-    """The experiments of the only table."""
+    """Return the experiments of the only table."""
     (table,) = group(read_runs([root])[0])[0].values()
     return table
 
 
 def rows(make_table, root):
-    """{name of the row: its cells}."""
+    """Return {name of the row: its cells}."""
     table = make_table(grouped(root))
     return {next(iter(row.values())): row for row in table.rows}
 
@@ -75,25 +75,25 @@ def notes(make_table, root):
     return " ".join(make_table(grouped(root)).notes)
 
 
-def test_seeds_are_one_experiment_with_mean_spread_and_the_papers_figure(runs):
+def test_seeds_form_one_experiment_with_mean_spread_and_the_papers_figure(runs):
     row = rows(results_table, runs)[DIT]
-    # Means of 39 and 41; standard deviation sqrt(2); 400,000 steps of 256 images, at 10 steps a second.
+    # The mean and the standard deviation, sqrt(2), of 39 and 41. 400,000 steps of 256 images, at 10 steps per second.
     assert (row["Seeds"], row["fid"]) == ("0, 1", "40.00 ± 1.41 (paper 43.47, -8%)")
     assert (row["Step"], row["Images seen"], row["Hours"]) == ("400,000", "102,400,000", "11.1")
     assert rows(results_table, runs)[TREAD]["fid"] == "12.00 ± 1.41 (paper 21.34, -44%; dense 40.00, -70%)"
 
 
-def test_a_speedup_is_to_the_best_figure_that_both_reach(runs):
+def test_a_speedup_is_measured_at_the_best_figure_that_both_reach(runs):
     row = rows(speedup_table, runs)[TREAD]
-    # 40 lies half-way between 60 at step 100,000 and 20 at step 200,000. 400 / 150; hours: 40,000 s / 7,500 s.
+    # 40 is halfway between 60 at step 100,000 and 20 at step 200,000: 400 / 150. Hours: 40,000 s / 7,500 s.
     assert row["Best that both reach"] == "40.00 (fid of 50,000 samples)" and row["Reached"] == "step 150,000"
     assert (row["Dense"], row["Speedup in steps"], row["Speedup in hours"]) == (f"{DIT}, step 400,000", "2.67×", "5.33×")
-    # 59 and 19, 61 and 21: they cross 40 at 147,500 and 152,500.
+    # One seed goes from 59 to 19, the other from 61 to 21. They cross 40 at 147,500 and 152,500.
     assert row["Routed seeds"] == "2 of 2 reach it, at step 147,500 to 152,500"
 
 
 def test_each_experiment_is_shown_unguided_and_at_its_best_guidance(runs):
-    assert not rows(guidance_table, runs)  # all is unguided
+    assert not rows(guidance_table, runs)  # all figures are unguided
     guided = {DIT: {1.25: 20.0, 1.5: 10.0, 2.0: 30.0}, TREAD: {1.25: 9.0, 1.5: 15.0, 2.0: 30.0}}
     for name, values in guided.items():
         for seed, shift in ((0, -1), (1, 1)):
@@ -115,7 +115,7 @@ def test_each_experiment_is_shown_unguided_and_at_its_best_guidance(runs):
 @pytest.mark.parametrize(
     ("dense", "routed", "reached", "speedup"),
     [
-        # The routed run's own best, 20, lies half-way between the dense run's 30 and 10.
+        # The best of the routed run, 20, is halfway between 30 and 10 of the dense run.
         ({2: 30.0, 4: 10.0}, {2: 30.0, 3: 20.0, 4: 40.0}, ("step 300,000", "step 300,000"), "1×"),
         ({4: 30.0}, {1: 20.0, 4: 10.0}, ("step 400,000", "at or before step 100,000"), "≥ 4×"),
         ({1: 20.0, 4: 10.0}, {4: 30.0}, ("at or before step 100,000", "step 400,000"), "≤ 0.25×"),
@@ -140,7 +140,7 @@ def test_the_mean_and_the_hours_use_the_seeds_that_trained_longest_and_the_machi
     file.write_text("".join(line for line in file.read_text().splitlines(keepends=True) if '"step": 400000' not in line))
     row = rows(results_table, runs)[DIT]
     assert (row["Seeds"], row["fid"]) == ("0", "39.00 (paper 43.47, -10%)")
-    # The other seed's best is 39 after 40,000 s; the routed mean is there at step 152,500, after 7,625 s.
+    # The best of the other dense seed is 39, after 40,000 s. The routed mean reaches 39 at step 152,500, after 7,625 s.
     assert rows(speedup_table, runs)[TREAD]["Speedup in hours"] == "5.25×"
     start = json.loads((next(runs.glob("*tread*")) / "starts.jsonl").read_text())
     write(next(runs.glob("*tread*")) / "starts.jsonl", start | {"num_processes": 4, "device": "B"})
@@ -160,7 +160,7 @@ def test_a_papers_figure_is_shown_with_figures_of_as_many_samples_and_the_same_g
     assert cells == {"none": "9.00 (paper 9.62, -6%)", "cfg_scale 1.5": "2.00 (paper 2.27, -12%)"}
 
 
-def test_curves_and_speedups_are_of_the_sample_count_that_was_evaluated_often(runs):
+def test_curves_and_speedups_use_the_sample_count_that_was_evaluated_often(runs):
     for folder in runs.iterdir():
         file = folder / "metrics.jsonl"
         file.write_text(file.read_text().replace('"num_samples": 50000', '"num_samples": 5000'))
@@ -186,7 +186,7 @@ def test_runs_without_a_row_are_compared_with_the_dense_run_of_the_same_settings
         (["train.lr=1e-4", "seed=3", "name=mine", "output_dir=elsewhere", "data.path=x", "eval.every=0", "guidance=cfg"], ""),
     ],
 )
-def test_what_a_run_changed_of_its_row_is_found(tmp_path, overrides, changed):
+def test_the_settings_that_a_run_changed_in_its_row_are_found(tmp_path, overrides, changed):
     run = read_run(make_run(tmp_path, f"experiment={TREAD}", *overrides, name="a"))
     assert change_words(changes_of(run)) == changed
 
@@ -203,11 +203,11 @@ def test_settings_filled_in_from_the_data_and_the_initial_weights_do_not_change_
 
 
 @pytest.mark.parametrize("name", [*ROWS][::9])
-def test_a_row_is_itself(name, tmp_path):
+def test_a_run_of_an_unchanged_row_has_no_changes(name, tmp_path):
     assert changes_of(read_run(make_run(tmp_path, f"experiment={name}"))) == {}
 
 
-def test_a_run_that_changed_its_row_has_its_own_line_and_is_compared_with_equal_changes_only(tmp_path):
+def test_a_run_with_a_changed_row_has_its_own_line_and_is_compared_only_with_equal_changes(tmp_path):
     small, label = "model.backbone=DiT-XS/2", f"{TREAD} with model.backbone=DiT-XS/2"
     make_run(tmp_path, f"experiment={DIT}", fid={400_000: 40.0})
     make_run(tmp_path, f"experiment={TREAD}", fid={400_000: 25.0})
@@ -219,11 +219,11 @@ def test_a_run_that_changed_its_row_has_its_own_line_and_is_compared_with_equal_
     assert found[label]["fid"] == "80.00 (dense 100.00, -20%)" and "dense 40.00" in found[TREAD]["fid"]
 
 
-def test_other_routes_are_compared_with_the_rows_dense_run_and_another_length_is_named(tmp_path):
+def test_runs_with_other_routes_are_compared_with_the_dense_run_of_the_row_and_another_length_is_named(tmp_path):
     make_run(tmp_path, f"experiment={DIT}", fid={400_000: 40.0})
     make_run(tmp_path, f"experiment={TREAD}", ROUTE, fid={400_000: 30.0})
     make_run(tmp_path, f"experiment={TREAD}", "train.num_steps=500000", fid={400_000: 20.0})
-    make_run(tmp_path, f"experiment={TREAD}", "model=dit", fid={400_000: 41.0})  # a dense run itself
+    make_run(tmp_path, f"experiment={TREAD}", "model=dit", fid={400_000: 41.0})  # dense, so not compared with a dense run
     found = rows(results_table, tmp_path)
     cells = sorted(row["fid"] for row in found.values())
     assert cells == ["20.00 (dense 40.00, -50%)", "30.00 (dense 40.00, -25%)", "40.00 (paper 43.47, -8%)", "41.00"]
@@ -240,7 +240,7 @@ def test_without_evaluations_and_from_other_weights_there_is_no_speedup(tmp_path
     assert rows(speedup_table, tmp_path) == {}
     assert "started from " in notes(results_table, tmp_path)
     assert "whose training is not in the steps and hours" in notes(results_table, tmp_path)
-    make_run(tmp_path / "all", "experiment=final/xl2_tread_finetune_220", "init_state=all")  # without an evaluation, too
+    make_run(tmp_path / "all", "experiment=final/xl2_tread_finetune_220", "init_state=all")  # without evaluations, too
     assert "whose training is not in the hours" in notes(results_table, tmp_path / "all")
 
 
@@ -265,7 +265,7 @@ def test_results_of_fid_count_for_the_run_whose_checkpoint_they_name(tmp_path):
     assert [*problems] == [str(file)] and problems[str(file)].endswith("gone, which is no run here")
 
 
-def test_hours_of_a_resumed_run_are_those_of_its_lines(tmp_path):
+def test_the_hours_of_a_resumed_run_follow_the_speed_in_each_of_its_lines(tmp_path):
     folder = make_run(tmp_path, f"experiment={TREAD}", steps=100_000)
     write(folder / "metrics.jsonl", {"step": 120_000, "loss": 1.0, "steps_per_sec": 5.0})
     run = read_run(folder)
@@ -273,7 +273,7 @@ def test_hours_of_a_resumed_run_are_those_of_its_lines(tmp_path):
     assert run.hours_at(110_000) == pytest.approx(12_000 / 3600)
 
 
-def test_what_cannot_be_read_is_listed_and_the_rest_is_shown(runs):
+def test_unreadable_runs_are_listed_and_the_others_are_shown(runs):
     with open(next(runs.glob("*b2_seed0*")) / "metrics.jsonl", "a") as f:
         f.write(
             '{"step": 500000, "metrics": {"fid": NaN}, "num_samples": 50000, "cfg_scale": 1.0, "settings": {}}\n'
@@ -307,7 +307,7 @@ def test_arguments_that_cannot_work_are_refused(tmp_path):
         main([str(tmp_path)])
 
 
-def test_of_runs_with_the_same_settings_and_seed_the_longest_counts_and_the_others_are_named(runs, capsys):
+def test_among_runs_with_the_same_settings_and_seed_the_longest_counts_and_the_others_are_named(runs, capsys):
     copy = shutil.copytree(min(runs.iterdir()), runs / "a_copy_that_stopped")
     lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
     (copy / "metrics.jsonl").write_text("".join(lines[:4]))

@@ -34,7 +34,7 @@ def test_the_choice_is_uniform_over_positions_differs_between_samples_and_follow
     )
     assert torch.equal(first, second) and not torch.equal(first, other)
     counts = torch.bincount(first.flatten(), minlength=8) / 4000
-    assert (counts - 0.75).abs().max() < 0.03  # four standard deviations of a share of 4,000 draws
+    assert (counts - 0.75).abs().max() < 0.03  # four standard deviations of a fraction of 4,000 draws
     assert len({tuple(row) for row in first.tolist()}) == 28  # every subset of 6 of 8 occurs
 
 
@@ -51,7 +51,7 @@ def test_importance_is_normalised_per_sample_and_mixed_with_chance():
     chance = torch.tensor([[0.1, 0.2, 0.3], [0.1, 0.2, 0.3]])
     scores = importance_scores(x, chance, 0.25)
     assert torch.allclose(scores, 0.75 * chance + 0.25 * torch.tensor([[0.0, 1.0, 0.5]])) and not scores.requires_grad
-    equal = importance_scores(torch.ones(1, 3, 2), chance[:1])  # equal norms leave the choice to chance
+    equal = importance_scores(torch.ones(1, 3, 2), chance[:1])  # with equal norms, the choice is random
     assert torch.allclose(equal, 0.5 * chance[:1])
 
 
@@ -67,7 +67,7 @@ def test_routed_tokens_return_to_their_positions_and_the_others_are_bit_identica
     assert torch.equal(kept, torch.stack([x[0, [1, 3, 5]], x[1, [0, 2, 4]]]))
     before = x.clone()
     out = TokenRouter.end_route(kept + 100, x, IDS_KEEP)
-    assert torch.equal(x, before)  # out of place
+    assert torch.equal(x, before)  # not in place
     moved = torch.tensor([[0, 100, 0, 100, 0, 100], [100, 0, 100, 0, 100, 0]])[..., None]
     assert torch.equal(out, x + moved)
 

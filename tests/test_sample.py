@@ -1,4 +1,4 @@
-"""sample.py: image i is a function of seed i, and nothing is made twice or overwritten."""
+"""sample.py: image i depends only on seed i, and no image is made twice or overwritten."""
 
 import re
 import shutil
@@ -27,7 +27,7 @@ FEW = ["num_steps=3", "cpu_threads=1"]
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Runs of two steps whose weights matter: the output layers of a fresh network are zero. Nobody writes to them."""
+    """Fixture: runs of two steps, so that the output layers are no longer zero. Tests do not write to them."""
     folder, settings = tmp_path_factory.mktemp("runs"), ["train.num_steps=2", "train.lr=1e-2"]
     return {
         "edm": run_train(folder, "edm", *settings, "checkpoint.every=1"),
@@ -86,7 +86,7 @@ def test_sampling_logs_its_cost(sample, caplog):
     assert "cost     7 network evaluations" in caplog.text  # the last level is evaluated twice
 
 
-def test_a_compiled_network_meets_one_size_of_batch(monkeypatch):
+def test_a_compiled_network_sees_a_single_batch_size(monkeypatch):
     graphs, compile_function = [], torch.compile
     keep = lambda graph, inputs: graphs.append(graph) or graph  # noqa: E731
     monkeypatch.setattr(torch, "compile", partial(compile_function, backend=keep))
@@ -106,7 +106,7 @@ def test_a_compiled_network_meets_one_size_of_batch(monkeypatch):
     for images, others in zip(got, expected, strict=True):
         assert images.shape == others.shape
         assert np.abs(images.astype(int) - others).max() <= 1
-    assert len(graphs) == 1  # one batch of 3, with and without label, of every step
+    assert len(graphs) == 1  # every step evaluates one batch of 3, with and without the label
     assert sampler.cost["network_evaluations"] == plain.cost["network_evaluations"]
 
 
@@ -124,7 +124,7 @@ def test_autoguidance_takes_a_second_checkpoint_of_the_same_latents_and_diffusio
             sample("wrong", "guidance=autoguidance", f"guidance.checkpoint={checkpoint}")
 
 
-def test_the_npz_is_what_adm_reads(sample, tmp_path):
+def test_the_npz_has_adms_format(sample, tmp_path):
     images = sample("out", "seeds=0-4", "classes=[3,7]")
     with np.load(tmp_path / "out" / "samples_0-4.npz") as file:
         assert file["arr_0"].shape == (5, 8, 8, 3) and file["arr_0"].dtype == np.uint8
@@ -149,7 +149,7 @@ def test_interrupted_sampling_continues_with_the_missing_seeds(sample, tmp_path)
         sample("mine", "seeds=0-1")
 
 
-def test_without_an_output_the_folder_says_what_it_holds(runs, tmp_path):
+def test_the_default_folder_is_named_after_the_settings(runs, tmp_path):
     copy = tmp_path / "run"
     shutil.copytree(runs["edm"], copy)
     for scale in ("2", "2.0", "3"):

@@ -1,4 +1,4 @@
-"""SiT against closed forms: one step by hand, and the exact velocity, flow and marginals of a Gaussian."""
+"""SiT against closed forms: one step by hand, and the exact velocity, flow and marginals of Gaussian data."""
 
 import math
 
@@ -30,7 +30,7 @@ def test_data_are_at_0_and_noise_at_1_and_the_network_gets_t_itself():
 
     def net(x, t, y, extra):
         seen.update(x=x, t=t, y=y, extra=extra)
-        return torch.tensor([1.0, 9.0]).reshape(1, 2, 1, 1).expand(2, 2, 1, 2)  # the second channel is not ours
+        return torch.tensor([1.0, 9.0]).reshape(1, 2, 1, 1).expand(2, 2, 1, 2)  # the second channel must be ignored
 
     y, t = torch.tensor([4, 2]), torch.tensor([0.25, 0.5])
     loss = SiT().loss(net, x, y, ListedRandom(t, eps), extra=7)
@@ -47,7 +47,7 @@ def test_logit_normal_times_are_the_sigmoid_of_the_scaled_draws():
     assert seen[0].tolist() == pytest.approx([0.5, 1 / (1 + math.exp(-1.0))])
 
 
-def test_the_cosine_term_is_1_minus_the_cosine_over_channels_of_velocity_and_target_and_so_is_its_gradient():
+def test_the_cosine_term_and_its_gradient_are_those_of_1_minus_the_cosine_over_channels():
     g = torch.Generator().manual_seed(0)
     x, eps, v = (torch.randn(3, 5, 2, 4, generator=g) for _ in range(3))
     t, v = torch.rand(3, generator=g), v.requires_grad_()
@@ -62,8 +62,8 @@ def test_the_cosine_term_is_1_minus_the_cosine_over_channels_of_velocity_and_tar
         assert np.allclose(gradient, 2 * (a - b) / 40 - weight * of_cosine / 8, atol=1e-6)
 
 
-def test_denoise_turns_the_exact_velocity_into_the_posterior_mean_and_published_networks_are_turned():
-    def published(x, s, y):  # data at s = 1, predicts data - noise
+def test_denoise_gives_the_posterior_mean_for_the_exact_velocity_and_for_reversed_published_networks():
+    def published(x, s, y):  # data at s = 1; it predicts data - noise
         return -gaussian_velocity(x, 1 - s, y)
 
     g = torch.Generator().manual_seed(0)
@@ -71,18 +71,18 @@ def test_denoise_turns_the_exact_velocity_into_the_posterior_mean_and_published_
     for net in (gaussian_velocity, lambda x, t, y: -published(x, 1 - t, y)):
         D_x = SiT().denoise(net, x, t, LABELS)
         assert torch.allclose(D_x.double(), gaussian_posterior_mean(x, t, LABELS), atol=1e-6)
-        assert torch.allclose(D_x[3], torch.full_like(D_x[3], MEAN), atol=1e-6)  # pure noise says nothing of the data
+        assert torch.allclose(D_x[3], torch.full_like(D_x[3], MEAN), atol=1e-6)  # pure noise holds no information about the data
 
 
-def test_levels_are_even_and_the_last_step_of_the_sde_has_its_own_size():
+def test_levels_are_evenly_spaced_and_the_last_step_of_the_sde_has_its_own_size():
     assert FlowSampler(num_steps=4, solver="euler").noise_levels() == [1.0, 0.75, 0.5, 0.25, 0.0]
     sde = FlowSampler(num_steps=4, solver="euler_maruyama", last_step_size=0.1)
     assert sde.noise_levels() == pytest.approx([1.0, 0.7, 0.4, 0.1, 0.0])
     assert FlowSampler(num_steps=1, solver="euler_maruyama").noise_levels() == [1.0, 0.0]
 
 
-def test_the_timestep_shift_is_lightningdits_with_the_clock_turned():
-    u = np.linspace(0, 1, 251)  # in LightningDiT's clock, from noise to data
+def test_the_timestep_shift_equals_that_of_lightningdit_in_reversed_time():
+    u = np.linspace(0, 1, 251)  # LightningDiT's time, from noise to data
     published = 0.3 * u / (1 + (0.3 - 1) * u)
     levels = FlowSampler(num_steps=250, timestep_shift=0.3).noise_levels()
     assert (levels[0], levels[-1]) == (1.0, 0.0) and np.allclose(levels, 1 - published, atol=1e-12)
@@ -106,7 +106,7 @@ def test_the_denoiser_is_called_at_the_levels_that_the_sampler_names(solver, eva
 
 @pytest.mark.parametrize(("solver", "order", "shift"), [("euler", 1, 1.0), ("heun", 2, 1.0), ("heun", 2, 0.3)])
 def test_ode_solvers_converge_to_the_exact_flow_at_their_order(solver, order, shift):
-    """The flow of a Gaussian keeps every point's place in its distribution."""
+    """In the exact flow of Gaussian data, each point keeps its quantile."""
     noise, errors = torch.randn(4, 2, 3, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64), []
     for num_steps in (20, 40, 80) if shift == 1 else (80, 160, 320):
         out = FlowSampler(num_steps, solver, shift)(gaussian_posterior_mean, noise, LABELS)
@@ -121,10 +121,10 @@ def test_the_sde_reproduces_mean_and_variance():
     out = sampler(gaussian_posterior_mean, noise, LABELS, GeneratorRandom(20000, 1))
     assert out.mean().item() == pytest.approx(MEAN, abs=0.015)
     assert out.std().item() == pytest.approx(STD, rel=0.03)
-    assert (out - (MEAN + STD * noise)).abs().mean() > 0.1  # noise was exchanged on the way
+    assert (out - (MEAN + STD * noise)).abs().mean() > 0.1  # fresh noise replaced part of the initial noise
 
 
-def test_a_shift_of_the_odes_steps_is_not_ignored_by_the_sde():
+def test_the_sde_refuses_a_timestep_shift():
     with pytest.raises(ValueError, match="timestep_shift=0.3 .*euler_maruyama needs 1"):
         FlowSampler(solver="euler_maruyama", timestep_shift=0.3)
 

@@ -1,4 +1,4 @@
-"""From a folder of small grey pictures to a run that is judged by a classifier of that set."""
+"""From a folder of small grey pictures to a run that a classifier of these pictures evaluates."""
 
 import hashlib
 import json
@@ -28,7 +28,7 @@ NAMES = ["fd_fashion", "precision_fashion", "recall_fashion", "class_agreement_f
 
 @pytest.fixture(scope="module")
 def fashion(tmp_path_factory):
-    """(torchvision's files, images, labels): a bar of noise whose height is the class, in the files of Fashion-MNIST."""
+    """Fixture: (folder, images, labels), in torchvision's files of Fashion-MNIST. The height of a bar of noise is the class."""
     root, random = tmp_path_factory.mktemp("sets"), np.random.default_rng(0)
     images, labels = np.zeros((1200, 28, 28), np.uint8), np.arange(1200) % 10
     for image, label in zip(images, labels):
@@ -43,7 +43,7 @@ def fashion(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def prepared(fashion, tmp_path_factory):
-    """A folder with latents/, fashion.npz and fashion.safetensors, made by the documented commands."""
+    """Fixture: a folder with latents/, fashion.npz and fashion.safetensors, made by the documented commands."""
     folder = tmp_path_factory.mktemp("prepared")
     (program,) = re.findall(r"```python\n(import hashlib\n.*?)```", (REPOSITORY / "docs" / "data.md").read_text(), re.DOTALL)
     subprocess.run([sys.executable, "-c", program], cwd=fashion[0], check=True)
@@ -56,10 +56,10 @@ def prepared(fashion, tmp_path_factory):
     return folder
 
 
-def test_grey_pictures_are_padded_with_black_and_scaled_to_the_deviation_that_was_asked_for(fashion, prepared):
+def test_grey_pictures_are_padded_with_black_and_scaled_to_the_requested_deviation(fashion, prepared):
     _, images, labels = fashion
     names = [f"{label}/{hashlib.sha256(image.tobytes()).hexdigest()}" for image, label in zip(images, labels)]
-    order = np.argsort(names)  # as a folder is read
+    order = np.argsort(names)  # the order in which a folder is read
     images, labels = images[order], labels[order]
     dataset = LatentDataset(prepared / "latents")
     assert (len(dataset), dataset.channels, dataset.height) == (1200, 1, 32)
@@ -72,7 +72,7 @@ def test_grey_pictures_are_padded_with_black_and_scaled_to_the_deviation_that_wa
     assert overall_std(*mean_and_std(sums)) == pytest.approx(0.5, abs=1e-3)
 
 
-def test_the_detector_knows_the_classes_and_says_how_often_it_is_right(prepared):
+def test_the_detector_knows_the_classes_and_stores_its_accuracy(prepared):
     reference = open_images(prepared / "fashion.npz")
     detector = ClassifierDetector("small-fashion", prepared / "fashion.safetensors")
     images = next(reference.batches(300))
@@ -103,7 +103,7 @@ def test_a_detector_needs_a_new_file_with_the_name_of_a_set_and_1000_images(prep
         train_detector(open_images(tmp_path / "a.npz"), tmp_path / "a.safetensors", torch.device("cpu"), 1)
 
 
-def test_a_row_trains_is_evaluated_on_the_way_and_is_known_to_the_report(prepared, train):
+def test_a_row_is_trained_and_evaluated_and_appears_in_the_report(prepared, train):
     files = [f"data.path={prepared / 'latents'}", f"evaluation.weights={prepared / 'fashion.safetensors'}"]
     files += [f"evaluation.reference={prepared / 'fashion.npz'}", "train.compile=none", "sample.every=0", "train.cpu_threads=1"]
     few = ["train.num_steps=2", "train.batch_size=4", "eval.every=1", "eval.num_samples=6", "eval.num_steps=2"]

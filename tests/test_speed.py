@@ -1,4 +1,4 @@
-"""Fast networks against the plain one: the same values and gradients; and what asks for more than the machine has."""
+"""Fast networks give the values and gradients of plain ones. Settings that the machine does not support are refused."""
 
 import copy
 import logging
@@ -36,7 +36,7 @@ def net(request):
 
 
 def outputs_and_gradients(net, seed=0, block=None):
-    """The output, the tokens of a block if one is given, and the gradients of a loss of both."""
+    """Return the output, the tokens of a block if one is given, and the gradients of a loss of both."""
     g = torch.Generator().manual_seed(seed)
     x, t, y = torch.randn(2, 3, 8, 8, generator=g), torch.randn(2, generator=g), torch.arange(2)
     drop, scores = torch.tensor([True, False]), torch.rand(2, 1, 16, generator=g)
@@ -47,7 +47,7 @@ def outputs_and_gradients(net, seed=0, block=None):
     return out + list(torch.autograd.grad(loss, [p for p in net.parameters() if p.requires_grad]))
 
 
-def test_checkpointing_changes_no_bit_and_computes_blocks_again(net):
+def test_checkpointing_changes_no_bit_and_recomputes_blocks(net):
     plain = outputs_and_gradients(net)
     names, calls = list(net.state_dict()), []
     for block in net.blocks:
@@ -63,7 +63,7 @@ def test_checkpointing_changes_no_bit_and_computes_blocks_again(net):
 
 @pytest.fixture
 def graphs(monkeypatch):
-    """Graphs that torch.compile makes from now on, which run as they are: nothing is generated, which would take long."""
+    """Fixture: a list of the graphs that torch.compile captures. They run without code generation, which would take long."""
     made = []
 
     def keep(graph, inputs):
@@ -72,11 +72,11 @@ def graphs(monkeypatch):
 
     torch.compiler.reset()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=keep))
-    with torch._dynamo.config.patch():  # what compile_network sets there ends with the test
+    with torch._dynamo.config.patch():  # restores the settings of compile_network after the test
         yield made
 
 
-# The block whose tokens are handed out: before the route, inside of it, and at its end.
+# The block whose tokens are observed: before the route, inside it, and at its end.
 @pytest.mark.parametrize(("checkpointing", "block"), [("none", 1), ("blocks", 3), ("none", 4)])
 def test_compiled_blocks_agree_with_plain_ones_and_are_compiled_once(net, graphs, checkpointing, block):
     plain = [outputs_and_gradients(net, seed, block) for seed in range(3)]
@@ -89,13 +89,13 @@ def test_compiled_blocks_agree_with_plain_ones_and_are_compiled_once(net, graphs
     for got, expected in zip(compiled, plain):
         for a, b in zip(got, expected):
             assert (a - b).norm() <= 1e-5 * b.norm() + 1e-7
-    # Dense, dense without a gradient for its input, and routed: not once for every block.
+    # Three graphs, not one per block: dense, dense without a gradient for its input, and routed.
     assert 0 < len(graphs) <= 3
     assert list(fast.state_dict()) == list(net.state_dict())
 
 
 def test_ddp_does_not_cut_blocks(graphs):
-    # Two buckets of 1 MiB, the least that DDP's optimizer takes, in each block.
+    # Each block fills two buckets of 1 MiB, the minimum of DDP's optimizer.
     settings = dict(input_size=8, patch_size=2, in_channels=3, num_classes=5, depth=6, width=192, num_heads=2)
     net = dit.DiT(**settings, routes=[Route(0.5, 1, 3)]).train()
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
@@ -112,7 +112,7 @@ def test_ddp_does_not_cut_blocks(graphs):
             return len(graphs)
 
         assert count_graphs(cut=False) == 2  # dense and routed
-        assert count_graphs(cut=True) > 2  # so that the test would see it
+        assert count_graphs(cut=True) > 2  # the test can detect a cut
     finally:
         distributed.destroy_process_group()
 
@@ -123,7 +123,7 @@ def test_ddp_does_not_cut_blocks(graphs):
 
 @pytest.fixture
 def tf32_state():
-    """() -> what the interfaces of torch say; restored at the end."""
+    """Fixture: a function that returns what torch's interfaces report. Settings are restored after the test."""
     matmul, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
 
     def state():
@@ -138,11 +138,11 @@ def tf32_state():
     torch.compiler.config.cache_key_tag = ""
 
 
-def test_tf32_is_allowed_and_forbidden_so_that_all_interfaces_of_torch_agree(tf32_state):
+def test_all_interfaces_of_torch_agree_after_tf32_is_allowed_or_forbidden(tf32_state):
     before = tf32_state()
     choose_kernels(CPU, True)
     assert tf32_state() == before  # a CPU keeps its settings
-    # Some of them raise where they do not agree, and torch's compiler reads several.
+    # Some interfaces raise if the others disagree, and torch's compiler reads several.
     choose_kernels(GPU, True)
     assert tf32_state() == ("high", True, "tf32", "tf32", True)
     with full_float32():  # evaluations
@@ -167,7 +167,7 @@ def test_cudnns_attention_is_used_from_9_26_on_and_graphs_compiled_without_it_ar
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What the machine lacks.
+# Settings that the machine does not support.
 
 
 def test_auto_compiles_blocks_on_a_gpu_and_nothing_on_a_cpu():
@@ -202,7 +202,7 @@ def test_bf16_without_bfloat16_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(("given", "expected"), [(None, "4"), ("3", "3")])
-def test_the_compilers_processes_are_a_share_of_the_nodes_cores(monkeypatch, given, expected):
+def test_the_compiler_uses_a_share_of_the_cores_of_the_node(monkeypatch, given, expected):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", given or "")
     if given is None:
@@ -216,14 +216,14 @@ def test_the_compilers_processes_are_a_share_of_the_nodes_cores(monkeypatch, giv
 def test_a_command_sets_the_number_of_threads():
     before = torch.get_num_threads()
     try:
-        torch.set_num_threads(1)  # as under accelerate launch
+        torch.set_num_threads(1)  # as accelerate launch sets it
         machine.start_accelerator(2)
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
 
 
-def test_omp_num_threads_counts_unless_a_launcher_has_set_it(monkeypatch):
+def test_omp_num_threads_is_respected_unless_a_launcher_has_set_it(monkeypatch):
     for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE", *LAUNCHERS):
         monkeypatch.delenv(name, raising=False)
     share = machine.cores_per_process()
@@ -251,10 +251,10 @@ def test_a_memory_budget_keeps_fewer_activations_and_changes_no_loss(tmp_path, m
             train_step(trainer, batches)
 
     monkeypatch.setattr(Trainer, "train_step", counted_step)
-    # Dynamo and torch's partitioner decide what is kept; the parts run as they are.
+    # Dynamo and torch's partitioner decide which activations are kept. The parts run without code generation.
     monkeypatch.setattr(compilation.torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
     runs = []
-    for budget in (0.3, 1.0):  # 1.0 last: the setting is the process's
+    for budget in (0.3, 1.0):  # 1.0 last, because the setting holds for the process
         torch.compiler.reset()
         saved.append(0)
         keys = ["train.compile=blocks", f"train.activation_memory_budget={budget}", "train.num_steps=2"]

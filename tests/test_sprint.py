@@ -1,4 +1,4 @@
-"""SPRINT: groups of the grid, fused routes, dropped paths and the guidance by them, in networks and in whole runs."""
+"""SPRINT: groups of the grid, fused routes, path-drop and its guidance, in networks and in whole runs."""
 
 from collections import Counter
 from functools import partial
@@ -30,7 +30,7 @@ def test_outputs_and_gradients_of_fused_routes_are_those_of_the_definition(netwo
     assert worst_error(net, routes, selection=selection) < 1e-5
 
 
-def test_of_every_2x2_group_equally_many_tokens_stay_and_every_choice_is_equally_likely():
+def test_the_same_number_of_tokens_stays_in_every_2x2_group_and_every_choice_is_equally_likely():
     rule, x = sprint.grid_rule(4, 6), torch.zeros(3000, 24, 1)
     for ratio, num_kept in ((0.75, 1), (0.5, 2), (0.25, 3)):
         ids_keep = TokenRouter.choose_ids_keep(x, ratio, generator=torch.Generator().manual_seed(0), rule=rule)
@@ -78,7 +78,7 @@ def test_the_residual_stream_stays_float32_under_autocast():
     assert seen == [(torch.float32, torch.float32)]
 
 
-def test_guidance_costs_what_is_published():
+def test_path_drop_guidance_costs_the_published_flops():
     """0.477 TFLOPs per image and step with cfg, 0.274 with path-drop guidance, for XL/2 at 256 pixels."""
     with torch.device("meta"):
         net = sprint.build("DiT-XL/2", input_size=32, in_channels=4, num_classes=1000, routes=[Route(0.75, 2, -3)])
@@ -124,7 +124,7 @@ def test_guidance_extrapolates_from_the_null_label_without_the_routes_blocks():
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# In runs.
+# Whole runs.
 
 SPRINT = ["model=sprint", "model.backbone=DiT-XS/2", "model.path_drop=0.5", "train.lr=1e-2"]
 
@@ -140,7 +140,7 @@ def test_micro_batches_threads_and_checkpointed_activations_do_not_change_a_run(
     assert losses(parts) == pytest.approx(losses(whole), rel=1e-4)
 
 
-def test_a_dense_second_stage_starts_from_it_and_keeps_the_fusion(whole, train):
+def test_a_dense_second_stage_starts_from_a_sprint_run_and_keeps_the_fusion(whole, train):
     routes = "model.routes=[{selection_ratio:0,start_layer_idx:2,end_layer_idx:-3}]"
     dense = train("dense", *SPRINT, routes.replace("-3", "9"), f"init_from={whole}", "train.num_steps=1", "train.lr=1e-30")
     before, after = weights(whole, 6), weights(dense, 1)
@@ -151,7 +151,7 @@ def test_a_dense_second_stage_starts_from_it_and_keeps_the_fusion(whole, train):
         train("tread", "model=tread", "model.backbone=DiT-XS/2", f"init_from={whole}")
 
 
-def test_guided_samples_cost_less_than_cfgs_and_other_runs_are_refused(whole, train, tmp_path, caplog):
+def test_path_drop_costs_less_than_cfg_and_other_runs_are_refused(whole, train, tmp_path, caplog):
     def sample(name, *overrides, checkpoint=whole):
         caplog.clear()
         where = [f"checkpoint={checkpoint}", f"output={tmp_path / name}", "seeds=0-1", "num_steps=3", "cpu_threads=1"]
@@ -168,13 +168,13 @@ def test_guided_samples_cost_less_than_cfgs_and_other_runs_are_refused(whole, tr
         sample("refused", "guidance=path_drop", checkpoint=other)
 
 
-def test_grids_and_evaluations_of_a_run_are_guided_by_dropped_paths(whole, tmp_path):
+def test_grids_and_evaluations_of_a_run_use_path_drop_guidance(whole, tmp_path):
     looks = ["guidance=path_drop", "sample.every=2", "sample.num_samples=2", "diffusion.sampler.num_steps=2"]
     run = run_train(tmp_path, "looks", *SPRINT, *looks, "train.num_steps=2")
     assert (run / "samples" / "step_0000002.png").exists()
     where = [f"checkpoint={whole}", "num_samples=20", "batch_size=10", "num_steps=2", "cpu_threads=1"]
     run_fid(*where, "guidance=path_drop", "cfg_scale=[1,2]", f"output={tmp_path / 'fid'}")
     assert (tmp_path / "fid" / "results.jsonl").read_text().count("\n") == 2
-    off = ["guidance=path_drop", "cfg_scale=1", "guidance.level_lo=[null,1]"]  # the unguided point, which is finished
+    off = ["guidance=path_drop", "cfg_scale=1", "guidance.level_lo=[null,1]"]  # the unguided point is finished already
     run_fid(*where, *off, f"output={tmp_path / 'fid'}")
     assert (tmp_path / "fid" / "results.jsonl").read_text().count("\n") == 2

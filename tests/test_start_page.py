@@ -1,4 +1,4 @@
-"""Commands of the documentation: those of docs/start.md run, in a folder that holds nothing else; the others are accepted."""
+"""Commands of the documentation: those of docs/start.md run in an empty folder, the others are accepted."""
 
 import re
 import shlex
@@ -27,7 +27,7 @@ def blocks_of(page):
 
 
 def commands_of(page):
-    """(script, arguments) of each line of a page that starts one of ours; of a sweep, the first run."""
+    """Yield (script, arguments) for each line of a page that starts one of our commands; for a sweep, its first run."""
     for block in blocks_of(page):
         for line in re.sub(r"\\\n", "", block).splitlines():
             words = shlex.split(line, comments=True)
@@ -50,7 +50,7 @@ def test_every_command_of_a_page_is_accepted():
 
 
 def run_line(line):
-    """A line `python <script> <arguments>`, in this process."""
+    """Run a line `python <script> <arguments>` in this process."""
     _, script, *arguments = shlex.split(line)
     forget_accelerate()
     if script == "prepare_latents.py":

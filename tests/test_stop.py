@@ -1,4 +1,4 @@
-"""Signals ask a run to stop, a second one ends it; other processes and the end of the launcher are noticed."""
+"""A signal asks a run to stop, a second one ends it. Runs notice signals of other processes and the launcher's end."""
 
 import contextlib
 import os
@@ -30,13 +30,13 @@ def test_signals_get_their_previous_handlers_back():
 
 def test_an_ignored_warning_signal_stays_ignored_and_warnings_never_end_a_run_at_once(monkeypatch):
     monkeypatch.setattr(stop_module, "SAME_REQUEST_SEC", 0.1)
-    ignored = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    ignored = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup does this
     try:
         with contextlib.closing(StopSignal()) as stop:
             os.kill(os.getpid(), signal.SIGHUP)
             time.sleep(0.2)
             assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN and not stop.requested()
-            for signum in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):  # as Slurm does: a warning, and later the request
+            for signum in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):  # Slurm sends a warning and later SIGTERM
                 os.kill(os.getpid(), signum)
                 time.sleep(0.2)
             assert stop.requested()
@@ -50,7 +50,7 @@ def test_a_run_stops_when_its_launcher_ends_and_not_when_its_shell_does(monkeypa
         monkeypatch.delenv(name, raising=False)
     if launcher is not None:
         monkeypatch.setenv(launcher, "x")
-    monkeypatch.setattr(stop_module, "_PARENT", -1)  # as if it had ended: this process now has another parent
+    monkeypatch.setattr(stop_module, "_PARENT", -1)  # as if the launcher had ended: this process has a new parent
     with contextlib.closing(StopSignal()) as stop:
         assert stop.requested() == (launcher is not None)
 
@@ -66,7 +66,7 @@ def test_a_second_signal_ends_the_process(tmp_path):
     process = Command(tmp_path, ["train.py"], before=wait_for_signals)
     wait_for((tmp_path / "ready").exists)
     os.kill(process.process.pid, signal.SIGTERM)
-    time.sleep(1.2)  # less would be one request
+    time.sleep(1.2)  # signals with a shorter interval count as one request
     os.kill(process.process.pid, signal.SIGTERM)
     outcome = process.finish(limit_sec=10)
     assert outcome.code == 128 + signal.SIGTERM, outcome.output
@@ -88,11 +88,11 @@ def test_the_processes_of_a_signalled_launcher_save_and_leave_during_an_evaluati
     environment = dict(re.findall(r"^export (\w*(?:SIGNALS|TIMEOUT)\w*)=(\S+)$", page, re.MULTILINE))
     evaluation = ["eval.every=2", "eval.num_samples=100000", "eval.batch_size=2", "eval.num_steps=1", "train.batch_size=8"]
     train = [str(REPOSITORY / "train.py"), *TINY, "name=run", "output_dir=.", *evaluation]
-    command = Command(tmp_path, [launch.__file__, *launcher[2:], *train], **environment)  # `-m` and the module come first
+    command = Command(tmp_path, [launch.__file__, *launcher[2:], *train], **environment)  # after `-m` and the module
     process, run = command.process, tmp_path / "run"
     try:
         wait_for(lambda: not process.is_alive() or ((run / "metrics.jsonl").exists() and len(metrics(run)) >= 2))
-        time.sleep(1)  # now in the evaluation of step 2, which would take an hour
+        time.sleep(1)  # the evaluation of step 2 has begun, which would take an hour
         os.kill(process.pid, signum)
         wait_for(lambda: is_free(run / ".lock"), timeout_sec=60)
         wait_for(lambda: not process.is_alive(), timeout_sec=60)
@@ -101,4 +101,4 @@ def test_the_processes_of_a_signalled_launcher_save_and_leave_during_an_evaluati
     code, output = outcome.code, outcome.output
     assert code == (-signal.SIGKILL if signum == signal.SIGKILL else 1), output
     assert list(store.list_steps(run / "checkpoints")) == [2], output
-    assert f"{reason}: stopping after this step" in output and ("Traceback" in output) == (code == 1)  # the launcher's own
+    assert f"{reason}: stopping after this step" in output and ("Traceback" in output) == (code == 1)  # of the launcher

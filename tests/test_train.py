@@ -1,4 +1,4 @@
-"""Runs from end to end: the same numbers however a run is cut, resumed or spread; errors before any work."""
+"""Whole runs: interruptions, resumes and micro-batches do not change the numbers. Errors come before any work."""
 
 import json
 import shutil
@@ -39,14 +39,14 @@ def starts(run):
 
 
 def assert_same_files(first, second, step):
-    """Weights, EMA and optimizer of a step, byte for byte."""
+    """Return the bytes of weights, EMA and optimizer at a step."""
     for name in ("model.safetensors", "ema.safetensors", "optimizer.pt"):
         assert (folder_of(first, step) / name).read_bytes() == (folder_of(second, step) / name).read_bytes(), name
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A run of 6 steps that nothing interrupted, with all of its checkpoints. Nobody writes to it."""
+    """Fixture: an uninterrupted run of 6 steps with all checkpoints. Tests do not write to it."""
     return run_train(tmp_path_factory.mktemp("runs"), "whole", "checkpoint.every=1", "checkpoint.keep_last=10")
 
 
@@ -57,7 +57,7 @@ def whole(tmp_path_factory):
 @pytest.mark.parametrize(
     "extra",
     [
-        # The resume cuts the second window of the log in two.
+        # The resume falls between two lines of the log.
         ["data.num_workers=2", "train.grad_accum_steps=2", "train.grad_clip_norm=1.0", "train.log_every=3"],
         ["diffusion=sit", "diffusion.timestep=logit_normal", "model=lightningdit_sprint", "model.path_drop=0.5"]
         + ["train.precision=bf16", "train.schedule=cosine", "train.warmup_steps=2"],
@@ -66,20 +66,20 @@ def whole(tmp_path_factory):
 def test_a_resumed_run_equals_an_uninterrupted_one_exactly(train, tmp_path, extra):
     whole = train("whole", "checkpoint.every=4", *extra)
     cut = shutil.copytree(whole, tmp_path / "cut")
-    shutil.rmtree(folder_of(cut, 6))  # as if it had been killed after step 4
+    shutil.rmtree(folder_of(cut, 6))  # as if the run had been killed after step 4
     train("cut", "checkpoint.every=4", *extra)
     assert [start["step"] for start in starts(cut)] == [0, 4]
     assert losses(cut) == losses(whole) and 6 in losses(whole)
     assert_same_files(whole, cut, 6)
-    assert {value.dtype for value in weights(cut, 6).values()} == {torch.float32}  # with bf16 too
+    assert {value.dtype for value in weights(cut, 6).values()} == {torch.float32}  # also with bf16
     rates = {record["step"]: record["lr"] for record in metrics(whole)}
     assert rates == {record["step"]: record["lr"] for record in metrics(cut)}
     if "train.schedule=cosine" in extra:
         assert rates[1] == 1e-3 and rates[2] == rates[3] == 2e-3 and 0 < rates[6] < rates[4]
 
 
-def test_two_steps_are_those_of_their_definition(train, tmp_path):
-    """Items, flips, moments, noise, dropped labels and paths, routes, AdamW: once more, from the numbers of each step."""
+def test_two_steps_equal_their_definition(train, tmp_path):
+    """Repeat a run by hand: items, flips, moments, noise, dropped labels and paths, routes, AdamW."""
     stored, labels = make_shard(
         tmp_path / "data" / "a.safetensors", channels=1, size=8, kind="moments", num_classes=10, flips=True
     )
@@ -122,7 +122,7 @@ def test_two_steps_are_those_of_their_definition(train, tmp_path):
 
 def test_dense_and_routed_runs_see_the_same_noise_and_data(whole, train):
     dense = train("dense", "model=dit", "train.num_steps=3")
-    # Before the first update the network's output is zero whatever its route.
+    # Before the first update, the output of the network is zero with any route.
     assert losses(dense)[1] == losses(whole)[1]
     assert losses(dense)[3] != losses(whole)[3]
 
@@ -142,12 +142,12 @@ def test_routing_is_on_in_training_and_off_in_grids(train, monkeypatch):
         TokenRouter, "start_route", staticmethod(lambda x, ids: calls.append((len(x), ids.shape[1])) or original(x, ids))
     )
     run = train("run", "train.num_steps=2", *GRIDS, "sample.batch_size=2")
-    assert calls == [(4, 8)] * 2  # half of 16 tokens, once for every step
+    assert calls == [(4, 8)] * 2  # half of 16 tokens, in every step
     assert Image.open(run / "samples" / "step_0000002.png").size[0] > 3 * 64
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What a run leaves, and what it refuses.
+# Files of a run, and settings that it refuses.
 
 
 def test_a_run_leaves_its_config_metrics_and_checkpoints(train):
@@ -160,17 +160,17 @@ def test_a_run_leaves_its_config_metrics_and_checkpoints(train):
     assert stored.data.scale_factor == pytest.approx(2 / 3) and stored.data.autoencoder == "identity"
     assert (run / "config.yaml").read_text() == (folder_of(run, 6) / "config.yaml").read_text()
     before = {p: p.stat().st_mtime_ns for p in (run / "checkpoints").rglob("*")}
-    train("run", "checkpoint.every=2", "checkpoint.keep_last=2", "train.grad_clip_norm=1")  # complete: nothing happens
+    train("run", "checkpoint.every=2", "checkpoint.keep_last=2", "train.grad_clip_norm=1")  # already complete
     assert {p: p.stat().st_mtime_ns for p in before} == before and len(metrics(run)) == 6
     (start,) = starts(run)
     assert start["command"].startswith("python ") and start["num_processes"] == 1 and start["device"] and start["torch"]
     assert start["step"] == 0 and start["time"].endswith("+00:00")
 
 
-def test_without_a_repository_of_its_own_no_commit_is_claimed(monkeypatch, tmp_path):
+def test_without_its_own_repository_a_run_records_no_commit(monkeypatch, tmp_path):
     monkeypatch.setattr(provenance, "REPOSITORY", tmp_path)
     assert provenance.git_commit() == (None, None)
-    (tmp_path / ".git").mkdir()  # no repository either
+    (tmp_path / ".git").mkdir()  # and no repository
     assert provenance.git_commit() == (None, None)
 
 
@@ -201,14 +201,14 @@ def test_a_resume_on_other_data_is_refused(train, tmp_path):
     with pytest.raises(UserError, match=r"/a\) than data.path=.*/b"):
         train("run", f"data.path={tmp_path / 'b'}")
     (tmp_path / "a").rename(tmp_path / "moved")
-    train("run", f"data.path={tmp_path / 'moved'}")  # the same data in another place is fine
+    train("run", f"data.path={tmp_path / 'moved'}")  # the same data in another folder are accepted
 
 
 def test_a_run_that_continues_another_folder_resumes_from_its_own_checkpoints_later(whole, train):
     start = [f"init_from={folder_of(whole, 4)}", "init_state=all"]
     branch = train("branch", *start, "train.num_steps=5")
     assert losses(branch) == {5: losses(whole)[5]}
-    train("branch", *start)  # as a job that is started again: it has checkpoints of its own
+    train("branch", *start)  # a restarted job: the run has its own checkpoints
     assert losses(branch) == {5: losses(whole)[5], 6: losses(whole)[6]}
 
 
@@ -241,7 +241,7 @@ def test_the_learning_rate_is_that_of_torchs_own_schedulers(schedule):
         optimizer.step()
         both.step()
     assert [learning_rate(train, step) for step in range(30)] == pytest.approx(expected)
-    assert learning_rate(checked(TINY).train, 10**6) == checked(TINY).train.lr  # the paper's: constant from the first step
+    assert learning_rate(checked(TINY).train, 10**6) == checked(TINY).train.lr  # constant from the first step
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_the_length_of_a_run_on_own_data_follows_from_the_number_of_images(num_i
     assert build.fill_in_lengths(untouched, num_images) == untouched
 
 
-def test_a_full_disk_is_warned_of_before_it_is_full(train, monkeypatch, caplog):
+def test_a_run_warns_before_the_disk_is_full(train, monkeypatch, caplog):
     caplog.set_level("INFO")
     usage = SimpleNamespace(free=1e6)
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
@@ -268,7 +268,7 @@ def test_a_full_disk_is_warned_of_before_it_is_full(train, monkeypatch, caplog):
     assert line.levelname == "WARNING" and line.message.endswith(" GB of checkpoints, 0.001 GB free")
 
 
-def test_what_cannot_run_is_refused_before_anything_is_written(train, tmp_path):
+def test_settings_that_cannot_run_are_refused_before_anything_is_written(train, tmp_path):
     for change, words in (
         (["guidance=autoguidance", "guidance.checkpoint=nowhere", *GRIDS], "guidance.checkpoint"),
         (["model.class_dropout=0.0", "guidance=cfg", *GRIDS], "model.class_dropout=0"),
@@ -306,10 +306,10 @@ def test_wandb_gets_our_numbers_by_our_step_and_a_resume_continues_its_run(train
     run = train("run", "wandb.mode=offline", "train.num_steps=2", *GRIDS, *EVALUATION)
     assert list((run / "wandb").glob(f"offline-run-*-{(run / 'wandb_id').read_text()}/*.wandb"))
     assert axes == [(("*",), {"step_metric": "step"})]
-    # wandb drops a row whose step= is lower than one that it has.
+    # wandb drops a row whose step= is lower than that of an earlier row.
     assert all(how.get("step") is None for _, how in rows)
     committed = [values for values, how in rows if how.get("commit") is not False]
-    assert [values["step"] for values in committed] == [1, 2, 2, 2]  # two of training, the grid's, the evaluation's
+    assert [values["step"] for values in committed] == [1, 2, 2, 2]  # two of training, one of the grid, one of the evaluation
     assert committed[1]["loss"] == losses(run)[2] and any("fd_digits" in name for name in committed[3])
 
     started = []
@@ -321,7 +321,7 @@ def test_wandb_gets_our_numbers_by_our_step_and_a_resume_continues_its_run(train
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Grids and evaluations on the way.
+# Grids and evaluations in training.
 
 
 def test_the_clock_counts_no_pauses(monkeypatch):
@@ -340,7 +340,7 @@ def test_the_clock_counts_no_pauses(monkeypatch):
         assert clock.seconds == pytest.approx(4.0)
 
 
-def test_a_step_pauses_the_clock_only_where_something_is_due(train, monkeypatch):
+def test_a_step_pauses_the_clock_only_if_a_hook_is_due(train, monkeypatch):
     pauses, paused = [], Clock.paused
     monkeypatch.setattr(Clock, "paused", lambda clock: pauses.append(clock) or paused(clock))
     train("run", "train.num_steps=4", "train.log_every=100", *GRIDS)
@@ -353,7 +353,7 @@ def test_each_evaluation_has_its_own_line_of_metrics(train):
     found = [(r["step"], r["num_samples"], r["cfg_scale"]) for r in metrics(run) if "metrics" in r]
     assert found == [(1, 4, 1.0), (1, 4, 2.0), (2, 6, 1.0), (2, 6, 2.0)]
     assert all(r["metrics"]["fd_digits"] > 0 and r["evaluation_sec"] > 0 for r in metrics(run) if "metrics" in r)
-    train("run", "train.num_steps=2", *evaluation[1:3], "eval.every=2", "eval.num_steps=2")  # by another sampler: another figure
+    train("run", "train.num_steps=2", *evaluation[1:3], "eval.every=2", "eval.num_steps=2")  # another sampler
     found = [(r["step"], r["num_samples"], r["settings"]["num_steps"]) for r in metrics(run) if "metrics" in r]
     assert found[4:] == [(2, 4, 2), (2, 4, 2)]
 
@@ -362,7 +362,7 @@ def test_each_evaluation_has_its_own_line_of_metrics(train):
 # From the weights of another run.
 
 
-def test_init_from_starts_a_dense_run_from_a_routed_ones_weights_and_average(whole, train):
+def test_init_from_starts_a_dense_run_from_the_weights_and_average_of_a_routed_run(whole, train):
     dense = train("dense", "model=dit", f"init_from={whole}", "train.num_steps=2", "train.lr=1e-30", "checkpoint.every=1")
     assert [record["step"] for record in metrics(dense)] == [1, 2]
     before, after, average = weights(whole, 6), weights(dense, 2), weights(whole, 6, "ema")
@@ -374,7 +374,7 @@ def test_init_from_starts_a_dense_run_from_a_routed_ones_weights_and_average(who
             assert torch.allclose(value, average[name], atol=1e-6), name
 
 
-def test_a_run_that_started_from_another_resumes_exactly_without_it(whole, train, tmp_path):
+def test_a_run_that_started_from_another_resumes_without_it(whole, train, tmp_path):
     source = tmp_path / "source"
     shutil.copytree(whole, source)
     extra = [f"init_from={source}", "model=dit", "seed=1"]
@@ -391,7 +391,7 @@ def test_init_state_all_continues_the_optimizer_and_the_steps(whole, train):
     assert_same_files(whole, branch, 6)
     with pytest.raises(UserError, match="step 6"):
         train("other", f"init_from={whole}", "init_state=all")
-    train("wider", f"init_from={folder_of(whole, 4)}", "init_state=all", "train.batch_size=8")  # another batch is no obstacle
+    train("wider", f"init_from={folder_of(whole, 4)}", "init_state=all", "train.batch_size=8")  # another batch size is accepted
 
 
 @pytest.mark.parametrize("change", ["model.backbone=DiT-XS/4", "model.learn_sigma=true", "diffusion=sit"])
@@ -416,7 +416,7 @@ def test_weights_that_do_not_fit_are_refused(monkeypatch, tmp_path, change):
 
 
 def patch_save(monkeypatch, before):
-    """Call before(checkpoint) in the thread that writes, before it does; returns the steps trained so far."""
+    """Call before(checkpoint) in the writing thread before each write. Returns the list of steps trained so far."""
     original_save, original_step, trained = store.save, Trainer.train_step, []
 
     def save(root, checkpoint, *args):
@@ -448,7 +448,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_before_the_next_one_is
         train("run", "checkpoint.every=20", "train.num_steps=1000")
     assert 20 <= metrics(tmp_path / "run")[-1]["step"] < 40
     with pytest.raises(UserError, match="^no room for step 3$"):
-        train("other", "train.num_steps=3", "train.log_every=3")  # the last step's too
+        train("other", "train.num_steps=3", "train.log_every=3")  # also that of the last step
 
 
 def test_a_copy_of_a_state_dict_keeps_its_values():
@@ -460,7 +460,7 @@ def test_a_copy_of_a_state_dict_keeps_its_values():
     assert torch.equal(copied + 1, state["state"][0]["exp_avg"])
 
 
-def test_a_loss_that_explodes_and_stays_finite_ends_the_run_before_a_checkpoint_goes(train, tmp_path):
+def test_a_loss_that_explodes_but_stays_finite_ends_the_run_before_a_checkpoint_is_deleted(train, tmp_path):
     with pytest.raises(UserError, match=r"the loss became NaN, infinite or above 1e\+06 by step \d+"):
         train("run", "train.lr=1e4", "checkpoint.every=1", "checkpoint.keep_last=1", "train.num_steps=50", "train.log_every=50")
     (last,) = store.list_steps(tmp_path / "run" / "checkpoints").values()
@@ -486,7 +486,7 @@ def test_a_start_logs_its_plan_and_a_complete_run_measures_only_what_is_new(trai
     settings = ["eval.every=4", "eval.num_samples=6", "eval.num_steps=2", "sample.every=6", "sample.num_samples=2"]
     run = train("run", *settings)
     assert "train  steps 0 to 6, batch 4, lr 0.002 (constant), 1 x cpu, fp32" in caplog.text
-    (run / "samples" / "step_best.png").touch()  # the user's
+    (run / "samples" / "step_best.png").touch()  # a file of the user
     before = len(metrics(run))
     train("run", *settings)
     assert len(metrics(run)) == before

@@ -1,4 +1,4 @@
-"""Two processes that see other files: one error on both before any work, and never one that waits for the other."""
+"""Two processes that see different files: both raise the same error before any work, and neither waits for the other."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ from evaluations.images import open_images
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """node0/ holds a run, node1/ does not, shared/ is read by both. `<name>_<rank>.json`: the error of each run."""
+    """Fixture: node0/ holds a run, node1/ does not, both read shared/. `<name>_<rank>.json` holds each run's error."""
     folder = tmp_path_factory.mktemp("two_nodes")
     run_train(folder / "shared" / "runs", "one", "train.num_steps=3", "train.lr=1e-2")
     shutil.copytree(folder / "shared", folder / "node0")
@@ -42,7 +42,7 @@ def folder(tmp_path_factory):
 
 
 def errors(folder, name):
-    """The error of a run, in the main process and in the other one."""
+    """Return the errors of a run in both processes, the main process first."""
     return [json.loads((folder / f"{name}_{rank}.json").read_text()) for rank in (0, 1)]
 
 
@@ -60,7 +60,7 @@ def errors(folder, name):
         ("reference", "reference"),
     ],
 )
-def test_a_file_that_one_node_lacks_is_the_same_error_on_both(folder, name, key):
+def test_a_file_that_one_node_lacks_gives_the_same_error_on_both(folder, name, key):
     used = {"output": "images", "data.path": "data", "reference": "other.npz"}.get(key, "runs/one/checkpoints/step_0000003")
     first, second = errors(folder, name)
     assert first == second and first.startswith(f"{key}: process 1 on ")
@@ -78,15 +78,15 @@ def test_a_shared_folder_is_all_that_two_nodes_need(folder):
     assert list(losses(folder / "shared" / "runs" / "one")) == [1, 2, 3, 4]
 
 
-def test_one_process_looks_up_the_images_of_all(folder):
+def test_one_process_inspects_the_images_for_both(folder):
     first, second = (json.loads((folder / f"calls_{rank}.json").read_text()) for rank in (0, 1))
-    assert first["size"] > 9 and second["size"] == 1  # of one image, to see that it is the same one
+    assert first["size"] > 9 and second["size"] == 1  # the second reads one, to check that both see the same
     assert first["fingerprint"] >= 1 and "fingerprint" not in second
 
 
-def test_two_processes_make_the_images_the_figures_and_the_latents_of_one(folder, monkeypatch):
+def test_two_processes_produce_the_same_images_figures_and_latents_as_one(folder, monkeypatch):
     monkeypatch.chdir(folder / "node0")
-    run("cached_by_one", folder, f"checkpoint={HERE}", "output=alone")  # at step 3: `resumed` took the shared one on
+    run("cached_by_one", folder, f"checkpoint={HERE}", "output=alone")  # at step 3, because `resumed` continued the shared run
     run("shared", folder, f"checkpoint={HERE}", "output=images_alone")
     run("encoded", folder, "output=latents_alone")
     two, one = (
@@ -94,7 +94,7 @@ def test_two_processes_make_the_images_the_figures_and_the_latents_of_one(folder
         for images in (folder / "shared" / "images", folder / "node0" / "images_alone")
     )
     assert two.keys() == one.keys() and len(one) == 6 and (folder / "shared" / "images" / "samples_0-4.npz").exists()
-    # Matrix products of another batch size may round differently; a pixel may then move by one of 255.
+    # Matrix products of another batch size may round differently, which may change a pixel by 1 of 255.
     assert max(np.abs(two[name] - image).max() for name, image in one.items()) <= 1
     two, one = (json.loads((folder / "node0" / name / "results.jsonl").read_text())["metrics"] for name in ("scores", "alone"))
     assert two == pytest.approx(one, rel=1e-4)

@@ -1,4 +1,4 @@
-"""VA-VAE against latent diffusion's autoencoder, computed here from its definition; and files that are not its weights."""
+"""VA-VAE, against an independent implementation of latent diffusion's autoencoder, and files with other weights."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The validation loss and losses by noise level: they are those of their definition, and nothing but the weights changes them."""
+"""The validation loss and losses by noise level equal their definition, and depend only on the weights."""
 
 import shutil
 
@@ -23,7 +23,7 @@ KEYS = ["sample.every=0", "eval.every=3", "evaluation.reference=null", "train.lr
 
 @pytest.fixture(scope="module")
 def held_out(tmp_path_factory):
-    """23 latents of the digits' shape, of another scale."""
+    """Fixture: a folder of 23 latents with the shape of the digits and another scale factor."""
     folder = tmp_path_factory.mktemp("held_out")
     make_shard(folder / "a.safetensors", num_items=23, channels=1, size=8, num_classes=10)
     return folder
@@ -38,7 +38,7 @@ def validations(run):
     return {line["step"]: line for line in metrics(run) if "validation_loss_by_level" in line}
 
 
-def test_the_validation_loss_is_that_of_its_definition(run, held_out):
+def test_the_validation_loss_equals_its_definition(run, held_out):
     dataset = LatentDataset(held_out)
     scale = LatentDataset("latents/digits.safetensors").info.scale_factor
     assert scale != dataset.info.scale_factor
@@ -69,7 +69,7 @@ def test_batches_and_a_resume_do_not_change_the_validation_loss(run, tmp_path, h
     assert found[3] == expected[3]
     assert found[6]["validation_loss_by_level"] == pytest.approx(expected[6]["validation_loss_by_level"], rel=1e-5)
     lines = metrics(cut)
-    run_train(tmp_path, "cut", *KEYS, f"eval.validation={held_out}", "eval.batch_size=40")  # complete: nothing to do
+    run_train(tmp_path, "cut", *KEYS, f"eval.validation={held_out}", "eval.batch_size=40")  # already complete
     assert metrics(cut) == lines
 
 
@@ -91,7 +91,7 @@ def test_training_losses_by_level_average_to_the_loss_and_divide_the_noise_level
     assert torch.cat([q for _, q in seen[:2]]).numpy() == pytest.approx(first, abs=1e-6)
     cut = shutil.copytree(tmp_path / "run", tmp_path / "cut")
     shutil.rmtree(cut / "checkpoints" / store.folder_name(4))
-    run_train(tmp_path, "cut", *keys)  # from step 3, within the second line
+    run_train(tmp_path, "cut", *keys)  # resumes at step 3, within the interval of the second line
     assert [line["loss_by_level"] for line in metrics(cut)] == lines
 
 
@@ -105,7 +105,7 @@ def test_latents_that_do_not_fit_are_refused(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_parts_share_no_image_and_hold_all_of_them(tmp_path):
+def test_training_and_validation_parts_share_no_image_and_together_hold_all(tmp_path):
     for i in range(45):
         file = tmp_path / f"class_{i % 2}" / f"{i:02d}.png"
         file.parent.mkdir(exist_ok=True)

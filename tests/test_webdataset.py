@@ -1,4 +1,4 @@
-"""Tars of latents: every item is read, what would be lost is an error, and pickles run nothing."""
+"""Tars of latents: every item is read or named in an error, and pickles run no code."""
 
 import io
 import os
@@ -14,7 +14,7 @@ from latents.prepare.formats import Tars
 
 
 def sd_moments(num_items, size=4, seed=0):
-    """Like SD-VAE's: [N, 8, h, h] float32, means of standard deviation 5.5, log-variances of -20 to -9."""
+    """Return moments like those of SD-VAE, [N, 8, h, h] float32: means with deviation 5.5, log-variances -20 to -9."""
     rng = np.random.default_rng(seed)
     means, log_variances = rng.normal(0, 5.5, (num_items, 4, size, size)), rng.uniform(-20, -9, (num_items, 4, size, size))
     return np.concatenate([means, log_variances], axis=1).astype(np.float32)
@@ -27,7 +27,7 @@ def npy(array):
 
 
 def write_tar(file, members, format=tarfile.PAX_FORMAT):
-    """Members (name, bytes), written as webdataset's TarWriter does: times are fractions, which need a pax header each."""
+    """Write members (name, bytes) like webdataset's TarWriter: times are fractions, so each member has a pax header."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(file, "w|", format=format) as tar:
         for name, payload in members:
@@ -43,14 +43,14 @@ def npy_members(latents, labels, start=0):
 
 
 def pickle_members(latents, labels, start=0, protocol=4):
-    """As MaskDiT's lmdb2wds.py: members in the order that webdataset sorts them into."""
+    """Write a tar like MaskDiT's lmdb2wds.py: members in webdataset's sorted order."""
     for i, (latent, label) in enumerate(zip(latents, labels), start):
         yield f"{i:07d}.cls", str(label).encode()
         yield f"{i:07d}.latent", pickle.dumps(latent, protocol)
 
 
 def two_tars(folder, members=npy_members, num_items=11, **settings):
-    """A folder of two tars; returns latents and labels."""
+    """Write a folder of two tars. Returns latents and labels."""
     latents, labels = sd_moments(num_items), np.arange(num_items) * 7 % 5
     write_tar(folder / "train-0000.tar", members(latents[:6], labels[:6], **settings))
     write_tar(folder / "train-0001.tar", members(latents[6:], labels[6:], start=6, **settings))
@@ -58,7 +58,7 @@ def two_tars(folder, members=npy_members, num_items=11, **settings):
 
 
 def check(source, latents, labels, flips=None):
-    """Compare every item, read at once, one by one, and across the seams of files."""
+    """Compare every item, read at once, one by one, and across files."""
     num = len(labels)
     assert source.labels.dtype == np.int64 and source.labels.tolist() == list(labels)
     assert tuple(source.shape) == latents.shape[1:] and source.has_flips == (flips is not None)
@@ -88,7 +88,7 @@ def test_pickles_of_an_older_numpy_and_half_precision_are_read(tmp_path):
         check(Tars(tmp_path), latents.astype(np.float32), labels)
 
 
-def test_members_may_stand_in_any_order_among_others_and_tars_in_folders_below(tmp_path):
+def test_members_may_have_any_order_and_tars_may_be_in_subfolders(tmp_path):
     latents, labels = sd_moments(4), [3, 1, 0, 2]
     members = sorted(npy_members(latents, labels), key=lambda member: member[0].rpartition(".")[2], reverse=True)
     write_tar(tmp_path / "below" / "a.TAR", [("n01/0000000.json", b"{}"), *members, ("README", b"text")])
@@ -155,13 +155,13 @@ def test_bad_members_are_named(tmp_path, members, message):
         Tars(tmp_path).read(0, len(members) // 2)
 
 
-def test_tars_that_are_cut_off_damaged_or_joined_are_refused_wherever(tmp_path):
+def test_tars_that_are_truncated_damaged_or_joined_are_refused(tmp_path):
     write_tar(tmp_path / "whole.tar", good_members())
     whole = (tmp_path / "whole.tar").read_bytes()
     with tarfile.open(tmp_path / "whole.tar") as tar:
         ends = [m.offset_data + m.size for m in tar]
     (tmp_path / "whole.tar").unlink()
-    padded = [-(-end // 512) * 512 for end in ends]  # cut between two members, tarfile alone takes what is left for whole
+    padded = [-(-end // 512) * 512 for end in ends]  # tarfile would accept a tar that is cut between two members
     contents = [whole[:size] for size in (0, 100, 512, 700, ends[1] - 5, ends[-1] - 1, *padded)]
     contents += [whole[: padded[2]] + b"garbage " * 64 + whole[padded[2] + 512 :], whole + whole]
     for content in contents:
@@ -171,7 +171,7 @@ def test_tars_that_are_cut_off_damaged_or_joined_are_refused_wherever(tmp_path):
 
 
 def test_compressed_tars_are_refused_and_not_left_out(tmp_path):
-    for name in ("b.tar.gz", "b.tgz", "b.tar"):  # the last says nothing of its compression
+    for name in ("b.tar.gz", "b.tgz", "b.tar"):  # the last one does not show its compression
         two_tars(tmp_path / name)
         with tarfile.open(tmp_path / name / name, "w:gz") as tar:
             tar.addfile(tarfile.TarInfo("x"))

@@ -1,4 +1,4 @@
-"""Published weights become runs: their outputs are those of the published network, and every command reads them."""
+"""Published weights become runs: outputs equal those of the published network, and every command reads them."""
 
 import argparse
 import logging
@@ -26,13 +26,13 @@ from extras.weights.__main__ import COMMANDS
 from sit import SiT
 
 WIDTH, DEPTH, HEADS, PATCH, CHANNELS, SIZE, CLASSES = 96, 12, 3, 2, 1, 8, 10  # DiT-XS/2 for the digits
-PIXELS = {"autoencoder": "identity", "scale_factor": 2 / 3}  # as the digits have them
-# Of two float32 networks of the same weights: 5 products and an attention per block, sums of up to 4 * WIDTH terms, each rounded.
+PIXELS = {"autoencoder": "identity", "scale_factor": 2 / 3}  # as in the digits
+# For two float32 networks with equal weights: 5 products and attention per block, sums of up to 4 * WIDTH terms, each rounded.
 TOLERANCE = 7 * DEPTH * (4 * WIDTH) ** 0.5 * 2**-24
 
 
 def dit_weights(learn_sigma=False, width=WIDTH, seed=0):
-    """Random weights in facebookresearch/DiT's layout, which tests/test_dit.py writes down."""
+    """Return random weights in the layout of facebookresearch/DiT, which tests/test_dit.py defines."""
     sizes = dict(input_size=SIZE, patch_size=PATCH, in_channels=CHANNELS, num_classes=CLASSES, depth=DEPTH, num_heads=HEADS)
     net, g = dit.DiT(**sizes, width=width, learn_sigma=learn_sigma), torch.Generator().manual_seed(seed)
     for p in net.parameters():
@@ -42,12 +42,12 @@ def dit_weights(learn_sigma=False, width=WIDTH, seed=0):
 
 
 def published_output(w, x, t, y):
-    """The published network, written from its definition: every output channel."""
+    """Return all output channels of the published network, computed by tests/definition.py."""
     return definition({name: value.double() for name, value in w.items()}, x.double(), t.double(), y, depth=DEPTH).float()
 
 
 def assert_same(a, b):
-    """Equal but for the order in which float32 sums were added up."""
+    """Check that the values are equal up to the order of float32 sums."""
     assert a.shape == b.shape and (a - b).abs().max() <= TOLERANCE * max(1, b.abs().max())
 
 
@@ -58,7 +58,7 @@ def inputs(*t):
 
 @pytest.fixture
 def import_file(tmp_path):
-    """import_file(content, kind, **settings) -> (configuration, its checkpoint's folder)."""
+    """Fixture: import_file(content, kind, **settings) returns (configuration, folder of the checkpoint)."""
 
     def run(content, kind, file="weights.pt", output="imported", **settings):
         (save_file if file.endswith(".safetensors") else torch.save)(content, tmp_path / file)
@@ -74,7 +74,7 @@ def network(cfg, folder, weights="ema"):
 
 
 @torch.no_grad()
-def test_dit_keeps_its_outputs_and_predicts_noise(import_file):
+def test_imported_dit_keeps_its_outputs_and_predicts_noise(import_file):
     w = dit_weights(learn_sigma=True)
     cfg, folder = import_file(w, "dit", file="weights.safetensors", **PIXELS)
     assert cfg.model.backbone == "DiT-XS/2" and cfg.model.learn_sigma and cfg.diffusion.name == "ddpm"
@@ -92,7 +92,7 @@ def test_dit_keeps_its_outputs_and_predicts_noise(import_file):
 
 @torch.no_grad()
 @pytest.mark.parametrize("learn_sigma", [True, False])
-def test_sits_clock_and_sign_are_turned_in_its_weights(import_file, learn_sigma):
+def test_importing_sit_reverses_its_time_and_sign_in_the_weights(import_file, learn_sigma):
     w = dit_weights(learn_sigma)
     cfg, folder = import_file({"ema": w, "model": w, "args": argparse.Namespace(lr=1e-4)}, "sit", **PIXELS)
     assert not cfg.model.learn_sigma and cfg.diffusion.name == "sit"
@@ -102,13 +102,13 @@ def test_sits_clock_and_sign_are_turned_in_its_weights(import_file, learn_sigma)
     net = network(cfg, folder)
     assert_same(net(x, t, y), -velocity)
     assert_same(SiT().denoise(net, x, t, y), x + t.reshape(-1, 1, 1, 1) * velocity)
-    assert (net(x, t, y) - net(x, 1 - t, y)).abs().max() > 10 * TOLERANCE  # the clock matters to these weights
+    assert (net(x, t, y) - net(x, 1 - t, y)).abs().max() > 10 * TOLERANCE  # with these weights, time matters
 
 
 @torch.no_grad()
-def test_repa_keeps_its_clock_and_its_projectors_are_left_out(import_file):
+def test_importing_repa_keeps_its_time_and_leaves_out_its_projectors(import_file):
     model, ema = dit_weights(seed=1), dit_weights(seed=2)
-    halves = {}  # as its first checkpoints name the blocks after the aligned ones
+    halves = {}  # REPA's first checkpoints name the blocks after the aligned one differently
     for name, value in ema.items():
         first, number, *rest = *name.split("."), ""
         is_later = first == "blocks" and int(number) >= 8
@@ -122,8 +122,8 @@ def test_repa_keeps_its_clock_and_its_projectors_are_left_out(import_file):
 
 
 @torch.no_grad()
-def test_tread_brings_model_and_ema_and_its_step(import_file):
-    # As its trainer saves them: the network lies in the preconditioning, which is wrapped for several processes or compiled.
+def test_an_imported_tread_checkpoint_has_raw_weights_an_ema_and_its_step(import_file):
+    # As TREAD's trainer saves them: the network is inside the preconditioning, which is wrapped by DDP or compiled.
     first, second = "module._orig_mod.model.", "model."
     model = {f"{first}{name}": value for name, value in dit_weights(seed=1).items()}
     ema = {f"{second}{name}": value for name, value in dit_weights(seed=2).items()}
@@ -143,7 +143,7 @@ def test_tread_brings_model_and_ema_and_its_step(import_file):
 
 
 @torch.no_grad()
-def test_lightningdit_is_turned_as_sit_and_normalises_each_channel(import_file, tmp_path):
+def test_importing_lightningdit_reverses_time_and_sign_and_normalises_each_channel(import_file, tmp_path):
     torch.manual_seed(0)
     published = lightningdit.build("LightningDiT-XS/1", input_size=4, in_channels=3, num_classes=5).eval()
     for p in published.parameters():
@@ -202,7 +202,7 @@ def test_images_of_imported_dit_weights_do_not_depend_on_the_batch(import_file, 
     guided = ["seeds=0-3", "guidance=cfg", "cfg_scale=2", "guidance.channels=1"]
     together, apart = (images_of(folder, tmp_path / f"batch{size}", f"batch_size={size}", *guided) for size in (4, 1))
     assert len({image.tobytes() for image in together.values()}) == 4
-    for name in together:  # products of another batch size may round differently
+    for name in together:  # matrix products of another batch size may round differently
         assert np.abs(together[name] - apart[name]).max() <= 1
 
 
@@ -267,7 +267,7 @@ def test_files_that_hold_no_weights_are_refused_and_no_code_in_them_runs(tmp_pat
     assert not (tmp_path / "pwned").exists() and not (tmp_path / "run").exists()
 
 
-def test_the_scale_of_an_unknown_autoencoder_is_asked_for(import_file):
+def test_the_scale_of_an_unknown_autoencoder_must_be_given(import_file):
     with pytest.raises(UserError, match="autoencoder=sd-vae:somebody/vae needs scale_factor= and resolution="):
         import_file(dit_weights(), "repa", autoencoder="sd-vae:somebody/vae")
     cfg, _ = import_file(dit_weights(), "repa", autoencoder="sd-vae:somebody/vae", scale_factor=0.3, resolution=128)

@@ -1,6 +1,6 @@
-"""What tests/test_two_nodes.py looks at: two processes, each in a folder of its own as if on nodes that share no files.
+"""Runs for tests/test_two_nodes.py: two processes, each in its own folder, like nodes that share no files.
 
-One launch makes all runs, since starting takes longer than most of them.
+One launch makes all runs, because starting takes longer than most of them.
 """
 
 import contextlib
@@ -66,7 +66,7 @@ def main(folder: Path) -> None:
     os.chdir(folder / f"node{rank}")
     calls = Counter()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(processes, "leave", lambda: None))  # a second process group could not be opened
+        stack.enter_context(mock.patch.object(processes, "leave", lambda: None))  # a process cannot open a second process group
         for owner, what in ((LabelledImages, "size"), (NpzImages, "fingerprint")):
             stack.enter_context(mock.patch.object(owner, what, counted(getattr(owner, what), calls, what)))
         for name in RUNS:

@@ -61,7 +61,7 @@ def open_data(cfg: schema.TrainConfig) -> tuple[schema.TrainConfig, LatentDatase
 
 
 def fill_in_lengths(cfg: schema.TrainConfig, num_images: int) -> schema.TrainConfig:
-    """The configuration with lengths computed from the number of images, by the rule in configs/data/custom.yaml."""
+    """Fill in lengths that depend on the number of images, by the rule in configs/data/custom.yaml."""
     num_steps = cfg.train.num_steps or min(max(2000 * num_images, 2_560_000), 102_400_000) // cfg.train.batch_size
     every, ema_decay = max(num_steps // 20, min(num_steps, 500)), round(min(max(1 - 10 / num_steps, 0.9), 0.9999), 6)
     rule = {
@@ -89,7 +89,7 @@ def build_ema(train: schema.Train, net: torch.nn.Module) -> EMA:
 
 
 def build_alignment(cfg: schema.TrainConfig, dataset: LatentDataset, accelerator: Accelerator) -> Any:
-    """`extras.alignment.Alignment` for alignment=repa; None for alignment=none."""
+    """Build an `extras.alignment.Alignment` for alignment=repa. Returns None for alignment=none."""
     if cfg.alignment.name == "none":
         return None
     from extras import alignment  # needed only here; timm is slow to import
@@ -98,7 +98,7 @@ def build_alignment(cfg: schema.TrainConfig, dataset: LatentDataset, accelerator
 
 
 def open_validation(cfg: schema.TrainConfig, dataset: LatentDataset) -> LatentDataset | None:
-    """The latents of eval.validation; the network sees them with the scale of the training latents.
+    """Open the latents of eval.validation. They are scaled like the training latents.
 
     Raises UserError if they do not fit the training latents, or if eval.every=0.
     """
@@ -122,7 +122,7 @@ def open_validation(cfg: schema.TrainConfig, dataset: LatentDataset) -> LatentDa
 def build_hooks(
     cfg: schema.TrainConfig, ema: EMA, run: RunFolder, dataset: LatentDataset, accelerator: Accelerator
 ) -> list[Hook]:
-    """The hooks between steps. Grids, evaluations and validation use the EMA's network.
+    """Build the hooks. Grids, evaluations and validation use the EMA network.
 
     Raises UserError if guidance, reference, detector, autoencoder or validation latents cannot be used.
     """

@@ -41,16 +41,16 @@ class EMA:
         torch._foreach_lerp_([self.averages[name] for name in self._trained], [*self._trained.values()], 1 - decay)
 
     def hooks(self, run: RunFolder, every: int) -> list:
-        """Hooks that store more of the EMA than checkpoints do, after every `every` steps."""
+        """Return hooks that store extra EMA data between checkpoints, every `every` steps."""
         return []
 
     def states(self) -> dict[str, dict[str, Tensor]]:
-        """The tensors for a checkpoint, by the name of the file."""
+        """Return the tensors to save in a checkpoint, by file name."""
         return {"ema": self.averages}
 
     @torch.no_grad()
     def load(self, stored: dict[str, dict[str, Tensor]]) -> None:
-        """Load states of a checkpoint. Averages without a stored tensor keep their values."""
+        """Load the states of a checkpoint. Averages that the checkpoint lacks keep their values."""
         for file, averages in stored.items():
             for name, own in self.states()[file].items():
                 if name in averages:

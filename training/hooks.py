@@ -1,4 +1,4 @@
-"""Hooks that write lines of metrics, grids of samples and evaluations between steps."""
+"""Hooks that write metrics, sample grids and evaluations between steps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Metrics(Hook):
-    """A line of metrics.jsonl, and of Weights & Biases."""
+    """Writes a line to metrics.jsonl and to Weights & Biases."""
 
     run: RunFolder
     every: int
@@ -45,7 +45,7 @@ class Metrics(Hook):
 
 
 def track(accelerator: Accelerator, record: dict) -> None:
-    """Log a record to Weights & Biases; a value by noise level as `name/0` to `name/9`."""
+    """Log a record to Weights & Biases. Values by noise level become `name/0` to `name/9`."""
     lists = {key: value for key, value in record.items() if isinstance(value, list)}
     by_level = {f"{key}/{level}": value for key, values in lists.items() for level, value in enumerate(values)}
     accelerator.log({key: value for key, value in (record | by_level).items() if key not in lists and value is not None})
@@ -53,7 +53,7 @@ def track(accelerator: Accelerator, record: dict) -> None:
 
 @dataclass
 class Grids(Hook):
-    """Grids of samples from the EMA, samples/step_N.png. Image i has seed i and class i mod num_classes.
+    """Writes sample grids of the EMA network to samples/step_N.png. Image i has seed i and class i mod num_classes.
 
     The main process samples the images while the others wait.
     """
@@ -89,7 +89,7 @@ class Grids(Hook):
 
 @dataclass
 class Scores(Hook):
-    """Scores of the EMA's network: the lines of metrics.jsonl that are not there yet.
+    """Adds scores of the EMA network to metrics.jsonl, if they are missing there.
 
     Subclasses define two methods. `identify` lists the fields that identify each line of this step. `measure` returns the other
     fields of a line, and its values by the names to show. Every process calls it.
@@ -113,7 +113,7 @@ class Scores(Hook):
 
 @dataclass
 class Evaluations(Scores):
-    """Metrics of images: a line for each guidance scale.
+    """Evaluates samples and writes a line for each guidance scale.
 
     Attributes:
         samplers: by guidance scale.
@@ -123,7 +123,7 @@ class Evaluations(Scores):
     samplers: Mapping[float, ImageSampler]
 
     def identify(self, trainer: Trainer) -> list[dict]:
-        """`settings` holds the keys that affect metrics and that a resume may change, named as in fid.py's results."""
+        """List a line per guidance scale. `settings` holds the keys that affect metrics, named as in the results of fid.py."""
         cfg, step = trainer.cfg, trainer.step
         diffusion = with_sampler(cfg.diffusion, {"num_steps": cfg.eval.num_steps})
         settings = {"weights": "ema", **name_sampler(diffusion), "precision": cfg.eval.precision, "labels": cfg.eval.labels}

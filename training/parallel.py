@@ -31,10 +31,10 @@ def check_processes(train: Train, num_processes: int, launched_as: str) -> None:
 
 
 def prepare(accelerator: Accelerator, train: Train, modules: Sequence[nn.Module], ema_net: nn.Module) -> list[nn.Module]:
-    """The modules as they are trained: on the device, compiled, checkpointed, and wrapped in DDP.
+    """Move the modules to the device, compile and checkpoint the network's blocks, and wrap the modules in DDP.
 
     Args:
-        modules: the network comes first. Every process has equal weights.
+        modules: the network and, with alignment, its projector. Their weights are equal on every process.
         ema_net: is moved to the device.
     """
     net, device = modules[0], accelerator.device

@@ -1,4 +1,4 @@
-"""Checkpoints of a trainer: written in the background while it trains, and loaded."""
+"""Write a trainer's checkpoints in the background while it trains, and load them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Saving(Hook):
         self._writing = self._thread.submit(store.save, self.run.checkpoints, checkpoint, *self.keep)
 
     def check(self, wait: bool) -> None:
-        """Every process raises if a checkpoint could not be written. Every process must call it.
+        """Raise on every process if a checkpoint could not be written. Every process must call this.
 
         Args:
             wait: wait for the write in progress; otherwise a later call raises its error.
@@ -87,7 +87,7 @@ class Saving(Hook):
 
 
 def copy_to_host(state: Any) -> Any:
-    """A copy of a state dict with its tensors in host memory. Copies from CUDA may still run on return: synchronize first."""
+    """Copy a state dict to host memory. Copies from CUDA may still be running on return, so synchronize before reading."""
     if isinstance(state, dict):
         return {key: copy_to_host(value) for key, value in state.items()}
     if isinstance(state, list):

@@ -1,4 +1,4 @@
-"""What a run writes and logs when it starts."""
+"""Write and log what identifies a start of a run."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class StopSignal:
                 os._exit(128 + signum)
 
     def requested(self) -> bool:
-        """Whether to stop after this step. Every process must call it once per step. It may answer one step late."""
+        """Return whether to stop after this step. Every process must call it once per step. It may answer one step late."""
         here = self.signum is not None
         if self._group is None:
             return here
@@ -76,11 +76,11 @@ class StopSignal:
         return answer
 
     def requested_now(self) -> bool:
-        """`requested` without the delay of a step: it waits for all processes. For batches of samples, which take seconds."""
+        """Like `requested`, but waits for all processes instead of answering a step late. For slow batches of samples."""
         return self.requested() or self.finish()
 
     def finish(self) -> bool:
-        """Wait for the all-reduce of the step before, and return its answer. Every process must call it after the last step.
+        """Wait for the previous step's all-reduce and return its answer. Every process must call it after the last step.
 
         Raises:
             UserError: a process did not call `requested` within PATIENCE, or has ended.

@@ -1,4 +1,4 @@
-"""The trainer: one step, and the loop around it. Metrics, checkpoints, grids and evaluations are hooks."""
+"""The trainer: a training step and the loop around it. Metrics, checkpoints, grids and evaluations are hooks."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class Hook:
         raise NotImplementedError
 
     def finish(self, trainer: Trainer) -> None:
-        """After the last step, or after a signal."""
+        """Runs after the last step, or after a signal."""
 
     def close(self) -> None:
-        """At the end, also after an error."""
+        """Runs at the end, also after an error."""
 
 
 class Trainer:
@@ -106,7 +106,7 @@ class Trainer:
         self.stopped_by: int | None = None
 
     def batches(self) -> Iterator[tuple[tuple[Tensor, ...], ...]]:
-        """This process's share of every global batch from self.step to the end of the run, as `train_step` takes it."""
+        """Yield this process's share of each global batch, from self.step to the end of the run, for `train_step`."""
         train, data = self.cfg.train, self.dataset
         order = BatchOrder(len(data), train.batch_size, self.cfg.seed, self.step, train.num_steps, self.parts, data.has_flips)
         fetch = data.fetch if self.alignment is None else self.alignment.fetch
@@ -114,7 +114,7 @@ class Trainer:
         return zip(*[micro_batches] * len(self.parts))  # one tuple per step
 
     def train_step(self, micro_batches: Sequence[tuple[Tensor, ...]]) -> None:
-        """Forward, backward, optimizer and EMA for one global batch. Nothing here waits for the device.
+        """Run forward, backward, optimizer and EMA for one global batch, without waiting for the device.
 
         Args:
             micro_batches: (stored latents, labels) for each of self.parts; with alignment also images.
@@ -141,7 +141,7 @@ class Trainer:
         self.step += 1
 
     def losses(self, part: slice, stored: Tensor, labels: Tensor, shown: Tensor | None = None) -> tuple[list[Tensor], Tensor]:
-        """The losses of a micro-batch, and the diffusion losses by noise level (`sums_by_level`).
+        """Compute the losses of a micro-batch, and the diffusion losses by noise level (`sums_by_level`).
 
         The first loss is the diffusion loss. With alignment, the second is the alignment loss, and training minimises their sum.
         Every random number depends on (seed, step, row of the global batch) alone.
@@ -211,7 +211,7 @@ class Trainer:
                     hook(self)
 
     def measure(self) -> dict[str, Any]:
-        """One line of metrics: losses and speed since the last line. Every process must call it, between steps.
+        """Return a line of metrics: losses and speed since the last line. Every process must call it between steps.
 
         Raises UserError as `reduce_losses` does.
         """
@@ -239,7 +239,7 @@ class Trainer:
         return record
 
     def reduce_losses(self) -> list[float]:
-        """Mean losses over all processes since the last line of metrics. Afterwards, all processes hold the same sums.
+        """Average the losses since the last line over all processes. Afterwards, all processes hold the same sums.
 
         Every process must call it. Raises UserError if the run has diverged.
         """
@@ -254,19 +254,19 @@ class Trainer:
 
 
 def sums_by_level(losses: Tensor, quantiles: Tensor) -> Tensor:
-    """[2, NUM_LEVELS]: sums of the losses [B] and their numbers, by noise level. quantiles: [B], see SampleRandom."""
+    """Sum and count losses [B] by noise level. Returns [2, NUM_LEVELS]. quantiles: [B], see SampleRandom."""
     level = (quantiles * NUM_LEVELS).long().clamp(max=NUM_LEVELS - 1)
     is_in_level = torch.arange(NUM_LEVELS, device=losses.device)[:, None] == level  # [NUM_LEVELS, B]
     return torch.stack([torch.where(is_in_level, losses, 0).sum(dim=1), is_in_level.sum(dim=1)])
 
 
 def means_by_level(level_sums: Tensor) -> list[float | None]:
-    """Mean loss of each noise level, from `sums_by_level`; None for a level without samples."""
+    """Return the mean loss of each noise level from `sums_by_level`; None for a level without samples."""
     return [total / count if count else None for total, count in zip(*level_sums.tolist())]
 
 
 def learning_rate(train: Train, step: int) -> float:
-    """Learning rate of step `step` (from 0). It depends on the step alone, so a resumed run continues the schedule."""
+    """Return the learning rate of step `step`, counted from 0. It depends only on the step, so resumes continue the schedule."""
     warmup = train.warmup_steps
     if step < warmup:
         return train.lr * (step + 1) / warmup

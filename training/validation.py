@@ -1,4 +1,4 @@
-"""The validation loss: the loss of the EMA's network, without routes, on latents that training does not see."""
+"""The validation loss: the loss of the EMA network without routes, on held-out latents."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from training.trainer import NUM_LEVELS, Trainer, means_by_level, sums_by_level
 
 @dataclass
 class Validation(Scores):
-    """The validation loss at each evaluation: its mean and its means by noise level.
+    """Measures the validation loss at each evaluation: its mean, and means by noise level.
 
     Item i always has the same noise level (a quantile of the levels of training) and the same noise. So the loss does not
     depend on seed, step, batch size or number of processes.
@@ -37,7 +37,7 @@ class Validation(Scores):
 
     @torch.no_grad()
     def level_sums(self, trainer: Trainer) -> Tensor:
-        """Sums and counts [2, NUM_LEVELS] of this process's share of the items."""
+        """Sum and count the losses of this process's share of the items: [2, NUM_LEVELS]."""
         cfg, data, device, accelerator = trainer.cfg, self.dataset, trainer.device, trainer.accelerator
         # All batches have one size, because each size is compiled anew: the last ones repeat items, which do not count.
         size, num_processes = cfg.eval.batch_size, accelerator.num_processes

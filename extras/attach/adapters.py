@@ -1,4 +1,4 @@
-"""Descriptions of networks for `attach`: the lists of blocks, and the arguments of a block that have a token axis.
+"""Descriptions of networks for `attach`: their lists of blocks, and the block arguments with a token axis.
 
 Nothing here imports a network: `find_adapter` compares the names of classes and their packages.
 
@@ -116,7 +116,7 @@ ADAPTERS = {
 
 
 def find_adapter(network: nn.Module) -> Adapter:
-    """The adapter of a network's class or of a class it inherits from. Raises ValueError for an unknown network."""
+    """Find the adapter of a network's class or base class. Raises ValueError for an unknown network."""
     for cls in type(network).__mro__:
         adapter = ADAPTERS.get(f"{cls.__module__.partition('.')[0]}.{cls.__name__}")
         if adapter is not None:

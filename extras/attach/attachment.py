@@ -105,7 +105,7 @@ class Attachment:
 
     @property
     def ids_keep(self) -> tuple[Tensor | None, ...]:
-        """(B, K) per route: the image tokens that stayed in the last forward pass. None for a route that was off."""
+        """Return the image tokens that stayed in the last forward pass, (B, K) per route. None for a route that was off."""
         ids_keep = self.plan.ids_keep if self.plan else {}
         return tuple(ids_keep.get(i) for i in range(len(self.router.routes)))
 
@@ -138,7 +138,7 @@ class Attachment:
         plan.ids_keep[route] = TokenRouter.keep_highest(scores, plan.num_kept[route])  # (B, K)
 
     def find_plan(self, layer: int) -> Plan:
-        """The plan of the forward pass to which a block belongs, also if a backward pass recomputes the block."""
+        """Return the plan of a block's forward pass, also if a backward pass recomputes the block."""
         if not torch.compiler.is_compiling():
             if self.recomputed is not None:
                 return self.recomputed
@@ -157,7 +157,7 @@ def forget_compiled() -> None:
 
 
 def inner_module(module: nn.Module) -> nn.Module:
-    """The module inside the wrappers of torch.compile, DDP, activation checkpointing and PEFT."""
+    """Unwrap a module from torch.compile, DDP, activation checkpointing and PEFT."""
     for cls in type(module).__mro__:
         if cls.__name__ in WRAPPED:
             return inner_module(getattr(module, WRAPPED[cls.__name__]))
@@ -165,7 +165,7 @@ def inner_module(module: nn.Module) -> nn.Module:
 
 
 def attached(network: nn.Module) -> Attachment | None:
-    """The attachment of a network or of its deep copy, or None."""
+    """Return the attachment of a network or of its deep copy, or None."""
     hooks = inner_module(network)._forward_pre_hooks.values()
     return next((hook.__self__ for hook in hooks if isinstance(getattr(hook, "__self__", None), Attachment)), None)
 

@@ -21,7 +21,7 @@ from routing_module import TokenRouter
 
 
 def argument_names(module: nn.Module) -> tuple[str, ...]:
-    """Names of the arguments of forward, in order. They come from the class, because libraries replace forward in instances."""
+    """List forward's argument names, from the class, because libraries replace forward in instances."""
     return tuple(inspect.signature(type(module).forward).parameters)[1:]
 
 
@@ -62,7 +62,7 @@ class Plan:
         return self.image is not None and self.num_kept[route] < self.image.num_tokens
 
     def image_start(self, layout: str, length: int) -> int:
-        """The position of the first image token in a sequence of `length` tokens."""
+        """Return the position of the first image token in a sequence of `length` tokens."""
         num_others = length - self.image.num_tokens
         if num_others < 0 or (layout == "image" and num_others):
             raise ValueError(f"a block got {length} tokens ({layout}), but the embedding counted {self.image.num_tokens}")
@@ -73,7 +73,7 @@ class Plan:
         return x.detach().narrow(1, self.image_start(layout, x.shape[1]), self.image.num_tokens)
 
     def gather(self, x: Tensor, route: int, axis: TokenAxis, dim: int) -> Tensor | PositionsPerSample:
-        """The entries of the K image tokens and of all other tokens, along the axis `dim`. At 0 the table has no batch axis."""
+        """Take the entries of the K image tokens and all other tokens along axis `dim`. At dim 0, there is no batch axis."""
         index = self.index(route, axis.layout, x.shape[dim])
         if dim == 0:
             return PositionsPerSample(TokenRouter.start_route(x.expand(len(index), *x.shape), index))
@@ -87,7 +87,7 @@ class Plan:
         return torch.cat([positions[:, :start], ids_keep + start, positions[:, start + self.image.num_tokens :]], dim=1)
 
     def shorten(self, value: Any, route: int, axis: TokenAxis) -> Any:
-        """A block's argument, reduced to the tokens that stay."""
+        """Reduce an argument of a block to the tokens that stay."""
         if value is None:
             return None
         if isinstance(value, dict):

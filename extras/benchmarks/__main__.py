@@ -1,4 +1,4 @@
-"""How long a training step takes on this machine.
+"""Measure how long a training step takes on this machine.
 
     python -m extras.benchmarks step 'variants=[model=dit,model=tread]' model.backbone=DiT-S/2 train.batch_size=8
     python -m extras.benchmarks step 'variants=[model=dit,model=tread train.compile=blocks]' train.precision=fp32

@@ -1,4 +1,4 @@
-"""The tables of our runs on Fashion-MNIST, from all of their evaluations.
+"""Print the tables of our Fashion-MNIST runs from their evaluations.
 
 The rules of these runs and the tables are in results/fashion_equal_time.md and results/fashion_tokens.md.
 """
@@ -112,13 +112,13 @@ def show_arms(lines: list[dict]) -> None:
 
 
 def primary_outcomes(lines: list[dict]) -> list[tuple[str, Callable[[float], float], Contrast]]:
-    """The primary outcomes of the rule: a name, the function that turns an estimate into the printed number, and the contrast.
+    """Compute the rule's primary outcomes: a name, a function from an estimate to the printed number, and the contrast.
 
     An outcome uses the training seeds that all of its arms have. It is left out without two of them.
     """
 
     def log_distances(*conditions: dict) -> list[list[float]]:
-        """For each condition, the values of the training seeds that all conditions have."""
+        """For each condition, return the values of the training seeds that all conditions share."""
         found = [find_values(lines, DISTANCE, **condition) for condition in conditions]
         seeds = sorted(set.intersection(*map(set, found)))
         return [[log(values[seed]) for seed in seeds] for values in found]
@@ -180,13 +180,13 @@ def collect(runs: Text = "runs", output: Text = str(TOKENS)) -> None:
 
 
 def find_values(lines: list[dict], metric: str, **wanted: object) -> dict[int, float]:
-    """Training seed -> value."""
+    """Return training seed -> value."""
     found = [line for line in lines if metric in line["metrics"] and wanted.items() <= line.items()]
     return {line["seed"]: line["metrics"][metric] for line in found}
 
 
 def best_scale(scales: Sequence[float], curve: Sequence[float]) -> float:
-    """The minimum of the parabola through the lowest point and both neighbours. At an end, the lowest point."""
+    """Return the minimum of the parabola through the lowest point and both neighbours, or the lowest point if it is at an end."""
     lowest = int(np.argmin(curve))
     if lowest in (0, len(scales) - 1):
         return scales[lowest]
@@ -204,7 +204,7 @@ def mean_text(metric: str, values: Sequence[float]) -> str:
 
 
 def pooled_deviation(groups: Sequence[Sequence[float]]) -> tuple[float, int]:
-    """Standard deviation within groups, assumed equal in all of them, and its degrees of freedom."""
+    """Compute the standard deviation within groups, assumed equal in all groups, and its degrees of freedom."""
     df = sum(len(values) - 1 for values in groups)
     squares = sum((x - fmean(values)) ** 2 for values in groups for x in values)
     return sqrt(squares / df) if df else float("nan"), df

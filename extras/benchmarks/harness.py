@@ -1,4 +1,4 @@
-"""Timing of variants in turns, and a table of the results with machine, versions and commit."""
+"""Time variants in turns, and print the results with machine, versions and commit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ first variant in the same round. The table shows the median over rounds.
 
 
 def time_ms(action: Callable[[], object], repeats: int, device: torch.device, warmup: int = 0) -> list[float]:
-    """Milliseconds of each of `repeats` calls after `warmup` untimed calls. On a GPU, CUDA events measure them."""
+    """Measure the milliseconds of each of `repeats` calls after `warmup` untimed calls. On a GPU, CUDA events measure them."""
     is_cuda, marks = device.type == "cuda", []
 
     def mark() -> None:
@@ -85,7 +85,7 @@ def open_row(opener: Callable[[], TimedRow], device: torch.device, warmup: int) 
 
 
 def summarise(row: TimedRow, first: TimedRow) -> dict[str, object]:
-    """The columns of a row. `first` is the row of the first variant."""
+    """Return the columns of a row. `first` is the row of the first variant."""
     ms = np.median(row.turns)
     images_per_sec = 1000 * row.num_images / ms
     columns = {"ms": ms, "images/s": images_per_sec, "GFLOP/image": row.flops_per_image / 1e9}

@@ -30,7 +30,7 @@ from training.trainer import Trainer
 
 
 def compose_config(overrides: Sequence[str], folder: Path) -> schema.TrainConfig:
-    """The configuration of train.py with these arguments, without grids and evaluations. The default data set is imagenet256.
+    """Compose train.py's configuration with these arguments, without grids and evaluations. The default data set is imagenet256.
 
     Without data.path, it uses random latents in `folder`. Raises UserError for an argument that is not accepted.
     """
@@ -45,7 +45,7 @@ def compose_config(overrides: Sequence[str], folder: Path) -> schema.TrainConfig
 
 
 def write_random_latents(folder: Path, data: schema.Data, num_items: int) -> Path:
-    """A shard of random moments with the shape and classes of data.*, and SD-VAE's scale factor."""
+    """Write a shard of random moments. Shape and number of classes come from data.*, the scale factor from SD-VAE."""
     file = folder / f"{num_items}x{data.in_channels}x{data.input_size}.safetensors"
     if not file.exists():
         shape = (num_items, 2 * data.in_channels, data.input_size, data.input_size)
@@ -56,7 +56,7 @@ def write_random_latents(folder: Path, data: schema.Data, num_items: int) -> Pat
 
 
 def open_step(accelerator: Accelerator, cfg: schema.TrainConfig) -> TimedRow:
-    """A training step as in train.py (data, forward, backward, optimizer and EMA), without hooks."""
+    """Build a training step like that of train.py (data, forward, backward, optimizer, EMA), without hooks."""
     cfg, dataset = build.open_data(cfg)
     cfg = cfg.model_copy(update={"train": cfg.train.model_copy(update={"num_steps": 10**9})})  # more than any benchmark takes
     set_seed(cfg.seed)

@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def describe_runs(experiments: Sequence[Experiment]) -> Iterator[str]:
-    """How each experiment was run: its differences from the row and from the paper, and every start of its runs."""
+    """Describe how each experiment was run: differences from its row and from the paper, and every start of its runs."""
     yield "### How these runs were made\n"
     for experiment in experiments:
         yield f"- {experiment.label}"

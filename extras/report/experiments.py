@@ -43,22 +43,22 @@ class Experiment:
         return [measure for measure in dict.fromkeys(key for run in self.runs for key in run.figures) if measure != LOSS]
 
     def furthest(self, measure: Measure) -> list[Run]:
-        """The runs that have the latest figure. A curve is their mean at every step, so no seed joins or leaves it."""
+        """Return the runs that have the latest figure. A curve averages these runs at every step, so its seeds never change."""
         last = max((max(run.figures[measure]) for run in self.runs if measure in run.figures), default=None)
         return [run for run in self.runs if last in run.figures.get(measure, ())]
 
     def curve(self, measure: Measure) -> dict[int, list[float]]:
-        """Step -> a value per seed, in the order of steps. Empty if the measure is not among `measures`."""
+        """Return step -> a value per seed, sorted by step. Empty if the measure is not among `measures`."""
         curves = [run.figures[measure] for run in self.furthest(measure)]
         steps = sorted(step for step in (curves[0] if curves else ()) if all(step in curve for curve in curves))
         return {step: [curve[step] for curve in curves] for step in steps}
 
     def hours_at(self, step: float, measure: Measure) -> float:
-        """Hours of training until a step, averaged over the runs of the measure's curve."""
+        """Average the hours of training until a step over the runs of the measure's curve."""
         return statistics.fmean(run.hours_at(step) for run in self.furthest(measure))
 
     def paper(self, measure: Measure) -> float | None:
-        """The paper's figure with as many samples, or None. Runs that changed settings of their row have none."""
+        """Return the paper's figure for the same number of samples. None without one, or if the runs changed their row."""
         if self.changes or self.row.get("num_samples") != measure.num_samples:
             return None
         figures = self.row.get("paper" if measure.guidance == UNGUIDED else "paper_guided") or {}
@@ -66,7 +66,7 @@ class Experiment:
 
 
 def curve_measure(dense: Experiment, routed: Experiment) -> Measure | None:
-    """What to compare over training, or None: a figure that both have, if possible one of the paper, then an unguided one.
+    """Choose the figure to compare over training, or None. Both must have it; the paper's figures come first, then unguided ones.
 
     Of several numbers of samples, it is the one that was evaluated most often. FID of 50,000 samples often exists for the last
     step alone, and FID of 5,000 samples for many steps.
@@ -78,7 +78,7 @@ def curve_measure(dense: Experiment, routed: Experiment) -> Measure | None:
 
 
 def group(runs: Sequence[Run]) -> tuple[dict[str, list[Experiment]], dict[str, str]]:
-    """(experiments by table, path of a left-out run -> reason).
+    """Return (experiments by table, path of a left-out run -> reason).
 
     The paper's tables come in their order, then runs without a row by their data set. The label of an experiment is its row with
     the changed settings, or the names of its runs without seeds. Of several runs with the same seed, only the longest counts.
@@ -109,7 +109,7 @@ def group(runs: Sequence[Run]) -> tuple[dict[str, list[Experiment]], dict[str, s
 
 
 def identity_of(config: dict) -> dict[str, object]:
-    """The settings that distinguish experiments: those with a role in the schema, except the seed."""
+    """Return the settings that distinguish experiments: those with a role in the schema, except the seed."""
     identity = {key: value for key, value in config.items() if find_role(key) not in (None, Role.STARTED) and key != "seed"}
     if isinstance(source := identity.get("init_from"), str):
         identity["init_from"] = without_seed(source)
@@ -126,7 +126,7 @@ def compose_row(name: str) -> DictConfig:
 
 
 def changes_of(run: Run) -> dict[str, tuple[object, object]]:
-    """key -> (the row's value, the run's value) where they differ, except values that the row takes from the data."""
+    """Return key -> (the row's value, the run's value) where they differ, except values that the row takes from the data."""
     if run.row.get("name") not in ROWS:
         return {}
     composed = OmegaConf.merge(compose_row(run.row["name"]), {key: run.config[key] for key in ("seed", "output_dir")})
@@ -141,14 +141,14 @@ def change_words(changes: dict[str, tuple[object, object]]) -> str:
 
 
 def differences_from(first: Experiment, second: Experiment, besides: Iterable[str] = ROUTING) -> dict[str, tuple[object, object]]:
-    """key -> (value in `first`, value in `second`) where they differ, except the keys in `besides`."""
+    """Return key -> (value in `first`, value in `second`) where they differ, except the keys in `besides`."""
     keys = sorted((first.identity.keys() | second.identity.keys()) - set(besides))
     values = {key: (first.identity.get(key), second.identity.get(key)) for key in keys}
     return {key: pair for key, pair in values.items() if pair[0] != pair[1]}
 
 
 def find_baseline(experiment: Experiment, experiments: Sequence[Experiment]) -> Experiment | None:
-    """The dense experiment of the row that the configuration names, or without a row, one that differs in the routes alone.
+    """Find the dense experiment of a row, or for runs without a row, one that differs only in the routes.
 
     Of several candidates, the one with the fewest differences. Runs that changed settings of their row are compared only with
     dense runs with the same changes, except in routes and length.

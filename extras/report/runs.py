@@ -1,4 +1,4 @@
-"""Runs on disk: configuration, starts, speed, and every figure of training and of fid.py."""
+"""Read runs from disk: configuration, starts, speed, and all figures of training and fid.py."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DEFAULTS = {"labels": "random", "first_seed": 0}
 
 
 class Measure(NamedTuple):
-    """What a figure measures. Two figures can be compared only if all fields are equal."""
+    """The quantity that a figure measures. Two figures can be compared only if all fields are equal."""
 
     metric: str  # a name in the table of metrics, or `training loss`
     num_samples: int
@@ -56,24 +56,24 @@ class Run:
 
     @property
     def step(self) -> int:
-        """The last step that has a figure."""
+        """Return the last step that has a figure."""
         return max(map(max, self.figures.values()))
 
     @cached_property
     def checkpoint_hashes(self) -> list[str]:
-        """The hash (`checkpoints.store.hash_checkpoint`) of each checkpoint in the folder."""
+        """Return the hash (`checkpoints.store.hash_checkpoint`) of each checkpoint in the folder."""
         folders = store.list_steps(self.path / "checkpoints").values()
         return [store.hash_checkpoint(folder) for folder in folders if (folder / store.MANIFEST).exists()]
 
     @cached_property
     def clock(self) -> tuple[list[int], list[float]]:
-        """(steps of the training lines, hours of training until each), without checkpoints, grids and evaluations."""
+        """Return (steps of the training lines, hours of training until each), without checkpoints, grids and evaluations."""
         steps = [self.starts[0]["step"] if self.starts else 0, *self.speeds]
         hours = ((step - before) / speed / 3600 for before, (step, speed) in zip(steps, self.speeds.items()))
         return steps, [0.0, *accumulate(hours)]
 
     def hours_at(self, step: float) -> float:
-        """Hours of training until a step, interpolated between training lines. NaN beyond them."""
+        """Interpolate the hours of training until a step between training lines. NaN beyond them."""
         return float(np.interp(step, *self.clock, left=np.nan, right=np.nan))
 
     def add(self, step: int, metrics: dict[str, float], num_samples: int, settings: dict) -> None:
@@ -88,7 +88,7 @@ class Run:
 
 
 def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:
-    """(all runs below the folders, sorted by path, and path -> reason of what was left out).
+    """Return all runs under the folders, sorted by path, and path -> reason for each that was left out.
 
     A result of fid.py anywhere below the folders counts for the run whose checkpoint it names.
     """
@@ -107,12 +107,12 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:
 
 
 def find_files(folders: Sequence[Path], name: str) -> list[Path]:
-    """The files with this name below the folders, each once, sorted."""
+    """List the files with this name under the folders, each once, sorted."""
     return sorted({file.resolve() for folder in folders for file in folder.rglob(name)})
 
 
 def read_run(path: Path) -> Run:
-    """The run in a folder. Raises UserError if its config.yaml cannot be read or was not written by train.py."""
+    """Read the run in a folder. Raises UserError if its config.yaml cannot be read or was not written by train.py."""
     with reading("it"):
         stored = OmegaConf.to_container(OmegaConf.load(path / "config.yaml"))
     config = flatten(stored) if isinstance(stored, dict) else {}

@@ -27,7 +27,7 @@ class Table:
 
 
 def results_table(experiments: Sequence[Experiment]) -> Table:
-    """The last figures of each experiment beside those of the paper and of the dense runs. Each way to measure has a row."""
+    """Compare each experiment's last figures with the paper and the dense runs. Each way to measure has a row."""
     table = Table("Results")
     for experiment in experiments:
         rows: dict[tuple, dict[str, str]] = {}
@@ -57,7 +57,7 @@ def results_table(experiments: Sequence[Experiment]) -> Table:
 
 
 def guidance_table(experiments: Sequence[Experiment]) -> Table:
-    """Each experiment unguided and at its best guidance, for experiments whose last step was measured with several guidances.
+    """Show each experiment unguided and at its best guidance, if its last step was measured with several guidances.
 
     The best guidance has the best mean of the first metric. Its figures are a little too good, because the same samples chose it.
     """
@@ -83,13 +83,13 @@ def guidance_table(experiments: Sequence[Experiment]) -> Table:
 
 
 def sign_of(metric: str) -> int:
-    """1 if lower values of a metric are better, -1 if higher ones are. Lower losses, which METRICS does not list, are better."""
+    """Return 1 if lower values of a metric are better, otherwise -1. Losses are not in METRICS; lower ones are better."""
     found = find_metric(metric)
     return -1 if found and found.direction == "higher" else 1
 
 
 def figure_text(experiment: Experiment, measure: Measure, step: int, values: Sequence[float]) -> str:
-    """`12.00 ± 1.41 (paper 21.34, -44%; dense 40.00, -70%)`: mean and standard deviation over seeds, and what to compare with."""
+    """Format mean and deviation over seeds with comparisons: `12.00 ± 1.41 (paper 21.34, -44%; dense 40.00, -70%)`."""
 
     def reference_text(name: str, reference: float) -> str:
         relative = f", {(fmean(values) - reference) / reference:+.0%}" if reference else ""
@@ -104,7 +104,7 @@ def figure_text(experiment: Experiment, measure: Measure, step: int, values: Seq
 
 
 def speedup_table(experiments: Sequence[Experiment]) -> Table:
-    """How much earlier routed runs reach a figure than their dense runs.
+    """Show how much earlier routed runs reach a figure than their dense runs.
 
     The figure is the best that both reach: the worse of their bests. Runs that start from different weights have no row.
     """
@@ -141,7 +141,7 @@ def machine_of(start: dict) -> str:
 
 
 def first_reached(curve: Mapping[int, float], target: float) -> tuple[float, bool]:
-    """(the step at which a curve first falls to the target, whether its first evaluation is already below it).
+    """Return (the step at which a curve first falls to the target, whether its first evaluation is already below it).
 
     `curve` maps steps to values, of which lower is better. Between two steps, values are interpolated linearly.
     """

@@ -1,4 +1,4 @@
-"""Weights of other projects as runs of this one.
+"""Import weights of other projects as runs.
 
     python -m extras.weights import source=DiT-XL-2-256x256.pt kind=dit output=runs/dit_xl2
 

@@ -1,4 +1,4 @@
-"""Published weights as a run folder that every command can read."""
+"""Write published weights as a run folder that every command can read."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def import_weights(
 
 
 def build_config(kind: str, changed: dict) -> schema.TrainConfig:
-    """The configuration of the run: our defaults, then the published sampler, then `changed`."""
+    """Compose the run's configuration: our defaults, then the published sampler, then `changed`."""
     model, diffusion, published = KINDS_OF_WEIGHTS[kind]
     composed = compose_overrides([f"model={model}", f"diffusion={diffusion}", "data=custom", *published.split()])
     return check(OmegaConf.merge(OmegaConf.to_container(composed), changed), schema.TrainConfig)

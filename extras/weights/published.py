@@ -1,6 +1,6 @@
-"""Published state dicts with the names, the time and the sign of this project's networks.
+"""Convert published state dicts to the names, time and sign of this project's networks.
 
-Parameters are named as in facebookresearch/DiT or hustvl/LightningDiT, here too. C channels, p patch size.
+Like our networks, they use the parameter names of facebookresearch/DiT or hustvl/LightningDiT. C channels, p patch size.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STEP_NAMES = ("step", "steps", "train_steps")
 
 
 def read_published(file: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
-    """(model, EMA, step) from a .safetensors file or a file of torch.save, without running any code in it. Tensors are float32.
+    """Read (model, EMA, step) from a .safetensors file or a torch.save file, without running its code. Tensors are float32.
 
     If the file holds only one of model and EMA, it serves as both. If the file holds no step, the step is 0.
 
@@ -45,7 +45,7 @@ def read_published(file: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], in
 
 
 def _plain_names(file: Path, state: object) -> dict[str, Tensor]:
-    """The state dict in float32, without the prefixes of wrappers. Raises UserError for any other object."""
+    """Return the state dict in float32, without prefixes of wrappers. Raises UserError for any other object."""
     items = state.items() if isinstance(state, dict) else ()
     if not items or not all(isinstance(name, str) and isinstance(value, Tensor) for name, value in items):
         raise UserError(f"{file} holds no state dict; give a file that maps names to tensors")
@@ -56,7 +56,7 @@ def _plain_names(file: Path, state: object) -> dict[str, Tensor]:
 
 
 def read_sizes(file: Path, state: dict[str, Tensor], backbones: Mapping[str, tuple[int, int, int, int]]) -> dict[str, dict]:
-    """Values of model.* and data.* that follow from the shapes. The caller checks that all tensors fit them.
+    """Infer values of model.* and data.* from the shapes. The caller checks that all tensors fit them.
 
     `backbones` maps names to (depth, width, heads, patch size). Raises UserError for any other network.
     """
@@ -79,7 +79,7 @@ def read_sizes(file: Path, state: dict[str, Tensor], backbones: Mapping[str, tup
 
 
 def without_projectors(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict of REPA without its projectors, which only training uses.
+    """Remove the projectors from a REPA state dict, because only training uses them.
 
     The first checkpoints of REPA call the blocks after the aligned one decoder_blocks.0, ... They are renumbered.
     """
@@ -89,7 +89,7 @@ def without_projectors(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def turn_time_and_sign(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """ours(x, t, y) = -published(x, 1 - t, y), by other weights of two linear layers, without the unused output channels.
+    """Change two linear layers so that ours(x, t, y) = -published(x, 1 - t, y). Drop the unused output channels.
 
     Time: the first layer of the time embedding sees cos(w t) and sin(w t). With s = 1 - t, cos(w s) = cos(w) cos(w t) + sin(w)
     sin(w t) and sin(w s) = sin(w) cos(w t) - cos(w) sin(w t), so a linear layer on the features of s equals another one on the

@@ -1,4 +1,4 @@
-"""Sizes of the tests of this folder, and trainers for them."""
+"""Sizes and trainers for the tests of this folder."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +32,7 @@ SMALL = Size("XS/2", "DiT-XS/2", "data=digits", 4)  # on a CPU
 
 
 def config_for(size, folder, *overrides):
-    """bf16; model=tread unless the overrides name a model."""
+    """Return the configuration of a run in bf16, with model=tread unless the overrides name a model."""
     own = ["train.precision=bf16", "train.cpu_threads=1", f"train.batch_size={size.batch_size}", "data.num_workers=0"]
     if not any(override.startswith("model=") for override in overrides):
         own += ["model=tread", f"model.backbone=DiT-{size.backbone}"]
@@ -40,7 +40,7 @@ def config_for(size, folder, *overrides):
 
 
 def trainer_for(device, size, folder, *overrides):
-    """A trainer without hooks, for a run without an end."""
+    """Return a trainer without hooks. Its run has so many steps that it never ends."""
     forget_accelerate()
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
@@ -50,12 +50,12 @@ def trainer_for(device, size, folder, *overrides):
     set_seed(cfg.seed)
     net, alignment = build_network(cfg), build.build_alignment(cfg, dataset, accelerator)
     trainer = Trainer(accelerator, cfg, net, build.build_ema(cfg.train, net), dataset, alignment)
-    accelerator.free_memory()  # its references would outlive the trainer
+    accelerator.free_memory()  # otherwise its references outlive the trainer
     return trainer
 
 
 def keys_of_repa(size, folder):
-    """alignment=repa with an encoder of random weights, on images of noise."""
+    """Write a random encoder and a shard of noise images. Return the keys that train on them with alignment=repa."""
     import timm  # slow
 
     is_small = size.data == "data=digits"
@@ -72,6 +72,6 @@ def keys_of_repa(size, folder):
 
 
 def compiler_for(device):
-    """On a CPU nothing is generated: dynamo and autograd's part of the compiler are what is looked at there."""
+    """Return a patch of torch.compile. On a CPU it runs only Dynamo and AOTAutograd and generates no code."""
     compiler = torch.compile if device.type == "cuda" else partial(torch.compile, backend="aot_eager")
     return mock.patch.object(compilation.torch, "compile", compiler)

@@ -1,4 +1,4 @@
-"""Features and metrics on the device. The weights of Inception are random: nothing is downloaded."""
+"""Features and metrics on the device. Inception has random weights, so nothing is downloaded."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def test_features_are_those_of_the_cpu(device, tmp_path):
         assert relative_error(getattr(got, layer), getattr(expected, layer)) < 1e-4
 
 
-@pytest.mark.parametrize("width", [2048, 40])  # more features than samples, or fewer
+@pytest.mark.parametrize("width", [2048, 40])  # fewer samples than features, and more
 def test_metrics_are_those_of_the_cpu(device, width):
     def features(num, seed):
         g = torch.Generator().manual_seed(seed)

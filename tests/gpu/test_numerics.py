@@ -30,7 +30,7 @@ GUIDANCES = [partial(cfg, cfg_scale=1.5), partial(sparse, w=1.5, r_strong=0.25, 
 
 @contextlib.contextmanager
 def products(precision):
-    """Products of float32 are in TF32 or not."""
+    """Whether float32 products use TF32."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     try:
@@ -45,7 +45,7 @@ def random_network(size, family=dit):
     latent_size = 8 if size.data == "data=digits" else 32
     settings = dict(input_size=latent_size, in_channels=3, num_classes=10, routes=[Route(0.5, 2, -4)], init="official_tread")
     net = family.build(name, **settings).train()
-    net.y_embedder.embedding_table.weight.data *= 50  # at 0.02, labels and guidance would hardly matter
+    net.y_embedder.embedding_table.weight.data *= 50  # with 0.02, labels and guidance would hardly matter
     return net
 
 
@@ -89,7 +89,7 @@ def test_gradients_of_attention_are_finite_where_all_logits_are_far_below_zero(d
     choose_kernels(device, tf32=True)
     g = torch.Generator().manual_seed(0)
     qkv = torch.randn(3, 8, 16, num_keys, 72, generator=g)
-    qkv[0, ..., 0], qkv[1, ..., 0] = 32, -32  # -32^2 / 72^0.5 = -121; the fault begins at -89
+    qkv[0, ..., 0], qkv[1, ..., 0] = 32, -32  # -32^2 / 72^0.5 = -121; the fault appears below -89
     q, k, v = (x.to(device, torch.bfloat16).requires_grad_() for x in qkv)
     scaled_dot_product_attention(q, k, v).float().square().sum().backward()
     assert all(x.grad.isfinite().all() for x in (q, k, v))

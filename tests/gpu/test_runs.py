@@ -24,13 +24,13 @@ from training.saving import Saving, copy_to_host
 
 def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(device, tmp_path):
     keys = ["model=tread", "model.backbone=DiT-XS/2", "train.precision=bf16", "train.grad_clip_norm=1", "checkpoint.every=4"]
-    keys += ["train.compile=none"]  # what is compiled may choose other sizes of tiles
-    with sdpa_kernel(SDPBackend.MATH):  # other kernels of attention add gradients in no fixed order
+    keys += ["train.compile=none"]  # compiled kernels may use other tile sizes
+    with sdpa_kernel(SDPBackend.MATH):  # other attention kernels add gradients in no fixed order
         whole = run_train(tmp_path, "whole", *keys, "train.num_steps=8")
         run_train(tmp_path, "parts", *keys, "train.num_steps=4")
         parts = run_train(tmp_path, "parts", *keys, "train.num_steps=8")
     assert losses(whole) == losses(parts)
-    # The one of step 4 was written while `whole` went on, and after `parts` had ended.
+    # `whole` wrote the checkpoint of step 4 while it trained on, `parts` after its last step.
     for name in ("step_0000004/model.safetensors", "step_0000008/model.safetensors", "step_0000008/ema.safetensors"):
         assert (whole / "checkpoints" / name).read_bytes() == (parts / "checkpoints" / name).read_bytes()
 
@@ -50,7 +50,7 @@ def test_300_steps_learn_as_much_as_on_a_cpu(device, tmp_path):
     assert found == [pytest.approx(0.420, abs=0.01)]
 
 
-def test_averages_of_chosen_lengths_are_tracked_on_the_device_and_sampled_from(device, tmp_path):
+def test_averages_of_chosen_lengths_are_tracked_on_the_device_and_can_be_sampled(device, tmp_path):
     lengths = ["train.ema_lengths=[0.1,0.25]", "train.ema_snapshot_every=2", "train.precision=bf16", "train.num_steps=6"]
     run = run_train(tmp_path, "run", *lengths, "train.lr=1e-2", "checkpoint.every=1", "checkpoint.keep_last=6")
     gamma, average = gamma_from_length(0.25), None
@@ -67,9 +67,9 @@ def test_averages_of_chosen_lengths_are_tracked_on_the_device_and_sampled_from(d
     assert len(results) == 4 and all("fd_digits" in line for line in results)
 
 
-def test_a_save_that_lasts_longer_than_a_step_holds_what_was_there_when_it_began(device, size, tmp_path, monkeypatch):
+def test_a_save_that_takes_longer_than_a_step_holds_the_state_at_its_start(device, size, tmp_path, monkeypatch):
     def copy(trainer):
-        """Of weights, averages and AdamW's states, with the device at rest."""
+        """Return host copies of weights, averages and AdamW's states, after the device has computed them."""
         states = trainer.optimizer.state_dict()["state"]
         moments = {f"{i}.{key}": value for i, state in states.items() for key, value in state.items()}
         return {name: x.detach().cpu().clone() for name, x in (trainer.net.state_dict() | trainer.ema.averages | moments).items()}
@@ -85,8 +85,8 @@ def test_a_save_that_lasts_longer_than_a_step_holds_what_was_there_when_it_began
             trainer.train_step(next(batches))
         expected[trainer.step] = copy(trainer)
         may_write.clear()
-        saving(trainer)  # waits for the save before
-        for _ in range(2):  # while it is written, if it has begun
+        saving(trainer)  # waits for the previous save
+        for _ in range(2):  # while the checkpoint is written, if the write has begun
             trainer.train_step(next(batches))
         may_write.set()
     saving.check(wait=True)
@@ -113,22 +113,22 @@ def test_sigterm_ends_all_processes_soon_with_a_checkpoint(tmp_path, capsys):
             time.sleep(0.2)
         os.kill(process.pid, signal.SIGTERM)
         start_sec = time.monotonic()
-        output, _ = process.communicate(timeout=60)  # until every process has closed its end
+        output, _ = process.communicate(timeout=60)  # until every process has closed its end of the pipe
         seconds = time.monotonic() - start_sec
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-    with capsys.disabled():  # for the file of results
+    with capsys.disabled():  # for the results file
         sys.stdout.write(f"exit code {process.returncode}, all processes gone after {seconds:.1f} s\n")
     assert max(store.list_steps(tmp_path / "run" / "checkpoints")) >= 10, output
 
 
-# Rounding of bfloat16, and other sizes of tiles where blocks are compiled; only the order of sums.
+# FAST differs by the rounding of bfloat16 and, in compiled blocks, by tile sizes; EXACT differs only by the order of sums.
 FAST, EXACT = ["train.precision=bf16"], ["train.precision=fp32", "train.tf32=false", "train.compile=none"]
 
 
 @pytest.mark.parametrize(("how", "error"), [(EXACT, 0.01), (FAST, 0.1)])
-def test_two_devices_learn_what_one_does(device, tmp_path, how, error):
+def test_two_devices_learn_the_same_as_one(device, tmp_path, how, error):
     if torch.cuda.device_count() < 2:
         pytest.skip("two GPUs are needed; tests/test_ddp.py trains so on a CPU")
     keys = ["train.batch_size=8", "train.num_steps=4", *how, "train.grad_accum_steps=2", "train.grad_clip_norm=1"]
@@ -144,8 +144,8 @@ def test_two_devices_learn_what_one_does(device, tmp_path, how, error):
     assert (got - expected).norm() <= error * expected.norm()
 
 
-def test_one_process_alone_in_its_group_learns_what_it_does_without_one(device, size, tmp_path):
-    """NCCL and DDP on one device: no other test of this folder runs them where there is only one."""
+def test_a_group_of_one_process_learns_the_same_as_a_process_without_a_group(device, size, tmp_path):
+    """NCCL and DDP on one device. No other test of this folder runs them on a machine with one GPU."""
 
     def change_of_weights():
         trainer = trainer_for(device, size, tmp_path)
@@ -157,7 +157,7 @@ def test_one_process_alone_in_its_group_learns_what_it_does_without_one(device, 
             trainer.train_step(next(batches))
         after = copy_to_host(model.state_dict())
         if device.type == "cuda":
-            torch.cuda.synchronize()  # the copies
+            torch.cuda.synchronize()  # wait for the copies
         return torch.cat([(after[name] - before[name]).flatten() for name in before])
 
     expected = change_of_weights()

@@ -1,4 +1,4 @@
-"""The trainer's steps: nothing waits or is compiled again, they learn the same, and they cost what they should."""
+"""Steps of the trainer: they do not wait, recompile or change what is learnt, and their memory is as estimated."""
 
 import contextlib
 import gc
@@ -40,7 +40,7 @@ def nothing_waits(device):
         yield
 
 
-def test_the_guard_sees_what_waits(device):
+def test_the_guard_sees_functions_that_wait(device):
     x = torch.ones((), device=device)
     with nothing_waits(device):
         x.add_(1)
@@ -67,7 +67,7 @@ def test_nothing_waits_in_the_loop_between_two_log_lines(device, size, tmp_path,
     batches = trainer.batches()
 
     def some_batches():
-        yield from itertools.islice(batches, 3)  # the first steps compile and allocate
+        yield from itertools.islice(batches, 3)  # the first steps compile and allocate memory
         with nothing_waits(device):
             yield from itertools.islice(batches, 17)
 
@@ -133,7 +133,7 @@ def test_the_float32_block_after_a_route_costs_at_most_two_and_a_half_others(dev
 
 def test_a_routed_step_takes_less_than_three_quarters_of_a_dense_one_and_the_memory_that_was_estimated(device, size):
     forget_accelerate()
-    gc.collect()  # networks of earlier tests: compiled blocks are cycles
+    gc.collect()  # frees networks of earlier tests: compiled blocks are reference cycles
     is_cuda = device.type == "cuda"
     overrides = [size.data, f"model.backbone={size.large_backbone}", f"train.batch_size={size.batch_size}"]
     overrides += ["train.precision=bf16", "train.cpu_threads=1"]
