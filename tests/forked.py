@@ -1,4 +1,4 @@
-"""Run a command, in one process or several, in forks of a process that has imported everything: a second instead of six.
+"""Run a command, in one process or several, in forks of a process that has imported everything: 1 second instead of 6.
 
 A drill runs in a folder of its own and writes to relative paths, so that two runs of it leave the same bytes.
 """
@@ -49,7 +49,7 @@ def start_server():
 
 @dataclass
 class Outcome:
-    code: int | None  # the exit code; minus the number of the signal that ended it; None after a timeout
+    code: int | None  # the exit code, or minus the number of the signal that ended the process; None after a timeout
     output: str
 
     def happened(self):
@@ -66,9 +66,9 @@ class Outcome:
 
 
 class Command:
-    """`<script> <arguments>` in a process and session of its own, after `before` has prepared the process.
+    """Run `<script> <arguments>` in its own process and session. `before` runs first, in that process.
 
-    With `small`, DiT-XS/2 is so small that its checkpoints have 1 MB.
+    With `small`, DiT-XS/2 is so small that its checkpoints take 1 MB.
     """
 
     def __init__(self, folder, arguments, before=None, small=True, **environment):
@@ -83,7 +83,7 @@ class Command:
         self.process.join(limit_sec)
         code = self.process.exitcode
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # what it left running, and itself if the time is up
+            os.killpg(self.process.pid, signal.SIGKILL)  # processes that it left running, and itself after a timeout
         self.process.join()  # now its locks are free
         with open(self._reader.fileno(), "rb", closefd=False) as pipe:
             return Outcome(code, pipe.read().decode(errors="replace"))
@@ -130,7 +130,7 @@ def _become(folder, writer, arguments, before, small, environment):
         code = e.code if isinstance(e.code, int) else int(e.code is not None)
         if isinstance(e.code, str):
             sys.stderr.write(f"{e.code}\n")
-    except BaseException:  # noqa: BLE001 (what Python does at the end of a program)
+    except BaseException:  # noqa: BLE001 (Python does the same when a program ends)
         traceback.print_exc()
     finally:
         with contextlib.suppress(OSError):
@@ -161,7 +161,7 @@ def act(action):
 
 
 def at_operation(action, pattern):
-    """Act before the first operation on files whose line ("rename run/a run/b") has `pattern`.
+    """Act before the first operation on files whose line ("rename run/a run/b") matches `pattern`.
 
     Operations change files below the working folder: opening to write, renaming, deleting, making folders, fsync.
     """
@@ -216,7 +216,7 @@ _TIMES = {"steps_per_sec", "images_per_sec", "evaluation_sec"}
 
 
 def contents(folder):
-    """{path: hash of the content} of all files below; without times, and without what tells of starts and damage."""
+    """Return {path: hash of the content} of all files in `folder`, without locks, times, starts.jsonl and bad_step_ files."""
     found = {}
     for file in sorted(folder.rglob("*")):
         name = file.relative_to(folder).as_posix()

@@ -146,7 +146,7 @@ def write_shard_with_images(file, jpegs):
         (to_jpeg(smooth_images(1, 8)[0]), "8x8 pixels"),
     ],
 )
-def test_an_image_that_is_damaged_or_of_another_size_is_named(tmp_path, second, message):
+def test_a_damaged_image_or_one_of_another_size_is_named_in_the_error(tmp_path, second, message):
     write_shard_with_images(tmp_path / "a.safetensors", [to_jpeg(smooth_images(1)[0]), second])
     dataset = LatentDataset(tmp_path)
     dataset.fetch_with_images(np.array([0]), np.array([False]))
@@ -162,7 +162,7 @@ def test_latents_that_are_pixels_are_their_own_images(tmp_path):
     assert torch.equal(shown, ((expected + 1) * 127.5).round().to(torch.uint8)[..., None].expand(-1, -1, -1, 3))
 
 
-def test_other_images_are_another_data_set(tmp_path):
+def test_shards_with_other_images_are_another_data_set(tmp_path):
     for name, shift in (("a", 0), ("b", 9)):
         write_shard_with_images(tmp_path / name / "a.safetensors", [to_jpeg(image + shift) for image in smooth_images(4)])
     first, second = (LatentDataset(tmp_path / name).identity for name in "ab")
@@ -270,7 +270,7 @@ def test_impossible_settings_are_refused_by_name(repa, train, tmp_path, change, 
     assert not (tmp_path / "run").exists()
 
 
-def test_shards_without_images_say_how_to_make_them(repa, train, tmp_path):
+def test_the_error_for_shards_without_images_says_how_to_make_them(repa, train, tmp_path):
     make_shard(tmp_path / "data" / "a.safetensors", channels=3, size=8, autoencoder="none")
     with pytest.raises(UserError, match="keep_images=jpeg"):
         train("run", *repa, f"data.path={tmp_path / 'data'}")

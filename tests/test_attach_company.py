@@ -17,7 +17,7 @@ TOLERANCE = 1e-5  # as in test_attach.py
 
 
 def two_passes(network, first, second):
-    """Return (outputs, gradients) of two routed passes, each before a dense one, with a single backward pass at the end."""
+    """Return (outputs, gradients) of two routed passes with one backward pass at the end. A dense pass follows each of them."""
     outputs = []
     for inputs in (first, second):
         outputs.append(call(network, inputs))
@@ -73,7 +73,7 @@ def test_other_checkpoint_functions_are_an_error_and_not_a_wrong_gradient():
         call(network, inputs).mean().backward()
 
 
-# Tracing a block takes seconds, so there are two.
+# Tracing a block takes seconds, so the networks have two blocks.
 BOTH = [Route(0.5, 0, 1)]
 
 
@@ -81,7 +81,7 @@ def test_a_routed_network_compiles_without_a_break_in_its_graph():
     network, inputs = build("DiT", depth=2), NETWORKS["DiT"].inputs(False)
     compiled = torch.compile(network, fullgraph=True, backend="eager")
     dense = call(compiled, inputs)
-    attachment = attach(compiled, BOTH, selection="importance")  # also after the first compiled call
+    attachment = attach(compiled, BOTH, selection="importance")  # also takes effect after the first compiled call
     results = []
     for called in (network, compiled):
         torch.manual_seed(3)
@@ -110,7 +110,7 @@ def test_checkpointed_and_single_blocks_compile():
 
 @pytest.mark.parametrize("name", ["Flux", "Wan"])
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # Flux's own RMSNorm
-def test_under_bfloat16_autocast_routing_means_the_same_and_dtypes_are_those_of_the_plain_network(name):
+def test_under_bfloat16_autocast_routing_gives_the_same_result_and_the_dtypes_of_the_plain_network(name):
     case, network = NETWORKS[name], build(name)
     inputs, dtypes = case.inputs(False), []
     attachment = attach(network, ROUTES)
@@ -121,7 +121,7 @@ def test_under_bfloat16_autocast_routing_means_the_same_and_dtypes_are_those_of_
             with attachment.routed(ratio):
                 call(network, inputs)
         assert dtypes[:4] == dtypes[4:]
-        assert reference_error(network, case, inputs, attachment) < 0.05  # bfloat16 has 8 bits
+        assert reference_error(network, case, inputs, attachment) < 0.05  # bfloat16 has 8 bits of precision
 
 
 def lora_config(*targets, **settings):

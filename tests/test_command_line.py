@@ -83,7 +83,7 @@ def test_unreadable_arguments_give_one_line(monkeypatch, tmp_path, capsys):
 
 
 class Trainer:
-    """Represents objects that a run holds in memory."""
+    """A stand-in for the objects that a run holds in memory."""
 
 
 def fail_in_a_sweep(cfg):
@@ -138,7 +138,7 @@ def take(numbers: list[float], switch: bool) -> None:
     called.append((numbers, switch))
 
 
-def test_a_value_is_what_yaml_reads():
+def test_values_are_parsed_as_yaml():
     called.clear()
     run_command({"take": "test_command_line:take"}, "", ["take", "numbers=[1.0,2e-3]", "switch=true"])
     assert called == [([1.0, 2e-3], True)]

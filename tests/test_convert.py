@@ -128,7 +128,7 @@ def test_changed_values_under_the_same_names_are_another_data_set(tmp_path, make
     assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == before
 
 
-def test_scale_and_resolution_are_those_of_the_autoencoder_that_is_given(tmp_path):
+def test_scale_and_resolution_come_from_the_given_autoencoder(tmp_path):
     fast_dit_of(tmp_path / "theirs", sd_moments(NUM_ITEMS, size=8))
     with pytest.raises(UserError, match="give scale_factor=, resolution="):
         convert(tmp_path / "theirs", tmp_path / "out", "autoencoder=sd-vae:stabilityai/sdxl-vae")
@@ -157,7 +157,7 @@ def test_the_images_next_to_repas_latents_are_paired_with_them_by_their_order(tm
     write_repa(tmp_path / "theirs" / "vae-sd", mean_std, [0, 1, 0, 1])
     pictures = tmp_path / "theirs" / "images"
     entries = []
-    for i in (2, 0, 3, 1):  # dataset.json may list such paths
+    for i in (2, 0, 3, 1):  # dataset.json may list images in any order
         name = f"{i // 2:05d}/img{i:08d}.png"
         (pictures / name).parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(np.full((32, 32, 3), levels[i], np.uint8)).save(pictures / name)
@@ -214,7 +214,7 @@ def test_interrupted_normalising_is_completed_by_the_next_start(tmp_path, monkey
     def stop_before_a_file(path, content):
         if path.suffix == ".safetensors":
             files_written.append(path)
-            if len(files_written) == 3 + number + 1:  # the three shards, and then each once more
+            if len(files_written) == 3 + number + 1:  # the three shards are written first, and then each again
                 raise KeyboardInterrupt
         write_file(path, content)
 

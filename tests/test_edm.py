@@ -13,7 +13,7 @@ LABELS = torch.zeros(4, dtype=torch.int64)
 
 
 class ListedRandom:
-    """Random numbers that were prepared, in order."""
+    """Returns prepared tensors in order instead of random ones."""
 
     def __init__(self, *tensors):
         self.tensors = list(tensors)
@@ -28,7 +28,7 @@ class ListedRandom:
 
 
 class GeneratorRandom:
-    """A denoiser that counts its calls."""
+    """Draws normal numbers from a seeded generator and counts its calls."""
 
     def __init__(self, batch, seed):
         self.batch, self.generator, self.count = batch, torch.Generator().manual_seed(seed), 0
@@ -116,7 +116,7 @@ def test_the_sampler_lists_the_levels_that_it_evaluates_and_adds_noise_between_s
 
 
 def test_every_step_gets_its_share_of_the_churn_below_the_limit():
-    # Algorithm 2: gamma = S_churn / num_steps, here 2 / 8, below its limit of sqrt(2) - 1 and S_churn itself above it.
+    # Algorithm 2: gamma = S_churn / num_steps = 2 / 8 is below its limit of sqrt(2) - 1. S_churn itself is above the limit.
     sampler, calls = HeunSampler(num_steps=8, S_churn=2.0, S_noise=1.5), []
 
     def denoiser(x, sigma, y):

@@ -1,4 +1,4 @@
-"""Inception, against torch-fidelity's extractor; the classifier of the digits, against labels; several detectors."""
+"""Inception against torch-fidelity's extractor, the classifier of the digits against labels, and lists of detectors."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_bad_weights_are_refused_by_name_and_run_no_code(tmp_path):
             InceptionDetector(tmp_path / name)
 
 
-def test_the_reference_of_the_digits_holds_what_training_decodes():
+def test_the_reference_of_the_digits_holds_the_images_that_training_decodes():
     shard = load_file(REPOSITORY / "latents" / "digits.safetensors")
     assert np.array_equal(next(DIGITS.batches(2000)), to_uint8(shard["latents"].float()).numpy())
     assert np.array_equal(DIGITS.labels, shard["labels"].numpy())

@@ -49,7 +49,7 @@ class FakeInception:
         return Features(self.name, pool=x[:, :2048], spatial=x[:, 2048:4071], logits=x[:, 4071:])
 
 
-def test_digits_get_their_own_names_and_a_set_is_perfect_against_itself(detector, digits):
+def test_metrics_of_digits_have_their_own_names_and_are_perfect_for_a_set_against_itself(detector, digits):
     images, labels = digits
     whole = detector.features(images)
     result = evaluate(whole, whole, labels)
@@ -65,7 +65,7 @@ def inception_features(num: int, seed: int) -> Features:
     return FakeInception().features(images)
 
 
-def test_inception_gets_the_five_names():
+def test_inception_gives_five_metrics():
     first, second = inception_features(60, 0), inception_features(50, 1)
     result = evaluate(first, second)
     assert list(result) == ["fid", "sfid", "inception_score", "precision", "recall"]
@@ -81,7 +81,7 @@ def test_stored_statistics_are_used_and_metrics_that_need_images_are_left_out_wi
     assert list(result) == ["fid", "inception_score"]
     assert result["fid"] == pytest.approx(metrics.frechet_distance(other.pool, samples.pool), rel=1e-6)
     assert "no sfid, precision, recall" in caplog.text
-    assert "fid" not in evaluate(inception_features(9, 0), inception_features(1, 1))  # no covariance
+    assert "fid" not in evaluate(inception_features(9, 0), inception_features(1, 1))  # one image has no covariance
 
 
 def test_the_table_gives_each_detector_its_names_and_the_primary_one_first():
@@ -89,7 +89,7 @@ def test_the_table_gives_each_detector_its_names_and_the_primary_one_first():
     assert [metric.name for metric in metrics_for("small-cifar10")] == [
         "fd_cifar10", "precision_cifar10", "recall_cifar10", "class_agreement_cifar10",
     ]  # fmt: skip
-    assert metrics_for("small-digits") == []  # looks like a metric of the embedded digits
+    assert metrics_for("small-digits") == []  # its names would be those of the embedded digits
     sets = [small_set(name) for name in ("small-fashion", "inception", "small-", "fashion")]
     assert sets == ["fashion", None, None, None]
     assert [metric.name for metric in METRICS if metric.direction == "lower"] == ["fid", "sfid", "fd_{}"]

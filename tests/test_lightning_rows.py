@@ -14,7 +14,7 @@ import prepare_latents
 
 @pytest.fixture(scope="module")
 def lightning(tmp_path_factory):
-    """(shards of latents in LightningDiT's shape, autoencoder of 4 pixels along a latent's side)."""
+    """Fixture: (folder of latents in LightningDiT's shape, autoencoder=). A latent position covers 4x4 pixels."""
     folder = tmp_path_factory.mktemp("lightning")
     untrained_va_vae(folder / "vae" / "vavae.pt", channels=32)
     latents = 3 + 5 * torch.randn(24, 32, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -34,7 +34,7 @@ def test_a_lightning_row_trains_draws_a_grid_and_samples_with_published_guidance
     tiny = ["model.backbone=LightningDiT-XS/2", "train.precision=fp32", "train.num_steps=2", "sample.every=2"]
     tiny += ["sample.num_samples=2"]
     run = train("run", "experiment=lightning/xl1_tread", f"data.path={latents}", *tiny, "diffusion.sampler.num_steps=3")
-    # A squared error of about 2 for a velocity of 0, of which the cosine with anything is 0: 1 more.
+    # The network predicts a velocity of 0: its squared error is about 2, and its cosine with any target is 0, which adds 1.
     assert metrics(run)[0]["loss"] == pytest.approx(3, abs=0.15)
     with Image.open(next((run / "samples").glob("*.png"))) as grid:
         assert grid.size == (2 * 68 + 4, 64 + 18 + 4)

@@ -1,4 +1,4 @@
-"""Between two lines of metrics, training asks the device for no value: each such call would wait for it."""
+"""Between two lines of metrics, training reads no value from the device: each read would wait for it."""
 
 import copy
 from unittest import mock
@@ -38,9 +38,9 @@ def test_steps_between_two_lines_of_metrics_wait_for_nothing(tmp_path, monkeypat
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *args: calls.append("synchronize"))
     monkeypatch.setattr(Trainer, "train_step", lambda *args: calls_before_step.append(len(calls)) or train_step(*args))
     run_train(tmp_path, "run", "train.num_steps=6", "train.log_every=6", *SETTINGS[name])
-    # Steps 1 to 5, with all that the loop does after each.
+    # Steps 1 to 5 and the code of the loop after each of them made no such call.
     assert len(calls_before_step) == 6 and calls_before_step[-1] == calls_before_step[0], calls[calls_before_step[0] :]
-    assert len(calls) > calls_before_step[-1]  # the line of metrics waits
+    assert len(calls) > calls_before_step[-1]  # writing the line of metrics waits
 
 
 @pytest.mark.parametrize("key", ["model.selection=importance", "diffusion=sit"])
@@ -49,9 +49,9 @@ def test_every_tensor_of_the_loss_is_moved_to_the_gpu(tmp_path, monkeypatch, key
     seen = []
 
     def losses_on_a_gpu(trainer, part, stored, labels):
-        """The same losses; before, those of a trainer on a GPU, which is not here: its tensors have no values."""
+        """Compute the losses on a GPU with fake tensors, which have no values, and then return the real losses."""
         on_gpu, net = copy.copy(trainer), trainer.net
-        generators = mock.patch.object(torch, "Generator", lambda *args: make_generator())  # of the CPU
+        generators = mock.patch.object(torch, "Generator", lambda *args: make_generator())  # on the CPU
         with FakeTensorMode(), generators, mock.patch.object(torch, "is_autocast_enabled", lambda *args: False):
             weights = {key: torch.empty(p.shape, device="cuda") for key, p in net.named_parameters()}
             on_gpu.models = [lambda *args, **draws: functional_call(net, weights, args, draws)]

@@ -30,7 +30,7 @@ def profile(t, length):
 
 @torch.no_grad()
 def test_tracked_averages_follow_a_network_that_was_moved_after_they_were_built():
-    """Move the network to another dtype, which changes parameters in place, as a move to another device does."""
+    """A move to another dtype changes parameters in place, as a move to another device does."""
     net = torch.nn.Linear(3, 1)
     ema = TrackedEMA(net, 0.9, [0.05])
     for module in (net, ema.net):
@@ -59,7 +59,7 @@ def test_tracked_averages_are_sums_of_the_weights_by_their_profiles():
 
 
 def test_an_average_of_any_length_is_found_within_the_error_that_solve_returns():
-    """|sum (p' - p) theta| is at most |p' - p| |theta|, by Cauchy and Schwarz."""
+    """By the Cauchy-Schwarz inequality, |sum (p' - p) theta| is at most |p' - p| |theta|."""
     t, tracked = 1200, [(step, length) for step in range(50, 1201, 50) for length in (0.05, 0.25)]
     profiles = np.stack([np.pad(profile(step, length), (0, t - step)) for step, length in tracked])
     k = np.arange(t)
@@ -74,7 +74,7 @@ def test_an_average_of_any_length_is_found_within_the_error_that_solve_returns()
 
 @pytest.mark.parametrize("num_snapshots", [2, 10, 20])
 def test_factors_are_the_normalised_solution_of_the_closed_form(num_snapshots):
-    """Return the inner product of two profiles, k^a (a + 1) / s^(a + 1) up to s and the same for b and t (EDM2, appendix C)."""
+    """`product` is the integral of k^a (a + 1) / s^(a + 1), up to s, times the same profile of b and t (EDM2, appendix C)."""
 
     def product(one, other):
         (s, a), (t, b) = one, other
@@ -157,7 +157,7 @@ def test_a_run_without_tracked_averages_gives_none_and_cannot_start_tracking_lat
         train("run", *TRACK[:2])
     with pytest.raises(UserError, match=r"init_from.*train.ema_lengths: \[\] -> \[0.1, 0.25\]"):
         train("other", *TRACK[:2], f"init_from={run}", "init_state=all")
-    other = train("other", *TRACK, f"init_from={run}")  # starts with step 1, as the optimizer does
+    other = train("other", *TRACK, f"init_from={run}")  # averages start with step 1, as the optimizer does
     assert (other / "checkpoints" / "step_0000006" / "tracked_ema.safetensors").exists()
 
 
@@ -180,6 +180,6 @@ def test_missing_and_altered_snapshots_are_refused_and_other_files_are_ignored(t
     assert posthoc_ema.check_length(folder, "ema", 0.25) != identity  # it is in the checkpoint
 
 
-def test_a_length_that_is_named_twice_is_refused():
+def test_a_length_that_is_given_twice_is_refused():
     with pytest.raises(UserError, match="repeats a length"):
         TrackedEMA(torch.nn.Linear(1, 1), 0.9, [0.05, 0.05])

@@ -17,7 +17,7 @@ from latents.shards import ShardInfo, write_shard
 SLOW = {"timm", "torchvision", "diffusers", "transformers", "wandb", "matplotlib", "scipy", "torch_fidelity"}
 
 
-def test_attach_needs_torch_alone_and_imports_are_not_slow_draw_no_random_number_and_touch_no_device():
+def test_attach_needs_only_torch_and_imports_are_fast_draw_no_random_number_and_touch_no_device():
     code = f"""
 import importlib, random, sys
 import extras.attach
@@ -36,7 +36,7 @@ assert not torch.cuda.is_initialized()
     assert code == 0, output
 
 
-def test_links_between_pages_lead_somewhere():
+def test_links_between_pages_have_targets():
     pages = [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")]
     headings = {page: re.findall(r"^#+ (.*)", page.read_text(), re.MULTILINE) for page in pages}
     anchors = {page: {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in headings[page]} for page in pages}
@@ -48,7 +48,7 @@ def test_links_between_pages_lead_somewhere():
 
 
 def test_the_embedded_digits_are_those_of_scikit_learn_bit_for_bit(tmp_path):
-    """Pixels mapped to [-1, 1], exact in float16; a scale factor of 2/3 brings their deviation (0.75) to EDM's 0.5."""
+    """Pixels in [-1, 1] are exact in float16. A scale factor of 2/3 brings their standard deviation (0.75) to EDM's 0.5."""
     digits = load_digits()
     latents = torch.from_numpy(digits.images / 8 - 1).to(torch.float16)[:, None]
     info = ShardInfo(kind="sample", scale_factor=2 / 3, autoencoder="identity", resolution=8, num_classes=10)
@@ -56,7 +56,7 @@ def test_the_embedded_digits_are_those_of_scikit_learn_bit_for_bit(tmp_path):
     assert made.read_bytes() == (REPOSITORY / "latents" / "digits.safetensors").read_bytes() and len(latents) == 1797
 
 
-def test_a_reference_is_made_of_a_folder_of_images(tmp_path):
+def test_a_reference_is_made_from_a_folder_of_images(tmp_path):
     pixels = np.random.default_rng(0).integers(0, 256, (5, 6, 4, 3), dtype=np.uint8)
     (tmp_path / "images").mkdir()
     for i, image in enumerate(pixels):

@@ -13,7 +13,7 @@ def tokens():
     return torch.arange(B * N * D, dtype=torch.float32).reshape(B, N, D)
 
 
-def test_the_number_of_tokens_that_skip_is_the_integer_part_and_one_stays_below_a_ratio_of_1():
+def test_the_number_of_skipped_tokens_is_rounded_down_and_a_ratio_below_1_keeps_a_token():
     ratios = ((16, 0.5), (7, 0.5), (256, 0.75), (10, 0.0), (3, 0.9), (3, 1.0))
     assert [num_kept_tokens(n, r) for n, r in ratios] == [8, 4, 64, 10, 1, 0]
     assert num_kept_tokens(1, 1 - 1e-16) == num_kept_tokens(3, 1 - 2**-53) == 1

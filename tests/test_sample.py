@@ -49,7 +49,7 @@ def sample(runs, tmp_path):
 def assert_same_images(first, second):
     assert first.keys() == second.keys() and len(first) > 0
     for name in first:
-        # Matrix products of another batch size may round differently; a pixel may then move by one of 255.
+        # With another batch size, matrix products may round differently. A pixel may then change by 1 of 255.
         difference = np.abs(first[name].astype(int) - second[name].astype(int))
         assert difference.max() <= 1 and (difference > 0).mean() < 0.02, name
 
@@ -80,10 +80,10 @@ def test_churn_and_the_subsets_of_sparse_guidance_depend_on_the_seed_too(sample)
 def test_sampling_logs_its_cost(sample, caplog):
     caplog.set_level("INFO")
     sample("sparse", "seeds=0-1", "guidance=sparse", "guidance.w=2", "guidance.r_strong=0.25")
-    # 3 noise levels are 5 evaluations of two branches.
+    # Sampling with 3 noise levels takes 5 evaluations of two branches.
     assert re.search(r"cost     10 network evaluations and [\d.]+ GFLOPs per image", caplog.text)
     sample("interval", "seeds=0-1", "guidance=interval", "cfg_scale=2", "guidance.level_lo=0", "guidance.level_hi=0.01")
-    assert "cost     7 network evaluations" in caplog.text  # the last level is evaluated twice
+    assert "cost     7 network evaluations" in caplog.text  # both evaluations at the last level are guided
 
 
 def test_a_compiled_network_sees_a_single_batch_size(monkeypatch):
@@ -115,7 +115,7 @@ def test_a_sit_run_samples_with_a_solver_whose_noise_depends_on_the_seed(runs, s
     assert_same_images(*(sample(f"batch_{size}", *settings, f"batch_size={size}", checkpoint=sit) for size in (4, 1)))
 
 
-def test_autoguidance_takes_a_second_checkpoint_of_the_same_latents_and_diffusion(runs, sample):
+def test_autoguidance_takes_a_second_checkpoint_with_the_same_latents_and_diffusion(runs, sample):
     plain = sample("plain", "seeds=0-3")
     assert_same_images(plain, sample("itself", "seeds=0-3", "guidance=autoguidance", f"guidance.checkpoint={runs['edm']}"))
     assert_all_differ(plain, sample("guided", "seeds=0-3", "guidance=autoguidance", f"guidance.checkpoint={runs['dense']}"))
@@ -190,7 +190,7 @@ def test_grids_show_every_image_with_its_label():
     assert [bool((caption < 128).any()) for caption in captions] == [True, True, True, False]
 
 
-def test_nan_from_the_network_and_a_damaged_settings_file_are_named(runs, sample, tmp_path):
+def test_nan_from_the_network_and_a_damaged_settings_file_are_reported(runs, sample, tmp_path):
     folder = shutil.copytree(runs["edm"] / "checkpoints" / "step_0000002", tmp_path / "copy")
     save_file({name: x * np.nan for name, x in load_file(folder / "ema.safetensors").items()}, folder / "ema.safetensors")
     renew_manifest(folder)

@@ -28,7 +28,7 @@ NAMES = ["fd_fashion", "precision_fashion", "recall_fashion", "class_agreement_f
 
 @pytest.fixture(scope="module")
 def fashion(tmp_path_factory):
-    """Fixture: (folder, images, labels), in torchvision's files of Fashion-MNIST. The height of a bar of noise is the class."""
+    """Fixture: (folder of Fashion-MNIST's files, images, labels). An image is a bar of noise. Its row depends on the class."""
     root, random = tmp_path_factory.mktemp("sets"), np.random.default_rng(0)
     images, labels = np.zeros((1200, 28, 28), np.uint8), np.arange(1200) % 10
     for image, label in zip(images, labels):

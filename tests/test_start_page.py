@@ -27,7 +27,7 @@ def blocks_of(page):
 
 
 def commands_of(page):
-    """Yield (script, arguments) for each line of a page that starts one of our commands; for a sweep, its first run."""
+    """Yield (script, arguments) for each line of a page that starts one of our commands. For a sweep, yield the first run."""
     for block in blocks_of(page):
         for line in re.sub(r"\\\n", "", block).splitlines():
             words = shlex.split(line, comments=True)

@@ -92,7 +92,7 @@ def test_the_processes_of_a_signalled_launcher_save_and_leave_during_an_evaluati
     process, run = command.process, tmp_path / "run"
     try:
         wait_for(lambda: not process.is_alive() or ((run / "metrics.jsonl").exists() and len(metrics(run)) >= 2))
-        time.sleep(1)  # the evaluation of step 2 has begun, which would take an hour
+        time.sleep(1)  # now it evaluates step 2, which would take an hour
         os.kill(process.pid, signum)
         wait_for(lambda: is_free(run / ".lock"), timeout_sec=60)
         wait_for(lambda: not process.is_alive(), timeout_sec=60)
@@ -101,4 +101,4 @@ def test_the_processes_of_a_signalled_launcher_save_and_leave_during_an_evaluati
     code, output = outcome.code, outcome.output
     assert code == (-signal.SIGKILL if signum == signal.SIGKILL else 1), output
     assert list(store.list_steps(run / "checkpoints")) == [2], output
-    assert f"{reason}: stopping after this step" in output and ("Traceback" in output) == (code == 1)  # of the launcher
+    assert f"{reason}: stopping after this step" in output and ("Traceback" in output) == (code == 1)  # in the launcher

@@ -1,4 +1,4 @@
-"""VA-VAE, against an independent implementation of latent diffusion's autoencoder, and files with other weights."""
+"""VA-VAE against an independent implementation of latent diffusion's autoencoder, and files without its weights."""
 
 import re
 
@@ -75,7 +75,7 @@ class Reference:
 
 
 @pytest.mark.parametrize("attention_at", [(2,), (), (1, 2)])
-def test_va_vae_encodes_and_decodes_as_latent_diffusions_autoencoder_of_the_same_weights(tmp_path, attention_at):
+def test_va_vae_encodes_and_decodes_like_latent_diffusions_autoencoder_with_the_same_weights(tmp_path, attention_at):
     weights = ldm_autoencoder(4, (32, 64, 96), num_blocks=2, attention_at=attention_at)
     torch.save({"state_dict": weights}, tmp_path / "vae.ckpt")
     vae, reference = load(tmp_path / "vae.ckpt"), Reference(weights)
@@ -88,7 +88,7 @@ def test_va_vae_encodes_and_decodes_as_latent_diffusions_autoencoder_of_the_same
     assert (vae.scale_factor, vae.factor) == (1.0, 4)
 
 
-def test_a_folder_that_also_holds_latents_stats_pt_and_safetensors_hold_the_weights_as_well(tmp_path):
+def test_weights_are_found_next_to_latents_stats_pt_and_in_safetensors(tmp_path):
     weights = untrained_va_vae(tmp_path / "a" / "vavae.pt")
     torch.save({"mean": torch.zeros(1, 4, 1, 1)}, tmp_path / "a" / "latents_stats.pt")
     save_file(weights, tmp_path / "b.safetensors")
@@ -97,7 +97,7 @@ def test_a_folder_that_also_holds_latents_stats_pt_and_safetensors_hold_the_weig
     assert torch.equal(decoded[0], decoded[1]) and torch.equal(decoded[0], decoded[2])
 
 
-def test_files_that_are_not_its_weights_are_refused_by_name(tmp_path):
+def test_files_without_its_weights_are_refused_by_name(tmp_path):
     weights = untrained_va_vae(tmp_path / "good.pt")
     missing = {name: value for name, value in weights.items() if name != "decoder.up.2.attn.1.proj_out.bias"}
     for name, content, message in (

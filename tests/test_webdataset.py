@@ -43,7 +43,7 @@ def npy_members(latents, labels, start=0):
 
 
 def pickle_members(latents, labels, start=0, protocol=4):
-    """Write a tar like MaskDiT's lmdb2wds.py: members in webdataset's sorted order."""
+    """Yield members like those of MaskDiT's lmdb2wds.py, in the order into which webdataset sorts them."""
     for i, (latent, label) in enumerate(zip(latents, labels), start):
         yield f"{i:07d}.cls", str(label).encode()
         yield f"{i:07d}.latent", pickle.dumps(latent, protocol)
@@ -161,7 +161,7 @@ def test_tars_that_are_truncated_damaged_or_joined_are_refused(tmp_path):
     with tarfile.open(tmp_path / "whole.tar") as tar:
         ends = [m.offset_data + m.size for m in tar]
     (tmp_path / "whole.tar").unlink()
-    padded = [-(-end // 512) * 512 for end in ends]  # tarfile would accept a tar that is cut between two members
+    padded = [-(-end // 512) * 512 for end in ends]  # cut between two members: tarfile would take the rest for a whole tar
     contents = [whole[:size] for size in (0, 100, 512, 700, ends[1] - 5, ends[-1] - 1, *padded)]
     contents += [whole[: padded[2]] + b"garbage " * 64 + whole[padded[2] + 512 :], whole + whole]
     for content in contents:
@@ -171,7 +171,7 @@ def test_tars_that_are_truncated_damaged_or_joined_are_refused(tmp_path):
 
 
 def test_compressed_tars_are_refused_and_not_left_out(tmp_path):
-    for name in ("b.tar.gz", "b.tgz", "b.tar"):  # the last one does not show its compression
+    for name in ("b.tar.gz", "b.tgz", "b.tar"):  # the last name does not show the compression
         two_tars(tmp_path / name)
         with tarfile.open(tmp_path / name / name, "w:gz") as tar:
             tar.addfile(tarfile.TarInfo("x"))

@@ -21,10 +21,10 @@ from runtime import machine
 
 @contextlib.contextmanager
 def nothing_waits(device):
-    """Raise where the host waits for the device.
+    """Raise an error where the host waits for the device.
 
-    torch's debug mode sees waits for a stream and copies to the host (item, tolist, bool, cpu), not these functions, which wait
-    for the whole device or for an event.
+    torch's debug mode detects waits for a stream and copies to the host (item, tolist, bool, cpu). It misses `synchronize`,
+    which waits for the whole device or an event, so this function replaces it.
     """
 
     def wait(*args, **kwargs):
@@ -52,7 +52,7 @@ def test_the_guard_sees_functions_that_wait(device):
     assert x.item() == 2
 
 
-def test_numbers_of_sampling_are_those_of_a_cpu_and_arrive_without_a_wait(device):
+def test_random_numbers_of_sampling_equal_those_of_a_cpu_and_arrive_without_a_wait(device):
     with nothing_waits(device):
         drawn = SeedRandom([3, 4], device).randn(2, 5)
     assert drawn.cpu().equal(SeedRandom([3, 4], torch.device("cpu")).randn(2, 5))
@@ -76,7 +76,7 @@ def test_nothing_waits_in_the_loop_between_two_log_lines(device, size, tmp_path,
     assert trainer.step == 20
 
 
-def test_batches_that_threads_read_ahead_are_pinned_and_are_those_of_the_main_thread(device, size, tmp_path):
+def test_batches_that_threads_read_ahead_are_pinned_and_equal_those_of_the_main_thread(device, size, tmp_path):
     batches = (trainer_for(device, size, tmp_path, f"data.num_workers={number}").batches() for number in (2, 0))
     ahead, plain = (list(itertools.islice(some, 5)) for some in batches)
     for (a,), (b,) in zip(ahead, plain):
@@ -109,15 +109,15 @@ def test_compiled_steps_learn_what_plain_ones_do_and_are_compiled_once(device, s
                 with torch._dynamo.config.patch(error_on_recompile=step >= 3):
                     trainer.train_step(next(batches))
             changes.append(torch.cat([(p.detach() - x).flatten() for p, x in zip(trainer.parameters, before)]))
-    # Losses would tell little: at the start the output is zero. Rounding to bfloat16 changes the weights' changes by about 0.02,
-    # blocks that do nothing or tokens in the wrong places by more than 0.5 (tests/test_gpu_code.py).
+    # Losses would show little, because the output starts at zero. Rounding to bfloat16 changes the weight updates by about 0.02.
+    # Blocks that do nothing or tokens in the wrong places change them by more than 0.5 (tests/test_gpu_code.py).
     error = (changes[1] - changes[0]).norm() / changes[0].norm()
     assert error <= 0.1, f"the compiled network learns something else: {error:.3f}"
-    # All tokens, all tokens without a gradient for the input, the routed ones, and the float32 block after the route.
+    # Four graphs: all tokens, all tokens without a gradient for the input, routed tokens, the float32 block after the route.
     assert 0 < torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
 
 
-def test_the_float32_block_after_a_route_costs_at_most_two_and_a_half_others(device, size):
+def test_the_float32_block_after_a_route_costs_at_most_two_and_a_half_other_blocks(device, size):
     net = dit.build(size.large_backbone, input_size=32, in_channels=4, num_classes=10, routes=[Route(0.5, 2, -4)])
     block = net.blocks[0].to(device)
     shape = (size.batch_size, net.num_tokens, net.pos_embed.shape[-1])
@@ -131,7 +131,7 @@ def test_the_float32_block_after_a_route_costs_at_most_two_and_a_half_others(dev
     assert exact < 2.5 * fast or device.type == "cpu"
 
 
-def test_a_routed_step_takes_less_than_three_quarters_of_a_dense_one_and_the_memory_that_was_estimated(device, size):
+def test_a_routed_step_takes_under_three_quarters_of_a_dense_one_and_the_estimated_memory(device, size):
     forget_accelerate()
     gc.collect()  # frees networks of earlier tests: compiled blocks are reference cycles
     is_cuda = device.type == "cuda"
@@ -142,5 +142,5 @@ def test_a_routed_step_takes_less_than_three_quarters_of_a_dense_one_and_the_mem
     assert 0.5 < routed["GFLOP/image"] / dense["GFLOP/image"] < 0.75
     if is_cuda:
         assert routed["time / first"] < 0.75
-        # DiT-XL/2, 64 images, compiled: weights, AdamW and EMA 10 GiB, activations 12.5, what the backward needs for a while 1.2.
+        # DiT-XL/2, 64 images, compiled: weights, AdamW and EMA 10 GiB, activations 12.5, temporary memory of the backward 1.2.
         assert routed["peak GiB"] < 1.25 * 23.7 and routed["peak GiB"] < dense["peak GiB"]
