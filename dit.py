@@ -244,7 +244,7 @@ class DiT(nn.Module):
             route_scores: (B, R, N) uniform numbers for the selection rule. They are drawn when absent.
             route_inputs: (B, ...), an extra input for the modules of `route_end`.
             selection_ratios: route with these ratios (one, or one per route), in evaluation mode too. All tokens skip a route of
-                ratio 1. By default, training mode uses the ratios of the routes, and evaluation mode does not route.
+                ratio 1. By default, training mode uses each route's own ratio, and evaluation mode is dense.
             generator: source of the numbers drawn here.
             observe: called after every block as observe(number from 1, tokens, ids_keep). Outside a route, it gets all tokens
                 (B, N, D) and None. In a route, it gets the kept tokens (B, K, D) and their positions (B, K) int64.

@@ -33,7 +33,7 @@ HELP = {"--help", "-h"}
 
 
 def guard(action: Callable[[], None]) -> None:
-    """Call `action`. An error that a user can cause becomes one line and exit code 1. HYDRA_FULL_ERROR=1 keeps the traceback."""
+    """Call `action`. Report user errors as one line with exit code 1. HYDRA_FULL_ERROR=1 keeps the traceback."""
     log_to_stderr()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background jobs with SIGINT ignored
     try:

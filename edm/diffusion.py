@@ -60,7 +60,7 @@ class EDM:
         Args:
             x: (B, C, H, W) float32, clean latents.
             y: (B,) int64 labels.
-            random: source of sigma, then of the noise, for B samples.
+            random: draws first sigma and then the noise for B samples.
         """
         sigma = (self.P_mean + self.P_std * random.randn()).exp()  # (B,)
         noisy = x + sigma.reshape(-1, 1, 1, 1) * random.randn(*x.shape[1:])

@@ -43,7 +43,7 @@ def _grid_scores(x: Tensor, uniform: Tensor, grid: tuple[int, int, int, int]) ->
 
 
 class Fusion(nn.Module):
-    """Every token becomes Linear([before the route, after it]). A learned mask token replaces the tokens that skipped.
+    """Every token becomes Linear([before the route, after it]). A learned mask token replaces each token that skipped the route.
 
     The mask token starts at zero. The network initialises the linear layer like its others.
     """

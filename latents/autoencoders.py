@@ -131,7 +131,7 @@ def build(spec: str, device: torch.device, channels: int | None = None, precisio
         precision: precision of encoding, fp32 or bf16.
 
     Raises:
-        UserError: `spec` is none, cannot be loaded, or has another number of channels.
+        UserError: `spec` is `none` or cannot be loaded, or its number of channels differs from `channels`.
     """
     if spec == "none":
         raise UserError("autoencoder=none: these latents name no autoencoder; give autoencoder= to decode them")

@@ -32,7 +32,7 @@ class ImageSampler:
         rounding: see `latents.autoencoders.to_uint8`.
         is_compiled: pad each batch to the largest one so far, because every new batch size would trigger a compilation.
         second: the second network of autoguidance and its diffusion.
-        cost: network_evaluations and gflops_per_image of both networks together, counted in the last call.
+        cost: network_evaluations and gflops_per_image of the last call, summed over both networks.
     """
 
     net: nn.Module

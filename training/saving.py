@@ -115,7 +115,7 @@ def resume(trainer: Trainer, folder: Path) -> None:
 
 
 def init_from(trainer: Trainer, folder: Path, init_state: str) -> None:
-    """Start from the weights and EMA of another run's verified checkpoint; with init_state=all, also its optimizer and step."""
+    """Load weights and EMA of another run's verified checkpoint; with init_state=all, also load its optimizer and step."""
     _copy_values(trainer, folder, store.load(folder), with_optimizer=init_state == "all")
     log.info("weights and EMA from %s%s", folder, f", with optimizer and step {trainer.step}" if init_state == "all" else "")
 

@@ -143,7 +143,7 @@ class Trainer:
     def losses(self, part: slice, stored: Tensor, labels: Tensor, shown: Tensor | None = None) -> tuple[list[Tensor], Tensor]:
         """Compute the losses of a micro-batch, and the diffusion losses by noise level (`sums_by_level`).
 
-        The first loss is the diffusion loss. With alignment, the second is the alignment loss, and training minimises their sum.
+        The first loss is the diffusion loss. With alignment, the second is its loss, and training minimises their sum.
         Every random number depends on (seed, step, row of the global batch) alone.
 
         Args:

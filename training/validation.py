@@ -39,7 +39,7 @@ class Validation(Scores):
     def level_sums(self, trainer: Trainer) -> Tensor:
         """Sum and count the losses of this process's share of the items: [2, NUM_LEVELS]."""
         cfg, data, device, accelerator = trainer.cfg, self.dataset, trainer.device, trainer.accelerator
-        # All batches have one size, because each size is compiled anew: the last ones repeat items, which do not count.
+        # All batches have the same size, because each new size recompiles. The last batches repeat items, which do not count.
         size, num_processes = cfg.eval.batch_size, accelerator.num_processes
         num_batches = -(-len(data) // (num_processes * size))
         numbers = np.arange(num_batches * num_processes * size).reshape(num_batches, num_processes, size)

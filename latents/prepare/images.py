@@ -116,7 +116,7 @@ class LabelledImages:
 
 
 class TarImages(LabelledImages):
-    """Images in WebDataset tars: `<key>.jpg` (or another image) and `<key>.cls`, the label as text. Tars are not unpacked."""
+    """Images in WebDataset tars: `<key>.jpg` (or another format), with its label as text in `<key>.cls`. Nothing is unpacked."""
 
     def __init__(self, path: Path):
         self.items = index_tars(path, tuple(suffix[1:] for suffix in SUFFIXES))
