@@ -1,4 +1,4 @@
-"""Shared helpers: small data, and functions that run the commands in this process or in a new one."""
+"""Shared helpers: they make small data and run the commands in this process or in a new process."""
 
 import contextlib
 import importlib
@@ -22,22 +22,22 @@ from configs.command_line import check
 from configs.compose import compose_overrides
 from latents.shards import ShardInfo, write_shard
 
-# tests/gpu needs a CUDA device; tests/test_gpu_code.py runs its code on a CPU.
+# Collect tests/gpu only if there is a CUDA device. tests/test_gpu_code.py runs the same code on a CPU.
 collect_ignore = [] if torch.cuda.is_available() else ["gpu"]
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # with pytest -n, each worker gets its share of the cores
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])))
-# gloo processes. `--cpu --num_processes 2` would start only one process.
+# Arguments of `python` that launch one or two processes. `--cpu --num_processes 2` would start only one process. Backend: gloo.
 LAUNCH_1 = ["-m", "accelerate.commands.launch", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]
 LAUNCH_1 += ["--num_processes=1"]
 LAUNCH_2 = [*LAUNCH_1[:-1], "--multi_gpu", "--num_processes=2", "--main_process_port=0"]
-# The slowest files. pytest -n starts them first, so that its workers end at about the same time.
+# The slowest files. pytest -n runs them first, so that all workers finish at about the same time.
 SLOWEST = ["test_drills", "test_ddp", "test_train", "test_gpu_code", "test_fid", "test_two_nodes"]
 SLOWEST += ["test_start_page", "test_command_line", "test_stop", "test_weights_in", "test_processes", "test_small_pictures"]
 SLOWEST += ["test_attach_company", "test_speed", "test_prepare_latents"]
 
 
 def pytest_configure(config):
-    config.option.loadscopereorder = False  # by the number of tests
+    config.option.loadscopereorder = False  # xdist must not sort files by their number of tests
 
 
 def pytest_collection_modifyitems(items):
@@ -52,7 +52,7 @@ def forget_accelerate():
 
 
 def make_shard(path, num_items=24, channels=2, size=4, kind="sample", num_classes=3, seed=0, flips=False, **info):
-    """Write a small random shard. Returns its latents and labels."""
+    """Write a small random shard and return its latents and labels."""
     g = torch.Generator().manual_seed(seed)
     stored_channels = 2 * channels if kind == "moments" else channels
     latents = torch.randn(num_items, stored_channels, size, size, generator=g)
@@ -72,7 +72,7 @@ def checked(overrides=(), config_name="config"):
     return check(composed(overrides, config_name), settings)
 
 
-# Small enough for a step of about 30 ms.
+# Settings of a small run: a step takes about 30 ms.
 TINY = [
     "train.batch_size=4",
     "train.num_steps=6",
@@ -103,7 +103,7 @@ run_sample, run_fid = partial(run_script, "sample"), partial(run_script, "fid")
 
 
 def encode(images, output, autoencoder="identity", *settings):
-    """Run `prepare_latents.py encode` in this process and return `output`. identity stores samples: pixels have no moments."""
+    """Run `prepare_latents.py encode` in this process and return `output`. Identity stores samples, as pixels have no moments."""
     import prepare_latents
 
     forget_accelerate()
@@ -122,7 +122,7 @@ def train(tmp_path):
 
 @pytest.fixture(scope="session")
 def inception_weights(tmp_path_factory):
-    """Fixture: the weights file of an untrained Inception (95 MB), made once."""
+    """Fixture: the weights file of an untrained Inception (95 MB), written once per session."""
     from stand_ins import untrained_inception
 
     file = tmp_path_factory.mktemp("inception") / "inception.pth"
@@ -140,7 +140,7 @@ def tiny_encoder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def vae(tmp_path_factory):
-    """Fixture: the folder of a small AutoencoderKL, 3x32x32 -> 4x16x16. Its weights are random, its images not grey."""
+    """Fixture: the folder of a small AutoencoderKL, 3x32x32 -> 4x16x16. Its weights are random, but its images are not grey."""
     from diffusers import AutoencoderKL
 
     torch.manual_seed(0)
@@ -152,7 +152,7 @@ def vae(tmp_path_factory):
 
 
 def run_python(*arguments):
-    """Run `python <arguments>` in a new process, on the CPU, in the repository. Returns (exit code, output)."""
+    """Run `python <arguments>` on the CPU in a new process, started in the repository. Return (exit code, output)."""
     how = dict(cwd=REPOSITORY, env=os.environ | {"ACCELERATE_USE_CPU": "true"}, text=True, timeout=180)
     done = subprocess.run([sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **how)
     return done.returncode, done.stdout
@@ -174,7 +174,7 @@ def renew_manifest(folder):
 
 @contextlib.contextmanager
 def file_size_limit(num_bytes):
-    """Inside the context, writing to a file beyond this size fails in every library, as on a full disk."""
+    """Inside the context, no library can write a file beyond this size: the write fails, as on a full disk."""
     limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
     try:

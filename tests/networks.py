@@ -1,7 +1,7 @@
-"""Tiny random networks of every architecture that can be routed, and a reference that knows no routing.
+"""Tiny random networks of every architecture that can be routed, and a reference that defines what a route computes.
 
-The reference runs every block at full length, with the skipping tokens barred as attention keys and restored afterwards
-(the meaning of a route), by replacing torch's attention and by hooks of its own. It shares nothing with attach.
+The reference runs every block at full length. It masks the skipping tokens as attention keys and restores them after the block.
+For this, it replaces torch's attention and adds its own hooks to the blocks. It shares no code with attach.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Network:
 
     path: str  # package and class
     settings: dict
-    # (variant) -> keywords of its forward. The variant has masks, padded text, timesteps per token, residuals, skipped layers.
+    # inputs(variant) -> arguments of forward. A variant has masks, padded text, timesteps per token, residuals or skipped layers.
     inputs: Callable
-    blocks: tuple[tuple[str, int | None], ...]  # (list, index of the tokens in what a block returns or None) in order
-    variant: bool = False  # whether the network has one
-    text_first: bool = True  # in a joint sequence
-    attention_text_first: bool = True  # in joint attention
+    blocks: tuple[tuple[str, int | None], ...]  # in order: (list of blocks, index of the tokens in a block's output or None)
+    variant: bool = False  # whether the network has a variant
+    text_first: bool = True  # whether text precedes image tokens in a joint sequence
+    attention_text_first: bool = True  # the same for the keys of joint attention
     num_tokens: int = N
     argument: str = "hidden_states"
 
@@ -49,7 +49,7 @@ def text_mask():
     return torch.arange(T)[None] < torch.tensor([T, 2, 3])[:, None]
 
 
-def pair_mask(length):  # norms of queries and keys
+def pair_mask(length):  # True where a query may attend to a key
     return (normal(length, length) > -1) | torch.eye(length, dtype=torch.bool)
 
 
@@ -62,13 +62,13 @@ def our_inputs(variant):
     return dict(x=normal(B, 4, 8, 8), t=torch.tensor([0.1, 0.5, 0.9]), y=torch.arange(B))
 
 
-def grid_ids(axes):  # (N, axes): row and column on axes 1 and 2
+def grid_ids(axes):  # (N, axes): the row on axis 1, the column on axis 2, else 0
     return F.pad(torch.cartesian_prod(torch.arange(GRID), torch.arange(GRID)).float(), (1, axes - 3))
 
 
 def flux_inputs(variant):
     more = {}
-    if variant:  # a mask of padded text, and a residual of a ControlNet
+    if variant:  # a mask for padded text, and a residual from a ControlNet
         mask = torch.cat([text_mask(), torch.ones(B, N, dtype=torch.bool)], dim=1)[:, None, None]
         more = dict(joint_attention_kwargs={"attention_mask": mask}, controlnet_block_samples=[normal(B, N, 32, seed=6)])
     positions = dict(img_ids=grid_ids(3), txt_ids=torch.zeros(T, 3))
@@ -83,7 +83,7 @@ def flux2_inputs(variant):
 
 def pixart_inputs(variant):
     masks = {}
-    if variant:  # three image tokens are masked in all samples
+    if variant:  # the first three image tokens are masked in every sample
         image_mask = (torch.arange(N) > 2).float().expand(B, -1)
         masks = dict(encoder_attention_mask=text_mask().float(), attention_mask=image_mask)
     return inputs(added_cond_kwargs={"resolution": None, "aspect_ratio": None}, **masks)
@@ -96,7 +96,7 @@ def wan_inputs(variant):
 
 
 def qwen_inputs(variant):
-    """Inputs with an image and a reference image, which has a different timestep."""
+    """Return inputs with an image and a reference image. The reference image has a different timestep."""
     mask, shapes = text_mask() if variant else None, [[(1, GRID, GRID)] * 2] * B
     return inputs(hidden_states=normal(B, 2 * N, 16), encoder_hidden_states_mask=mask, img_shapes=shapes)
 
@@ -142,7 +142,7 @@ NETWORKS = {
     "diffusers DiT": Network(
         "diffusers.DiTTransformer2DModel",
         LATENTS | HEADS | dict(num_layers=4, out_channels=8, num_embeds_ada_norm=10, norm_num_groups=1),
-        # In training, the label table replaces random labels by the null class. So all labels are the null class.
+        # In training, the label table replaces random labels by the null class. If all labels are null, this changes nothing.
         lambda variant: dict(hidden_states=normal(B, 4, 8, 8), timestep=torch.arange(B), class_labels=torch.full((B,), 10)),
         (("transformer_blocks", None),),
     ),
@@ -168,7 +168,7 @@ NETWORKS = {
 
 
 def build(name, **settings):
-    """Set random weights, the same at every call. Layers that start at zero are random too, so that every part matters."""
+    """Return a network with the same random weights at every call. No weight stays at zero, so every part matters."""
     torch.manual_seed(0)
     module, _, cls = NETWORKS[name].path.rpartition(".")
     network = getattr(importlib.import_module(module), cls)(**NETWORKS[name].settings | settings)
@@ -181,12 +181,12 @@ def build(name, **settings):
 
 @cache
 def cached(name):
-    """Return a network that tests share. They must leave it unchanged."""
+    """Return a network that tests share. Tests must leave it unchanged."""
     return build(name)
 
 
 def call(network, inputs):
-    """Return the prediction (B, ...), whatever the network's type of output is."""
+    """Return the prediction (B, ...). The network may return a tensor, or a tuple with a tensor or a list of tensors."""
     output = network(**inputs)
     output = output if isinstance(output, torch.Tensor) else output[0]
     return output if isinstance(output, torch.Tensor) else torch.stack(output)
@@ -203,7 +203,7 @@ def run(network, inputs):
 
 
 def difference(ours, theirs):
-    """Return the largest absolute difference of tensors or results of `run`, relative for values above one."""
+    """Return the largest absolute difference of tensors or results of `run`, divided by the largest value if that exceeds 1."""
     if isinstance(ours, torch.Tensor):
         return ((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1)).item()
     assert ours[1].keys() == theirs[1].keys()
@@ -215,7 +215,7 @@ def blocks_of(network, case):
 
 
 def reference_error(network, case, inputs, attachment):
-    """Return the largest difference between a routed pass with gradients and the reference. Detaches the routes."""
+    """Return the largest difference of output and gradients between a routed pass and the reference. Detach `attachment`."""
     results = run(network, inputs)
     windows = skipped(attachment, case.num_tokens)
     attachment.detach()
@@ -239,7 +239,7 @@ def reference(network, case, windows):
     now: list[torch.Tensor | None] = [None]  # the tokens that skip the running block
 
     def place(skip, length, text_first):
-        """(B, N) -> (B, length): mark the same tokens in a sequence with text."""
+        """Return a mask (B, length) of a sequence with text. It is True for the image tokens that `skip` (B, N) marks."""
         whole = torch.zeros(len(skip), length, dtype=torch.bool)
         for b in range(len(skip)):
             start = (length - case.num_tokens) * text_first
@@ -247,7 +247,7 @@ def reference(network, case, windows):
         return whole
 
     def attention(query, key, value, attn_mask=None, *args, **kwargs):
-        if now[0] is not None and key.shape[-2] >= case.num_tokens:  # not only the text
+        if now[0] is not None and key.shape[-2] >= case.num_tokens:  # the keys include image tokens
             allowed = ~place(now[0], key.shape[-2], case.attention_text_first)[:, None, None, :]
             attn_mask = torch.tensor(True) if attn_mask is None else attn_mask
             boolean = attn_mask.dtype == torch.bool

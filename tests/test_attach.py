@@ -1,4 +1,4 @@
-"""Routing of other libraries' networks, against full-length blocks that mask the skipping tokens and restore them."""
+"""Compare routed networks of other libraries with full-length blocks that mask and restore the skipping tokens."""
 
 from dataclasses import replace
 from functools import partial
@@ -13,12 +13,12 @@ from routing_module import SELECTIONS, Route, importance_scores
 ONE = [Route(0.5, 1, 3)]  # crosses from the first list of blocks to the second, if there are two
 TWO = [Route(0.25, 0, 1), Route(0.5, 2, 2)]
 VARIANTS = [(name, variant) for name in NETWORKS for variant in (False, True)[: 1 + NETWORKS[name].variant]]
-TOLERANCE = 1e-5  # 4 blocks in float32 differ by up to 4e-7 here; rotary positions of other tokens by 1e-4 and more
+TOLERANCE = 1e-5  # 4 float32 blocks differ by up to 4e-7; rotary positions of wrong tokens change them by 1e-4 or more
 
 
 @pytest.mark.parametrize("routes", [ONE, TWO], ids=["one route", "two routes"])
 @pytest.mark.parametrize(("name", "variant"), VARIANTS)
-def test_a_routed_network_equals_full_length_blocks_with_skipping_tokens_barred_and_restored(name, variant, routes):
+def test_a_routed_network_equals_full_length_blocks_with_skipping_tokens_masked_and_restored(name, variant, routes):
     case, network = NETWORKS[name], cached(name)
     inputs = case.inputs(variant)
     _, dense_grads = run(network, inputs)
@@ -49,7 +49,7 @@ def test_evaluation_and_passes_without_gradients_are_bit_identical_to_the_plain_
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in network.modules())
 
 
-def test_layers_count_through_all_lists_of_blocks():
+def test_layer_indices_count_across_all_lists_of_blocks():
     network = cached("Flux")  # 2 double and 2 single blocks
     attachment = attach(network, [Route(0.3, 0, 1), Route(0.7, -2, -1)])
     assert attachment.router.routes == (Route(0.3, 0, 1), Route(0.7, 2, 3))
@@ -79,7 +79,7 @@ def test_routes_networks_and_adapters_that_do_not_fit_are_refused():
         call(network, NETWORKS["ZImage"].inputs(False) | {"x": images})
 
 
-def test_an_adapter_routes_a_network_of_the_user():
+def test_an_adapter_written_by_the_user_routes_their_own_network():
     class Block(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -112,8 +112,8 @@ def test_an_adapter_routes_a_network_of_the_user():
 
 @pytest.mark.parametrize("name", ["PixArt", "Flux2", "ZImage"])
 @pytest.mark.parametrize("inverse", [False, True])
-def test_importance_selects_by_the_image_tokens_that_arrive_at_the_route(name, inverse):
-    case, network, arrived, layer = NETWORKS[name], cached(name), [], 2  # Flux2, a single block: a joint sequence
+def test_importance_selects_by_the_image_tokens_that_enter_the_route(name, inverse):
+    case, network, arrived, layer = NETWORKS[name], cached(name), [], 2  # in Flux2, a single block with a joint sequence
     hook = blocks_of(network, case)[layer][0].register_forward_pre_hook(
         lambda module, args, kwargs: arrived.append(kwargs.get(case.argument, args[0] if args else None)), with_kwargs=True
     )
@@ -129,7 +129,7 @@ def test_importance_selects_by_the_image_tokens_that_arrive_at_the_route(name, i
         assert ids_keep[b].tolist() == sorted(norms.argsort(descending=not inverse)[: N // 2].tolist())
 
 
-def test_a_rule_keeps_the_reference_tokens_of_kontext_and_positions_follow():
+def test_a_rule_can_keep_all_reference_tokens_of_kontext_together_with_their_positions():
     """Kontext appends the tokens of a reference image to the noisy tokens. Their positions are 1 on the first axis."""
     case, network = replace(NETWORKS["Flux"], num_tokens=2 * N), build("Flux")
     inputs = case.inputs(False)
@@ -144,7 +144,7 @@ def test_a_rule_keeps_the_reference_tokens_of_kontext_and_positions_follow():
 
 @pytest.mark.parametrize("selection", SELECTIONS)
 @pytest.mark.parametrize("name", ["DiT", "LightningDiT"])
-def test_our_own_networks_route_themselves_as_attach_routes_them(name, selection):
+def test_our_own_networks_route_tokens_as_attach_does(name, selection):
     own, plain = build(name, routes=TWO, selection=selection), build(name)
     inputs = NETWORKS[name].inputs(False)
     attach(plain, TWO, selection=selection, generator=generator(4))
@@ -175,7 +175,7 @@ def test_routing_can_be_forced_in_evaluation_for_sparse_guidance(name):
             assert not torch.equal(call(network, inputs), dense)
         assert attachment.ids_keep[0].shape == (B, 4) and attachment.ids_keep[1] is None
         assert torch.equal(call(network, inputs), dense)
-    with attachment.routed(0.0):  # and is off in training
+    with attachment.routed(0.0):  # forces dense passes in training
         assert difference(call(network.train(), inputs), dense) < TOLERANCE
     network.eval()
     with attachment.routed():

@@ -50,14 +50,14 @@ def test_loading_returns_what_was_saved(tmp_path):
     assert len({file.stat().st_mode for file in folder.iterdir()}) == 1  # all files have the same permissions
 
 
-def test_the_newest_and_every_mth_are_kept(tmp_path):
+def test_the_newest_checkpoints_and_every_mth_step_are_kept(tmp_path):
     save(tmp_path, *range(10, 80, 10), keep_last=2, keep_every=30)
     assert names(tmp_path) == [f"step_00000{step}" for step in (30, 60, 70)]
 
 
 def test_a_checkpoint_that_cannot_be_deleted_stays_until_a_later_save(tmp_path, monkeypatch):
     save(tmp_path, 10)
-    with monkeypatch.context() as windows:  # Windows refuses it while another process reads
+    with monkeypatch.context() as windows:  # Windows cannot delete a file that another process reads
         windows.setattr(store.shutil, "rmtree", lambda *args, **settings: raise_os_error())
         save(tmp_path, 20, keep_last=1)
     assert list(store.list_steps(tmp_path)) == [20]
@@ -100,7 +100,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_noticed_and_renamed_and_the_previous_one_found(tmp_path, damage):
+def test_a_damaged_checkpoint_is_renamed_and_the_previous_one_is_used(tmp_path, damage):
     run = RunFolder(tmp_path, "run")
     save(run.checkpoints, 10, 20)
     bad = run.checkpoints / "step_0000020"
@@ -112,7 +112,7 @@ def test_a_damaged_checkpoint_is_noticed_and_renamed_and_the_previous_one_found(
     assert [name[:16] for name in names(run.checkpoints)] == ["bad_step_0000020", "step_0000010"]
 
 
-def test_a_bad_checkpoint_that_cannot_be_renamed_ends_the_start(tmp_path, monkeypatch):
+def test_a_start_fails_if_a_bad_checkpoint_cannot_be_renamed(tmp_path, monkeypatch):
     run = RunFolder(tmp_path, "run")
     save(run.checkpoints, 10)
     DAMAGES["truncated"][0](save(run.checkpoints, 20))
@@ -131,7 +131,7 @@ def test_training_does_not_start_over_when_only_bad_checkpoints_remain(tmp_path)
     assert names(run.checkpoints) == ["step_0000010"]
 
 
-def test_checkpoints_that_cannot_be_listed_end_the_start(tmp_path, monkeypatch):
+def test_a_start_fails_if_checkpoints_cannot_be_listed(tmp_path, monkeypatch):
     run = RunFolder(tmp_path, "run")
     save(run.checkpoints, 10)
     monkeypatch.setattr(Path, "iterdir", lambda path: raise_os_error())
@@ -162,7 +162,7 @@ def test_loading_runs_no_code_from_the_file(tmp_path):
         (lambda given: given.update(a=torch.ones(2, 3).half()), r"a is \[2, 3\] torch.float16 in the file and"),
     ],
 )
-def test_weights_of_another_network_are_named_by_the_first_tensor(change, message):
+def test_weights_of_another_network_are_refused_and_the_first_wrong_tensor_is_named(change, message):
     like = {"a": torch.ones(2, 3), "b": torch.ones(3)}
     given = dict(like)
     store.check_tensors(Path("x"), given, like)
@@ -175,7 +175,7 @@ def test_weights_of_another_network_are_named_by_the_first_tensor(change, messag
 # Choosing a checkpoint.
 
 
-def test_a_run_or_a_checkpoint_can_be_named_and_nothing_else(tmp_path):
+def test_init_from_accepts_only_the_folder_of_a_run_or_of_a_checkpoint(tmp_path):
     run = tmp_path / "run"
     save(run / "checkpoints", 10, 20)
     newest = run / "checkpoints" / "step_0000020"
@@ -215,7 +215,7 @@ def test_init_from_is_read_only_by_a_run_without_checkpoints(tmp_path):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Interrupted saves. tests/test_drills.py kills them.
+# Interrupted saves. tests/test_drills.py kills commands while they save.
 
 
 def test_nothing_is_renamed_before_it_is_on_the_disk(tmp_path, monkeypatch):
@@ -230,7 +230,7 @@ def test_nothing_is_renamed_before_it_is_on_the_disk(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("num_values", "max_bytes"), [(50_000, 9000), (3, 100), (3, 4000)])
 def test_a_full_disk_leaves_the_previous_checkpoint_and_no_debris(tmp_path, num_values, max_bytes):
-    """The limits make torch.save fail with a RuntimeError, then Python's file, then safetensors."""
+    """The three limits stop three different writers: torch.save (a RuntimeError), Python's file and safetensors."""
     save(tmp_path, 10)
     checkpoint = make(20)
     checkpoint.optimizer["state"][0]["exp_avg"] = torch.ones(num_values)
@@ -246,7 +246,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint_and_no_debris(tmp_path, num_
 # Metrics.
 
 
-def test_metrics_end_at_the_step_that_is_resumed(tmp_path):
+def test_a_resume_removes_metrics_and_grids_after_its_step(tmp_path):
     run = RunFolder(tmp_path, "run")
     run.open()
     lines = [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.25}, {"step": 2, "cfg_scale": 1.0, "metrics": {}}, {"step": 3}]
@@ -263,7 +263,7 @@ def test_metrics_end_at_the_step_that_is_resumed(tmp_path):
     assert [file.name for file in run.samples.iterdir()] == ["step_0000002.png"]
 
 
-def test_a_read_error_of_the_disk_does_not_mark_a_checkpoint_as_damaged(tmp_path, monkeypatch):
+def test_a_disk_read_error_does_not_mark_a_checkpoint_as_damaged(tmp_path, monkeypatch):
     save(tmp_path, 1, 2)
 
     def fail(path):
@@ -284,7 +284,7 @@ def test_a_read_error_of_the_disk_does_not_mark_a_checkpoint_as_damaged(tmp_path
         ("optimizer.pt", None, "optimizer.pt cannot be read: it holds no state of an optimizer"),
     ],
 )
-def test_a_forged_file_is_named(tmp_path, name, content, words):
+def test_the_error_names_a_file_whose_content_has_the_wrong_type(tmp_path, name, content, words):
     save(tmp_path, 1)
     folder = tmp_path / "step_0000001"
     if content is None:

@@ -1,4 +1,4 @@
-"""Public objects check their arguments where a wrong one would silently give a wrong result."""
+"""Public objects refuse arguments that would silently give a wrong result."""
 
 import math
 
@@ -26,14 +26,14 @@ X, T = torch.randn(3, 4, 8, 8), torch.zeros(3)
         (SiT, dict(timestep="lognormal", logit_mean=math.inf, logit_std=0.0, cosine_weight=-1.0)),
     ],
 )
-def test_settings_of_diffusions_and_samplers_are_checked_by_name(settings, wrong):
+def test_wrong_settings_of_diffusions_and_samplers_are_refused_by_name(settings, wrong):
     for name, value in wrong.items():
         with pytest.raises(ValueError, match=name):
             settings(**{name: value})
 
 
 @pytest.mark.parametrize("diffusion", [EDM(), SiT(), DDPM()])
-def test_the_output_of_a_network_does_not_broadcast(diffusion):
+def test_a_network_output_that_would_broadcast_is_refused(diffusion):
     for net in (lambda x, t, y: x[:, :1], lambda x, t, y: x[:1], lambda x, t, y: x[..., :1]):
         with pytest.raises(ValueError, match="the network returns .* for latents"):
             diffusion.denoise(net, X, T, T)

@@ -1,4 +1,4 @@
-"""Two processes train one network: losses, weights, averages, grids and evaluations are those of one process."""
+"""Training on two processes gives the same losses, weights, averages, grids and evaluations as training on one."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ from training.parallel import check_processes
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Fixture: the folder with the runs of a single process and the runs of tests/ddp_runs.py."""
+    """Fixture: the folder with the runs of one process, and the runs that two processes make in tests/ddp_runs.py."""
     folder = tmp_path_factory.mktemp("runs")
     make_shard(folder / "validation" / "a.safetensors", num_items=7, channels=1, size=8, num_classes=10)
     run_train(folder, "one_tread", *TREAD, f"eval.validation={folder / 'validation'}")
@@ -46,7 +46,7 @@ def norms(run):
 
 
 def assert_same_checkpoint(first, second, step):
-    """Adam divides by small numbers at first: rounding grows to about 1e-5 of the largest weight."""
+    """Assert equality up to rounding. Adam first divides by small numbers, so errors grow to about 1e-5 of the largest weight."""
     a, b = checkpoint(first, step), checkpoint(second, step)
     for x, y in ((a.model, b.model), (a.ema, b.ema), (a.tracked_ema or {}, b.tracked_ema or {})):
         assert list(x) == list(y)
@@ -69,7 +69,7 @@ def assert_same_checkpoint(first, second, step):
         ("one_aligned", "aligned"),
     ],
 )
-def test_two_processes_give_the_losses_weights_and_averages_of_one(runs, one, two):
+def test_two_processes_give_the_same_losses_weights_and_averages_as_one(runs, one, two):
     assert list(losses(runs / one)) == [1, 2, 3, 4]
     assert losses(runs / two) == pytest.approx(losses(runs / one), rel=1e-5)
     assert norms(runs / two) == pytest.approx(norms(runs / one), rel=1e-5)
@@ -79,22 +79,22 @@ def test_two_processes_give_the_losses_weights_and_averages_of_one(runs, one, tw
         assert max(high for _, high in ImageChops.difference(*grids).getextrema()) <= 1
 
 
-def test_losses_by_level_are_those_of_one_process(runs):
+def test_losses_by_noise_level_equal_those_of_one_process(runs):
     for key in ("validation_loss_by_level", "loss_by_level"):
         expected, found = ([line[key] for line in metrics(runs / run) if key in line][-1] for run in ("one_tread", "tread"))
-        # None: no sample had such a noise level. The 7 items of the validation leave three levels out.
+        # None means that no sample had such a noise level. The 7 validation items have no sample at three levels.
         assert [x is None for x in found] == [x is None for x in expected] and None in expected
         assert [x for x in found if x] == pytest.approx([x for x in expected if x], rel=1e-4)
 
 
-def test_evaluations_are_those_of_one_process(runs):
+def test_evaluations_equal_those_of_one_process(runs):
     one, two = ([r for r in metrics(runs / name) if "fd_digits" in r.get("metrics", ())] for name in ("one_tread", "tread"))
     assert len(one) == len(two) == 2
     for ours, theirs in zip(one, two):
         assert theirs["metrics"] == pytest.approx(ours["metrics"], rel=1e-3) and theirs["cfg_scale"] == ours["cfg_scale"]
 
 
-def test_snapshots_are_those_of_one_process(runs):
+def test_ema_snapshots_equal_those_of_one_process(runs):
     for step in (2, 4):
         one, two = (load_file(list_snapshots(runs / name)[step]) for name in ("one_tread", "tread"))
         assert list(one) == list(two) and len(one) > 2
@@ -106,18 +106,18 @@ def test_compiled_and_checkpointed_blocks_give_the_same_losses(runs):
     assert losses(runs / "compiled") == pytest.approx({step: expected[step] for step in (1, 2)}, rel=1e-5)
 
 
-def test_a_checkpoint_that_the_main_process_cannot_write_ends_both(runs):
+def test_both_processes_end_if_the_main_process_cannot_write_a_checkpoint(runs):
     records = [json.loads((runs / f"records_{rank}.json").read_text()) for rank in (0, 1)]
     assert [record["unwritten"] for record in records] == ["no room for step 1"] * 2
 
 
 def test_only_the_group_for_long_waits_has_a_long_timeout(runs):
-    # The groups of accelerate, of training/stop.py, and of runtime/processes.py.
+    # The process groups of accelerate, training/stop.py and runtime/processes.py, in this order.
     timeouts = json.loads((runs / "records_0.json").read_text())["timeouts_sec"]
     assert timeouts == [20 * 60, 30 * 60, 2 * 60 * 60]
 
 
-def test_processes_that_do_not_fit_are_refused():
+def test_a_number_or_type_of_processes_that_does_not_fit_is_refused():
     train = checked(["train.grad_accum_steps=2"]).train
     with pytest.raises(UserError, match="train.batch_size=64 .*3 processes x train.grad_accum_steps=2 = 6"):
         check_processes(train, 3, "MULTI_CPU")

@@ -1,4 +1,4 @@
-"""The networks, against an independent definition, and against names, counts and values written by hand."""
+"""Compare the networks with an independent definition, and with names, counts and values written by hand."""
 
 import math
 
@@ -17,7 +17,7 @@ from sampling.flops import forward_flops
 @pytest.mark.parametrize("network", NETWORKS.values(), ids=NETWORKS)
 @pytest.mark.parametrize("routes", ROUTES.values(), ids=ROUTES)
 @pytest.mark.parametrize(("patch", "selection"), [(1, "uniform"), (2, "importance")])
-def test_outputs_and_gradients_are_those_of_the_definition(network, routes, patch, selection):
+def test_outputs_and_gradients_equal_those_of_the_definition(network, routes, patch, selection):
     net = randomized(small(network, patch, routes=routes, selection=selection)).train()
     assert worst_error(net, routes, patch, selection) < 1e-5
 
@@ -34,13 +34,13 @@ def test_outputs_and_gradients_are_those_of_the_definition(network, routes, patc
         ("LightningDiT-XL/1", 674_961_824),  # published as 675M
     ],
 )
-def test_trainable_parameters_are_those_of_the_papers(backbone, count):
+def test_numbers_of_trainable_parameters_equal_those_of_the_papers(backbone, count):
     module, shape = (lightningdit, (16, 32)) if "Lightning" in backbone else (dit, (32, 4))
     with torch.device("meta"):
         net = module.build(backbone, input_size=shape[0], in_channels=shape[1], num_classes=1000)
     assert sum(p.numel() for p in net.parameters() if p.requires_grad) == count
     if backbone == "DiT-XL/2":
-        assert forward_flops(net) / 2e9 == pytest.approx(118.6, rel=0.01)  # published in multiply-adds
+        assert forward_flops(net) / 2e9 == pytest.approx(118.6, rel=0.01)  # the paper counts multiply-adds
 
 
 @pytest.mark.parametrize("module", [dit, lightningdit])
@@ -63,7 +63,7 @@ def published_state_dict(network, channels=3, out_channels=6, patch=2):
         layers |= {f"{block}.attn.qkv": (3 * D, D), f"{block}.attn.proj": (D, D), f"{block}.adaLN_modulation.1": (6 * D, D)}
         if network == "dit":
             layers |= {f"{block}.mlp.fc1": (4 * D, D), f"{block}.mlp.fc2": (D, 4 * D)}
-        else:  # its MLP is narrower, its norms have gains
+        else:  # LightningDiT: its MLP is narrower, and its norms have gains
             layers |= {f"{block}.mlp.w12": (2 * 128, D), f"{block}.mlp.w3": (D, 128)}
             plain |= {f"{block}.norm1.weight": (D,), f"{block}.norm2.weight": (D,), "final_layer.norm_final.weight": (D,)}
             plain |= {"feat_rope.freqs_cos": (N, 16), "feat_rope.freqs_sin": (N, 16)}  # buffers in the published code
@@ -82,7 +82,7 @@ def test_published_checkpoints_load_strictly_and_edm_drops_their_extra_channels(
 
 
 @pytest.mark.parametrize("network", NETWORKS.values(), ids=NETWORKS)
-def test_at_the_start_every_block_is_the_identity_and_the_output_is_zero(network):
+def test_at_initialization_every_block_is_the_identity_and_the_output_is_zero(network):
     net = small(network).eval()
     h, c, (x, t, y, _) = torch.randn(2, N, WIDTH), torch.randn(2, WIDTH), inputs()
     for block in net.blocks:
@@ -93,7 +93,7 @@ def test_at_the_start_every_block_is_the_identity_and_the_output_is_zero(network
 
 
 @pytest.mark.parametrize("network", NETWORKS.values(), ids=NETWORKS)
-def test_weights_start_as_dit_says_and_official_init_differs_in_modulation_and_output_alone(network):
+def test_weights_are_initialized_as_in_dit_and_official_init_differs_only_in_modulation_and_output(network):
     zero, official = (small(network, num_classes=500, init=init).state_dict() for init in ("adaln_zero", "official_tread"))
     layers = [f"blocks.{i}.adaLN_modulation.1" for i in range(DEPTH)] + ["final_layer.adaLN_modulation.1", "final_layer.linear"]
     differing = {name for name in zero if not torch.equal(zero[name], official[name])}
@@ -109,7 +109,7 @@ def test_weights_start_as_dit_says_and_official_init_differs_in_modulation_and_o
 
 
 def seen_by_layers(net, *args, **kwargs):
-    """Record what every block and the final layer receive: tokens, dtype of the conditioning, whether autocast is on."""
+    """Return what each block and the final layer receive: (tokens, dtype of the conditioning, whether autocast is on)."""
     seen = []
     hooks = [
         layer.register_forward_pre_hook(lambda _, args: seen.append((args[0], args[1].dtype, torch.is_autocast_enabled("cpu"))))
@@ -125,7 +125,7 @@ def lengths(seen):
     return [h.shape[1] for h, *_ in seen]
 
 
-def test_a_route_shortens_its_window_only_and_skipping_tokens_leave_it_bit_identical():
+def test_a_route_shortens_only_its_own_blocks_and_returns_skipping_tokens_unchanged():
     net = randomized(small(depth=6, routes=[Route(0.25, 2, -3)])).train()
     x, t, y, scores = inputs()
     seen = seen_by_layers(net, x, t, y, drop_labels=torch.zeros(3, dtype=torch.bool), route_scores=scores[:, :1])
@@ -137,7 +137,7 @@ def test_a_route_shortens_its_window_only_and_skipping_tokens_leave_it_bit_ident
         assert torch.equal(seen[2][0][sample], before[sample, kept])
 
 
-def test_evaluation_is_dense_unless_routing_is_asked_for_and_a_ratio_of_0_is_dense_everywhere():
+def test_evaluation_is_dense_unless_routing_is_requested_and_a_ratio_of_0_is_always_dense():
     x, t, y, _ = inputs()
     keep_all = torch.zeros(3, dtype=torch.bool)
     plain, routed = randomized(small()), randomized(small(routes=[Route(0.5, 1, 2)]))
@@ -155,7 +155,7 @@ def test_the_layer_after_a_route_runs_in_float32_under_mixed_precision(end, fp32
         net = randomized(small(routes=[Route(ratio, 1, end)], fp32_after_route=fp32_after_route))
         assert list(net.fp32_layers) == [fp32_layer] * fp32_after_route
         expected = [fp32_layer] if fp32_after_route and ratio > 0 else []
-        for is_training, ratios in ((True, None), (False, ratio)):  # as sparse guidance does
+        for is_training, ratios in ((True, None), (False, ratio)):  # in evaluation, sparse guidance gives the ratios
             with torch.autocast("cpu", torch.bfloat16):
                 seen = seen_by_layers(net.train(is_training), x, t, y, selection_ratios=ratios)
             assert [i for i, (_, _, autocast) in enumerate(seen) if not autocast] == expected
@@ -193,14 +193,14 @@ def test_embedded_patches_are_contiguous():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.filterwarnings("error")  # torch warns that its fused kernel needs equal types
-def test_the_norm_is_computed_in_float32_for_every_type_of_tokens_and_gain(dtype, weight_dtype):
+@pytest.mark.filterwarnings("error")  # torch warns if dtypes differ and its fused kernel cannot run
+def test_the_norm_is_computed_in_float32_for_every_dtype_of_tokens_and_gain(dtype, weight_dtype):
     x, norm = (100 * torch.randn(5, 48)).to(dtype), RMSNorm(48, eps=1e-6)
     with torch.no_grad():
         norm.weight.copy_(torch.rand(48) + 0.5)
     norm.to(weight_dtype)
     expected = normalized({"norm.weight": norm.weight.double()}, "norm", x.double()).to(dtype)
-    torch.set_warn_always(True)  # not only once per process
+    torch.set_warn_always(True)  # warn at every call, not once per process
     got = norm(x)
     torch.set_warn_always(False)
     assert got.dtype == dtype
@@ -223,7 +223,7 @@ def test_under_mixed_precision_queries_are_rotated_in_float32_and_tables_are_not
     assert seen == [in_bf16, in_bf16, in_bf16, in_fp32]  # the block after the route runs in float32
 
 
-def test_the_tables_are_not_trained_and_heads_that_they_do_not_fill_are_refused():
+def test_position_tables_are_not_trained_and_head_widths_that_do_not_fit_them_are_refused():
     fixed = {name for name, p in small(LightningDiT).named_parameters() if not p.requires_grad}
     assert fixed == {"pos_embed", "feat_rope.freqs_cos", "feat_rope.freqs_sin"}
     with pytest.raises(ValueError, match="width=48 is no multiple of 4 x num_heads=8"):

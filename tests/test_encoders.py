@@ -1,4 +1,4 @@
-"""Frozen encoders, against an independent definition of DINOv2 with the same random weights."""
+"""Compare frozen encoders with an independent definition of DINOv2 that has the same random weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MEAN, STD = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
 
 @pytest.fixture(scope="module")
 def dinov2_file(tmp_path_factory):
-    """Return random weights of DINOv2-S in the layout of the published file, with a table of 37x37 positions."""
+    """Fixture: a file of random DINOv2-S weights in the published layout, with a table of 37x37 positions."""
     g = torch.Generator().manual_seed(0)
 
     def normal(*shape, scale=0.05):
@@ -41,7 +41,7 @@ def dinov2_file(tmp_path_factory):
 
 
 def bicubic_points(size: int, stored: int, scale: float) -> np.ndarray:
-    """Return the weights [size, stored] of a cubic filter (a = -0.75) without antialias, with repeated borders."""
+    """Return the weights [size, stored] of a cubic filter (a = -0.75). It repeats border values and does not antialias."""
     a, rows = -0.75, np.zeros((size, stored))
     for i in range(size):
         centre = (i + 0.5) / scale - 0.5
@@ -53,7 +53,7 @@ def bicubic_points(size: int, stored: int, scale: float) -> np.ndarray:
 
 
 def dinov2_tokens(w: dict[str, torch.Tensor], images: np.ndarray, num_heads: int) -> np.ndarray:
-    """Return the tokens after the last norm, in float64. Images: [B, H, W, 3], 0 to 1, sides multiples of 14."""
+    """Return the tokens after the last norm, in float64. `images` [B, H, W, 3] has values in 0 to 1 and sides divisible by 14."""
     w = {name: x.double() for name, x in w.items()}
     x = torch.from_numpy((images - MEAN) / STD)
     B, grid = len(x), x.shape[1] // 14
@@ -80,23 +80,23 @@ def dinov2_tokens(w: dict[str, torch.Tensor], images: np.ndarray, num_heads: int
     return norm(x, "norm")
 
 
-def test_tokens_are_those_of_dinov2s_own_definition(dinov2_file):
+def test_tokens_equal_those_of_an_independent_definition_of_dinov2(dinov2_file):
     encoder = Encoder(DINOV2_S, dinov2_file, 56, recipe="edm2")
     images = np.random.default_rng(0).integers(0, 256, (2, 56, 56, 3), dtype=np.uint8)
     expected = dinov2_tokens(torch.load(dinov2_file), images / 255, num_heads=6)
     class_token, patches = encoder.encode(images)
     assert encoder.width == 384 and patches.shape == (2, 16, 384) and expected.std() > 0.5
-    # float32 through 12 blocks; a wrong position, weight or order differs by 0.1 and more
+    # The encoder runs 12 blocks in float32. A wrong position, weight or order would change tokens by 0.1 or more.
     torch.testing.assert_close(class_token.double(), expected[:, 0], rtol=0, atol=1e-3)
     torch.testing.assert_close(patches.double(), expected[:, 1:], rtol=0, atol=1e-3)
 
 
-def test_timm_resamples_the_table_of_positions_differently_and_the_default_is_timms(dinov2_file):
+def test_the_position_table_is_resampled_as_in_timm_by_default_and_dinov2s_way_differs(dinov2_file):
     stored = torch.load(dinov2_file)["pos_embed"]
     expected = timm.layers.resample_abs_pos_embed(stored, [4, 4])
     assert torch.equal(Encoder(DINOV2_S, dinov2_file, 56).net.pos_embed, expected)
     other = resample_as_dinov2(stored, 4)
-    assert torch.equal(other[:, 0], expected[:, 0]) and (other - expected)[:, 1:].std() > 0.3  # white noise without antialias
+    assert torch.equal(other[:, 0], expected[:, 0]) and (other - expected)[:, 1:].std() > 0.3  # white noise: antialiasing matters
     for recipe in ("repa", "edm2"):
         assert torch.equal(Encoder(DINOV2_S, dinov2_file, 518, recipe=recipe).net.pos_embed, stored)
 
@@ -126,7 +126,7 @@ def test_an_encoder_is_frozen_in_its_own_precision(tiny_encoder):
     assert rounded.dtype == torch.float32 and 0 < (rounded - inside).abs().max() < 0.2
 
 
-def test_networks_that_cannot_be_encoders_are_refused_in_one_line(tiny_encoder, tmp_path):
+def test_networks_that_cannot_be_encoders_are_refused_with_a_one_line_error(tiny_encoder, tmp_path):
     other, pickled = tmp_path / "other.safetensors", tmp_path / "code.pth"
     save_file({"weight": torch.zeros(2)}, other)
 

@@ -1,4 +1,4 @@
-"""Evaluation in training and by fid.py gives the same figures. Finished points are kept."""
+"""Evaluation during training and fid.py give the same figures. fid.py keeps finished points."""
 
 import csv
 import json
@@ -84,7 +84,7 @@ def test_fid_gives_the_figures_of_training_and_sweeps_keep_finished_points(edm, 
     assert swept == [("run", "2", "1.5"), ("run", "4", "1.5"), ("run", "2", "1.0"), ("run", "4", "1.0")]  # in order of completion
     best = min(rows, key=lambda row: float(row["fd_digits"]))
     assert {(row["reference"], row["detector"]) for row in rows} == {("digits_reference.npz", "digits")}
-    assert [row["best"] for row in rows] == ["*" if row is best else "~" for row in rows]  # of 70 samples
+    assert [row["best"] for row in rows] == ["*" if row is best else "~" for row in rows]  # 70 samples: no significant difference
     fid("out", f"checkpoint={edm}", "num_samples=35")  # a point with another number of samples is not compared
     assert len((tmp_path / "out" / "results.csv").read_text().splitlines()) == 6
     fid("out", *sweep, "cfg_scale=[1.0,1.5]")
@@ -113,7 +113,7 @@ def test_a_renamed_run_keeps_its_results_and_fid_prints_the_settings_that_differ
     assert not problems and "cfg_scale 1.5" in guided
 
 
-def test_a_changed_file_of_a_detector_is_another_evaluation(train, tmp_path):
+def test_a_changed_detector_file_makes_the_next_start_evaluate_again(train, tmp_path):
     shutil.copy(REPOSITORY / "evaluations" / "digits_detector.safetensors", weights := tmp_path / "a.safetensors")
     settings = [*EVAL, "train.num_steps=1", "eval.cfg_scales=[1.0]", f"evaluation.weights={weights}"]
     run = train("run", *settings)
@@ -122,7 +122,7 @@ def test_a_changed_file_of_a_detector_is_another_evaluation(train, tmp_path):
     assert len({record["settings"]["detector_weights"] for record in metrics(run) if "metrics" in record}) == 2
 
 
-def test_a_torn_line_of_results_is_ignored_and_the_next_line_is_not_joined_to_it(tmp_path):
+def test_an_incomplete_line_of_results_is_ignored_and_the_next_line_is_not_joined_to_it(tmp_path):
     conditions = {"num_samples": 70, "reference": "reference"}
     first, second = (Point({"images": name}, f"content of {name}", {}) for name in ("a.npz", "b.npz"))
     Results(tmp_path, conditions).add(first, {"fid": 1.0}, {}, {})
@@ -137,7 +137,7 @@ def test_a_torn_line_of_results_is_ignored_and_the_next_line_is_not_joined_to_it
     assert results.find(replace(first, content="other images")) is None
 
 
-def test_results_without_output_are_written_to_the_run_or_next_to_the_images_never_between_source_files(tmp_path, monkeypatch):
+def test_by_default_results_go_to_the_run_or_next_to_the_images_and_never_between_source_files(tmp_path, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     cfg = checked([f"images={tmp_path / 'samples.npz'}"], "fid")
     assert script.default_folder(cfg, []) == tmp_path / "samples.npz_evaluations"
@@ -155,12 +155,12 @@ def test_a_sit_run_is_evaluated_in_training_and_swept_over_solvers_and_guidance(
     sparse = fid("out", f"checkpoint={sit}", "guidance=sparse", "guidance.w=[1,2]")[2:]
     assert [(line["point"]["guidance"], line["point"]["guidance.w"]) for line in sparse] == [("sparse", 1.0), ("sparse", 2.0)]
     assert [line["cost"]["network_evaluations"] for line in sparse] == [3, 6]
-    assert sparse[0]["metrics"] == pytest.approx(lines[0]["metrics"], rel=1e-4)  # w=1 with r_strong=0 is off
+    assert sparse[0]["metrics"] == pytest.approx(lines[0]["metrics"], rel=1e-4)  # w=1 with r_strong=0 is no guidance
     assert 0.5 < sparse[1]["cost"]["gflops_per_image"] / sparse[0]["cost"]["gflops_per_image"] / 2 < 1
-    assert len(fid("out", f"checkpoint={sit}", "guidance=sparse", "guidance.w=[1,2]")) == 4  # all are kept
+    assert len(fid("out", f"checkpoint={sit}", "guidance=sparse", "guidance.w=[1,2]")) == 4  # all points were finished
 
 
-def test_a_sweep_goes_over_checkpoints_of_two_diffusions_and_their_second_networks(edm, sit, fid, tmp_path):
+def test_a_sweep_covers_checkpoints_of_two_diffusions_and_autoguidance_loads_a_second_network(edm, sit, fid, tmp_path):
     lines = fid("out", f"checkpoint=[{edm},{sit}]", "num_steps=[1,2]", "num_samples=2")
     assert [line["point"]["num_steps"] for line in lines] == [1, 2, 1, 2]
     (line,) = fid("euler", f"checkpoint={sit}", "solver=euler", "num_samples=2")
@@ -172,7 +172,7 @@ def test_a_sweep_goes_over_checkpoints_of_two_diffusions_and_their_second_networ
         fid("churn", f"checkpoint=[{edm},{sit}]", "S_churn=1")
 
 
-def test_images_on_disk_are_judged_like_the_samples_they_are(edm, fid, tmp_path):
+def test_images_on_disk_get_the_figures_of_the_same_samples_from_a_checkpoint(edm, fid, tmp_path):
     from_checkpoint = fid("a", f"checkpoint={edm}")[0]["metrics"]
     settings = ["seeds=0-69", "num_steps=2", "batch_size=35", "cpu_threads=1"]
     run_sample(f"checkpoint={edm}", f"output={tmp_path / 'samples'}", *settings)
@@ -184,7 +184,7 @@ def test_images_on_disk_are_judged_like_the_samples_they_are(edm, fid, tmp_path)
     assert from_folder == {name: from_npz[name] for name in NAMES if name != "class_agreement"}  # a folder holds no labels
 
 
-def test_raw_weights_are_those_of_the_network(edm, fid, tmp_path):
+def test_weights_raw_evaluates_the_network_instead_of_its_ema(edm, fid, tmp_path):
     ema, raw = fid("both", f"checkpoint={edm}", "weights=[ema,raw]")
     copy = shutil.copytree(edm, tmp_path / "copy") / "checkpoints" / "step_0000004"
     shutil.copy(copy / "model.safetensors", copy / "ema.safetensors")
@@ -226,7 +226,7 @@ def test_wrong_settings_are_refused_before_any_work(fid, edm, tmp_path, monkeypa
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_is_sampled_and_evaluated_in_the_precision_of_its_training_unless_another_is_asked_for(train, fid, tmp_path):
+def test_a_run_is_sampled_and_evaluated_in_its_training_precision_unless_another_is_requested(train, fid, tmp_path):
     assert checked(["train.precision=bf16", "eval.precision=fp32"]).sample.precision == "bf16"
     run = train("run", "train.num_steps=2", "train.lr=1e-2", "train.precision=bf16")
     points = [fid(name, f"checkpoint={run}", *given)[0] for name, given in (("own", []), ("asked", ["precision=fp32"]))]
@@ -238,7 +238,7 @@ def test_a_run_is_sampled_and_evaluated_in_the_precision_of_its_training_unless_
 
 @pytest.fixture
 def sampled(monkeypatch):
-    """Record the seeds that are sampled."""
+    """Fixture: a list of all seeds that have been sampled."""
     seeds, call = [], ImageSampler.__call__
 
     def recorded(self, batch, labels):
@@ -249,7 +249,7 @@ def sampled(monkeypatch):
     return seeds
 
 
-def test_labels_and_seeds_are_conditions_of_a_result_and_are_shown_with_it(edm, fid, tmp_path, sampled):
+def test_results_for_different_labels_or_seeds_are_separate_and_show_these_settings(edm, fid, tmp_path, sampled):
     lines = [fid("out", f"checkpoint={edm}", *given)[-1] for given in ((), ("labels=balanced",), ("first_seed=70",))]
     assert len({line["metrics"]["fd_digits"] for line in lines}) == 3 and sampled[140:] == list(range(70, 140))
     about = [(line["about"]["labels"], line["about"]["first_seed"]) for line in lines]
@@ -266,7 +266,7 @@ def test_the_points_of_a_checkpoint_share_its_network(edm, fid, monkeypatch):
 
 
 def test_differences_are_judged_group_by_group():
-    """Both values vary by 10 between groups, and the first always exceeds the second by 1. Separate errors would hide this."""
+    """Values vary by 10 between groups, but `above` always exceeds `first` by about 1. Separate errors would hide this."""
     low = [10.0 * group for group in range(10)]
     first, above, other = (
         {"metrics": {"fid": fid}, "jackknife": {"fid": values}}

@@ -1,4 +1,4 @@
-"""Without a network, commands use their caches. If a cache lacks a file, they ask once and fail within seconds."""
+"""Without an internet connection, commands use their caches. If a cache lacks a file, they ask once and fail within seconds."""
 
 import hashlib
 import http.server
@@ -24,7 +24,7 @@ NAME = "someone/vae"
 
 @pytest.fixture(autouse=True)
 def hub(tmp_path, monkeypatch):
-    """Fixture: an empty cache and an unreachable hub. hub(url) sets another hub."""
+    """Fixture: makes the cache empty and the hub unreachable. hub(url) sets the address of another hub."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy", "no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
@@ -41,7 +41,7 @@ def hub(tmp_path, monkeypatch):
 
 
 def closed():
-    """Fixture: an address that refuses connections."""
+    """Return an address that refuses connections."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return f"http://127.0.0.1:{s.getsockname()[1]}"
@@ -60,7 +60,7 @@ def silent(monkeypatch):
 
 @pytest.fixture
 def server(vae, hub):
-    """Fixture: the address of a hub with the autoencoder, and of a file."""
+    """Fixture: the address of a running server. It is a hub that holds the autoencoder, and also serves /file."""
     files = {f"/{NAME}/resolve/main/{file.name}": file.read_bytes() for file in vae.iterdir()} | {"/file": b"content"}
     siblings = [{"rfilename": name} for name in ("README.md", *(file.name for file in vae.iterdir()))]
     files[f"/api/models/{NAME}"] = json.dumps({"id": NAME, "sha": COMMIT, "siblings": siblings}).encode()
@@ -93,7 +93,7 @@ def server(vae, hub):
 
 @pytest.fixture
 def seconds():
-    """Fixture: fails a test that takes longer than a user without a network should wait."""
+    """Fixture: fails a test that takes 5 seconds or more. An offline user should not wait longer for an error."""
     start_sec = time.perf_counter()
     yield
     assert time.perf_counter() - start_sec < 5
@@ -103,7 +103,7 @@ def seconds():
 # The Hugging Face hub.
 
 
-def test_a_missing_autoencoder_is_downloaded_once_and_then_used_without_asking(server, hub, monkeypatch):
+def test_a_missing_autoencoder_is_downloaded_once_and_then_used_without_asking_the_hub(server, hub, monkeypatch):
     def build():
         return autoencoders.build(f"sd-vae:{NAME}", torch.device("cpu"), 4, "fp32")
 
@@ -114,32 +114,32 @@ def test_a_missing_autoencoder_is_downloaded_once_and_then_used_without_asking(s
     assert build().fingerprint() == first.fingerprint()
 
 
-def test_the_chosen_files_are_downloaded_in_their_order(server, vae):
+def test_the_requested_files_are_downloaded_and_returned_in_order(server, vae):
     names = autoencoders.HUB_FILES[::-1]
     files = find_on_hub(NAME, *names, otherwise="")
     assert tuple(file.name for file in files) == names
     assert all(file.read_bytes() == (vae / file.name).read_bytes() for file in files)
 
 
-def test_a_hub_that_refuses_connections_gives_one_line_at_once(seconds):
+def test_a_hub_that_refuses_connections_gives_a_one_line_error_at_once(seconds):
     with pytest.raises(UserError, match=f"^give one; {NAME} .*cannot be downloaded .*refused") as error:
         find_on_hub(NAME, *autoencoders.HUB_FILES, otherwise="give one")
     assert "\n" not in str(error.value)
 
 
-def test_a_hub_that_never_answers_is_given_up_within_seconds(hub, silent, seconds):
+def test_a_hub_that_never_answers_gives_an_error_within_seconds(hub, silent, seconds):
     hub(silent)
     with pytest.raises(UserError, match="cannot be downloaded .*timed out"):
         find_on_hub(NAME, *autoencoders.HUB_FILES, otherwise="")
 
 
-def test_the_hubs_offline_mode_is_named(monkeypatch):
+def test_the_error_names_the_offline_mode_of_the_hub(monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match="HF_HUB_OFFLINE"):
         find_on_hub(NAME, *autoencoders.HUB_FILES, otherwise="")
 
 
-def test_an_id_that_the_hub_does_not_know_is_named(server):
+def test_the_error_names_an_id_that_the_hub_does_not_know(server):
     with pytest.raises(UserError, match="cannot be downloaded .404.*someone/veo"):
         find_on_hub("someone/veo", *autoencoders.HUB_FILES, otherwise="")
 
@@ -148,7 +148,7 @@ def test_an_id_that_the_hub_does_not_know_is_named(server):
 # Other files.
 
 
-def test_the_weights_of_inception_are_complete_or_absent(server, silent, tmp_path, seconds, monkeypatch):
+def test_downloaded_inception_weights_are_complete_or_absent(server, silent, tmp_path, seconds, monkeypatch):
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "new"))
     sha256 = hashlib.sha256(b"content").hexdigest()[:8]
     for url, digest, message in [

@@ -1,4 +1,4 @@
-"""From images to shards: shards hold the autoencoder's latents, also after interruptions."""
+"""Encoding images gives shards with the autoencoder's latents, even after interruptions."""
 
 import gc
 import io
@@ -72,7 +72,7 @@ def images(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def encoded(images, vae, tmp_path_factory):
-    """Fixture: latents of `images` with default settings. Tests that write to them copy the folder first."""
+    """Fixture: the folder with latents of `images` at default settings. Tests that write to it copy it first."""
     return encode(images, tmp_path_factory.mktemp("encoded") / "out", vae)
 
 
@@ -80,7 +80,7 @@ def contents(folder):
     return {file.name: file.read_bytes() for file in folder.glob("latents_*.safetensors")}
 
 
-def test_latents_are_those_of_the_autoencoder(images, vae, tmp_path):
+def test_stored_latents_equal_those_of_the_autoencoder(images, vae, tmp_path):
     dataset = LatentDataset(encode(images, tmp_path / "out", vae, "flips=true"))
     assert len(dataset) == 40 and len(dataset.files) == 5 and dataset.class_names == ["ant", "bee", "cow"]
     assert (dataset.info.kind, dataset.info.num_classes, dataset.info.autoencoder) == ("moments", 3, vae)
@@ -99,13 +99,13 @@ def test_latents_are_those_of_the_autoencoder(images, vae, tmp_path):
 
 
 def write_statistics(folder, num_channels):
-    """Fixture: a latents_stats.pt of LightningDiT."""
+    """Write a file in the format of LightningDiT's latents_stats.pt and return its path."""
     mean, std = torch.arange(float(num_channels)), torch.arange(1, num_channels + 1) / 2
     torch.save({"mean": mean.reshape(1, -1, 1, 1), "std": std.reshape(1, -1, 1, 1)}, file := folder / "stats.pt")
     return file
 
 
-def test_encode_measures_mean_and_deviation_of_each_channel_or_takes_lightningdits(images, vae, encoded, tmp_path):
+def test_encode_measures_mean_and_deviation_of_each_channel_or_reads_those_of_lightningdit(images, vae, encoded, tmp_path):
     plain = LatentDataset(encoded)
     measured = LatentDataset(encode(images, tmp_path / "measured", vae, "normalize=true"))
     taken = LatentDataset(encode(images, tmp_path / "taken", vae, f"latents_stats={write_statistics(tmp_path, 4)}"))
@@ -115,7 +115,7 @@ def test_encode_measures_mean_and_deviation_of_each_channel_or_takes_lightningdi
     assert (taken.info.scale_factor, taken.info.latents_mean, taken.info.latents_std) == (1, (0, 1, 2, 3), (0.5, 1, 1.5, 2))
     indices = np.arange(40)
     stored, *others = (dataset.fetch(indices, indices < 0)[0] for dataset in (plain, measured, taken))
-    assert all(torch.equal(stored, other) for other in others)  # the shards hold the same values; the headers differ
+    assert all(torch.equal(stored, other) for other in others)  # shards hold equal values; only their headers differ
     seen = latents_for_network(stored, measured.info, SeedRandom(list(range(40)), torch.device("cpu")))
     assert np.allclose(seen.mean(dim=(0, 2, 3)), 0, atol=0.1) and np.allclose(seen.std(dim=(0, 2, 3)), 1, atol=0.1)
     inspect(tmp_path / "measured", "grid=none", "sigma_data=1")
@@ -133,7 +133,7 @@ def test_the_manifest_describes_the_latents(images, vae, encoded):
     assert np.allclose(manifest["std"], samples.std(dim=(0, 1, 3, 4)), rtol=0.01)
 
 
-def test_samples_are_drawn_once_from_the_seed_and_the_image(images, vae, tmp_path):
+def test_samples_are_drawn_once_and_depend_only_on_the_seed_and_the_image(images, vae, tmp_path):
     a = encode(images, tmp_path / "a", vae, "kind=sample")
     b = encode(images, tmp_path / "b", vae, "kind=sample", "seed=1")
     again = encode(images, tmp_path / "c", vae, "kind=sample", "batch_size=8")
@@ -142,7 +142,7 @@ def test_samples_are_drawn_once_from_the_seed_and_the_image(images, vae, tmp_pat
     assert torch.allclose(first, repeated, atol=2e-3)
 
 
-def test_an_interrupted_encoding_continues_and_ends_in_the_same_files(images, vae, encoded, tmp_path, monkeypatch):
+def test_an_interrupted_encoding_can_be_resumed_and_gives_the_same_files(images, vae, encoded, tmp_path, monkeypatch):
     output, write = tmp_path / "out", ShardWriter.write
 
     def stop_at_the_third(self, shard, *arguments):
@@ -154,7 +154,7 @@ def test_an_interrupted_encoding_continues_and_ends_in_the_same_files(images, va
     with pytest.raises(KeyboardInterrupt):
         encode(images, output, vae)
     monkeypatch.undo()
-    gc.collect()  # frees the writer and its lock, which are in a reference cycle with the error
+    gc.collect()  # frees the writer and its lock, which the error's reference cycle keeps alive
     (output / ".tmp_0123456789abcdef_latents_00002.safetensors").write_bytes(b"half")
     with pytest.raises(UserError, match="is not finished: run the same prepare_latents.py command again to complete it"):
         LatentDataset(output)
@@ -193,7 +193,7 @@ def test_a_folder_is_locked_until_it_has_its_manifest_and_may_be_locked_again_at
     assert contents(tmp_path) == before and not list(tmp_path.glob(".*")) and len(LatentDataset(tmp_path)) == 4
 
 
-def test_a_changed_shard_is_renamed_and_made_again(images, vae, encoded, tmp_path, caplog):
+def test_a_changed_shard_is_renamed_and_encoded_again(images, vae, encoded, tmp_path, caplog):
     folder = shutil.copytree(encoded, tmp_path / "out")
     before, file = contents(folder), folder / "latents_00001.safetensors"
     file.write_bytes(damaged := file.read_bytes()[:-1] + b"\x00")
@@ -222,11 +222,11 @@ def test_a_repaired_or_removed_image_changes_only_its_shard(images, vae, encoded
     assert all((tmp_path / "out" / name).stat().st_mtime_ns == at for name, at in finished.items())
 
 
-def test_other_settings_images_weights_or_shards_are_another_data_set(images, vae, encoded, tmp_path, monkeypatch):
+def test_encode_refuses_a_folder_with_other_settings_images_weights_or_shards(images, vae, encoded, tmp_path, monkeypatch):
     out, others = shutil.copytree(encoded, tmp_path / "out"), shutil.copytree(images, tmp_path / "others")
     with pytest.raises(UserError, match=r"already holds another data set \(flips: False -> True\); choose another folder"):
         encode(images, out, vae, "flips=true")
-    for file in sorted(others.rglob("*.*")):  # same names, sizes and labels
+    for file in sorted(others.rglob("*.*")):  # keep names, sizes and labels; change only the content
         blob = bytearray(file.read_bytes())
         blob[-20] ^= 255
         file.write_bytes(blob)
@@ -249,7 +249,7 @@ def test_unreadable_images_can_be_skipped_and_are_counted(images, vae, encoded, 
     random_image(rng, width=90, height=90).save(whole, "jpeg")
     (folder / "bee" / "cut.jpg").write_bytes(whole.getvalue()[:-2000])
     Image.fromarray(rng.integers(0, 60000, (40, 40), dtype=np.uint16)).save(folder / "bee" / "deep.png")
-    os.mkfifo(folder / "ant" / "00.png")  # the first image, because the hash of the source reads it
+    os.mkfifo(folder / "ant" / "00.png")  # a pipe as the first image, which the hash of the source reads
     (folder / "cow" / "text.png").write_text("not an image")
     out = LatentDataset(encode(folder, tmp_path / "out", vae, "on_error=skip"))
     left_out = json.loads((tmp_path / "out" / "manifest.json").read_text())["left_out"]
@@ -264,7 +264,7 @@ def test_unreadable_images_can_be_skipped_and_are_counted(images, vae, encoded, 
 
 
 @pytest.mark.parametrize("autoencoder", ["identity", None])
-def test_a_shard_of_which_no_image_can_be_read_is_empty_and_is_not_made_again(images, vae, tmp_path, autoencoder):
+def test_a_shard_without_any_readable_image_is_empty_and_is_not_encoded_again(images, vae, tmp_path, autoencoder):
     folder = shutil.copytree(images, tmp_path / "images")
     names = open_labelled_images(folder).names
     for name in names[8:16]:
@@ -285,8 +285,8 @@ def test_a_shard_of_which_no_image_can_be_read_is_empty_and_is_not_made_again(im
 # Images and labels.
 
 
-def test_the_crop_is_adms():
-    # By hand, from ADM's description: 100x70 at 16 is halved twice by averages (50x35, 25x17), then scaled bicubically.
+def test_the_crop_equals_adms_crop():
+    # ADM's crop by hand: for resolution 16, 100x70 is halved twice by averaging (50x35, 25x17) and then scaled bicubically.
     pixels = np.random.default_rng(0).integers(0, 256, (70, 100, 3), dtype=np.uint8)
     image = Image.fromarray(pixels)
     halved = image.resize((50, 35), Image.Resampling.BOX).resize((25, 17), Image.Resampling.BOX)
@@ -307,7 +307,7 @@ def test_images_are_read_upright_and_in_colour(tmp_path):
     assert turned.shape == (60, 40, 3) and turned[:30].min() == 250 and turned[30:].max() == 0
 
 
-def test_labels_come_from_edms_dataset_json_or_all_images_are_of_one_class(tmp_path):
+def test_labels_come_from_edms_dataset_json_or_all_images_get_one_class(tmp_path):
     for i in range(4):
         random_image(np.random.default_rng(0)).save(tmp_path / f"{i}.png")
     assert open_labelled_images(tmp_path, labels="none").labels.tolist() == [0, 0, 0, 0]
@@ -338,21 +338,21 @@ def write_image_tars(folder, rng):
 
 
 @pytest.mark.parametrize("autoencoder", ["identity", None])
-def test_kept_images_are_those_of_their_latents(images, vae, tmp_path, autoencoder):
+def test_kept_images_belong_to_their_latents(images, vae, tmp_path, autoencoder):
     folder = shutil.copytree(images, tmp_path / "images")
-    (folder / "bee" / "00.png").write_text("left out")  # later images keep their places
+    (folder / "bee" / "00.png").write_text("left out")  # must not shift the images after it
     settings = ["keep_images=jpeg", "on_error=skip", "flips=true", "kind=sample", "dtype=float32"]
     dataset = LatentDataset(encode(folder, tmp_path / "out", autoencoder or vae, *settings))
     left_out = json.loads((tmp_path / "out" / "manifest.json").read_text())["left_out"]
     assert [entry["name"] for entry in left_out] == ["bee/00.png"] and dataset.has_jpegs
     files = [file for file in sorted(folder.rglob("*.*")) if file.name != "00.png" or file.parent.name != "bee"]
-    indices = np.random.default_rng(0).permutation(len(files))  # across the borders of shards, some mirrored
+    indices = np.random.default_rng(0).permutation(len(files))  # across shards; odd indices are mirrored
     flips = indices % 2 == 1
     latents, labels, found = dataset.fetch_with_images(indices, flips)
     assert all(torch.equal(a, b) for a, b in zip(dataset.fetch(indices, flips), (latents, labels))) and found.dtype == torch.uint8
     for image, index, flip in zip(found.numpy().astype(int), indices, flips):
         error = np.abs(image - adm_center_crop(read_rgb(files[index])[0], RESOLUTION)[:, :: -1 if flip else 1]).mean()
-        assert error < (1 if autoencoder else 12), files[index]  # stored pixels; pixels of JPEG files
+        assert error < (1 if autoencoder else 12), files[index]  # stored pixels with identity, else JPEG files
 
 
 def test_images_are_read_from_tars(tmp_path, vae):
@@ -372,9 +372,9 @@ def test_images_are_read_from_tars(tmp_path, vae):
         encode(folder, tmp_path / "negative", vae)
 
 
-def test_tars_that_would_be_left_out_are_named(tmp_path):
+def test_a_truncated_tar_and_a_folder_of_tars_and_images_are_refused(tmp_path):
     folder = write_image_tars(tmp_path / "tars", np.random.default_rng(0))
-    (folder / "0.tar").write_bytes((folder / "0.tar").read_bytes()[:-11_000])  # the end, and the last label
+    (folder / "0.tar").write_bytes((folder / "0.tar").read_bytes()[:-11_000])  # cuts off the end with the last label
     with pytest.raises(UserError, match="0.tar "):
         open_labelled_images(folder)
     random_image(np.random.default_rng(0)).save(folder / "a.png")
@@ -382,7 +382,7 @@ def test_tars_that_would_be_left_out_are_named(tmp_path):
         open_labelled_images(folder)
 
 
-def test_images_without_classes_are_refused_and_class_folders_without_images(tmp_path):
+def test_images_without_class_folders_and_class_folders_without_images_are_refused(tmp_path):
     with pytest.raises(UserError, match="holds no images .*, nor tars of them"):
         open_labelled_images(tmp_path)
     (tmp_path / "train").mkdir()
@@ -398,7 +398,7 @@ def test_images_without_classes_are_refused_and_class_folders_without_images(tmp
         open_labelled_images(tmp_path)
 
 
-def test_arguments_that_encode_does_not_accept_are_refused(images, vae, tmp_path):
+def test_encode_refuses_arguments_that_do_not_fit(images, vae, tmp_path):
     out = tmp_path / "out"
     for settings, message in (
         (["num_classes=2"], "num_classes=2, but there are labels up to 2"),
@@ -416,7 +416,7 @@ def test_arguments_that_encode_does_not_accept_are_refused(images, vae, tmp_path
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# inspect, and the manifest.
+# The command inspect, and the manifest.
 
 
 def inspect(path, *settings):
@@ -425,9 +425,9 @@ def inspect(path, *settings):
 
 
 def test_good_latents_pass_inspection_and_are_drawn(images, vae, tmp_path, caplog):
-    folder = encode(images, tmp_path / "out", vae, "num_classes=9")  # the folder has three
+    folder = encode(images, tmp_path / "out", vae, "num_classes=9")  # the folder has three classes
     with caplog.at_level(logging.INFO):
-        inspect(folder, "sigma_data=0.1")  # latents of the small autoencoder are small
+        inspect(folder, "sigma_data=0.1")  # the small autoencoder's latents have a small deviation
     for line in (
         "40 latents 4x16x16 in 5 files",
         "latents of mirrored images: False",
@@ -450,7 +450,7 @@ def test_the_originals_are_drawn_next_to_the_decoded_latents(images, tmp_path):
     inspect(pixels, f"images={images}", f"grid={tmp_path / 'pairs.png'}")
     pairs = np.asarray(Image.open(tmp_path / "pairs.png")).astype(int)
     assert pairs.shape[:2] == (4 * (64 + 14 + 4) + 4, 8 * (64 + 4) + 4)
-    for row, column in ((0, 0), (3, 6)):  # identity decodes to the original, up to rounding of float16
+    for row, column in ((0, 0), (3, 6)):  # identity decodes to the original, up to rounding to float16
         y, x = 4 + row * 82 + 14, 4 + column * 68
         decoded, original = pairs[y : y + 64, x : x + 64], pairs[y : y + 64, x + 68 : x + 132]
         assert np.abs(decoded - original).max() <= 2 and original.std() > 10
@@ -499,7 +499,7 @@ def test_inspection_distinguishes_mirrored_latents_from_copies_and_finds_a_dupli
     assert "b.safetensors is a copy of a.safetensors" in problems_of(tmp_path / "good")
 
 
-def test_shards_that_are_not_those_of_the_manifest_are_named(images, tmp_path):
+def test_shards_that_differ_from_the_manifest_are_named(images, tmp_path):
     encode(images, tmp_path, "identity", "resolution=8")
     file = tmp_path / "latents_00002.safetensors"
     blob = file.read_bytes()
@@ -525,7 +525,7 @@ def test_shards_that_are_not_those_of_the_manifest_are_named(images, tmp_path):
         LatentDataset(tmp_path)
 
 
-def test_transparent_images_get_a_background_and_other_files_are_named(tmp_path, caplog):
+def test_transparent_images_get_a_background_and_files_that_are_not_read_are_named(tmp_path, caplog):
     for name, alpha in (("a/clear", 0), ("a/half", 51), ("b/opaque", 255)):
         (file := tmp_path / "images" / f"{name}.png").parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGBA", (8, 8), (200, 0, 0, alpha)).save(file)
@@ -543,7 +543,7 @@ def test_transparent_images_get_a_background_and_other_files_are_named(tmp_path,
     encode(images, tmp_path / "blue", "identity", *settings, "background='#0000ff'")
     cfg, dataset = build.open_data(checked(["data=custom", f"data.path={tmp_path / 'blue'}", "model.backbone=DiT-XS/2"]))
     assert (dataset.channels, dataset.info.scale_factor) == (3, 1.0)
-    assert cfg.evaluation.background == "#0000ff"  # as for a folder of references
+    assert cfg.evaluation.background == "#0000ff"  # also for a folder of reference images
     read = next(open_images(images, crop=8, background=cfg.evaluation.background).batches(4))
     assert (read == dataset.fetch_with_images(np.arange(4), np.zeros(4, dtype=bool))[2].numpy()).all()
     assert (inspect_module.fetch_originals(dataset, str(images)) == read).all()

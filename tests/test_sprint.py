@@ -1,4 +1,4 @@
-"""SPRINT: groups of the grid, fused routes, path-drop and its guidance, in networks and in whole runs."""
+"""SPRINT: grid groups, fused routes, path drop and path-drop guidance, in networks and in whole runs."""
 
 from collections import Counter
 from functools import partial
@@ -24,7 +24,7 @@ NETWORKS = {"dit": sprint.SPRINT, "lightningdit": sprint.LightningSPRINT}
 @pytest.mark.parametrize("network", NETWORKS.values(), ids=NETWORKS)
 @pytest.mark.parametrize("routes", ROUTES.values(), ids=ROUTES)
 @pytest.mark.parametrize("selection", ["uniform", "grid"])
-def test_outputs_and_gradients_of_fused_routes_are_those_of_the_definition(network, routes, selection):
+def test_outputs_and_gradients_of_fused_routes_equal_those_of_the_definition(network, routes, selection):
     rule = sprint.grid_rule(4, 4) if selection == "grid" else selection
     net = randomized(small(network, routes=routes, selection=rule)).train()
     assert worst_error(net, routes, selection=selection) < 1e-5
@@ -34,16 +34,16 @@ def test_the_same_number_of_tokens_stays_in_every_2x2_group_and_every_choice_is_
     rule, x = sprint.grid_rule(4, 6), torch.zeros(3000, 24, 1)
     for ratio, num_kept in ((0.75, 1), (0.5, 2), (0.25, 3)):
         ids_keep = TokenRouter.choose_ids_keep(x, ratio, generator=torch.Generator().manual_seed(0), rule=rule)
-        groups = ids_keep // 12 * 3 + ids_keep % 6 // 2  # by hand: rows of groups have 12 tokens, columns 2
+        groups = ids_keep // 12 * 3 + ids_keep % 6 // 2  # by hand: a row of groups has 12 tokens, and a group is 2 tokens wide
         assert all((groups == group).sum(1).eq(num_kept).all() for group in range(6))
         first = Counter(tuple(ids.tolist()) for ids in [row[where] for row, where in zip(ids_keep, groups == 0)])
         assert set().union(*first) == {0, 1, 6, 7} and len(first) == (4, 6, 4)[num_kept - 1]
-        expected = 3000 / len(first)  # 5 standard deviations
+        expected = 3000 / len(first)  # counts may differ by 5 standard deviations
         assert all(abs(count - expected) < 5 * expected**0.5 for count in first.values())
     ids_keep = TokenRouter.choose_ids_keep(x, 0.6, generator=torch.Generator().manual_seed(0), rule=rule)
     groups = ids_keep // 12 * 3 + ids_keep % 6 // 2
     counts = torch.stack([(groups == group).sum(1) for group in range(6)])
-    assert ids_keep.shape == (3000, 24 - 14) and set(counts.unique().tolist()) == {1, 2}  # 10 tokens of 6 groups
+    assert ids_keep.shape == (3000, 24 - 14) and set(counts.unique().tolist()) == {1, 2}  # 10 tokens stay in 6 groups
     with pytest.raises(ValueError, match="selection=grid needs even numbers .* not 3 x 4"):
         sprint.grid_rule(3, 4)
 
@@ -79,7 +79,7 @@ def test_the_residual_stream_stays_float32_under_autocast():
 
 
 def test_path_drop_guidance_costs_the_published_flops():
-    """0.477 TFLOPs per image and step with cfg, 0.274 with path-drop guidance, for XL/2 at 256 pixels."""
+    """For XL/2 at 256 pixels, cfg costs 0.477 TFLOPs per image and step, and path-drop guidance costs 0.274."""
     with torch.device("meta"):
         net = sprint.build("DiT-XL/2", input_size=32, in_channels=4, num_classes=1000, routes=[Route(0.75, 2, -3)])
     dense, weak = flops.forward_flops(net), flops.forward_flops(net, 1.0)
@@ -96,7 +96,7 @@ def test_paths_are_dropped_at_their_rate_in_training_and_never_in_evaluation():
     assert seen[0].float().mean().item() == pytest.approx(0.3, abs=0.04) and seen[1] is None
 
 
-def test_the_default_network_has_no_other_parameter_and_what_does_not_fit_is_refused():
+def test_only_sprint_adds_parameters_to_the_network_and_settings_that_do_not_fit_are_refused():
     plain, fused = ({*small(network, routes=[Route(0.5, 1, 2)]).state_dict()} for network in (dit.DiT, sprint.SPRINT))
     assert plain == {*small().state_dict()}
     assert fused - plain == {f"route_ends.1_2.{name}" for name in ("mask_token", "proj.weight", "proj.bias")}
@@ -108,7 +108,7 @@ def test_the_default_network_has_no_other_parameter_and_what_does_not_fit_is_ref
         TokenRouter.choose_ids_keep(torch.zeros(1, 16, 1), 0.5, rule=sprint.grid_rule(4, 6))
 
 
-def test_guidance_extrapolates_from_the_null_label_without_the_routes_blocks():
+def test_path_drop_guidance_extrapolates_from_the_null_label_without_the_blocks_of_routes():
     def guided(level=2.0, **settings):
         denoise = Recorder()
         D_x = guidance.path_drop(make_inputs(denoise), **settings)(X, torch.full((2,), level), Y)
@@ -134,7 +134,7 @@ def whole(tmp_path_factory):
     return run_train(tmp_path_factory.mktemp("runs"), "whole", *SPRINT)
 
 
-def test_micro_batches_threads_and_checkpointed_activations_do_not_change_a_run(whole, train):
+def test_micro_batches_loader_threads_and_checkpointed_activations_do_not_change_a_run(whole, train):
     assert weights(whole, 6)["route_ends.2_9.mask_token"].any()
     parts = train("parts", *SPRINT, "train.grad_accum_steps=2", "train.activation_checkpointing=blocks", "data.num_workers=2")
     assert losses(parts) == pytest.approx(losses(whole), rel=1e-4)
@@ -151,7 +151,7 @@ def test_a_dense_second_stage_starts_from_a_sprint_run_and_keeps_the_fusion(whol
         train("tread", "model=tread", "model.backbone=DiT-XS/2", f"init_from={whole}")
 
 
-def test_path_drop_costs_less_than_cfg_and_other_runs_are_refused(whole, train, tmp_path, caplog):
+def test_path_drop_guidance_costs_less_than_cfg_and_is_refused_for_a_run_without_path_drop(whole, train, tmp_path, caplog):
     def sample(name, *overrides, checkpoint=whole):
         caplog.clear()
         where = [f"checkpoint={checkpoint}", f"output={tmp_path / name}", "seeds=0-1", "num_steps=3", "cpu_threads=1"]
@@ -175,6 +175,6 @@ def test_grids_and_evaluations_of_a_run_use_path_drop_guidance(whole, tmp_path):
     where = [f"checkpoint={whole}", "num_samples=20", "batch_size=10", "num_steps=2", "cpu_threads=1"]
     run_fid(*where, "guidance=path_drop", "cfg_scale=[1,2]", f"output={tmp_path / 'fid'}")
     assert (tmp_path / "fid" / "results.jsonl").read_text().count("\n") == 2
-    off = ["guidance=path_drop", "cfg_scale=1", "guidance.level_lo=[null,1]"]  # the unguided point is finished already
+    off = ["guidance=path_drop", "cfg_scale=1", "guidance.level_lo=[null,1]"]  # the unguided point is already finished
     run_fid(*where, *off, f"output={tmp_path / 'fid'}")
     assert (tmp_path / "fid" / "results.jsonl").read_text().count("\n") == 2

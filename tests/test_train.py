@@ -1,4 +1,4 @@
-"""Whole runs: interruptions, resumes and micro-batches do not change the numbers. Errors come before any work."""
+"""Whole runs: interruptions, resumes and micro-batches do not change the numbers. Wrong settings are refused before any work."""
 
 import json
 import shutil
@@ -39,7 +39,7 @@ def starts(run):
 
 
 def assert_same_files(first, second, step):
-    """Return the bytes of weights, EMA and optimizer at a step."""
+    """Assert that the files of weights, EMA and optimizer at `step` are equal byte by byte."""
     for name in ("model.safetensors", "ema.safetensors", "optimizer.pt"):
         assert (folder_of(first, step) / name).read_bytes() == (folder_of(second, step) / name).read_bytes(), name
 
@@ -51,13 +51,13 @@ def whole(tmp_path_factory):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The same numbers.
+# Runs that must give the same numbers.
 
 
 @pytest.mark.parametrize(
     "extra",
     [
-        # The resume falls between two lines of the log.
+        # The run is resumed between two lines of the log.
         ["data.num_workers=2", "train.grad_accum_steps=2", "train.grad_clip_norm=1.0", "train.log_every=3"],
         ["diffusion=sit", "diffusion.timestep=logit_normal", "model=lightningdit_sprint", "model.path_drop=0.5"]
         + ["train.precision=bf16", "train.schedule=cosine", "train.warmup_steps=2"],
@@ -71,14 +71,14 @@ def test_a_resumed_run_equals_an_uninterrupted_one_exactly(train, tmp_path, extr
     assert [start["step"] for start in starts(cut)] == [0, 4]
     assert losses(cut) == losses(whole) and 6 in losses(whole)
     assert_same_files(whole, cut, 6)
-    assert {value.dtype for value in weights(cut, 6).values()} == {torch.float32}  # also with bf16
+    assert {value.dtype for value in weights(cut, 6).values()} == {torch.float32}  # even with bf16
     rates = {record["step"]: record["lr"] for record in metrics(whole)}
     assert rates == {record["step"]: record["lr"] for record in metrics(cut)}
     if "train.schedule=cosine" in extra:
         assert rates[1] == 1e-3 and rates[2] == rates[3] == 2e-3 and 0 < rates[6] < rates[4]
 
 
-def test_two_steps_equal_their_definition(train, tmp_path):
+def test_two_training_steps_equal_their_definition(train, tmp_path):
     """Repeat a run by hand: items, flips, moments, noise, dropped labels and paths, routes, AdamW."""
     stored, labels = make_shard(
         tmp_path / "data" / "a.safetensors", channels=1, size=8, kind="moments", num_classes=10, flips=True
@@ -116,20 +116,20 @@ def test_two_steps_equal_their_definition(train, tmp_path):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    for name, value in weights(run, 2).items():  # Adam divides by small numbers: rounding grows to 1e-4 of a step
+    for name, value in weights(run, 2).items():  # Adam divides by small numbers, so rounding errors grow to 1e-4 of a step
         assert torch.allclose(net.state_dict()[name], value, atol=1e-5), name
 
 
 def test_dense_and_routed_runs_see_the_same_noise_and_data(whole, train):
     dense = train("dense", "model=dit", "train.num_steps=3")
-    # Before the first update, the output of the network is zero with any route.
+    # Before the first update, the output of the network is zero, with and without routes.
     assert losses(dense)[1] == losses(whole)[1]
     assert losses(dense)[3] != losses(whole)[3]
 
 
-def test_micro_batches_threads_and_checkpointed_activations_do_not_change_a_run(whole, train):
+def test_micro_batches_loader_threads_and_checkpointed_activations_do_not_change_a_run(whole, train):
     split = train("split", "train.grad_accum_steps=4", "data.num_workers=1")
-    # Sums of 4 losses in another order: a few units in the last place, over 6 steps.
+    # The 4 losses are summed in another order. Over 6 steps, this changes a few units in the last place.
     assert losses(split) == pytest.approx(losses(whole), rel=1e-5)
     recomputed = train("recomputed", "train.activation_checkpointing=blocks")
     assert losses(recomputed) == losses(whole)
@@ -142,7 +142,7 @@ def test_routing_is_on_in_training_and_off_in_grids(train, monkeypatch):
         TokenRouter, "start_route", staticmethod(lambda x, ids: calls.append((len(x), ids.shape[1])) or original(x, ids))
     )
     run = train("run", "train.num_steps=2", *GRIDS, "sample.batch_size=2")
-    assert calls == [(4, 8)] * 2  # half of 16 tokens, in every step
+    assert calls == [(4, 8)] * 2  # 8 of 16 tokens in every step
     assert Image.open(run / "samples" / "step_0000002.png").size[0] > 3 * 64
 
 
@@ -150,7 +150,7 @@ def test_routing_is_on_in_training_and_off_in_grids(train, monkeypatch):
 # Files of a run, and settings that it refuses.
 
 
-def test_a_run_leaves_its_config_metrics_and_checkpoints(train):
+def test_a_run_writes_its_config_metrics_and_checkpoints(train):
     run = train("run", "checkpoint.every=2", "checkpoint.keep_last=2", "train.grad_clip_norm=1")
     assert [p.name for p in store.list_steps(run / "checkpoints").values()] == ["step_0000004", "step_0000006"]
     last = metrics(run)[-1]
@@ -160,17 +160,17 @@ def test_a_run_leaves_its_config_metrics_and_checkpoints(train):
     assert stored.data.scale_factor == pytest.approx(2 / 3) and stored.data.autoencoder == "identity"
     assert (run / "config.yaml").read_text() == (folder_of(run, 6) / "config.yaml").read_text()
     before = {p: p.stat().st_mtime_ns for p in (run / "checkpoints").rglob("*")}
-    train("run", "checkpoint.every=2", "checkpoint.keep_last=2", "train.grad_clip_norm=1")  # already complete
+    train("run", "checkpoint.every=2", "checkpoint.keep_last=2", "train.grad_clip_norm=1")  # the run is already complete
     assert {p: p.stat().st_mtime_ns for p in before} == before and len(metrics(run)) == 6
     (start,) = starts(run)
     assert start["command"].startswith("python ") and start["num_processes"] == 1 and start["device"] and start["torch"]
     assert start["step"] == 0 and start["time"].endswith("+00:00")
 
 
-def test_without_its_own_repository_a_run_records_no_commit(monkeypatch, tmp_path):
+def test_a_run_records_no_commit_if_the_code_has_no_git_repository_of_its_own(monkeypatch, tmp_path):
     monkeypatch.setattr(provenance, "REPOSITORY", tmp_path)
     assert provenance.git_commit() == (None, None)
-    (tmp_path / ".git").mkdir()  # and no repository
+    (tmp_path / ".git").mkdir()  # an empty folder is no repository
     assert provenance.git_commit() == (None, None)
 
 
@@ -201,14 +201,14 @@ def test_a_resume_on_other_data_is_refused(train, tmp_path):
     with pytest.raises(UserError, match=r"/a\) than data.path=.*/b"):
         train("run", f"data.path={tmp_path / 'b'}")
     (tmp_path / "a").rename(tmp_path / "moved")
-    train("run", f"data.path={tmp_path / 'moved'}")  # the same data in another folder are accepted
+    train("run", f"data.path={tmp_path / 'moved'}")  # the same data in a renamed folder are accepted
 
 
-def test_a_run_that_continues_another_folder_resumes_from_its_own_checkpoints_later(whole, train):
+def test_a_run_that_continued_another_run_is_later_resumed_from_its_own_checkpoints(whole, train):
     start = [f"init_from={folder_of(whole, 4)}", "init_state=all"]
     branch = train("branch", *start, "train.num_steps=5")
     assert losses(branch) == {5: losses(whole)[5]}
-    train("branch", *start)  # a restarted job: the run has its own checkpoints
+    train("branch", *start)  # as if the job restarted: now the run has its own checkpoints
     assert losses(branch) == {5: losses(whole)[5], 6: losses(whole)[6]}
 
 
@@ -225,7 +225,7 @@ def test_a_loss_that_overflows_stops_the_run_and_keeps_the_checkpoints_before_it
 
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine", "inverse_sqrt"])
-def test_the_learning_rate_is_that_of_torchs_own_schedulers(schedule):
+def test_the_learning_rate_equals_that_of_torchs_schedulers(schedule):
     train = checked([*TINY, "train.lr=0.1", "train.num_steps=30", "train.warmup_steps=10", f"train.schedule={schedule}"]).train
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     scheduler = torch.optim.lr_scheduler
@@ -247,7 +247,7 @@ def test_the_learning_rate_is_that_of_torchs_own_schedulers(schedule):
 @pytest.mark.parametrize(
     ("num_images", "num_steps", "ema_decay"), [(100, 10_000, 0.999), (10_000, 78_125, 0.999872), (10**7, 400_000, 0.9999)]
 )
-def test_the_length_of_a_run_on_own_data_follows_from_the_number_of_images(num_images, num_steps, ema_decay):
+def test_the_default_length_of_a_run_on_custom_data_depends_on_the_number_of_images(num_images, num_steps, ema_decay):
     cfg = build.fill_in_lengths(checked(["data=custom"]), num_images)
     assert (cfg.train.num_steps, cfg.train.ema_decay, cfg.eval.every) == (num_steps, ema_decay, 0)
     assert cfg.checkpoint.every == cfg.sample.every == cfg.train.ema_snapshot_every == num_steps // 20
@@ -296,7 +296,7 @@ def test_settings_that_cannot_run_are_refused_before_anything_is_written(train, 
 # Weights & Biases.
 
 
-def test_wandb_gets_our_numbers_by_our_step_and_a_resume_continues_its_run(train, monkeypatch):
+def test_wandb_logs_our_numbers_by_our_step_and_a_resumed_run_continues_its_wandb_run(train, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
     rows, axes, log, define_metric = [], [], WandBTracker.log, wandb.Run.define_metric
     monkeypatch.setattr(WandBTracker, "log", lambda self, values, **how: rows.append((values, how)) or log(self, values, **how))
@@ -306,10 +306,10 @@ def test_wandb_gets_our_numbers_by_our_step_and_a_resume_continues_its_run(train
     run = train("run", "wandb.mode=offline", "train.num_steps=2", *GRIDS, *EVALUATION)
     assert list((run / "wandb").glob(f"offline-run-*-{(run / 'wandb_id').read_text()}/*.wandb"))
     assert axes == [(("*",), {"step_metric": "step"})]
-    # wandb drops a row whose step= is lower than that of an earlier row.
+    # wandb drops a row if its step= is lower than the step= of an earlier row.
     assert all(how.get("step") is None for _, how in rows)
     committed = [values for values, how in rows if how.get("commit") is not False]
-    assert [values["step"] for values in committed] == [1, 2, 2, 2]  # two of training, one of the grid, one of the evaluation
+    assert [values["step"] for values in committed] == [1, 2, 2, 2]  # training twice, then grid and evaluation
     assert committed[1]["loss"] == losses(run)[2] and any("fd_digits" in name for name in committed[3])
 
     started = []
@@ -324,7 +324,7 @@ def test_wandb_gets_our_numbers_by_our_step_and_a_resume_continues_its_run(train
 # Grids and evaluations in training.
 
 
-def test_the_clock_counts_no_pauses(monkeypatch):
+def test_the_clock_does_not_count_pauses(monkeypatch):
     seconds = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: seconds[0])
     clock = Clock(torch.device("cpu"))
@@ -344,7 +344,7 @@ def test_a_step_pauses_the_clock_only_if_a_hook_is_due(train, monkeypatch):
     pauses, paused = [], Clock.paused
     monkeypatch.setattr(Clock, "paused", lambda clock: pauses.append(clock) or paused(clock))
     train("run", "train.num_steps=4", "train.log_every=100", *GRIDS)
-    assert len(pauses) == 2  # a grid; metrics, checkpoint and grid at the last step
+    assert len(pauses) == 2  # one for a grid; one for metrics, checkpoint and grid at the last step
 
 
 def test_each_evaluation_has_its_own_line_of_metrics(train):
@@ -359,7 +359,7 @@ def test_each_evaluation_has_its_own_line_of_metrics(train):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# From the weights of another run.
+# Runs that start from the weights of another run.
 
 
 def test_init_from_starts_a_dense_run_from_the_weights_and_average_of_a_routed_run(whole, train):
@@ -367,7 +367,7 @@ def test_init_from_starts_a_dense_run_from_the_weights_and_average_of_a_routed_r
     assert [record["step"] for record in metrics(dense)] == [1, 2]
     before, after, average = weights(whole, 6), weights(dense, 2), weights(whole, 6, "ema")
     assert all(torch.allclose(before[name], after[name], atol=1e-7) for name in before)
-    # The average continues after 6 updates, without a new warm-up: 7/16 of it remain, then 8/17.
+    # The average has had 6 updates and continues without a new warm-up. The next update keeps 7/16 of it, the one after it 8/17.
     for step, share in ((1, 9 / 16), (2, 9 / 17)):
         average = {name: value.lerp(after[name], share) for name, value in average.items()}
         for name, value in weights(dense, step, "ema").items():
@@ -412,11 +412,11 @@ def test_weights_that_do_not_fit_are_refused(monkeypatch, tmp_path, change):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Checkpoints that are written while training goes on.
+# Checkpoints that are written while training continues.
 
 
 def patch_save(monkeypatch, before):
-    """Call before(checkpoint) in the writing thread before each write. Returns the list of steps trained so far."""
+    """Call before(checkpoint) in the writing thread before each write. Return a list to which each trained step is added."""
     original_save, original_step, trained = store.save, Trainer.train_step, []
 
     def save(root, checkpoint, *args):
@@ -448,10 +448,10 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_before_the_next_one_is
         train("run", "checkpoint.every=20", "train.num_steps=1000")
     assert 20 <= metrics(tmp_path / "run")[-1]["step"] < 40
     with pytest.raises(UserError, match="^no room for step 3$"):
-        train("other", "train.num_steps=3", "train.log_every=3")  # also that of the last step
+        train("other", "train.num_steps=3", "train.log_every=3")  # the checkpoint of the last step cannot be written
 
 
-def test_a_copy_of_a_state_dict_keeps_its_values():
+def test_a_copied_state_dict_keeps_its_values_when_the_original_changes():
     state = {"state": {0: {"step": torch.tensor(1.0), "exp_avg": torch.randn(3, 4).T}}, "param_groups": [{"betas": (0.9, 0.99)}]}
     first = copy_to_host(state)
     copied = first["state"][0]["exp_avg"]
@@ -467,7 +467,7 @@ def test_a_loss_that_explodes_but_stays_finite_ends_the_run_before_a_checkpoint_
     assert all(value.isfinite().all() for value in store.load_weights(last, "raw").values())
 
 
-def test_weights_for_other_classes_get_a_new_label_table(whole, train, tmp_path, caplog):
+def test_a_run_with_other_classes_than_its_initial_weights_gets_a_new_label_table(whole, train, tmp_path, caplog):
     make_shard(tmp_path / "data" / "a.safetensors", channels=1, size=8, num_classes=3, scale_factor=2 / 3)
     caplog.set_level("INFO")
     data = [f"data.path={tmp_path / 'data'}", "data.num_classes=3", "train.num_steps=1", "train.lr=1e-12"]
@@ -481,18 +481,14 @@ def test_weights_for_other_classes_get_a_new_label_table(whole, train, tmp_path,
         train("all", *data[:2], f"init_from={folder_of(whole, 4)}", "init_state=all")
 
 
-def test_a_start_logs_its_plan_and_a_complete_run_measures_only_what_is_new(train, caplog):
+def test_a_start_logs_its_plan_and_a_restart_of_a_complete_run_runs_only_new_evaluations(train, caplog):
     caplog.set_level("INFO")
     settings = ["eval.every=4", "eval.num_samples=6", "eval.num_steps=2", "sample.every=6", "sample.num_samples=2"]
     run = train("run", *settings)
     assert "train  steps 0 to 6, batch 4, lr 0.002 (constant), 1 x cpu, fp32" in caplog.text
-    (run / "samples" / "step_best.png").touch()  # a file of the user
+    (run / "samples" / "step_best.png").touch()  # a file that belongs to the user
     before = len(metrics(run))
     train("run", *settings)
     assert len(metrics(run)) == before
     train("run", *settings, "eval.labels=balanced")
     assert len(metrics(run)) == before + 2 and (run / "samples" / "step_best.png").exists()
-
-
-def build_digits_net():
-    return build_network(build.open_data(checked())[0])
