@@ -62,7 +62,7 @@ def find_initial(run: RunFolder, init_from: str | None) -> Path | None:
 
 
 def find_checkpoint_together(path: str, key: str) -> Path:
-    """Call `store.find_checkpoint` on rank 0 only. While a run trains, ranks could find different newest checkpoints."""
+    """Return what `store.find_checkpoint` finds on rank 0. While a run trains, ranks could find different checkpoints."""
     return _see_together(lambda: store.find_checkpoint(Path(path), key), key)
 
 

@@ -25,7 +25,7 @@ class Point:
 
     @property
     def identity(self) -> dict:
-        """Return the settings without paths and the content. They do not depend on where the files are."""
+        """Return the content, and the settings without paths. They do not depend on where the files are."""
         return without_paths(self.settings) | {"content": self.content}
 
 

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 FILE = "tracked_ema"  # in a checkpoint, with averages in float32 (float16 in snapshots)
 SNAPSHOTS = "ema_snapshots"
 MAX_ERROR = 0.1  # largest accepted error of a profile, relative to its norm
-NUM_CELLS = 10_000  # Least squares compares profiles on a grid of so many cells over the steps of the run.
+NUM_CELLS = 10_000  # cells over the steps of the run, on which least squares compares profiles
 
 
 @cache

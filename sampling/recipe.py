@@ -98,7 +98,7 @@ class Recipe:
         return cls(run, diffusion, guidance, precision, run.data.autoencoder)
 
     def settings(self) -> dict:
-        """Return the settings by their names in results. Only num_steps and changed settings of the sampler appear."""
+        """Return the settings by their names in results. Of the sampler, only num_steps and changed settings appear."""
         ema_length = {"ema_length": self.average.length} if self.average else {}
         return {"weights": self.weights, **name_guidance(self.guidance), **name_sampler(self.diffusion), **ema_length}
 

@@ -230,7 +230,7 @@ class Contrast:
         return 2 * t.sf(abs(self.estimate) / self.error, self.df)
 
     def text(self, shown: Callable[[float], str]) -> str:
-        """The estimate with its 95% interval.
+        """Format the estimate with its 95% interval.
 
         If the interval holds zero, also the estimate that a repetition would tell from zero with a probability of 80%.
         """
